@@ -1,0 +1,5 @@
+"""Optimizers of ``torch.optim`` that live on curvature."""
+
+from curvopt.optim.kfac_sgd import KFACSGD
+
+__all__ = ["KFACSGD"]

@@ -1,0 +1,91 @@
+"""SGD on gradients preconditioned by Kronecker-factored curvature (Martens & Grosse 2015)."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from curvopt.extensions import KFAC, KFLR
+from curvopt.optim.base import CurvatureOptimizer
+
+
+class KFACSGD(CurvatureOptimizer, torch.optim.SGD):
+    """``torch.optim.SGD`` whose gradient ``G`` of a weight is replaced by ``ν (B + √λ/π I)⁻¹ G (A + π √λ I)⁻¹``.
+
+    ``B ⊗ A`` is a moving average of the weight's block of the Fisher (or GGN) matrix, ``λ`` the damping, ``ν ≤ 1`` the KL
+    clip. Parameters with one dense factor get ``(B + λ I)⁻¹``, with a diagonal one its elementwise inverse; a parameter
+    that the extension does not cover is treated as if it had the mean curvature of the others.
+
+    Momentum, Nesterov, param groups, schedulers and ``state_dict`` are those of ``torch.optim.SGD``::
+
+        optimizer = KFACSGD(model.parameters(), lr=0.1)
+        ...
+        with optimizer.curvature():
+            loss.backward()
+        optimizer.step()
+
+    Args:
+        params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, ``damping``, ``ema``
+            and the options of SGD may differ between groups.
+        lr: learning rate.
+        momentum: momentum of the preconditioned gradients.
+        damping: ``λ``, in units of the curvature of the differentiated loss; read when the inverses are renewed.
+        ema: decay of the averages per refresh, bias-corrected.
+        kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step over all groups; ``None`` for none.
+        curvature_every: steps between refreshes of the factors, reached gradually from 1.
+        inverse_every: steps between refreshes of the inverses, reached gradually from 1.
+        fisher: ``"mc"`` samples the Fisher matrix, ``"exact"`` sweeps one vector per output (KFLR).
+        mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the optimizer.
+        weight_decay: decoupled: ``p *= 1 - lr * weight_decay``.
+        dampening: as in SGD.
+        nesterov: as in SGD.
+        maximize: as in SGD.
+        foreach: as in SGD.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.05,
+        momentum: float = 0.9,
+        *,
+        damping: float = 0.03,
+        ema: float = 0.95,
+        kl_clip: float | None = 0.03,
+        curvature_every: int = 10,
+        inverse_every: int = 10,
+        fisher: Literal["mc", "exact"] = "mc",
+        mc_samples: int = 1,
+        weight_decay: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+    ) -> None:
+        if fisher not in ("mc", "exact"):
+            raise ValueError(f'fisher must be "mc" or "exact", got {fisher!r}')
+        self._options = {"fisher": fisher, "mc_samples": mc_samples}
+        self._configure(
+            damping=damping, ema=ema, kl_clip=kl_clip, curvature_every=curvature_every, inverse_every=inverse_every
+        )
+        super().__init__(
+            params,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            maximize=maximize,
+            foreach=foreach,
+        )
+
+    def _extension(self) -> Any:
+        if self._options["fisher"] == "exact":
+            return KFLR()
+        return KFAC(mc_samples=self._options["mc_samples"], generator=self._sampler())
+
+    def _take(self, param: Tensor) -> list[Tensor] | None:
+        return param.__dict__.pop("kflr" if self._options["fisher"] == "exact" else "kfac", None)
