@@ -1,0 +1,11 @@
+"""Second-order information in one backward pass, and torch.optim optimizers that live on it."""
+
+from curvopt.core import derivatives  # registers the rules
+from curvopt.core.context import backpack
+from curvopt.core.sweep import set_columns_per_sweep
+from curvopt.core.uses import disable, extend
+from curvopt.errors import CurvoptError, CurvoptWarning
+
+__version__ = "0.1.0"
+
+__all__ = ["CurvoptError", "CurvoptWarning", "backpack", "derivatives", "disable", "extend", "set_columns_per_sweep"]

@@ -1,0 +1,1 @@
+"""The engine: uses recorded in the forward, sweeps through autograd, Jacobians in factored form."""

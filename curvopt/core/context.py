@@ -1,0 +1,157 @@
+"""The ``with backpack(...)`` context: which extensions are active, and when a backward begins and ends."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from curvopt.core.graph import Graph
+from curvopt.core.sweep import Pass
+from curvopt.core.uses import LossUse, Use, listeners
+
+if TYPE_CHECKING:
+    from curvopt.extensions.base import Extension
+
+
+class backpack:  # noqa: N801 - the name users of BackPACK know
+    """Compute quantities along with every backward inside the context and put them on the parameters.
+
+    ::
+
+        with backpack(BatchGrad(), KFAC()):
+            loss.backward()
+        model[0].weight.grad_batch, model[0].weight.kfac
+
+    Fields are reset, never accumulated, by each backward. Contexts nest: the innermost decides. Nothing is left behind after an
+    exception.
+
+    Args:
+        *extensions: instances of `curvopt.extensions`; none is allowed and computes nothing.
+        extension_hook: called as ``extension_hook(module)`` as soon as all fields of a module's parameters are complete; it may
+            use and delete them, so that not all layers' quantities are in memory at once.
+        debug: print which field is set on which parameter.
+        retain_graph: accepted for programs written for BackPACK. Quantities that outlive the backward (matrix products) then
+            work on the graph the user retains instead of on stored Jacobians.
+
+    Raises:
+        TypeError: for an extension class instead of an instance, or something that is no extension.
+        ValueError: if two extensions write the same field.
+    """
+
+    def __init__(
+        self,
+        *extensions: Extension,
+        extension_hook: Callable[[nn.Module], None] | None = None,
+        debug: bool = False,
+        retain_graph: bool = False,
+    ):
+        """Check the extensions."""
+        from curvopt.extensions.base import Extension
+
+        for extension in extensions:
+            if isinstance(extension, type) and issubclass(extension, Extension):
+                raise TypeError(
+                    f"backpack: got the class {extension.__name__}; pass an instance: {extension.__name__}()."
+                )
+            if not isinstance(extension, Extension):
+                raise TypeError(f"backpack: expected extensions such as curvopt.extensions.KFAC(), got {extension!r}.")
+        fields = [extension.field for extension in extensions]
+        for field in fields:
+            if fields.count(field) > 1:
+                raise ValueError(f"backpack: two extensions write the field '{field}'; use separate contexts.")
+        self.extensions, self.extension_hook, self.debug, self.retain_graph = (
+            extensions,
+            extension_hook,
+            debug,
+            retain_graph,
+        )
+        self._passes: dict[int, Pass] = {}  # by graph task: a backward started inside a backward is another pass
+        self._graph: Graph | None = None
+        self._watch = _WatchBackward(self)
+
+    def __enter__(self) -> backpack:
+        """Activate the extensions."""
+        listeners.append(self)
+        self._watch.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Deactivate them; after an exception, take back what a half-finished backward has set."""
+        self._watch.__exit__(kind, error, trace)
+        listeners.remove(self)
+        self._abandon()
+
+    def gradient(self, use: Use, index: int, grad: Tensor) -> None:
+        """Told by the engine: the gradient of a use's output."""
+        if self.extensions and not self._sweeping():
+            self._current().gradient(use, index, grad)
+
+    def loss(self, use: LossUse, grad: Tensor) -> None:
+        """Told by the engine: the gradient of an extended loss."""
+        if self.extensions and not self._sweeping():
+            self._current().loss(use, grad)
+
+    def _sweeping(self) -> bool:
+        return any(current.sweeping for current in self._passes.values())
+
+    def _current(self) -> Pass:
+        """The pass of the running backward; begun by its first event, ended by the engine's own final callback."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._passes:
+            graph, self._graph = self._graph, None
+            self._passes[task] = Pass(self.extensions, self.extension_hook, graph)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(task))
+        return self._passes[task]
+
+    def _finish(self, task: int) -> None:
+        finished = self._passes.pop(task, None)
+        if finished is not None:
+            finished.finish()
+            if self.debug:
+                for p, extensions in finished.done.items():
+                    print(f"curvopt: {finished.names[p]}: {', '.join(sorted(e.field for e in extensions))}")
+
+    def _abandon(self) -> None:
+        while self._passes:
+            self._passes.popitem()[1].undo()
+        self._graph = None
+
+    def _run(self, backward: Callable, loss: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """``loss.backward(...)``, with its graph read (and the request checked) before anything is computed."""
+        if self.extensions and isinstance(loss, Tensor) and loss.grad_fn is not None:
+            self._graph = Graph(loss.grad_fn)
+            Pass(self.extensions, self.extension_hook, self._graph)
+        try:
+            with warnings.catch_warnings():
+                # backward(create_graph=True) is what one asks for here; fields hold no reference to .grad
+                warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
+                return backward(loss, *args, **kwargs)
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._graph = None
+
+
+class _WatchBackward(TorchFunctionMode):
+    """Sees ``Tensor.backward`` and with it the root of the graph. ``torch.autograd.backward`` is not seen: see `Pass.loss`."""
+
+    def __init__(self, context: backpack):
+        super().__init__()
+        self.context = context
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward:
+            return self.context._run(func, args[0], args[1:], kwargs)
+        return func(*args, **kwargs)

@@ -1,0 +1,227 @@
+"""Rules: how a module turns vectors at its output into Jacobians of its parameters.
+
+A rule is registered beside its definition with ``@register(nn.Linear)``. An affine layer needs two views, `AffineRule.unfold`
+and `AffineRule.fold`, nothing else. Modules without a rule get `DefaultRule`, which differentiates the module itself, sample by
+sample; a registered rule is only ever a faster equal of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from curvopt.core.jacobians import CHUNK_ELEMENTS, Dense, Jacobian, Outer
+from curvopt.core.uses import Use, disable, owned_parameters, version
+from curvopt.errors import CurvoptError
+
+Jacobians = dict[str, Jacobian]
+
+
+class Rule(ABC):
+    """How one kind of module maps vectors at its outputs to Jacobians of its parameters."""
+
+    #: Whether a use keeps its (detached) outputs, for the check of `DefaultRule`.
+    checks_outputs = False
+
+    def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters this rule answers for, by their names relative to the module."""
+        return owned_parameters(module)
+
+    def rows(self, use: Use) -> int:
+        """Length of the batch axis of the use's input."""
+        return batch_length(use)
+
+    @abstractmethod
+    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+        """Transposed-Jacobian products of the named parameters.
+
+        Args:
+            use: the recorded call.
+            grads: per output ``[V, *out]``, or ``None`` where nothing arrived.
+            names: parameters wanted.
+            N: number of samples; the batch axis of the use is a multiple, ``[N k, ...]`` with k rows of a sample together.
+        """
+
+
+_rules: dict[type[nn.Module], Rule] = {}
+R = TypeVar("R", bound=Rule)
+
+
+def register(*types: type[nn.Module]) -> Callable[[type[R]], type[R]]:
+    """Class decorator: the rule serves these module types and their subclasses that keep the ``forward`` of the type."""
+
+    def add(rule: type[R]) -> type[R]:
+        _rules.update(dict.fromkeys(types, rule()))
+        return rule
+
+    return add
+
+
+def rule_for(module: nn.Module) -> Rule:
+    """The rule of a module: that of its type if the module still computes what its type does, else the default."""
+    for base in type(module).__mro__:
+        rule = _rules.get(base)
+        if rule is not None:
+            kept = all(
+                getattr(type(module), f) is getattr(base, f) for f in ("forward", "_conv_forward") if hasattr(base, f)
+            )
+            # parametrized or re-parametrized weights have other names than the type's own
+            plain = "parametrizations" not in module._modules and owned_parameters(module).keys() <= {"weight", "bias"}
+            return rule if kept and (plain or not isinstance(rule, AffineRule)) else _default
+    return _default
+
+
+def batch_length(use: Use) -> int:
+    """Length of the first axis of the first tensor among the inputs."""
+    for leaf in tree_leaves((use.args, use.kwargs)):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    raise CurvoptError(
+        f"{use.describe()} was called without a tensor that has a batch axis; pass the batch to its forward."
+    )
+
+
+class AffineRule(Rule):
+    """A layer ``W x + b`` at every shared position, told by two views."""
+
+    @abstractmethod
+    def unfold(self, module: Any, x: Tensor) -> Tensor:
+        """The input as patches, ``[N, G, S, I]``."""
+
+    @abstractmethod
+    def fold(self, module: Any, grad: Tensor) -> Tensor:
+        """Vectors at the output, ``[V, N, *out]``, with positions and features sorted: ``[V, N, G, S, O]``."""
+
+    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:  # noqa: D102
+        grad = grads[0]
+        assert grad is not None  # a use is only asked when something arrived at its one output
+        left = rearrange(self.fold(use.module, grad), "v (n k) g s o -> v n g (k s) o", n=N)
+        jacobians: Jacobians = {}
+        if "weight" in names:
+            if "right" not in use.cache:
+                right = self.unfold(use.module, use.input).to(
+                    left.dtype
+                )  # autocast: the input may be in another precision
+                use.cache["right"] = rearrange(right, "(n k) g s i -> n g (k s) i", n=N)
+            jacobians["weight"] = Outer(left, use.cache["right"], use.module.get_parameter("weight").shape)
+        if "bias" in names:
+            jacobians["bias"] = Dense(rearrange(left.sum(3), "v n g o -> v n (g o)"))
+        return jacobians
+
+
+class DefaultRule(Rule):
+    """Any module with parameters: ``vmap`` of ``vjp`` over its own forward, a loop where vmap cannot."""
+
+    checks_outputs = True
+
+    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:  # noqa: D102
+        rows = self.rows(use)
+        leaves, spec = tree_flatten((use.args, use.kwargs))
+        batched = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows]
+        wanted = [i for i, grad in enumerate(grads) if grad is not None]
+        arrived = [grads[i] for i in wanted]
+        parameters = {name: p for name, p in self.parameters(use.module).items() if name in names}
+        for i, grad in zip(wanted, arrived, strict=True):
+            if grad.shape[1:2] != (rows,):
+                raise CurvoptError(
+                    f"{use.describe()}: output {i} of shape {list(grad.shape[1:])} does not keep the batch axis of its input "
+                    f"(length {rows}) in front; let the module return it there, or move its parameters to a submodule that does."
+                )
+
+        def outputs(params: dict[str, Tensor], samples: list[Tensor]) -> list[Tensor]:
+            full = list(leaves)
+            for i, sample in zip(batched, samples, strict=True):
+                full[i] = sample.unsqueeze(0)
+            args, kwargs = tree_unflatten(full, spec)
+            result = torch.func.functional_call(
+                _Forward(use.module), {f"module.{k}": p for k, p in params.items()}, args, kwargs
+            )
+            result = [out for out in tree_leaves(result) if isinstance(out, Tensor)]
+            return [result[i].squeeze(0) for i in wanted]
+
+        def products(samples: list[Tensor], vectors: list[Tensor]):
+            results, vjp = torch.func.vjp(partial(outputs, samples=samples), parameters)
+            return torch.func.vmap(lambda v: vjp(v)[0])(vectors), results
+
+        samples = [leaves[i] for i in batched]
+        elements = arrived[0].shape[0] * max((p.numel() for p in parameters.values()), default=1)
+        with disable():
+            try:
+                mapped = torch.func.vmap(products, (0, 1), (1, 0), chunk_size=max(1, 4 * CHUNK_ELEMENTS // elements))
+                values, results = mapped(samples, arrived)
+            except RuntimeError as error:
+                if "randomness" in str(error):
+                    raise CurvoptError(
+                        f"{use.describe()}: its forward draws random numbers (dropout?) that cannot be drawn again; call "
+                        "model.eval() or move the random operation into a submodule without parameters."
+                    ) from error
+                values, results = self._loop(outputs, parameters, samples, arrived, use)
+        self._check(use, wanted, results)
+        return {name: Dense(rearrange(value, "v (n k) ... -> v n k ...", n=N).sum(2)) for name, value in values.items()}
+
+    def _loop(self, outputs, parameters, samples, arrived, use):
+        """The same sample by sample with plain autograd, for modules that vmap cannot enter (fused recurrent cells)."""
+        create_graph = torch.is_grad_enabled()
+        names, params = list(parameters), list(parameters.values())
+        state = torch.get_rng_state()
+        values, results = [], []
+        for n in range(arrived[0].shape[1]):
+            with torch.enable_grad():
+                result = outputs(parameters, [sample[n] for sample in samples])
+            pulled = [
+                torch.autograd.grad(
+                    result,
+                    params,
+                    [g[v, n] for g in arrived],
+                    retain_graph=True,
+                    create_graph=create_graph,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+                for v in range(arrived[0].shape[0])
+            ]
+            values.append([torch.stack(column) for column in zip(*pulled, strict=True)])
+            results.append([out if create_graph else out.detach() for out in result])
+        if not torch.equal(state, torch.get_rng_state()):
+            raise CurvoptError(
+                f"{use.describe()}: its forward draws random numbers that cannot be drawn again; call model.eval()."
+            )
+        stacked = [torch.stack(column, 1) for column in zip(*values, strict=True)]
+        return dict(zip(names, stacked, strict=True)), [torch.stack(column) for column in zip(*results, strict=True)]
+
+    def _check(self, use: Use, wanted: list[int], results: list[Tensor]) -> None:
+        """Raise unless the module, called on one sample at a time, gave what it gave in the forward pass."""
+        if use.outputs is None or "checked" in use.cache:
+            return
+        for i, again in zip(wanted, results, strict=True):
+            recorded, seen = use.outputs[i]
+            if version(recorded) == seen and not torch.allclose(again.detach(), recorded, rtol=1e-2, atol=1e-3):
+                raise CurvoptError(
+                    f"{use.describe()}: called on one sample at a time its forward gives another result than on the batch, so its "
+                    "samples depend on each other, on state, or its batch axis is not the first; call model.eval(), or move its "
+                    "parameters into submodules that treat samples alike."
+                )
+        use.cache["checked"] = True
+
+
+class _Forward(nn.Module):
+    """A module's forward without its forward hooks; pre-hooks run for their side effects (they may compute weights)."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for hook in self.module._forward_pre_hooks.values():
+            hook(self.module, args)  # the recorded arguments already passed through it
+        return self.module.forward(*args, **kwargs)
+
+
+_default = DefaultRule()

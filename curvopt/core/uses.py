@@ -1,0 +1,231 @@
+"""Recording, in the forward pass, where modules were used: one `Use` on the autograd node of each output.
+
+The record lives on ``grad_fn.metadata`` and in the closure of a tensor hook, so it lives and dies with the graph:
+nothing is kept on modules or in globals. It must not hold the node or its output (an uncollectable cycle through C++).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
+
+from curvopt.errors import CurvoptError
+
+KEY = "curvopt"
+_recording = True
+
+
+class Listener(Protocol):
+    """What the backward of a recorded output tells."""
+
+    def gradient(self, use: Use, index: int, grad: Tensor) -> None:
+        """The gradient of output ``index`` of a use has arrived."""
+        ...
+
+    def loss(self, use: LossUse, grad: Tensor) -> None:
+        """The gradient of an extended loss has arrived: the factor by which the loss was scaled."""
+        ...
+
+
+#: The context that is told; set by `curvopt.core.context`, innermost last.
+listeners: list[Listener] = []
+
+
+@contextmanager
+def disable(active: bool = True) -> Iterator[None]:
+    """Forward passes record nothing inside, so that they cost nothing extra and yield no fields.
+
+    Args:
+        active: ``False`` makes this a no-op.
+    """
+    global _recording
+    before, _recording = _recording, _recording and not active
+    try:
+        yield
+    finally:
+        _recording = before
+
+
+class Use:
+    """One call of a module that owns parameters."""
+
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "boundary",
+        "cache",
+        "kwargs",
+        "module",
+        "outputs",
+        "path",
+        "shapes",
+        "versions",
+    )
+
+    def __init__(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: list[Tensor]):
+        """Record what the call got; ``outputs`` only lends shapes and, for modules without a rule, detached values."""
+        from curvopt.core.derivatives.rules import rule_for  # the rules know modules, this file does not
+
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.path, self.module, self.args, self.kwargs = path, module, args, kwargs
+        self.versions: tuple[int, ...] | None = tuple(version(leaf) for leaf in inputs)
+        if any(out is leaf for out in outputs for leaf in inputs):
+            # an in-place forward: the input is gone, and holding the output would be a cycle
+            self.args, self.kwargs, self.versions = (), {}, None
+        self.boundary = frozenset(leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None)
+        self.shapes = tuple(out.shape for out in outputs)
+        self.cache: dict[str, Any] = {}  # what several columns and quantities share; emptied after each backward
+        # kept to check that calling the module again, sample by sample, gives what it gave
+        self.outputs = [(out.detach(), version(out)) for out in outputs] if rule_for(module).checks_outputs else None
+
+    @property
+    def input(self) -> Tensor:
+        """The first input of the call, given by position or by name."""
+        return self.args[0] if self.args else next(iter(self.kwargs.values()))
+
+    def describe(self) -> str:
+        """Path and type of the module, for messages."""
+        return describe(self.path, self.module)
+
+    def check_inputs(self) -> None:
+        """Raise if an input was changed in place since the forward."""
+        leaves = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        if self.versions != tuple(version(leaf) for leaf in leaves):
+            raise CurvoptError(
+                f"{self.describe()}: an input was modified in place, by the module itself or after it, so its Jacobian "
+                "cannot be formed; give the in-place operation a copy (`x = x.clone()`)."
+            )
+
+
+class LossUse:
+    """One call of an extended loss: its module, its input (the network's output) and its target."""
+
+    __slots__ = ("__weakref__", "edge", "input", "module", "path", "target", "version")
+
+    def __init__(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        """Record the two arguments of the loss, given by position or by name."""
+        self.path, self.module = path, module
+        self.input: Tensor = args[0] if args else kwargs["input"]
+        self.target: Tensor = args[1] if len(args) > 1 else kwargs["target"]
+        self.version = version(self.input)
+        self.edge = get_gradient_edge(self.input) if self.input.requires_grad else None
+
+    def describe(self) -> str:
+        """Path and type of the loss module, for messages."""
+        return describe(self.path, self.module)
+
+
+def describe(path: str, module: nn.Module) -> str:
+    """``layer2.bn (BatchNorm2d)``; the root module has no path."""
+    return f"{path} ({type(module).__name__})" if path else f"the extended {type(module).__name__}"
+
+
+def version(tensor: Tensor) -> int:
+    """Count of in-place changes of a tensor (inference tensors have none)."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Recorder:
+    """The forward hook of a module that owns parameters. Stateless: it may be copied and pickled with its module."""
+
+    def __init__(self, path: str):
+        """Remember the module's path in the extended model."""
+        self.path = path
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Put a `Use` on the node of each output."""
+        if not (_recording and torch.is_grad_enabled()):
+            return
+        outputs = [output] if isinstance(output, Tensor) else [o for o in tree_leaves(output) if isinstance(o, Tensor)]
+        if not any(out.grad_fn is not None for out in outputs):
+            return
+        use = Use(self.path, module, args, kwargs, outputs)
+        for index, out in enumerate(outputs):
+            # record the node now: an in-place activation will replace out.grad_fn
+            _attach(out, (use, index, out.output_nr), partial(_gradient_arrived, use, index))
+
+
+class LossRecorder(Recorder):
+    """The forward hook of a loss."""
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Put a `LossUse` on the node of the loss."""
+        if not (_recording and torch.is_grad_enabled()) or not isinstance(output, Tensor) or output.grad_fn is None:
+            return
+        use = LossUse(self.path, module, args, kwargs)
+        _attach(output, (use, 0, output.output_nr), partial(_loss_arrived, use))
+
+
+def _attach(out: Tensor, record: tuple, hook: Callable[[Tensor], None]) -> None:
+    node = out.grad_fn
+    if node is not None:
+        node.metadata.setdefault(KEY, []).append(record)
+        out.register_hook(hook)
+
+
+def _gradient_arrived(use: Use, index: int, grad: Tensor) -> None:
+    if listeners:
+        listeners[-1].gradient(use, index, grad)
+
+
+def _loss_arrived(use: LossUse, grad: Tensor) -> None:
+    if listeners:
+        listeners[-1].loss(use, grad)
+
+
+def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that a module's own forward uses: its own, and those of containers that have no forward.
+
+    Names are relative to the module, e.g. ``weight``, ``parametrizations.weight.original0``, ``scales.0``.
+    """
+    owned = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ParameterList, nn.ParameterDict)) or name == "parametrizations":
+            owned |= {f"{name}.{key}": p for key, p in child.named_parameters(remove_duplicate=False)}
+    return owned
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
+    """Make a model or a loss tell the engine what it does. Changes and returns the same module; idempotent.
+
+    Args:
+        module: a model (every submodule that owns parameters is recorded) or a loss such as ``nn.CrossEntropyLoss``.
+        debug: print each module that is recorded.
+        use_converter: accepted for programs written for BackPACK and needed for nothing: functional code, residual
+            connections and reused modules work as they are.
+
+    Raises:
+        TypeError: if ``module`` is not an ``nn.Module``.
+    """
+    from curvopt.core.derivatives.losses import is_loss
+
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"extend: expected a torch.nn.Module, got {type(module).__name__}; pass the model or the loss module."
+        )
+    for path, child in module.named_modules():
+        if "parametrizations" in path.split(".") or isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+            continue  # used through the module that holds them
+        if is_loss(child):
+            recorder = LossRecorder(path)
+        elif owned_parameters(child) or parametrize.is_parametrized(child):
+            recorder = Recorder(path)
+        else:
+            continue
+        if not any(isinstance(hook, Recorder) for hook in child._forward_hooks.values()):
+            # first of all hooks: what the others make of the output is the graph's affair
+            child.register_forward_hook(recorder, with_kwargs=True, prepend=True)
+            if debug:
+                print(f"curvopt: extended {describe(path, child)}")
+    return module

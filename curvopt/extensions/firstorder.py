@@ -1,0 +1,44 @@
+"""Quantities of individual gradients. ``g_n`` is the gradient of sample n's term of the loss, scaled as the loss reduces it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from curvopt.core.jacobians import Jacobian
+from curvopt.extensions.base import Extension
+
+
+class BatchGrad(Extension):
+    """Individual gradients ``grad_batch``, ``[N, *p]``; they sum to ``.grad`` (and carry 1/N under a mean loss)."""
+
+    field = "grad_batch"
+
+    def update(self, total: None, jacobian: Jacobian) -> Tensor:  # noqa: D102
+        return jacobian.dense()[0]
+
+
+class BatchL2Grad(Extension):
+    """Squared norms of individual gradients ``batch_l2``, ``[N]`` per parameter (Goodfellow 2015)."""
+
+    field = "batch_l2"
+
+    def update(self, total: None, jacobian: Jacobian) -> Tensor:  # noqa: D102
+        return jacobian.norms2()[0]
+
+
+class SumGradSquared(Extension):
+    """Second moment of individual gradients ``sum_grad_squared``: ``sum_n g_n^2``, like the parameter."""
+
+    field = "sum_grad_squared"
+
+    def update(self, total: None, jacobian: Jacobian) -> Tensor:  # noqa: D102
+        return jacobian.squares()
+
+
+class Variance(Extension):
+    """Variance of individual gradients ``variance``: ``sum_n g_n^2 / N - (sum_n g_n / N)^2``, like the parameter."""
+
+    field = "variance"
+
+    def update(self, total: None, jacobian: Jacobian) -> Tensor:  # noqa: D102
+        return jacobian.squares() / jacobian.N - (jacobian.sum_batch()[0] / jacobian.N).square()
