@@ -1,0 +1,552 @@
+"""One table of problems on which every promise of the engine is checked.
+
+A row names a model, an input, a loss and how to draw a target for the model's output. A new row is one line in
+``CASES``, plus a small module when PyTorch has none that does it; the references in ``reference.py`` need nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+# --------------------------------------------------------------------------------------------------- problems and cases
+
+
+@dataclass
+class Problem:
+    """A model in float64 with one batch, ready for a backward pass."""
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    lossfunc: nn.Module
+    scale: float = 1.0
+
+    def loss(self) -> Tensor:
+        """The scalar that is differentiated."""
+        return self.loss_of_output(self.model(self.x))
+
+    def loss_of_output(self, z: Tensor) -> Tensor:
+        """The same scalar as a function of the model's output alone."""
+        value = self.lossfunc(z, self.y)
+        return value if self.scale == 1.0 else self.scale * value
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Named parameters that require a gradient."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table; ``problem()`` builds the same problem afresh at every call."""
+
+    name: str
+    make_model: Callable[[], nn.Module]
+    make_input: Callable[[], Tensor]
+    lossfunc: nn.Module
+    make_target: Callable[[Tensor], Tensor]
+    scale: float = 1.0
+
+    def problem(self, seed: int = 0) -> Problem:
+        """A model, input and target drawn with ``seed``; nothing is shared with another call."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self.make_model().double()
+            x = self.make_input()
+            with torch.no_grad():
+                y = self.make_target(model(x))
+        return Problem(model, x, y, copy.deepcopy(self.lossfunc), self.scale)
+
+
+def normal(*shape: int) -> Callable[[], Tensor]:
+    """Standard normal input of a shape."""
+    return lambda: torch.randn(*shape, dtype=torch.float64)
+
+
+# ----------------------------------------------------------------------------------------- targets for a given output z
+
+
+def values(z: Tensor) -> Tensor:
+    """Regression targets."""
+    return torch.randn_like(z)
+
+
+def labels(z: Tensor) -> Tensor:
+    """Class indices; classes are dimension 1."""
+    return torch.randint(z.shape[1], (z.shape[0], *z.shape[2:]))
+
+
+def labels_some_ignored(z: Tensor) -> Tensor:
+    """Class indices of which the first and every third one after it are ignored."""
+    y = labels(z)
+    y.view(-1)[::3] = -100
+    return y
+
+
+def labels_some_two(z: Tensor) -> Tensor:
+    """Class indices of which the last is 2, for losses that ignore class 2."""
+    y = labels(z)
+    y.view(-1)[-1] = 2
+    return y
+
+
+def weights_of_classes(z: Tensor) -> Tensor:
+    """Positive targets per class that do not sum to one."""
+    return 2 * torch.rand_like(z)
+
+
+def bits(z: Tensor) -> Tensor:
+    """Zeros and ones."""
+    return torch.randint(2, z.shape).to(z)
+
+
+def fractions(z: Tensor) -> Tensor:
+    """Numbers between zero and one."""
+    return torch.rand_like(z)
+
+
+def row(*numbers: float) -> Tensor:
+    """A vector of constants for losses."""
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------------------------ building blocks
+
+
+class Lambda(nn.Module):
+    """A function between modules, out of reach of every rule."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class FunctionalBetween(nn.Module):
+    """Nonlinear functions that are not modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(5, 6), nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(torch.tanh(self.second(F.gelu(self.first(x)))))
+
+
+class Residual(nn.Module):
+    """Linear layers around ``x + f(x)``, where ``+`` is a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.branch = nn.Sequential(nn.Linear(5, 6), nn.Sigmoid(), nn.Linear(6, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        return self.out(F.relu(x + self.branch(x)))
+
+
+class ResidualConvolution(nn.Module):
+    """A branch to which a strided shortcut is added in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(2, 3, 3, padding=1)
+        self.branch = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(3, 4, 2, stride=2))
+        self.shortcut = nn.Conv2d(3, 4, 1, stride=2, bias=False)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x), inplace=True)
+        branch = self.branch(x)
+        branch += self.shortcut(x)
+        return self.head(branch.mean((2, 3)))
+
+
+class Heads(nn.Module):
+    """One trunk, two heads that are concatenated: the trunk's output has two consumers."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(4, 5), nn.Linear(5, 2), nn.Linear(5, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.trunk(x))
+        return torch.cat([self.left(h), self.right(h)], dim=1)
+
+
+class UsedTwice(nn.Module):
+    """One Linear applied twice in a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.again, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.again(torch.tanh(self.again(x)))))
+
+
+class UsedOnTokensAndPool(nn.Module):
+    """One Linear applied to ``[N, T, F]`` and to the mean over tokens ``[N, F]``."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.shared(torch.tanh(self.shared(x)).mean(1)))
+
+
+class ConvolutionUsedTwice(nn.Module):
+    """One convolution applied at two resolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.out = nn.Conv2d(2, 2, 3, padding=1), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.shared(F.avg_pool2d(torch.tanh(self.shared(x)), 2)).mean((2, 3)))
+
+
+class Mixer(nn.Module):
+    """No rule knows this: a matrix, a vector and a scalar parameter in an einsum."""
+
+    def __init__(self, tokens: int, features: int):
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(tokens, tokens) / tokens**0.5)
+        self.gate = nn.Parameter(torch.randn(features))
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("st,ntf,f->nsf", self.mix, x, torch.sigmoid(self.gate)) * self.temperature
+
+
+class OwnParametersAndChildren(nn.Module):
+    """A block with parameters of its own around children that have rules, as vision transformers have them."""
+
+    def __init__(self, tokens: int = 3, features: int = 4):
+        super().__init__()
+        self.first_token = nn.Parameter(torch.randn(1, 1, features))
+        self.positions = nn.Parameter(torch.randn(tokens + 1, features))
+        self.up, self.down = nn.Linear(features, 5), nn.Linear(5, 2)
+        self.scale = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.first_token.expand(len(x), -1, -1), x], dim=1) + self.positions
+        return self.scale * self.down(F.silu(self.up(x)))[:, 0]
+
+
+class Affinely(nn.Module):
+    """An unknown module with a keyword-only tensor, a flag and two outputs."""
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.weight, self.shift = nn.Parameter(torch.randn(features)), nn.Parameter(torch.randn(features))
+
+    def forward(self, x: Tensor, *, shift_by: Tensor, square: bool = False) -> tuple[Tensor, Tensor]:
+        x = self.weight * (x**2 if square else x)
+        return x, x + self.shift * shift_by
+
+
+class KeywordArguments(nn.Module):
+    """Modules called by keyword, known and unknown ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.unknown, self.last = nn.Linear(4, 5), Affinely(5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(input=x)
+        left, right = self.unknown(h, shift_by=torch.tanh(h), square=True)
+        return self.last(input=torch.sigmoid(left) * right)
+
+
+class Shifted(nn.Module):
+    """An unknown module that is given a tensor without a batch dimension beside its input."""
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(features))
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return torch.tanh(x + shift * self.weight)
+
+
+class Positions(nn.Module):
+    """Tokens that get a constant shift per position, ``[N, T, F]`` and ``[T, F]``."""
+
+    def __init__(self, tokens: int):
+        super().__init__()
+        self.first, self.shifted, self.out = nn.Linear(4, 3), Shifted(3), nn.Linear(3, 2)
+        self.register_buffer("shift", torch.randn(tokens, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.shifted(self.first(x), self.shift))
+
+
+class Attention(nn.Module):
+    """Tokens attend to each other; the output has a row per token, ``[N, T, F] -> [N T, C]``."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries_keys_values, self.out = nn.Linear(4, 9), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.queries_keys_values(x).chunk(3, dim=-1)
+        return self.out(torch.softmax(q @ k.mT, dim=-1) @ v).flatten(0, 1)
+
+
+class Bilinearly(nn.Module):
+    """A module with two inputs that both come from modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.join = nn.Linear(4, 3), nn.Linear(4, 2), nn.Bilinear(3, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(torch.tanh(self.left(x)), torch.tanh(self.right(x)))
+
+
+class Renamed(nn.Linear):
+    """A subclass of a known layer that computes the same."""
+
+
+class Standardized(nn.Linear):
+    """A subclass of a known layer that computes something else."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight / self.weight.norm(dim=1, keepdim=True), self.bias)
+
+
+class Checkpointed(nn.Module):
+    """Layers whose activations are recomputed during the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(checkpoint(self.inner, x, use_reentrant=False))
+
+
+def frozen(model: nn.Module, *names: str) -> nn.Module:
+    """The model with some parameters that require no gradient."""
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+def with_statistics(model: nn.Module) -> nn.Module:
+    """The model in eval mode after its norm layers saw statistics and got scales that are not the initial ones."""
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm, nn.GroupNorm)):
+            nn.init.normal_(module.weight)
+            nn.init.normal_(module.bias)
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            nn.init.normal_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+    return model.eval()
+
+
+def mlp(*sizes: int, activation: Callable[[], nn.Module] = nn.Tanh) -> nn.Sequential:
+    """Linear layers with an activation between them."""
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(fan_in, fan_out), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+def cnn(first: nn.Module, channels: int, outputs: int = 3, second: nn.Module | None = None) -> nn.Sequential:
+    """A convolution under test, maybe a second, and a linear head on the mean over positions and a few positions."""
+    body = [first, nn.Tanh()] + ([second, nn.Sigmoid()] if second is not None else [])
+    return nn.Sequential(*body, Lambda(position_features), nn.Linear(3 * channels, outputs))
+
+
+def position_features(x: Tensor) -> Tensor:
+    """Mean, first and last over positions, ``[N, C, *] -> [N, 3 C]``, so that positions differ in their gradients."""
+    x = x.flatten(2)
+    return torch.cat([x.mean(2), x[:, :, 0], x[:, :, -1]], dim=1)
+
+
+def channels_first(x: Tensor) -> Tensor:
+    """Features to dimension 1, where classes are expected."""
+    return x.movedim(-1, 1)
+
+
+def inplace_relu() -> nn.Module:
+    """An activation that overwrites the output of the layer before it."""
+    return nn.ReLU(inplace=True)
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+mse, cross_entropy, bce = nn.MSELoss, nn.CrossEntropyLoss, nn.BCEWithLogitsLoss
+
+
+def loss_case(name: str, lossfunc: nn.Module, target: Callable[[Tensor], Tensor], dims: tuple[int, ...] = ()) -> Case:
+    """A small net whose output is ``[N, 3, *dims]``, for rows that vary the loss."""
+    model = (lambda: nn.Sequential(mlp(4, 5, 3), Lambda(channels_first))) if dims else (lambda: mlp(4, 5, 3))
+    return Case(name, model, normal(4, *dims, 4), lossfunc, target)
+
+
+CASES = [
+    # linear layers
+    Case("linear", lambda: nn.Linear(4, 3), normal(5, 4), mse(), values),
+    Case("linear-no-bias", lambda: nn.Linear(4, 3, bias=False), normal(5, 4), cross_entropy(), labels),
+    Case("mlp", lambda: mlp(4, 5, 6, 3), normal(5, 4), cross_entropy(), labels),
+    Case("mlp-scaled", lambda: mlp(4, 5, 3), normal(5, 4), cross_entropy(), labels, scale=2.0),
+    Case("mlp-one-sample", lambda: mlp(4, 5, 3), normal(1, 4), mse(), values),
+    Case(
+        "mlp-squeezed", lambda: nn.Sequential(mlp(4, 5, 1), Lambda(lambda z: z.squeeze(1))), normal(4, 4), mse(), values
+    ),
+    Case("mlp-tokens", lambda: mlp(4, 3, 2), normal(3, 5, 4), mse(), values),
+    Case("mlp-two-leading-dims", lambda: mlp(4, 3, 2), normal(3, 2, 2, 4), mse(reduction="sum"), values),
+    # convolutions
+    *(
+        Case(f"conv2d-{name}", lambda make=make: cnn(make(), 4), normal(3, 2, 6, 5), cross_entropy(), labels)
+        for name, make in {
+            "plain": lambda: nn.Conv2d(2, 4, 3),
+            "stride-padding": lambda: nn.Conv2d(2, 4, (3, 2), stride=2, padding=1),
+            "dilation": lambda: nn.Conv2d(2, 4, 2, dilation=(2, 3)),
+            "groups": lambda: nn.Conv2d(2, 4, 3, padding=1, groups=2),
+            "circular": lambda: nn.Conv2d(2, 4, 3, padding=(1, 2), padding_mode="circular"),
+            "reflect": lambda: nn.Conv2d(2, 4, 3, padding=2, padding_mode="reflect", stride=2),
+            "replicate": lambda: nn.Conv2d(2, 4, 3, padding=1, padding_mode="replicate", groups=2),
+            "same": lambda: nn.Conv2d(2, 4, (2, 3), padding="same", dilation=(1, 2)),
+            "same-circular": lambda: nn.Conv2d(2, 4, 2, padding="same", padding_mode="circular"),
+            "valid": lambda: nn.Conv2d(2, 4, 3, padding="valid", bias=False),
+        }.items()
+    ),
+    Case(
+        "conv2d-deep",
+        lambda: cnn(nn.Conv2d(2, 4, 3, padding=1, stride=2), 6, second=nn.Conv2d(4, 6, 2, groups=2)),
+        normal(3, 2, 6, 6),
+        mse(),
+        values,
+    ),
+    Case(
+        "conv1d", lambda: cnn(nn.Conv1d(2, 3, 3, stride=2, padding=1), 3), normal(4, 2, 7), mse(reduction="sum"), values
+    ),
+    Case(
+        "conv1d-groups-same",
+        lambda: cnn(nn.Conv1d(4, 6, 4, padding="same", groups=2, padding_mode="replicate"), 6),
+        normal(3, 4, 6),
+        cross_entropy(),
+        labels,
+    ),
+    Case(
+        "conv3d",
+        lambda: cnn(nn.Conv3d(2, 4, (2, 1, 3), padding=1, stride=(1, 2, 2), groups=2), 4),
+        normal(3, 2, 3, 4, 3),
+        cross_entropy(),
+        labels,
+    ),
+    Case(
+        "conv2d-segmentation",
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 3, 1)),
+        normal(3, 1, 2, 3),
+        cross_entropy(),
+        labels,
+    ),
+    # graphs that are no chain of modules
+    Case("residual", Residual, normal(4, 4), cross_entropy(), labels),
+    Case("residual-conv", ResidualConvolution, normal(3, 2, 4, 4), cross_entropy(), labels),
+    Case("heads", Heads, normal(4, 4), cross_entropy(), labels),
+    Case("functional-between", FunctionalBetween, normal(4, 5), cross_entropy(), labels),
+    Case("used-twice", UsedTwice, normal(4, 4), cross_entropy(), labels),
+    Case("used-on-tokens-and-pool", UsedOnTokensAndPool, normal(3, 3, 4), mse(), values),
+    Case("conv-used-twice", ConvolutionUsedTwice, normal(3, 2, 4, 4), cross_entropy(), labels),
+    Case("inplace-relu", lambda: mlp(4, 6, 5, 3, activation=inplace_relu), normal(5, 4), cross_entropy(), labels),
+    Case(
+        "inplace-relu-conv",
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 3, 3), inplace_relu(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(6, 3), nn.ELU(inplace=True)
+        ),
+        normal(4, 2, 4, 6),
+        mse(),
+        values,
+    ),
+    Case("attention-row-per-token", Attention, normal(3, 2, 4), cross_entropy(), labels),
+    Case("checkpointed", Checkpointed, normal(4, 4), cross_entropy(), labels),
+    # modules without a rule, and unusual calls
+    Case("mixer", lambda: nn.Sequential(nn.Linear(4, 3), Mixer(2, 3), nn.Flatten()), normal(4, 2, 4), mse(), values),
+    Case("own-parameters-and-children", OwnParametersAndChildren, normal(4, 3, 4), cross_entropy(), labels),
+    Case("keyword-arguments", KeywordArguments, normal(4, 4), cross_entropy(), labels),
+    Case("argument-without-batch", lambda: Positions(2), normal(4, 2, 4), mse(), values),
+    Case("argument-as-long-as-the-batch", lambda: Positions(4), normal(4, 4, 4), mse(), values),
+    Case("bilinear", Bilinearly, normal(4, 4), cross_entropy(), labels),
+    Case("subclass", lambda: nn.Sequential(Renamed(4, 5), nn.Tanh(), Standardized(5, 3)), normal(4, 4), mse(), values),
+    Case("prelu", lambda: nn.Sequential(nn.Linear(4, 5), nn.PReLU(5), nn.Linear(5, 3)), normal(4, 4), mse(), values),
+    Case("frozen", lambda: frozen(mlp(4, 5, 5, 3), "0.weight", "2.bias"), normal(4, 4), cross_entropy(), labels),
+    Case("frozen-first", lambda: frozen(mlp(4, 5, 3), "0.weight", "0.bias"), normal(4, 4), cross_entropy(), labels),
+    Case("input-requires-grad", lambda: mlp(4, 5, 3), lambda: normal(4, 4)().requires_grad_(), cross_entropy(), labels),
+    # norm layers
+    Case(
+        "batchnorm2d-eval",
+        lambda: with_statistics(cnn(nn.Conv2d(2, 3, 3, bias=False), 3, second=nn.BatchNorm2d(3))),
+        normal(3, 2, 4, 4),
+        cross_entropy(),
+        labels,
+    ),
+    Case(
+        "batchnorm1d-eval",
+        lambda: with_statistics(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))),
+        normal(4, 4),
+        cross_entropy(),
+        labels,
+    ),
+    Case(
+        "layernorm",
+        lambda: with_statistics(nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2))),
+        normal(3, 3, 4),
+        mse(),
+        values,
+    ),
+    Case(
+        "groupnorm",
+        lambda: with_statistics(cnn(nn.Conv2d(2, 4, 2), 4, second=nn.GroupNorm(2, 4))),
+        normal(3, 2, 3, 3),
+        mse(),
+        values,
+    ),
+    # losses
+    loss_case("mse-mean", mse(), values),
+    loss_case("mse-sum", mse(reduction="sum"), values),
+    loss_case("mse-extra-dims", mse(), values, dims=(2,)),
+    loss_case("ce-sum", cross_entropy(reduction="sum"), labels),
+    loss_case("ce-extra-dims", cross_entropy(), labels, dims=(2,)),
+    loss_case("ce-extra-dims-sum", cross_entropy(reduction="sum"), labels, dims=(2, 2)),
+    loss_case("ce-weight", cross_entropy(weight=row(0.5, 2.0, 1.3)), labels),
+    loss_case("ce-weight-sum", cross_entropy(weight=row(0.5, 2.0, 1.3), reduction="sum"), labels),
+    loss_case("ce-ignored", cross_entropy(), labels_some_ignored),
+    loss_case("ce-ignored-class", cross_entropy(ignore_index=2, reduction="sum"), labels_some_two),
+    loss_case("ce-ignored-extra-dims", cross_entropy(weight=row(0.5, 2.0, 1.3)), labels_some_ignored, dims=(3,)),
+    loss_case("ce-smoothed", cross_entropy(label_smoothing=0.2), labels),
+    loss_case("ce-smoothed-weight", cross_entropy(weight=row(0.5, 2.0, 1.3), label_smoothing=0.2), labels),
+    loss_case(
+        "ce-smoothed-weight-ignored",
+        cross_entropy(weight=row(0.5, 2.0, 1.3), label_smoothing=0.2),
+        labels_some_ignored,
+        dims=(2,),
+    ),
+    loss_case("ce-probabilities", cross_entropy(), weights_of_classes),
+    loss_case("ce-probabilities-sum", cross_entropy(reduction="sum", label_smoothing=0.1), weights_of_classes),
+    loss_case("ce-probabilities-weight", cross_entropy(weight=row(0.5, 2.0, 1.3)), weights_of_classes, dims=(2,)),
+    loss_case("bce-mean", bce(), bits),
+    loss_case("bce-sum", bce(reduction="sum"), fractions),
+    loss_case("bce-weight", bce(weight=row(0.5, 2.0, 1.3)), bits),
+    loss_case("bce-pos-weight", bce(pos_weight=row(0.5, 2.0, 1.3)), bits),
+    loss_case("bce-weights-soft", bce(weight=row(0.5, 2.0, 1.3), pos_weight=row(3.0, 1.0, 0.2)), fractions),
+    loss_case("bce-extra-dims", bce(), bits, dims=(2,)),
+]
+
+assert len({case.name for case in CASES}) == len(CASES), "names of cases must differ"

@@ -1,0 +1,166 @@
+"""Slow, dense definitions of every field, from plain autograd; they know nothing of the package under test.
+
+All of them come from two matrices at the output ``z = model(x)`` with all its entries in a row: the Jacobian ``J`` of
+``z`` with respect to a parameter, and the gradient and Hessian ``H`` of the loss with respect to ``z``. The entries of
+``z`` are divided evenly among the samples in order, so the n-th part of the gradient is ``g_n = J_n^T dloss/dz_n``
+whatever normalizer the loss uses, and the generalized Gauss-Newton matrix is ``J^T H J``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from cases import Case
+from torch import Tensor, einsum, nn
+from torch.func import functional_call
+
+
+def jacobian(outputs: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """Derivatives ``[outputs.numel(), *input]`` by one backward pass per output; zeros where there is no path."""
+    rows = []
+    for output in outputs.flatten():
+        row = torch.autograd.grad(output, inputs, retain_graph=True, allow_unused=True)
+        rows.append([torch.zeros_like(i) if r is None else r for i, r in zip(inputs, row, strict=True)])
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def hessian(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+    """Hessian ``[at.numel(), at.numel()]`` of a scalar function by one double backward pass per row."""
+    at = at.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(function(at), at, create_graph=True)
+    return jacobian(gradient, [at])[0].flatten(1).detach()
+
+
+# layers that multiply patches of their input by a matrix, with the dimension of their output that holds its rows
+CHANNELS = {nn.Linear: -1, nn.Conv1d: 1, nn.Conv2d: 1, nn.Conv3d: 1}
+
+
+def affine_type(module: nn.Module) -> type[nn.Module] | None:
+    """The known affine layer that ``module`` computes, or nothing."""
+    return next((kind for kind in CHANNELS if type(module).forward is kind.forward), None)
+
+
+def by_position(module: nn.Module, output: Tensor) -> Tensor:
+    """A layer's output, or what it is derived by, as ``[G, positions of the whole batch, O / G]``."""
+    groups = getattr(module, "groups", 1)
+    flat = output.movedim(CHANNELS[affine_type(module)], -1).flatten(0, -2)
+    return flat.unflatten(1, (groups, -1)).movedim(1, 0)
+
+
+def patches(module: nn.Module, x: Tensor) -> Tensor:
+    """What the weight of an affine layer is multiplied by, ``[G, positions of the whole batch, I]``.
+
+    Entry i is what the layer returns when its weight matrix selects the i-th entry.
+    """
+    columns = []
+    for i in range(module.weight[0].numel()):
+        selector = torch.zeros_like(module.weight)
+        selector.flatten(1)[:, i] = 1.0
+        parameters = {"weight": selector}
+        if module.bias is not None:
+            parameters["bias"] = torch.zeros_like(module.bias)
+        columns.append(by_position(module, functional_call(module, parameters, (x,)))[:, :, 0])
+    return torch.stack(columns, dim=2)
+
+
+class Reference:
+    """Fields of the parameters of ``model`` for one batch, by name of the parameter.
+
+    Args:
+        model: A model that nothing was attached to. Its output is ordered by sample: all of the first comes first.
+        x: Input whose first dimension counts the samples.
+        loss: The scalar that is differentiated, as a function of the model's output.
+    """
+
+    def __init__(self, model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]):
+        self.samples = len(x)
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._owners = {
+            name: module
+            for name, p in self.parameters.items()
+            for module in model.modules()
+            if affine_type(module) is not None and module.weight is p
+        }
+        calls: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+        def record(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+            (x,) = (*args, *kwargs.values())
+            calls.append((module, x.detach(), output))
+            return output.clone()  # the next operation may overwrite it in place
+
+        handles = [m.register_forward_hook(record, with_kwargs=True) for m in set(self._owners.values())]
+        z = model(x)
+        for handle in handles:
+            handle.remove()
+
+        self.z = z.detach()
+        self.gradient_of_output = torch.autograd.functional.jacobian(loss, self.z).flatten()
+        self.H = hessian(loss, self.z)
+        tensors = [*self.parameters.values(), *(output for _, _, output in calls)]
+        derivatives = jacobian(z, tensors)
+        self.J = dict(zip(self.parameters, derivatives, strict=False))  # [z.numel(), *p]
+        self._uses = [  # (module, patches [G, R, I], derivatives of z by the output [z.numel(), G, R, O / G])
+            (module, patches(module, x).detach(), torch.stack([by_position(module, d) for d in derivative]))
+            for (module, x, _), derivative in zip(calls, derivatives[len(self.parameters) :], strict=True)
+        ]
+
+    # ------------------------------------------------------------------------------------------------------ first order
+
+    def grad(self, name: str) -> Tensor:
+        """The gradient."""
+        return einsum("c,c...->...", self.gradient_of_output, self.J[name])
+
+    def grad_batch(self, name: str) -> Tensor:
+        """Gradients per sample, ``[N, *p]``."""
+        J = self.J[name].unflatten(0, (self.samples, -1))
+        return einsum("nc,nc...->n...", self.gradient_of_output.view(self.samples, -1), J)
+
+    def batch_l2(self, name: str) -> Tensor:
+        """Squared norms of the gradients per sample, ``[N]``."""
+        return self.grad_batch(name).flatten(1).square().sum(1)
+
+    def sum_grad_squared(self, name: str) -> Tensor:
+        """Sum over samples of the squared gradients."""
+        return self.grad_batch(name).square().sum(0)
+
+    def variance(self, name: str) -> Tensor:
+        """Variance over samples of the gradients."""
+        return self.grad_batch(name).var(0, unbiased=False)
+
+    # ----------------------------------------------------------------------------------------------------- second order
+
+    def ggn(self, name: str) -> Tensor:
+        """The block of the generalized Gauss-Newton matrix, ``[p.numel(), p.numel()]``."""
+        J = self.J[name].reshape(len(self.H), -1)
+        return J.T @ self.H @ J
+
+    def diag_ggn_exact_batch(self, name: str) -> Tensor:
+        """Diagonals of the generalized Gauss-Newton matrices per sample, ``[N, *p]``."""
+        J = self.J[name].unflatten(0, (self.samples, -1))
+        H = self.H.view(*2 * (self.samples, J.shape[1]))
+        return einsum("nc...,ncnd,nd...->n...", J, H, J)
+
+    def diag_ggn_exact(self, name: str) -> Tensor:
+        """Diagonal of the generalized Gauss-Newton matrix."""
+        J = self.J[name]
+        return einsum("c...,cd,d...->...", J, self.H, J)
+
+    def kflr(self, name: str) -> list[Tensor]:
+        """Kronecker factors: ``[B, A]`` of weights of affine layers, else the whole block of the matrix."""
+        if name not in self._owners:
+            return [self.ggn(name)]
+        uses = [use for use in self._uses if use[0].weight is self.parameters[name]]
+        x = torch.cat([x for _, x, _ in uses], dim=1)
+        D = torch.cat([D for _, _, D in uses], dim=2)
+        B = einsum("cgro,cd,dgrp->gop", D, self.H, D)
+        A = einsum("gri,grj->gij", x, x) / x.shape[1]
+        return [B[0], A[0]] if len(A) == 1 else [B, A]
+
+
+@cache
+def reference(case: Case) -> Reference:
+    """The reference of a row of the table, computed once."""
+    problem = case.problem()
+    return Reference(problem.model, problem.x, problem.loss_of_output)
