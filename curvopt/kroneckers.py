@@ -97,8 +97,8 @@ def mean_diagonal(factor: Tensor) -> Tensor:
 def pi_damping(factors: Sequence[Tensor], damping: float) -> list[Tensor]:
     """Shifts of a factor list that together stand for ``+ damping I`` (Martens & Grosse 2015, section 6.3).
 
-    ``(B + √λ/π I) ⊗ (A + π √λ I)`` with ``π² = (tr A / dim A) / (tr B / dim B)`` damps both factors by the same multiple
-    ``√(λ / (a b))`` of their mean eigenvalues ``a``, ``b``. A single factor is shifted by ``damping``.
+    ``(B + √λ/π I) ⊗ (A + π √λ I)`` with ``π² = (tr A / dim A) / (tr B / dim B)`` damps both factors by the same
+    multiple ``√(λ / (a b))`` of their mean eigenvalues ``a``, ``b``. A single factor is shifted by ``damping``.
 
     Returns:
         One shift per factor, ``[]`` or ``[G]``.
@@ -120,9 +120,9 @@ def damped_inverses(
 ) -> tuple[list[Tensor], int]:
     """Inverses of ``F + shift I`` for many factors at once, with one synchronisation of the device.
 
-    Factors of equal shape are inverted together by Cholesky. A matrix for which this fails goes down a ladder: float64,
-    ten times the shift, clamped eigenvalues, the stale inverse, the inverse of the diagonal. Each rung below the first is
-    logged; nothing is raised.
+    Factors of equal shape are inverted together by Cholesky. A matrix for which this fails goes down a ladder:
+    float64, ten times the shift, clamped eigenvalues, the stale inverse, the inverse of the diagonal. Each rung below
+    the first is logged; nothing is raised.
 
     Args:
         factors: ``[d]``, ``[d, d]`` or ``[G, d, d]`` each, at least float32.

@@ -19,7 +19,7 @@ _STATE = ("factors", "ema_weight", "inverses")
 
 
 def annealed_interval(step: int, every: int) -> int:
-    """Steps until the next refresh: 1 during the first ``every`` steps, then growing by one per ``every`` to ``every``."""
+    """Steps until the next refresh: 1 at first, one more after each ``every`` steps, ``every`` in the end."""
     return min(every, 1 + step // every)
 
 
@@ -36,7 +36,7 @@ def ema_update(average: list[Tensor], weight: float, new: Sequence[Tensor], deca
 
 
 def kl_clip_factor(quadratic: Tensor, kl_clip: float | None) -> Tensor:
-    """``ν = min(1, √(κ / Σ lr² uᵀg))`` keeps the predicted KL change of a step below ``κ`` (Ba et al. 2017, section 5)."""
+    """``ν = min(1, √(κ / Σ lr² uᵀg))`` bounds the KL change predicted for a step by ``κ`` (Ba et al. 2017, sec. 5)."""
     if kl_clip is None:
         return torch.ones_like(quadratic)
     return (kl_clip / quadratic.clamp(min=torch.finfo(quadratic.dtype).tiny)).sqrt().clamp(max=1)
@@ -104,7 +104,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def curvature(self, loss_scale: float | Tensor = 1.0) -> Iterator[None]:
-        """Run the backward pass in here; refreshes the curvature on the steps that are due, costs nothing on the others.
+        """Run the backward pass in here: refreshes the curvature on steps that are due, costs nothing on the others.
 
         Several backwards between two steps (gradient accumulation) add up as their gradients do: the curvature is that
         of the sum of the losses, with input factors averaged over (equally large) micro-batches. If the block raises,
@@ -219,8 +219,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             names = self._names()
             raise CurvoptError(
                 f"gradient of {', '.join(names[param] for param in bad[:5])}"
-                f"{f' and {len(bad) - 5} more' if len(bad) > 5 else ''} is not finite (inf or nan). No parameter and no "
-                "state was changed. Call zero_grad() and skip this batch, or lower lr, raise damping, or use "
+                f"{f' and {len(bad) - 5} more' if len(bad) > 5 else ''} is not finite (inf or nan). Parameters "
+                "and state are unchanged. Call zero_grad() and skip this batch, or lower lr, raise damping, or use "
                 "torch.amp.GradScaler for half precision."
             )
         rejected = {param for param, ok in zip(owners, finite[len(params) :], strict=True) if not ok}
@@ -363,10 +363,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def metrics(self) -> dict[str, float | Tensor]:
         """Numbers of the last step; tensors ``[]`` stay on the device until you read them.
 
-        ``kl``: ``lr² uᵀg`` after clipping, what ``kl_clip`` bounds. ``kl_clip_factor``: 1 if not clipped. ``step_norm``:
-        ``‖lr u‖`` before momentum. ``grad_norm``. ``cosine``: between gradient and preconditioned gradient.
-        ``damping``: of the first group. ``fallbacks``: matrices that needed more than a Cholesky factorisation when
-        the inverses were last computed.
+        ``kl``: ``lr² uᵀg`` after clipping, what ``kl_clip`` bounds. ``kl_clip_factor``: 1 if not clipped.
+        ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``. ``cosine``: between gradient and preconditioned
+        gradient. ``damping``: of the first group. ``fallbacks``: matrices that needed more than a Cholesky
+        factorisation when the inverses were last computed.
         """
         return dict(self._metrics)
 
@@ -382,8 +382,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _sampler(self) -> torch.Generator:
         """Own generator of Monte-Carlo samples: leaves the global one alone and goes into the checkpoint."""
         if self._generator is None:
-            self._generator = torch.Generator(self.param_groups[0]["params"][0].device)
-            self._generator.manual_seed(torch.initial_seed())
+            device = self.param_groups[0]["params"][0].device
+            self._generator = torch.Generator(device).manual_seed(torch.initial_seed())
         return self._generator
 
     def _export(self) -> dict[str, Any]:
@@ -401,14 +401,15 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._pending.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the torch optimizer plus all that a run needs to continue bit for bit: averages, inverses, counters."""
+        """State of the torch optimizer plus all that a run needs to continue bit for bit."""
         return {**super().state_dict(), "curvature": self._export()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned; factors and inverses keep their own dtype."""
         if "curvature" not in state_dict:
             raise CurvoptError(
-                f'{type(self).__name__}.load_state_dict(): no "curvature" entry; this is the state of another optimizer.'
+                f'{type(self).__name__}.load_state_dict(): no "curvature" entry, so this is the state of another '
+                "optimizer."
             )
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]

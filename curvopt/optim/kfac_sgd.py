@@ -12,9 +12,9 @@ from curvopt.optim.base import CurvatureOptimizer
 class KFACSGD(CurvatureOptimizer, torch.optim.SGD):
     """``torch.optim.SGD`` whose gradient ``G`` of a weight is replaced by ``ν (B + √λ/π I)⁻¹ G (A + π √λ I)⁻¹``.
 
-    ``B ⊗ A`` is a moving average of the weight's block of the Fisher (or GGN) matrix, ``λ`` the damping, ``ν ≤ 1`` the KL
-    clip. Parameters with one dense factor get ``(B + λ I)⁻¹``, with a diagonal one its elementwise inverse; a parameter
-    that the extension does not cover is treated as if it had the mean curvature of the others.
+    ``B ⊗ A`` is a moving average of the weight's block of the Fisher (or GGN) matrix, ``λ`` the damping, ``ν ≤ 1`` the
+    KL clip. Parameters with one dense factor get ``(B + λ I)⁻¹``, with a diagonal one its elementwise inverse; a
+    parameter that the extension does not cover is treated as if it had the mean curvature of the others.
 
     Momentum, Nesterov, param groups, schedulers and ``state_dict`` are those of ``torch.optim.SGD``::
 
@@ -25,8 +25,8 @@ class KFACSGD(CurvatureOptimizer, torch.optim.SGD):
         optimizer.step()
 
     Args:
-        params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, ``damping``, ``ema``
-            and the options of SGD may differ between groups.
+        params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, ``damping``,
+            ``ema`` and the options of SGD may differ between groups.
         lr: learning rate.
         momentum: momentum of the preconditioned gradients.
         damping: ``λ``, in units of the curvature of the differentiated loss; read when the inverses are renewed.
@@ -49,12 +49,12 @@ class KFACSGD(CurvatureOptimizer, torch.optim.SGD):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.05,
+        lr: float | Tensor = 0.1,
         momentum: float = 0.9,
         *,
-        damping: float = 0.03,
+        damping: float = 0.05,
         ema: float = 0.95,
-        kl_clip: float | None = 0.03,
+        kl_clip: float | None = 0.002,
         curvature_every: int = 10,
         inverse_every: int = 10,
         fisher: Literal["mc", "exact"] = "mc",
