@@ -155,7 +155,8 @@ def damped_inverses(
         inverse, ok = _cholesky_inverse(batch)
         accepted.append(ok.reshape(-1))
         for i, result in zip(members, inverse, strict=True):
-            inverses[i] = result.clone()  # a view would keep the whole batch alive, and be saved with it
+            # a view would keep the whole batch alive, and be saved with it
+            inverses[i] = result.clone(memory_format=torch.contiguous_format)
 
     device = accepted[0].device
     verdicts = iter(torch.cat([ok.to(device) for ok in accepted]).tolist())
