@@ -1,0 +1,1 @@
+"""Scripts that train and compare: ``python -m experiments.train --help``, ``python -m experiments.compare --help``."""

@@ -1,0 +1,123 @@
+"""Compare optimizers on one problem by the steps and seconds that they need to the same training loss.
+
+Trains every optimizer with every seed as experiments.train does, then prints a table and draws curves. The loss
+compared is that over the whole training set, evaluated after every epoch, and the first evaluation at or below the
+target counts. Learning rates (and damping) are the tuned ones that experiments/problems.py holds.
+"""
+
+import logging
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import tyro
+
+from experiments import data
+from experiments.optimizers import OPTIMIZERS
+from experiments.plots import Row, evaluations, plot_curves, read_metrics
+from experiments.tracking import Mode
+from experiments.train import Config, DivergedError, ProblemName, train
+
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Which runs to compare."""
+
+    problem: ProblemName = Config.problem
+    """What is trained."""
+    optimizers: tuple[OptimizerName, ...] = ("sgd", "kfac-sgd")
+    """How it is trained."""
+    seeds: tuple[int, ...] = (0,)
+    """One run per optimizer and seed; the table shows their mean."""
+    target: float | None = None
+    """Training loss to reach; without it the lowest that every run reached."""
+    epochs: int | None = None
+    """Passes over the training set; without it those of the problem."""
+    device: str = Config.device
+    """Where to train: cpu, cuda, cuda:1, mps ..."""
+    data_root: Path = data.DEFAULT_ROOT
+    """Where data sets are looked for and cached."""
+    out: Path = Path("runs")
+    """Directory for the run directories and for the comparison's PNG; runs there are overwritten."""
+    wandb: Mode | None = None
+    """Whether to log to wandb; without it online if a key is configured, else offline."""
+
+
+def compare(comparison: Comparison) -> str:
+    """Trains, draws ``<out>/<problem>-comparison.png`` and returns the table as Markdown."""
+    runs: dict[str, list[Path]] = {}
+    finished: dict[str, list[list[Row]]] = {}
+    for name in comparison.optimizers:
+        for seed in comparison.seeds:
+            config = Config(
+                problem=comparison.problem,
+                optimizer=OPTIMIZERS[name](),
+                seed=seed,
+                epochs=comparison.epochs,
+                device=comparison.device,
+                data_root=comparison.data_root,
+                out=comparison.out / f"{comparison.problem}-{name}-{seed}",
+                wandb=comparison.wandb,
+            ).resolved()
+            assert config.out is not None
+            label = str(config.optimizer)
+            runs.setdefault(label, []).append(config.out)
+            finished.setdefault(label, [])
+            try:
+                finished[label].append(evaluations(read_metrics(train(config))))
+            except DivergedError as error:
+                print(f"stopped: {error}")
+    plot_curves(runs, comparison.problem, comparison.out / f"{comparison.problem}-comparison.png")
+    return table(finished, len(comparison.seeds), comparison.target)
+
+
+def table(finished: Mapping[str, Sequence[Sequence[Row]]], seeds: int, target: float | None) -> str:
+    """Steps and seconds to the target, and the last accuracy: means over the finished runs, ± standard deviation.
+
+    Args:
+        finished: the evaluations of each finished run, under the label of its optimizer.
+        seeds: the number of runs that each optimizer started.
+        target: loss over the training set to reach; ``None`` for the lowest that every finished run reached.
+    """
+    if target is None:
+        lowest = [min(row["train_set_loss"] for row in rows) for runs in finished.values() for rows in runs]
+        target = max(lowest, default=0.0)
+    lines = [
+        f"| to training loss {target:.3g} | steps | seconds | held-out accuracy at the end, % |",
+        "|---|---|---|---|",
+    ]
+    for label, runs in finished.items():
+        arrivals = [row for rows in runs for row in [r for r in rows if r["train_set_loss"] <= target][:1]]
+        if len(arrivals) == seeds:
+            steps, seconds = (
+                _mean([row[key] for row in arrivals], digits) for key, digits in (("step", 0), ("seconds", 2))
+            )
+        else:
+            steps = seconds = f"{seeds - len(arrivals)} of {seeds} never"
+        accuracy = _mean([100 * rows[-1]["test_accuracy"] for rows in runs], 1) if runs else "diverged"
+        lines.append(f"| {label} | {steps} | {seconds} | {accuracy} |")
+    return "\n".join(lines)
+
+
+def _mean(values: Sequence[float], digits: int) -> str:
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{spread}"
+
+
+def main() -> None:
+    """The command line."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    comparison = tyro.cli(Comparison, prog="python -m experiments.compare", description=__doc__)
+    result = compare(comparison)
+    print(f"\n{comparison.problem}\n{result}\n\ncurves: {comparison.out / f'{comparison.problem}-comparison.png'}")
+
+
+if __name__ == "__main__":
+    main()
