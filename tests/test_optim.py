@@ -1,0 +1,658 @@
+"""What every optimizer promises. A new optimizer is one row in ``OPTIMIZERS``."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from curvopt import CurvoptError, extend
+from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat
+from curvopt.optim import KFACSGD, DiagonalNewton
+from curvopt.optim.base import CurvatureOptimizer, annealed_interval, ema_update, kl_clip_factor
+
+OPTIMIZERS: dict[str, Callable[..., CurvatureOptimizer]] = {
+    "KFACSGD": KFACSGD,
+    "KFACSGD exact": lambda params, **options: KFACSGD(params, fisher="exact", **options),
+    "DiagonalNewton": DiagonalNewton,
+    "DiagonalNewton exact": lambda params, **options: DiagonalNewton(params, curvature="diag_ggn_exact", **options),
+}
+EXACT = [name for name in OPTIMIZERS if name.endswith("exact")]
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+exact_optimizer = pytest.mark.parametrize("make", [OPTIMIZERS[name] for name in EXACT], ids=EXACT)
+
+
+def digits(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images, dtype=dtype).div(16).view(-1, 1, 8, 8), torch.tensor(labels)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+
+
+class Run:
+    """A model, its loss, an optimizer, and an endless stream of batches that depends on the seed alone."""
+
+    def __init__(
+        self,
+        make: Callable[..., torch.optim.Optimizer],
+        model: Callable[[], nn.Module] = mlp,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        batch: int = 64,
+        reduction: str = "mean",
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model = extend(model().to(dtype))
+        self.lossfunc = extend(nn.CrossEntropyLoss(reduction=reduction))
+        self.x, self.y = digits(dtype)
+        self.batch, self.seed = batch, seed
+        self.optimizer: Any = make(self.model.parameters(), **options)
+
+    def data(self, step: int) -> tuple[Tensor, Tensor]:
+        chosen = torch.randperm(len(self.x), generator=torch.Generator().manual_seed(1000 * self.seed + step))
+        return self.x[chosen[: self.batch]], self.y[chosen[: self.batch]]
+
+    def loss(self, step: int) -> Tensor:
+        x, y = self.data(step)
+        return self.lossfunc(self.model(x), y)
+
+    def backward(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        if isinstance(self.optimizer, CurvatureOptimizer):
+            with self.optimizer.curvature():
+                self.loss(step).backward()
+        else:
+            self.loss(step).backward()
+
+    def train(self, steps: range | int) -> Run:
+        for step in range(steps) if isinstance(steps, int) else steps:
+            self.backward(step)
+            self.optimizer.step()
+        return self
+
+    def full_loss(self) -> float:
+        with torch.no_grad():
+            return nn.functional.cross_entropy(self.model(self.x), self.y).item()
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def checkpoint(optimizer: torch.optim.Optimizer) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return file
+
+
+def assert_equal(left: list[Tensor], right: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def assert_close(left: list[Tensor], right: list[Tensor], **tolerance: float) -> None:
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("model", [mlp, cnn])
+@every_optimizer
+def test_defaults_beat_sgd_of_any_learning_rate(make: Callable, model: Callable) -> None:
+    steps = 40
+    sgd = [Run(torch.optim.SGD, model, lr=lr, momentum=0.9).train(steps).full_loss() for lr in (0.03, 0.1, 0.3)]
+    loss = Run(make, model).train(steps).full_loss()
+    assert loss < min(sgd), (loss, sgd)
+
+
+@every_optimizer
+def test_many_seeds_stay_stable(make: Callable) -> None:
+    for seed in range(4):
+        run = Run(make, seed=seed, batch=32)
+        before = run.full_loss()
+        assert run.train(60).full_loss() < before / 4
+
+
+# ------------------------------------------------------------------------------------------------------ the mathematics
+
+
+def test_kfac_step_is_the_dense_solve() -> None:
+    damping = 0.3
+    run = Run(KFACSGD, cnn, dtype=torch.float64, fisher="exact", lr=1.0, momentum=0.0, damping=damping, kl_clip=None)
+    before = run.weights()
+    run.backward(0)
+    gradients = [p.grad.clone() for p in run.model.parameters()]
+    run.optimizer.step()
+    for p, old, gradient in zip(run.model.parameters(), before, gradients, strict=True):
+        factors = run.optimizer.state[p]["factors"]
+        dims = [factor.shape[-1] for factor in factors]
+        solution = []
+        pieces = gradient.reshape(2 if factors[0].ndim == 3 else 1, -1)
+        for group, piece in enumerate(pieces):
+            own = [factor[group] if factor.ndim == 3 else factor for factor in factors]
+            eyes = [torch.eye(d, dtype=torch.float64) for d in dims]
+            if len(own) == 2:
+                (b, a), (eye_b, eye_a) = own, eyes
+                pi = ((a.trace() / dims[1]) / (b.trace() / dims[0])).sqrt()
+                matrix = kfacs_to_mat([b + damping**0.5 / pi * eye_b, a + pi * damping**0.5 * eye_a])
+            else:
+                matrix = own[0] + damping * eyes[0]
+            solution.append(torch.linalg.solve(matrix, piece))
+        torch.testing.assert_close(old - p.detach(), torch.stack(solution).reshape(p.shape))
+
+
+def test_diagonal_step_is_the_elementwise_quotient() -> None:
+    run = Run(
+        DiagonalNewton,
+        dtype=torch.float64,
+        curvature="diag_ggn_exact",
+        lr=1.0,
+        momentum=0.0,
+        damping=0.3,
+        kl_clip=None,
+    )
+    before = run.weights()
+    run.backward(0)
+    run.optimizer.step()
+    for p, old in zip(run.model.parameters(), before, strict=True):
+        (h,) = run.optimizer.state[p]["factors"]
+        torch.testing.assert_close(old - p.detach(), p.grad / (h.view_as(p) + 0.3))
+
+
+def test_the_exact_factors_are_those_of_the_extension() -> None:
+    from curvopt import backpack
+    from curvopt.extensions import KFLR, DiagGGNExact
+
+    for make, extension in (
+        (OPTIMIZERS["KFACSGD exact"], KFLR()),
+        (OPTIMIZERS["DiagonalNewton exact"], DiagGGNExact()),
+    ):
+        run = Run(make, cnn, dtype=torch.float64)
+        with backpack(extension):
+            run.loss(0).backward()
+        fields = [getattr(p, extension.field) for p in run.model.parameters()]
+        run.train(1)
+        for p, field in zip(run.model.parameters(), fields, strict=True):
+            expected = field if isinstance(field, list) else [field.reshape(-1)]
+            assert_close(run.optimizer.state[p]["factors"], expected)
+
+
+def test_ema_is_the_bias_corrected_average() -> None:
+    decay, values = 0.8, torch.randn(6, 3, dtype=torch.float64)
+    average, weight = [torch.full((3,), 7.0, dtype=torch.float64)], 0.0  # the start value must not matter
+    for t, value in enumerate(values):
+        weight = ema_update(average, weight, [value], decay)
+        weights = decay ** torch.arange(t, -1, -1, dtype=torch.float64)
+        torch.testing.assert_close(average[0], weights @ values[: t + 1] / weights.sum())
+
+
+def test_annealed_interval_grows_from_one() -> None:
+    steps, refreshes = 0, [0]
+    while steps < 400:
+        steps += annealed_interval(steps, 10)
+        refreshes.append(steps)
+    gaps = [b - a for a, b in zip(refreshes, refreshes[1:], strict=False)]
+    assert gaps[:10] == [1] * 10 and gaps[-1] == 10 and gaps == sorted(gaps)
+
+
+@every_optimizer
+def test_kl_clip_bounds_the_prediction(make: Callable) -> None:
+    kl_clip = 1e-4
+    run, free = Run(make, momentum=0.0, kl_clip=kl_clip), Run(make, momentum=0.0, kl_clip=None)
+    before = run.weights()
+    run.train(1)
+    free.train(1)
+    assert free.optimizer.metrics()["kl"] > kl_clip
+    torch.testing.assert_close(run.optimizer.metrics()["kl"], torch.tensor(kl_clip))
+    factor = run.optimizer.metrics()["kl_clip_factor"]
+    assert_close(
+        [a - b for a, b in zip(run.weights(), before, strict=True)],
+        [factor * (a - b) for a, b in zip(free.weights(), before, strict=True)],
+    )
+
+
+def test_kl_clip_never_lengthens_and_accepts_no_step() -> None:
+    for quadratic in (0.0, 1e-12, 1.0, 1e12, float("inf")):
+        factor = kl_clip_factor(torch.tensor(quadratic), 1e-3)
+        assert 0 <= factor <= 1
+    assert kl_clip_factor(torch.tensor(5.0), None) == 1
+
+
+# -------------------------------------------------------------------------------------------- what torch.optim gives us
+
+
+@every_optimizer
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_step_is_the_sgd_step_on_the_preconditioned_gradient(make: Callable, nesterov: bool) -> None:
+    options = {"lr": 0.05, "momentum": 0.9, "nesterov": nesterov}
+    run = Run(make, **options, dtype=torch.float64, curvature_every=3)
+    twin = [nn.Parameter(p.detach().clone()) for p in run.model.parameters()]
+    sgd = torch.optim.SGD(twin, **options)
+    for step in range(6):
+        run.train(range(step, step + 1))
+        for p, q in zip(run.model.parameters(), twin, strict=True):
+            product = kfac_mat_prod(run.optimizer.state[p]["inverses"])(p.grad.reshape(-1)).view_as(p)
+            q.grad = product * run.optimizer.metrics()["kl_clip_factor"]
+        sgd.step()
+        assert_close(run.weights(), [q.detach() for q in twin])
+
+
+@every_optimizer
+def test_weight_decay_is_decoupled(make: Callable) -> None:
+    plain, decayed = (Run(make, lr=0.1, momentum=0.0, weight_decay=wd, dtype=torch.float64) for wd in (0.0, 0.5))
+    before = plain.weights()
+    plain.train(1)
+    decayed.train(1)
+    assert_close(decayed.weights(), [a - 0.1 * 0.5 * b for a, b in zip(plain.weights(), before, strict=True)])
+    assert decayed.optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+@every_optimizer
+def test_param_groups(make: Callable) -> None:
+    def grouped(params: Iterator[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+        first, second, *rest = params
+        return make([{"params": [first], "lr": 0.0}, {"params": [second], "damping": 1e6}, {"params": rest}], **options)
+
+    run = Run(grouped, momentum=0.0)
+    before = run.weights()
+    run.train(1)
+    moved = [(a - b).norm().item() for a, b in zip(run.weights(), before, strict=True)]
+    assert moved[0] == 0 and 0 < moved[1] < 1e-6 and min(moved[2:]) > 1e-5
+    assert [group["damping"] for group in run.optimizer.param_groups][1] == 1e6
+
+
+@every_optimizer
+def test_learning_rate_schedule(make: Callable) -> None:
+    run = Run(make)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: float(step < 3))
+    for step in range(3):
+        run.train(range(step, step + 1))
+        scheduler.step()
+    before = run.weights()
+    run.train(range(3, 4))
+    assert_equal(run.weights(), before)
+
+
+@every_optimizer
+def test_learning_rate_may_be_a_tensor(make: Callable) -> None:
+    assert_close(
+        Run(make, lr=torch.tensor(0.05)).train(3).weights(), Run(make, lr=0.05).train(3).weights(), atol=1e-6, rtol=1e-4
+    )
+
+
+@every_optimizer
+def test_closure(make: Callable) -> None:
+    plain, closed = Run(make), Run(make)
+    plain.train(5)
+    for step in range(5):
+
+        def closure(step: int = step) -> Tensor:
+            closed.optimizer.zero_grad()
+            loss = closed.loss(step)
+            loss.backward()
+            return loss
+
+        assert closed.optimizer.step(closure).requires_grad
+    assert_equal(plain.weights(), closed.weights())
+
+
+@every_optimizer
+def test_step_hooks_run_once(make: Callable) -> None:
+    torch.optim.SGD([torch.zeros(1)])  # from now on SGD.step itself is wrapped to run hooks
+    run, calls = Run(make), []
+    run.optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    run.optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    run.train(1)
+    assert calls == ["pre", "post"]
+
+
+@every_optimizer
+def test_gradients_of_the_caller_stay(make: Callable) -> None:
+    run = Run(make)
+    run.backward(0)
+    grads = [p.grad for p in run.model.parameters()]
+    values = [grad.clone() for grad in grads]
+    run.optimizer.step()
+    assert all(p.grad is grad for p, grad in zip(run.model.parameters(), grads, strict=True))
+    assert_equal(grads, values)
+
+
+@every_optimizer
+def test_nothing_stays_on_the_parameters(make: Callable) -> None:
+    run = Run(make, cnn)
+    untouched = [set(p.__dict__) for p in run.model.parameters()]
+    run.backward(0)
+    assert [set(p.__dict__) for p in run.model.parameters()] == untouched
+
+
+# ----------------------------------------------------------------------------------------------- what damping refers to
+
+
+@exact_optimizer
+def test_two_half_batches_are_one_batch(make: Callable) -> None:
+    whole, halves = (Run(make, cnn, dtype=torch.float64) for _ in range(2))
+    for step in range(3):
+        whole.backward(step)
+        x, y = halves.data(step)
+        halves.optimizer.zero_grad()
+        for part in (slice(None, 32), slice(32, None)):
+            with halves.optimizer.curvature():
+                (halves.lossfunc(halves.model(x[part]), y[part]) / 2).backward()
+        whole.optimizer.step()
+        halves.optimizer.step()
+        assert_close(whole.weights(), halves.weights())
+
+
+@exact_optimizer
+def test_backwards_inside_one_context_accumulate_too(make: Callable) -> None:
+    one, two = (Run(make, dtype=torch.float64) for _ in range(2))
+    one.train(1)
+    x, y = two.data(0)
+    with two.optimizer.curvature():
+        for part in (slice(None, 32), slice(32, None)):
+            (two.lossfunc(two.model(x[part]), y[part]) / 2).backward()
+    two.optimizer.step()
+    assert_close(one.weights(), two.weights())
+
+
+@exact_optimizer
+def test_damping_means_the_same_at_any_batch_size(make: Callable) -> None:
+    small, large = (Run(make, dtype=torch.float64) for _ in range(2))
+    small.train(1)
+    x, y = large.data(0)
+    with large.optimizer.curvature():
+        large.lossfunc(large.model(torch.cat([x, x, x])), torch.cat([y, y, y])).backward()
+    large.optimizer.step()
+    assert_close(small.weights(), large.weights())
+
+
+@exact_optimizer
+def test_loss_scale_takes_a_factor_out_of_the_curvature(make: Callable) -> None:
+    plain, scaled = (Run(make, momentum=0.0, dtype=torch.float64) for _ in range(2))
+    plain.train(1)
+    with scaled.optimizer.curvature(loss_scale=8.0):
+        (8.0 * scaled.loss(0)).backward()
+    for p in scaled.model.parameters():
+        p.grad /= 8.0
+    scaled.optimizer.step()
+    assert_close(plain.weights(), scaled.weights())
+
+
+@exact_optimizer
+def test_grad_scaler(make: Callable) -> None:
+    plain, scaled = (Run(make) for _ in range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    plain.train(3)
+    for step in range(4):
+        scaled.optimizer.zero_grad()
+        with scaled.optimizer.curvature(loss_scale=scaler.get_scale()):
+            scaler.scale(scaled.loss(min(step, 2))).backward()
+        if step == 2:  # overflow: the scaler skips this step, and its curvature must not reach the next
+            next(scaled.model.parameters()).grad.fill_(torch.inf)
+        scaler.step(scaled.optimizer)
+        scaler.update()
+    assert_close(plain.weights(), scaled.weights(), atol=1e-5, rtol=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------------- schedule
+
+
+@every_optimizer
+def test_curvature_is_computed_when_due_and_costs_nothing_otherwise(
+    make: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(make, curvature_every=4)
+    computed: list[int] = []
+    original = type(run.optimizer)._extension
+    monkeypatch.setattr(type(run.optimizer), "_extension", lambda self: computed.append(step) or original(self))
+    for step in range(24):
+        run.train(range(step, step + 1))
+    expected, due = [], 0
+    while due < 24:
+        expected.append(due)
+        due += annealed_interval(due, 4)
+    assert computed == expected
+
+
+def test_inverses_follow_their_own_interval() -> None:
+    run = Run(KFACSGD, curvature_every=1, inverse_every=5)
+    p = next(run.model.parameters())
+    changed = []
+    for step in range(40):
+        before = run.optimizer.state[p].get("inverses")
+        run.train(range(step, step + 1))
+        if run.optimizer.state[p]["inverses"] is not before:
+            changed.append(step)
+    assert changed[:5] == [0, 1, 2, 3, 4] and {b - a for a, b in zip(changed[-3:], changed[-2:], strict=False)} == {5}
+
+
+# ----------------------------------------------------------------------------------------------------------- checkpoint
+
+
+@every_optimizer
+@pytest.mark.parametrize("steps", [1, 7, 10, 11])
+def test_resume_is_bit_for_bit(make: Callable, steps: int) -> None:
+    options: dict[str, Any] = {"weight_decay": 0.01, "curvature_every": 3}
+    straight = Run(make, cnn, **options).train(2 * steps)
+    first = Run(make, cnn, **options).train(steps)
+    file = checkpoint(first.optimizer)
+    torch.manual_seed(1234)  # the sampler must not depend on the global generator
+    second = Run(make, cnn, seed=0, **options)
+    torch.manual_seed(4321)
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(torch.load(file, weights_only=True))
+    second.train(range(steps, 2 * steps))
+    assert_equal(straight.weights(), second.weights())
+    torch.testing.assert_close(straight.optimizer.state_dict(), second.optimizer.state_dict(), rtol=0, atol=0)
+
+
+@every_optimizer
+def test_copies_continue_alike(make: Callable) -> None:
+    run = Run(make, curvature_every=3).train(5)
+    twin = copy.deepcopy(run)
+    assert_equal(run.train(range(5, 10)).weights(), twin.train(range(5, 10)).weights())
+
+
+def test_half_precision_parameters_keep_their_averages_through_a_checkpoint() -> None:
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizers = [KFACSGD([parameter]) for _ in range(2)]
+    factor = torch.randn(3, 3)
+    optimizers[0].state[parameter] = {"factors": [factor], "ema_weight": 0.05, "inverses": [factor]}
+    optimizers[1].load_state_dict(torch.load(checkpoint(optimizers[0]), weights_only=True))
+    assert torch.equal(optimizers[1].state[parameter]["factors"][0], factor)
+
+
+@every_optimizer
+def test_state_of_another_optimizer_is_refused(make: Callable) -> None:
+    run, other = Run(make), Run(torch.optim.SGD)
+    with pytest.raises(CurvoptError, match="state of another optimizer"):
+        run.optimizer.load_state_dict(other.optimizer.state_dict())
+
+
+@every_optimizer
+def test_sampling_leaves_the_global_generator_alone(make: Callable) -> None:
+    run = Run(make)
+    before = torch.get_rng_state()
+    run.train(3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---------------------------------------------------------------------------------------------------- errors and limits
+
+
+@every_optimizer
+@pytest.mark.parametrize("poison", [torch.inf, torch.nan])
+def test_a_gradient_that_is_not_finite_changes_nothing(make: Callable, poison: float) -> None:
+    clean, hit = Run(make).train(3), Run(make).train(3)
+    state, weights = copy.deepcopy(hit.optimizer.state_dict()), hit.weights()
+    hit.backward(3)
+    hit.model[3].bias.grad[5] = poison
+    with pytest.raises(CurvoptError, match=r"gradient of 0\.3 is not finite.*zero_grad"):
+        hit.optimizer.step()
+    assert_equal(hit.weights(), weights)
+    now = hit.optimizer.state_dict()
+    state["curvature"].pop("sampler"), now["curvature"].pop("sampler")  # only samples were drawn for the refused step
+    torch.testing.assert_close(now, state, rtol=0, atol=0)
+    losses = [hit.train(range(3, 30)).full_loss(), clean.train(range(3, 30)).full_loss()]
+    assert losses[0] < 2 * losses[1] + 0.1
+
+
+@every_optimizer
+def test_curvature_that_is_not_finite_never_enters(make: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(make, ema=0.5).train(2)
+    before = [[f.clone() for f in run.optimizer.state[p]["factors"]] for p in run.model.parameters()]
+    run.optimizer.zero_grad()
+    with run.optimizer.curvature(loss_scale=0.0):
+        run.loss(2).backward()
+    with caplog.at_level(logging.WARNING, logger="curvopt"):
+        run.optimizer.step()
+    assert "not finite" in caplog.text
+    for p, factors in zip(run.model.parameters(), before, strict=True):
+        assert_equal(run.optimizer.state[p]["factors"], factors)
+    run.train(range(3, 4))  # due again at once, and taken
+    assert not torch.equal(run.optimizer.state[p]["factors"][0], before[-1][0])
+
+
+@every_optimizer
+def test_step_without_any_curvature_says_how(make: Callable) -> None:
+    run = Run(make)
+    before = run.weights()
+    run.loss(0).backward()
+    with pytest.raises(CurvoptError, match=r"with optimizer\.curvature\(\)"):
+        run.optimizer.step()
+    assert_equal(run.weights(), before)
+    run.train(1)
+
+
+@every_optimizer
+def test_curvature_of_foreign_parameters_says_extend(make: Callable) -> None:
+    run = Run(make)
+    stranger = extend(mlp())
+    with pytest.raises(CurvoptError, match=r"extend\(model\)"), run.optimizer.curvature():
+        run.lossfunc(stranger(run.x[:4]), run.y[:4]).backward()
+    with pytest.raises(CurvoptError, match="extend"), run.optimizer.curvature():
+        nn.CrossEntropyLoss()(mlp()(run.x[:4]), run.y[:4]).backward()
+    run.train(1)
+
+
+@every_optimizer
+def test_an_exception_drops_the_curvature_of_its_context(make: Callable) -> None:
+    clean, hit = Run(make), Run(make)
+    sampler = hit.optimizer._sampler().get_state()
+    with pytest.raises(KeyError), hit.optimizer.curvature():
+        hit.loss(7).backward()
+        raise KeyError
+    hit.optimizer._sampler().set_state(sampler)
+    hit.optimizer.zero_grad()
+    assert_equal(clean.train(3).weights(), hit.train(3).weights())
+
+
+@every_optimizer
+def test_sparse_gradients_are_refused(make: Callable) -> None:
+    weight = nn.Parameter(torch.ones(4, 2))
+    optimizer = make([("table", weight)])
+    weight.grad = torch.ones(4, 2).to_sparse()
+    with pytest.raises(CurvoptError, match="table.*dense gradient.*sparse=False"):
+        optimizer.step()
+
+
+@every_optimizer
+@pytest.mark.parametrize(
+    "options", [{"damping": -1.0}, {"ema": 1.0}, {"kl_clip": 0.0}, {"curvature_every": 0}, {"lr": -1.0}]
+)
+def test_options_out_of_range_are_refused(make: Callable, options: dict[str, float]) -> None:
+    with pytest.raises(ValueError):
+        make([nn.Parameter(torch.ones(2))], **options)
+
+
+def test_unknown_kinds_of_curvature_are_refused() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(ValueError, match="fisher"):
+        KFACSGD(parameters, fisher="empirical")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="curvature"):
+        DiagonalNewton(parameters, curvature="diag_h")  # pyright: ignore[reportArgumentType]
+
+
+class PartlyExtended(nn.Module):
+    """Only ``body`` is extended: the curvature never sees ``head``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh())
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def test_coverage_and_a_parameter_without_curvature() -> None:
+    x, y = digits()
+    model = PartlyExtended()
+    extend(model.body)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    optimizer = KFACSGD(model.named_parameters(), momentum=0.0, kl_clip=None, lr=1.0)
+    assert set(optimizer.coverage().values()) == {"none"}
+    before = [p.detach().clone() for p in model.parameters()]
+    with optimizer.curvature():
+        lossfunc(model(x[:64]), y[:64]).backward()
+    optimizer.step()
+    assert optimizer.coverage() == {
+        "body.1.weight": "kronecker",
+        "body.1.bias": "dense",
+        "head.weight": "none",
+        "head.bias": "none",
+    }
+    curvature, count = 0.0, 0
+    for p in model.body.parameters():
+        curvature += kfacs_to_mat(optimizer.state[p]["factors"]).trace()
+        count += p.numel()
+    for p, old in zip(model.head.parameters(), before[2:], strict=True):
+        torch.testing.assert_close(old - p.detach(), p.grad / (curvature / count + 0.05))
+
+
+def test_a_frozen_parameter_stays() -> None:
+    run = Run(KFACSGD)
+    run.model[1].weight.requires_grad_(False)
+    before = run.weights()
+    run.train(3)
+    assert_equal(run.weights()[:1], before[:1])
+    assert not any(torch.equal(a, b) for a, b in zip(run.weights()[1:], before[1:], strict=True))
+
+
+@every_optimizer
+def test_metrics(make: Callable) -> None:
+    run = Run(make, momentum=0.0)
+    before = run.weights()
+    run.train(1)
+    metrics = {name: float(value) for name, value in run.optimizer.metrics().items()}
+    moved = torch.cat([(a - b).flatten() for a, b in zip(run.weights(), before, strict=True)])
+    grad = torch.cat([p.grad.flatten() for p in run.model.parameters()])
+    assert metrics["step_norm"] == pytest.approx(moved.norm().item(), rel=1e-3)
+    assert metrics["grad_norm"] == pytest.approx(grad.norm().item(), rel=1e-4)
+    assert metrics["cosine"] == pytest.approx(-(moved @ grad / moved.norm() / grad.norm()).item(), rel=1e-3)
+    predicted = -run.optimizer.param_groups[0]["lr"] * metrics["kl_clip_factor"] * (moved @ grad).item()
+    assert metrics["kl"] == pytest.approx(predicted, rel=1e-3)
+    assert metrics["damping"] == run.optimizer.param_groups[0]["damping"] and metrics["fallbacks"] == 0
