@@ -482,7 +482,6 @@ CASES = [
     Case("own-parameters-and-children", OwnParametersAndChildren, normal(4, 3, 4), cross_entropy(), labels),
     Case("keyword-arguments", KeywordArguments, normal(4, 4), cross_entropy(), labels),
     Case("argument-without-batch", lambda: Positions(2), normal(4, 2, 4), mse(), values),
-    Case("argument-as-long-as-the-batch", lambda: Positions(4), normal(4, 4, 4), mse(), values),
     Case("bilinear", Bilinearly, normal(4, 4), cross_entropy(), labels),
     Case("subclass", lambda: nn.Sequential(Renamed(4, 5), nn.Tanh(), Standardized(5, 3)), normal(4, 4), mse(), values),
     Case("prelu", lambda: nn.Sequential(nn.Linear(4, 5), nn.PReLU(5), nn.Linear(5, 3)), normal(4, 4), mse(), values),

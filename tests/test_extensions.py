@@ -1,0 +1,620 @@
+"""Every field of every case equals its dense reference, and the backward around it is none the worse for it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import CASES, Case, Problem, cross_entropy, labels, mlp, mse, normal, values
+from reference import Reference, reference
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from curvopt import backpack, disable, extend, set_columns_per_sweep
+from curvopt.errors import CurvoptError
+from curvopt.extensions import (
+    KFAC,
+    KFLR,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagGGNMC,
+    Extension,
+    SumGradSquared,
+    Variance,
+)
+
+# extensions whose fields are compared with a method of the reference that has the field's name
+EXACT: list[type[Extension]] = [BatchGrad, BatchL2Grad, SumGradSquared, Variance, DiagGGNExact, KFLR]
+# sampled ones, with what they estimate
+SAMPLED: dict[type[Extension], str] = {DiagGGNMC: "diag_ggn_exact", KFAC: "kflr"}
+FIELDS = [extension.field for extension in [*EXACT, *SAMPLED]]
+
+by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+BY_NAME = {case.name: case for case in CASES}
+# a chain, weights shared within and between calls, a module without a rule, losses with several columns per position
+VARIED = ["mlp", "conv2d-groups", "used-on-tokens-and-pool", "own-parameters-and-children", "ce-extra-dims"]
+by_varied_case = pytest.mark.parametrize("case", [BY_NAME[name] for name in VARIED], ids=lambda case: case.name)
+
+
+def extended(case: Case) -> Problem:
+    """The problem of a case with an extended model and loss."""
+    problem = case.problem()
+    extend(problem.model)
+    extend(problem.lossfunc)
+    return problem
+
+
+def fields_of(problem: Problem, fields: list[str]) -> dict[str, dict[str, object]]:
+    """What the trainable parameters hold, by their names."""
+    return {name: {field: getattr(p, field) for field in fields} for name, p in problem.trainable().items()}
+
+
+def check(problem: Problem, ref: Reference, extension: type[Extension]) -> None:
+    """Compare one field of all parameters with the reference."""
+    for name, p in problem.model.named_parameters():
+        if not p.requires_grad:
+            assert not hasattr(p, extension.field), f"{name} requires no gradient"
+            continue
+        actual, expected = getattr(p, extension.field), getattr(ref, extension.field)(name)
+        compare(actual, expected, f"{name}.{extension.field}")
+
+
+def compare(actual: object, expected: object, what: str) -> None:
+    """Both are tensors, or lists of factors; a vector among the factors is a diagonal matrix, or all there is of it."""
+    assert_close(actual, expected, rtol=1e-8, atol=1e-11, msg=lambda text: f"{what}: {text}")
+
+
+def total_error(a: object, b: object) -> float:
+    """Squared distance of two tensors or two lists of factors."""
+    pairs = zip(a, b, strict=True) if isinstance(a, list) else [(a, b)]
+    return float(sum((x - y).square().sum() for x, y in pairs))
+
+
+def clone(value: object) -> object:
+    return [factor.clone() for factor in value] if isinstance(value, list) else value.clone()
+
+
+# ------------------------------------------------------------------------------------------------------- numbers, exact
+
+
+@pytest.mark.parametrize("extension", EXACT, ids=lambda extension: extension.__name__)
+@by_case
+def test_field_equals_dense_reference(case: Case, extension: type[Extension]):
+    problem = extended(case)
+    with backpack(extension()):
+        problem.loss().backward()
+    check(problem, reference(case), extension)
+
+
+@by_case
+def test_all_in_one_backward_equal_one_by_one_and_leave_the_gradient_alone(case: Case):
+    plain, problem = case.problem(), extended(case)
+    plain.loss().backward()
+    with backpack(*(extension() for extension in [*EXACT, *SAMPLED])):
+        problem.loss().backward()
+    for extension in EXACT:
+        check(problem, reference(case), extension)
+    for p, expected in zip(problem.model.parameters(), plain.model.parameters(), strict=True):
+        assert (p.grad is None) == (expected.grad is None)
+        assert p.grad is None or torch.equal(p.grad, expected.grad)
+        if p.requires_grad:
+            assert p.diag_ggn_mc.shape == p.shape
+            assert [f.shape for f in p.kfac] == [f.shape for f in p.kflr]
+    if plain.x.requires_grad:
+        assert torch.equal(problem.x.grad, plain.x.grad)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 100])
+@by_varied_case
+def test_number_of_columns_swept_together_changes_nothing(case: Case, columns: int):
+    problem = extended(case)
+    set_columns_per_sweep(columns)
+    try:
+        with backpack(DiagGGNExact(), KFLR()):
+            problem.loss().backward()
+    finally:
+        set_columns_per_sweep(None)
+    check(problem, reference(case), DiagGGNExact)
+    check(problem, reference(case), KFLR)
+
+
+def test_factors_multiply_to_the_block_for_one_sample_at_one_position():
+    case = BY_NAME["mlp-one-sample"]
+    problem = extended(case)
+    with backpack(KFLR()):
+        problem.loss().backward()
+    for name, p in problem.trainable().items():
+        product = torch.kron(*p.kflr) if p.dim() == 2 else p.kflr[0]
+        assert_close(product, reference(case).ggn(name))
+
+
+def test_large_parameters_without_kronecker_structure_get_the_diagonal():
+    case = Case("wide", lambda: nn.Sequential(nn.LayerNorm(3000), nn.Linear(3000, 2)), normal(2, 3000), mse(), values)
+    problem, ref = extended(case), reference(case)
+    with backpack(KFLR()):
+        problem.loss().backward()
+    for name in ["0.weight", "0.bias"]:
+        compare(problem.model.get_parameter(name).kflr, [ref.diag_ggn_exact(name)], name)
+
+
+@by_varied_case
+def test_sum_of_losses_has_the_sum_of_their_curvatures(case: Case):
+    problem = extended(case)
+    other = extend(nn.MSELoss(reduction="sum"))
+
+    def loss(z: Tensor) -> Tensor:
+        return 0.3 * problem.loss_of_output(z) + other(z, torch.ones_like(z))
+
+    pristine = case.problem()
+    ref = Reference(pristine.model, pristine.x, loss)
+    with backpack(*(extension() for extension in EXACT)):
+        loss(problem.model(problem.x)).backward()
+    for extension in EXACT:
+        check(problem, ref, extension)
+
+
+def test_losses_on_different_heads_add_up():
+    """The curvature of two losses that see different parts of the network is that of their sum."""
+    case = BY_NAME["heads"]
+    problem, pristine = extended(case), case.problem()
+    classify, regress = extend(nn.CrossEntropyLoss()), extend(nn.MSELoss())
+    y = problem.y.clamp(max=1)
+
+    def loss(h: Tensor, model: nn.Module) -> Tensor:
+        return classify(model.left(h), y) + regress(model.right(h), torch.ones(len(h), 1).double())
+
+    def joint(z: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(z[:, :2], y) + nn.functional.mse_loss(
+            z[:, 2:], torch.ones(len(z), 1).double()
+        )
+
+    ref = Reference(pristine.model, pristine.x, joint)
+    with backpack(*(extension() for extension in EXACT)):
+        loss(torch.tanh(problem.model.trunk(problem.x)), problem.model).backward()
+    for extension in EXACT:
+        check(problem, ref, extension)
+
+
+# ----------------------------------------------------------------------------------------------------- numbers, sampled
+
+
+@by_case
+def test_sampled_fields_converge_to_exact_ones(case: Case):
+    """The mean over independent draws is as far from the exact field as their scatter allows, and that is not far."""
+    draws, samples = 12, 60
+    problem, ref = extended(case), reference(case)
+    loss = problem.loss()
+    seen: dict[tuple[str, str], list] = {}
+    torch.manual_seed(1)
+    for _ in range(draws):
+        with backpack(DiagGGNMC(mc_samples=samples), KFAC(mc_samples=samples)):
+            torch.autograd.grad(loss, list(problem.trainable().values()), retain_graph=True)
+        for name, p in problem.trainable().items():
+            seen.setdefault((name, "diag_ggn_exact"), []).append(p.diag_ggn_mc)
+            # a factor A is exact; what is sampled comes first
+            seen.setdefault((name, "kflr"), []).append(p.kfac[0])
+            assert len(p.kfac) == len(ref.kflr(name))
+            compare(p.kfac[1:], ref.kflr(name)[1:], f"{name}: A")
+    for (name, field), draws_of in seen.items():
+        exact = getattr(ref, field)(name)
+        exact = exact[0] if isinstance(exact, list) else exact
+        mean, variance = torch.stack(draws_of).mean(0), torch.stack(draws_of).var(0).sum() / draws
+        bound = 6 * variance.sqrt()
+        assert (mean - exact).norm() <= bound + 1e-12, f"{name}: {field}"
+        assert bound <= 0.6 * exact.norm() + 1e-12, f"{name}: the bound on {field} could not detect much"
+        # in the direction of the exact field the estimate is a number, and so the sharper test of scalings
+        along = torch.stack([(value * exact).sum() for value in draws_of]) / exact.square().sum().clamp(min=1e-300)
+        if exact.norm() > 0:
+            assert abs(along.mean() - 1) <= 6 * along.std() / draws**0.5 + 1e-12, f"{name}: scale of {field}"
+
+
+@pytest.mark.parametrize("extension", SAMPLED, ids=lambda extension: extension.__name__)
+@pytest.mark.parametrize("name", ["mlp", "mse-mean", "bce-mean"])
+def test_more_samples_are_closer(name: str, extension: type[Extension]):
+    case = BY_NAME[name]
+    problem, ref = extended(case), reference(case)
+    loss = problem.loss()
+
+    def error(samples: int) -> float:
+        """Squared error, mean over draws."""
+        total = 0.0
+        for _ in range(20):
+            with backpack(extension(mc_samples=samples)):
+                loss.backward(retain_graph=True)
+            for parameter, p in problem.trainable().items():
+                total += total_error(getattr(p, extension.field), getattr(ref, SAMPLED[extension])(parameter))
+        return total / 20
+
+    few, many = error(1), error(25)
+    # the expected squared error falls as 1/samples; factors of 2 are left for chance
+    assert 25 / 2 < few / many < 25 * 2
+
+
+def test_quantities_with_the_same_columns_share_samples():
+    problem = extended(BY_NAME["mlp"])
+    with backpack(KFAC(mc_samples=2), DiagGGNMC(mc_samples=2)):
+        problem.loss().backward()
+    for p in problem.trainable().values():
+        if p.dim() == 1:
+            assert_close(p.kfac[0].diagonal(), p.diag_ggn_mc)
+    # samples that are not shared differ
+    with backpack(KFAC(mc_samples=2), DiagGGNMC(mc_samples=3)):
+        problem.loss().backward()
+    assert not torch.allclose(problem.model[0].bias.kfac[0].diagonal(), problem.model[0].bias.diag_ggn_mc)
+
+
+@pytest.mark.parametrize("name", ["mlp", "mse-extra-dims", "bce-mean", "ce-extra-dims"])
+def test_a_generator_makes_samples_repeatable_and_leaves_the_global_one_alone(name: str):
+    problem = extended(BY_NAME[name])
+    drawn = []
+    for seed in [1, 1, 2]:
+        before = torch.get_rng_state()
+        with backpack(DiagGGNMC(mc_samples=2, generator=torch.Generator().manual_seed(seed))):
+            problem.loss().backward()
+        assert torch.equal(before, torch.get_rng_state())
+        drawn.append(next(iter(problem.trainable().values())).diag_ggn_mc)
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize("extension", SAMPLED, ids=lambda extension: extension.__name__)
+def test_sampled_fields_are_there_when_train_mode_batch_norm_mixes_samples(extension: type[Extension]):
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
+    case = Case("", lambda: model, normal(6, 4), cross_entropy(), labels)
+    problem = extended(case)
+    with backpack(extension()):
+        problem.loss().backward()
+    for name, p in problem.trainable().items():
+        value = getattr(p, extension.field)
+        for tensor in value if isinstance(value, list) else [value]:
+            assert tensor.isfinite().all() and tensor.any(), name
+
+
+# ---------------------------------------------------------------------------------------------------------- the context
+
+
+def test_without_a_context_no_field_is_set():
+    problem = extended(BY_NAME["mlp"])
+    problem.loss().backward()
+    with backpack():
+        problem.loss().backward()
+    with backpack(BatchGrad()):
+        pass
+    problem.loss().backward()
+    assert not any(hasattr(p, field) for p in problem.trainable().values() for field in FIELDS)
+
+
+def test_extending_twice_changes_nothing():
+    case = BY_NAME["used-twice"]
+    problem = extended(case)
+    assert extend(problem.model) is problem.model and extend(problem.lossfunc) is problem.lossfunc
+    with backpack(SumGradSquared(), DiagGGNExact()):
+        problem.loss().backward()
+    check(problem, reference(case), SumGradSquared)
+    check(problem, reference(case), DiagGGNExact)
+
+
+def test_fields_are_overwritten_by_every_backward():
+    case = BY_NAME["mlp"]
+    problem = extended(case)
+    for _ in range(2):
+        with backpack(SumGradSquared(), KFLR()):
+            problem.loss().backward()
+        check(problem, reference(case), SumGradSquared)
+        check(problem, reference(case), KFLR)
+
+
+def test_inner_context_decides_and_outer_one_returns():
+    case = BY_NAME["mlp"]
+    problem = extended(case)
+    p = problem.model[0].weight
+    with backpack(BatchGrad()):
+        with backpack(BatchL2Grad()):
+            problem.loss().backward()
+        assert hasattr(p, "batch_l2") and not hasattr(p, "grad_batch")
+        check(problem, reference(case), BatchL2Grad)
+        del p.batch_l2
+        problem.loss().backward()
+        assert not hasattr(p, "batch_l2")
+        check(problem, reference(case), BatchGrad)
+
+
+@by_varied_case
+def test_two_backwards_through_a_retained_graph(case: Case):
+    problem = extended(case)
+    loss = problem.loss()
+    with backpack(BatchGrad(), KFLR()):
+        loss.backward(retain_graph=True)
+    with backpack(DiagGGNExact(), Variance()):
+        loss.backward()
+    for extension in [BatchGrad, KFLR, DiagGGNExact, Variance]:
+        check(problem, reference(case), extension)
+    for name, p in problem.trainable().items():
+        assert_close(p.grad, 2 * reference(case).grad(name))
+
+
+@by_varied_case
+def test_two_forwards_and_their_backwards_in_other_order(case: Case):
+    problem, other = extended(case), case.problem(seed=1)
+    other_ref = Reference(copy.deepcopy(case.problem().model), other.x, other.loss_of_output)
+    first, second = problem.loss(), problem.lossfunc(problem.model(other.x), other.y)
+    for loss, ref in [(second, other_ref), (first, reference(case))]:
+        with backpack(BatchGrad(), DiagGGNExact(), KFLR()):
+            loss.backward()
+        for extension in [BatchGrad, DiagGGNExact, KFLR]:
+            check(problem, ref, extension)
+
+
+def test_forward_of_other_data_in_between_changes_nothing():
+    case = BY_NAME["conv2d-groups"]
+    problem = extended(case)
+    loss = problem.loss()
+    with torch.no_grad():
+        problem.model(torch.randn_like(problem.x))
+    problem.model(torch.randn_like(problem.x))
+    with backpack(BatchGrad(), KFLR()):
+        loss.backward()
+    check(problem, reference(case), BatchGrad)
+    check(problem, reference(case), KFLR)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("name", ["mlp", "own-parameters-and-children"])
+def test_a_copy_of_an_extended_model_works_alike(name: str, duplicate: Callable[[nn.Module], nn.Module]):
+    case = BY_NAME[name]
+    problem = extended(case)
+    loss = problem.loss()  # what a forward leaves behind must not stand in the way
+    with backpack(BatchGrad(), DiagGGNExact()):
+        problem.loss().backward()
+    twin = copy.copy(problem)
+    twin.model, twin.lossfunc = duplicate(problem.model), duplicate(problem.lossfunc)
+    with torch.no_grad():
+        for p in problem.model.parameters():
+            p.zero_()
+    with backpack(BatchGrad(), DiagGGNExact()):
+        twin.loss().backward()
+    check(twin, reference(case), BatchGrad)
+    check(twin, reference(case), DiagGGNExact)
+    del loss
+
+
+def test_a_state_dict_knows_nothing_of_extension():
+    case = BY_NAME["mlp"]
+    problem = extended(case)
+    assert problem.model.state_dict().keys() == case.problem().model.state_dict().keys()
+    case.problem().model.load_state_dict(problem.model.state_dict())
+
+
+def test_disabled_forward_computes_the_same_and_records_nothing():
+    problem = extended(BY_NAME["mlp"])
+    with disable():
+        loss = problem.loss()
+    assert torch.equal(loss, problem.loss())
+    with backpack(BatchGrad()), pytest.raises(CurvoptError):
+        loss.backward()
+    assert not any(hasattr(p, "grad_batch") for p in problem.trainable().values())
+    with backpack(BatchGrad()):  # and recording is on again
+        problem.loss().backward()
+    check(problem, reference(BY_NAME["mlp"]), BatchGrad)
+
+
+def backward(loss: Tensor, inputs: list[Tensor]) -> None:
+    torch.autograd.backward(loss)
+
+
+def grad(loss: Tensor, inputs: list[Tensor]) -> None:
+    torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize("differentiate", [backward, grad])
+@by_case
+def test_other_ways_into_autograd_fill_the_fields_too(case: Case, differentiate: Callable):
+    problem = extended(case)
+    extensions = [SumGradSquared, DiagGGNExact, KFLR]
+    with backpack(*(extension() for extension in extensions)):
+        differentiate(problem.loss(), list(problem.trainable().values()))
+    for extension in extensions:
+        check(problem, reference(case), extension)
+
+
+def test_a_gradient_of_some_parameters_is_right_for_those():
+    case = BY_NAME["mlp"]
+    problem, ref = extended(case), reference(case)
+    last = problem.model[4].weight
+    with backpack(BatchGrad(), DiagGGNExact()):
+        torch.autograd.grad(problem.loss(), [last])
+    compare(last.grad_batch, ref.grad_batch("4.weight"), "grad_batch")
+    compare(last.diag_ggn_exact, ref.diag_ggn_exact("4.weight"), "diag_ggn_exact")
+
+
+def test_single_precision_agrees_with_double():
+    case = BY_NAME["conv2d-deep"]
+    problem = extended(case)
+    problem.model.float()
+    problem.x, problem.y = problem.x.float(), problem.y.float()
+    with backpack(*(extension() for extension in EXACT)):
+        problem.loss().backward()
+    for name, p in problem.trainable().items():
+        for extension in EXACT:
+            value, expected = getattr(p, extension.field), getattr(reference(case), extension.field)(name)
+            for a, b in zip(value, expected, strict=True) if isinstance(value, list) else [(value, expected)]:
+                assert a.dtype == torch.float32
+                assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7, f"{name}.{extension.field}"
+
+
+# ------------------------------------------------------------------------------------------------------- extension hook
+
+
+def modules_with_trainable_parameters(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
+
+
+@by_case
+def test_hook_is_called_once_per_module_with_all_its_fields(case: Case):
+    problem, called = extended(case), []
+
+    def hook(module: nn.Module) -> None:
+        called.append(module)
+        for p in module.parameters(recurse=False):
+            if p.requires_grad:
+                seen[p] = {field: clone(getattr(p, field)) for field in ["batch_l2", "kflr"]}
+                del p.kflr, p.batch_l2
+
+    seen: dict[nn.Parameter, dict] = {}
+    with backpack(KFLR(), BatchL2Grad(), extension_hook=hook):
+        problem.loss().backward()
+    expected = modules_with_trainable_parameters(problem.model)
+    assert len(called) == len(expected) and set(called) == set(expected)
+    for name, p in problem.trainable().items():
+        assert not hasattr(p, "kflr") and not hasattr(p, "batch_l2")
+        for field, value in seen[p].items():
+            compare(value, getattr(reference(case), field)(name), f"{name}.{field}")
+
+
+def test_hook_comes_before_earlier_layers_have_their_gradients():
+    """So that a hook that deletes fields keeps the memory at one layer's worth."""
+    problem = extended(BY_NAME["mlp"])
+    layers = modules_with_trainable_parameters(problem.model)
+    pending = list(layers)
+
+    def hook(module: nn.Module) -> None:
+        assert module is pending.pop()
+        assert not any(hasattr(p, "grad_batch") for layer in pending for p in layer.parameters())
+        for p in module.parameters():
+            del p.grad_batch
+
+    with backpack(BatchGrad(), extension_hook=hook):
+        problem.loss().backward()
+    assert not pending
+
+
+def test_hook_is_called_in_every_backward():
+    problem, called = extended(BY_NAME["mlp"]), []
+    with backpack(DiagGGNExact(), extension_hook=called.append):
+        problem.loss().backward()
+        problem.loss().backward()
+    assert len(called) == 2 * len(modules_with_trainable_parameters(problem.model))
+
+
+# ------------------------------------------------------------------------------------ memory and exceptions: no remains
+
+
+def spy_on_activations(model: nn.Module) -> list[weakref.ref]:
+    """Weak references to every output of a module, filled by forward passes."""
+    seen: list[weakref.ref] = []
+    for module in model.modules():
+        module.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    return seen
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "conv2d-groups", "prelu", "residual-conv", "inplace-relu", "mixer"])
+def test_no_tensor_survives_a_dropped_graph(name: str, differentiated: bool):
+    problem = extended(BY_NAME[name])
+    seen = spy_on_activations(problem.model)
+    gc.collect()
+    gc.disable()  # reference counts alone must suffice: cycles keep activations for an unknown time
+    try:
+        loss = problem.loss()
+        if differentiated:
+            with backpack(*(extension() for extension in [*EXACT, *SAMPLED])):
+                loss.backward()
+        x, problem.x = weakref.ref(problem.x), None
+        del loss
+        assert seen and not any(ref() is not None for ref in seen)
+        assert x() is None
+    finally:
+        gc.enable()
+
+
+def tensors_alive() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_nothing_grows_over_many_steps(create_graph: bool):
+    case = Case("", lambda: mlp(50, 50, 50, 2), normal(200, 50), mse(), values)
+    problem = extended(case)
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            with backpack(BatchL2Grad(), DiagGGNExact(), KFAC()):
+                problem.loss().backward(create_graph=create_graph)
+            for p in problem.trainable().values():
+                p.grad = None
+                if create_graph:  # fields are then part of a graph that holds the parameter
+                    del p.batch_l2, p.diag_ggn_exact, p.kfac
+
+    steps(20)
+    tensors, memory = tensors_alive(), resident_bytes()
+    steps(200)
+    assert tensors_alive() <= tensors
+    # one activation of each step would be 16 MB
+    assert resident_bytes() - memory < 8e6
+
+
+class Interrupted(Exception):
+    """What a user's code raises in the middle of a backward."""
+
+
+@pytest.mark.parametrize("extensions", [[BatchGrad], [DiagGGNExact], [BatchGrad, Variance, KFAC]])
+def test_exception_in_a_backward_leaves_no_state(extensions: list[type[Extension]]):
+    case = BY_NAME["mlp"]
+    problem = extended(case)
+
+    def interrupt(gradient: Tensor) -> None:
+        raise Interrupted
+
+    h = problem.model[0](problem.x)
+    h.register_hook(interrupt)
+    loss = problem.lossfunc(problem.model[1:](h), problem.y)
+    with pytest.raises(Interrupted), backpack(*(extension() for extension in extensions)):
+        loss.backward()
+    assert not any(hasattr(p, e.field) for p in problem.trainable().values() for e in extensions)
+    problem.loss().backward()  # outside of the context that was left by the exception
+    assert not any(hasattr(p, e.field) for p in problem.trainable().values() for e in extensions)
+    problem.model.zero_grad()
+    with backpack(*(extension() for extension in EXACT)):
+        problem.loss().backward()
+    for extension in EXACT:
+        check(problem, reference(case), extension)
+
+
+@pytest.mark.parametrize("differentiate", [lambda loss: loss.backward(), lambda loss: torch.autograd.backward(loss)])
+def test_a_context_survives_an_exception_that_is_caught_inside_it(differentiate: Callable[[Tensor], None]):
+    case = BY_NAME["mlp"]
+    problem = extended(case)
+
+    def interrupt(module: nn.Module) -> None:
+        raise Interrupted
+
+    with backpack(BatchGrad(), DiagGGNExact(), extension_hook=interrupt) as context:
+        with pytest.raises(Interrupted):
+            differentiate(problem.loss())
+        context.extension_hook = None
+        differentiate(problem.loss())
+    check(problem, reference(case), BatchGrad)
+    check(problem, reference(case), DiagGGNExact)
+
+
+def test_exception_in_a_forward_leaves_no_state():
+    case = BY_NAME["mlp"]
+    problem = extended(case)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), backpack(BatchGrad()):
+        problem.model(problem.x[:, :2])
+    problem.loss().backward()
+    assert not hasattr(problem.model[0].weight, "grad_batch")
+    with backpack(BatchGrad()):
+        problem.loss().backward()
+    check(problem, reference(case), BatchGrad)
