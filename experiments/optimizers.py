@@ -9,6 +9,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
+from curvopt import extend
+from curvopt.optim import KFACSGD, DiagonalNewton
+
 # An optimizer, and the context to run each ``loss.backward()`` in.
 Built = tuple[torch.optim.Optimizer, Callable[[], AbstractContextManager[object]]]
 
@@ -35,11 +38,12 @@ class OptimizerConfig(ABC):
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def __str__(self) -> str:
-        return " ".join([self.name, *(f"{name}={value}" for name, value in self.settings().items())])
+        tuned = ", ".join(f"{name} {getattr(self, name):g}" for name in self.untuned)
+        return f"{self.name} ({tuned})"
 
 
 @dataclass(frozen=True)
-class Sgd(OptimizerConfig):
+class SgdConfig(OptimizerConfig):
     """torch.optim.SGD with momentum."""
 
     name = "sgd"
@@ -55,7 +59,7 @@ class Sgd(OptimizerConfig):
 
 
 @dataclass(frozen=True)
-class Adamw(OptimizerConfig):
+class AdamwConfig(OptimizerConfig):
     """torch.optim.AdamW."""
 
     name = "adamw"
@@ -71,7 +75,7 @@ class Adamw(OptimizerConfig):
 
 
 @dataclass(frozen=True)
-class KfacSgd(OptimizerConfig):
+class KfacSgdConfig(OptimizerConfig):
     """curvopt.optim.KFACSGD: SGD with momentum on gradients preconditioned by Kronecker-factored curvature."""
 
     name = "kfac-sgd"
@@ -92,12 +96,40 @@ class KfacSgd(OptimizerConfig):
     """Steps between refreshes of the inverses, reached gradually from 1."""
 
     def build(self, model: nn.Module, lossfunc: nn.Module) -> Built:  # noqa: D102
-        from curvopt import extend
-        from curvopt.optim import KFACSGD
-
-        extend(lossfunc)
-        optimizer = KFACSGD(extend(model).named_parameters(), **self.settings())
-        return optimizer, optimizer.curvature
+        return _curvature_optimizer(KFACSGD, model, lossfunc, self)
 
 
-OPTIMIZERS: dict[str, type[OptimizerConfig]] = {c.name: c for c in (KfacSgd, Sgd, Adamw)}
+@dataclass(frozen=True)
+class DiagonalNewtonConfig(OptimizerConfig):
+    """curvopt.optim.DiagonalNewton: SGD with momentum on gradients divided by the sampled diagonal of the curvature."""
+
+    name = "diagonal-newton"
+    untuned = {"lr": 0.1, "damping": 0.005}
+    remedy = KfacSgdConfig.remedy
+
+    lr: float | None = None
+    """Learning rate; without it the problem's tuned value, else 0.1."""
+    momentum: float = 0.9
+    """Momentum of the step."""
+    damping: float | None = None
+    """Added to the curvature before dividing by it; without it the problem's tuned value, else 0.005."""
+    kl_clip: float = 0.0005
+    """Bound on the predicted change by one step, before momentum; inf for none."""
+    curvature_every: int = 10
+    """Steps between refreshes of the curvature, reached gradually from 1."""
+
+    def build(self, model: nn.Module, lossfunc: nn.Module) -> Built:  # noqa: D102
+        return _curvature_optimizer(DiagonalNewton, model, lossfunc, self)
+
+
+def _curvature_optimizer(
+    kind: type[KFACSGD | DiagonalNewton], model: nn.Module, lossfunc: nn.Module, config: OptimizerConfig
+) -> Built:
+    extend(lossfunc)
+    optimizer = kind(extend(model).named_parameters(), **config.settings())
+    return optimizer, optimizer.curvature
+
+
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
+    c.name: c for c in (KfacSgdConfig, SgdConfig, AdamwConfig, DiagonalNewtonConfig)
+}

@@ -33,7 +33,7 @@ def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path) -> No
         title: what was trained.
         out: the PNG to write.
     """
-    figure = Figure(figsize=(13, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4.5), layout="constrained")
     by_steps, by_seconds, accuracy = figure.subplots(1, 3)
     alone = sum(map(len, runs.values())) == 1
     for index, (label, directories) in enumerate(runs.items()):
@@ -52,7 +52,7 @@ def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path) -> No
                     _draw(axes, steps, x, "train_loss", color="0.75", linewidth=0.8, label="batch")
                 _draw(axes, evaluated, x, "train_set_loss", **style, label=name and f"{name}, training set")
                 _draw(axes, evaluated, x, "test_loss", **style, ls="--", mfc="none", label=name and f"{name}, held out")
-            _draw(accuracy, evaluated, "step", "test_accuracy", **style, ls="--", mfc="none", label=name)
+            _draw(accuracy, evaluated, "step", "test_accuracy", **style, ls="--", mfc="none")
     for axes, x, y in (
         (by_steps, "steps", "loss"),
         (by_seconds, "seconds of training, evaluation excluded", "loss"),
@@ -60,11 +60,10 @@ def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path) -> No
     ):
         axes.set(xlabel=x, ylabel=y)
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="small")
     by_steps.set_yscale("log")
     by_seconds.set_yscale("log")
     figure.suptitle(title)
+    figure.legend(*by_steps.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(out, dpi=120)
 
 

@@ -25,7 +25,7 @@ from torch import nn
 from tqdm import tqdm
 
 from experiments import data
-from experiments.optimizers import OPTIMIZERS, KfacSgd, OptimizerConfig
+from experiments.optimizers import OPTIMIZERS, KfacSgdConfig, OptimizerConfig
 from experiments.plots import plot_curves
 from experiments.problems import PROBLEMS
 from experiments.tracking import Mode, Tracker, default_mode
@@ -48,7 +48,7 @@ class Config:
 
     problem: ProblemName = "mnist5k-cnn"
     """What is trained: data set and model."""
-    optimizer: OptimizerChoice = field(default_factory=KfacSgd)
+    optimizer: OptimizerChoice = field(default_factory=KfacSgdConfig)
     """How it is trained."""
     seed: int = 0
     """Fixes initial parameters, order of the data and the samples of the optimizer."""
@@ -195,8 +195,9 @@ def _train(config: Config, log: _Log) -> None:
 
 def _require_finite(loss: float, step: int, config: Config) -> None:
     if not math.isfinite(loss):
-        remedy = f"{config.optimizer.remedy} (now {config.optimizer})"
-        raise DivergedError(f"{config.problem}: the training loss is {loss} at step {step}; {remedy}")
+        raise DivergedError(
+            f"the training loss of {config.optimizer} is {loss} at step {step}; {config.optimizer.remedy}"
+        )
 
 
 @torch.no_grad()
