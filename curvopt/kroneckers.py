@@ -184,14 +184,15 @@ def _floor(values: Tensor) -> Tensor:
 def _cholesky_inverse(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Inverses ``[..., d, d]`` and whether each can be trusted ``[...]``."""
     chol, info = torch.linalg.cholesky_ex(matrices)
-    ok = info == 0
-    # an incomplete factorisation makes cholesky_inverse raise: put a harmless matrix in its place
-    eye = torch.eye(matrices.shape[-1], dtype=chol.dtype, device=chol.device)
-    inverse = torch.cholesky_inverse(torch.where(ok[..., None, None], chol, eye))
+    diagonal = chol.diagonal(dim1=-2, dim2=-1)
     # a pivot at rounding level passes the factorisation, yet its inverse is noise
-    pivots = chol.diagonal(dim1=-2, dim2=-1).square()
-    ok = ok & (pivots.amin(-1) > torch.finfo(chol.dtype).eps * pivots.amax(-1))
-    return inverse, ok & inverse.isfinite().flatten(-2).all(-1)
+    pivots = diagonal.square()
+    ok = (info == 0) & (pivots.amin(-1) > torch.finfo(chol.dtype).eps * pivots.amax(-1))
+    # cholesky_inverse raises on the zeros that an incomplete factorisation leaves
+    diagonal.copy_(torch.where(ok.unsqueeze(-1), diagonal, 1))
+    inverse = torch.cholesky_inverse(chol)
+    # the diagonal of a positive definite matrix bounds all its entries
+    return inverse, ok & inverse.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
 
 
 def _rescue(matrix: Tensor, shift: float, stale: Tensor | None, name: str) -> Tensor:

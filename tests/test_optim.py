@@ -215,7 +215,7 @@ def test_annealed_interval_grows_from_one() -> None:
         steps += annealed_interval(steps, 10)
         refreshes.append(steps)
     gaps = [b - a for a, b in zip(refreshes, refreshes[1:], strict=False)]
-    assert gaps[:10] == [1] * 10 and gaps[-1] == 10 and gaps == sorted(gaps)
+    assert gaps[:4] == [1] * 4 and gaps[-20:] == [10] * 20 and gaps == sorted(gaps) and len(set(gaps)) > 3
 
 
 @every_optimizer
@@ -446,7 +446,7 @@ def test_inverses_follow_their_own_interval() -> None:
         run.train(range(step, step + 1))
         if run.optimizer.state[p]["inverses"] is not before:
             changed.append(step)
-    assert changed[:5] == [0, 1, 2, 3, 4] and {b - a for a, b in zip(changed[-3:], changed[-2:], strict=False)} == {5}
+    assert changed[:4] == [0, 1, 2, 3] and {b - a for a, b in zip(changed[-3:], changed[-2:], strict=False)} == {5}
 
 
 # ----------------------------------------------------------------------------------------------------------- checkpoint

@@ -19,8 +19,8 @@ _STATE = ("factors", "ema_weight", "inverses")
 
 
 def annealed_interval(step: int, every: int) -> int:
-    """Steps until the next refresh: 1 at first, one more after each ``every`` steps, ``every`` in the end."""
-    return min(every, 1 + step // every)
+    """Steps until the next refresh: half of those taken so far, at least 1 and at most ``every``."""
+    return max(1, min(every, step // 2))
 
 
 def ema_update(average: list[Tensor], weight: float, new: Sequence[Tensor], decay: float) -> float:
