@@ -35,8 +35,8 @@ class Listener(Protocol):
         ...
 
 
-#: The context that is told; set by `curvopt.core.context`, innermost last.
-listeners: list[Listener] = []
+#: The context that is told; set by `curvopt.core.context`, innermost last. ``None`` while the engine pulls back itself.
+listeners: list[Listener | None] = []
 
 
 @contextmanager
@@ -106,17 +106,30 @@ class Use:
 
 
 class LossUse:
-    """One call of an extended loss: its module, its input (the network's output) and its target."""
+    """One call of an extended loss: its module, its input (the network's output) and its other arguments."""
 
-    __slots__ = ("__weakref__", "edge", "input", "module", "path", "target", "version")
+    __slots__ = ("__weakref__", "args", "edge", "input", "kwargs", "module", "path", "target", "version")
 
     def __init__(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        """Record the two arguments of the loss, given by position or by name."""
+        """Record the arguments of the loss, given by position or by name: first the input, then the target if any."""
         self.path, self.module = path, module
-        self.input: Tensor = args[0] if args else kwargs["input"]
-        self.target: Tensor = args[1] if len(args) > 1 else kwargs["target"]
+        self.args, self.kwargs = args, kwargs
+        given = [*args, *kwargs.values()]
+        self.input: Tensor = args[0] if args else kwargs.get("input", given[0])
+        self.target: Any = kwargs.get("target", given[1] if len(given) > 1 else None)
         self.version = version(self.input)
         self.edge = get_gradient_edge(self.input) if self.input.requires_grad else None
+
+    @property
+    def others(self) -> list[Tensor]:
+        """Every tensor among the arguments but the input."""
+        leaves = tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf is not self.input]
+
+    def again(self, z: Tensor) -> Tensor:
+        """The value of the loss at another input."""
+        replaced = [z if arg is self.input else arg for arg in self.args]
+        return self.module(*replaced, **{k: z if arg is self.input else arg for k, arg in self.kwargs.items()})
 
     def describe(self) -> str:
         """Path and type of the loss module, for messages."""
@@ -172,13 +185,13 @@ def _attach(out: Tensor, record: tuple, hook: Callable[[Tensor], None]) -> None:
 
 
 def _gradient_arrived(use: Use, index: int, grad: Tensor) -> None:
-    if listeners:
-        listeners[-1].gradient(use, index, grad)
+    if listeners and (listener := listeners[-1]) is not None:
+        listener.gradient(use, index, grad)
 
 
 def _loss_arrived(use: LossUse, grad: Tensor) -> None:
-    if listeners:
-        listeners[-1].loss(use, grad)
+    if listeners and (listener := listeners[-1]) is not None:
+        listener.loss(use, grad)
 
 
 def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -196,7 +209,7 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 M = TypeVar("M", bound=nn.Module)
 
 
-def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
+def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bool = False) -> M:
     """Make a model or a loss tell the engine what it does. Changes and returns the same module; idempotent.
 
     Args:
@@ -204,6 +217,8 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
         debug: print each module that is recorded.
         use_converter: accepted for programs written for BackPACK and needed for nothing: functional code, residual
             connections and reused modules work as they are.
+        loss: the module is a loss of one's own, called as ``module(output, target)`` with a scalar result; its
+            curvature comes from autograd. PyTorch's losses are known without.
 
     Raises:
         TypeError: if ``module`` is not an ``nn.Module``.
@@ -217,7 +232,7 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
     for path, child in module.named_modules():
         if "parametrizations" in path.split(".") or isinstance(child, (nn.ParameterList, nn.ParameterDict)):
             continue  # used through the module that holds them
-        if is_loss(child):
+        if is_loss(child) or (loss and child is module):
             recorder = LossRecorder(path)
         elif owned_parameters(child) or parametrize.is_parametrized(child):
             recorder = Recorder(path)

@@ -1,11 +1,19 @@
-r"""Curvature of losses with respect to the network's output: columns of a root ``S`` of ``\nabla_z^2 loss = S S^T``.
+r"""Curvature of losses with respect to the network's output ``z``: columns of a root ``S`` of the Hessian ``S S^T``.
 
-A loss is one class with three methods, registered beside its definition. Samples ``n`` are rows of ``z``; a column is a tensor
-like ``z`` that holds one vector for every sample at once. Under ``mean`` the root carries the square root of the normaliser.
+Samples ``n`` are rows of ``z`` and independent of each other, so the Hessian has one block per sample; a column is a
+tensor like ``z`` that holds one vector for every sample at once.
+
+A loss of one's own is a module marked with ``extend(MyLoss(), loss=True)``: its Hessian comes from autograd. Where a
+formula is known, register it, as a class with `columns`, `root` and `sample` or a function that returns one::
+
+    @register_loss(LogCosh)
+    def log_cosh(module, z, target):  # sum of log cosh(z - target): the Hessian is diagonal
+        return Diagonal(1 / torch.cosh(z - target))  # root of the diagonal
 """
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import prod
@@ -15,16 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvopt.core.uses import LossUse
-from curvopt.errors import CurvoptError
+from curvopt.core.uses import LossUse, disable, version
+from curvopt.errors import CurvoptError, CurvoptWarning
 
 
 class LossCurvature(ABC):
-    """Hessian of one call of a loss in its input ``z = use.input``, factored sample by sample."""
-
-    def __init__(self, module: Any, z: Tensor, target: Tensor):
-        """Keep the module and what it was given."""
-        self.module, self.z, self.target = module, z, target
+    """Hessian of a loss in the network's output z, factored sample by sample."""
 
     @property
     @abstractmethod
@@ -37,153 +41,301 @@ class LossCurvature(ABC):
 
     @abstractmethod
     def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
-        """Random columns ``[samples, *z.shape]`` with ``E[s s^T] = S S^T`` each; gradients at targets drawn from the model."""
+        """Independent random columns ``[samples, *z.shape]``, each with ``E[s s^T] = S S^T``.
 
-    def scale(self, mean_over: int | Tensor) -> Tensor | float:
-        """The factor of the module's reduction: one over the number of averaged terms, or 1 for a sum."""
-        return 1 / mean_over if self.module.reduction == "mean" else 1.0
-
-
-_losses: dict[type[nn.Module], type[LossCurvature]] = {}
-L = TypeVar("L", bound=LossCurvature)
+        Where the loss is a negative log-likelihood, they are its gradients at targets drawn from the model.
+        """
 
 
-def register_loss(*types: type[nn.Module]) -> Callable[[type[L]], type[L]]:
-    """Class decorator: this curvature serves these loss modules."""
+class Diagonal(LossCurvature):
+    """A sum of functions of single entries of ``z``. Samples are Gaussian.
 
-    def add(curvature: type[L]) -> type[L]:
-        _losses.update(dict.fromkeys(types, curvature))
-        return curvature
+    Args:
+        diagonal: root of the Hessian's diagonal, like ``z``.
+    """
+
+    def __init__(self, diagonal: Tensor):
+        self.diagonal = diagonal
+
+    @property
+    def columns(self) -> int:
+        return prod(self.diagonal.shape[1:])
+
+    def root(self, start: int, stop: int) -> Tensor:
+        flat = self.diagonal.reshape(len(self.diagonal), -1)
+        index = torch.arange(stop - start, device=flat.device)
+        columns = flat.new_zeros(stop - start, *flat.shape)
+        columns[index, :, start + index] = flat[:, start:stop].T
+        return columns.reshape(-1, *self.diagonal.shape)
+
+    def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
+        return self.diagonal * _normal(self.diagonal, (samples, *self.diagonal.shape), generator)
+
+
+class Bernoulli(Diagonal):
+    """Binary cross-entropy of logits, ``w p (1 - p)`` at every entry. Samples are Bernoulli labels.
+
+    Args:
+        logits: the network's output.
+        weight: root of the weight w of every entry, like ``logits``.
+    """
+
+    def __init__(self, logits: Tensor, weight: Tensor):
+        self.p, self.weight = logits.sigmoid(), weight
+        # not p (1 - p): 1 - p rounds to zero where p is close to one
+        super().__init__((self.p * (-logits).sigmoid()).sqrt() * weight)
+
+    def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
+        labels = torch.bernoulli(self.p.detach().expand(samples, *self.p.shape), generator=generator)
+        return (self.p - labels) * self.weight
+
+
+class Softmax(LossCurvature):
+    """Cross-entropy of logits, ``m (diag p - p p^T)`` at every position. Samples are labels drawn from the softmax.
+
+    Whatever the target, the cross-entropy is linear in the log-probabilities, and the curvature depends on the target
+    only by its mass m at the position: the sum over classes of its weighted probabilities, times the factor of the
+    reduction (Kunstner et al. 2019 on the samples, "MC Fisher").
+
+    Args:
+        p: probabilities, like ``z``.
+        mass: root of the mass, like ``z`` without the classes.
+        dim: axis of the classes, not the first.
+    """
+
+    def __init__(self, p: Tensor, mass: Tensor, dim: int = 1):
+        self.p, self.mass, self.dim = p.movedim(dim, 1), mass.unsqueeze(1), dim
+
+    @property
+    def columns(self) -> int:
+        return prod(self.p.shape[1:])
+
+    def root(self, start: int, stop: int) -> Tensor:
+        # column (c, position): sqrt(m p_c) (e_c - p) at that position, zero elsewhere
+        p, mass = (t.reshape(*t.shape[:2], -1) for t in (self.p, self.mass))
+        index = torch.arange(start, stop, device=p.device)
+        c, position = index // p.shape[2], index % p.shape[2]
+        onehot = F.one_hot(c, p.shape[1]).to(p.dtype)
+        at = (p * mass)[:, :, position].permute(2, 0, 1)  # [v, N, C]
+        own = p[:, c, position].T.sqrt().unsqueeze(2)  # [v, N, 1]
+        vectors = own * (onehot.unsqueeze(1) * mass[:, 0, position].T.unsqueeze(2) - at)
+        if self.p.dim() == 2:
+            return vectors
+        columns = vectors.new_zeros(*vectors.shape, p.shape[2])
+        columns[index - start, :, :, position] = vectors
+        return columns.unflatten(3, self.p.shape[2:]).movedim(2, self.dim + 1)
+
+    def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
+        p = self.p.detach().movedim(1, -1)
+        labels = torch.multinomial(p.flatten(0, -2), samples, replacement=True, generator=generator)
+        onehot = F.one_hot(labels.T.reshape(samples, *p.shape[:-1]), p.shape[-1]).movedim(-1, 2)
+        return ((self.p - onehot) * self.mass).movedim(2, self.dim + 1)
+
+
+# --------------------------------------------------------------------------------------------------- losses as modules
+
+Builder = Callable[[Any, Tensor, Any], LossCurvature]
+_losses: dict[type[nn.Module], Builder] = {}
+B = TypeVar("B", bound=Builder)
+
+#: Losses that are linear in their input: what is curved comes before them and is recognised in the graph.
+LINEAR_LOSSES = (nn.NLLLoss, nn.KLDivLoss)
+
+
+def register_loss(*types: type[nn.Module]) -> Callable[[B], B]:
+    """Decorator: the class or function ``(module, z, target) -> LossCurvature`` serves these loss modules.
+
+    The curvature is that of the module's scalar output, its reduction included; for a ``z`` in half precision it is
+    computed in float32. Instances of the types, and of subclasses with the same ``forward``, are losses for
+    `curvopt.extend`.
+    """
+
+    def add(builder: B) -> B:
+        _losses.update(dict.fromkeys(types, builder))
+        return builder
 
     return add
 
 
 def is_loss(module: nn.Module) -> bool:
     """Whether a module is a loss: a registered type, or a subclass of PyTorch's (private) base of losses."""
-    return isinstance(module, (nn.modules.loss._Loss, *_losses))
+    return isinstance(module, (nn.modules.loss._Loss, *_losses)) and not isinstance(module, LINEAR_LOSSES)
 
 
-def curvature_of(use: LossUse) -> LossCurvature:
-    """The curvature of a recorded loss.
+def curvature_of(use: LossUse, grad: Tensor) -> tuple[LossCurvature, Tensor]:
+    """The curvature of a recorded loss, and the root of the factor ``grad`` by which the loss was scaled.
 
     Raises:
-        CurvoptError: for a loss without a rule, or one that does not reduce to a scalar.
+        CurvoptError: for a loss that does not reduce to a scalar, was given a negative factor, whose input changed
+            since, whose target depends on parameters, or whose Hessian has no root.
     """
+    reduction = getattr(use.module, "reduction", "mean")
+    if reduction not in ("mean", "sum") or grad.numel() != 1:
+        raise CurvoptError(
+            f"{use.describe()}: second-order quantities need a scalar loss, but this one has shape {list(grad.shape)} "
+            f"(reduction={reduction!r}); use reduction='mean' or 'sum'."
+        )
+    if not grad.is_cuda and bool(grad < 0):
+        raise CurvoptError(
+            f"{use.describe()}: the loss was scaled by {float(grad):g}; second-order quantities need a loss that is "
+            "minimised (its curvature is positive)."
+        )
+    if version(use.input) != use.version:
+        raise CurvoptError(
+            f"{use.describe()}: its input was modified in place after the loss was computed; give it a copy."
+        )
+    if any(other.requires_grad for other in use.others):
+        raise CurvoptError(
+            f"{use.describe()}: only the first argument of a loss may depend on parameters, but another one requires "
+            "gradients; detach() it, or pass all that depends on parameters as one tensor to a loss of your own."
+        )
+    z = use.input.float() if use.input.dtype in (torch.float16, torch.bfloat16) else use.input
     for base in type(use.module).__mro__:
         if base in _losses and type(use.module).forward is base.forward:
-            if getattr(use.module, "reduction", "mean") not in ("mean", "sum"):
-                raise CurvoptError(
-                    f"{use.describe()}: second-order quantities need a scalar loss, but reduction={use.module.reduction!r} keeps one "
-                    "value per element; use reduction='mean' or 'sum'."
-                )
-            return _losses[base](use.module, use.input, use.target)
-    known = ", ".join(sorted(loss.__name__ for loss in _losses))
-    raise CurvoptError(
-        f"{use.describe()}: no curvature is known for this loss; use one of {known}, or register one with "
-        "curvopt.core.derivatives.losses.register_loss."
-    )
+            return _losses[base](use.module, z, use.target), grad.sqrt()
+    return _from_autograd(use, z), grad.sqrt()
 
 
-class ElementwiseLoss(LossCurvature):
-    """A sum of functions of single entries of ``z``: the Hessian is diagonal, `second` holds the diagonal."""
-
-    @abstractmethod
-    def second(self) -> Tensor:
-        """Second derivative of the (unreduced) loss of every entry, like ``z``."""
-
-    @property
-    def columns(self) -> int:  # noqa: D102
-        return prod(self.z.shape[1:])
-
-    def root(self, start: int, stop: int) -> Tensor:  # noqa: D102
-        entries = torch.eye(self.columns, dtype=self.z.dtype, device=self.z.device)[start:stop].reshape(
-            -1, 1, *self.z.shape[1:]
-        )
-        return entries * self._root_diagonal()
-
-    def _root_diagonal(self) -> Tensor:
-        return (self.second() * self.scale(self.z.numel())).sqrt()
+def _factor(module: Any, terms: int | Tensor) -> float | Tensor:
+    """The factor of the module's reduction: one over the number of averaged terms, or 1 for a sum."""
+    return 1 / terms if module.reduction == "mean" else 1.0
 
 
 @register_loss(nn.MSELoss)
-class MSE(ElementwiseLoss):
-    """Squared error: Hessian 2, divided by the number of entries under ``mean``; samples are Gaussian."""
-
-    def second(self) -> Tensor:  # noqa: D102
-        return torch.full_like(self.z, 2.0)
-
-    def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:  # noqa: D102
-        noise = torch.randn(samples, *self.z.shape, generator=generator, dtype=self.z.dtype, device=self.z.device)
-        return noise * self._root_diagonal()
+def mse(module: nn.MSELoss, z: Tensor, target: Tensor) -> Diagonal:
+    """Squared error: Hessian 2 for each term, with as many terms per entry of z as broadcasting makes."""
+    terms = prod(torch.broadcast_shapes(z.shape, target.shape))
+    return Diagonal(torch.full_like(z, (2 * terms / z.numel() * _factor(module, terms)) ** 0.5))
 
 
 @register_loss(nn.BCEWithLogitsLoss)
-class BCEWithLogits(ElementwiseLoss):
-    """Binary cross-entropy of logits: ``w (pos_weight y + 1 - y) p (1 - p)``; samples are Bernoulli labels."""
-
-    def second(self) -> Tensor:  # noqa: D102
-        p = self.z.sigmoid()
-        return self._weight() * p * (1 - p)
-
-    def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:  # noqa: D102
-        p = self.z.sigmoid()
-        labels = torch.bernoulli(p.detach().expand(samples, *p.shape), generator=generator)
-        return (p - labels) * (self._weight() * self.scale(self.z.numel())).sqrt()
-
-    def _weight(self) -> Tensor:
-        y, pos = self.target.to(self.z.dtype), self.module.pos_weight
-        weight = torch.ones_like(self.z) if pos is None else pos * y + 1 - y
-        return weight if self.module.weight is None else weight * self.module.weight
+def bce_with_logits(module: nn.BCEWithLogitsLoss, z: Tensor, target: Tensor) -> Bernoulli:
+    """Binary cross-entropy of logits: every entry weighs ``weight (pos_weight y + 1 - y)``."""
+    y = target.to(z.dtype)
+    weight = torch.ones_like(z) if module.pos_weight is None else 1 + (module.pos_weight - 1) * y
+    weight = weight if module.weight is None else weight * module.weight
+    return Bernoulli(z, (weight * _factor(module, z.numel())).to(z.dtype).sqrt())
 
 
 @register_loss(nn.CrossEntropyLoss)
-class CrossEntropy(LossCurvature):
-    """Softmax cross-entropy: ``m (diag p - p p^T)`` at every position, with m the mass of the target there.
+def cross_entropy(module: nn.CrossEntropyLoss, z: Tensor, target: Tensor) -> Softmax:
+    """Cross-entropy of logits ``[N, C, *positions]`` with labels ``[N, *positions]`` or probabilities like ``z``."""
+    if z.dim() < 2:
+        raise CurvoptError(
+            f"{type(module).__name__}: input of shape {list(z.shape)} has no batch axis; unsqueeze(0) input and target."
+        )
+    classes, smoothing = z.shape[1], module.label_smoothing
+    ones = torch.ones(classes, dtype=z.dtype, device=z.device)
+    weight = ones if module.weight is None else module.weight.to(z.dtype)
+    if target.is_floating_point():
+        smooth = target.to(z.dtype) * (1 - smoothing) + smoothing / classes
+        mass = (smooth.movedim(1, -1) * weight).sum(-1) * _factor(module, z.numel() // classes)
+    else:
+        kept = target != module.ignore_index
+        of_target = weight[torch.where(kept, target, 0)] * kept
+        mass = of_target * (1 - smoothing) + kept * (smoothing * weight.mean())
+        mass = mass * _factor(module, of_target.sum())
+    return Softmax(z.softmax(1), mass.sqrt())
 
-    The mass is the sum over classes of weighted target probabilities (class weights, smoothing, ignored targets included) times
-    the factor of the reduction. Samples are labels drawn from the softmax (Kunstner et al. 2019, the "MC Fisher").
+
+# ------------------------------------------------------------------------------------------------------- any other loss
+
+
+class Blocks(LossCurvature):
+    """Any Hessian with independent samples. Samples are Gaussian.
+
+    Args:
+        roots: root of each sample's Hessian, ``[N, D, V]`` with D entries of ``z`` per sample.
+        shape: the shape of ``z``.
     """
 
-    def __init__(self, module: nn.CrossEntropyLoss, z: Tensor, target: Tensor):
-        """Compute probabilities and the root of the mass, both with classes on axis 1."""
-        super().__init__(module, z, target)
-        if z.dim() < 2:
-            raise CurvoptError(
-                f"CrossEntropyLoss: input of shape {list(z.shape)} has no batch axis; unsqueeze(0) the input and the target."
-            )
-        self.p = z.softmax(1)
-        self.root_mass = self._mass().sqrt().unsqueeze(1)
-
-    def _mass(self) -> Tensor:
-        """Mass of the target at each position, ``[N, *positions]``."""
-        classes, smoothing = self.z.shape[1], self.module.label_smoothing
-        ones = torch.ones(classes, dtype=self.z.dtype, device=self.z.device)
-        weight = ones if self.module.weight is None else self.module.weight.to(self.z.dtype)
-        if self.target.is_floating_point():
-            smooth = self.target * (1 - smoothing) + smoothing / classes
-            return torch.einsum("nc...,c->n...", smooth, weight) * self.scale(self.z.numel() // classes)
-        kept = self.target != self.module.ignore_index
-        of_target = weight[torch.where(kept, self.target, 0)] * kept
-        mass = of_target if smoothing == 0 else of_target * (1 - smoothing) + kept * (smoothing * weight.mean())
-        return mass * self.scale(of_target.sum())
+    def __init__(self, roots: Tensor, shape: torch.Size):
+        self.roots, self.shape = roots, shape
 
     @property
-    def columns(self) -> int:  # noqa: D102
-        return prod(self.z.shape[1:])
+    def columns(self) -> int:
+        return self.roots.shape[2]
 
-    def root(self, start: int, stop: int) -> Tensor:  # noqa: D102
-        # column (c, position): sqrt(m p_c) (e_c - p) at that position, zero elsewhere
-        classes, *positions = self.z.shape[1:]
-        index = torch.arange(start, stop, device=self.z.device)
-        c, position = index // prod(positions), index % prod(positions)
-        onehot = F.one_hot(c, classes).to(self.z.dtype).reshape(-1, 1, classes, *(1 for _ in positions))
-        scaled = (self.p[:, c].transpose(0, 1).unsqueeze(2).sqrt() * (onehot - self.p)) * self.root_mass
-        if not positions:
-            return scaled
-        return scaled * F.one_hot(position, prod(positions)).to(self.z.dtype).reshape(-1, 1, 1, *positions)
+    def root(self, start: int, stop: int) -> Tensor:
+        return self.roots[:, :, start:stop].permute(2, 0, 1).reshape(-1, *self.shape)
 
-    def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:  # noqa: D102
-        p = self.p.detach().movedim(1, -1)
-        labels = torch.multinomial(p.reshape(-1, p.shape[-1]), samples, replacement=True, generator=generator)
-        onehot = F.one_hot(labels.T.reshape(samples, *p.shape[:-1]), p.shape[-1]).movedim(-1, 2)
-        return (self.p - onehot) * self.root_mass
+    def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
+        noise = _normal(self.roots, (samples, len(self.roots), self.columns), generator)
+        return torch.einsum("ndv,mnv->mnd", self.roots, noise).reshape(-1, *self.shape)
+
+
+def _from_autograd(use: LossUse, z: Tensor) -> LossCurvature:
+    """The Hessian of a loss that is only known as a function, from double backward, with its properties checked.
+
+    The checks are products with random vectors: a Hessian that is diagonal, or has no entries between samples, agrees
+    with its diagonal (its blocks) on them, and any other does not, almost surely.
+    """
+    if any(p.requires_grad for p in use.module.parameters()):
+        raise CurvoptError(
+            f"{use.describe()}: a loss may have no trainable parameters; put them into the model, or "
+            "requires_grad_(False) them."
+        )
+    differentiable = torch.is_grad_enabled()
+    with torch.enable_grad(), disable():
+        at = z if differentiable else z.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(use.again(at), at, create_graph=True)
+
+    def product(vector: Tensor) -> Tensor:
+        if not gradient.requires_grad:
+            return torch.zeros_like(z)
+        (Hv,) = torch.autograd.grad(
+            gradient, at, vector, retain_graph=True, create_graph=differentiable, materialize_grads=True
+        )
+        return Hv
+
+    generator = torch.Generator(device=z.device).manual_seed(0)  # the user's random numbers stay as they are
+    probe = _normal(z, z.shape, generator)
+    image = product(probe)
+    limit = 1e3 * torch.finfo(z.dtype).eps * image.abs().max()
+    if not limit > 0:
+        if not limit == 0:
+            raise CurvoptError(f"{use.describe()}: its Hessian in the network's output is not finite.")
+        warnings.warn(
+            f"{use.describe()}: it is (piecewise) linear in its input, so its Gauss-Newton curvature is zero here.",
+            CurvoptWarning,
+            stacklevel=2,
+        )
+    diagonal = product(torch.ones_like(z))
+    if bool(((diagonal * probe - image).abs() <= limit).all()):
+        _check_convex(use, diagonal)
+        return Diagonal(diagonal.clamp(min=0).sqrt())
+
+    N, D = len(z), prod(z.shape[1:])
+    columns = []
+    for j in range(D):
+        vector = torch.zeros_like(z)
+        vector.view(N, D)[:, j] = 1
+        columns.append(product(vector).reshape(N, D))
+    blocks = torch.stack(columns, dim=2)
+    if bool(((blocks @ probe.reshape(N, D, 1)).reshape(z.shape) - image).abs().max() > limit):
+        raise CurvoptError(
+            f"{use.describe()}: its Hessian couples the rows of its input {list(z.shape)}, but second-order quantities "
+            "need a loss that is a sum over independent samples."
+        )
+    if differentiable:
+        raise CurvoptError(
+            f"{use.describe()}: the root of its Hessian comes from an eigendecomposition, which cannot be "
+            "differentiated; call backward without create_graph, or register_loss its curvature."
+        )
+    values, vectors = torch.linalg.eigh(blocks)
+    _check_convex(use, values)
+    return Blocks(vectors * values.clamp(min=0).sqrt().unsqueeze(1), z.shape)
+
+
+def _check_convex(use: LossUse, eigenvalues: Tensor) -> None:
+    smallest = eigenvalues.min()
+    if bool(smallest < -1e4 * torch.finfo(eigenvalues.dtype).eps * eigenvalues.abs().max()):
+        raise CurvoptError(
+            f"{use.describe()}: it is not convex here (its Hessian in the network's output has the eigenvalue "
+            f"{float(smallest):.3g}), so it has no Gauss-Newton matrix; use a convex loss, or a quantity of the "
+            "Hessian itself (DiagHessian, HMP) where there is one."
+        )
+
+
+def _normal(like: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
