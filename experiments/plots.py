@@ -63,7 +63,7 @@ def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path) -> No
     by_steps.set_yscale("log")
     by_seconds.set_yscale("log")
     figure.suptitle(title)
-    figure.legend(*by_steps.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.legend(*by_steps.get_legend_handles_labels(), loc="outside lower center", ncols=3 if alone else len(runs))
     figure.savefig(out, dpi=120)
 
 

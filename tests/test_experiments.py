@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -204,3 +205,10 @@ def test_table_counts_the_first_evaluation_at_the_target() -> None:
         ["never", "1 of 1 never", "1 of 1 never", "diverged"],
     ]
     assert table(finished, 1, 0.2).count("1 of 1 never") == 4
+
+
+def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    [example] = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    exec(example, {})
+    assert "0.weight torch.Size([32, 64]) torch.Size([128, 32, 64])" in capsys.readouterr().out
