@@ -28,16 +28,16 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             loss.backward()
         model[0].weight.grad_batch, model[0].weight.kfac
 
-    Fields are reset, never accumulated, by each backward. Contexts nest: the innermost decides. Nothing is left behind after an
-    exception.
+    Fields are reset, never accumulated, by each backward. Contexts nest: the innermost decides. Nothing is left
+    behind after an exception.
 
     Args:
         *extensions: instances of `curvopt.extensions`; none is allowed and computes nothing.
-        extension_hook: called as ``extension_hook(module)`` as soon as all fields of a module's parameters are complete; it may
-            use and delete them, so that not all layers' quantities are in memory at once.
+        extension_hook: called as ``extension_hook(module)`` as soon as all fields of a module's parameters are
+            complete; it may use and delete them, so that not all layers' quantities are in memory at once.
         debug: print which field is set on which parameter.
-        retain_graph: accepted for programs written for BackPACK. Quantities that outlive the backward (matrix products) then
-            work on the graph the user retains instead of on stored Jacobians.
+        retain_graph: accepted for programs written for BackPACK. Quantities that outlive the backward (matrix
+            products) then work on the graph the user retains instead of on stored Jacobians.
 
     Raises:
         TypeError: for an extension class instead of an instance, or something that is no extension.
@@ -91,16 +91,13 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
 
     def gradient(self, use: Use, index: int, grad: Tensor) -> None:
         """Told by the engine: the gradient of a use's output."""
-        if self.extensions and not self._sweeping():
+        if self.extensions:
             self._current().gradient(use, index, grad)
 
     def loss(self, use: LossUse, grad: Tensor) -> None:
         """Told by the engine: the gradient of an extended loss."""
-        if self.extensions and not self._sweeping():
+        if self.extensions:
             self._current().loss(use, grad)
-
-    def _sweeping(self) -> bool:
-        return any(current.sweeping for current in self._passes.values())
 
     def _current(self) -> Pass:
         """The pass of the running backward; begun by its first event, ended by the engine's own final callback."""
@@ -142,7 +139,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
 
 
 class _WatchBackward(TorchFunctionMode):
-    """Sees ``Tensor.backward`` and with it the root of the graph. ``torch.autograd.backward`` is not seen: see `Pass.loss`."""
+    """Sees ``Tensor.backward`` and with it the graph's root (``torch.autograd.backward`` is not seen)."""
 
     def __init__(self, context: backpack):
         super().__init__()

@@ -28,6 +28,10 @@ class Jacobian(ABC):
     shape: torch.Size
     V: int
     N: int
+    #: Whether axis 0 of the parameter belongs to `right_factor` (``[I, O]``: transposed convolutions, embeddings).
+    transposed = False
+    #: Signed weight of every vector in the sums of squares and products, ``[V, N]``; ``None`` for ones.
+    weights: Tensor | None = None
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -39,11 +43,11 @@ class Jacobian(ABC):
 
     @abstractmethod
     def squares(self) -> Tensor:
-        """Squared entries summed over vectors and samples, ``[*p]``."""
+        """Squared entries, weighted by `weights`, summed over vectors and samples, ``[*p]``."""
 
     @abstractmethod
     def squares_batch(self) -> Tensor:
-        """Squared entries summed over the vectors only, ``[N, *p]``."""
+        """Squared entries, weighted by `weights`, summed over the vectors only, ``[N, *p]``."""
 
     @abstractmethod
     def norms2(self) -> Tensor:
@@ -61,6 +65,28 @@ class Jacobian(ABC):
     def right_factor(self, approx: Approx = "expand") -> Tensor | None:
         """Second moment of the input side, averaged over samples and positions (the ``A`` of KFAC), if there is one."""
 
+    def select(self, samples: Sequence[int] | None) -> Jacobian:
+        """The same for some samples only (all for ``None``), in the order given."""
+        return self if samples is None else Dense(self.dense()[:, list(samples)])
+
+    def project(self, directions: Tensor) -> Tensor:
+        """Inner product of every product with ``[K, *p]`` directions, ``[K, V, N]``."""
+        return torch.einsum("vnp,kp->kvn", self.dense().flatten(2), directions.flatten(1))
+
+    def expand(self, coefficients: Tensor) -> Tensor:
+        """Products weighted by ``[K, V, N]`` coefficients and summed over vectors and samples, ``[K, *p]``."""
+        result = torch.einsum("kvn,vnp->kp", coefficients, self.dense().flatten(2))
+        return result.reshape(-1, *self.shape)
+
+    def owned(self) -> Jacobian:
+        """The same, sharing no memory with the network's activations."""
+        return self
+
+    def matmul(self, directions: Tensor) -> Tensor:
+        """``sum_vn w_vn j_vn j_vn^T`` applied to ``[K, *p]`` directions."""
+        coefficients = self.project(directions)
+        return self.expand(coefficients if self.weights is None else coefficients * self.weights)
+
 
 class Dense(Jacobian):
     """Products that are already multiplied out: biases, scales, anything without structure.
@@ -75,27 +101,31 @@ class Dense(Jacobian):
         self.V, self.N = values.shape[:2]
         self.shape = values.shape[2:]
 
-    def dense(self) -> Tensor:  # noqa: D102
+    def dense(self) -> Tensor:
         return self.values
 
-    def sum_batch(self) -> Tensor:  # noqa: D102
+    def sum_batch(self) -> Tensor:
         return self.values.sum(1)
 
-    def squares(self) -> Tensor:  # noqa: D102
+    def squares(self) -> Tensor:
         flat = self.values.flatten(0, 1)
+        if self.weights is not None:
+            return torch.einsum("n,n...,n...->...", self.weights.reshape(-1), flat, flat)
         return torch.einsum("n...,n...->...", flat, flat)
 
-    def squares_batch(self) -> Tensor:  # noqa: D102
+    def squares_batch(self) -> Tensor:
+        if self.weights is not None:
+            return torch.einsum("vn,vn...,vn...->n...", self.weights, self.values, self.values)
         return torch.einsum("vn...,vn...->n...", self.values, self.values)
 
-    def norms2(self) -> Tensor:  # noqa: D102
+    def norms2(self) -> Tensor:
         return self.values.flatten(2).square().sum(2)
 
-    def left_factor(self, approx: Approx = "expand") -> Tensor:  # noqa: D102
+    def left_factor(self, approx: Approx = "expand") -> Tensor:
         flat = self.values.reshape(self.V * self.N, -1)
         return flat.T @ flat if flat.shape[1] <= DENSE_BLOCK_LIMIT else flat.square().sum(0)
 
-    def right_factor(self, approx: Approx = "expand") -> None:  # noqa: D102
+    def right_factor(self, approx: Approx = "expand") -> None:
         return None
 
 
@@ -106,52 +136,53 @@ class Outer(Jacobian):
         left: what arrived from the output, ``[V, N, G, S, O]``.
         right: the layer's input as patches, ``[N, G, S, I]``.
         shape: shape of the parameter, a reshaped ``[G, O, I]``.
+        transposed: the parameter is a reshaped ``[G, I, O]`` instead.
     """
 
-    def __init__(self, left: Tensor, right: Tensor, shape: torch.Size):
+    def __init__(self, left: Tensor, right: Tensor, shape: torch.Size, transposed: bool = False):
         """Keep both sides."""
-        self.left, self.right, self.shape = left, right, shape
+        self.left, self.right, self.shape, self.transposed = left, right, shape, transposed
         self.V, self.N, self.G, self.S, self.O = left.shape
         self.I = right.shape[3]
 
-    def dense(self) -> Tensor:  # noqa: D102
-        return self._products(self.left, self.right).reshape(self.V, self.N, *self.shape)
+    def dense(self) -> Tensor:
+        return self._shaped(self._products(self.left, self.right))
 
-    def sum_batch(self) -> Tensor:  # noqa: D102
+    def sum_batch(self) -> Tensor:
         left = self.left.transpose(1, 2).reshape(self.V, self.G, self.N * self.S, self.O)
         right = self.right.transpose(0, 1).reshape(self.G, self.N * self.S, self.I)
-        return (left.mT @ right).reshape(self.V, *self.shape)
+        return self._shaped(left.mT @ right)
 
-    def squares(self) -> Tensor:  # noqa: D102
+    def squares(self) -> Tensor:
         if self.S == 1:
             left, right = self._squared_sides()
-            return torch.einsum("ngo,ngi->goi", left, right).reshape(self.shape)
+            return self._shaped(torch.einsum("ngo,ngi->goi", left, right))
         if self._gram_is_cheaper():
             left, right = self._gram_sides()
-            return torch.einsum("npgo,npgi->goi", left, right).reshape(self.shape)
+            return self._shaped(torch.einsum("npgo,npgi->goi", left, right))
         total = self.left.new_zeros(self.G, self.O, self.I)
-        for products in self._sample_chunks():
+        for products, weights in self._sample_chunks():
             flat = products.flatten(0, 1)
-            if torch.is_grad_enabled():
+            if weights is not None:
+                total = total + torch.einsum("n,ngoi->goi", weights.reshape(-1), flat.square())
+            elif torch.is_grad_enabled():
                 total = total + flat.square().sum(0)
             elif flat.shape[0] == 1:
                 total.addcmul_(flat[0], flat[0])
             else:
                 total += flat.square_().sum(0)
-        return total.reshape(self.shape)
+        return self._shaped(total)
 
-    def squares_batch(self) -> Tensor:  # noqa: D102
+    def squares_batch(self) -> Tensor:
         if self.S == 1:
             left, right = self._squared_sides()
             result = torch.einsum("ngo,ngi->ngoi", left, right)
         elif self._gram_is_cheaper():
             left, right = self._gram_sides()
             result = torch.einsum("npgo,npgi->ngoi", left, right)
-        elif self.V == 1:
-            result = self._products(self.left, self.right)[0].square()
         else:
-            result = torch.cat([products.square().sum(0) for products in self._sample_chunks()])
-        return result.reshape(self.N, *self.shape)
+            result = torch.cat([_weighted(products.square(), weights) for products, weights in self._sample_chunks()])
+        return self._shaped(result)
 
     def norms2(self) -> Tensor:
         """Squared norms ``[V, N]`` without forming the products where that is cheaper (Gram trick, Goodfellow 2015)."""
@@ -161,24 +192,50 @@ class Outer(Jacobian):
         if self.S * (self.O + self.I) < self.O * self.I:
             gram = torch.einsum("ngsi,ngti->ngst", self.right, self.right)
             return torch.einsum("vngst,ngst->vn", self.left @ self.left.mT, gram)
-        return torch.cat([products.flatten(2).square().sum(2) for products in self._sample_chunks()], 1)
+        return torch.cat([products.flatten(2).square().sum(2) for products, _ in self._sample_chunks()], 1)
 
-    def left_factor(self, approx: Approx = "expand") -> Tensor:  # noqa: D102
+    def left_factor(self, approx: Approx = "expand") -> Tensor:
         left = self.left.sum(3, keepdim=True) if approx == "reduce" else self.left
         return _second_moment(left.flatten(0, 1))
 
-    def right_factor(self, approx: Approx = "expand") -> Tensor:  # noqa: D102
+    def right_factor(self, approx: Approx = "expand") -> Tensor:
         right = self.right.mean(2, keepdim=True) if approx == "reduce" else self.right
         return _second_moment(right) / (right.shape[0] * right.shape[2])
+
+    def select(self, samples: Sequence[int] | None) -> Jacobian:
+        if samples is None:
+            return self
+        return Outer(self.left[:, list(samples)], self.right[list(samples)], self.shape, self.transposed)
+
+    def project(self, directions: Tensor) -> Tensor:
+        return torch.einsum("vngso,kngso->kvn", self.left, self.right @ self._matrices(directions).mT)
+
+    def expand(self, coefficients: Tensor) -> Tensor:
+        left = torch.einsum("kvn,vngso->kgnso", coefficients, self.left).flatten(2, 3)
+        return self._shaped(left.mT @ self.right.transpose(0, 1).flatten(1, 2))
+
+    def owned(self) -> Jacobian:
+        result = Outer(self.left, self.right.clone(), self.shape, self.transposed)
+        result.weights = self.weights
+        return result
+
+    def _matrices(self, directions: Tensor) -> Tensor:
+        """``[K, *p]`` as ``[K, 1, G, O, I]``, the inverse of `_shaped`."""
+        sides = (self.I, self.O) if self.transposed else (self.O, self.I)
+        matrices = directions.reshape(-1, 1, self.G, *sides)
+        return matrices.mT if self.transposed else matrices
+
+    def _shaped(self, matrices: Tensor) -> Tensor:
+        """``[..., G, O, I]`` as ``[..., *p]``."""
+        matrices = matrices.mT if self.transposed else matrices
+        return matrices.reshape(*matrices.shape[:-3], *self.shape)
 
     def _products(self, left: Tensor, right: Tensor) -> Tensor:
         return left.mT @ right
 
     def _squared_sides(self) -> tuple[Tensor, Tensor]:
-        """``[N, G, O]`` and ``[N, G, I]``: with one position the square of an outer product is that of the squares."""
-        return torch.einsum("vngo,vngo->ngo", self.left[:, :, :, 0], self.left[:, :, :, 0]), self.right[
-            :, :, 0
-        ].square()
+        """``[N, G, O]``, ``[N, G, I]``: with one position the square of an outer product is that of the squares."""
+        return _weighted(self.left[:, :, :, 0].square(), self.weights), self.right[:, :, 0].square()
 
     def _gram_is_cheaper(self) -> bool:
         pairs = self.S * (self.S + 1) / 2
@@ -188,23 +245,106 @@ class Outer(Jacobian):
         """``[N, P, G, O]`` and ``[N, P, G, I]`` over pairs P of positions: (sum_v l_s l_t) and r_s r_t (twice off-diagonal)."""
         s, t = torch.triu_indices(self.S, self.S, device=self.left.device)
         twice = torch.where(s == t, 1.0, 2.0).to(self.left.dtype)
-        left = torch.einsum("vngpo,vngpo->npgo", self.left[:, :, :, s], self.left[:, :, :, t])
+        left = _weighted(self.left[:, :, :, s] * self.left[:, :, :, t], self.weights).transpose(1, 2)
         right = (self.right[:, :, s] * self.right[:, :, t]).transpose(1, 2)
         return left, right * twice[:, None, None]
 
     def _sample_chunks(self):
-        """Products ``[V, n, G, O, I]`` for a few samples at a time; the chunk is only valid until the next one."""
+        """Products ``[V, n, G, O, I]`` and weights of a few samples at a time; valid until the next ones only."""
         step = max(1, CHUNK_ELEMENTS // (self.V * self.G * self.O * self.I))
         left, right = self.left, self.right
         if torch.is_grad_enabled():
             for n in range(0, self.N, step):
-                yield self._products(left[:, n : n + step], right[n : n + step])
+                yield self._products(left[:, n : n + step], right[n : n + step]), self._weights(n, step)
             return
         # fresh memory costs more than arithmetic: every chunk is written into one buffer
         buffer = left.new_empty(self.V, min(step, self.N), self.G, self.O, self.I)
         for n in range(0, self.N, step):
             chunk = left[:, n : n + step].mT
-            yield torch.matmul(chunk, right[n : n + step], out=buffer[:, : chunk.shape[1]])
+            products = torch.matmul(chunk, right[n : n + step], out=buffer[:, : chunk.shape[1]])
+            yield products, self._weights(n, step)
+
+    def _weights(self, start: int, count: int) -> Tensor | None:
+        return None if self.weights is None else self.weights[:, start : start + count]
+
+
+class Lookup(Jacobian):
+    """Products of a parameter ``[I, D]`` of which the input picks rows (embeddings): nothing of size I per sample.
+
+    Args:
+        left: the vector for each row that was picked, ``[V, P, D]``.
+        rows: which row was picked, ``[P]``.
+        samples: the sample that picked it, ``[P]``.
+        N: number of samples.
+        shape: shape of the parameter.
+    """
+
+    transposed = True
+
+    def __init__(self, left: Tensor, rows: Tensor, samples: Tensor, N: int, shape: torch.Size):
+        """Keep what was picked, by whom, and the vectors."""
+        self.left, self.rows, self.samples, self.shape = left, rows, samples, shape
+        self.V, self.N = left.shape[0], N
+
+    def dense(self) -> Tensor:
+        return self._scatter(self.left, 1, self.samples * self.shape[0] + self.rows, self.N * self.shape[0]).reshape(
+            self.V, self.N, *self.shape
+        )
+
+    def sum_batch(self) -> Tensor:
+        return self._scatter(self.left, 1, self.rows, self.shape[0])
+
+    def squares(self) -> Tensor:
+        left, rows, samples = self._merged()
+        return self._scatter(self._weighted_squares(left, samples), 0, rows, self.shape[0])
+
+    def squares_batch(self) -> Tensor:
+        left, rows, samples = self._merged()
+        picked = samples * self.shape[0] + rows
+        squares = self._scatter(self._weighted_squares(left, samples), 0, picked, self.N * self.shape[0])
+        return squares.reshape(self.N, *self.shape)
+
+    def norms2(self) -> Tensor:
+        left, _, samples = self._merged()
+        return self._scatter(left.square().sum(2), 1, samples, self.N)
+
+    def left_factor(self, approx: Approx = "expand") -> Tensor:
+        left = self._scatter(self.left, 1, self.samples, self.N) if approx == "reduce" else self.left
+        return torch.einsum("vpd,vpe->de", left, left)
+
+    def right_factor(self, approx: Approx = "expand") -> Tensor:
+        """The diagonal ``[I]`` of the second moment of the one-hot inputs: how often each row is picked."""
+        if approx == "expand":
+            ones = torch.ones_like(self.rows, dtype=self.left.dtype)
+            return self._scatter(ones, 0, self.rows, self.shape[0]) / max(len(self.rows), 1)
+        positions = self.samples.bincount(minlength=self.N)
+        share = (1 / positions).to(self.left.dtype)[self.samples]
+        _, inverse, rows, _ = self._unique()
+        share = self._scatter(share, 0, inverse, len(rows))
+        return self._scatter(share.square(), 0, rows, self.shape[0]) / self.N
+
+    def _weighted_squares(self, left: Tensor, samples: Tensor) -> Tensor:
+        return _weighted(left.square(), None if self.weights is None else self.weights[:, samples])
+
+    def _unique(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        keys, inverse = torch.unique(self.samples * self.shape[0] + self.rows, return_inverse=True)
+        return keys, inverse, keys % self.shape[0], keys // self.shape[0]
+
+    def _merged(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``left``, ``rows`` and ``samples`` with every row at most once per sample."""
+        keys, inverse, rows, samples = self._unique()
+        return self._scatter(self.left, 1, inverse, len(keys)), rows, samples
+
+    @staticmethod
+    def _scatter(values: Tensor, axis: int, index: Tensor, size: int) -> Tensor:
+        """Values summed into ``size`` places along an axis."""
+        shape = (*values.shape[:axis], size, *values.shape[axis + 1 :])
+        return values.new_zeros(shape).index_add(axis, index, values)
+
+
+def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:
+    """``[V, N, ...]`` values summed over V, with weights ``[V, N]`` if there are any."""
+    return values.sum(0) if weights is None else torch.einsum("vn,vn...->n...", weights, values)
 
 
 def _second_moment(rows: Tensor) -> Tensor:
@@ -216,10 +356,16 @@ def _second_moment(rows: Tensor) -> Tensor:
 
 def combine(parts: Sequence[Jacobian]) -> Jacobian:
     """One Jacobian for all uses of one parameter: positions are concatenated, other kinds are added."""
+    first = parts[0]
     if len(parts) == 1:
-        return parts[0]
-    if all(isinstance(part, Outer) for part in parts):
+        return first
+    if isinstance(first, Outer) and all(isinstance(p, Outer) and p.transposed == first.transposed for p in parts):
         outers = [part for part in parts if isinstance(part, Outer)]
         left, right = torch.cat([o.left for o in outers], 3), torch.cat([o.right for o in outers], 2)
-        return Outer(left, right, outers[0].shape)
-    return Dense(sum((part.dense() for part in parts[1:]), start=parts[0].dense()))
+        return Outer(left, right, first.shape, first.transposed)
+    if all(isinstance(part, Lookup) for part in parts):
+        lookups = [part for part in parts if isinstance(part, Lookup)]
+        left = torch.cat([lookup.left for lookup in lookups], 1)
+        rows, samples = (torch.cat([getattr(lookup, side) for lookup in lookups]) for side in ("rows", "samples"))
+        return Lookup(left, rows, samples, first.N, first.shape)
+    return Dense(sum((part.dense() for part in parts[1:]), start=first.dense()))

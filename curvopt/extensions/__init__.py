@@ -2,16 +2,36 @@
 
 from curvopt.extensions.base import Extension
 from curvopt.extensions.firstorder import BatchGrad, BatchL2Grad, SumGradSquared, Variance
-from curvopt.extensions.secondorder import KFAC, KFLR, DiagGGNExact, DiagGGNMC
+from curvopt.extensions.hessian import BatchDiagHessian, DiagHessian
+from curvopt.extensions.products import GGNMP, HMP, PCHMP
+from curvopt.extensions.secondorder import (
+    KFAC,
+    KFLR,
+    BatchDiagGGNExact,
+    BatchDiagGGNMC,
+    DiagGGNExact,
+    DiagGGNMC,
+    SqrtGGNExact,
+    SqrtGGNMC,
+)
 
 __all__ = [
+    "GGNMP",
+    "HMP",
     "KFAC",
     "KFLR",
+    "PCHMP",
+    "BatchDiagGGNExact",
+    "BatchDiagGGNMC",
+    "BatchDiagHessian",
     "BatchGrad",
     "BatchL2Grad",
     "DiagGGNExact",
     "DiagGGNMC",
+    "DiagHessian",
     "Extension",
+    "SqrtGGNExact",
+    "SqrtGGNMC",
     "SumGradSquared",
     "Variance",
 ]

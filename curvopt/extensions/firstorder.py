@@ -1,6 +1,11 @@
-"""Quantities of individual gradients. ``g_n`` is the gradient of sample n's term of the loss, scaled as the loss reduces it."""
+"""Quantities of individual gradients.
+
+``g_n`` is the gradient of sample n's term of the loss, scaled as the loss reduces it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -9,12 +14,19 @@ from curvopt.extensions.base import Extension
 
 
 class BatchGrad(Extension):
-    """Individual gradients ``grad_batch``, ``[N, *p]``; they sum to ``.grad`` (and carry 1/N under a mean loss)."""
+    """Individual gradients ``grad_batch``, ``[N, *p]``; they sum to ``.grad`` (and carry 1/N under a mean loss).
+
+    Args:
+        subsampling: indices of the samples to keep, else all.
+    """
 
     field = "grad_batch"
 
-    def update(self, total: None, jacobian: Jacobian) -> Tensor:  # noqa: D102
-        return jacobian.dense()[0]
+    def __init__(self, subsampling: Sequence[int] | None = None):
+        self.subsampling = subsampling
+
+    def update(self, total: None, jacobian: Jacobian) -> Tensor:
+        return jacobian.select(self.subsampling).dense()[0]
 
 
 class BatchL2Grad(Extension):
@@ -22,7 +34,7 @@ class BatchL2Grad(Extension):
 
     field = "batch_l2"
 
-    def update(self, total: None, jacobian: Jacobian) -> Tensor:  # noqa: D102
+    def update(self, total: None, jacobian: Jacobian) -> Tensor:
         return jacobian.norms2()[0]
 
 
@@ -31,7 +43,7 @@ class SumGradSquared(Extension):
 
     field = "sum_grad_squared"
 
-    def update(self, total: None, jacobian: Jacobian) -> Tensor:  # noqa: D102
+    def update(self, total: None, jacobian: Jacobian) -> Tensor:
         return jacobian.squares()
 
 
@@ -40,5 +52,5 @@ class Variance(Extension):
 
     field = "variance"
 
-    def update(self, total: None, jacobian: Jacobian) -> Tensor:  # noqa: D102
+    def update(self, total: None, jacobian: Jacobian) -> Tensor:
         return jacobian.squares() / jacobian.N - (jacobian.sum_batch()[0] / jacobian.N).square()

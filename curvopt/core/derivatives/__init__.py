@@ -1,6 +1,6 @@
 """Derivatives of layers and losses. Importing the package registers every rule."""
 
-from curvopt.core.derivatives import affine, losses
+from curvopt.core.derivatives import affine, embedding, losses, scale
 from curvopt.core.derivatives.rules import AffineRule, Rule, register, rule_for
 
-__all__ = ["AffineRule", "Rule", "affine", "losses", "register", "rule_for"]
+__all__ = ["AffineRule", "Rule", "affine", "embedding", "losses", "register", "rule_for", "scale"]

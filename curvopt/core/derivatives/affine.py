@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 
+import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
@@ -15,33 +17,80 @@ from curvopt.core.derivatives.rules import AffineRule, register
 class Linear(AffineRule):
     """``x W^T + b`` on the last axis, any number of shared axes before it."""
 
-    def unfold(self, module: nn.Linear, x: Tensor) -> Tensor:  # noqa: D102
+    def unfold(self, module: nn.Linear, x: Tensor) -> Tensor:
         return x.reshape(x.shape[0], 1, prod(x.shape[1:-1]), x.shape[-1])
 
-    def fold(self, module: nn.Linear, grad: Tensor) -> Tensor:  # noqa: D102
+    def fold(self, module: nn.Linear, grad: Tensor, x: Tensor) -> Tensor:
         return grad.reshape(*grad.shape[:2], 1, prod(grad.shape[2:-1]), grad.shape[-1])
+
+    def least_dims(self, module: nn.Linear) -> int:
+        return 2
+
+
+@register(nn.Bilinear)
+class Bilinear(Linear):
+    """``x W_o y + b_o`` is linear in the products of the entries of x and y: the weight acts on ``[I_x I_y]``."""
+
+    def unfold(self, module: nn.Bilinear, x: Tensor, y: Tensor) -> Tensor:
+        return super().unfold(module, torch.einsum("...i,...j->...ij", x, y).flatten(-2))
+
+    def fold(self, module: nn.Bilinear, grad: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return super().fold(module, grad, x)
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class Conv(AffineRule):
     """A convolution is a matrix applied to patches (im2col); groups act on their own channels."""
 
-    def unfold(self, module: nn.Conv2d, x: Tensor) -> Tensor:  # noqa: D102
-        return rearrange(patches(module, x), "n (g c) s k -> n g s (c k)", g=module.groups)
+    def unfold(self, module: nn.Conv2d, x: Tensor) -> Tensor:
+        # the module's own padding amounts, which also serve padding="same"; F.pad wants the last axis first
+        amounts = module._reversed_padding_repeated_twice
+        if any(amounts):
+            x = F.pad(x, amounts, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
+        seen = patches(x, module.kernel_size, module.stride, module.dilation)
+        return rearrange(seen, "n (g c) s k -> n g s (c k)", g=module.groups)
 
-    def fold(self, module: nn.Conv2d, grad: Tensor) -> Tensor:  # noqa: D102
+    def fold(self, module: nn.Conv2d, grad: Tensor, x: Tensor) -> Tensor:
         return rearrange(grad.flatten(3), "v n (g o) s -> v n g s o", g=module.groups)
 
+    def least_dims(self, module: nn.Conv2d) -> int:
+        return 2 + len(module.kernel_size)
 
-def patches(module: nn.Conv2d, x: Tensor) -> Tensor:
-    """What the kernel sees, ``[N, C, S, K]`` for S output positions and K kernel entries: one strided view of the padded input."""
-    dim = len(module.kernel_size)
-    # the module's own padding amounts, which also serve padding="same"; F.pad wants the last axis first
-    amounts = module._reversed_padding_repeated_twice
-    if any(amounts):
-        x = F.pad(x, amounts, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
-    for axis, (size, stride, dilation) in enumerate(
-        zip(module.kernel_size, module.stride, module.dilation, strict=True)
-    ):
-        x = x.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+
+@register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+class ConvTranspose(AffineRule):
+    """Every input position paints a patch of the output, so patches are taken of the vectors, not of the input.
+
+    The weight ``[C_in, C_out / G, *kernel]`` has the input's channels first: its Kronecker factors are the second moment
+    of the input ``[C_in / G, C_in / G]``, then that of the patches ``[C_out / G * K, C_out / G * K]``.
+    """
+
+    transposed = True
+
+    def unfold(self, module: nn.ConvTranspose2d, x: Tensor) -> Tensor:
+        return rearrange(x.flatten(2), "n (g c) s -> n g s c", g=module.groups)
+
+    def fold(self, module: nn.ConvTranspose2d, grad: Tensor, x: Tensor) -> Tensor:
+        amounts: list[int] = []
+        for axis, (size, stride, dilation, padding) in enumerate(
+            zip(module.kernel_size, module.stride, module.dilation, module.padding, strict=True), start=2
+        ):
+            # pad (or crop) the output to what the patches of all input positions span, whatever output_padding added
+            span = (x.shape[axis] - 1) * stride + dilation * (size - 1) + 1
+            amounts = [int(padding), span - int(padding) - grad.shape[1 + axis], *amounts]
+        seen = patches(F.pad(grad.flatten(0, 1), amounts), module.kernel_size, module.stride, module.dilation)
+        return rearrange(seen, "(v n) (g o) s k -> v n g s (o k)", v=grad.shape[0], g=module.groups)
+
+    def bias(self, grad: Tensor, left: Tensor) -> Tensor:
+        return grad.flatten(3).sum(3).unflatten(1, (left.shape[1], -1)).sum(2)
+
+    def least_dims(self, module: nn.ConvTranspose2d) -> int:
+        return 2 + len(module.kernel_size)
+
+
+def patches(x: Tensor, kernel_size: Iterable[int], stride: Iterable[int], dilation: Iterable[int]) -> Tensor:
+    """What a kernel sees, ``[N, C, S, K]`` for S positions and K kernel entries: one strided view of the padded input."""
+    dim = x.dim() - 2
+    for axis, (size, step, spread) in enumerate(zip(kernel_size, stride, dilation, strict=True)):
+        x = x.unfold(2 + axis, spread * (size - 1) + 1, step)[..., ::spread]
     return x.flatten(2 + dim).flatten(2, 1 + dim)

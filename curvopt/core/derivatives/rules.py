@@ -7,8 +7,9 @@ sample; a registered rule is only ever a faster equal of it.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,14 +30,40 @@ class Rule(ABC):
 
     #: Whether a use keeps its (detached) outputs, for the check of `DefaultRule`.
     checks_outputs = False
+    #: Whether the output is linear in the parameters (the input fixed), so that only operations after it add curvature.
+    linear = False
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters this rule answers for, by their names relative to the module."""
         return owned_parameters(module)
 
+    def expected(self, module: Any) -> Container[str] | None:
+        """Names of the parameters that the rule knows; a module with others (parametrized weights) gets the default."""
+        return None
+
+    def least_dims(self, module: Any) -> int:
+        """Number of axes that an input with a batch axis has at least."""
+        return 1
+
+    def batch_axis(self, module: Any) -> int:
+        """Axis of the first input that counts the samples."""
+        return 0
+
     def rows(self, use: Use) -> int:
-        """Length of the batch axis of the use's input."""
-        return batch_length(use)
+        """Length of the batch axis of the use's input.
+
+        Raises:
+            CurvoptError: for an input without a batch axis.
+        """
+        if self.least_dims(use.module) == 1:
+            return batch_length(use)
+        x = tensors(use)[0]
+        if x.dim() < self.least_dims(use.module):
+            raise CurvoptError(
+                f"{use.describe()} was called with an input of shape {list(x.shape)}, which has no batch axis; give it a "
+                "batch of one, e.g. x.unsqueeze(0)."
+            )
+        return x.shape[self.batch_axis(use.module)]
 
     @abstractmethod
     def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
@@ -72,9 +99,9 @@ def rule_for(module: nn.Module) -> Rule:
             kept = all(
                 getattr(type(module), f) is getattr(base, f) for f in ("forward", "_conv_forward") if hasattr(base, f)
             )
-            # parametrized or re-parametrized weights have other names than the type's own
-            plain = "parametrizations" not in module._modules and owned_parameters(module).keys() <= {"weight", "bias"}
-            return rule if kept and (plain or not isinstance(rule, AffineRule)) else _default
+            expected = rule.expected(module)
+            plain = expected is None or all(name in expected for name in owned_parameters(module))
+            return rule if kept and plain else _default
     return _default
 
 
@@ -88,31 +115,57 @@ def batch_length(use: Use) -> int:
     )
 
 
+def arguments(use: Use) -> dict[str, Any]:
+    """What the forward was given by the names of its parameters, in their order, defaults included."""
+    bound = inspect.signature(use.module.forward).bind(*use.args, **use.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def tensors(use: Use) -> list[Tensor]:
+    """The tensors among the arguments, in the order of the forward's parameters."""
+    given = arguments(use).values() if use.kwargs else use.args
+    return [value for value in given if isinstance(value, Tensor)]
+
+
 class AffineRule(Rule):
     """A layer ``W x + b`` at every shared position, told by two views."""
 
-    @abstractmethod
-    def unfold(self, module: Any, x: Tensor) -> Tensor:
-        """The input as patches, ``[N, G, S, I]``."""
+    linear = True
+
+    #: Whether the weight is a reshaped ``[G, I, O]``.
+    transposed = False
 
     @abstractmethod
-    def fold(self, module: Any, grad: Tensor) -> Tensor:
+    def unfold(self, module: Any, *inputs: Tensor) -> Tensor:
+        """The inputs of the call as patches, ``[N, G, S, I]``."""
+
+    @abstractmethod
+    def fold(self, module: Any, grad: Tensor, *inputs: Tensor) -> Tensor:
         """Vectors at the output, ``[V, N, *out]``, with positions and features sorted: ``[V, N, G, S, O]``."""
 
-    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:  # noqa: D102
+    def bias(self, grad: Tensor, left: Tensor) -> Tensor:
+        """Vectors at the output, and what `fold` made of them, summed over positions: ``[V, N, *bias]``."""
+        return rearrange(left.sum(3), "v n g o -> v n (g o)")
+
+    def expected(self, module: Any) -> Container[str]:
+        return ("weight", "bias")
+
+    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         grad = grads[0]
         assert grad is not None  # a use is only asked when something arrived at its one output
-        left = rearrange(self.fold(use.module, grad), "v (n k) g s o -> v n g (k s) o", n=N)
+        inputs = tensors(use)
+        left = rearrange(self.fold(use.module, grad, *inputs), "v (n k) g s o -> v n g (k s) o", n=N)
         jacobians: Jacobians = {}
         if "weight" in names:
             if "right" not in use.cache:
-                right = self.unfold(use.module, use.input).to(
-                    left.dtype
-                )  # autocast: the input may be in another precision
+                # autocast: the input may be in another precision
+                right = self.unfold(use.module, *inputs).to(left.dtype)
                 use.cache["right"] = rearrange(right, "(n k) g s i -> n g (k s) i", n=N)
-            jacobians["weight"] = Outer(left, use.cache["right"], use.module.get_parameter("weight").shape)
+            shape = use.module.get_parameter("weight").shape
+            jacobians["weight"] = Outer(left, use.cache["right"], shape, self.transposed)
         if "bias" in names:
-            jacobians["bias"] = Dense(rearrange(left.sum(3), "v n g o -> v n (g o)"))
+            jacobians["bias"] = Dense(self.bias(grad, left))
         return jacobians
 
 
@@ -121,7 +174,7 @@ class DefaultRule(Rule):
 
     checks_outputs = True
 
-    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:  # noqa: D102
+    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         rows = self.rows(use)
         leaves, spec = tree_flatten((use.args, use.kwargs))
         batched = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows]

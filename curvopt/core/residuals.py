@@ -1,0 +1,247 @@
+r"""Curvature that nonlinear operations add to the Gauss-Newton matrix.
+
+The Hessian of ``L(f(w))`` is ``J^T (\nabla^2 L) J`` plus, for every nonlinear operation ``b = h(a)`` of the network, the
+residual ``J_a^T R J_a`` with ``R = \nabla_a^2 (g^T h(a))`` and g the gradient at b. Operations are read off the autograd
+graph, so functional code counts. R is local: it is evaluated by differentiating the operation's own backward, and
+travels on as columns ``u`` with weights: ``R = sum_v w_v u_v u_v^T``, sample by sample.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from curvopt.core.uses import listeners
+
+Modify = Literal["clip", "abs"] | None
+
+# Names of autograd nodes. Linear or piecewise linear in all of their inputs together:
+LINEAR = frozenset(
+    """Abs Add Alias Amax Amin AsStrided Cat ChannelShuffle Clamp ClampMax ClampMin Clone ConstantPadNd Contiguous
+    Cumsum Diagonal Embedding Expand FFTC2C FFTC2R FFTR2C Flip Fold Gather Hardtanh Im2Col Col2Im Index IndexPut
+    IndexSelect LeakyRelu LogicalNot MaskedFill MaskedSelect Max Maximum Mean Median Min Minimum Narrow NativeDropout
+    Neg PadSequence Permute PixelShuffle PixelUnshuffle Real Imag ViewAsComplex ViewAsReal Conj ConjPhysical ReflectionPad1D
+    ReflectionPad2D ReflectionPad3D Relu Relu6 Repeat RepeatInterleave ReplicationPad1D ReplicationPad2D
+    ReplicationPad3D ReshapeAlias Roll Rot90 Rsub Scatter ScatterAdd Select SelectScatter Slice SliceScatter Sort Split
+    SplitWithSizes Squeeze Stack Sub Sum Swapaxes T Threshold ToCopy ToDtype Topk Trace Transpose Tril Triu Unbind Unfold
+    UnsafeSplit UnsafeView Unsqueeze UnsqueezeNested UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D
+    UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D View Where
+    AdaptiveAvgPool1D AdaptiveAvgPool2D AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D AvgPool1D AvgPool2D AvgPool3D
+    AdaptiveMaxPool2D AdaptiveMaxPool3D MaxPool2D MaxPool2DWithIndices MaxPool3D MaxPool3DWithIndices
+    MaxUnpool2D MaxUnpool3D Prelu RreluWithNoise FractionalMaxPool2D FractionalMaxPool3D
+    NativeBatchNorm CudnnBatchNorm MiopenBatchNorm""".upper().split()
+)
+# Linear in each input by itself: nothing is added while only one of them depends on parameters upstream.
+MULTILINEAR = frozenset(
+    """Addbmm Addcmul Addmm Addmv Addr Baddbmm Bilinear Bmm Convolution ConvolutionOverrideable CudnnConvolution Dot
+    Mkldnnconvolution MkldnnConvolution Mm Mul Mv SlowConv2D Trilinear Lerp""".upper().split()
+)
+# Functions of single entries: the residual is diagonal.
+ELEMENTWISE = frozenset(
+    """Celu Cos Cosh Elu Erf Erfc Exp Exp2 Expm1 Gelu Hardsigmoid Hardswish Log Log10 Log1P Log2 LogSigmoid
+    Logit Mish Pow Reciprocal Rsqrt Sigmoid Silu Sin Sinc Sinh Softplus Softshrink Hardshrink Sqrt Square Tan Tanh
+    Atan Asin Acos Asinh Acosh Atanh Digamma Lgamma""".upper().split()
+)
+
+
+def operation(node: Node) -> str:
+    """Upper-case name of the operation a node differentiates, e.g. ``TANH``."""
+    return re.sub(r"BACKWARD\d*$", "", node.name().upper().rsplit("::", 1)[-1])
+
+
+class Residual(NamedTuple):
+    """A nonlinear operation: its node, the edges of its inputs that depend on parameters, and whether R is diagonal."""
+
+    node: Node
+    outputs: list[int]
+    inputs: list[GradientEdge]
+    diagonal: bool
+
+
+class Columns(NamedTuple):
+    """Columns at several edges together, ``[v, *shape]`` each, with their weights ``[v, N]``."""
+
+    edges: list[GradientEdge]
+    vectors: list[Tensor]
+    weights: Tensor
+
+
+def nonlinear_operations(root: Node, uses: set[Node]) -> list[Residual]:
+    """The operations between ``root`` and the outputs of uses that add a residual.
+
+    Args:
+        root: node of the network's output.
+        uses: nodes of the outputs of all uses.
+    """
+    order: list[Node] = []  # inputs before what they feed
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False)]
+    reached: dict[Node, set[int]] = {root: {0}}
+    while stack:
+        node, inputs_done = stack.pop()
+        if inputs_done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            for following, nr in node.next_functions:
+                if following is not None:
+                    reached.setdefault(following, set()).add(nr)
+                    stack.append((following, False))
+    dependent: set[Node] = set()
+    found: list[Residual] = []
+    for node in order:
+        inputs = {(f, nr): GradientEdge(f, nr) for f, nr in node.next_functions if f is not None and f in dependent}
+        links = sum(1 for f, _ in node.next_functions if f is not None and f in dependent)
+        if inputs or node in uses:
+            dependent.add(node)
+        name = operation(node)
+        if not inputs or name in LINEAR or (name in MULTILINEAR and links == 1):
+            continue
+        if name == "DIV" and links == 1 and node.next_functions[0][0] in dependent:
+            continue  # linear in the numerator
+        diagonal = links == 1 and (name in ELEMENTWISE or name == "DIV")
+        found.append(Residual(node, sorted(reached[node]), list(inputs.values()), diagonal))
+    return found
+
+
+def pull(
+    outputs: Sequence[GradientEdge | Tensor],
+    inputs: Sequence[GradientEdge | Tensor],
+    vectors: Sequence[Tensor],
+) -> list[Tensor | None]:
+    """Pull vectors ``[v, *output]`` back to the inputs, ``[v, *input]`` each; ``None`` where nothing arrives.
+
+    Builds a graph of its own exactly if gradients are enabled, and leaves the network's graph alive.
+    """
+
+    def grad(vectors: list[Tensor], batched: bool) -> tuple[Tensor | None, ...]:
+        listeners.append(None)  # the hooks on the way are not meant
+        try:
+            return torch.autograd.grad(
+                list(outputs),
+                list(inputs),
+                vectors,
+                retain_graph=True,
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
+                is_grads_batched=batched,
+            )
+        finally:
+            listeners.pop()
+
+    V = vectors[0].shape[0]
+    if V > 1:
+        try:
+            return list(grad(list(vectors), batched=True))
+        except RuntimeError:
+            pass  # an operation that vmap cannot enter (a custom autograd.Function): one by one
+    columns = [grad([vector[v] for vector in vectors], batched=False) for v in range(V)]
+    return [None if column[0] is None else torch.stack(column) for column in zip(*columns, strict=True)]  # type: ignore[arg-type]
+
+
+@contextmanager
+def cut(nodes: Sequence[Node | None]) -> Iterator[None]:
+    """Gradients are captured at the outputs of ``nodes`` and go no further."""
+    handles = [node.register_prehook(_zeros) for node in set(nodes) if node is not None]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _zeros(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
+
+
+def residual_columns(residual: Residual, grads: list[Tensor], N: int, size: int, modify: Modify) -> Iterator[Columns]:
+    """Weighted columns of one operation's residual, at most ``size`` at a time.
+
+    Args:
+        residual: the operation.
+        grads: gradients of the loss at its outputs.
+        N: number of samples; entries of the inputs belong to samples in equal contiguous shares.
+        size: columns at a time.
+        modify: replace R by its positive part (``"clip"``) or absolute value (``"abs"``), else leave it.
+    """
+    # stay within the operation: an input may depend on another, and the gradient (under create_graph) on all of them
+    borders = [edge.node for edge in residual.inputs] + [grad.grad_fn for grad in grads]
+    with torch.enable_grad(), cut(borders):
+        # the operation's own backward at a fixed gradient, as a function of the operation's inputs
+        outputs = [GradientEdge(residual.node, nr) for nr in residual.outputs]
+        pulled = pull(outputs, residual.inputs, [grad.unsqueeze(0) for grad in grads])
+        found = [(e, p[0]) for e, p in zip(residual.inputs, pulled, strict=True) if p is not None and p.requires_grad]
+    if not found:
+        return
+    edges, values = [edge for edge, _ in found], [value for _, value in found]
+    shapes = [value.shape for value in values]
+
+    def apply(vectors: list[Tensor]) -> list[Tensor]:
+        with cut(borders):
+            result = pull(values, edges, vectors)
+        return [torch.zeros_like(v) if r is None else r for r, v in zip(result, vectors, strict=True)]
+
+    dims = [shape.numel() // N for shape in shapes]
+    if residual.diagonal:
+        diagonal = apply([torch.ones_like(values[0]).unsqueeze(0)])[0].reshape(N, dims[0])
+        if modify is not None:
+            diagonal = diagonal.clamp(min=0) if modify == "clip" else diagonal.abs()
+        active = (diagonal != 0).any(0).nonzero()[:, 0]
+        for indices in active.split(size):
+            units = unit_vectors(indices, dims[0], N, diagonal).reshape(-1, *shapes[0])
+            yield Columns(edges, [units], diagonal[:, indices].T)
+        return
+
+    total = sum(dims)
+    if modify is not None:
+        R = torch.cat([_rows(apply, i, dims, shapes, N, values[0]) for i in torch.arange(total).split(size)], 1)
+        eigenvalues, eigenvectors = torch.linalg.eigh((R + R.mT) / 2)
+        weights = eigenvalues.clamp(min=0) if modify == "clip" else eigenvalues.abs()
+        for indices in torch.arange(total, device=R.device).split(size):
+            flat = eigenvectors[:, :, indices].permute(2, 0, 1).split(dims, 2)
+            vectors = [u.reshape(-1, *shape) for u, shape in zip(flat, shapes, strict=True)]
+            yield Columns(edges, vectors, weights[:, indices].T)
+        return
+    for indices in torch.arange(total, device=values[0].device).split(max(1, size // 2)):
+        units = unit_vectors(indices, total, N, values[0])
+        both, weights = polarize(units, _rows(apply, indices, dims, shapes, N, values[0]).transpose(0, 1))
+        vectors = [u.reshape(-1, *shape) for u, shape in zip(both.split(dims, 2), shapes, strict=True)]
+        yield Columns(edges, vectors, weights)
+
+
+def polarize(units: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns ``[2 v, N, D]`` and weights ``[2 v, N]`` of ``sum_v (e (Re)^T + (Re) e^T) / 2`` (R itself, over all units).
+
+    Args:
+        units: unit vectors e, ``[v, N, D]``.
+        images: their products Re with a symmetric matrix of each sample.
+    """
+    # (e + Re)(e + Re)^T - (e - Re)(e - Re)^T = 2 (e (Re)^T + (Re) e^T), with e and Re brought to one length first
+    length = images.detach().square().sum(2, keepdim=True).sqrt()
+    root = length.sqrt()
+    images = torch.where(length > 0, images / root.clamp(min=torch.finfo(images.dtype).tiny), 0)
+    both = torch.cat([units * root + images, units * root - images])
+    weights = both.new_tensor([0.25, -0.25]).repeat_interleave(len(units)).unsqueeze(1).expand(-1, both.shape[1])
+    return both, weights
+
+
+def unit_vectors(indices: Tensor, dim: int, N: int, like: Tensor) -> Tensor:
+    """Unit vectors ``[v, N, dim]``, the same for all samples."""
+    units = torch.zeros(len(indices), dim, dtype=like.dtype, device=like.device)
+    units[torch.arange(len(indices)), indices] = 1
+    return units.unsqueeze(1).expand(-1, N, -1)
+
+
+def _rows(apply, indices: Tensor, dims: list[int], shapes: list[torch.Size], N: int, like: Tensor) -> Tensor:
+    """Rows ``R e_i`` of the joint residual of all inputs, ``[N, v, sum(dims)]``."""
+    units = unit_vectors(indices.to(like.device), sum(dims), N, like).split(dims, 2)
+    vectors = [u.reshape(-1, *shape) for u, shape in zip(units, shapes, strict=True)]
+    image = apply(vectors)
+    return torch.cat([r.reshape(len(indices), N, d) for r, d in zip(image, dims, strict=True)], 2).transpose(0, 1)

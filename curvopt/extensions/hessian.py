@@ -1,0 +1,25 @@
+"""Quantities of the Hessian's blocks: the GGN and what nonlinear operations of the network add to it.
+
+For networks that are piecewise linear in every layer (ReLU, max-pooling) nothing is added and the blocks of Hessian and
+GGN are equal. Every smooth activation adds columns of its own, one for each of its units, which makes these quantities
+expensive in wide networks.
+"""
+
+from __future__ import annotations
+
+from curvopt.core.sweep import Hessian
+from curvopt.extensions.secondorder import BatchDiagonal, Diagonal
+
+
+class DiagHessian(Diagonal):
+    """Diagonal of the Hessian ``diag_h``, like the parameter."""
+
+    field = "diag_h"
+    columns = Hessian()
+
+
+class BatchDiagHessian(BatchDiagonal):
+    """Each sample's share of the Hessian's diagonal ``diag_h_batch``, ``[N, *p]``; sums to `DiagHessian`."""
+
+    field = "diag_h_batch"
+    columns = Hessian()
