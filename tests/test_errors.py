@@ -1,0 +1,361 @@
+"""What cannot be answered rightly is refused, with where, what and the remedy, and without a trace."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import Positions, Problem, mlp
+from torch import Tensor, nn
+
+from curvopt import backpack, disable, extend
+from curvopt.errors import CurvoptError
+from curvopt.extensions import (
+    KFAC,
+    KFLR,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagGGNMC,
+    Extension,
+    SumGradSquared,
+    Variance,
+)
+
+FIRST_ORDER: list[type[Extension]] = [BatchGrad, BatchL2Grad, SumGradSquared, Variance]
+EXACT: list[type[Extension]] = [DiagGGNExact, KFLR]
+SAMPLED: list[type[Extension]] = [DiagGGNMC, KFAC]
+EVERY = [*FIRST_ORDER, *EXACT, *SAMPLED]
+
+every_extension = pytest.mark.parametrize("extension", EVERY, ids=lambda extension: extension.__name__)
+second_order = pytest.mark.parametrize("extension", [*EXACT, *SAMPLED], ids=lambda extension: extension.__name__)
+# the root of the graph is known to the first way only
+backward = pytest.mark.parametrize("backward", [Tensor.backward, torch.autograd.backward], ids=["method", "function"])
+
+
+def problem(model: nn.Module | None = None, extend_loss: bool = True) -> Problem:
+    """A classifier, extended, on four samples."""
+    model = mlp(4, 5, 3) if model is None else model
+    model = extend(model.double())
+    x, y = torch.randn(4, 4).double(), torch.randint(3, (4,))
+    lossfunc = nn.CrossEntropyLoss()
+    return Problem(model, x, y, extend(lossfunc) if extend_loss else lossfunc)
+
+
+@contextmanager
+def refused(
+    model: nn.Module, *parts: str, error: type[Exception] = CurvoptError, midway: bool = False
+) -> Iterator[None]:
+    """What happens inside raises with all ``parts`` in the message; fields and ``.grad`` stay as they were before.
+
+    They are first given contents that a half-finished backward would replace. What only shows ``midway``, after later
+    layers had their gradients, may cost them their old fields but gives them no new ones.
+    """
+    parameters = list(model.parameters())
+    for p in parameters[1:]:
+        p.grad = torch.randn_like(p)
+        for extension in EVERY:
+            setattr(p, extension.field, torch.randn(1))
+    before = [dict(vars(p)) for p in parameters]
+    gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
+    with pytest.raises(error) as caught:
+        yield
+    for part in parts:
+        assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
+    for p, fields, gradient in zip(parameters, before, gradients, strict=True):
+        left = vars(p)
+        assert left.items() <= fields.items() if midway else left == fields
+        if not midway:
+            assert (p.grad is None) == (gradient is None)
+            assert gradient is None or torch.equal(p.grad, gradient)
+
+
+def works(problem: Problem) -> None:
+    """The problem can be differentiated with fields after all."""
+    with backpack(BatchGrad(), DiagGGNMC()):
+        problem.loss().backward()
+    for p in problem.trainable().values():
+        assert p.grad_batch.shape == (len(problem.x), *p.shape) and p.diag_ggn_mc.shape == p.shape
+
+
+# --------------------------------------------------------------------------------------------------- arguments
+
+
+@every_extension
+def test_a_class_is_no_extension(extension: type[Extension]):
+    name = extension.__name__
+    with pytest.raises(TypeError, match=rf"class {name}; .* {name}\(\)"):
+        backpack(extension)
+
+
+@pytest.mark.parametrize("thing", [None, "KFAC", 1, nn.Linear(1, 1), len, object], ids=str)
+def test_other_things_are_no_extensions(thing: object):
+    with pytest.raises(TypeError, match=re.escape(repr(thing))):
+        backpack(BatchGrad(), thing)
+
+
+def test_a_refused_argument_leaves_the_outer_context_alone():
+    it = problem()
+    with backpack(BatchGrad()):
+        with pytest.raises(TypeError), backpack(KFAC):
+            pass
+        it.loss().backward()
+    assert hasattr(it.model[0].weight, "grad_batch")
+
+
+def test_two_extensions_for_one_field_are_refused():
+    with pytest.raises(ValueError, match="diag_ggn_mc"):
+        backpack(DiagGGNMC(mc_samples=1), DiagGGNMC(mc_samples=2))
+
+
+@pytest.mark.parametrize("extension", SAMPLED, ids=lambda extension: extension.__name__)
+@pytest.mark.parametrize("samples", [0, -1, 1.5, None])
+def test_number_of_samples_is_a_positive_integer(extension: type[Extension], samples: object):
+    with pytest.raises((ValueError, TypeError), match=f"mc_samples.*{samples}"):
+        extension(mc_samples=samples)
+
+
+@pytest.mark.parametrize("thing", [None, torch.zeros(1), lambda x: x, nn.Linear])
+def test_only_modules_are_extended(thing: object):
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        extend(thing)
+
+
+# ----------------------------------------------------------------------------------------------------- the loss
+
+
+@second_order
+@backward
+def test_second_order_without_an_extended_loss(extension: type[Extension], backward: Callable):
+    it = problem(extend_loss=False)
+    loss = it.loss()
+    with refused(it.model, extension.field, "extend(", "Loss"), backpack(extension()):
+        backward(loss)
+    extend(it.lossfunc)
+    works(it)
+
+
+@second_order
+@backward
+def test_second_order_of_a_functional_loss(extension: type[Extension], backward: Callable):
+    it = problem()
+    loss = F.cross_entropy(it.model(it.x), it.y)
+    with refused(it.model, extension.field, "extend("), backpack(extension()):
+        backward(loss)
+    works(it)
+
+
+@second_order
+@pytest.mark.parametrize("reduce", [torch.sum, torch.mean, lambda losses: (losses * torch.arange(4)).sum()])
+def test_second_order_of_a_loss_that_is_reduced_outside(extension: type[Extension], reduce: Callable):
+    it = problem()
+    it.lossfunc = extend(nn.CrossEntropyLoss(reduction="none"))
+    loss = reduce(it.loss())
+    with refused(it.model, "CrossEntropyLoss", "reduction='none'", "'mean'", "'sum'"), backpack(extension()):
+        loss.backward()
+    it.lossfunc = extend(nn.CrossEntropyLoss())
+    works(it)
+
+
+@every_extension
+def test_a_vector_is_no_loss(extension: type[Extension]):
+    it = problem()
+    it.lossfunc = extend(nn.CrossEntropyLoss(reduction="none"))
+    loss = it.loss()
+    with refused(it.model, error=RuntimeError), backpack(extension()):
+        loss.backward()
+    it.lossfunc = extend(nn.CrossEntropyLoss())
+    works(it)
+
+
+@second_order
+def test_second_order_of_a_loss_that_nobody_knows(extension: type[Extension]):
+    it = problem()
+    it.lossfunc = extend(nn.MultiMarginLoss())
+    loss = it.loss()
+    with refused(it.model, "MultiMarginLoss", "CrossEntropyLoss", "register"), backpack(extension()):
+        loss.backward()
+
+
+@second_order
+@backward
+def test_second_order_of_a_maximised_loss(extension: type[Extension], backward: Callable):
+    it = problem()
+    loss = -3 * it.loss()
+    with refused(it.model, extension.field, "-3"), backpack(extension()):
+        backward(loss)
+    works(it)
+
+
+def test_first_order_needs_no_extended_loss():
+    it = problem(extend_loss=False)
+    with backpack(*(extension() for extension in FIRST_ORDER)):
+        (-F.cross_entropy(it.model(it.x), it.y)).backward()
+    assert all(hasattr(p, extension.field) for p in it.model.parameters() for extension in FIRST_ORDER)
+
+
+# ---------------------------------------------------------------------------------------------------- the model
+
+
+class Block(nn.Module):
+    """A batch norm inside of a submodule, to be named by its path."""
+
+    def __init__(self, norm: nn.Module | None = None):
+        super().__init__()
+        self.into = nn.Linear(4, 5)
+        self.body = nn.Sequential(nn.ReLU(), nn.BatchNorm1d(5) if norm is None else norm)
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.body(self.into(x)))
+
+
+@pytest.mark.parametrize("extension", [*FIRST_ORDER, *EXACT], ids=lambda extension: extension.__name__)
+@pytest.mark.parametrize("affine", [True, False])
+@backward
+def test_train_mode_batch_norm_mixes_samples(extension: type[Extension], affine: bool, backward: Callable):
+    """The extended loss is where the graph is seen when ``loss.backward`` is not the way in."""
+    it = problem(Block(nn.BatchNorm1d(5, affine=affine)))
+    loss = it.loss()
+    path = ["body.1"] if affine else []
+    with refused(it.model, *path, "BatchNorm", extension.field, "model.eval()"), backpack(extension()):
+        backward(loss)
+    it.model.eval()
+    works(it)
+
+
+@every_extension
+def test_a_model_that_is_not_extended(extension: type[Extension]):
+    it = problem(extend_loss=False)
+    it.model = mlp(4, 5, 3).double()
+    loss = it.loss()
+    with refused(it.model, extension.field, "extend("), backpack(extension()):
+        loss.backward()
+
+
+@every_extension
+@backward
+def test_a_model_that_is_not_extended_with_a_loss_that_is(extension: type[Extension], backward: Callable):
+    it = problem()
+    it.model = mlp(4, 5, 3).double()
+    loss = it.loss()
+    with refused(it.model, extension.field, "extend("), backpack(extension()):
+        backward(loss)
+
+
+def test_a_forward_that_was_disabled():
+    it = problem()
+    with disable():
+        loss = it.loss()
+    with refused(it.model, "grad_batch", "disable"), backpack(BatchGrad()):
+        loss.backward()
+    works(it)
+
+
+class Outside(nn.Module):
+    """Uses the weight of ``block.layer`` beside calling it."""
+
+    def __init__(self, use: Callable[[nn.Linear, Tensor], Tensor]):
+        super().__init__()
+        self.block = nn.ModuleDict({"layer": nn.Linear(4, 4)})
+        self.out = nn.Linear(4, 3)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.block["layer"]
+        return self.out(torch.tanh(layer(x)) + self.use(layer, x))
+
+
+OUTSIDE: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "linear": lambda layer, x: F.linear(x, layer.weight),
+    "matmul": lambda layer, x: x @ layer.weight,
+    "before the module": lambda layer, x: layer(x @ layer.weight),
+    "transposed": lambda layer, x: F.linear(torch.tanh(layer(x)), layer.weight.T),
+    "elementwise": lambda layer, x: x * layer.weight.mean(),
+    "functional_call": lambda layer, x: torch.func.functional_call(layer, {"weight": 2 * layer.weight}, (x,)),
+}
+
+
+@pytest.mark.parametrize("use", OUTSIDE)
+@every_extension
+def test_a_parameter_that_is_used_outside_of_its_module(extension: type[Extension], use: str):
+    it = problem(Outside(OUTSIDE[use]))
+    loss = it.loss()
+    with refused(it.model, "block.layer", "weight", extension.field), backpack(extension()):
+        loss.backward()
+    it.model.use = lambda layer, x: x
+    works(it)
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, KFLR], ids=lambda extension: extension.__name__)
+def test_a_weight_that_two_different_modules_share_is_summed_or_refused(extension: type[Extension]):
+    """Never only one of the two uses."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    model[2].weight = model[0].weight
+    it = problem(model)
+    with backpack(extension()):
+        it.loss().backward()
+    p = model[0].weight
+    if extension is BatchGrad:
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+    else:  # A is the mean over both uses
+        h = torch.tanh(model[0](it.x)).detach()
+        torch.testing.assert_close(p.kflr[1], (it.x.T @ it.x + h.T @ h) / 8)
+
+
+@every_extension
+def test_an_argument_without_a_batch_axis_that_is_as_long_as_the_batch(extension: type[Extension]):
+    """A module without a rule cannot tell four positions from four samples: its answer is checked, not trusted."""
+    it = problem(Positions(4))
+    it.x = torch.randn(4, 4, 4).double()
+    it.y = torch.randn(4, 4, 2).double()
+    it.lossfunc = extend(nn.MSELoss())
+    loss = it.loss()
+    with refused(it.model, "shifted (Shifted)", "batch axis", midway=True), backpack(extension()):
+        loss.backward()
+    it.x, it.y = it.x[:3], it.y[:3]
+    works(it)
+
+
+class CentersItsBatch(nn.Module):
+    """Mixes samples without a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) * self.scale
+
+
+@pytest.mark.parametrize("extension", [*FIRST_ORDER, *EXACT], ids=lambda extension: extension.__name__)
+def test_a_module_without_a_rule_that_mixes_samples(extension: type[Extension]):
+    it = problem(Block(CentersItsBatch()))
+    loss = it.loss()
+    with refused(it.model, "body.1 (CentersItsBatch)", midway=True), backpack(extension()):
+        loss.backward()
+
+
+class DropsInside(nn.Module):
+    """Draws random numbers in a forward that owns parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x * self.scale, 0.5, self.training)
+
+
+@every_extension
+def test_a_module_without_a_rule_that_draws_random_numbers(extension: type[Extension]):
+    it = problem(Block(DropsInside()))
+    loss = it.loss()
+    with refused(it.model, "body.1 (DropsInside)", "random", "model.eval()", midway=True), backpack(extension()):
+        loss.backward()
+    it.model.eval()
+    works(it)

@@ -1,0 +1,224 @@
+"""Fields computed under ``create_graph=True`` can be differentiated, and equal functional definitions then too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import Mixer, Residual, channels_first, mlp
+from torch import Tensor, einsum, nn
+from torch.func import functional_call, grad, hessian, jacrev, vmap
+from torch.testing import assert_close
+
+from curvopt import backpack, extend
+from curvopt.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, Extension, SumGradSquared, Variance
+
+Params = dict[str, Tensor]
+
+
+def weighted_sum(fields: list[Tensor]) -> Tensor:
+    """A scalar that depends on every entry in another way, so that permuted entries show."""
+    return sum((field.flatten() * torch.linspace(1, 2, field.numel(), dtype=field.dtype)).sum() for field in fields)
+
+
+def by_grad(loss: Tensor, parameters: list[nn.Parameter]) -> None:
+    torch.autograd.grad(loss, parameters, create_graph=True)
+
+
+def by_backward(loss: Tensor, parameters: list[nn.Parameter]) -> None:
+    loss.backward(create_graph=True)
+    for p in parameters:
+        p.grad = None
+
+
+class Setting:
+    """A model whose loss is a mean over samples that do not share a normalizer."""
+
+    def __init__(self, model: nn.Module, x: Tensor, y: Tensor, lossfunc: nn.Module):
+        self.x, self.y, self.N = x, y, len(x)
+        self.plain_model, self.plain_lossfunc = copy.deepcopy(model), copy.deepcopy(lossfunc)
+        self.model, self.lossfunc = extend(model), extend(lossfunc)
+
+    def gradient_of(
+        self, extension: Extension, fields: Callable[[nn.Parameter], list[Tensor]], differentiate: Callable = by_grad
+    ) -> list[Tensor]:
+        """Gradient of the weighted sum of a field of all parameters, through the graph of the backward that set it."""
+        parameters = list(self.model.parameters())
+        with backpack(extension):
+            differentiate(self.lossfunc(self.model(self.x), self.y), parameters)
+        total = weighted_sum([field for p in parameters for field in fields(p)])
+        return list(torch.autograd.grad(total, parameters, allow_unused=True, materialize_grads=True))
+
+    def check(self, actual: list[Tensor], definition: Callable[[Params], list[Tensor]]) -> None:
+        """Compare with the gradient of the weighted sum of what a function of the parameters returns."""
+        at = dict(self.plain_model.named_parameters())
+        total = weighted_sum(definition(at))
+        expected = torch.autograd.grad(total, list(at.values()), allow_unused=True, materialize_grads=True)
+        assert any(gradient.any() for gradient in expected)
+        for name, a, b in zip(at, actual, expected, strict=True):
+            assert_close(
+                a, b, rtol=1e-7, atol=1e-9 * float(b.abs().max()) + 1e-14, msg=lambda t, name=name: f"{name}: {t}"
+            )
+
+    # definitions, as functions of the parameters
+
+    def output(self, params: Params, x: Tensor) -> Tensor:
+        """The model's output for one sample."""
+        return functional_call(self.plain_model, params, (x[None],))[0]
+
+    def loss_of_output(self, z: Tensor, y: Tensor) -> Tensor:
+        """One sample's term of the loss."""
+        return self.plain_lossfunc(z[None], y[None]) / self.N
+
+    def individual_gradients(self, params: Params) -> Params:
+        """``[N, *p]``."""
+        loss = lambda params, x, y: self.loss_of_output(self.output(params, x), y)  # noqa: E731
+        return vmap(grad(loss), (None, 0, 0))(params, self.x, self.y)
+
+    def gauss_newton_blocks(self, params: Params) -> Params:
+        """``[P, P]``."""
+
+        def blocks(x: Tensor, y: Tensor) -> Params:
+            z = self.output(params, x)
+            H = hessian(self.loss_of_output)(z, y).reshape(z.numel(), z.numel())
+            jacobians = jacrev(lambda params: self.output(params, x).flatten())(params)
+            flat = {name: J.reshape(z.numel(), -1) for name, J in jacobians.items()}
+            return {name: einsum("cp,cd,dq->pq", J, H, J) for name, J in flat.items()}
+
+        return {name: block.sum(0) for name, block in vmap(blocks)(self.x, self.y).items()}
+
+
+# ----------------------------------------------------------------------------------------- quantities of first order
+
+
+def check_variance(setting: Setting, differentiate: Callable = by_grad) -> None:
+    actual = setting.gradient_of(Variance(), lambda p: [p.variance], differentiate)
+    setting.check(
+        actual, lambda params: [g.var(0, unbiased=False) for g in setting.individual_gradients(params).values()]
+    )
+
+
+by_differentiation = pytest.mark.parametrize("differentiate", [by_grad, by_backward])
+
+
+@by_differentiation
+def test_gradient_of_variance_of_a_linear_model(differentiate: Callable):
+    x, y = torch.randn(6, 5).double(), torch.randn(6, 3).double()
+    check_variance(Setting(nn.Linear(5, 3).double(), x, y, nn.MSELoss()), differentiate)
+
+
+@by_differentiation
+def test_gradient_of_variance_of_a_linear_model_on_mnist(mnist: tuple[Tensor, Tensor], differentiate: Callable):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).double()
+    check_variance(Setting(model, *mnist, nn.CrossEntropyLoss()), differentiate)
+
+
+@by_differentiation
+def test_gradient_of_variance_of_a_small_cnn_on_mnist(mnist: tuple[Tensor, Tensor], differentiate: Callable):
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 5, stride=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(144, 10),
+    )
+    check_variance(Setting(model.double(), *mnist, nn.CrossEntropyLoss()), differentiate)
+
+
+FIRST_ORDER: dict[type[Extension], Callable[[Tensor], Tensor]] = {
+    BatchGrad: lambda g: g,
+    BatchL2Grad: lambda g: g.reshape(len(g), -1).square().sum(1),
+    SumGradSquared: lambda g: g.square().sum(0),
+    Variance: lambda g: g.var(0, unbiased=False),
+}
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: mlp(4, 5, 3), (4, 4)),
+    "residual": (Residual, (4, 4)),
+    "tokens, Gram matrices": (
+        lambda: nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 3), nn.Flatten()),
+        (3, 2, 9),
+    ),
+    "without a rule": (lambda: nn.Sequential(nn.Linear(4, 3), Mixer(2, 3), nn.Flatten()), (3, 2, 4)),
+    "convolution": (lambda: nn.Sequential(nn.Conv2d(2, 4, 2, groups=2), nn.Sigmoid(), nn.Flatten()), (3, 2, 3, 3)),
+}
+by_model = pytest.mark.parametrize("name", MODELS)
+
+
+def setting_of(name: str) -> Setting:
+    make_model, shape = MODELS[name]
+    model = make_model().double()
+    x = torch.randn(*shape, dtype=torch.float64)
+    outputs = model(x).shape[1]
+    return Setting(model, x, torch.randint(outputs, shape[:1]), nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("extension", FIRST_ORDER, ids=lambda extension: extension.__name__)
+@by_model
+def test_gradient_of_a_first_order_quantity(name: str, extension: type[Extension]):
+    setting = setting_of(name)
+    actual = setting.gradient_of(extension(), lambda p: [getattr(p, extension.field)])
+    setting.check(
+        actual, lambda params: [FIRST_ORDER[extension](g) for g in setting.individual_gradients(params).values()]
+    )
+
+
+# ------------------------------------------------------------------------------------------------ curvature
+
+
+@by_model
+def test_gradient_of_the_gauss_newton_diagonal(name: str):
+    setting = setting_of(name)
+    actual = setting.gradient_of(DiagGGNExact(), lambda p: [p.diag_ggn_exact])
+    setting.check(actual, lambda params: [block.diagonal() for block in setting.gauss_newton_blocks(params).values()])
+
+
+@pytest.mark.parametrize("extra_dims", [False, True])
+def test_gradient_of_the_diagonal_for_every_loss(extra_dims: bool):
+    """The root of the loss Hessian depends on the parameters, too."""
+    for lossfunc in [nn.MSELoss(), nn.CrossEntropyLoss(label_smoothing=0.1), nn.BCEWithLogitsLoss()]:
+        model = nn.Sequential(mlp(4, 5, 3), *([nn.Identity()] if not extra_dims else [ChannelsFirst()])).double()
+        x = torch.randn(3, 2, 4).double() if extra_dims else torch.randn(3, 4).double()
+        z = model(x).detach()
+        y = torch.randint(3, (3, *z.shape[2:])) if isinstance(lossfunc, nn.CrossEntropyLoss) else torch.rand_like(z)
+        setting = Setting(model, x, y, lossfunc)
+        actual = setting.gradient_of(DiagGGNExact(), lambda p: [p.diag_ggn_exact])
+        setting.check(
+            actual, lambda params, s=setting: [block.diagonal() for block in s.gauss_newton_blocks(params).values()]
+        )
+
+
+class ChannelsFirst(nn.Module):
+    """Classes to dimension 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return channels_first(x)
+
+
+def test_gradient_of_kronecker_factors_of_an_mlp():
+    """With one position per sample the factor B of a weight is the dense block of the bias beside it."""
+    setting = setting_of("mlp")
+
+    def factors(params: Params) -> list[Tensor]:
+        blocks = setting.gauss_newton_blocks(params)
+        model = setting.plain_model
+        inputs = {"0": setting.x, "2": model[1](nn.functional.linear(setting.x, params["0.weight"], params["0.bias"]))}
+        return [
+            factor
+            for layer, h in inputs.items()
+            for factor in [blocks[f"{layer}.bias"], h.T @ h / setting.N, blocks[f"{layer}.bias"]]
+        ]
+
+    setting.check(setting.gradient_of(KFLR(), lambda p: p.kflr), factors)
+
+
+@by_model
+def test_gradient_of_dense_factors(name: str):
+    setting = setting_of(name)
+    dense = {p for module in setting.model.modules() for p in module.parameters(recurse=False) if p.dim() < 2}
+    names = [name for name, p in setting.model.named_parameters() if p in dense]
+    actual = setting.gradient_of(KFLR(), lambda p: p.kflr if p in dense else [])
+    setting.check(actual, lambda params: [setting.gauss_newton_blocks(params)[name] for name in names])
