@@ -224,7 +224,7 @@ def _eigh_inverse(matrix: Tensor, shift: float) -> Tensor | None:
         return None
     try:
         values, vectors = torch.linalg.eigh(matrix.double())
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         return None
     values = values.clamp(min=0) + shift
     # cut off at the precision that the factor was computed in, not at that of this decomposition

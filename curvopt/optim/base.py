@@ -42,6 +42,14 @@ def kl_clip_factor(quadratic: Tensor, kl_clip: float | None) -> Tensor:
     return (kl_clip / quadratic.clamp(min=torch.finfo(quadratic.dtype).tiny)).sqrt().clamp(max=1)
 
 
+def pop_field(param: Tensor, field: str) -> Any:
+    """Take a quantity off a parameter; ``None`` if there is none."""
+    value = getattr(param, field, None)
+    if value is not None:
+        delattr(param, field)
+    return value
+
+
 class CurvatureOptimizer(torch.optim.Optimizer):
     """Preconditions gradients by damped curvature, then takes the step of the torch optimizer it is mixed into.
 
@@ -91,7 +99,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._metrics: dict[str, float | Tensor] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group; ``damping`` and ``ema`` may be set per group."""
+        """Add a param group, before or during training; ``damping`` and ``ema`` may be set per group."""
         for name, value in self._group_defaults.items():
             param_group.setdefault(name, value)
         if not param_group["damping"] >= 0:
@@ -99,6 +107,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if not 0 <= param_group["ema"] < 1:
             raise ValueError(f"ema must be in [0, 1), got {param_group['ema']}")
         super().add_param_group(param_group)
+        self._progress["next_refresh"] = self._progress["step"]  # new parameters do not wait for the interval
 
     # --- collecting curvature -----------------------------------------------------------------------------------
 
@@ -227,7 +236,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         for param in rejected:
             logger.warning("%s: new curvature is not finite and was dropped", self._names()[param])
 
-        known = any(self.state[param].get("factors") for param in grads if param in self.state)
+        known = any("factors" in state for state in self.state.values())
         if not known and all(param in rejected for param in pending):
             reason = "all curvature so far was not finite" if rejected else "no curvature was computed so far"
             raise CurvoptError(
@@ -334,7 +343,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             for group, decay in zip(self.param_groups, decays, strict=True):
                 decayed = [param for param in group["params"] if param in grads]
                 if decay != 0 and decayed:
-                    torch._foreach_mul_(decayed, 1 - group["lr"] * decay)
+                    torch._foreach_mul_(decayed, 1 - group["lr"] * decay)  # pyright: ignore[reportPrivateImportUsage]
                 group["weight_decay"] = 0
             for param, update in step.items():
                 param.grad = update

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from curvopt.extensions import DiagGGNExact, DiagGGNMC
-from curvopt.optim.base import CurvatureOptimizer
+from curvopt.optim.base import CurvatureOptimizer, pop_field
 
 
 class DiagonalNewton(CurvatureOptimizer, torch.optim.SGD):
@@ -40,13 +40,13 @@ class DiagonalNewton(CurvatureOptimizer, torch.optim.SGD):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor = 0.05,
         momentum: float = 0.9,
         *,
         curvature: Literal["diag_ggn_mc", "diag_ggn_exact"] = "diag_ggn_mc",
         damping: float = 0.005,
         ema: float = 0.95,
-        kl_clip: float | None = 0.0005,
+        kl_clip: float | None = 0.0002,
         curvature_every: int = 10,
         mc_samples: int = 1,
         weight_decay: float = 0.0,
@@ -76,5 +76,5 @@ class DiagonalNewton(CurvatureOptimizer, torch.optim.SGD):
         return DiagGGNMC(mc_samples=self._options["mc_samples"], generator=self._sampler())
 
     def _take(self, param: Tensor) -> list[Tensor] | None:
-        diagonal = param.__dict__.pop(self._options["field"], None)
+        diagonal = pop_field(param, self._options["field"])
         return None if diagonal is None else [diagonal.reshape(-1)]

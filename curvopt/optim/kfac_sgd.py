@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from curvopt.extensions import KFAC, KFLR
-from curvopt.optim.base import CurvatureOptimizer
+from curvopt.optim.base import CurvatureOptimizer, pop_field
 
 
 class KFACSGD(CurvatureOptimizer, torch.optim.SGD):
@@ -18,7 +18,7 @@ class KFACSGD(CurvatureOptimizer, torch.optim.SGD):
 
     Momentum, Nesterov, param groups, schedulers and ``state_dict`` are those of ``torch.optim.SGD``::
 
-        optimizer = KFACSGD(model.parameters(), lr=0.1)
+        optimizer = KFACSGD(model.parameters(), lr=0.05)
         ...
         with optimizer.curvature():
             loss.backward()
@@ -49,12 +49,12 @@ class KFACSGD(CurvatureOptimizer, torch.optim.SGD):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor = 0.05,
         momentum: float = 0.9,
         *,
         damping: float = 0.05,
         ema: float = 0.95,
-        kl_clip: float | None = 0.002,
+        kl_clip: float | None = 0.0005,
         curvature_every: int = 10,
         inverse_every: int = 10,
         fisher: Literal["mc", "exact"] = "mc",
@@ -88,4 +88,4 @@ class KFACSGD(CurvatureOptimizer, torch.optim.SGD):
         return KFAC(mc_samples=self._options["mc_samples"], generator=self._sampler())
 
     def _take(self, param: Tensor) -> list[Tensor] | None:
-        return param.__dict__.pop("kflr" if self._options["fisher"] == "exact" else "kfac", None)
+        return pop_field(param, "kflr" if self._options["fisher"] == "exact" else "kfac")
