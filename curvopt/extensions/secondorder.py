@@ -8,12 +8,13 @@ the model's predictive distribution (Martens 2020), each divided by the root of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from curvopt.core.jacobians import Approx, Jacobian
-from curvopt.core.sweep import Exact, MonteCarlo
+from curvopt.core.sweep import Averaged, Exact, MonteCarlo
 from curvopt.extensions.base import Extension, add
 
 
@@ -35,6 +36,9 @@ class Diagonal(Extension):
     def update(self, total: Tensor | None, jacobian: Jacobian) -> Tensor:
         return add(total, jacobian.squares())
 
+    def regularize(self, total: Tensor, weight: Tensor, p: Tensor, N: int) -> Tensor:
+        return total + weight
+
 
 class BatchDiagonal(Extension):
     """Squares of all columns, sample by sample."""
@@ -43,6 +47,9 @@ class BatchDiagonal(Extension):
 
     def update(self, total: Tensor | None, jacobian: Jacobian) -> Tensor:
         return add(total, jacobian.squares_batch())
+
+    def regularize(self, total: Tensor, weight: Tensor, p: Tensor, N: int) -> Tensor:
+        return total + weight / N
 
 
 class DiagGGNExact(Diagonal):
@@ -123,6 +130,15 @@ class SqrtGGNMC(_Root):
         self.columns, self.subsampling = MonteCarlo(mc_samples, generator), subsampling
 
 
+@dataclass
+class _Factors:
+    """The left factor summed over columns, and the right one of each group of uses."""
+
+    left: Tensor | None = None
+    rights: dict[tuple, Tensor | None] = field(default_factory=dict)
+    transposed: bool = False
+
+
 class _Kronecker(Extension):
     """Kronecker factors: ``[B, A]`` with ``G ≈ B ⊗ A`` of ``[O, I]`` matrices, a single factor for other parameters."""
 
@@ -135,10 +151,13 @@ class _Kronecker(Extension):
 
     def update(self, total: list[Tensor] | None, jacobian: Jacobian) -> list[Tensor]:
         left = jacobian.left_factor(self.approx)
+        place = 1 if jacobian.transposed else 0  # axis 0 of the parameter comes first
         if total is not None:
-            return [add(total[0], left), *total[1:]]
+            return [add(factor, left) if i == place else factor for i, factor in enumerate(total)]
         right = jacobian.right_factor(self.approx)
-        return [left] if right is None else [left, right]
+        if right is None:
+            return [left]
+        return [right, left] if jacobian.transposed else [left, right]
 
 
 class KFAC(_Kronecker):
@@ -177,3 +196,13 @@ class KFLR(_Kronecker):
 
     def __init__(self, approx: Approx = "expand"):
         self._set_approx(approx)
+
+
+class KFRA(_Kronecker):
+    """Kronecker factors ``kfra`` from one curvature matrix averaged over the batch at every layer (Botev et al. 2017).
+
+    For sequential networks of linear and convolution layers.
+    """
+
+    field = "kfra"
+    columns = Averaged()

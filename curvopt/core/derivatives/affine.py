@@ -61,8 +61,8 @@ class Conv(AffineRule):
 class ConvTranspose(AffineRule):
     """Every input position paints a patch of the output, so patches are taken of the vectors, not of the input.
 
-    The weight ``[C_in, C_out / G, *kernel]`` has the input's channels first: its Kronecker factors are the second moment
-    of the input ``[C_in / G, C_in / G]``, then that of the patches ``[C_out / G * K, C_out / G * K]``.
+    The weight ``[C_in, C_out / G, *kernel]`` has the input's channels first: its Kronecker factors are the second
+    moment of the input ``[C_in / G, C_in / G]``, then that of the patches ``[C_out / G * K, C_out / G * K]``.
     """
 
     transposed = True
@@ -89,7 +89,7 @@ class ConvTranspose(AffineRule):
 
 
 def patches(x: Tensor, kernel_size: Iterable[int], stride: Iterable[int], dilation: Iterable[int]) -> Tensor:
-    """What a kernel sees, ``[N, C, S, K]`` for S positions and K kernel entries: one strided view of the padded input."""
+    """What a kernel sees, ``[N, C, S, K]`` for S positions and K kernel entries: a strided view of the padded input."""
     dim = x.dim() - 2
     for axis, (size, step, spread) in enumerate(zip(kernel_size, stride, dilation, strict=True)):
         x = x.unfold(2 + axis, spread * (size - 1) + 1, step)[..., ::spread]

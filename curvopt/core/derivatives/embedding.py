@@ -1,7 +1,7 @@
 """Rules of embeddings: the input picks rows of the weight, so Jacobians are `Lookup`s and no one-hot matrix is formed.
 
-Kronecker factors of the weight ``[num_embeddings, D]``: the diagonal of the second moment of the one-hot inputs (a vector
-``[num_embeddings]``: how often each row is picked per position), then that of the vectors, ``[D, D]``.
+Kronecker factors of the weight ``[num_embeddings, D]``: the diagonal of the second moment of the one-hot inputs (a
+vector ``[num_embeddings]``: how often each row is picked per position), then that of the vectors, ``[D, D]``.
 """
 
 from __future__ import annotations
@@ -79,6 +79,6 @@ def _lookup(use: Use, left: Tensor, x: Tensor, samples: Tensor, N: int) -> Jacob
 def _refuse_scaled_gradients(use: Use) -> None:
     if use.module.scale_grad_by_freq:
         raise CurvoptError(
-            f"{use.describe()}: scale_grad_by_freq=True divides gradients by counts over the batch, so they are no gradients "
-            "of the loss any more; use scale_grad_by_freq=False."
+            f"{use.describe()}: scale_grad_by_freq=True divides gradients by counts over the batch, so they are no "
+            "gradients of the loss any more; use scale_grad_by_freq=False."
         )

@@ -1,36 +1,35 @@
-"""Rules of modules with matrices inside (recurrent nets, attention): their forward is replayed from products ``x W^T``.
+"""Rules of modules with matrices inside (recurrent nets, attention): their forward is replayed from products ``W x``.
 
-Autograd pulls the vectors at the module's outputs back to every such product of the replay; from there on each matrix is a
-linear layer with its own shared positions (time steps, tokens), so its Jacobian is an `Outer` and has Kronecker factors.
+Autograd pulls the vectors at the module's outputs back to every such product of the replay; from there on each matrix
+is a linear layer with its own shared positions (time steps, tokens), so its Jacobian is an `Outer`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Container
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvopt.core.derivatives.rules import Jacobians, Rule, arguments, check_outputs, register  # noqa: F401
-from curvopt.core.jacobians import Dense, Outer, combine
+from curvopt.core.derivatives.rules import Jacobians, Rule, check_outputs
+from curvopt.core.jacobians import Dense, Jacobian, Outer, combine
 from curvopt.core.uses import Use, disable
-from curvopt.errors import CurvoptError
 
 
 @dataclass
 class Site:
-    """An affine map met in a replay: ``output = input W^T + b`` with some rows of a weight and of a bias.
+    """A product met in a replay: ``output = input W^T + b`` with some rows of a weight and of a bias.
 
     Attributes:
-        output: what autograd pulls back to, ``[N, S, O]``.
-        input: ``[N, S, I]``, or ``None`` for a site that only adds a bias.
+        output: what autograd pulls back to, ``[N, *S, O]``.
+        input: ``[N, *S, I]``, or ``None`` where only a bias is added.
         weight: name of the weight, if there is one.
         bias: name of the bias, if there is one.
-        start: first of the O rows of weight and bias that are used.
+        start: first of the O rows of the weight and bias that are used.
     """
 
     output: Tensor
@@ -40,20 +39,81 @@ class Site:
     start: int = 0
 
 
-class Replay:
-    """Collects the sites of one replay."""
+class Tape:
+    """The parameters of a module and the sites that a replay of its forward met.
+
+    Args:
+        module: the module whose forward is replayed.
+    """
 
     def __init__(self, module: nn.Module):
-        """Look up parameters in the module."""
+        """Begin without sites."""
         self.module = module
         self.sites: list[Site] = []
 
-    def get(self, name: str | None) -> Tensor | None:
-        """A parameter by its name, if the module has it."""
-        return None if name is None else getattr(self.module, name, None)
+    def parameter(self, name: str) -> Tensor | None:
+        """A parameter by its dotted name, ``None`` where the module does without."""
+        return reduce(lambda owner, key: getattr(owner, key, None), name.split("."), self.module)  # type: ignore
 
-    def add(self, output: Tensor, x: Tensor | None, weight: str | None, bias: str | None, start: int = 0) -> Tensor:
-        """Note a site (parameters that the module does not have are left out) and return its output."""
-        if output.requires_grad:
-            self.sites.append(Site(output, x, weight, bias if self.get(bias) is not None else None, start))
-        return output
+    def linear(self, x: Tensor, weight: str, bias: str, rows: slice = slice(None)) -> Tensor:
+        """``x W^T + b`` with some rows of the named parameters."""
+        W, b = self.parameter(weight), self.parameter(bias)
+        assert W is not None
+        output = F.linear(x.to(W.dtype), W[rows], None if b is None else b[rows])
+        return self.note(Site(output, x, weight, None if b is None else bias, rows.start or 0))
+
+    def note(self, site: Site) -> Tensor:
+        """Remember a site and return its output."""
+        if site.output.requires_grad:
+            self.sites.append(site)
+        return site.output
+
+
+class ReplayRule(Rule):
+    """A module told by a forward that calls `Tape.linear` for every product with a parameter."""
+
+    checks_outputs = True
+
+    @abstractmethod
+    def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
+        """The outputs of the call, in order, with batch axes where the module has them; ``None`` for integer ones."""
+
+    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+        if "replay" not in use.cache:
+            tape = Tape(use.module)
+            with torch.enable_grad(), disable():
+                outputs = self.replay(use, tape)
+            check_outputs(use, outputs, "called again")
+            use.cache["replay"] = outputs, tape.sites
+        outputs, sites = use.cache["replay"]
+        sites = [site for site in sites if site.weight in names or site.bias in names]
+        V = next(grad.shape[0] for grad in grads if grad is not None)
+        arrived = [(out, grad.to(out.dtype)) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
+        pulled = torch.autograd.grad(
+            [out for out, _ in arrived],
+            [site.output for site in sites],
+            [grad if V > 1 else grad[0] for _, grad in arrived],
+            retain_graph=True,
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
+            is_grads_batched=V > 1,
+        )
+        parts: dict[str, list[Jacobian]] = {name: [] for name in names}
+        for site, left in zip(sites, pulled, strict=True):
+            left = site.output.new_zeros(V, *site.output.shape) if left is None else left
+            left = left.reshape(V, N, 1, -1, left.shape[-1])
+            for name in (site.weight, site.bias):
+                if name in parts:
+                    parts[name].append(self._jacobian(use.module.get_parameter(name), site, left, name == site.bias))
+        return {name: combine(jacobians) for name, jacobians in parts.items()}
+
+    @staticmethod
+    def _jacobian(parameter: Tensor, site: Site, left: Tensor, is_bias: bool) -> Jacobian:
+        rows = parameter.numel() if is_bias else parameter.shape[0]
+        if left.shape[-1] != rows:
+            left = F.pad(left, (site.start, rows - site.start - left.shape[-1]))
+        if is_bias:
+            return Dense(left.sum(3).reshape(*left.shape[:2], *parameter.shape))
+        assert site.input is not None
+        right = site.input if torch.is_grad_enabled() else site.input.detach()
+        return Outer(left, right.to(left.dtype).reshape(left.shape[1], 1, -1, right.shape[-1]), parameter.shape)

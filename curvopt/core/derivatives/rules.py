@@ -1,15 +1,15 @@
 """Rules: how a module turns vectors at its output into Jacobians of its parameters.
 
-A rule is registered beside its definition with ``@register(nn.Linear)``. An affine layer needs two views, `AffineRule.unfold`
-and `AffineRule.fold`, nothing else. Modules without a rule get `DefaultRule`, which differentiates the module itself, sample by
-sample; a registered rule is only ever a faster equal of it.
+A rule is registered beside its definition with ``@register(nn.Linear)``. An affine layer needs two views,
+`AffineRule.unfold` and `AffineRule.fold`, nothing else. Modules without a rule get `DefaultRule`, which differentiates
+the module itself, sample by sample; a registered rule is only ever a faster equal of it.
 """
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -60,8 +60,8 @@ class Rule(ABC):
         x = tensors(use)[0]
         if x.dim() < self.least_dims(use.module):
             raise CurvoptError(
-                f"{use.describe()} was called with an input of shape {list(x.shape)}, which has no batch axis; give it a "
-                "batch of one, e.g. x.unsqueeze(0)."
+                f"{use.describe()} was called with an input of shape {list(x.shape)}, which has no batch axis; give "
+                "it a batch of one, e.g. x.unsqueeze(0)."
             )
         return x.shape[self.batch_axis(use.module)]
 
@@ -73,7 +73,8 @@ class Rule(ABC):
             use: the recorded call.
             grads: per output ``[V, *out]``, or ``None`` where nothing arrived.
             names: parameters wanted.
-            N: number of samples; the batch axis of the use is a multiple, ``[N k, ...]`` with k rows of a sample together.
+            N: number of samples; the batch axis of the use is a multiple, ``[N k, ...]`` with k rows of a sample
+                together.
         """
 
 
@@ -82,7 +83,7 @@ R = TypeVar("R", bound=Rule)
 
 
 def register(*types: type[nn.Module]) -> Callable[[type[R]], type[R]]:
-    """Class decorator: the rule serves these module types and their subclasses that keep the ``forward`` of the type."""
+    """Class decorator: the rule serves these module types and their subclasses that keep the type's ``forward``."""
 
     def add(rule: type[R]) -> type[R]:
         _rules.update(dict.fromkeys(types, rule()))
@@ -184,8 +185,9 @@ class DefaultRule(Rule):
         for i, grad in zip(wanted, arrived, strict=True):
             if grad.shape[1:2] != (rows,):
                 raise CurvoptError(
-                    f"{use.describe()}: output {i} of shape {list(grad.shape[1:])} does not keep the batch axis of its input "
-                    f"(length {rows}) in front; let the module return it there, or move its parameters to a submodule that does."
+                    f"{use.describe()}: output {i} of shape {list(grad.shape[1:])} does not keep the batch axis of "
+                    f"its input (length {rows}) in front; let the module return it there, or move its parameters to a "
+                    "submodule that does."
                 )
 
         def outputs(params: dict[str, Tensor], samples: list[Tensor]) -> list[Tensor]:
@@ -212,11 +214,12 @@ class DefaultRule(Rule):
             except RuntimeError as error:
                 if "randomness" in str(error):
                     raise CurvoptError(
-                        f"{use.describe()}: its forward draws random numbers (dropout?) that cannot be drawn again; call "
-                        "model.eval() or move the random operation into a submodule without parameters."
+                        f"{use.describe()}: its forward draws random numbers (dropout?) that cannot be drawn again; "
+                        "call model.eval() or move the random operation into a submodule without parameters."
                     ) from error
                 values, results = self._loop(outputs, parameters, samples, arrived, use)
-        self._check(use, wanted, results)
+        again = dict(zip(wanted, results, strict=True))
+        check_outputs(use, [again.get(i) for i in range(len(grads))], "called on one sample at a time")
         return {name: Dense(rearrange(value, "v (n k) ... -> v n k ...", n=N).sum(2)) for name, value in values.items()}
 
     def _loop(self, outputs, parameters, samples, arrived, use):
@@ -249,19 +252,32 @@ class DefaultRule(Rule):
         stacked = [torch.stack(column, 1) for column in zip(*values, strict=True)]
         return dict(zip(names, stacked, strict=True)), [torch.stack(column) for column in zip(*results, strict=True)]
 
-    def _check(self, use: Use, wanted: list[int], results: list[Tensor]) -> None:
-        """Raise unless the module, called on one sample at a time, gave what it gave in the forward pass."""
-        if use.outputs is None or "checked" in use.cache:
-            return
-        for i, again in zip(wanted, results, strict=True):
-            recorded, seen = use.outputs[i]
-            if version(recorded) == seen and not torch.allclose(again.detach(), recorded, rtol=1e-2, atol=1e-3):
-                raise CurvoptError(
-                    f"{use.describe()}: called on one sample at a time its forward gives another result than on the batch, so its "
-                    "samples depend on each other, on state, or its batch axis is not the first; call model.eval(), or move its "
-                    "parameters into submodules that treat samples alike."
-                )
-        use.cache["checked"] = True
+
+def check_outputs(use: Use, results: Sequence[Tensor | None], how: str) -> None:
+    """Raise unless a module, called again in another way, gave what it gave in the forward pass.
+
+    Args:
+        use: the recorded call.
+        results: per output what it gives now, ``None`` for outputs that are not looked at.
+        how: the other way, for the message.
+
+    Raises:
+        CurvoptError: if an output differs.
+    """
+    if use.outputs is None or "checked" in use.cache:
+        return
+    for again, (recorded, seen) in zip(results, use.outputs, strict=True):
+        if again is None or version(recorded) != seen:
+            continue
+        # half precision: the forward ran under autocast, the second call does not
+        rtol = max(1e-2, 8 * torch.finfo(recorded.dtype).eps)
+        if not torch.allclose(again.detach().to(recorded.dtype), recorded, rtol=rtol, atol=rtol / 10, equal_nan=True):
+            raise CurvoptError(
+                f"{use.describe()}: {how} its forward gives another result than it gave on the batch, so its samples "
+                "depend on each other, on state, or its batch axis is not the first; call model.eval(), or move its "
+                "parameters into submodules that treat samples alike."
+            )
+    use.cache["checked"] = True
 
 
 class _Forward(nn.Module):
@@ -272,9 +288,13 @@ class _Forward(nn.Module):
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        for hook in self.module._forward_pre_hooks.values():
-            hook(self.module, args)  # the recorded arguments already passed through it
-        return self.module.forward(*args, **kwargs)
+        attributes = {name: value for name, value in vars(self.module).items() if isinstance(value, Tensor)}
+        try:
+            for hook in self.module._forward_pre_hooks.values():
+                hook(self.module, args)  # the recorded arguments already passed through it
+            return self.module.forward(*args, **kwargs)
+        finally:
+            vars(self.module).update(attributes)  # weights that a hook computed belong to this call alone
 
 
 _default = DefaultRule()

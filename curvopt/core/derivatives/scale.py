@@ -54,7 +54,7 @@ class ScaleRule(Rule):
 
 @register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNorm(ScaleRule):
-    """In train mode the batch's statistics are taken as constants: the usual approximation, refused for exact quantities."""
+    """In train mode the batch's statistics are taken as constants; exact quantities are refused there by the sweep."""
 
     def scaled(self, module: nn.BatchNorm2d, x: Tensor) -> Tensor:
         if module.training or module.running_mean is None:

@@ -1,0 +1,154 @@
+"""Rules of recurrent nets and their cells: time steps are shared positions of the recurrent matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+
+from curvopt.core.derivatives.replay import ReplayRule, Site, Tape
+from curvopt.core.derivatives.rules import arguments, register
+from curvopt.core.uses import Use
+from curvopt.errors import CurvoptError
+
+State = tuple[Tensor, ...]
+
+
+def step(mode: str, from_input: Tensor, from_state: Tensor, state: State) -> State:
+    """One time step of a cell from its two products ``W_ih x + b_ih`` and ``W_hh h + b_hh``."""
+    if mode == "LSTM":
+        i, f, g, o = (from_input + from_state).chunk(4, -1)
+        c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
+    if mode == "GRU":
+        (r, z, n), (r_h, z_h, n_h) = from_input.chunk(3, -1), from_state.chunk(3, -1)
+        r, z = (r + r_h).sigmoid(), (z + z_h).sigmoid()
+        return ((1 - z) * (n + r * n_h).tanh() + z * state[0],)
+    total = from_input + from_state
+    return (total.tanh() if mode == "RNN_TANH" else total.relu(),)
+
+
+@register(nn.RNN, nn.LSTM, nn.GRU)
+class Recurrent(ReplayRule):
+    """Any number of layers and directions, projections and packed sequences included."""
+
+    def expected(self, module: nn.RNNBase) -> Container[str]:
+        return [name for names in module._all_weights for name in names]
+
+    def least_dims(self, module: nn.RNNBase) -> int:
+        return 3
+
+    def batch_axis(self, module: nn.RNNBase) -> int:
+        return 0 if module.batch_first else 1
+
+    def rows(self, use: Use) -> int:
+        x = arguments(use)["input"]
+        return int(x.batch_sizes[0]) if isinstance(x, PackedSequence) else super().rows(use)
+
+    def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
+        module, given = use.module, arguments(use)
+        if module.dropout and module.training and module.num_layers > 1:
+            raise CurvoptError(
+                f"{use.describe()}: the dropout between its layers drew masks that cannot be drawn again; call "
+                "model.eval(), or stack single layers with nn.Dropout between them."
+            )
+        x, packed, active = given["input"], None, None
+        if isinstance(x, PackedSequence):
+            packed = x
+            x, lengths = pad_packed_sequence(packed, batch_first=True)
+            active = (torch.arange(x.shape[1]) < lengths[:, None]).to(x.device).unsqueeze(2)
+        elif not module.batch_first:
+            x = x.transpose(0, 1)
+        # from here on [N, T, features]
+        directions = 2 if module.bidirectional else 1
+        initial = self._initial(module, given["hx"], x, directions)
+        finals: list[State] = []
+        for layer in range(module.num_layers):
+            outputs = []
+            for direction in range(directions):
+                state = tuple(part[layer * directions + direction] for part in initial)
+                output, final = self._direction(tape, x, state, layer, direction == 1, active)
+                outputs.append(output)
+                finals.append(final)
+            x = torch.cat(outputs, -1)
+        states = [torch.stack(part) for part in zip(*finals, strict=True)]
+        if packed is None:
+            return [x if module.batch_first else x.transpose(0, 1), *states]
+        sizes = packed.batch_sizes
+        order = torch.arange(x.shape[0], device=x.device) if packed.sorted_indices is None else packed.sorted_indices
+        samples = torch.cat([order[:size] for size in sizes.tolist()])
+        times = torch.arange(len(sizes)).repeat_interleave(sizes).to(x.device)
+        integers = 1 if packed.sorted_indices is None else 3  # batch sizes and, if any, the order
+        return [x[samples, times], *[None] * integers, *states]
+
+    @staticmethod
+    def _initial(module: nn.RNNBase, hx: Tensor | State | None, x: Tensor, directions: int) -> State:
+        """Initial states, each ``[layers * directions, N, H]``."""
+        if hx is not None:
+            return (hx,) if isinstance(hx, Tensor) else hx
+        layers = module.num_layers * directions
+        h = x.new_zeros(layers, x.shape[0], module.proj_size or module.hidden_size)
+        return (h, x.new_zeros(layers, x.shape[0], module.hidden_size)) if module.mode == "LSTM" else (h,)
+
+    @staticmethod
+    def _direction(
+        tape: Tape, x: Tensor, state: State, layer: int, reverse: bool, active: Tensor | None
+    ) -> tuple[Tensor, State]:
+        """Outputs ``[N, T, H]`` and final state of one direction of one layer."""
+        mode, names = tape.module.mode, f"_l{layer}" + ("_reverse" if reverse else "")
+        W, b = tape.parameter("weight_hh" + names), tape.parameter("bias_hh" + names)
+        projection = tape.parameter("weight_hr" + names)
+        assert isinstance(W, Tensor)
+        from_input = tape.linear(x, "weight_ih" + names, "bias_ih" + names)
+        # zeros added to the products of all steps: their gradient is that of the products, in one tensor
+        N, T = x.shape[:2]
+        probe = torch.zeros_like(from_input).detach().requires_grad_()
+        probe_hr = None if projection is None else probe.new_zeros(N, T, projection.shape[0]).requires_grad_()
+        inputs, probes = from_input.unbind(1), probe.unbind(1)
+        probes_hr = () if probe_hr is None else probe_hr.unbind(1)
+        before, hidden, outputs = [state[0]] * T, [state[0]] * T, [state[0]] * T
+        state = tuple(part.to(W.dtype) for part in state)
+        for t in reversed(range(T)) if reverse else range(T):
+            before[t] = state[0]
+            from_state = F.linear(state[0], W, b) + probes[t]
+            new = step(mode, inputs[t], from_state, state)
+            if projection is not None:
+                hidden[t] = new[0]
+                new = (F.linear(new[0], projection) + probes_hr[t], *new[1:])
+            if active is not None:  # sequences that have ended keep their state
+                new = tuple(torch.where(active[:, t], n, old) for n, old in zip(new, state, strict=True))
+            state, outputs[t] = new, new[0]
+        mask = 1.0 if active is None else active.to(x.dtype)
+        bias = None if b is None else "bias_hh" + names
+        tape.note(Site(probe, torch.stack(before, 1) * mask, "weight_hh" + names, bias))
+        if probe_hr is not None:
+            tape.note(Site(probe_hr, torch.stack(hidden, 1) * mask, "weight_hr" + names))
+        return torch.stack(outputs, 1) * mask, state
+
+
+@register(nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+class Cell(ReplayRule):
+    """One time step; a cell that is called again and again gathers its steps as shared positions."""
+
+    def expected(self, module: nn.RNNCellBase) -> Container[str]:
+        return ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+
+    def least_dims(self, module: nn.RNNCellBase) -> int:
+        return 2
+
+    def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
+        module, given = use.module, arguments(use)
+        x, hx = given["input"], given["hx"]
+        mode = "LSTM" if isinstance(module, nn.LSTMCell) else "GRU"
+        if isinstance(module, nn.RNNCell):
+            mode = f"RNN_{module.nonlinearity.upper()}"
+        if hx is None:
+            h = x.new_zeros(x.shape[0], module.hidden_size)
+            hx = (h, h) if mode == "LSTM" else h
+        state = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+        from_input = tape.linear(x, "weight_ih", "bias_ih")
+        from_state = tape.linear(state[0], "weight_hh", "bias_hh")
+        return step(mode, from_input, from_state, state)

@@ -1,0 +1,744 @@
+"""Every rule gives what autograd gives sample by sample, every reduction what it means for dense Jacobians."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.testing import assert_close
+from torch.utils._pytree import tree_leaves
+
+from curvopt import backpack, extend
+from curvopt.core.derivatives import rule_for
+from curvopt.core.derivatives.rules import DefaultRule, Rule
+from curvopt.core.jacobians import Dense, Jacobian, Lookup, Outer, combine
+from curvopt.core.uses import KEY, Use
+from curvopt.errors import CurvoptError
+from curvopt.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, SumGradSquared, Variance
+
+N = 3  # samples
+few = settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+
+# ------------------------------------------------------------------------------------------- one call and its Jacobians
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@dataclass
+class Call:
+    """A call of a module; ``axes`` are the batch axes of its outputs, all 0 where not given."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], tuple]
+    axes: tuple[int, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    default: bool = False  # whether it is the default rule that answers
+
+
+def record(call: Call) -> tuple[nn.Module, Use, list[Tensor]]:
+    """The module with random parameters, the recorded use, and the outputs that carry a gradient."""
+    module = extend(call.make().double())
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(0.5 * torch.randn_like(p))
+    result = module(*call.inputs(), **call.kwargs)
+    outputs = [out for out in tree_leaves(result) if isinstance(out, Tensor)]
+    return module, next(o for o in outputs if o.grad_fn is not None).grad_fn.metadata[KEY][0][0], outputs
+
+
+def sample_by_sample(module, outputs: list[Tensor], vectors: list[Tensor | None], axes) -> dict[str, Tensor]:
+    """``J_n^T v_n`` ``[V, N, *p]``: one plain backward for every vector whose other samples' entries are zeroed."""
+    names, params = zip(*module.named_parameters(), strict=True)
+    V = next(v.shape[0] for v in vectors if v is not None)
+    pairs = [(out, v, axis) for out, v, axis in zip(outputs, vectors, axes, strict=True) if v is not None]
+    rows = []
+    for v in range(V):
+        for n in range(N):
+            alone = [
+                torch.zeros_like(x[v]).index_copy(axis, torch.tensor([n]), x[v].narrow(axis, n, 1))
+                if isinstance(axis, int)
+                else x[v] * (axis == n)[:, None]
+                for _, x, axis in pairs
+            ]
+            rows.append(
+                torch.autograd.grad(
+                    [out for out, _, _ in pairs], params, alone, retain_graph=True, materialize_grads=True
+                )
+            )
+    return {
+        name: torch.stack(column).unflatten(0, (V, N))
+        for name, column in zip(names, zip(*rows, strict=True), strict=True)
+    }
+
+
+def check(call: Call, V: int = 2) -> None:
+    """The rule's Jacobians and their reductions are those of plain autograd, for all outputs and for each alone."""
+    module, use, outputs = record(call)
+    rule: Rule = rule_for(module)
+    assert isinstance(rule, DefaultRule) == call.default
+    assert rule.rows(use) == N
+    axes = call.axes or (0,) * len(outputs)
+    real = [i for i, out in enumerate(outputs) if out.grad_fn is not None]
+    for wanted in {tuple(real), *((i,) for i in real)}:
+        vectors = [normal(V, *out.shape) if i in wanted else None for i, out in enumerate(outputs)]
+        expected = sample_by_sample(module, outputs, vectors, axes)
+        with torch.no_grad():
+            jacobians = rule.jac_t(use, vectors, list(expected), N)
+        assert jacobians.keys() == expected.keys()
+        for name, jacobian in jacobians.items():
+            assert_close(jacobian.dense(), expected[name], msg=lambda text: f"{name}: {text}")  # noqa: B023
+            assert jacobian.shape == expected[name].shape[2:]
+            check_reductions(jacobian)
+
+
+def check_reductions(jacobian: Jacobian) -> None:
+    J = jacobian.dense()
+    V, n = J.shape[:2]
+    assert (jacobian.V, jacobian.N, jacobian.shape) == (V, n, J.shape[2:])
+    assert_close(jacobian.sum_batch(), J.sum(1))
+    assert_close(jacobian.squares(), J.square().sum((0, 1)))
+    assert_close(jacobian.squares_batch(), J.square().sum(0))
+    assert_close(jacobian.norms2(), J.flatten(2).square().sum(2))
+
+
+def cases(**calls: Call):
+    return pytest.mark.parametrize("call", calls.values(), ids=calls.keys())
+
+
+def one(make: Callable[[], nn.Module], *shape: int, **options) -> Call:
+    """A module called with one normal tensor."""
+    return Call(make, lambda: (normal(*shape),), **options)
+
+
+# -------------------------------------------------------------------------------------------------------- affine layers
+
+
+@cases(
+    linear=one(lambda: nn.Linear(4, 3), N, 4),
+    linear_no_bias=one(lambda: nn.Linear(4, 3, bias=False), N, 2, 2, 4),
+    linear_keyword=Call(lambda: nn.Linear(4, 3), tuple, kwargs={"input": torch.ones(N, 4).double()}),
+    bilinear=Call(lambda: nn.Bilinear(3, 2, 4), lambda: (normal(N, 3), normal(N, 2))),
+    bilinear_positions=Call(lambda: nn.Bilinear(3, 2, 4, bias=False), lambda: (normal(N, 5, 3), normal(N, 5, 2))),
+    bilinear_keywords=Call(
+        lambda: nn.Bilinear(3, 2, 4),
+        tuple,
+        kwargs={"input2": torch.rand(N, 2).double(), "input1": torch.rand(N, 3).double()},
+    ),
+    conv3d=one(lambda: nn.Conv3d(2, 4, (2, 1, 3), (1, 2, 2), 1, groups=2), N, 2, 3, 4, 3),
+    transpose1d=one(lambda: nn.ConvTranspose1d(2, 3, 3, stride=2, padding=1, output_padding=1), N, 2, 4),
+    transpose2d=one(lambda: nn.ConvTranspose2d(4, 6, (2, 3), (2, 1), groups=2, bias=False), N, 4, 3, 2),
+    transpose3d=one(lambda: nn.ConvTranspose3d(2, 2, (1, 2, 2), 2, (0, 1, 0), dilation=(1, 2, 1)), N, 2, 2, 3, 2),
+    transpose_output_size=Call(lambda: nn.ConvTranspose2d(2, 3, 3, stride=3), lambda: (normal(N, 2, 3, 2), [11, 7])),
+)
+def test_affine(call: Call):
+    check(call)
+
+
+sizes = st.integers(1, 3)
+
+
+@st.composite
+def convolutions(draw, transposed: bool) -> tuple[nn.Module, Tensor]:
+    """A convolution of random hyper-parameters and an input that it takes."""
+    dim = draw(st.integers(1, 2 if transposed else 3)) if transposed else draw(st.integers(1, 2))
+    pick = lambda values: tuple(draw(values) for _ in range(dim))  # noqa: E731
+    groups = draw(st.integers(1, 2))
+    kernel, dilation, stride = pick(sizes), pick(st.integers(1, 2)), pick(sizes)
+    channels = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
+    options: dict[str, Any] = {"dilation": dilation, "groups": groups, "bias": draw(st.booleans())}
+    lengths = pick(st.integers(3, 6))
+    if transposed:
+        options |= {"stride": stride, "padding": pick(st.integers(0, 2))}
+        options["output_padding"] = tuple(
+            draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)
+        )
+        kind = (nn.ConvTranspose1d, nn.ConvTranspose2d)[dim - 1]
+    else:
+        options["padding_mode"] = draw(st.sampled_from(["zeros", "circular", "reflect", "replicate"]))
+        if draw(st.booleans()):
+            options["padding"] = draw(st.sampled_from(["same", "valid"]))
+        else:
+            options |= {"stride": stride, "padding": pick(st.integers(0, 2))}
+        kind = (nn.Conv1d, nn.Conv2d)[dim - 1]
+    module = kind(*channels, kernel, **options).double()
+    return module, normal(N, channels[0], *lengths)
+
+
+def fits(module: nn.Module, x: Tensor) -> bool:
+    try:
+        return module(x).numel() > 0
+    except (RuntimeError, ValueError):  # smaller than the kernel, or padded by more than there is
+        return False
+
+
+@few
+@given(convolutions(transposed=False))
+def test_convolution(problem):
+    assume(fits(*problem))
+    check(Call(lambda: problem[0], lambda: (problem[1],)), V=1)
+
+
+@few
+@given(convolutions(transposed=True))
+def test_transposed_convolution(problem):
+    assume(fits(*problem))
+    check(Call(lambda: problem[0], lambda: (problem[1],)), V=1)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_transposed_convolution_has_factors_in_the_order_of_its_axes(groups: int):
+    """For one sample with one input position the block is the Kronecker product of the factors."""
+    module = nn.ConvTranspose1d(4, 2, 3, groups=groups, bias=False).double()
+    model, lossfunc, x = extend(module), extend(nn.MSELoss()), normal(1, 4, 1)
+    with backpack(KFLR()):
+        lossfunc(model(x), normal(1, 2, 3)).backward()
+    first, second = (factor.reshape(groups, *factor.shape[-2:]) for factor in module.weight.kflr)
+    J = torch.autograd.functional.jacobian(
+        lambda w: F.conv_transpose1d(x, w, groups=groups).flatten(), module.weight.detach()
+    ).flatten(1)
+    size = J.shape[1] // groups
+    for g, (a, b) in enumerate(zip(first, second, strict=True)):
+        part = J[:, g * size : (g + 1) * size]
+        assert_close(torch.kron(a, b), part.T @ part * (2 / 6))
+
+
+# ----------------------------------------------------------------------------------------------------------- embeddings
+
+
+def words(*shape: int, largest: int = 5) -> Tensor:
+    return torch.randint(largest, shape)
+
+
+def bag(mode: str, **options) -> Callable[[], nn.Module]:
+    return lambda: nn.EmbeddingBag(5, 2, mode=mode, **options)
+
+
+OFFSETS = torch.tensor([0, 4, 4])  # the second bag is empty
+
+
+@cases(
+    one_word=Call(lambda: nn.Embedding(5, 2), lambda: (words(N),)),
+    sentence=Call(lambda: nn.Embedding(5, 2), lambda: (words(N, 7),)),
+    padded=Call(lambda: nn.Embedding(5, 2, padding_idx=1), lambda: (words(N, 7, largest=3),)),
+    max_norm=Call(lambda: nn.Embedding(5, 2, max_norm=0.5), lambda: (words(N, 2, 3),)),
+    bag=Call(bag("sum"), lambda: (words(N, 4),)),
+    bag_mean=Call(bag("mean", padding_idx=1), lambda: (words(N, 6, largest=3),)),
+    bag_offsets=Call(bag("mean"), lambda: (words(7), OFFSETS)),
+    bag_last_offset=Call(bag("sum", include_last_offset=True), lambda: (words(7), torch.tensor([0, 4, 4, 7]))),
+    bag_weights=Call(bag("sum"), lambda: (words(7), OFFSETS, normal(7))),
+)
+def test_embedding(call: Call):
+    check(call)
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_embedding_has_the_factors_of_the_linear_layer_on_one_hot_words(approx):
+    x, left = words(N, 4), normal(2, N, 4, 3)
+    one_hot = F.one_hot(x, 5).double()
+    lookup = Lookup(left.flatten(1, 2), x.flatten(), torch.arange(N).repeat_interleave(4), N, torch.Size([5, 3]))
+    outer = Outer(left[:, :, None], one_hot[:, None], torch.Size([5, 3]), transposed=True)
+    assert_close(lookup.dense(), outer.dense())
+    assert_close(lookup.left_factor(approx), outer.left_factor(approx))
+    assert_close(lookup.right_factor(approx), outer.right_factor(approx).diagonal())
+
+
+def test_large_vocabulary_takes_no_memory_per_sample():
+    model, lossfunc = extend(nn.Embedding(2_000_000, 2, sparse=True)), extend(nn.MSELoss())
+    x = torch.randint(2_000_000, (64, 16))
+    with backpack(SumGradSquared(), BatchL2Grad(), KFAC(), DiagGGNMC()):
+        lossfunc(model(x), torch.randn(64, 16, 2)).backward()
+    A, B = model.weight.kfac
+    assert A.shape == (2_000_000,) and B.shape == (2, 2)
+    assert_close(A.sum(), torch.tensor(1.0))
+
+
+# --------------------------------------------------------------------------------------------------------- scale layers
+
+
+def trained(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """In eval mode, with running statistics that are not the initial ones."""
+
+    def build() -> nn.Module:
+        module = make().eval()
+        module.running_mean.normal_()
+        module.running_var.uniform_(0.5, 2.0)
+        return module
+
+    return build
+
+
+@cases(
+    batchnorm1d=one(trained(lambda: nn.BatchNorm1d(2)), N, 2),
+    batchnorm1d_length=one(trained(lambda: nn.BatchNorm1d(2)), N, 2, 4),
+    batchnorm2d=one(trained(lambda: nn.BatchNorm2d(2)), N, 2, 4, 3),
+    batchnorm3d_one_channel=one(trained(lambda: nn.BatchNorm3d(1)), N, 1, 2, 2, 2),
+    instancenorm1d=one(lambda: nn.InstanceNorm1d(2, affine=True), N, 2, 4),
+    instancenorm2d_train=one(lambda: nn.InstanceNorm2d(2, affine=True, track_running_stats=True), N, 2, 4, 3),
+    instancenorm3d_eval=one(
+        trained(lambda: nn.InstanceNorm3d(2, affine=True, track_running_stats=True)), N, 2, 2, 2, 3
+    ),
+    groupnorm=one(lambda: nn.GroupNorm(2, 4), N, 4, 3, 2),
+    groupnorm_flat=one(lambda: nn.GroupNorm(2, 4), N, 4),
+    layernorm=one(lambda: nn.LayerNorm(4), N, 4),
+    layernorm_two_axes=one(lambda: nn.LayerNorm((3, 4)), N, 2, 3, 4),
+    layernorm_no_bias=one(lambda: nn.LayerNorm(4, bias=False), N, 2, 2, 4),
+    rmsnorm=one(lambda: nn.RMSNorm(4), N, 3, 4),
+    rmsnorm_eps=one(lambda: nn.RMSNorm((2, 4), eps=0.1), N, 2, 4),
+    prelu=one(lambda: nn.PReLU(), N, 4, 2),
+    prelu_vector=one(lambda: nn.PReLU(), N),
+    prelu_channels=one(lambda: nn.PReLU(4), N, 4, 2, 2),
+    prelu_features=one(lambda: nn.PReLU(4), N, 4),
+)
+def test_scale(call: Call):
+    check(call)
+
+
+def test_train_mode_batchnorm_takes_statistics_as_constants():
+    module = extend(nn.BatchNorm2d(2).double())
+    x, vectors = normal(N, 2, 3, 4), normal(2, N, 2, 3, 4)
+    out = module(x)
+    running = copy.deepcopy(module.state_dict())
+    jacobians = rule_for(module).jac_t(out.grad_fn.metadata[KEY][0][0], [vectors], ["weight", "bias"], N)
+    assert_close(jacobians["weight"].dense(), (vectors * out.detach()).sum((3, 4)))  # fresh: weight 1, bias 0
+    assert_close(jacobians["bias"].dense(), vectors.sum((3, 4)))
+    assert_close(module.state_dict(), running)
+
+
+# ------------------------------------------------------------------------------------------------------- recurrent nets
+
+KINDS = [nn.RNN, nn.LSTM, nn.GRU]
+
+
+def state(kind: type[nn.Module], layers: int, hidden: int, cell: int) -> Any:
+    h = normal(layers, N, hidden)
+    return (h, normal(layers, N, cell)) if kind is nn.LSTM else h
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_first": True},
+        {"bias": False},
+        {"num_layers": 2, "bidirectional": True, "batch_first": True},
+        {"num_layers": 2, "bidirectional": True, "hidden": True},
+        {"proj_size": 1, "num_layers": 2, "bidirectional": True, "hidden": True},
+        {"nonlinearity": "relu", "hidden": True},
+        {"num_layers": 2, "dropout": 0.5, "eval": True},
+        {"packed": "sorted", "batch_first": True},
+        {"packed": "unsorted", "num_layers": 2, "bidirectional": True, "hidden": True},
+    ],
+    ids=lambda options: "-".join(str(key) for key in options),
+)
+def test_recurrent(kind, options):
+    options = dict(options)
+    if ("proj_size" in options and kind is not nn.LSTM) or ("nonlinearity" in options and kind is not nn.RNN):
+        pytest.skip("no such option")
+    hidden, packed, evaluate = options.pop("hidden", False), options.pop("packed", None), options.pop("eval", False)
+    layers = options.get("num_layers", 1) * (1 + options.get("bidirectional", False))
+    T, first = 4, options.get("batch_first", False)
+
+    def inputs():
+        x = normal(N, T, 2) if first else normal(T, N, 2)
+        if packed:
+            lengths = [4, 3, 1] if packed == "sorted" else [2, 4, 2]
+            x = pack_padded_sequence(x, torch.tensor(lengths), first, enforce_sorted=packed == "sorted")
+        return (x, state(kind, layers, options.get("proj_size", 2), 2)) if hidden else (x,)
+
+    make = lambda: kind(2, 2, **options).train(not evaluate)  # noqa: E731
+    states = (1,) * (2 if kind is nn.LSTM else 1)
+    if not packed:
+        check(Call(make, inputs, axes=(0 if first else 1, *states)))
+        return
+    lengths = torch.tensor([4, 3, 1] if packed == "sorted" else [2, 4, 2])
+    of_sample = pack_padded_sequence(
+        torch.arange(N)[:, None, None].expand(N, T, 1), lengths, True, enforce_sorted=packed == "sorted"
+    )
+    integers = (0,) * (1 if packed == "sorted" else 3)
+    check(Call(make, inputs, axes=(of_sample.data.flatten(), *integers, *states)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recurrent_with_as_many_steps_as_samples(kind):
+    check(one(lambda: kind(2, 2), N, N, 2, axes=(1,) * (3 if kind is nn.LSTM else 2)))
+
+
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"nonlinearity": "relu"}], ids=str)
+@pytest.mark.parametrize("given_state", [False, True])
+def test_cell(kind, options, given_state):
+    if options.get("nonlinearity") and kind is not nn.RNNCell:
+        pytest.skip("no such option")
+    h = (normal(N, 2), normal(N, 2)) if kind is nn.LSTMCell else normal(N, 2)
+    check(Call(lambda: kind(3, 2, **options), lambda: (normal(N, 3), h) if given_state else (normal(N, 3),)))
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(4, dtype=torch.float64)
+PADDING = torch.tensor([[False] * 4, [False, False, True, True], [False, True, False, False]])
+
+
+def attention(make: dict, kwargs: dict | None = None, keys: str = "self", kdim: int = 4, vdim: int = 4) -> Call:
+    """Attention with 2 heads over 4 tokens; keys and values are the queries, one other tensor, or two."""
+    first = make.get("batch_first", False)
+
+    def tokens(T: int, features: int) -> Tensor:
+        return normal(N, T, features) if first else normal(T, N, features)
+
+    def inputs():
+        q = tokens(4, 4)
+        k = tokens(4, kdim)
+        return {"self": (q, q, q), "key=value": (q, k, k), "all": (q, k, tokens(4, vdim))}[keys]
+
+    axes = (0 if first else 1,) + ((0,) if (kwargs or {}).get("need_weights", True) else ())
+    return Call(lambda: nn.MultiheadAttention(4, 2, **make), inputs, axes, kwargs or {})
+
+
+@cases(
+    plain=attention({}),
+    batch_first=attention({"batch_first": True}),
+    no_bias=attention({"bias": False}),
+    no_weights=attention({"batch_first": True}, {"need_weights": False}),
+    weights_per_head=attention({"batch_first": True}, {"average_attn_weights": False}),
+    key_is_value=attention({}, keys="key=value"),
+    all_different=attention({"batch_first": True}, keys="all"),
+    kdim_vdim=attention({"kdim": 3, "vdim": 2}, keys="all", kdim=3, vdim=2),
+    kdim_vdim_no_bias=attention({"kdim": 3, "vdim": 2, "bias": False}, keys="all", kdim=3, vdim=2),
+    bias_kv=attention({"add_bias_kv": True, "batch_first": True}, keys="key=value"),
+    zero_attention=attention({"add_zero_attn": True, "add_bias_kv": True}),
+    causal=attention({}, {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False}),
+    causal_boolean=attention({}, {"attn_mask": CAUSAL == -torch.inf}),
+    mask_per_head=attention({}, {"attn_mask": torch.rand(2 * N, 4, 4).double()}),
+    padding=attention({"batch_first": True}, {"key_padding_mask": PADDING}),
+    padding_and_mask=attention(
+        {"add_bias_kv": True}, {"key_padding_mask": PADDING, "attn_mask": CAUSAL == -torch.inf, "need_weights": False}
+    ),
+)
+def test_attention(call: Call):
+    check(call)
+
+
+def test_attention_agrees_with_the_default_rule():
+    module, use, outputs = record(attention({"batch_first": True, "add_bias_kv": True}, keys="key=value"))
+    vectors = [normal(2, *out.shape) for out in outputs]
+    names = [name for name, _ in module.named_parameters()]
+    expected = DefaultRule().jac_t(use, vectors, names, N)
+    use.cache.clear()
+    for name, jacobian in rule_for(module).jac_t(use, vectors, names, N).items():
+        assert_close(jacobian.dense(), expected[name].dense())
+
+
+# --------------------------------------------------------------------------------- modules for which no rule may answer
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Same(nn.Conv2d):
+    pass
+
+
+class DoubledRecurrence(nn.GRU):
+    def forward(self, input, hx=None):
+        return 2 * super().forward(input, hx)[0]
+
+
+class Lists(nn.Module):
+    """Parameters in containers that have no forward of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrices = nn.ParameterList([nn.Parameter(torch.ones(4, 4)) for _ in range(2)])
+        self.vectors = nn.ParameterDict({"shift": nn.Parameter(torch.ones(4))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for matrix in self.matrices:
+            x = torch.tanh(x @ matrix + self.vectors["shift"])
+        return x
+
+
+def old_weight_norm() -> nn.Module:
+    with pytest.warns(FutureWarning):
+        return nn.utils.weight_norm(nn.Linear(4, 3).double())
+
+
+@cases(
+    overridden=one(lambda: Doubled(4, 3), N, 2, 4, default=True),
+    subclass=one(lambda: Same(2, 3, 2), N, 2, 3, 3),
+    overridden_recurrence=one(lambda: DoubledRecurrence(2, 2, batch_first=True), N, 4, 2, default=True),
+    containers=one(Lists, N, 4, default=True),
+    weight_norm=one(lambda: parametrizations.weight_norm(nn.Conv2d(2, 3, 2)), N, 2, 3, 3, default=True),
+    weight_norm_norm_layer=one(lambda: parametrizations.weight_norm(nn.LayerNorm(4)), N, 2, 4, default=True),
+    spectral_norm=one(lambda: parametrizations.spectral_norm(nn.Linear(4, 3)).eval(), N, 4, default=True),
+    orthogonal=one(lambda: parametrizations.orthogonal(nn.Linear(4, 4)), N, 4, default=True),
+    old_weight_norm=one(old_weight_norm, N, 4, default=True),
+)
+def test_default(call: Call):
+    check(call)
+
+
+def test_old_weight_norm_keeps_its_weight():
+    module, use, _ = record(one(old_weight_norm, N, 4))
+    weight = module.weight
+    rule_for(module).jac_t(use, [normal(1, N, 3)], ["weight_g", "weight_v", "bias"], N)
+    assert module.weight is weight
+
+
+# ------------------------------------------------------------------------------------------- reductions of random sizes
+
+
+@few
+@given(V=sizes, n=sizes, G=sizes, S=st.sampled_from([1, 2, 5, 9]), O=st.integers(1, 12), I=st.integers(1, 12),
+       transposed=st.booleans(), approx=st.sampled_from(["expand", "reduce"]))  # fmt: skip
+def test_outer(V, n, G, S, O, I, transposed, approx):  # noqa: E741
+    left, right = normal(V, n, G, S, O), normal(n, G, S, I)
+    letters = "vngio" if transposed else "vngoi"
+    J = torch.einsum(f"vngso,ngsi->{letters}", left, right)
+    shape = torch.Size([G * J.shape[3], J.shape[4]])
+    outer = Outer(left, right, shape, transposed)
+    assert_close(outer.dense(), J.reshape(V, n, *shape))
+    with torch.set_grad_enabled(V % 2 == 0):
+        check_reductions(outer)
+    left, right = (left, right) if approx == "expand" else (left.sum(3, True), right.mean(2, True))
+    squeeze = (lambda factor: factor[0]) if G == 1 else (lambda factor: factor)
+    assert_close(outer.left_factor(approx), squeeze(torch.einsum("vngso,vngsp->gop", left, left)))
+    assert_close(
+        outer.right_factor(approx), squeeze(torch.einsum("ngsi,ngsj->gij", right, right) / (n * right.shape[2]))
+    )
+
+
+@few
+@given(V=sizes, n=sizes, P=st.integers(0, 12), D=sizes, rows=sizes)
+def test_lookup(V, n, P, D, rows):
+    left, picked, samples = normal(V, P, D), torch.randint(rows, (P,)), torch.randint(n, (P,))
+    lookup = Lookup(left, picked, samples, n, torch.Size([rows, D]))
+    J = torch.zeros(V, n, rows, D, dtype=torch.float64)
+    for p in range(P):
+        J[:, samples[p], picked[p]] += left[:, p]
+    assert_close(lookup.dense(), J)
+    check_reductions(lookup)
+
+
+@few
+@given(V=sizes, n=sizes, shape=st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_dense(V, n, shape):
+    dense = Dense(normal(V, n, *shape))
+    check_reductions(dense)
+    flat = dense.dense().flatten(2).flatten(0, 1)
+    assert_close(dense.left_factor(), flat.T @ flat)
+
+
+def test_combined_uses_add_up():
+    shape, samples = torch.Size([4, 3]), torch.arange(N)
+    embeddings = [Lookup(normal(2, N, 3), words(N, largest=4), samples, N, shape) for _ in range(2)]
+    matrices = [Outer(normal(2, N, 1, S, 4), normal(N, 1, S, 3), shape) for S in (1, 2)]
+    flipped = Outer(normal(2, N, 1, 2, 3), normal(N, 1, 2, 4), shape, transposed=True)
+    for parts in (embeddings, matrices, [*embeddings, *matrices], [*matrices, flipped]):
+        together = combine(parts)
+        assert_close(together.dense(), sum(part.dense() for part in parts))
+        check_reductions(together)
+    assert isinstance(combine(embeddings), Lookup) and isinstance(combine(matrices), Outer)
+
+
+# --------------------------------------------------------------------------------------------------- fields, end to end
+
+
+class Take(nn.Module):
+    """One of several outputs."""
+
+    def __init__(self, *which):
+        super().__init__()
+        self.which = which
+
+    def forward(self, outputs):
+        for i in self.which:
+            outputs = outputs[i]
+        return outputs
+
+
+class SelfAttention(nn.MultiheadAttention):
+    """The same forward, called with one tensor by the module around it."""
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = SelfAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+class Stepping(nn.Module):
+    """A cell that is called once per time step."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = None
+        for step in x.unbind(1):
+            h = self.cell(step, h)
+        return h
+
+
+class Decoding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(4, 2, 5, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, torch.tanh(x.flip(1)))
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "embedding": (lambda: nn.Sequential(nn.Embedding(6, 3, padding_idx=0), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)),
+                  lambda: words(N, 4, largest=6)),
+    "bag": (lambda: nn.Sequential(nn.EmbeddingBag(6, 3), nn.Tanh(), nn.Linear(3, 3)), lambda: words(N, 4)),
+    "decoder": (lambda: nn.Sequential(nn.ConvTranspose2d(2, 4, 3, 2, 1, 1, groups=2), nn.PReLU(4), nn.GroupNorm(2, 4),
+                                      nn.ConvTranspose2d(4, 2, 2, dilation=2), nn.Flatten()),
+                lambda: normal(N, 2, 2, 3)),
+    "recurrent": (lambda: nn.Sequential(nn.LSTM(4, 3, 2, bidirectional=True, batch_first=True), Take(0), nn.RMSNorm(6),
+                                        nn.GRU(6, 3, batch_first=True), Take(1, 0), nn.Linear(3, 3)),
+                  lambda: normal(N, 4, 4)),
+    "sequence-first": (lambda: nn.Sequential(nn.RNN(4, 3), Take(1, 0), nn.Linear(3, 3)), lambda: normal(4, N, 4)),
+    "cell": (lambda: nn.Sequential(Stepping(), nn.LayerNorm(4), nn.Linear(4, 3)), lambda: normal(N, 3, 4)),
+    "attention": (lambda: nn.Sequential(Attending(), nn.Flatten(), nn.Linear(8, 3)), lambda: normal(N, 2, 4)),
+    "encoder-layer": (lambda: nn.Sequential(nn.TransformerEncoderLayer(4, 2, 5, 0.0, batch_first=True), nn.Flatten()),
+                      lambda: normal(N, 2, 4)),
+    "encoder-eval": (lambda: nn.Sequential(nn.TransformerEncoder(nn.TransformerEncoderLayer(
+        4, 2, 5, batch_first=True, norm_first=True), 2, enable_nested_tensor=False), nn.Flatten()).eval(),
+                     lambda: normal(N, 2, 4)),
+    "decoder-layer": (lambda: nn.Sequential(Decoding(), nn.Flatten()), lambda: normal(N, 2, 4)),
+    "weight-norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), Lists(),
+                                          parametrizations.orthogonal(nn.Linear(4, 3))), lambda: normal(N, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_fields_of_nets(name: str):
+    """Fields of every parameter against the Jacobian of the outputs by plain autograd, for a squared error."""
+    make, make_input = NETS[name]
+    model, x = make().double(), make_input()
+    lossfunc = extend(nn.MSELoss(reduction="sum"))
+    extend(model)
+    z = model(x)
+    y = torch.randn_like(z)
+    with backpack(BatchGrad(), BatchL2Grad(), SumGradSquared(), Variance(), DiagGGNExact(), KFLR(), KFAC()):
+        lossfunc(z, y).backward(retain_graph=True)
+    residual = 2 * (z - y).detach()
+    for path, p in model.named_parameters():
+        rows = [torch.autograd.grad(out, p, retain_graph=True)[0].to_dense() for out in z.flatten()]
+        J = torch.stack(rows).unflatten(0, z.shape)  # [N, C, *p]
+        g = torch.einsum("nc,nc...->n...", residual, J)
+        assert_close(p.grad_batch, g, msg=lambda text: f"{path}.grad_batch: {text}")  # noqa: B023
+        assert_close(p.batch_l2, g.flatten(1).square().sum(1))
+        assert_close(p.sum_grad_squared, g.square().sum(0))
+        assert_close(p.variance, g.var(0, unbiased=False))
+        diagonal = 2 * J.square().sum((0, 1))
+        assert_close(p.diag_ggn_exact, diagonal, msg=lambda text: f"{path}.diag_ggn_exact: {text}")  # noqa: B023
+        entries = 1
+        for factor in p.kflr:
+            entries *= len(factor)
+        groups = p.kflr[0].shape[0] if p.kflr[0].dim() == 3 else 1
+        assert (entries if groups == 1 else p.numel()) == p.numel()
+        if len(p.kflr) == 1:
+            flat = J.flatten(0, 1).flatten(1)
+            assert_close(p.kflr[0], 2 * flat.T @ flat)
+
+
+@pytest.mark.parametrize("name", ["recurrent", "attention", "decoder"])
+def test_fields_can_be_differentiated(name: str):
+    """Under create_graph the gradient of a field's sum is that of the same sum from plain autograd."""
+    make, make_input = NETS[name]
+    model, x, lossfunc = extend(make().double()), make_input(), extend(nn.MSELoss(reduction="sum"))
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel has no second derivative
+        z = model(x)
+    y = torch.randn_like(z)
+    params = list(model.parameters())
+    with backpack(BatchGrad(), DiagGGNExact()):
+        lossfunc(z, y).backward(create_graph=True)
+    fields = sum(p.grad_batch.square().sum() + p.diag_ggn_exact.sum() for p in params)
+    expected = 0.0
+    for n in range(N):
+        one = torch.autograd.grad((z[n] - y[n]).square().sum(), params, create_graph=True)
+        expected = expected + sum(g.square().sum() for g in one)
+        for c in range(z.shape[1]):
+            J = torch.autograd.grad(z[n, c], params, create_graph=True)
+            expected = expected + 2 * sum(j.square().sum() for j in J)
+    assert_close(fields, expected)
+    for field_grad, reference_grad in zip(
+        torch.autograd.grad(fields, params, retain_graph=True), torch.autograd.grad(expected, params), strict=True
+    ):
+        assert_close(field_grad, reference_grad)
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    "module, shape",
+    [
+        (nn.Linear(3, 3), (3,)),
+        (nn.Conv2d(2, 2, 1), (2, 3, 3)),
+        (nn.ConvTranspose1d(2, 2, 1), (2, 3)),
+        (nn.LayerNorm(3), (3,)),
+        (nn.InstanceNorm1d(3, affine=True), (3, 4)),
+        (nn.LSTM(3, 3), (4, 3)),
+        (nn.GRUCell(3, 3), (3,)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_inputs_without_a_batch_axis_are_refused(module: nn.Module, shape: tuple[int, ...]):
+    model = extend(nn.Sequential(module))
+    out = model(torch.randn(shape))
+    out = out if isinstance(out, Tensor) else out[0]
+    with pytest.raises(CurvoptError, match=rf"0 \({type(module).__name__}\).*no batch axis.*unsqueeze"):
+        with backpack(BatchGrad()):
+            out.square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    "module, inputs, message",
+    [
+        (nn.Embedding(3, 2, scale_grad_by_freq=True), (torch.ones(2, 3, dtype=torch.long),), "scale_grad_by_freq"),
+        (nn.EmbeddingBag(3, 2, mode="max"), (torch.ones(2, 3, dtype=torch.long),), "amax"),
+        (nn.LSTM(3, 3, 2, dropout=0.5), (torch.ones(2, 3, 3),), "dropout"),
+        (nn.MultiheadAttention(4, 2, dropout=0.5), (torch.ones(2, 3, 4),) * 3, "dropout"),
+    ],
+    ids=["scale-by-frequency", "bag-max", "recurrent-dropout", "attention-dropout"],
+)
+def test_calls_that_cannot_be_answered_are_refused(module: nn.Module, inputs: tuple, message: str):
+    extend(module)
+    out = module(*inputs)
+    out = out if isinstance(out, Tensor) else out[0]
+    with pytest.raises(CurvoptError, match=message):
+        with backpack(BatchGrad()):
+            out.square().sum().backward()
+
+
+def test_passing_an_integer_input_through_is_no_in_place_operation():
+    model = extend(nn.LSTM(2, 2).double())
+    packed = pack_padded_sequence(normal(4, N, 2), torch.tensor([4, 2, 1]))
+    output, _ = model(packed)
+    assert isinstance(output, PackedSequence)
+    with backpack(BatchL2Grad()):
+        output.data.square().sum().backward()
+    assert model.weight_hh_l0.batch_l2.shape == (N,)
