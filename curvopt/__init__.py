@@ -5,7 +5,17 @@ from curvopt.core.context import backpack
 from curvopt.core.sweep import set_columns_per_sweep
 from curvopt.core.uses import disable, extend
 from curvopt.errors import CurvoptError, CurvoptWarning
+from curvopt.regularizers import L2Regularizer
 
 __version__ = "0.1.0"
 
-__all__ = ["CurvoptError", "CurvoptWarning", "backpack", "derivatives", "disable", "extend", "set_columns_per_sweep"]
+__all__ = [
+    "CurvoptError",
+    "CurvoptWarning",
+    "L2Regularizer",
+    "backpack",
+    "derivatives",
+    "disable",
+    "extend",
+    "set_columns_per_sweep",
+]

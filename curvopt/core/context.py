@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from curvopt.core.graph import Graph
-from curvopt.core.sweep import Pass
-from curvopt.core.uses import LossUse, Use, listeners
+from curvopt.core.sweep import Pass, fields_of
+from curvopt.core.uses import LossUse, TermUse, Use, listeners
+from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
     from curvopt.extensions.base import Extension
@@ -72,7 +73,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             retain_graph,
         )
         self._passes: dict[int, Pass] = {}  # by graph task: a backward started inside a backward is another pass
-        self._graph: Graph | None = None
+        self._pending: Pass | None = None  # checked, its backward about to begin
         self._watch = _WatchBackward(self)
 
     def __enter__(self) -> backpack:
@@ -94,6 +95,11 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         if self.extensions:
             self._current().gradient(use, index, grad)
 
+    def term(self, use: TermUse, grad: Tensor) -> None:
+        """Told by the engine: the gradient of a regularizer."""
+        if self.extensions:
+            self._current().term(use, grad)
+
     def loss(self, use: LossUse, grad: Tensor) -> None:
         """Told by the engine: the gradient of an extended loss."""
         if self.extensions:
@@ -103,8 +109,9 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         """The pass of the running backward; begun by its first event, ended by the engine's own final callback."""
         task = torch._C._current_graph_task_id()
         if task not in self._passes:
-            graph, self._graph = self._graph, None
-            self._passes[task] = Pass(self.extensions, self.extension_hook, graph)
+            pending, self._pending = self._pending, None
+            self._passes[task] = pending or Pass(self.extensions, self.extension_hook, None)
+            self._passes[task].begin()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(task))
         return self._passes[task]
 
@@ -114,18 +121,21 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             finished.finish()
             if self.debug:
                 for p, extensions in finished.done.items():
-                    print(f"curvopt: {finished.names[p]}: {', '.join(sorted(e.field for e in extensions))}")
+                    print(f"curvopt: {finished.name(p)}: {', '.join(sorted(e.field for e in extensions))}")
 
     def _abandon(self) -> None:
         while self._passes:
             self._passes.popitem()[1].undo()
-        self._graph = None
+        self._pending = None
 
     def _run(self, backward: Callable, loss: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
         """``loss.backward(...)``, with its graph read (and the request checked) before anything is computed."""
         if self.extensions and isinstance(loss, Tensor) and loss.grad_fn is not None:
-            self._graph = Graph(loss.grad_fn)
-            Pass(self.extensions, self.extension_hook, self._graph)
+            try:
+                graph = Graph(loss.grad_fn)
+            except CurvoptError as error:
+                raise CurvoptError(f"{fields_of(self.extensions)}: {error}") from error
+            self._pending = Pass(self.extensions, self.extension_hook, graph)
         try:
             with warnings.catch_warnings():
                 # backward(create_graph=True) is what one asks for here; fields hold no reference to .grad
@@ -135,7 +145,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             self._abandon()
             raise
         finally:
-            self._graph = None
+            self._pending = None
 
 
 class _WatchBackward(TorchFunctionMode):

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.derivatives.rules import Rule, rule_for
-from curvopt.core.uses import KEY, LossUse, Use
+from curvopt.core.functional import added_term, parents_and_dependents, recognise
+from curvopt.core.uses import KEY, LossUse, TermUse, Use
 from curvopt.errors import CurvoptError
 
 
 class Entry:
     """A use in the graph: its rule, the parameters it answers for, and where its outputs lie."""
 
-    def __init__(self, use: Use):
-        """Look up the rule and the trainable parameters."""
+    def __init__(self, use: Use, parameters: dict[str, nn.Parameter] | None = None):
+        """Look up the rule and, unless told, the trainable parameters."""
         self.use = use
         self.rule: Rule = rule_for(use.module)
-        self.parameters: dict[str, nn.Parameter] = {
-            name: p for name, p in self.rule.parameters(use.module).items() if p.requires_grad
-        }
+        if parameters is None:
+            parameters = {name: p for name, p in self.rule.parameters(use.module).items() if p.requires_grad}
+        self.parameters = parameters
         self.edges: dict[int, GradientEdge] = {}
         self.rows = self.rule.rows(use) if self.parameters else 0
 
@@ -30,69 +31,100 @@ class Graph:
     """What lies behind a node of the autograd graph.
 
     Attributes:
-        entries: the uses of extended modules.
+        entries: the uses of parameters, by extended modules and by functional calls on their parameters.
+        functional: the entries of functional calls.
         losses: the extended losses.
-        outside: nodes that consume an extended module's parameter outside that module's forward.
-        mixing: per node that mixes samples (train-mode batch norm), the module's description.
+        terms: regularizers, with the parameters they see.
+        mixing: descriptions of modules that mix samples (train-mode batch norm).
+        outside: names of parameters that enter the loss by an added term, which no quantity contains.
+        owners: the extended module that owns each parameter, and the parameter's name in it.
+        structure: hash of the operations.
+
+    Raises:
+        CurvoptError: if a parameter is used outside of its module in a way that is not known.
     """
 
     def __init__(self, root: Node):
         """Walk the graph from ``root`` to its leaves once."""
         self.entries: dict[Use, Entry] = {}
         self.losses: list[LossUse] = []
+        self.terms: list[TermUse] = []
         self.mixing: list[str] = []
         nodes = list(_walk([root]))
+        inside: set[tuple[Node, int]] = set()
         for node in nodes:
             records = node.metadata.get(KEY, ())
             for record, index, output_nr in records:
-                if isinstance(record, LossUse):
+                if isinstance(record, TermUse):
+                    self.terms.append(record)
+                    inside |= _parameter_edges([node], record.boundary, record.parameters)
+                elif isinstance(record, LossUse):
                     self.losses.append(record)
                 else:
                     entry = self.entries.get(record) or self.entries.setdefault(record, Entry(record))
                     entry.edges[index] = GradientEdge(node, output_nr)
             if _mixes_samples(node):
                 self.mixing.append(records[0][0].describe() if records else node.name())
-        self.outside = self._outside(nodes)
+        self.structure = hash(tuple(node.name() for node in nodes))
+        self.owners: dict[nn.Parameter, tuple[Entry, str]] = {}
+        for entry in self.entries.values():
+            inside |= _parameter_edges(
+                [e.node for e in entry.edges.values()], entry.use.boundary, entry.parameters.values()
+            )
+            for name, p in entry.parameters.items():
+                self.owners.setdefault(p, (entry, name))
+        self.functional: list[Entry] = []
+        self.outside: list[str] = []
+        self._read_outside(nodes, inside)
         self.uses_of: dict[nn.Parameter, int] = {}
         for entry in self.entries.values():
             for p in entry.parameters.values():
                 self.uses_of[p] = self.uses_of.get(p, 0) + len(entry.edges)
 
-    def batch_size(self, loss: LossUse | None = None) -> int:
-        """Number of samples N: every batch axis is N, or N times a few rows of the same sample (flattened positions).
+    def name(self, p: nn.Parameter) -> str:
+        """Path of a parameter in the extended model."""
+        entry, name = self.owners[p]
+        return f"{entry.use.path}.{name}".lstrip(".")
 
-        Raises:
-            CurvoptError: if the batch axes have no common size.
-        """
-        rows = {entry.use.describe(): entry.rows for entry in self.entries.values() if entry.parameters}
-        if loss is not None:
-            rows[loss.describe()] = loss.input.shape[0]
-        N = min(rows.values(), default=1)
-        for where, length in rows.items():
-            if length % max(N, 1):
+    def _read_outside(self, nodes: list[Node], inside: set[tuple[Node, int]]) -> None:
+        """Recognise, note or refuse every edge into a known parameter that lies in no use of it."""
+        outside = [edge for edge in _edges_to(nodes, self.owners) if edge not in inside]
+        if not outside:
+            return
+        parents, dependent = parents_and_dependents(self, nodes)
+        for node, position in outside:
+            p = node.next_functions[position][0].variable  # type: ignore[union-attr]
+            entry, name = self.owners[p]
+            found = recognise(node, p, parents, entry.use.path)
+            if found is not None:
+                use, edge = found
+                functional = Entry(use, {"weight": p})
+                functional.edges[0] = edge
+                self.entries[use] = functional
+                self.functional.append(functional)
+            elif added_term(node, parents, dependent):
+                self.outside.append(self.name(p))
+            else:
                 raise CurvoptError(
-                    f"{where}: batch axis of length {length}, but another part of the network sees {N} samples; "
-                    "keep the samples on the first axis everywhere (expand inputs that are shared by all samples)."
+                    f"{entry.use.describe()}: parameter '{name}' is also used outside of its module (by {node.name()}), which "
+                    "the quantities would miss; use it through the module, F.linear or F.embedding only."
                 )
-        return N
 
-    def _outside(self, nodes: list[Node]) -> list[tuple[Node, nn.Parameter]]:
-        """Edges into a known parameter that lie in no use of it."""
-        inside: dict[int, set[tuple[Node, int]]] = {}
-        for entry in self.entries.values():
-            known = {id(p) for p in entry.parameters.values()}
-            for node in _walk([edge.node for edge in entry.edges.values()], entry.use.boundary):
-                for position, (target, _) in enumerate(node.next_functions):
-                    if target is not None and id(getattr(target, "variable", None)) in known:
-                        inside.setdefault(id(target.variable), set()).add((node, position))
-        return [
-            (node, target.variable)
-            for node in nodes
-            for position, (target, _) in enumerate(node.next_functions)
-            if target is not None
-            and (edges := inside.get(id(getattr(target, "variable", None)))) is not None
-            and (node, position) not in edges
-        ]
+
+def _edges_to(nodes: Iterable[Node], parameters: Container[nn.Parameter]) -> list[tuple[Node, int]]:
+    """Edges ``(node, position)`` from the nodes into the leaves of some parameters."""
+    return [
+        (node, position)
+        for node in nodes
+        for position, (target, _) in enumerate(node.next_functions)
+        if (p := getattr(target, "variable", None)) is not None and p in parameters
+    ]
+
+
+def _parameter_edges(
+    roots: list[Node], boundary: frozenset, parameters: Iterable[nn.Parameter]
+) -> set[tuple[Node, int]]:
+    return set(_edges_to(_walk(roots, boundary), set(parameters)))
 
 
 def _walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node]:

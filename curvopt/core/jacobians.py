@@ -32,6 +32,8 @@ class Jacobian(ABC):
     transposed = False
     #: Signed weight of every vector in the sums of squares and products, ``[V, N]``; ``None`` for ones.
     weights: Tensor | None = None
+    #: The uses it belongs to; chunks of columns of the same uses share their right side.
+    origin: tuple = ()
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -71,12 +73,15 @@ class Jacobian(ABC):
 
     def project(self, directions: Tensor) -> Tensor:
         """Inner product of every product with ``[K, *p]`` directions, ``[K, V, N]``."""
-        return torch.einsum("vnp,kp->kvn", self.dense().flatten(2), directions.flatten(1))
+        return torch.einsum("vnp,kp->kvn", self._flat(), directions.reshape(len(directions), -1))
 
     def expand(self, coefficients: Tensor) -> Tensor:
         """Products weighted by ``[K, V, N]`` coefficients and summed over vectors and samples, ``[K, *p]``."""
-        result = torch.einsum("kvn,vnp->kp", coefficients, self.dense().flatten(2))
+        result = torch.einsum("kvn,vnp->kp", coefficients, self._flat())
         return result.reshape(-1, *self.shape)
+
+    def _flat(self) -> Tensor:
+        return self.dense().reshape(self.V, self.N, -1)
 
     def owned(self) -> Jacobian:
         """The same, sharing no memory with the network's activations."""
@@ -119,7 +124,7 @@ class Dense(Jacobian):
         return torch.einsum("vn...,vn...->n...", self.values, self.values)
 
     def norms2(self) -> Tensor:
-        return self.values.flatten(2).square().sum(2)
+        return self.values.reshape(self.V, self.N, -1).square().sum(2)
 
     def left_factor(self, approx: Approx = "expand") -> Tensor:
         flat = self.values.reshape(self.V * self.N, -1)
@@ -356,9 +361,31 @@ def _second_moment(rows: Tensor) -> Tensor:
 
 def combine(parts: Sequence[Jacobian]) -> Jacobian:
     """One Jacobian for all uses of one parameter: positions are concatenated, other kinds are added."""
-    first = parts[0]
     if len(parts) == 1:
-        return first
+        return parts[0]
+    result = _concatenate(parts)
+    result.origin = tuple(use for part in parts for use in part.origin)
+    return result
+
+
+def stack_samples(parts: Sequence[Jacobian]) -> Jacobian:
+    """One Jacobian of N samples from N of one sample each, which share their right side if they have one."""
+    first = parts[0]
+    if isinstance(first, Outer):
+        left = torch.cat([part.left for part in parts if isinstance(part, Outer)], 1)
+        result: Jacobian = Outer(left, first.right.expand(len(parts), -1, -1, -1), first.shape, first.transposed)
+    elif isinstance(first, Lookup):
+        left = torch.cat([part.left for part in parts if isinstance(part, Lookup)], 1)
+        samples = torch.arange(len(parts), device=left.device).repeat_interleave(len(first.rows))
+        result = Lookup(left, first.rows.repeat(len(parts)), samples, len(parts), first.shape)
+    else:
+        result = Dense(torch.cat([part.dense() for part in parts], 1))
+    result.origin = first.origin
+    return result
+
+
+def _concatenate(parts: Sequence[Jacobian]) -> Jacobian:
+    first = parts[0]
     if isinstance(first, Outer) and all(isinstance(p, Outer) and p.transposed == first.transposed for p in parts):
         outers = [part for part in parts if isinstance(part, Outer)]
         left, right = torch.cat([o.left for o in outers], 3), torch.cat([o.right for o in outers], 2)

@@ -9,21 +9,24 @@ columns share one sweep.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
 
+from curvopt.core.averaged import averaged_jacobians
 from curvopt.core.derivatives.losses import LossCurvature, curvature_of
 from curvopt.core.graph import Entry, Graph
-from curvopt.core.jacobians import Dense, Jacobian, combine
+from curvopt.core.jacobians import Dense, Jacobian, combine, stack_samples
 from curvopt.core.residuals import (
     Modify,
-    Residual,
     cut,
     nonlinear_operations,
     polarize,
@@ -31,7 +34,8 @@ from curvopt.core.residuals import (
     residual_columns,
     unit_vectors,
 )
-from curvopt.core.uses import LossUse, Use, describe, disable
+from curvopt.core.samples import Samples, find_samples, only, unaligned
+from curvopt.core.uses import LossUse, TermUse, Use, disable, listeners
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
@@ -119,6 +123,11 @@ def loss_slope(use: LossUse, grad: Tensor) -> Tensor:
     return torch.autograd.grad(value, z, grad.reshape(value.shape), create_graph=create_graph)[0]
 
 
+@dataclass(frozen=True)
+class Averaged:
+    """One matrix for all samples, averaged layer by layer."""
+
+
 class Pass:
     """One backward: collects what arrives, reduces it as soon as it is whole, and sets the fields.
 
@@ -138,17 +147,30 @@ class Pass:
         self.extensions, self.extension_hook, self.graph = extensions, extension_hook, graph
         self.first_order = [e for e in extensions if isinstance(e.columns, Gradient)]
         self.second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
-        self.create_graph = torch.is_grad_enabled()
-        self.entries: dict[Use, Entry] = {} if graph is None else graph.entries
+        self.entries: dict[Use, Entry] = {}
         self.parts: dict[nn.Parameter, list[Jacobian]] = {}
         self.totals: dict[tuple[nn.Parameter, Extension], Any] = {}
+        self.terms: dict[nn.Parameter, Tensor] = {}
         self.done: dict[nn.Parameter, set[Extension]] = {}
-        self.owners: dict[nn.Parameter, nn.Module] = {}
-        self.names: dict[nn.Parameter, str] = {}
+        self.owners: dict[nn.Parameter, tuple[Entry, str]] = {}
         self.hooked: set[nn.Module] = set()
-        self.losses_left = None if graph is None else len(graph.losses)
+        self.handles: list[RemovableHandle] = []
+        self.create_graph = False
+        self.losses_left: int | None = None
+        self.samples: Samples | None = None
         if graph is not None:
+            self.entries, self.owners, self.losses_left = graph.entries, graph.owners, len(graph.losses)
             self._check(graph)
+            self.samples = find_samples(graph, graph.losses)
+
+    def begin(self) -> None:
+        """The backward has begun."""
+        self.create_graph = torch.is_grad_enabled()
+        for entry in self.graph.functional if self.graph else ():
+            # functional calls have no hook from the forward
+            for edge in entry.edges.values():
+                hook = partial(self._functional_gradient, entry.use, edge.output_nr)
+                self.handles.append(edge.node.register_prehook(hook))
 
     # What the backward tells
 
@@ -156,45 +178,65 @@ class Pass:
         """The gradient of one output of a use: reduce it, or keep it until the parameter's other uses have theirs."""
         if self.second_order and self.losses_left is None:
             self._refuse_without_loss()
-        if not self.first_order:
+        if not self.first_order or (self.samples and use in self.samples.unaligned):
             return
         entry = self.entries.get(use) or self.entries.setdefault(use, Entry(use))
         if not entry.parameters:
             return
-        N = self.graph.batch_size(self.graph.losses[0] if self.graph.losses else None) if self.graph else entry.rows
+        N = self.samples.N if self.samples else entry.rows
         grads = [grad.unsqueeze(0) if i == index else None for i in range(len(use.shapes))]
         for p, jacobian in self._jac_t(entry, grads, N):
             parts = self.parts.setdefault(p, [])
             parts.append(jacobian)
-            if self.graph is not None and len(parts) == self.graph.uses_of[p]:
+            if self.graph is not None and not self.graph.terms and len(parts) == self.graph.uses_of[p]:
                 self._reduce_gradient(p)
+
+    def term(self, use: TermUse, grad: Tensor) -> None:
+        """A regularizer has been reached."""
+        for p in use.parameters:
+            self.terms[p] = self.terms.get(p, 0) + grad * use.weight
 
     def loss(self, use: LossUse, grad: Tensor) -> None:
         """An extended loss has been reached, scaled by ``grad``: sweep the columns of its Hessian's root."""
-        if not self.second_order or use.edge is None:
+        if use.edge is None:
             return
-        if self.graph is None:
-            # the root was not seen: this loss is the root as far as second order is concerned
-            self.entries = Graph(use.edge.node).entries | self.entries
-        graph = self.graph or Graph(use.edge.node)
-        if self.graph is None:
+        graph, samples = self.graph, self.samples
+        if graph is None or samples is None:
+            # the root was not seen: this loss is the root as far as can be known
+            with self._named():
+                graph = Graph(use.edge.node)
             self._check(graph, needs_loss=False)
+            self.samples = samples = find_samples(graph, [use])
+            self.entries = graph.entries | self.entries
+            self.owners = graph.owners | self.owners
+        N = samples.N
         entries = [entry for entry in graph.entries.values() if entry.parameters]
-        N = graph.batch_size(use)
-        curvature, scale = curvature_of(use, grad)
-        size = _columns_per_sweep or self._chunk_size(entries, grad.device.type)
-        groups: dict[Exact | MonteCarlo, list[Extension]] = {}
-        for e in self.second_order:
-            groups.setdefault(Exact() if isinstance(e.columns, Hessian) else e.columns, []).append(e)
-        for columns, extensions in groups.items():
-            for chunk in columns.chunks(curvature, size, len(use.input) // N):
-                vectors = (chunk * scale).to(use.input.dtype)
-                self._sweep([use.edge], [vectors], None, entries, N, extensions)
-        for modify in dict.fromkeys(e.columns.modify for e in self.second_order if isinstance(e.columns, Hessian)):
-            extensions = [e for e in self.second_order if e.columns == Hessian(modify)]
-            self._residuals(use, grad, entries, N, size, modify, extensions)
+        if self.first_order and samples.unaligned:
+            for p, jacobian in self._jacobians(
+                [use.edge], [loss_slope(use, grad).unsqueeze(0)], samples.unaligned, entries
+            ):
+                self.parts.setdefault(p, []).append(jacobian)
+        if self.second_order:
+            with self._named():
+                curvature, scale = curvature_of(use, grad)
+            size = _columns_per_sweep or self._chunk_size(entries, grad.device.type)
+            groups: dict[Exact | MonteCarlo | Averaged, list[Extension]] = {}
+            for e in self.second_order:
+                columns: Any = Exact() if isinstance(e.columns, Hessian) else e.columns
+                groups.setdefault(columns, []).append(e)
+            for columns, extensions in groups.items():
+                if isinstance(columns, Averaged):
+                    for p, jacobian in averaged_jacobians(use.edge, curvature, scale, entries, N):
+                        self._update(p, jacobian, extensions)
+                    continue
+                for chunk in columns.chunks(curvature, size, len(use.input) // N):
+                    vectors = (chunk * scale).to(use.input.dtype)
+                    self._sweep([use.edge], [vectors], None, entries, extensions)
+            for modify in dict.fromkeys(e.columns.modify for e in self.second_order if isinstance(e.columns, Hessian)):
+                extensions = [e for e in self.second_order if e.columns == Hessian(modify)]
+                self._residuals(use, grad, entries, size, modify, extensions)
         self.losses_left = 0 if self.losses_left is None else self.losses_left - 1
-        if self.graph is not None and self.losses_left == 0:
+        if self.graph is not None and self.losses_left == 0 and not self.graph.terms:
             for p, extension in list(self.totals):
                 self._complete(p, extension)
 
@@ -211,6 +253,8 @@ class Pass:
         """Drop what uses cached for this backward."""
         for use in self.entries:
             use.cache.clear()
+        for handle in self.handles:
+            handle.remove()
 
     def undo(self) -> None:
         """Take back the fields that a failed backward has set."""
@@ -220,22 +264,81 @@ class Pass:
                     delattr(p, extension.field)
         self.release()
 
+    def name(self, p: nn.Parameter) -> str:
+        """Path of a parameter in the extended model."""
+        entry, name = self.owners[p]
+        return f"{entry.use.path}.{name}".lstrip(".")
+
     # Computation
+
+    def _functional_gradient(self, use: Use, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
+        grad = grads[output_nr]
+        if grad is not None and listeners and listeners[-1] is not None:
+            self.gradient(use, 0, grad)
 
     def _jac_t(self, entry: Entry, grads: list[Tensor | None], N: int) -> Iterator[tuple[nn.Parameter, Jacobian]]:
         entry.use.check_inputs()
         jacobians = entry.rule.jac_t(entry.use, grads, list(entry.parameters), N)
         for name, jacobian in jacobians.items():
             p = entry.parameters[name]
-            self.owners.setdefault(p, entry.use.module)
-            self.names.setdefault(p, f"{entry.use.path}.{name}".lstrip("."))
+            jacobian.origin = (entry.use,)
+            self.owners.setdefault(p, (entry, name))
             yield p, jacobian
 
     def _reduce_gradient(self, p: nn.Parameter) -> None:
         jacobian = combine(self.parts.pop(p))
+        if p in self.terms:
+            share = self.terms[p] * p / jacobian.N
+            jacobian = combine([jacobian, Dense(share.expand(1, jacobian.N, *p.shape))])
         for extension in self.first_order:
             self.totals[p, extension] = extension.update(None, jacobian)
             self._complete(p, extension)
+
+    def _jacobians(
+        self, outputs: list[GradientEdge], vectors: list[Tensor], uses: Collection[Use] | None, entries: list[Entry]
+    ) -> Iterator[tuple[nn.Parameter, Jacobian]]:
+        """Jacobian products of vectors ``[v, *out]`` at the outputs, use by use; nothing where nothing arrives.
+
+        Args:
+            outputs: where the vectors are.
+            vectors: one tensor for each output.
+            uses: the uses asked for, ``None`` for all.
+            entries: the uses there are.
+        """
+        assert self.samples is not None
+        N, unaligned = self.samples
+        wanted = [entry for entry in entries if uses is None or entry.use in uses]
+        straight = [entry for entry in wanted if entry.use not in unaligned]
+        for entry, grads in self._arrivals(outputs, vectors, straight):
+            yield from self._jac_t(entry, grads, N)
+        apart = [entry for entry in wanted if entry.use in unaligned]
+        if not apart:
+            return
+        by_sample: dict[tuple[Use, nn.Parameter], list[Jacobian]] = {}
+        for n in range(N):
+            for entry, grads in self._arrivals(outputs, [only(v, 1, n, N) for v in vectors], apart, zeros=True):
+                for p, jacobian in self._jac_t(entry, grads, 1):
+                    by_sample.setdefault((entry.use, p), []).append(jacobian)
+        for (_, p), jacobians in by_sample.items():
+            yield p, stack_samples(jacobians)
+
+    @staticmethod
+    def _arrivals(
+        outputs: list[GradientEdge], vectors: list[Tensor], entries: list[Entry], zeros: bool = False
+    ) -> Iterator[tuple[Entry, list[Tensor | None]]]:
+        """What arrives at each output of each use, ``[v, *out]``; zeros, if asked, where nothing arrives at all."""
+        if not entries:
+            return
+        remaining = iter(pull(outputs, [edge for entry in entries for edge in entry.edges.values()], vectors))
+        for entry in entries:
+            grads: list[Tensor | None] = [None] * len(entry.use.shapes)
+            for index in entry.edges:
+                grads[index] = next(remaining)
+            if zeros and all(grad is None for grad in grads):
+                index = next(iter(entry.edges))
+                grads[index] = vectors[0].new_zeros(len(vectors[0]), *entry.use.shapes[index])
+            if any(grad is not None for grad in grads):
+                yield entry, grads
 
     def _sweep(
         self,
@@ -243,31 +346,15 @@ class Pass:
         vectors: list[Tensor],
         weights: Tensor | None,
         entries: list[Entry],
-        N: int,
         extensions: Sequence[Extension],
         skip: Collection[nn.Parameter] = (),
     ) -> None:
-        """Pull vectors ``[v, *out]`` back to all uses and update the totals of every parameter.
-
-        Without weights the columns are those of the loss, and every parameter gets them, as zeros if need be. Weighted
-        ones are what an operation adds, and concern the parameters before it that are not in ``skip``.
-        """
-        remaining = iter(pull(outputs, [edge for entry in entries for edge in entry.edges.values()], vectors))
+        """Pull vectors ``[v, *out]`` back to all uses and update the totals of every parameter but those to ``skip``."""
         parts: dict[nn.Parameter, list[Jacobian]] = {}
-        for entry in entries:
-            grads: list[Tensor | None] = [None] * len(entry.use.shapes)
-            for index in entry.edges:
-                grads[index] = next(remaining)
-            if all(grad is None for grad in grads):
-                if weights is not None:
-                    continue
-                index = next(iter(entry.edges))  # behind another loss: these columns do not reach it
-                grads[index] = vectors[0].new_zeros(len(vectors[0]), *entry.use.shapes[index])
-            for p, jacobian in self._jac_t(entry, grads, N):
+        for p, jacobian in self._jacobians(outputs, vectors, None, entries):
+            if p not in skip:
                 parts.setdefault(p, []).append(jacobian)
         for p, jacobians in parts.items():
-            if p in skip:
-                continue
             jacobian = combine(jacobians)
             jacobian.weights = weights
             self._update(p, jacobian, extensions)
@@ -281,13 +368,13 @@ class Pass:
         use: LossUse,
         grad: Tensor,
         entries: list[Entry],
-        N: int,
         size: int,
         modify: Modify,
         extensions: Sequence[Extension],
     ) -> None:
         """What nonlinear operations between the loss and the parameters add to the curvature."""
-        assert use.edge is not None
+        assert use.edge is not None and self.samples is not None
+        N = self.samples.N
         # a parameter used twice, or in a way that is not linear in it, is met by more than the operations after it
         uses: dict[nn.Parameter, int] = {}
         for entry in entries:
@@ -301,6 +388,10 @@ class Pass:
             if not direct.issuperset(entry.parameters.values())
         }
         operations = nonlinear_operations(use.edge.node, nodes) if nodes else []
+        inputs = [edge for operation in operations for edge in operation.inputs]
+        if inputs and unaligned(N, [use], list(enumerate(inputs)))[0]:
+            # operations that do not see the samples one after the other: differentiate the gradient again instead
+            direct, operations = set(uses), []
         if not operations and not direct:
             return
         slope = loss_slope(use, grad)
@@ -311,9 +402,8 @@ class Pass:
             reached = [nr for nr, g in zip(operation.outputs, grads, strict=True) if g is not None]
             present = [g[0] for g in grads if g is not None]
             if present:
-                self._check_rows(operation, N, extensions)
                 for columns in residual_columns(operation._replace(outputs=reached), present, N, size, modify):
-                    self._sweep(columns.edges, columns.vectors, columns.weights, entries, N, extensions, direct)
+                    self._sweep(columns.edges, columns.vectors, columns.weights, entries, extensions, direct)
         if direct:
             self._direct(use, slope, list(direct), N, size, modify, extensions)
 
@@ -330,25 +420,22 @@ class Pass:
         """The same for single parameters by differentiating the gradient again, one column for each of their entries."""
         if modify is not None:
             raise CurvoptError(
-                f"{self.names[parameters[0]]}: {self._fields(extensions)} is only defined for parameters that are used "
+                f"{self.name(parameters[0])}: {fields_of(extensions)} is only defined for parameters that are used "
                 "once and enter linearly; use HMP or GGNMP."
             )
         entries = sum(p.numel() for p in parameters)
         if entries > DIRECT_ENTRIES:
             warnings.warn(
-                f"{self._fields(extensions)}: {entries} parameter entries ({self.names[parameters[0]]}, ...) are used "
+                f"{fields_of(extensions)}: {entries} parameter entries ({self.name(parameters[0])}, ...) are used "
                 "several times or nonlinearly; their exact Hessian takes one double backward for each entry.",
                 CurvoptWarning,
                 stacklevel=2,
             )
         samples = range(N) if any(e.per_sample for e in extensions) else [None]
-        rows = len(slope) // N
         for p in parameters:
             images = []
             for n in samples:
-                seed = slope
-                if n is not None:
-                    seed = torch.zeros_like(slope).index_add(0, (i := torch.arange(n * rows, (n + 1) * rows)), slope[i])
+                seed = slope if n is None else only(slope, 0, n, N)
                 with torch.enable_grad():
                     gradient = pull([use.edge], [p], [seed.unsqueeze(0)])[0]
                     gradient = None if gradient is None else gradient[0]
@@ -368,15 +455,6 @@ class Pass:
             jacobian.weights = weights
             self._update(p, jacobian, extensions)
 
-    def _check_rows(self, operation: Residual, N: int, extensions: Sequence[Extension]) -> None:
-        for edge in operation.inputs:
-            shape = edge.node._input_metadata[edge.output_nr].shape
-            if not shape or shape[0] % N:
-                raise CurvoptError(
-                    f"{self._fields(extensions)}: the input of {operation.node.name()} has shape {list(shape)}, whose first axis "
-                    f"does not hold the {N} samples; keep the batch axis first."
-                )
-
     def _chunk_size(self, entries: Sequence[Entry], device: str) -> int:
         """Columns to sweep together, from the activations that one column fills."""
         elements = sum(prod(shape) for entry in entries for shape in entry.use.shapes)
@@ -384,9 +462,12 @@ class Pass:
 
     def _complete(self, p: nn.Parameter, extension: Extension) -> None:
         """Set one field; call the extension hook once all fields of a module's own parameters are there."""
-        setattr(p, extension.field, extension.finish(self.totals.pop((p, extension))))
+        total = self.totals.pop((p, extension))
+        if p in self.terms and extension in self.second_order:
+            total = extension.regularize(total, self.terms[p], p, self.samples.N if self.samples else 1)
+        setattr(p, extension.field, extension.finish(total))
         self.done.setdefault(p, set()).add(extension)
-        module = self.owners[p]
+        module = self.owners[p][0].use.module
         if self.extension_hook is None or module in self.hooked:
             return
         wanted = {q for entry in self.entries.values() if entry.use.module is module for q in entry.parameters.values()}
@@ -400,7 +481,7 @@ class Pass:
         """Raise for every request that this graph would answer wrongly."""
         if not graph.entries:
             raise CurvoptError(
-                f"{self._fields(self.extensions)}: no extended module took part in this backward; call extend(model) "
+                f"{fields_of(self.extensions)}: no extended module took part in this backward; call extend(model) "
                 "before the forward pass (and outside of curvopt.disable())."
             )
         if needs_loss and self.second_order and not graph.losses:
@@ -409,28 +490,33 @@ class Pass:
             refused = [e for e in self.extensions if e.needs_independent_samples]
             if refused:
                 raise CurvoptError(
-                    f"{graph.mixing[0]}: {self._fields(refused)} need independent samples, but train-mode batch norm "
+                    f"{graph.mixing[0]}: {fields_of(refused)} need independent samples, but train-mode batch norm "
                     "mixes them; call model.eval() or use a Monte-Carlo quantity (KFAC, DiagGGNMC)."
                 )
-        for node, p in graph.outside:
-            names = [
-                f"{describe(entry.use.path, entry.use.module)}: parameter '{name}'"
-                for entry in graph.entries.values()
-                for name, q in entry.parameters.items()
-                if q is p
-            ]
-            raise CurvoptError(
-                f"{names[0]} is also used outside of its module (by {node.name()}), which "
-                f"{self._fields(self.extensions)} would miss; use it through the module only, e.g. call the module a "
-                "second time."
+        if graph.outside:
+            warnings.warn(
+                f"{fields_of(self.extensions)}: {', '.join(graph.outside)} also enter the loss by an added term (a "
+                "regularizer?), which is in .grad but not in these quantities; write it as curvopt.L2Regularizer to "
+                "have it in both.",
+                CurvoptWarning,
+                stacklevel=2,
             )
 
     def _refuse_without_loss(self) -> None:
         raise CurvoptError(
-            f"{self._fields(self.second_order)} need the curvature of the loss, but no extended loss took part in this "
+            f"{fields_of(self.second_order)} need the curvature of the loss, but no extended loss took part in this "
             "backward; use lossfunc = extend(nn.CrossEntropyLoss()) (or MSELoss, BCEWithLogitsLoss)."
         )
 
-    @staticmethod
-    def _fields(extensions: Sequence[Extension]) -> str:
-        return ", ".join(e.field for e in extensions)
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors inside name the fields that were asked for."""
+        try:
+            yield
+        except (CurvoptError, NotImplementedError) as error:
+            raise CurvoptError(f"{fields_of(self.extensions)}: {error}") from error
+
+
+def fields_of(extensions: Iterable[Extension]) -> str:
+    """Names of the fields, for messages."""
+    return ", ".join(e.field for e in extensions)

@@ -6,7 +6,7 @@ nothing is kept on modules or in globals. It must not hold the node or its outpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from curvopt.errors import CurvoptError
 
@@ -28,6 +28,10 @@ class Listener(Protocol):
 
     def gradient(self, use: Use, index: int, grad: Tensor) -> None:
         """The gradient of output ``index`` of a use has arrived."""
+        ...
+
+    def term(self, use: TermUse, grad: Tensor) -> None:
+        """The gradient of a regularizer has arrived."""
         ...
 
     def loss(self, use: LossUse, grad: Tensor) -> None:
@@ -77,7 +81,7 @@ class Use:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.path, self.module, self.args, self.kwargs = path, module, args, kwargs
         self.versions: tuple[int, ...] | None = tuple(version(leaf) for leaf in inputs)
-        if any(out is leaf for out in outputs for leaf in inputs):
+        if any(out is leaf and out.grad_fn is not None for out in outputs for leaf in inputs):
             # an in-place forward: the input is gone, and holding the output would be a cycle
             self.args, self.kwargs, self.versions = (), {}, None
         self.boundary = frozenset(leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None)
@@ -103,6 +107,16 @@ class Use:
                 f"{self.describe()}: an input was modified in place, by the module itself or after it, so its Jacobian "
                 "cannot be formed; give the in-place operation a copy (`x = x.clone()`)."
             )
+
+
+class TermUse:
+    """A term of the loss that sees parameters only: ``weight / 2`` times the sum of their squares."""
+
+    __slots__ = ("__weakref__", "boundary", "parameters", "weight")
+
+    def __init__(self, parameters: Sequence[nn.Parameter], weight: float):
+        """Record what the term sees."""
+        self.parameters, self.weight, self.boundary = parameters, weight, frozenset()
 
 
 class LossUse:
@@ -153,17 +167,22 @@ class Recorder:
         """Remember the module's path in the extended model."""
         self.path = path
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Put a `Use` on the node of each output."""
         if not (_recording and torch.is_grad_enabled()):
-            return
+            return None
         outputs = [output] if isinstance(output, Tensor) else [o for o in tree_leaves(output) if isinstance(o, Tensor)]
         if not any(out.grad_fn is not None for out in outputs):
-            return
+            return None
         use = Use(self.path, module, args, kwargs, outputs)
+        if len(outputs) > 1:
+            # an output may be computed from another: hand out aliases, so that what arrives there comes from outside
+            output = tree_map_only(Tensor, lambda out: out.view_as(out), output)
+            outputs = [out for out in tree_leaves(output) if isinstance(out, Tensor)]
         for index, out in enumerate(outputs):
             # record the node now: an in-place activation will replace out.grad_fn
             _attach(out, (use, index, out.output_nr), partial(_gradient_arrived, use, index))
+        return output if len(outputs) > 1 else None
 
 
 class LossRecorder(Recorder):
@@ -189,6 +208,18 @@ def _gradient_arrived(use: Use, index: int, grad: Tensor) -> None:
         listener.gradient(use, index, grad)
 
 
+def record_term(out: Tensor, parameters: Sequence[nn.Parameter], weight: float) -> None:
+    """Note on the node of ``out`` that it is ``weight / 2`` times the squared norm of the parameters."""
+    if _recording and torch.is_grad_enabled() and out.grad_fn is not None:
+        use = TermUse(parameters, weight)
+        _attach(out, (use, 0, out.output_nr), partial(_term_arrived, use))
+
+
+def _term_arrived(use: TermUse, grad: Tensor) -> None:
+    if listeners and (listener := listeners[-1]) is not None:
+        listener.term(use, grad)
+
+
 def _loss_arrived(use: LossUse, grad: Tensor) -> None:
     if listeners and (listener := listeners[-1]) is not None:
         listener.loss(use, grad)
@@ -201,7 +232,8 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """
     owned = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     for name, child in module.named_children():
-        if isinstance(child, (nn.ParameterList, nn.ParameterDict)) or name == "parametrizations":
+        functional = name == "out_proj" and type(module).forward is nn.MultiheadAttention.forward  # never called
+        if functional or isinstance(child, (nn.ParameterList, nn.ParameterDict)) or name == "parametrizations":
             owned |= {f"{name}.{key}": p for key, p in child.named_parameters(remove_duplicate=False)}
     return owned
 

@@ -7,6 +7,7 @@ from curvopt.extensions.products import GGNMP, HMP, PCHMP
 from curvopt.extensions.secondorder import (
     KFAC,
     KFLR,
+    KFRA,
     BatchDiagGGNExact,
     BatchDiagGGNMC,
     DiagGGNExact,
@@ -20,6 +21,7 @@ __all__ = [
     "HMP",
     "KFAC",
     "KFLR",
+    "KFRA",
     "PCHMP",
     "BatchDiagGGNExact",
     "BatchDiagGGNMC",

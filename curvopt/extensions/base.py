@@ -5,8 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from curvopt.core.jacobians import Jacobian
-from curvopt.core.sweep import Exact, Gradient, MonteCarlo
+from curvopt.core.sweep import Averaged, Exact, Gradient, MonteCarlo
+from curvopt.errors import CurvoptError
 
 
 class Extension(ABC):
@@ -19,7 +22,7 @@ class Extension(ABC):
     #: Attribute of the parameter that holds the result.
     field: ClassVar[str]
     #: What travels backwards.
-    columns: Gradient | Exact | MonteCarlo = Gradient()
+    columns: Gradient | Exact | MonteCarlo | Averaged = Gradient()
 
     #: Whether samples are kept apart in the result.
     per_sample: ClassVar[bool] = False
@@ -37,6 +40,17 @@ class Extension(ABC):
             total: what the last call returned, ``None`` at the first chunk. First-order quantities see a single chunk.
             jacobian: Jacobian products of the chunk, with all uses of the parameter combined.
         """
+
+    def regularize(self, total: Any, weight: Tensor, p: Tensor, N: int) -> Any:
+        """The total with ``weight`` times the identity added to the curvature of parameter p (an L2 regularizer).
+
+        Raises:
+            CurvoptError: where the quantity has no exact form for that.
+        """
+        raise CurvoptError(
+            f"{self.field} of a loss with an L2Regularizer is not defined; leave the term out of this loss, or ask for a "
+            "diagonal or a matrix product."
+        )
 
     def finish(self, total: Any) -> Any:
         """The value of the field, from the total over all columns."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from curvopt.core.jacobians import Jacobian
@@ -19,7 +21,7 @@ class BlockProduct:
         jacobians: the columns j with their weights.
     """
 
-    def __init__(self, jacobians: Sequence[Jacobian]):
+    def __init__(self, jacobians: Sequence[Any]):
         self._jacobians = jacobians
 
     def __call__(self, directions: Tensor) -> Tensor:
@@ -37,11 +39,24 @@ class BlockProduct:
         return sum((jacobian.matmul(directions) for jacobian in self._jacobians), start=directions.new_zeros(()))
 
 
+class _Identity:
+    """A multiple of the identity, like a `Jacobian` as far as products go."""
+
+    def __init__(self, weight: Tensor, shape: torch.Size):
+        self.weight, self.shape = weight, shape
+
+    def matmul(self, directions: Tensor) -> Tensor:
+        return self.weight * directions
+
+
 class _Product(Extension):
     def update(self, total: list[Jacobian] | None, jacobian: Jacobian) -> list[Jacobian]:
         return [*(total or ()), jacobian.owned()]
 
-    def finish(self, total: list[Jacobian]) -> BlockProduct:
+    def regularize(self, total: list[Jacobian], weight: Tensor, p: Tensor, N: int) -> list[Any]:
+        return [*total, _Identity(weight, p.shape)]
+
+    def finish(self, total: list[Any]) -> BlockProduct:
         return BlockProduct(total)
 
 

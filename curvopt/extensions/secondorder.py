@@ -7,14 +7,16 @@ the model's predictive distribution (Martens 2020), each divided by the root of 
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from curvopt.core.jacobians import Approx, Jacobian
 from curvopt.core.sweep import Averaged, Exact, MonteCarlo
+from curvopt.errors import CurvoptWarning
 from curvopt.extensions.base import Extension, add
 
 
@@ -130,13 +132,22 @@ class SqrtGGNMC(_Root):
         self.columns, self.subsampling = MonteCarlo(mc_samples, generator), subsampling
 
 
-@dataclass
+@dataclasses.dataclass
 class _Factors:
     """The left factor summed over columns, and the right one of each group of uses."""
 
     left: Tensor | None = None
-    rights: dict[tuple, Tensor | None] = field(default_factory=dict)
+    rights: dict[tuple, Tensor | None] = dataclasses.field(default_factory=dict)
     transposed: bool = False
+
+
+@dataclasses.dataclass
+class _Factors:
+    """The left factor summed over columns, and the right one of each group of uses."""
+
+    transposed: bool
+    left: Tensor | None = None
+    rights: dict[tuple, Tensor | None] = dataclasses.field(default_factory=dict)
 
 
 class _Kronecker(Extension):
@@ -149,15 +160,34 @@ class _Kronecker(Extension):
             raise ValueError(f"{type(self).__name__}: approx must be 'expand' or 'reduce', got {approx!r}.")
         self.approx = approx
 
-    def update(self, total: list[Tensor] | None, jacobian: Jacobian) -> list[Tensor]:
-        left = jacobian.left_factor(self.approx)
-        place = 1 if jacobian.transposed else 0  # axis 0 of the parameter comes first
-        if total is not None:
-            return [add(factor, left) if i == place else factor for i, factor in enumerate(total)]
-        right = jacobian.right_factor(self.approx)
-        if right is None:
-            return [left]
-        return [right, left] if jacobian.transposed else [left, right]
+    def update(self, total: _Factors | None, jacobian: Jacobian) -> _Factors:
+        total = total or _Factors(jacobian.transposed)
+        total.left = add(total.left, jacobian.left_factor(self.approx))
+        if jacobian.origin not in total.rights:
+            # once for all columns; several losses may come by different uses
+            total.rights[jacobian.origin] = jacobian.right_factor(self.approx)
+        return total
+
+    def regularize(self, total: _Factors, weight: Tensor, p: Tensor, N: int) -> _Factors:
+        assert total.left is not None
+        if any(right is not None for right in total.rights.values()):
+            warnings.warn(
+                f"{self.field} of a matrix leaves the L2Regularizer out: a Kronecker product plus a multiple of the "
+                "identity is no Kronecker product. Add its weight to the damping.",
+                CurvoptWarning,
+                stacklevel=2,
+            )
+        else:
+            total.left = total.left + (weight if total.left.dim() == 1 else weight * torch.eye(len(total.left)).to(p))
+        return total
+
+    def finish(self, total: _Factors) -> list[Tensor]:
+        assert total.left is not None
+        rights = [right for right in total.rights.values() if right is not None]
+        if not rights:
+            return [total.left]
+        right = sum(rights[1:], start=rights[0]) / len(rights)
+        return [right, total.left] if total.transposed else [total.left, right]
 
 
 class KFAC(_Kronecker):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +29,11 @@ class MultiheadAttention(ReplayRule):
     def batch_axis(self, module: nn.MultiheadAttention) -> int:
         return 0 if module.batch_first else 1
 
+    def output_axis(self, use: Use, index: int) -> int | None:
+        return self.batch_axis(cast(nn.MultiheadAttention, use.module)) if index == 0 else 0
+
     def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
-        module, given = use.module, arguments(use)
+        module, given = cast(nn.MultiheadAttention, use.module), arguments(use)
         if module.dropout and module.training:
             raise CurvoptError(
                 f"{use.describe()}: its dropout drew a mask that cannot be drawn again; call model.eval() or set "

@@ -275,7 +275,7 @@ def _from_autograd(use: LossUse, z: Tensor) -> LossCurvature:
             f"{use.describe()}: a loss may have no trainable parameters; put them into the model, or "
             "requires_grad_(False) them."
         )
-    differentiable = torch.is_grad_enabled()
+    differentiable = torch.is_grad_enabled() and z.requires_grad
     with torch.enable_grad(), disable():
         at = z if differentiable else z.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(use.again(at), at, create_graph=True)

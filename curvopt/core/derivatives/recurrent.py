@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -44,12 +45,21 @@ class Recurrent(ReplayRule):
     def batch_axis(self, module: nn.RNNBase) -> int:
         return 0 if module.batch_first else 1
 
+    def output_axis(self, use: Use, index: int) -> int | None:
+        if index > 0:
+            return 1  # states, whatever batch_first says
+        return (
+            None
+            if isinstance(arguments(use)["input"], PackedSequence)
+            else self.batch_axis(cast(nn.RNNBase, use.module))
+        )
+
     def rows(self, use: Use) -> int:
         x = arguments(use)["input"]
         return int(x.batch_sizes[0]) if isinstance(x, PackedSequence) else super().rows(use)
 
     def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
-        module, given = use.module, arguments(use)
+        module, given = cast(nn.RNNBase, use.module), arguments(use)
         if module.dropout and module.training and module.num_layers > 1:
             raise CurvoptError(
                 f"{use.describe()}: the dropout between its layers drew masks that cannot be drawn again; call "
@@ -101,7 +111,7 @@ class Recurrent(ReplayRule):
         mode, names = tape.module.mode, f"_l{layer}" + ("_reverse" if reverse else "")
         W, b = tape.parameter("weight_hh" + names), tape.parameter("bias_hh" + names)
         projection = tape.parameter("weight_hr" + names)
-        assert isinstance(W, Tensor)
+        assert W is not None
         from_input = tape.linear(x, "weight_ih" + names, "bias_ih" + names)
         # zeros added to the products of all steps: their gradient is that of the products, in one tensor
         N, T = x.shape[:2]
@@ -140,7 +150,7 @@ class Cell(ReplayRule):
         return 2
 
     def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
-        module, given = use.module, arguments(use)
+        module, given = cast(nn.RNNCell, use.module), arguments(use)
         x, hx = given["input"], given["hx"]
         mode = "LSTM" if isinstance(module, nn.LSTMCell) else "GRU"
         if isinstance(module, nn.RNNCell):

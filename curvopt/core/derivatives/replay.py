@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,7 @@ class Tape:
         module: the module whose forward is replayed.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: Any):
         """Begin without sites."""
         self.module = module
         self.sites: list[Site] = []
@@ -88,7 +89,12 @@ class ReplayRule(Rule):
         outputs, sites = use.cache["replay"]
         sites = [site for site in sites if site.weight in names or site.bias in names]
         V = next(grad.shape[0] for grad in grads if grad is not None)
-        arrived = [(out, grad.to(out.dtype)) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
+        # autocast: the forward may have run in another precision
+        arrived = [
+            (out, grad.to(out.dtype))
+            for out, grad in zip(outputs, grads, strict=True)
+            if out is not None and grad is not None
+        ]
         pulled = torch.autograd.grad(
             [out for out, _ in arrived],
             [site.output for site in sites],

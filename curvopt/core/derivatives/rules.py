@@ -49,6 +49,10 @@ class Rule(ABC):
         """Axis of the first input that counts the samples."""
         return 0
 
+    def output_axis(self, use: Use, index: int) -> int | None:
+        """Axis of an output that counts the samples; ``None`` where no axis does (packed sequences)."""
+        return 0
+
     def rows(self, use: Use) -> int:
         """Length of the batch axis of the use's input.
 
@@ -180,7 +184,7 @@ class DefaultRule(Rule):
         leaves, spec = tree_flatten((use.args, use.kwargs))
         batched = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows]
         wanted = [i for i, grad in enumerate(grads) if grad is not None]
-        arrived = [grads[i] for i in wanted]
+        arrived = [grad for grad in grads if grad is not None]
         parameters = {name: p for name, p in self.parameters(use.module).items() if name in names}
         for i, grad in zip(wanted, arrived, strict=True):
             if grad.shape[1:2] != (rows,):

@@ -1,0 +1,104 @@
+"""Batch-averaged backpropagation of a curvature matrix, layer by layer (Botev et al. 2017).
+
+One matrix ``G``, shared by all samples, travels backwards: ``G_in = 1/N sum_n J_n^T G J_n`` at every operation. It is kept
+as a root with one column for each unit at most. Only sequential networks have such a recursion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+from curvopt.core.derivatives.losses import LossCurvature
+from curvopt.core.derivatives.rules import AffineRule
+from curvopt.core.graph import Entry
+from curvopt.core.jacobians import Jacobian
+from curvopt.core.residuals import pull
+from curvopt.errors import CurvoptError
+
+
+def averaged_jacobians(
+    edge: GradientEdge, curvature: LossCurvature, scale: Tensor, entries: Sequence[Entry], N: int
+) -> Iterator[tuple[nn.Parameter, Jacobian]]:
+    """For every parameter the root of the averaged matrix at its layer's output, as Jacobian products of "one sample".
+
+    Args:
+        edge: the network's output.
+        curvature: Hessian of the loss there.
+        scale: root of the factor of the loss.
+        entries: the uses in the network.
+        N: number of samples.
+
+    Raises:
+        CurvoptError: if the network is not sequential, or has parameters in other than linear and convolution layers.
+    """
+    at: dict[tuple[Node, int], Entry] = {}
+    for entry in entries:
+        if not isinstance(entry.rule, AffineRule):
+            raise CurvoptError(
+                f"{entry.use.describe()}: kfra is defined for sequential networks of linear and convolution layers; use "
+                "KFAC or KFLR."
+            )
+        at |= {(e.node, e.output_nr): entry for e in entry.edges.values()}
+    columns = curvature.root(0, curvature.columns) * scale
+    root = _root(columns.reshape(len(columns), len(columns[0]), -1).flatten(0, 1))
+    left = set(at)
+    while True:
+        shape = edge.node._input_metadata[edge.output_nr].shape
+        if shape[0] != N:
+            raise CurvoptError(
+                f"kfra: {edge.node.name()} has an output of shape {list(shape)}, not one row for each sample."
+            )
+        vectors = root.reshape(-1, 1, *shape[1:])
+        entry = at.get((edge.node, edge.output_nr))
+        if entry is not None:
+            left.discard((edge.node, edge.output_nr))
+            entry.use.cache.clear()  # its patches, as the positions of one sample
+            jacobians = entry.rule.jac_t(entry.use, [vectors], list(entry.parameters), 1)
+            entry.use.cache.clear()
+            for name, jacobian in jacobians.items():
+                yield entry.parameters[name], jacobian
+        if not left:
+            return
+        inputs = [e for e in _inputs(edge.node) if _reaches(e.node, left)]
+        if len(inputs) != 1:
+            raise CurvoptError(
+                f"kfra is defined for sequential networks only, but {edge.node.name()} has {len(inputs)} inputs that depend "
+                "on parameters; use KFAC or KFLR."
+            )
+        pulled = pull([edge], inputs, [vectors.expand(-1, *shape)])[0]
+        edge = inputs[0]
+        if pulled is None:
+            return
+        flat = pulled.reshape(len(pulled), len(pulled[0]), -1)
+        # an operation that treats all samples alike (linear, convolution, reshape) keeps the columns as they are
+        root = flat[:, 0] if bool((flat == flat[:, :1]).all()) else _root(flat.flatten(0, 1) / N**0.5)
+
+
+def _root(columns: Tensor) -> Tensor:
+    """Rows ``[D or fewer, D]`` with the same second moment as the given ones."""
+    if columns.shape[0] <= columns.shape[1]:
+        return columns
+    eigenvalues, eigenvectors = torch.linalg.eigh(columns.T @ columns)
+    return (eigenvectors * eigenvalues.clamp(min=0).sqrt()).T
+
+
+def _inputs(node: Node) -> list[GradientEdge]:
+    return [GradientEdge(f, nr) for f, nr in node.next_functions if f is not None]
+
+
+def _reaches(node: Node, targets: set[tuple[Node, int]]) -> bool:
+    nodes = {target for target, _ in targets}
+    stack, seen = [node], {node}
+    while stack:
+        current = stack.pop()
+        if current in nodes:
+            return True
+        for following, _ in current.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return False

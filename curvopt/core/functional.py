@@ -1,0 +1,94 @@
+"""Parameters used outside of their module's forward: tied heads, and terms that are added to the loss.
+
+``F.linear(x, embedding.weight)``, ``x @ W`` and ``F.embedding`` are recognised in the graph and become uses of the
+parameter like any other. A term of the loss that sees parameters only (weight decay written by hand) is no part of any
+sample; it gets a warning. Everything else is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+from curvopt.core.uses import Use
+
+if TYPE_CHECKING:
+    from curvopt.core.graph import Graph
+
+
+class FunctionalUse(Use):
+    """A functional call read off the graph; the module stands in for the one that would compute the same."""
+
+    def __init__(self, path: str, module: nn.Module, x: Tensor, shape: torch.Size):
+        """Record what the node saved."""
+        self.path, self.module, self.args, self.kwargs = path, module, (x,), {}
+        self.versions, self.boundary, self.outputs = (x._version,), frozenset(), None
+        self.shapes, self.cache = (shape,), {}
+
+
+def recognise(node: Node, p: nn.Parameter, parents: dict[Node, list[Node]], path: str):
+    """The use and the edge of its output, if ``p`` enters ``node`` as the weight of a known call."""
+    name = node.name()
+    if name == "EmbeddingBackward0" and not _saved(node, "scale_grad_by_freq"):
+        padding = _saved(node, "padding_idx")
+        module = nn.Embedding(1, 1, padding_idx=None, device="meta")
+        module.padding_idx = padding if padding is not None and 0 <= padding < len(p) else None
+        return _use(path, module, p, _saved(node, "indices"), node)
+    if name == "TBackward0":
+        product = [parent for parent in parents.get(node, ()) if parent.name() in ("MmBackward0", "AddmmBackward0")]
+        if len(product) == 1 and len(parents[node]) == 1 and product[0].next_functions[-1][0] is node:
+            x = _saved(product[0], "self" if product[0].name() == "MmBackward0" else "mat1")
+            return _use(path, nn.Linear(1, 1, bias=False, device="meta"), p, x, product[0])
+    return None
+
+
+def _use(path: str, module: nn.Module, p: nn.Parameter, x: Tensor, node: Node) -> tuple[FunctionalUse, GradientEdge]:
+    module.weight = p
+    shape = torch.Size(node._input_metadata[0].shape)
+    return FunctionalUse(path, module, x, shape), GradientEdge(node, 0)
+
+
+def _saved(node: Node, name: str) -> Any:
+    return getattr(node, f"_saved_{name}")
+
+
+def added_term(node: Node, parents: dict[Node, list[Node]], dependent: set[Node]) -> bool:
+    """Whether what ``node`` computes from parameters alone meets the data only as a scalar summand of the loss."""
+    stack, seen = [node], {node}
+    if node in dependent:
+        return _adds_scalar(node)
+    while stack:
+        for parent in parents.get(stack.pop(), ()):
+            if parent in seen:
+                continue
+            seen.add(parent)
+            if parent not in dependent:
+                stack.append(parent)
+            elif not _adds_scalar(parent):
+                return False
+    return True
+
+
+def _adds_scalar(node: Node) -> bool:
+    return node.name().startswith(("Add", "Sub")) and torch.Size(node._input_metadata[0].shape).numel() == 1
+
+
+def parents_and_dependents(graph: Graph, nodes: Sequence[Node]) -> tuple[dict[Node, list[Node]], set[Node]]:
+    """Who consumes each node, and which nodes depend on the output of a use."""
+    parents: dict[Node, list[Node]] = {}
+    for node in nodes:
+        for following, _ in node.next_functions:
+            if following is not None:
+                parents.setdefault(following, []).append(node)
+    dependent = {edge.node for entry in graph.entries.values() for edge in entry.edges.values()}
+    stack = list(dependent)
+    while stack:
+        for parent in parents.get(stack.pop(), ()):
+            if parent not in dependent:
+                dependent.add(parent)
+                stack.append(parent)
+    return parents, dependent

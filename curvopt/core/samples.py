@@ -1,0 +1,132 @@
+"""Where the samples lie: seen by pulling one sample's vector back, not believed from shapes.
+
+Rules read samples off the first axis: N of them, in equal contiguous shares (a flattened sequence counts as one sample).
+Whether that holds at a use depends on the network: a lookup of positions is shared by all samples, ``torch.cat([x1, x2])``
+interleaves them, a sequence-first layout has them elsewhere, and custom code may mix them. So the first backward through
+a network sends back a random vector for the first sample only. Uses at which something arrives outside of the first share
+are *unaligned*: their Jacobians are formed sample by sample, exact whatever the layout, at N times the cost.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from curvopt.core.graph import Graph
+from curvopt.core.residuals import pull
+from curvopt.core.uses import LossUse, Use
+from curvopt.errors import CurvoptError, CurvoptWarning
+
+
+class Samples(NamedTuple):
+    """Number of samples, and the uses whose first axis does not hold them in equal contiguous shares."""
+
+    N: int
+    unaligned: frozenset[Use]
+
+
+# what was found for a network, by its structure; bounded
+_found: dict[int, tuple[int, frozenset[int]]] = {}
+
+
+def find_samples(graph: Graph, losses: Sequence[LossUse]) -> Samples:
+    """Find out where the samples lie in a graph.
+
+    Without a loss whose input is known, or where batch norm mixes samples anyway, every first axis must be N or a
+    multiple of it.
+
+    Raises:
+        CurvoptError: if then they are not.
+    """
+    losses = [loss for loss in losses if loss.edge is not None and loss.input.dim() > 0]
+    entries = [entry for entry in graph.entries.values() if entry.parameters]
+    if not losses or graph.mixing:
+        return Samples(_common_length(graph, losses), frozenset())
+    key = hash((graph.structure, *(loss.input.shape for loss in losses), *(entry.use.shapes for entry in entries)))
+    if key not in _found:
+        lengths = {len(loss.input) for loss in losses}
+        shortest = min(lengths)
+        candidates = sorted({shortest, *(e.rows for e in entries if e.rows and shortest % e.rows == 0)}, reverse=True)
+        edges = [(i, edge) for i, entry in enumerate(entries) for edge in entry.edges.values()]
+        best: tuple[int, set[int]] | None = None
+        silent = False
+        for N in candidates:
+            if any(length % N for length in lengths):
+                continue
+            strays, quiet = unaligned(N, losses, edges)
+            silent |= quiet
+            if best is None or len(strays) < len(best[1]):
+                best = N, strays
+            if not strays:
+                break
+        if best is None:
+            raise CurvoptError(
+                f"{losses[0].describe()}: the extended losses see {sorted(lengths)} samples; give them batches of one size."
+            )
+        found = best[0], frozenset(best[1])
+        if silent:  # no gradient arrived somewhere (a layer of zeros): look again next time
+            return Samples(found[0], frozenset(entries[i].use for i in found[1]))
+        if len(_found) > 256:
+            _found.clear()
+        _found[key] = found
+        if found[1]:
+            names = ", ".join(entries[i].use.describe() for i in sorted(found[1]))
+            warnings.warn(
+                f"the first axis does not hold the {found[0]} samples one after the other at {names}: computing their "
+                f"quantities sample by sample, {found[0]} times the cost. Expanding shared inputs to [N, ...], a batch-first "
+                "layout, or calling a module twice instead of on a concatenated batch avoid that.",
+                CurvoptWarning,
+                stacklevel=2,
+            )
+    N, indices = _found[key]
+    return Samples(N, frozenset(entries[i].use for i in indices))
+
+
+def only(vectors: Tensor, axis: int, n: int, N: int) -> Tensor:
+    """Vectors with everything but the share of sample n along an axis set to zero."""
+    share = vectors.shape[axis] // N
+    index = torch.arange(n * share, (n + 1) * share, device=vectors.device)
+    return torch.zeros_like(vectors).index_add(axis, index, vectors.index_select(axis, index))
+
+
+def aligned(grad: Tensor, N: int) -> bool:
+    """Whether a vector pulled back from the first sample lies within the first of N shares."""
+    if grad.dim() == 0 or grad.shape[0] % N:
+        return False
+    return not bool(grad[grad.shape[0] // N :].any())
+
+
+def unaligned(N: int, losses: Sequence[LossUse], edges: Sequence[tuple[int, GradientEdge]]) -> tuple[set[int], bool]:
+    """Indices of uses where the first of N samples arrives elsewhere, and whether at some use nothing arrived at all."""
+    generator = torch.Generator().manual_seed(0)
+    strays: set[int] = set()
+    reached: set[int] = set()
+    with torch.no_grad():
+        for loss in losses:
+            z = loss.input
+            seed = torch.randn(z.shape, generator=generator).to(z)
+            arrived = pull([loss.edge], [edge for _, edge in edges], [only(seed, 0, 0, N).unsqueeze(0)])  # type: ignore[list-item]
+            for (i, _), grad in zip(edges, arrived, strict=True):
+                if grad is not None and bool(grad.any()):
+                    reached.add(i)
+                    if not aligned(grad[0], N):
+                        strays.add(i)
+    return strays, len(reached) < len({i for i, _ in edges})
+
+
+def _common_length(graph: Graph, losses: Sequence[LossUse]) -> int:
+    rows = {entry.use.describe(): entry.rows for entry in graph.entries.values() if entry.parameters}
+    rows |= {loss.describe(): len(loss.input) for loss in losses}
+    N = min(rows.values(), default=1)
+    for where, length in rows.items():
+        if length % max(N, 1):
+            raise CurvoptError(
+                f"{where}: batch axis of length {length}, but another part of the network sees {N} samples; keep the samples "
+                "on the first axis everywhere (expand inputs that are shared by all), or extend the loss."
+            )
+    return N
