@@ -34,7 +34,7 @@ def hessian(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
 
 
 # layers that multiply patches of their input by a matrix, with the dimension of their output that holds its rows
-CHANNELS = {nn.Linear: -1, nn.Conv1d: 1, nn.Conv2d: 1, nn.Conv3d: 1}
+CHANNELS = {nn.Linear: -1, nn.Bilinear: -1, nn.Conv1d: 1, nn.Conv2d: 1, nn.Conv3d: 1}
 
 
 def affine_type(module: nn.Module) -> type[nn.Module] | None:
@@ -45,11 +45,11 @@ def affine_type(module: nn.Module) -> type[nn.Module] | None:
 def by_position(module: nn.Module, output: Tensor) -> Tensor:
     """A layer's output, or what it is derived by, as ``[G, positions of the whole batch, O / G]``."""
     groups = getattr(module, "groups", 1)
-    flat = output.movedim(CHANNELS[affine_type(module)], -1).flatten(0, -2)
-    return flat.unflatten(1, (groups, -1)).movedim(1, 0)
+    last = output.movedim(CHANNELS[affine_type(module)], -1)
+    return last.reshape(-1, groups, last.shape[-1] // groups).movedim(1, 0)
 
 
-def patches(module: nn.Module, x: Tensor) -> Tensor:
+def patches(module: nn.Module, *inputs: Tensor) -> Tensor:
     """What the weight of an affine layer is multiplied by, ``[G, positions of the whole batch, I]``.
 
     Entry i is what the layer returns when its weight matrix selects the i-th entry.
@@ -61,7 +61,7 @@ def patches(module: nn.Module, x: Tensor) -> Tensor:
         parameters = {"weight": selector}
         if module.bias is not None:
             parameters["bias"] = torch.zeros_like(module.bias)
-        columns.append(by_position(module, functional_call(module, parameters, (x,)))[:, :, 0])
+        columns.append(by_position(module, functional_call(module, parameters, inputs))[:, :, 0])
     return torch.stack(columns, dim=2)
 
 
@@ -83,11 +83,10 @@ class Reference:
             for module in model.modules()
             if affine_type(module) is not None and module.weight is p
         }
-        calls: list[tuple[nn.Module, Tensor, Tensor]] = []
+        calls: list[tuple[nn.Module, list[Tensor], Tensor]] = []
 
         def record(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
-            (x,) = (*args, *kwargs.values())
-            calls.append((module, x.detach(), output))
+            calls.append((module, [x.detach() for x in (*args, *kwargs.values())], output))
             return output.clone()  # the next operation may overwrite it in place
 
         handles = [m.register_forward_hook(record, with_kwargs=True) for m in set(self._owners.values())]
@@ -102,8 +101,8 @@ class Reference:
         derivatives = jacobian(z, tensors)
         self.J = dict(zip(self.parameters, derivatives, strict=False))  # [z.numel(), *p]
         self._uses = [  # (module, patches [G, R, I], derivatives of z by the output [z.numel(), G, R, O / G])
-            (module, patches(module, x).detach(), torch.stack([by_position(module, d) for d in derivative]))
-            for (module, x, _), derivative in zip(calls, derivatives[len(self.parameters) :], strict=True)
+            (module, patches(module, *inputs).detach(), torch.stack([by_position(module, d) for d in derivative]))
+            for (module, inputs, _), derivative in zip(calls, derivatives[len(self.parameters) :], strict=True)
         ]
 
     # ------------------------------------------------------------------------------------------------------ first order

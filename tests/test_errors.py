@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Positions, Problem, mlp
+from reference import Reference
 from torch import Tensor, nn
 
 from curvopt import backpack, disable, extend
-from curvopt.errors import CurvoptError
+from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions import (
     KFAC,
     KFLR,
@@ -272,23 +274,54 @@ class Outside(nn.Module):
 
 OUTSIDE: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
     "linear": lambda layer, x: F.linear(x, layer.weight),
+    "embedding": lambda layer, x: F.embedding(torch.arange(4), layer.weight),
     "matmul": lambda layer, x: x @ layer.weight,
     "before the module": lambda layer, x: layer(x @ layer.weight),
     "transposed": lambda layer, x: F.linear(torch.tanh(layer(x)), layer.weight.T),
     "elementwise": lambda layer, x: x * layer.weight.mean(),
     "functional_call": lambda layer, x: torch.func.functional_call(layer, {"weight": 2 * layer.weight}, (x,)),
 }
+# what there can be no rule for
+HOPELESS = {"elementwise"}
 
 
 @pytest.mark.parametrize("use", OUTSIDE)
-@every_extension
-def test_a_parameter_that_is_used_outside_of_its_module(extension: type[Extension], use: str):
-    it = problem(Outside(OUTSIDE[use]))
+@pytest.mark.parametrize("extension", [*FIRST_ORDER, *EXACT], ids=lambda extension: extension.__name__)
+def test_a_parameter_that_is_used_outside_of_its_module_counts_or_is_refused(extension: type[Extension], use: str):
+    model = Outside(OUTSIDE[use]).double()
+    plain = copy.deepcopy(model)
+    it = problem(model)
+    ref = Reference(plain, it.x, lambda z: F.cross_entropy(z, it.y))
     loss = it.loss()
-    with refused(it.model, "block.layer", "weight", extension.field), backpack(extension()):
-        loss.backward()
-    it.model.use = lambda layer, x: x
-    works(it)
+    try:
+        with backpack(extension()):
+            loss.backward()
+    except CurvoptError:
+        with refused(it.model, "block.layer", "weight"), backpack(extension()):
+            it.loss().backward()
+        it.model.use = lambda layer, x: x
+        works(it)
+        return
+    assert use not in HOPELESS
+    p, expected = it.model.block["layer"].weight, getattr(ref, extension.field)("block.layer.weight")
+    if extension is KFLR:  # factors of mixed uses are a matter of definition, their product with one is not
+        assert len(p.kflr) <= 2
+    else:
+        torch.testing.assert_close(getattr(p, extension.field), expected)
+
+
+@every_extension
+def test_a_regularizer_is_not_contained_and_said_so(extension: type[Extension]):
+    it = problem()
+    with backpack(extension(generator=torch.Generator().manual_seed(0)) if extension in SAMPLED else extension()):
+        it.loss().backward()
+    expected = [getattr(p, extension.field) for p in it.trainable().values()]
+    loss = it.loss() + 0.1 * it.model[0].weight.square().sum()
+    with pytest.warns(CurvoptWarning, match=r"0\.weight"):
+        with backpack(extension(generator=torch.Generator().manual_seed(0)) if extension in SAMPLED else extension()):
+            loss.backward()
+    for p, field in zip(it.trainable().values(), expected, strict=True):
+        torch.testing.assert_close(getattr(p, extension.field), field)
 
 
 @pytest.mark.parametrize("extension", [BatchGrad, KFLR], ids=lambda extension: extension.__name__)

@@ -1,0 +1,120 @@
+"""Samples that lie elsewhere than on the first axis, or depend on each other: right numbers or a refusal.
+
+The rows are common code: embeddings of positions, time-first sequences, two views of a batch, experts for some samples.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import Reference
+from torch import Tensor, nn
+
+from curvopt import backpack, extend
+from curvopt.errors import CurvoptError
+from curvopt.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, Extension, SumGradSquared, Variance
+
+
+class Around(nn.Module):
+    """Linear layers around a function of ``[N, T, F]`` that is given a third one and an embedding of positions."""
+
+    def __init__(self, function: Callable[[Around, Tensor], Tensor]):
+        super().__init__()
+        self.into, self.inner, self.out = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.positions = nn.Embedding(12, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.out(torch.tanh(self.function(self, self.into(x))))
+        return z.mean(1) if z.dim() == 3 else z
+
+
+def inner_on(reorder: Callable[[Tensor], Tensor], back: Callable[[Tensor, Tensor], Tensor]) -> Callable:
+    """The inner layer applied to reordered activations."""
+    return lambda model, h: back(torch.tanh(model.inner(reorder(h))), h)
+
+
+def experts(model: Around, h: Tensor) -> Tensor:
+    """The inner layer gets every other sample."""
+    h = h.clone()
+    h[::2] = model.inner(h[::2])
+    return h
+
+
+def two_views(model: Around, h: Tensor) -> Tensor:
+    left, right = model.inner(torch.cat([h, torch.cos(h)])).chunk(2)
+    return left * right
+
+
+REARRANGED: dict[str, Callable[[Around, Tensor], Tensor]] = {
+    "as it should be": inner_on(lambda h: h, lambda h, _: h),
+    "flattened": inner_on(lambda h: h.flatten(0, 1), lambda h, old: h.view_as(old)),
+    "time first": inner_on(lambda h: h.transpose(0, 1), lambda h, _: h.transpose(0, 1)),
+    "flattened time first": inner_on(
+        lambda h: h.transpose(0, 1).flatten(0, 1), lambda h, old: h.unflatten(0, (old.shape[1], -1)).transpose(0, 1)
+    ),
+    "reversed": inner_on(lambda h: h.flip(0), lambda h, _: h.flip(0)),
+    "shuffled": inner_on(lambda h: h.roll(1, 0), lambda h, _: h.roll(-1, 0)),
+    "two views": two_views,
+    "interleaved views": inner_on(
+        lambda h: torch.stack([h, torch.cos(h)], 1).flatten(0, 1),
+        lambda h, old: h.view(len(old), 2, *h.shape[1:]).sum(1),
+    ),
+    "some samples": experts,
+    "positions without batch": lambda model, h: h + model.positions(torch.arange(h.shape[1])),
+    "positions of a batch of one": lambda model, h: h + model.positions(torch.arange(h.shape[1])[None]),
+    "positions of all samples": lambda model, h: h + model.positions(torch.arange(h.shape[1]).expand(h.shape[:2])),
+    "positions through a layer": lambda model, h: h + model.inner(model.positions.weight[: h.shape[1]].detach()),
+    "one vector for all": lambda model, h: h * model.inner(torch.ones(4).double()),
+    "mean over the batch": lambda model, h: model.inner(h - h.mean(0)),
+    "neighbours": lambda model, h: model.inner(h + h.roll(1, 0)),
+    "attention over samples": lambda model, h: model.inner(torch.softmax(h[:, 0] @ h[:, 0].T, 1) @ h[:, 0]),
+    "functional batch norm": lambda model, h: model.inner(F.batch_norm(h.mT, None, None, training=True).mT),
+}
+MUST_WORK = {"as it should be", "flattened", "interleaved views", "positions of all samples"}
+FIRST_ORDER: list[type[Extension]] = [BatchGrad, BatchL2Grad, SumGradSquared, Variance]
+EXACT: list[type[Extension]] = [DiagGGNExact, KFLR]
+
+
+def same(actual: object, expected: object) -> bool:
+    pairs = zip(actual, expected, strict=True) if isinstance(expected, list) else [(actual, expected)]
+    return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-8, atol=1e-12) for a, b in pairs)
+
+
+def by_method(loss: Tensor) -> None:
+    loss.backward()
+
+
+def by_function(loss: Tensor) -> None:
+    torch.autograd.backward(loss)
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 6), (6, 3), (4, 3)], ids=lambda sizes: f"N={sizes[0]},T={sizes[1]}")
+@pytest.mark.parametrize("differentiate", [by_method, by_function])
+@pytest.mark.parametrize("extensions", [FIRST_ORDER, EXACT], ids=["first order", "exact"])
+@pytest.mark.parametrize("name", REARRANGED)
+def test_right_or_refused(
+    name: str, extensions: list[type[Extension]], differentiate: Callable, sizes: tuple[int, int]
+):
+    N, T = sizes
+    model = Around(REARRANGED[name]).double()
+    x, y = torch.randn(N, T, 3).double(), torch.randint(2, (N,))
+    ref = Reference(copy.deepcopy(model), x, lambda z: F.cross_entropy(z, y))
+    extend(model)
+    loss = extend(nn.CrossEntropyLoss())(model(x), y)
+    try:
+        with backpack(*(extension() for extension in extensions)):
+            differentiate(loss)
+    except CurvoptError as refusal:
+        assert name not in MUST_WORK, refusal
+        return
+    for parameter, p in model.named_parameters():
+        for field in [extension.field for extension in extensions]:
+            if p.grad is None:
+                assert not hasattr(p, field)
+            elif field != "kflr" or parameter != "positions.weight":  # factors of embeddings are another chapter
+                assert same(getattr(p, field), getattr(ref, field)(parameter)), f"{parameter}.{field}"
