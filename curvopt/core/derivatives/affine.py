@@ -17,10 +17,10 @@ from curvopt.core.derivatives.rules import AffineRule, register
 class Linear(AffineRule):
     """``x W^T + b`` on the last axis, any number of shared axes before it."""
 
-    def unfold(self, module: nn.Linear, x: Tensor) -> Tensor:
+    def unfold(self, module: nn.Module, x: Tensor) -> Tensor:
         return x.reshape(x.shape[0], 1, prod(x.shape[1:-1]), x.shape[-1])
 
-    def fold(self, module: nn.Linear, grad: Tensor, x: Tensor) -> Tensor:
+    def fold(self, module: nn.Module, grad: Tensor, x: Tensor) -> Tensor:
         return grad.reshape(*grad.shape[:2], 1, prod(grad.shape[2:-1]), grad.shape[-1])
 
     def least_dims(self, module: nn.Linear) -> int:

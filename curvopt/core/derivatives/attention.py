@@ -42,7 +42,7 @@ class MultiheadAttention(ReplayRule):
         q, k, v = self._projections(tape, given["query"], given["key"], given["value"])
         N, L, E = q.shape
         mask = self._mask(module, given["attn_mask"], given["key_padding_mask"], q, k)
-        if module.bias_k is not None:
+        if module.bias_k is not None and module.bias_v is not None:
             k = torch.cat([k, tape.note(Site(module.bias_k.expand(N, 1, E), bias="bias_k"))], 1)
             v = torch.cat([v, tape.note(Site(module.bias_v.expand(N, 1, E), bias="bias_v"))], 1)
         if module.add_zero_attn:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvopt.core.derivatives.rules import Jacobians, Rule, check_outputs
 from curvopt.core.jacobians import Dense, Jacobian, Outer, combine

@@ -206,7 +206,7 @@ class DefaultRule(Rule):
             return [result[i].squeeze(0) for i in wanted]
 
         def products(samples: list[Tensor], vectors: list[Tensor]):
-            results, vjp = torch.func.vjp(partial(outputs, samples=samples), parameters)
+            results, vjp, *_ = torch.func.vjp(partial(outputs, samples=samples), parameters)
             return torch.func.vmap(lambda v: vjp(v)[0])(vectors), results
 
         samples = [leaves[i] for i in batched]
