@@ -277,7 +277,8 @@ def _from_autograd(use: LossUse, z: Tensor) -> LossCurvature:
         )
     differentiable = torch.is_grad_enabled() and z.requires_grad
     with torch.enable_grad(), disable():
-        at = z if differentiable else z.detach().requires_grad_()
+        # an alias: z itself has hooks
+        at = z.view_as(z) if differentiable else z.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(use.again(at), at, create_graph=True)
 
     def product(vector: Tensor) -> Tensor:

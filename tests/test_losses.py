@@ -1,0 +1,433 @@
+"""Curvature of losses in the network's output against ``torch.func.hessian`` of the whole batch's loss in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from curvopt import CurvoptError, backpack, extend
+from curvopt.core.derivatives.losses import Diagonal, Softmax, curvature_of, register_loss
+from curvopt.core.uses import LossUse
+from curvopt.errors import CurvoptWarning
+from curvopt.extensions import DiagGGNExact, DiagGGNMC
+
+ONE = torch.ones((), dtype=torch.float64)
+
+
+def curvature(module: nn.Module, z: Tensor, *target: Tensor):
+    """As in a backward: gradients are only enabled if ``z`` is to be differentiated again."""
+    with torch.set_grad_enabled(z.requires_grad):
+        curved, scale = curvature_of(LossUse("", module, (z, *target), {}), ONE.to(z.dtype))
+    assert scale == 1
+    return curved
+
+
+def dense(columns: Tensor) -> Tensor:
+    """The matrix ``sum_v s s^T`` with a block for each sample, ``[z.numel(), z.numel()]``."""
+    return torch.block_diag(*(s.T @ s for s in columns.reshape(*columns.shape[:2], -1).unbind(1)))
+
+
+def hessian(module: nn.Module, z: Tensor, *target: Tensor) -> Tensor:
+    if isinstance(module, nn.SoftMarginLoss):  # has no forward-mode derivative
+        return torch.autograd.functional.hessian(lambda z: module(z, *target), z).reshape(z.numel(), z.numel())
+    return torch.func.hessian(lambda z: module(z, *target))(z.detach()).reshape(z.numel(), z.numel())
+
+
+def row(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def labels(*shape: int) -> Tensor:
+    return torch.randint(3, shape)
+
+
+def some_ignored(*shape: int) -> Tensor:
+    y = labels(*shape)
+    y.view(-1)[::3] = -100
+    return y
+
+
+def masses(*shape: int) -> Tensor:
+    """Probability targets that do not sum to one."""
+    return torch.rand(shape, dtype=torch.float64)
+
+
+def signs(z: Tensor) -> Tensor:
+    return torch.randn_like(z).sign()
+
+
+W = row(0.5, 2.0, 1.3)
+CROSS_ENTROPY = {
+    f"ce-{options}-{shape}-{kind.__name__}": (
+        lambda reduction, given=given: nn.CrossEntropyLoss(**given, reduction=reduction),
+        shape,
+        lambda shape, kind=kind: kind(*(shape if kind is masses else (shape[0], *shape[2:]))),
+    )
+    for options, given in {
+        "plain": {},
+        "weight": {"weight": W},
+        "smooth": {"label_smoothing": 0.2},
+        "all": {"weight": W, "label_smoothing": 0.2, "ignore_index": 2},
+    }.items()
+    for shape in [(4, 3), (3, 3, 2), (2, 3, 2, 2)]
+    for kind in [labels, some_ignored, masses]
+    if not (kind is some_ignored and "ignore_index" in given) and not (kind is masses and "ignore_index" in given)
+}
+BCE = {
+    f"bce-{options}-{shape}": (
+        lambda reduction, given=given: nn.BCEWithLogitsLoss(**given, reduction=reduction),
+        shape,
+        lambda shape: torch.rand(shape, dtype=torch.float64),
+    )
+    for shape in [(4, 3), (2, 2, 3), (2, 2, 2, 3), (3,)]
+    for options, given in {
+        "plain": {},
+        "weight": {"weight": W},
+        "pos_weight": {"pos_weight": W},
+        "pos_weight_scalar": {"pos_weight": row(2.0)},
+        "both": {"weight": torch.tensor(0.3), "pos_weight": W},
+        "weights_of_samples": {"weight": torch.linspace(0, 1, shape[0]).reshape(-1, *[1] * (len(shape) - 1))},
+    }.items()
+}
+MSE = {
+    f"mse-{shape}-{target}": (
+        lambda reduction: nn.MSELoss(reduction=reduction),
+        shape,
+        lambda _, target=target: torch.randn(target, dtype=torch.float64),
+    )
+    for shape, target in [
+        ((4, 3), (4, 3)),
+        ((4,), (4,)),
+        ((1,), (1,)),
+        ((2, 3, 2), (2, 3, 2)),
+        # broadcasting, of which PyTorch warns
+        ((4, 1), (4,)),
+        ((4,), (4, 1)),
+        ((4, 3), (3,)),
+        ((4, 1), (4, 3)),
+        ((4, 3), (2, 4, 3)),
+    ]
+}
+OTHERS = {
+    name: (make, shape, target)
+    for name, make, shape, target in [
+        ("huber", lambda reduction: nn.HuberLoss(reduction, 0.7), (4, 3), torch.randn_like),
+        ("smooth-l1", lambda reduction: nn.SmoothL1Loss(reduction=reduction), (3, 2, 2), torch.randn_like),
+        ("soft-margin", lambda reduction: nn.SoftMarginLoss(reduction=reduction), (4, 3), signs),
+        ("poisson", lambda reduction: nn.PoissonNLLLoss(reduction=reduction), (4, 3), torch.rand_like),
+        ("multilabel", lambda reduction: nn.MultiLabelSoftMarginLoss(reduction=reduction), (4, 3), torch.rand_like),
+        ("log-sum-exp", lambda reduction: LogSumExp(reduction), (4, 3), torch.rand_like),
+        ("log-sum-exp-extra-dims", lambda reduction: LogSumExp(reduction), (3, 2, 2), torch.rand_like),
+    ]
+}
+EVERY = CROSS_ENTROPY | BCE | MSE | OTHERS
+
+
+class LogSumExp(nn.Module):
+    """A loss of one's own that is neither known nor a function of single entries."""
+
+    def __init__(self, reduction: str = "mean"):
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        value = z.flatten(1).logsumexp(1) + (z * y).flatten(1).sum(1) + z.square().flatten(1).sum(1)
+        return value.mean() if self.reduction == "mean" else value.sum()
+
+
+def problem(name: str, reduction: str) -> tuple[nn.Module, Tensor, Tensor]:
+    make, shape, target = EVERY[name]
+    z = torch.randn(shape, dtype=torch.float64)
+    drawn = target(z) if name in OTHERS else target(shape)
+    return make(reduction), z, drawn
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", EVERY)
+def test_root_is_a_root_of_the_hessian(name: str, reduction: str):
+    module, z, y = problem(name, reduction)
+    curved, H = curvature(module, z, y), hessian(module, z, y)
+    assert H.abs().max() > 0
+    whole = curved.root(0, curved.columns)
+    assert whole.shape == (curved.columns, *z.shape)
+    assert_close(dense(whole), H)
+    split = curved.columns // 2
+    assert_close(torch.cat([curved.root(0, split), curved.root(split, curved.columns)]), whole)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", [n for n in EVERY if not ("-plain-" in n or "-weight-" in n) or "(4, 3)" in n])
+def test_samples_average_to_the_hessian(name: str, reduction: str):
+    module, z, y = problem(name, reduction)
+    curved, H = curvature(module, z, y), hessian(module, z, y)
+    number = 20_000
+    s = curved.sample(number, torch.Generator().manual_seed(1)).flatten(1)
+    products = s.unsqueeze(2) * s.unsqueeze(1)
+    error = products.std(0) / number**0.5
+    assert ((products.mean(0) - H).abs() <= 6 * error + 1e-12).all()
+    assert error.max() < 0.1 * H.abs().max()
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_softmax_takes_its_classes_from_any_axis(dim: int):
+    z, y = torch.randn(2, 3, 4, 2, dtype=torch.float64), labels(2, 2, 2)
+    first = curvature(nn.CrossEntropyLoss(), z[:, :, :2], y)
+    moved = Softmax(first.p.movedim(1, dim), first.mass.squeeze(1), dim)
+    assert_close(moved.root(1, 7), first.root(1, 7).movedim(2, dim + 1))
+    samples = [c.sample(3, torch.Generator().manual_seed(0)) for c in (moved, first)]
+    assert_close(samples[0], samples[1].movedim(2, dim + 1))
+
+
+def test_generator_decides_the_samples():
+    for name in ["ce-plain-(4, 3)-labels", "bce-plain-(4, 3)", "mse-(4, 3)-(4, 3)", "huber", "log-sum-exp"]:
+        curved = curvature(*problem(name, "mean"))
+        same, again, other = (curved.sample(5, torch.Generator().manual_seed(s)) for s in (0, 0, 1))
+        assert torch.equal(same, again) and not torch.equal(same, other)
+
+
+def test_a_chunk_of_columns_needs_the_memory_of_the_chunk():
+    """No square matrix over the entries of a sample: for 4096 of them it would hold 16.8M numbers."""
+    z = torch.randn(2, 4096)
+    for module, y in [(nn.MSELoss(), torch.randn(2, 4096)), (nn.BCEWithLogitsLoss(), torch.rand(2, 4096))]:
+        curved = curvature(module, z, y)
+        assert largest_tensor(lambda curved=curved: curved.root(10, 12)) == 2 * z.numel()
+    curved = curvature(nn.CrossEntropyLoss(), z.view(2, 4, 1024), labels(2, 1024))
+    assert largest_tensor(lambda: curved.root(10, 12)) == 2 * z.numel()
+
+
+def largest_tensor(function) -> int:
+    """Entries of the largest tensor that operations in ``function`` return."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        entries = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.entries = max(self.entries, *(o.numel() for o in [out] if isinstance(o, Tensor)), 0)
+            return out
+
+    with Largest() as mode:
+        function()
+    return mode.entries
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "name", ["ce-all-(4, 3)-labels", "ce-smooth-(3, 3, 2)-masses", "bce-both-(2, 2, 3)", "mse-(4, 3)-(4, 3)"]
+)
+def test_lower_precision(name: str, dtype: torch.dtype):
+    """The root of an output in half precision is computed in float32."""
+    module, z, y = problem(name, "mean")
+    low = z.to(dtype)
+    curved = curvature(copy.deepcopy(module).float(), low, y.to(dtype) if y.is_floating_point() else y)
+    root = curved.root(0, curved.columns)
+    assert root.dtype == torch.float32
+    y = y.to(dtype).double() if y.is_floating_point() else y
+    assert_close(dense(root.double()), hessian(module, low.double(), y), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lossfunc", [nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss])
+def test_autocast(lossfunc: type[nn.Module]):
+    model, x = nn.Linear(4, 3), torch.randn(8, 4)
+    y = torch.randint(3, (8,)) if lossfunc is nn.CrossEntropyLoss else torch.rand(8, 3)
+    extend(model)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), backpack(DiagGGNExact()):
+            extend(lossfunc())(model(x), y).backward()
+        found.append(model.weight.diag_ggn_exact)
+    assert_close(found[1].float(), found[0], rtol=0.05, atol=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------ losses of one's own
+
+
+def test_gaussian_likelihood_with_given_variance():
+    z, y, var = (torch.rand(4, 3, dtype=torch.float64) + 0.1 for _ in range(3))
+    curved = curvature(nn.GaussianNLLLoss(), z, y, var)
+    assert_close(dense(curved.root(0, 3)), hessian(nn.GaussianNLLLoss(), z, y, var))
+    with pytest.raises(CurvoptError, match="only the first argument"):
+        curvature(nn.GaussianNLLLoss(), z, y, var.requires_grad_())
+
+
+def test_marked_loss_fills_the_fields():
+    model, lossfunc = extend(nn.Linear(4, 3).double()), extend(LogSumExp(), loss=True)
+    lossfunc = pickle.loads(pickle.dumps(copy.deepcopy(lossfunc)))
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.rand(5, 3, dtype=torch.float64)
+    with backpack(DiagGGNExact(), DiagGGNMC(mc_samples=20_000)):
+        (2 * lossfunc(model(x), y=y)).backward()
+    H = torch.func.hessian(lambda w: 2 * LogSumExp()(F.linear(x, w, model.bias), y))(model.weight.detach())
+    diagonal = H.reshape(12, 12).diagonal().view(3, 4)
+    assert_close(model.weight.diag_ggn_exact, diagonal)
+    assert_close(model.weight.diag_ggn_mc, diagonal, rtol=0.1, atol=0)
+
+
+def test_arguments_by_any_name():
+    class Named(LogSumExp):
+        def forward(self, prediction: Tensor, label: Tensor) -> Tensor:
+            return super().forward(prediction, label)
+
+    z, y = torch.randn(4, 3, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64)
+    use = LossUse("", Named(), (), {"prediction": z, "label": y})
+    with torch.no_grad():
+        curved, _ = curvature_of(use, ONE)
+    assert_close(dense(curved.root(0, 3)), hessian(LogSumExp(), z, y))
+
+
+def test_registered_loss():
+    class LogCosh(nn.Module):
+        def forward(self, z: Tensor, y: Tensor) -> Tensor:
+            return (z - y).cosh().log().sum()
+
+    @register_loss(LogCosh)
+    def log_cosh(module, z, target):
+        return Diagonal(1 / torch.cosh(z - target))
+
+    class Renamed(LogCosh):
+        pass
+
+    class Changed(LogCosh):
+        def forward(self, z: Tensor, y: Tensor) -> Tensor:
+            return 3 * super().forward(z, y)
+
+    z, y = torch.randn(4, 3, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64)
+    for module in [LogCosh(), Renamed(), Changed()]:
+        curved = curvature(module, z, y)
+        assert_close(dense(curved.root(0, 3)), hessian(module, z, y))
+    model = extend(nn.Linear(3, 3).double())
+    with backpack(DiagGGNExact()):
+        extend(LogCosh())(model(z), y).backward()
+    assert model.weight.diag_ggn_exact.shape == (3, 3)
+
+
+def test_subclass_with_another_forward_is_taken_as_it_is():
+    class Squared(nn.MSELoss):
+        def forward(self, input: Tensor, target: Tensor) -> Tensor:
+            return 3 * super().forward(input, target)
+
+    z, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    assert_close(dense(curvature(Squared(), z, y).root(0, 3)), hessian(Squared(), z, y))
+
+
+def test_curvature_from_autograd_leaves_the_generator_alone():
+    given = problem("log-sum-exp", "mean")
+    state = torch.get_rng_state()
+    curvature(*given)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ["ce-all-(4, 3)-labels", "bce-weights_of_samples-(4, 3)", "multilabel", "poisson"])
+def test_root_can_be_differentiated(name: str):
+    module, z, y = problem(name, "mean")
+    curved = curvature(module, z.requires_grad_(), y)
+    (found,) = torch.autograd.grad(curved.root(0, curved.columns).pow(2).sum(), z, allow_unused=True)
+    z = z.detach().requires_grad_()
+    trace = torch.autograd.functional.hessian(lambda z: module(z, y), z, create_graph=True).reshape(12, 12).trace()
+    (expected,) = torch.autograd.grad(trace, z)
+    assert found.isfinite().all()
+    assert_close(found, expected)
+
+
+def test_eigendecomposition_is_not_differentiated():
+    module, z, y = problem("log-sum-exp", "mean")
+    model = extend(nn.Linear(3, 3).double())
+    with backpack(DiagGGNExact()), pytest.raises(CurvoptError, match="cannot be differentiated"):
+        extend(module, loss=True)(model(z), y).backward(create_graph=True)
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+def loss_of_own(function) -> nn.Module:
+    class Own(nn.Module):
+        def forward(self, z: Tensor, y: Tensor) -> Tensor:
+            return function(z, y)
+
+    return Own()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda z, y: (z * y).cos().sum(), "Own.*not convex.*DiagHessian"),
+        (lambda z, y: z.prod(1).sum() + 0 * y.sum(), "Own.*not convex"),
+        (lambda z, y: (z.mean(0) - y).square().sum(), r"couples the rows of its input \[4, 3\]"),
+        (lambda z, y: z.square().sum() + 0.1 * z[0].dot(z[1]), "couples"),
+        (lambda z, y: (z - z.detach()).abs().sqrt().sum(), "not finite"),
+    ],
+)
+def test_hessians_without_a_root_are_refused(function, message: str):
+    z, y = torch.rand(4, 3, dtype=torch.float64) + 0.1, torch.rand(4, 3, dtype=torch.float64)
+    with pytest.raises(CurvoptError, match=message):
+        curvature(loss_of_own(function), z, y)
+
+
+def test_linear_loss_warns():
+    z, y = torch.rand(4, 3), torch.rand(4, 3)
+    with pytest.warns(CurvoptWarning, match="L1Loss.*linear"):
+        assert curvature(nn.L1Loss(), z, y).root(0, 3).abs().sum() == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        curvature(nn.HuberLoss(), z, y)
+
+
+def test_loss_with_parameters_is_refused():
+    module = loss_of_own(lambda z, y: z.square().sum())
+    module.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(CurvoptError, match="no trainable parameters"):
+        curvature(module, torch.rand(4, 3), torch.rand(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("module", "z", "y", "grad", "message"),
+    [
+        (nn.CrossEntropyLoss(), torch.rand(3), torch.tensor(0), torch.ones(()), r"\[3\] has no batch axis; unsqueeze"),
+        (nn.MSELoss(), torch.rand(3), torch.rand(3), torch.tensor(-1.0), "scaled by -1"),
+        (nn.MSELoss(reduction="none"), torch.rand(3), torch.rand(3), torch.ones(3), r"scalar.*\[3\].*none"),
+        (nn.MSELoss(), torch.rand(3), torch.rand(3).requires_grad_(), torch.ones(()), "only the first argument"),
+    ],
+)
+def test_calls_that_are_refused(module: nn.Module, z: Tensor, y: Tensor, grad: Tensor, message: str):
+    with pytest.raises(CurvoptError, match=message):
+        curvature_of(LossUse("", module, (z, y), {}), grad)
+
+
+def test_input_changed_after_the_loss_is_refused():
+    z = torch.rand(3)
+    use = LossUse("", nn.MSELoss(), (z, z.clone()), {})
+    z.add_(1)
+    with pytest.raises(CurvoptError, match="modified in place"):
+        curvature_of(use, torch.ones(()))
+
+
+def test_rows_of_one_sample_that_the_network_mixes():
+    """With a row of the output for each token, a column of the root must hold one row of each sample."""
+
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            return (torch.softmax(h @ h.mT, -1) @ h).flatten(0, 1)
+
+    model, x, y = Mixing().double(), torch.randn(2, 5, 4, dtype=torch.float64), labels(10)
+    z = model(x)
+    H = hessian(nn.CrossEntropyLoss(), z, y)
+    rows = [torch.autograd.grad(entry, model.linear.weight, retain_graph=True)[0].flatten() for entry in z.flatten()]
+    J = torch.stack(rows)
+    extend(model)
+    with backpack(DiagGGNExact()):
+        extend(nn.CrossEntropyLoss())(model(x), y).backward()
+    assert_close(model.linear.weight.diag_ggn_exact.flatten(), (J.T @ H @ J).diagonal())
