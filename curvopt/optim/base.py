@@ -158,7 +158,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 self._seen = True
                 # bfloat16 or half factors would lose the average and break the inverse
                 factors = [f.detach().to(torch.promote_types(f.dtype, torch.float32)) for f in factors]
-                factors[0] = factors[0] / self._loss_scale
+                factors[0] = factors[0] / self._loss_scale  # see _refresh: what counts is the product
                 self._accumulate(self._fresh, param, factors, 1)
 
     @staticmethod
@@ -255,8 +255,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if param not in pending:
                     continue
+                # Curvature adds up over backwards, inputs are averaged. It need not be known which factor is which (a
+                # transposed layer has its input factor first): scaling one factor by s and the other by 1/s changes
+                # neither their product nor, with π, the damped one.
                 (first, *rest), count = pending[param]
-                factors = [first, *(factor / count for factor in rest)]  # curvature adds up, inputs are averaged
+                factors = [first, *(factor / count for factor in rest)]
                 state = self.state[param]
                 if "factors" in state:
                     state["ema_weight"] = ema_update(state["factors"], state["ema_weight"], factors, group["ema"])
