@@ -372,6 +372,11 @@ def test_hessians_without_a_root_are_refused(function, message: str):
         curvature(loss_of_own(function), z, y)
 
 
+def test_loss_without_second_derivative_is_refused():
+    with pytest.raises(CurvoptError, match="MultiMarginLoss.*no second derivative"):
+        curvature(nn.MultiMarginLoss(), torch.rand(4, 3), labels(4))
+
+
 def test_linear_loss_warns():
     z, y = torch.rand(4, 3), torch.rand(4, 3)
     with pytest.warns(CurvoptWarning, match="L1Loss.*linear"):

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
+from curvopt.core.derivatives.functional_losses import FunctionalLoss
 from curvopt.core.graph import Graph
 from curvopt.core.sweep import Pass, fields_of
-from curvopt.core.uses import LossUse, TermUse, Use, listeners
+from curvopt.core.uses import Loss, TermUse, Use, listeners
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
@@ -100,10 +102,14 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         if self.extensions:
             self._current().term(use, grad)
 
-    def loss(self, use: LossUse, grad: Tensor) -> None:
+    def loss(self, use: Loss, grad: Tensor) -> None:
         """Told by the engine: the gradient of an extended loss."""
         if self.extensions:
             self._current().loss(use, grad)
+
+    def _functional_loss(self, use: Loss, grad: Tensor) -> None:
+        if listeners and listeners[-1] is self:
+            self.loss(use, grad)
 
     def _current(self) -> Pass:
         """The pass of the running backward; begun by its first event, ended by the engine's own final callback."""
@@ -130,12 +136,15 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
 
     def _run(self, backward: Callable, loss: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
         """``loss.backward(...)``, with its graph read (and the request checked) before anything is computed."""
+        handles: list[RemovableHandle] = []
         if self.extensions and isinstance(loss, Tensor) and loss.grad_fn is not None:
             try:
                 graph = Graph(loss.grad_fn)
             except CurvoptError as error:
                 raise CurvoptError(f"{fields_of(self.extensions)}: {error}") from error
             self._pending = Pass(self.extensions, self.extension_hook, graph)
+            # functional losses have no hook from the forward
+            handles = [use.listen(self._functional_loss) for use in graph.losses if isinstance(use, FunctionalLoss)]
         try:
             with warnings.catch_warnings():
                 # backward(create_graph=True) is what one asks for here; fields hold no reference to .grad
@@ -146,6 +155,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             raise
         finally:
             self._pending = None
+            for handle in handles:
+                handle.remove()
 
 
 class _WatchBackward(TorchFunctionMode):

@@ -27,7 +27,7 @@ class FunctionalUse(Use):
         """Record what the node saved."""
         self.path, self.module, self.args, self.kwargs = path, module, (x,), {}
         self.versions, self.boundary, self.outputs = (x._version,), frozenset(), None
-        self.shapes, self.cache = (shape,), {}
+        self.shapes, self.cache, self.seen = (shape,), {}, tuple(module._parameters.values())
 
 
 def recognise(node: Node, p: nn.Parameter, parents: dict[Node, list[Node]], path: str):

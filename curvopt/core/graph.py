@@ -7,9 +7,10 @@ from collections.abc import Container, Iterable, Iterator
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
+from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.rules import Rule, rule_for
 from curvopt.core.functional import added_term, parents_and_dependents, recognise
-from curvopt.core.uses import KEY, LossUse, TermUse, Use
+from curvopt.core.uses import KEY, TermUse, Use
 from curvopt.errors import CurvoptError
 
 
@@ -33,7 +34,8 @@ class Graph:
     Attributes:
         entries: the uses of parameters, by extended modules and by functional calls on their parameters.
         functional: the entries of functional calls.
-        losses: the extended losses.
+        losses: the extended and functional losses.
+        nonlinear: names of operations through which the differentiated scalar depends on more than the sum of them.
         terms: regularizers, with the parameters they see.
         mixing: descriptions of modules that mix samples (train-mode batch norm).
         outside: names of parameters that enter the loss by an added term, which no quantity contains.
@@ -47,7 +49,6 @@ class Graph:
     def __init__(self, root: Node):
         """Walk the graph from ``root`` to its leaves once."""
         self.entries: dict[Use, Entry] = {}
-        self.losses: list[LossUse] = []
         self.terms: list[TermUse] = []
         self.mixing: list[str] = []
         nodes = list(_walk([root]))
@@ -58,9 +59,7 @@ class Graph:
                 if isinstance(record, TermUse):
                     self.terms.append(record)
                     inside |= _parameter_edges([node], record.boundary, record.parameters)
-                elif isinstance(record, LossUse):
-                    self.losses.append(record)
-                else:
+                elif isinstance(record, Use):
                     entry = self.entries.get(record) or self.entries.setdefault(record, Entry(record))
                     entry.edges[index] = GradientEdge(node, output_nr)
             if _mixes_samples(node):
@@ -68,6 +67,7 @@ class Graph:
         self.structure = hash(tuple(node.name() for node in nodes))
         self.owners: dict[nn.Parameter, tuple[Entry, str]] = {}
         for entry in self.entries.values():
+            entry.use.check_inputs()
             inside |= _parameter_edges(
                 [e.node for e in entry.edges.values()], entry.use.boundary, entry.parameters.values()
             )
@@ -76,6 +76,8 @@ class Graph:
         self.functional: list[Entry] = []
         self.outside: list[str] = []
         self._read_outside(nodes, inside)
+        outputs = {edge.node for entry in self.entries.values() if entry.parameters for edge in entry.edges.values()}
+        self.losses, self.nonlinear = find_losses(root, outputs)
         self.uses_of: dict[nn.Parameter, int] = {}
         for entry in self.entries.values():
             for p in entry.parameters.values():

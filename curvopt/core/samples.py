@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from curvopt.core.graph import Graph
 from curvopt.core.residuals import pull
-from curvopt.core.uses import LossUse, Use
+from curvopt.core.uses import Loss, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 
@@ -34,7 +34,7 @@ class Samples(NamedTuple):
 _found: dict[int, tuple[int, frozenset[int]]] = {}
 
 
-def find_samples(graph: Graph, losses: Sequence[LossUse]) -> Samples:
+def find_samples(graph: Graph, losses: Sequence[Loss]) -> Samples:
     """Find out where the samples lie in a graph.
 
     Without a loss whose input is known, or where batch norm mixes samples anyway, every first axis must be N or a
@@ -52,7 +52,11 @@ def find_samples(graph: Graph, losses: Sequence[LossUse]) -> Samples:
         lengths = {len(loss.input) for loss in losses}
         shortest = min(lengths)
         candidates = sorted({shortest, *(e.rows for e in entries if e.rows and shortest % e.rows == 0)}, reverse=True)
-        edges = [(i, edge) for i, entry in enumerate(entries) for edge in entry.edges.values()]
+        edges = [
+            (i, edge, entry.rule.output_axis(entry.use, index))
+            for i, entry in enumerate(entries)
+            for index, edge in entry.edges.items()
+        ]
         best: tuple[int, set[int]] | None = None
         silent = False
         for N in candidates:
@@ -62,7 +66,8 @@ def find_samples(graph: Graph, losses: Sequence[LossUse]) -> Samples:
             silent |= quiet
             if best is None or len(strays) < len(best[1]):
                 best = N, strays
-            if not strays:
+            if 2 * len(strays) < len(entries):
+                best = N, strays  # a shared input here and there is no reason to call several rows one sample
                 break
         if best is None:
             raise CurvoptError(
@@ -94,15 +99,24 @@ def only(vectors: Tensor, axis: int, n: int, N: int) -> Tensor:
     return torch.zeros_like(vectors).index_add(axis, index, vectors.index_select(axis, index))
 
 
-def aligned(grad: Tensor, N: int) -> bool:
-    """Whether a vector pulled back from the first sample lies within the first of N shares."""
-    if grad.dim() == 0 or grad.shape[0] % N:
+def aligned(grad: Tensor, axis: int | None, N: int) -> bool:
+    """Whether a vector pulled back from the first sample lies within the first of N shares of an axis."""
+    if axis is None or grad.dim() == 0 or grad.shape[axis] % N:
         return False
-    return not bool(grad[grad.shape[0] // N :].any())
+    share = grad.shape[axis] // N
+    return not bool(grad.narrow(axis, share, grad.shape[axis] - share).any())
 
 
-def unaligned(N: int, losses: Sequence[LossUse], edges: Sequence[tuple[int, GradientEdge]]) -> tuple[set[int], bool]:
-    """Indices of uses where the first of N samples arrives elsewhere, and whether at some use nothing arrived at all."""
+def unaligned(
+    N: int, losses: Sequence[Loss], edges: Sequence[tuple[int, GradientEdge, int | None]]
+) -> tuple[set[int], bool]:
+    """Indices of uses where the first of N samples arrives elsewhere, and whether at some use nothing arrived at all.
+
+    Args:
+        N: number of samples.
+        losses: where the samples are known.
+        edges: index of a use, an output of it, and the axis that should hold the samples there.
+    """
     generator = torch.Generator().manual_seed(0)
     strays: set[int] = set()
     reached: set[int] = set()
@@ -110,16 +124,16 @@ def unaligned(N: int, losses: Sequence[LossUse], edges: Sequence[tuple[int, Grad
         for loss in losses:
             z = loss.input
             seed = torch.randn(z.shape, generator=generator).to(z)
-            arrived = pull([loss.edge], [edge for _, edge in edges], [only(seed, 0, 0, N).unsqueeze(0)])  # type: ignore[list-item]
-            for (i, _), grad in zip(edges, arrived, strict=True):
+            arrived = pull([loss.edge], [edge for _, edge, _ in edges], [only(seed, 0, 0, N).unsqueeze(0)])  # type: ignore[list-item]
+            for (i, _, axis), grad in zip(edges, arrived, strict=True):
                 if grad is not None and bool(grad.any()):
                     reached.add(i)
-                    if not aligned(grad[0], N):
+                    if not aligned(grad[0], axis, N):
                         strays.add(i)
-    return strays, len(reached) < len({i for i, _ in edges})
+    return strays, len(reached) < len({i for i, _, _ in edges})
 
 
-def _common_length(graph: Graph, losses: Sequence[LossUse]) -> int:
+def _common_length(graph: Graph, losses: Sequence[Loss]) -> int:
     rows = {entry.use.describe(): entry.rows for entry in graph.entries.values() if entry.parameters}
     rows |= {loss.describe(): len(loss.input) for loss in losses}
     N = min(rows.values(), default=1)

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.averaged import averaged_jacobians
-from curvopt.core.derivatives.losses import LossCurvature, curvature_of
+from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.graph import Entry, Graph
 from curvopt.core.jacobians import Dense, Jacobian, combine, stack_samples
 from curvopt.core.residuals import (
@@ -35,7 +35,7 @@ from curvopt.core.residuals import (
     unit_vectors,
 )
 from curvopt.core.samples import Samples, find_samples, only, unaligned
-from curvopt.core.uses import LossUse, TermUse, Use, disable, listeners
+from curvopt.core.uses import Loss, TermUse, Use, listeners, unheard
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
@@ -114,15 +114,6 @@ class MonteCarlo:
         yield from (loss.sample(self.samples, self.generator) / self.samples**0.5).split(size)
 
 
-def loss_slope(use: LossUse, grad: Tensor) -> Tensor:
-    """Gradient of a loss, scaled by ``grad``, in its input."""
-    create_graph = torch.is_grad_enabled()
-    z = use.input if create_graph else use.input.detach().requires_grad_()
-    with torch.enable_grad(), disable():
-        value = use.again(z)
-    return torch.autograd.grad(value, z, grad.reshape(value.shape), create_graph=create_graph)[0]
-
-
 @dataclass(frozen=True)
 class Averaged:
     """One matrix for all samples, averaged layer by layer."""
@@ -162,6 +153,8 @@ class Pass:
             self.entries, self.owners, self.losses_left = graph.entries, graph.owners, len(graph.losses)
             self._check(graph)
             self.samples = find_samples(graph, graph.losses)
+            if self.samples.unaligned and graph.nonlinear:
+                self._refuse_nonlinear(graph)
 
     def begin(self) -> None:
         """The backward has begun."""
@@ -196,9 +189,9 @@ class Pass:
         for p in use.parameters:
             self.terms[p] = self.terms.get(p, 0) + grad * use.weight
 
-    def loss(self, use: LossUse, grad: Tensor) -> None:
+    def loss(self, use: Loss, grad: Tensor) -> None:
         """An extended loss has been reached, scaled by ``grad``: sweep the columns of its Hessian's root."""
-        if use.edge is None:
+        if use.edge is None or (self.graph is not None and use not in self.graph.losses):
             return
         graph, samples = self.graph, self.samples
         if graph is None or samples is None:
@@ -212,13 +205,11 @@ class Pass:
         N = samples.N
         entries = [entry for entry in graph.entries.values() if entry.parameters]
         if self.first_order and samples.unaligned:
-            for p, jacobian in self._jacobians(
-                [use.edge], [loss_slope(use, grad).unsqueeze(0)], samples.unaligned, entries
-            ):
+            for p, jacobian in self._jacobians([use.edge], [use.slope(grad).unsqueeze(0)], samples.unaligned, entries):
                 self.parts.setdefault(p, []).append(jacobian)
         if self.second_order:
-            with self._named():
-                curvature, scale = curvature_of(use, grad)
+            with self._named(use.describe(), "register its curvature, or use CrossEntropyLoss or MSELoss"):
+                curvature, scale = use.curvature(grad)
             size = _columns_per_sweep or self._chunk_size(entries, grad.device.type)
             groups: dict[Exact | MonteCarlo | Averaged, list[Extension]] = {}
             for e in self.second_order:
@@ -365,7 +356,7 @@ class Pass:
 
     def _residuals(
         self,
-        use: LossUse,
+        use: Loss,
         grad: Tensor,
         entries: list[Entry],
         size: int,
@@ -389,12 +380,12 @@ class Pass:
         }
         operations = nonlinear_operations(use.edge.node, nodes) if nodes else []
         inputs = [edge for operation in operations for edge in operation.inputs]
-        if inputs and unaligned(N, [use], list(enumerate(inputs)))[0]:
+        if inputs and unaligned(N, [use], [(i, edge, 0) for i, edge in enumerate(inputs)])[0]:
             # operations that do not see the samples one after the other: differentiate the gradient again instead
             direct, operations = set(uses), []
         if not operations and not direct:
             return
-        slope = loss_slope(use, grad)
+        slope = use.slope(grad)
         outputs = [GradientEdge(op.node, nr) for op in operations for nr in op.outputs]
         arrived = iter(pull([use.edge], outputs, [slope.unsqueeze(0)]))
         for operation in operations:
@@ -409,7 +400,7 @@ class Pass:
 
     def _direct(
         self,
-        use: LossUse,
+        use: Loss,
         slope: Tensor,
         parameters: list[nn.Parameter],
         N: int,
@@ -484,6 +475,8 @@ class Pass:
                 f"{fields_of(self.extensions)}: no extended module took part in this backward; call extend(model) "
                 "before the forward pass (and outside of curvopt.disable())."
             )
+        if needs_loss and self.second_order and graph.nonlinear:
+            self._refuse_nonlinear(graph)
         if needs_loss and self.second_order and not graph.losses:
             self._refuse_without_loss()
         if graph.mixing:
@@ -502,19 +495,31 @@ class Pass:
                 stacklevel=2,
             )
 
+    def _refuse_nonlinear(self, graph: Graph) -> None:
+        raise CurvoptError(
+            f"{fields_of(self.extensions)}: the loss depends on the network's output by "
+            f"{', '.join(dict.fromkeys(graph.nonlinear))}, which is no known loss; use an extended one, e.g. lossfunc = "
+            "extend(nn.CrossEntropyLoss()), or for a loss of your own extend(MyLoss(), loss=True), as the last "
+            "operation (up to sums and factors), and call backward outside of the context on terms that quantities "
+            "need not contain."
+        )
+
     def _refuse_without_loss(self) -> None:
         raise CurvoptError(
-            f"{fields_of(self.second_order)} need the curvature of the loss, but no extended loss took part in this "
-            "backward; use lossfunc = extend(nn.CrossEntropyLoss()) (or MSELoss, BCEWithLogitsLoss)."
+            f"{fields_of(self.second_order)} need the curvature of the loss, but no loss was recognised in this "
+            "backward; use lossfunc = extend(nn.CrossEntropyLoss()) (or MSELoss, BCEWithLogitsLoss), or "
+            "loss.backward() if the loss is functional."
         )
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Errors inside name the fields that were asked for."""
+    def _named(self, where: str = "", remedy: str = "") -> Iterator[None]:
+        """Errors inside name the fields that were asked for; those of PyTorch also where, and a remedy."""
         try:
             yield
-        except (CurvoptError, NotImplementedError) as error:
+        except CurvoptError as error:
             raise CurvoptError(f"{fields_of(self.extensions)}: {error}") from error
+        except RuntimeError as error:
+            raise CurvoptError(f"{fields_of(self.extensions)}: {where}: {error}; {remedy}.") from error
 
 
 def fields_of(extensions: Iterable[Extension]) -> str:

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from curvopt.errors import CurvoptError
+
+if TYPE_CHECKING:
+    from curvopt.core.derivatives.losses import LossCurvature
 
 KEY = "curvopt"
 _recording = True
@@ -34,8 +37,34 @@ class Listener(Protocol):
         """The gradient of a regularizer has arrived."""
         ...
 
-    def loss(self, use: LossUse, grad: Tensor) -> None:
-        """The gradient of an extended loss has arrived: the factor by which the loss was scaled."""
+    def loss(self, use: Loss, grad: Tensor) -> None:
+        """The gradient of a loss has arrived: for an extended one the factor by which it was scaled."""
+        ...
+
+
+class Loss(Protocol):
+    """A term of what is differentiated, as a function of the network's output z."""
+
+    @property
+    def edge(self) -> GradientEdge | None:
+        """Where z comes from, if from parameters at all."""
+        ...
+
+    @property
+    def input(self) -> Tensor:
+        """A tensor like z."""
+        ...
+
+    def describe(self) -> str:
+        """What it is and where, for messages."""
+        ...
+
+    def slope(self, grad: Tensor) -> Tensor:
+        """Gradient in z, from what arrived; differentiable if gradients are enabled."""
+        ...
+
+    def curvature(self, grad: Tensor) -> tuple[LossCurvature, Tensor]:
+        """The Hessian in z up to a factor, from what arrived, and the root of the factor."""
         ...
 
 
@@ -58,6 +87,16 @@ def disable(active: bool = True) -> Iterator[None]:
         _recording = before
 
 
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Backward passes inside are the engine's own: no listener is told of them."""
+    listeners.append(None)
+    try:
+        yield
+    finally:
+        listeners.pop()
+
+
 class Use:
     """One call of a module that owns parameters."""
 
@@ -70,6 +109,7 @@ class Use:
         "module",
         "outputs",
         "path",
+        "seen",
         "shapes",
         "versions",
     )
@@ -84,6 +124,7 @@ class Use:
         if any(out is leaf and out.grad_fn is not None for out in outputs for leaf in inputs):
             # an in-place forward: the input is gone, and holding the output would be a cycle
             self.args, self.kwargs, self.versions = (), {}, None
+        self.seen = tuple(module._parameters.values())  # torch.func.functional_call puts others in their place
         self.boundary = frozenset(leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None)
         self.shapes = tuple(out.shape for out in outputs)
         self.cache: dict[str, Any] = {}  # what several columns and quantities share; emptied after each backward
@@ -100,7 +141,13 @@ class Use:
         return describe(self.path, self.module)
 
     def check_inputs(self) -> None:
-        """Raise if an input was changed in place since the forward."""
+        """Raise if an input was changed in place since the forward, or it ran with other parameters than its own."""
+        for name, seen in zip(self.module._parameters, self.seen, strict=True):
+            if seen is not self.module._parameters[name]:
+                raise CurvoptError(
+                    f"{self.describe()} was called with another '{name}' than its own parameter "
+                    "(torch.func.functional_call?); call it with its own, so that quantities can be put on it."
+                )
         leaves = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
         if self.versions != tuple(version(leaf) for leaf in leaves):
             raise CurvoptError(
@@ -144,6 +191,21 @@ class LossUse:
         """The value of the loss at another input."""
         replaced = [z if arg is self.input else arg for arg in self.args]
         return self.module(*replaced, **{k: z if arg is self.input else arg for k, arg in self.kwargs.items()})
+
+    def slope(self, grad: Tensor) -> Tensor:
+        """Gradient of the loss in its input, from the gradient of its value."""
+        create_graph = torch.is_grad_enabled()
+        # an alias: the input itself has hooks
+        z = self.input.view_as(self.input) if create_graph else self.input.detach().requires_grad_()
+        with torch.enable_grad(), disable():
+            value = self.again(z)
+        return torch.autograd.grad(value, z, grad.reshape(value.shape), create_graph=create_graph)[0]
+
+    def curvature(self, grad: Tensor) -> tuple[LossCurvature, Tensor]:
+        """The curvature, and the root of the factor ``grad`` by which the loss was scaled."""
+        from curvopt.core.derivatives.losses import curvature_of
+
+        return curvature_of(self, grad)
 
     def describe(self) -> str:
         """Path and type of the loss module, for messages."""
@@ -261,10 +323,13 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
         raise TypeError(
             f"extend: expected a torch.nn.Module, got {type(module).__name__}; pass the model or the loss module."
         )
+    losses = [path for path, child in module.named_modules() if is_loss(child) or (loss and child is module)]
     for path, child in module.named_modules():
+        if any(path != outer and f"{path}.".startswith(f"{outer}." if outer else "") for outer in losses):
+            continue  # part of a loss
         if "parametrizations" in path.split(".") or isinstance(child, (nn.ParameterList, nn.ParameterDict)):
             continue  # used through the module that holds them
-        if is_loss(child) or (loss and child is module):
+        if path in losses:
             recorder = LossRecorder(path)
         elif owned_parameters(child) or parametrize.is_parametrized(child):
             recorder = Recorder(path)

@@ -284,9 +284,12 @@ def _from_autograd(use: LossUse, z: Tensor) -> LossCurvature:
     def product(vector: Tensor) -> Tensor:
         if not gradient.requires_grad:
             return torch.zeros_like(z)
-        (Hv,) = torch.autograd.grad(
-            gradient, at, vector, retain_graph=True, create_graph=differentiable, materialize_grads=True
-        )
+        try:
+            (Hv,) = torch.autograd.grad(
+                gradient, at, vector, retain_graph=True, create_graph=differentiable, materialize_grads=True
+            )
+        except RuntimeError as error:
+            raise CurvoptError(f"{use.describe()}: PyTorch has no second derivative of it ({error}).") from error
         return Hv
 
     generator = torch.Generator(device=z.device).manual_seed(0)  # the user's random numbers stay as they are

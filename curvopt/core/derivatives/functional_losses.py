@@ -1,0 +1,199 @@
+r"""Losses read off the graph, so that ``F.cross_entropy(model(x), y)`` needs no `curvopt.extend`.
+
+Whatever its options, a cross-entropy is *linear* in log-probabilities ``l = log_softmax(z)``: ``L = -sum t_c l_c``. So the
+Hessian at a position is ``m (diag p - p p^T)`` with the mass ``m = sum_c t_c = -sum_c dL/dl_c``, which the backward
+itself brings to the log-softmax. Class weights, ignored targets, smoothing, probabilities as targets, reductions, scale,
+and losses written by hand need no further knowledge: only that everything after the log-softmax is linear, which
+the names of the nodes tell. The same holds for squared errors and binary cross-entropies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+from torch.utils.hooks import RemovableHandle
+
+from curvopt.core.derivatives.losses import Bernoulli, Diagonal, LossCurvature, Softmax
+from curvopt.core.residuals import LINEAR, MULTILINEAR, operation, pull
+from curvopt.core.uses import KEY, LossUse, TermUse, Use
+from curvopt.errors import CurvoptError
+
+# operations that are linear in what comes from the network, while nothing else in them depends on parameters
+_LINEAR = (LINEAR | MULTILINEAR | {"NLLLOSS", "NLLLOSS2D", "DIV"}) - {
+    "NATIVEBATCHNORM",
+    "CUDNNBATCHNORM",
+    "MIOPENBATCHNORM",
+}
+_ONE_OPERAND = MULTILINEAR | {"DIV", "PRELU", "NLLLOSS", "NLLLOSS2D"}
+
+
+class FunctionalLoss:
+    """A nonlinear operation of a known kind, after which the loss is linear.
+
+    Attributes:
+        node: the operation's node.
+        edge: where its input z, the network's output, comes from.
+    """
+
+    def __init__(self, node: Node, edge: GradientEdge):
+        """Remember the place; what the node saved is read when the backward arrives."""
+        self.node, self.edge = node, edge
+
+    @property
+    def input(self) -> Tensor:
+        """A tensor with the shape, type and device of z."""
+        z = self.edge.node._input_metadata[self.edge.output_nr]
+        return torch.empty((), dtype=z.dtype, device=z.device).expand(z.shape)
+
+    def describe(self) -> str:
+        """What was recognised, for messages."""
+        return f"the functional loss with {self.node.name()}"
+
+    def listen(self, arrived: Callable[[FunctionalLoss, Tensor], None]) -> RemovableHandle:
+        """Have ``arrived`` called with the gradient that arrives in a backward."""
+        return self.node.register_prehook(lambda grads: None if grads[0] is None else arrived(self, grads[0]))
+
+    def slope(self, grad: Tensor) -> Tensor:
+        """Gradient of the loss in z, from the gradient after the operation."""
+        (slope,) = pull([GradientEdge(self.node, 0)], [self.edge], [grad.unsqueeze(0)])
+        assert slope is not None
+        return slope[0]
+
+    def curvature(self, grad: Tensor) -> tuple[LossCurvature, Tensor]:
+        """The curvature, from the gradient after the operation; the factor of the loss is part of it.
+
+        Raises:
+            CurvoptError: if the loss weighs some entries negatively.
+        """
+        weight, build = _KINDS[operation(self.node)](self.node, grad)
+        if not weight.is_cuda and bool((weight < -1e3 * torch.finfo(weight.dtype).eps * grad.abs().max()).any()):
+            raise CurvoptError(
+                f"{self.describe()}: some entries have the negative weight {float(weight.min()):.3g}; second-order "
+                "quantities need a loss that is minimised (its curvature is positive)."
+            )
+        return build(weight.clamp(min=0).sqrt()), torch.ones((), dtype=weight.dtype, device=weight.device)
+
+
+Kind = tuple[Tensor, Callable[[Tensor], LossCurvature]]
+
+
+def _log_softmax(node: Any, grad: Tensor) -> Kind:
+    dim = _class_axis(node)
+    return -_precise(grad).sum(dim), lambda mass: Softmax(_precise(node._saved_result).exp(), mass, dim)
+
+
+def _squared_error(node: Any, grad: Tensor) -> Kind:
+    z = _precise(node._saved_self)
+    return (2 * _by_entry(node, grad)).expand(z.shape), Diagonal
+
+
+def _bce_with_logits(node: Any, grad: Tensor) -> Kind:
+    z, y = _precise(node._saved_self), _precise(node._saved_target)
+    weight = _by_entry(node, grad)
+    if node._saved_pos_weight is not None:
+        weight = weight * (1 + (node._saved_pos_weight - 1) * y)
+    if node._saved_weight is not None:
+        weight = weight * node._saved_weight
+    return weight.expand(z.shape), lambda root: Bernoulli(z, root)
+
+
+#: Operation to what it makes of the gradient: the weight of its entries, and the curvature for the root of the weight.
+_KINDS: dict[str, Callable[[Any, Tensor], Kind]] = {
+    "LOGSOFTMAX": _log_softmax,
+    "MSELOSS": _squared_error,
+    "BINARYCROSSENTROPYWITHLOGITS": _bce_with_logits,
+}
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _by_entry(node: Any, grad: Tensor) -> Tensor:
+    """What arrives at every entry of an elementwise loss before its reduction."""
+    grad = _precise(grad)
+    return grad / node._saved_self.numel() if node._saved_reduction == 1 else grad
+
+
+def _class_axis(node: Any) -> int:
+    dim, dims = node._saved_dim, node._saved_result.dim()
+    return (dim - 2**64 if dim >= 2**63 else dim) % max(dims, 1)  # a negative axis is saved as an unsigned number
+
+
+def _recognise(node: Node) -> FunctionalLoss | None:
+    kind = operation(node)
+    edges = [GradientEdge(following, nr) for following, nr in node.next_functions if following is not None]
+    if kind not in _KINDS or len(edges) != 1:
+        return None  # unknown, or the target depends on parameters, too
+    if kind == "LOGSOFTMAX" and _class_axis(node) == 0:
+        return None  # no batch axis
+    if kind != "LOGSOFTMAX" and operation(edges[0].node) == "EXPAND":
+        return None  # broadcast to the target: rows are no samples
+    if kind == "BINARYCROSSENTROPYWITHLOGITS" and node.next_functions[0][0] is None:
+        return None
+    return FunctionalLoss(node, edges[0])
+
+
+def find_losses(root: Node, uses: Collection[Node]) -> tuple[list[LossUse | FunctionalLoss], list[str]]:
+    """Losses of which ``root`` is a linear function, and the names of operations that stand in the way.
+
+    Args:
+        root: node of the scalar that is differentiated.
+        uses: nodes of outputs of modules with parameters.
+
+    Returns:
+        The losses: extended ones, and functional ones where there are none. If some operation stands in the way, the
+        sum of what second-order rules know is not the loss; extended losses behind it are still among the losses.
+    """
+    losses: list[LossUse | FunctionalLoss] = []
+    unknown: list[str] = []
+    seen, stack = {root}, [(root, True)]
+    while stack:
+        node, known = stack.pop()
+        records = [record for record, *_ in node.metadata.get(KEY, ())]
+        # of nested losses the outermost; one that was not reduced is read off the graph
+        extended = [r for r in records if isinstance(r, LossUse) and getattr(r.module, "reduction", "") != "none"]
+        if extended:
+            losses.append(extended[-1])
+            continue
+        if any(isinstance(record, TermUse) for record in records) or hasattr(node, "variable"):
+            continue  # parameters alone: no sample's loss
+        inputs = [following for following, _ in node.next_functions if following is not None]
+        if known:
+            functional = None if any(isinstance(record, Use) for record in records) else _recognise(node)
+            if functional is not None:
+                if _leads_to(functional.edge.node, uses):
+                    losses.append(functional)
+                continue
+            name = operation(node)
+            linear = name in _LINEAR and not (name in _ONE_OPERAND and len(inputs) > 1)
+            linear = linear and not (name == "DIV" and node.next_functions[0][0] is None)
+            if any(isinstance(record, Use) for record in records) or not linear:
+                if not _leads_to(node, uses):
+                    continue
+                unknown.append(node.name())
+                known = False
+        if node in uses:
+            continue
+        for following in inputs:
+            if following not in seen:
+                seen.add(following)
+                stack.append((following, known))
+    return losses, unknown
+
+
+def _leads_to(root: Node, targets: Collection[Node]) -> bool:
+    seen, stack = {root}, [root]
+    while stack:
+        node = stack.pop()
+        if node in targets:
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return False
