@@ -103,6 +103,13 @@ def test_pi_damping_splits_the_damping_by_the_mean_eigenvalues(name: str) -> Non
     torch.testing.assert_close(shift_a / mean_eigenvalue(a), shift_b / mean_eigenvalue(b))
 
 
+@pytest.mark.parametrize("name", ["weight", "embedding", "grouped"])
+def test_scale_may_move_from_one_factor_to_the_other(name: str) -> None:
+    b, a = FACTORS[name]()
+    damped = [inv_kfacs(pair, pi_damping(pair, 0.1)) for pair in ([b, a], [b * 7, a / 7])]
+    torch.testing.assert_close(kfacs_to_mat(damped[0]), kfacs_to_mat(damped[1]))
+
+
 def test_pi_damping_of_dead_factors_is_finite() -> None:
     zero = torch.zeros(3, 3, dtype=torch.float64)
     for factors in ([zero, zero], [psd(3), zero], [zero, psd(3)]):
