@@ -289,7 +289,10 @@ def _from_autograd(use: LossUse, z: Tensor) -> LossCurvature:
                 gradient, at, vector, retain_graph=True, create_graph=differentiable, materialize_grads=True
             )
         except RuntimeError as error:
-            raise CurvoptError(f"{use.describe()}: PyTorch has no second derivative of it ({error}).") from error
+            raise CurvoptError(
+                f"{use.describe()}: PyTorch has no second derivative of it ({error}); use another loss, e.g. "
+                "CrossEntropyLoss, or write its Hessian down with curvopt.core.derivatives.losses.register_loss."
+            ) from error
         return Hv
 
     generator = torch.Generator(device=z.device).manual_seed(0)  # the user's random numbers stay as they are

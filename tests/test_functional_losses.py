@@ -1,0 +1,346 @@
+"""Losses read off the graph give every field that the extended loss gives; what is not recognised is refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from curvopt import CurvoptError, backpack, extend
+from curvopt.extensions import (
+    KFAC,
+    KFLR,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagGGNMC,
+    DiagHessian,
+)
+
+W = torch.tensor([0.5, 2.0, 1.3], dtype=torch.float64)
+X = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+Y = torch.tensor([0, 2, 1, 1])
+REAL = torch.rand(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+Loss = Callable[[Tensor], Tensor]
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def tokens() -> nn.Module:
+    """Output ``[2, 3, 2]``: classes on the second axis."""
+    return nn.Sequential(nn.Unflatten(0, (2, 2)), *mlp(), Transpose())
+
+
+class Transpose(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+def fields(make: Callable[[], nn.Module], loss: Loss, extensions: list[type] | None = None) -> dict[str, Tensor]:
+    """Every field of every parameter; sampled ones with a fixed generator."""
+    model = extend(make())
+    value = loss(model(X))
+    exact = [cls() for cls in extensions or [DiagGGNExact, KFLR, DiagHessian]]
+    sampled = [] if extensions else [cls(3, generator=torch.Generator().manual_seed(0)) for cls in (DiagGGNMC, KFAC)]
+    with backpack(*exact, *sampled):
+        value.backward()
+    found = {}
+    for name, p in model.named_parameters():
+        for extension in [*exact, *sampled]:
+            value = getattr(p, extension.field)
+            factors = value if isinstance(value, list) else [value]
+            found |= {f"{name} {extension.field} {i}": factor for i, factor in enumerate(factors)}
+    return found
+
+
+def extended(*terms: tuple[float, nn.Module, Tensor]) -> Loss:
+    terms = tuple((factor, extend(lossfunc), target) for factor, lossfunc, target in terms)
+    return lambda z: sum(factor * lossfunc(z, target) for factor, lossfunc, target in terms)
+
+
+CE, MSE, BCE = nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss
+IGNORED = torch.tensor([0, -100, 1, 1])
+POSITIONS, SOFT = Y.view(2, 2), REAL.reshape(2, 3, 2)
+
+FUNCTIONAL: dict[str, tuple[Callable[[], nn.Module], Loss, Loss]] = {
+    "ce": (mlp, lambda z: F.cross_entropy(z, Y), extended((1, CE(), Y))),
+    "ce-module": (mlp, lambda z: CE()(z, Y), extended((1, CE(), Y))),
+    "ce-sum": (mlp, lambda z: F.cross_entropy(z, Y, reduction="sum"), extended((1, CE(reduction="sum"), Y))),
+    "ce-scaled": (mlp, lambda z: 3 * F.cross_entropy(z, Y) / 2, extended((1.5, CE(), Y))),
+    "ce-weight": (mlp, lambda z: F.cross_entropy(z, Y, W), extended((1, CE(W), Y))),
+    "ce-ignored": (mlp, lambda z: F.cross_entropy(z, IGNORED), extended((1, CE(), IGNORED))),
+    "ce-ignored-class": (mlp, lambda z: F.cross_entropy(z, Y, ignore_index=1), extended((1, CE(ignore_index=1), Y))),
+    "ce-smooth": (mlp, lambda z: F.cross_entropy(z, Y, label_smoothing=0.2), extended((1, CE(label_smoothing=0.2), Y))),
+    "ce-smooth-weight-ignored": (
+        mlp,
+        lambda z: F.cross_entropy(z, IGNORED, W, label_smoothing=0.2),
+        extended((1, CE(W, label_smoothing=0.2), IGNORED)),
+    ),
+    "ce-probabilities": (mlp, lambda z: F.cross_entropy(z, REAL), extended((1, CE(), REAL))),
+    "ce-probabilities-all": (
+        mlp,
+        lambda z: F.cross_entropy(z, REAL, W, label_smoothing=0.2, reduction="sum"),
+        extended((1, CE(W, label_smoothing=0.2, reduction="sum"), REAL)),
+    ),
+    "ce-extra-dims": (tokens, lambda z: F.cross_entropy(z, POSITIONS), extended((1, CE(), POSITIONS))),
+    "ce-extra-dims-image": (
+        lambda: nn.Sequential(tokens(), nn.Unflatten(2, (1, 2))),
+        lambda z: F.cross_entropy(z, POSITIONS.view(2, 1, 2), W),
+        extended((1, CE(W), POSITIONS.view(2, 1, 2))),
+    ),
+    "ce-extra-dims-smooth": (
+        tokens,
+        lambda z: F.cross_entropy(z, POSITIONS, W, label_smoothing=0.1),
+        extended((1, CE(W, label_smoothing=0.1), POSITIONS)),
+    ),
+    "ce-extra-dims-probabilities": (tokens, lambda z: F.cross_entropy(z, SOFT), extended((1, CE(), SOFT))),
+    "ce-extra-dims-flattened": (
+        tokens,
+        lambda z: F.cross_entropy(z.mT.reshape(-1, 3), Y),
+        extended((1, CE(), POSITIONS)),
+    ),
+    "ce-last-axis": (
+        tokens,
+        lambda z: F.nll_loss(F.log_softmax(z.mT, dim=-1).flatten(0, 1), Y),
+        extended((1, CE(), POSITIONS)),
+    ),
+    "nll": (mlp, lambda z: F.nll_loss(z.log_softmax(1), Y), extended((1, CE(), Y))),
+    "nll-extended": (mlp, lambda z: extend(nn.NLLLoss(W))(z.log_softmax(1), Y), extended((1, CE(W), Y))),
+    "kl": (
+        mlp,
+        lambda z: F.kl_div(z.log_softmax(1), REAL, reduction="sum"),
+        extended((1, CE(reduction="sum"), REAL)),
+    ),
+    "by-hand": (
+        mlp,
+        lambda z: -(REAL * z.log_softmax(1)).sum(1).mean(),
+        extended((1, CE(), REAL)),
+    ),
+    "gather-by-hand": (mlp, lambda z: -z.log_softmax(1).gather(1, Y[:, None]).mean(), extended((1, CE(), Y))),
+    "index-by-hand": (mlp, lambda z: -z.log_softmax(1)[torch.arange(4), Y].sum() / 4, extended((1, CE(), Y))),
+    "ce-reduced-outside": (
+        mlp,
+        lambda z: (F.cross_entropy(z, Y, reduction="none") * W[Y]).sum(),
+        extended((1, CE(W, reduction="sum"), Y)),
+    ),
+    "ce-extended-reduced-outside": (
+        mlp,
+        lambda z: extend(CE(reduction="none"))(z, Y).mean(),
+        extended((1, CE(), Y)),
+    ),
+    "mse": (mlp, lambda z: F.mse_loss(z, REAL), extended((1, MSE(), REAL))),
+    "mse-swapped": (mlp, lambda z: F.mse_loss(REAL, z), extended((1, MSE(), REAL))),
+    "mse-sum": (mlp, lambda z: F.mse_loss(z, REAL, reduction="sum") / 4, extended((0.25, MSE(reduction="sum"), REAL))),
+    "mse-none": (mlp, lambda z: F.mse_loss(z, REAL, reduction="none").sum(1).mean(), extended((3, MSE(), REAL))),
+    "mse-extra-dims": (tokens, lambda z: F.mse_loss(z, SOFT), extended((1, MSE(), SOFT))),
+    "mse-squeezed": (mlp, lambda z: F.mse_loss(z[:, 0], REAL[:, 1]), lambda z: extend(MSE())(z[:, 0], REAL[:, 1])),
+    "bce": (mlp, lambda z: F.binary_cross_entropy_with_logits(z, REAL), extended((1, BCE(), REAL))),
+    "bce-all": (
+        mlp,
+        lambda z: F.binary_cross_entropy_with_logits(z, REAL, W, pos_weight=2 * W, reduction="sum"),
+        extended((1, BCE(W, pos_weight=2 * W, reduction="sum"), REAL)),
+    ),
+    "bce-weighted-outside": (
+        mlp,
+        lambda z: (W * F.binary_cross_entropy_with_logits(z, REAL, reduction="none")).mean(),
+        extended((1, BCE(W), REAL)),
+    ),
+    "two-losses": (
+        mlp,
+        lambda z: F.cross_entropy(z, Y) + 0.3 * F.mse_loss(z, REAL),
+        extended((1, CE(), Y), (0.3, MSE(), REAL)),
+    ),
+    "one-extended": (
+        mlp,
+        lambda z: extend(CE())(z, Y) + 0.3 * F.mse_loss(z, REAL),
+        extended((1, CE(), Y), (0.3, MSE(), REAL)),
+    ),
+    "twice": (
+        mlp,
+        lambda z: (lambda loss: torch.stack([loss, loss]).mean() + loss)(F.cross_entropy(z, Y)),
+        extended((2, CE(), Y)),
+    ),
+    "weighted-by-what-is-detached": (
+        mlp,
+        lambda z: F.cross_entropy(z, Y) * F.cross_entropy(z, Y).detach(),
+        lambda z: extend(CE())(z, Y) * F.cross_entropy(z, Y).detach(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_functional_loss_equals_the_extended_one(name: str):
+    make, functional, extended_loss = FUNCTIONAL[name]
+    expected = fields(make, extended_loss)
+    if len(expected) and name in ("two-losses", "one-extended", "twice"):
+        # samples are drawn loss by loss: the order differs
+        expected = {key: value for key, value in expected.items() if not key.split()[1].endswith(("_mc", "kfac"))}
+    if name in ("ce-extra-dims-flattened", "ce-last-axis"):
+        expected = {key: value for key, value in expected.items() if not key.split()[1].endswith(("_mc", "kfac"))}
+    found = fields(make, functional)
+    assert any(value.abs().max() > 0 for value in expected.values())
+    for key, value in expected.items():
+        assert_close(found[key], value, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("name", ["ce-smooth-weight-ignored", "mse", "bce-all"])
+def test_gradient_fields_are_the_same(name: str):
+    make, functional, extended_loss = FUNCTIONAL[name]
+    found, expected = (fields(make, loss, [BatchGrad, BatchL2Grad]) for loss in (functional, extended_loss))
+    for key, value in expected.items():
+        assert_close(found[key], value)
+
+
+@pytest.mark.parametrize("name", ["ce", "bce", "mse"])
+def test_fields_of_functional_losses_can_be_differentiated(name: str):
+    make, functional, extended_loss = FUNCTIONAL[name]
+    found = []
+    for loss in (functional, extended_loss):
+        model = extend(make())
+        with backpack(DiagGGNExact()):
+            loss(model(X)).backward(create_graph=True)
+        traces = sum(p.diag_ggn_exact.sum() for p in model.parameters())
+        found.append(torch.autograd.grad(traces, list(model.parameters()), allow_unused=True))
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b)
+    assert found[0][0].abs().max() > 0
+
+
+def test_repeated_and_nested_contexts_count_once():
+    model = extend(mlp())
+    loss = F.cross_entropy(model(X), Y)
+    expected = fields(mlp, FUNCTIONAL["ce"][1], [DiagGGNExact])
+    with backpack(KFLR()), backpack(DiagGGNExact()):
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+    with backpack(DiagGGNExact()):
+        loss.backward(retain_graph=True)
+    for name, p in model.named_parameters():
+        assert_close(p.diag_ggn_exact, expected[f"{name} diag_ggn_exact 0"])
+        assert not hasattr(p, "kflr")
+    loss.backward()  # no hook is left behind
+
+
+def test_nothing_keeps_the_graph_alive():
+    model = extend(mlp())
+    z = model(X)
+    with backpack(KFAC()):
+        F.cross_entropy(z, Y).backward()
+    alive = weakref.ref(z)
+    del z
+    gc.collect()
+    assert alive() is None
+
+
+def test_half_precision_under_autocast():
+    model, x = nn.Linear(4, 3), X.float()
+    extend(model)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = F.cross_entropy(model(x), Y)
+        with backpack(DiagGGNExact()):
+            loss.backward()
+        found.append(model.weight.diag_ggn_exact.float())
+    assert_close(found[1], found[0], rtol=0.05, atol=1e-3)
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+class EndsWithLogSoftmax(nn.Module):
+    """Owns a parameter, so that its output, not the logits inside, is where its vectors are asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).log_softmax(1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "names"),
+    [
+        (lambda z: z.exp().mean(), "ExpBackward0"),
+        (lambda z: z.mean(), "Backward"),
+        (lambda z: F.cross_entropy(z, Y) ** 2, "PowBackward0"),
+        (lambda z: F.cross_entropy(z, Y) * F.mse_loss(z, REAL), "MulBackward0"),
+        (lambda z: 1 / F.cross_entropy(z, Y), "ReciprocalBackward0"),
+        (lambda z: REAL.sum() / F.cross_entropy(z, Y), "DivBackward0"),
+        (lambda z: F.cross_entropy(z, Y) + 0.1 * z.square().mean(), "PowBackward0"),
+        (lambda z: extend(CE())(z, Y) + 0.1 * z.square().mean(), "PowBackward0"),
+        (lambda z: extend(CE())(z, Y) ** 2, "PowBackward0"),
+        (lambda z: (z.log_softmax(1).exp() * REAL).sum(), "ExpBackward0"),
+        (lambda z: F.cross_entropy(z, z.softmax(1)), "MulBackward0"),
+        (lambda z: F.mse_loss(z, z.sin()), "MseLossBackward0"),
+        (lambda z: F.binary_cross_entropy_with_logits(REAL, z), "BinaryCrossEntropyWithLogitsBackward0"),
+        (lambda z: F.cross_entropy(z.T, torch.tensor([0, 1, 2])) + z.T.log_softmax(0).mean(), "LogSoftmaxBackward0"),
+        (lambda z: F.cross_entropy(z[0], Y[0]), ""),
+        (lambda z: F.binary_cross_entropy(z.sigmoid(), REAL), "BinaryCrossEntropyBackward0"),
+        (lambda z: F.huber_loss(z, REAL), "HuberLossBackward0"),
+    ],
+)
+def test_other_functions_are_refused(loss: Loss, names: str):
+    model = extend(mlp())
+    value = loss(model(X))
+    with pytest.raises(CurvoptError, match=f"(?s)diag_ggn_exact.*{names}.*extend") as raised, backpack(DiagGGNExact()):
+        value.backward()
+    assert "loss=True" in str(raised.value) or not names
+    assert not any(hasattr(p, "diag_ggn_exact") for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_output_that_is_broadcast_to_the_target_is_refused():
+    model = extend(mlp())
+    with pytest.raises(CurvoptError, match="MseLossBackward0.*extend"), backpack(DiagGGNExact()):
+        F.mse_loss(model(X)[:, 0], REAL[:, :1]).backward()
+
+
+def test_loss_inside_of_a_module_with_parameters_is_refused():
+    model = extend(nn.Sequential(mlp(), EndsWithLogSoftmax()))
+    with pytest.raises(CurvoptError, match="LogSoftmaxBackward0.*extend"), backpack(DiagGGNExact()):
+        F.nll_loss(model(X), Y).backward()
+
+
+def test_negative_factor_is_refused():
+    model = extend(mlp())
+    for loss in [lambda z: -F.cross_entropy(z, Y), lambda z: F.cross_entropy(z, Y) - 2 * F.mse_loss(z, REAL)]:
+        with pytest.raises(CurvoptError, match="negative weight"), backpack(DiagGGNExact()):
+            loss(model(X)).backward()
+
+
+def test_parts_of_the_loss_without_the_network_are_no_matter():
+    """A penalty on parameters that no extended module owns, and constants."""
+    model, other = extend(mlp()), nn.Parameter(torch.ones(3, dtype=torch.float64))
+    with backpack(DiagGGNExact()):
+        (F.cross_entropy(model(X), Y) + F.mse_loss(other, REAL[0]) + other.exp().prod() + 3).backward()
+    expected = fields(mlp, FUNCTIONAL["ce"][1], [DiagGGNExact])
+    for name, p in model.named_parameters():
+        assert_close(p.diag_ggn_exact, expected[f"{name} diag_ggn_exact 0"])
+
+
+def test_losses_inside_of_a_loss_count_once():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ce, self.mse = CE(), MSE()
+
+        def forward(self, z: Tensor, y: Tensor) -> Tensor:
+            return self.ce(z, y) + self.mse(z, REAL)
+
+    expected = fields(mlp, extended((1, CE(), Y), (1, MSE(), REAL)), [DiagGGNExact])
+    for lossfunc in [extend(Both()), extend(Both(), loss=True), extend(extend(Both()), loss=True)]:
+        found = fields(mlp, lambda z, lossfunc=lossfunc: lossfunc(z, Y), [DiagGGNExact])
+        for key, value in expected.items():
+            assert_close(found[key], value)
