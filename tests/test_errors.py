@@ -35,7 +35,6 @@ EVERY = [*FIRST_ORDER, *EXACT, *SAMPLED]
 
 every_extension = pytest.mark.parametrize("extension", EVERY, ids=lambda extension: extension.__name__)
 second_order = pytest.mark.parametrize("extension", [*EXACT, *SAMPLED], ids=lambda extension: extension.__name__)
-# the root of the graph is known to the first way only
 backward = pytest.mark.parametrize("backward", [Tensor.backward, torch.autograd.backward], ids=["method", "function"])
 
 
@@ -131,12 +130,11 @@ def test_only_modules_are_extended(thing: object):
 
 
 @second_order
-def test_second_order_without_an_extended_loss_where_the_root_is_not_seen(extension: type[Extension]):
-    it = problem(extend_loss=False)
-    loss = it.loss()
+@backward
+def test_second_order_without_a_loss(extension: type[Extension], backward: Callable):
+    it = problem()
     with refused(it.model, extension.field, "extend(", "Loss"), backpack(extension()):
-        torch.autograd.backward(loss)
-    extend(it.lossfunc)
+        backward(it.model(it.x).norm())
     works(it)
 
 
@@ -171,17 +169,11 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "extended twice": lambda z, y: extended_loss(z, y) + extended_loss(-2 * z, y),
 }
 FINE = {"extended", "extended of scaled output", "extended twice"}
-# what lies between an extended loss and the root is only known where the root is seen
-ABOVE = {"extended plus functional", "extended plus penalty of the output"} | {
-    f"{operation} of extended" for operation in ["square", "exponential", "product"]
-}
 
 
 @pytest.mark.parametrize("backward", [Tensor.backward, torch.autograd.backward], ids=["method", "function"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_curvature_of_a_loss_is_that_of_what_is_differentiated_or_refused(name: str, backward: Callable):
-    if name in ABOVE and backward is torch.autograd.backward:
-        pytest.skip("torch.autograd.backward does not show the root of the graph")
     model = mlp(4, 5, 3).double()
     ref_model = copy.deepcopy(model)
     it = problem(model)
