@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.derivatives.functional_losses import FunctionalLoss
@@ -76,19 +77,18 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         )
         self._passes: dict[int, Pass] = {}  # by graph task: a backward started inside a backward is another pass
         self._pending: Pass | None = None  # checked, its backward about to begin
-        self._watch = _WatchBackward(self)
 
     def __enter__(self) -> backpack:
         """Activate the extensions."""
         listeners.append(self)
-        self._watch.__enter__()
+        _watch(+1)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Deactivate them; after an exception, take back what a half-finished backward has set."""
-        self._watch.__exit__(kind, error, trace)
+        _watch(-1)
         listeners.remove(self)
         self._abandon()
 
@@ -134,22 +134,23 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             self._passes.popitem()[1].undo()
         self._pending = None
 
-    def _run(self, backward: Callable, loss: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """``loss.backward(...)``, with its graph read (and the request checked) before anything is computed."""
+    def _run(self, roots: Sequence[Node], call: Callable[[], Any], accumulates: bool) -> Any:
+        """A call into autograd, with its graph read (and the request checked) before anything is computed."""
         handles: list[RemovableHandle] = []
-        if self.extensions and isinstance(loss, Tensor) and loss.grad_fn is not None:
-            try:
-                graph = Graph(loss.grad_fn)
-            except CurvoptError as error:
-                raise CurvoptError(f"{fields_of(self.extensions)}: {error}") from error
-            self._pending = Pass(self.extensions, self.extension_hook, graph)
+        try:
+            graph = Graph(roots)
+        except CurvoptError as error:
+            raise CurvoptError(f"{fields_of(self.extensions)}: {error}") from error
+        if not graph.entries and not accumulates:
+            return call()  # a gradient of something else
+        self._pending = Pass(self.extensions, self.extension_hook, graph)
+        try:
             # functional losses have no hook from the forward
             handles = [use.listen(self._functional_loss) for use in graph.losses if isinstance(use, FunctionalLoss)]
-        try:
             with warnings.catch_warnings():
                 # backward(create_graph=True) is what one asks for here; fields hold no reference to .grad
                 warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
-                return backward(loss, *args, **kwargs)
+                return call()
         except BaseException:
             self._abandon()
             raise
@@ -159,17 +160,24 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 handle.remove()
 
 
-class _WatchBackward(TorchFunctionMode):
-    """Sees ``Tensor.backward`` and with it the graph's root (``torch.autograd.backward`` is not seen)."""
+_run_backward = torch.autograd._engine_run_backward  # what every way into autograd ends in
+_watching = 0
 
-    def __init__(self, context: backpack):
-        super().__init__()
-        self.context = context
 
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.backward:
-            return self.context._run(func, args[0], args[1:], kwargs)
-        return func(*args, **kwargs)
+def _watch(change: int) -> None:
+    """While any context is open, autograd shows the engine what is differentiated: the roots of the graph."""
+    global _watching
+    _watching += change
+    torch.autograd._engine_run_backward = _watched_backward if _watching else _run_backward
+
+
+def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
+    context = listeners[-1] if listeners else None
+    call = functools.partial(_run_backward, outputs, *args, **kwargs)
+    # not the engine's own calls, nor those of hooks inside a backward
+    if isinstance(context, backpack) and context.extensions and torch._C._current_graph_task_id() == -1:
+        nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in outputs]
+        roots = [node for node in nodes if node is not None]
+        if roots:
+            return context._run(roots, call, kwargs.get("accumulate_grad", False))
+    return call()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
@@ -46,12 +46,12 @@ class Graph:
         CurvoptError: if a parameter is used outside of its module in a way that is not known.
     """
 
-    def __init__(self, root: Node):
-        """Walk the graph from ``root`` to its leaves once."""
+    def __init__(self, roots: Sequence[Node]):
+        """Walk the graph from ``roots`` to its leaves once."""
         self.entries: dict[Use, Entry] = {}
         self.terms: list[TermUse] = []
         self.mixing: list[str] = []
-        nodes = list(_walk([root]))
+        nodes = list(_walk(list(roots)))
         inside: set[tuple[Node, int]] = set()
         for node in nodes:
             records = node.metadata.get(KEY, ())
@@ -77,7 +77,7 @@ class Graph:
         self.outside: list[str] = []
         self._read_outside(nodes, inside)
         outputs = {edge.node for entry in self.entries.values() if entry.parameters for edge in entry.edges.values()}
-        self.losses, self.nonlinear = find_losses(root, outputs)
+        self.losses, self.nonlinear = find_losses(roots, outputs)
         self.uses_of: dict[nn.Parameter, int] = {}
         for entry in self.entries.values():
             for p in entry.parameters.values():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.uses import listeners
+from curvopt.core.uses import unheard
 
 Modify = Literal["clip", "abs"] | None
 
@@ -122,8 +122,7 @@ def pull(
     """
 
     def grad(vectors: list[Tensor], batched: bool) -> tuple[Tensor | None, ...]:
-        listeners.append(None)  # the hooks on the way are not meant
-        try:
+        with unheard():
             return torch.autograd.grad(
                 list(outputs),
                 list(inputs),
@@ -133,8 +132,6 @@ def pull(
                 allow_unused=True,
                 is_grads_batched=batched,
             )
-        finally:
-            listeners.pop()
 
     V = vectors[0].shape[0]
     if V > 1:

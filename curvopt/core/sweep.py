@@ -35,7 +35,7 @@ from curvopt.core.residuals import (
     unit_vectors,
 )
 from curvopt.core.samples import Samples, find_samples, only, unaligned
-from curvopt.core.uses import Loss, TermUse, Use, listeners, unheard
+from curvopt.core.uses import Loss, TermUse, Use, listeners
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class Pass:
         if graph is None or samples is None:
             # the root was not seen: this loss is the root as far as can be known
             with self._named():
-                graph = Graph(use.edge.node)
+                graph = Graph([use.edge.node])
             self._check(graph, needs_loss=False)
             self.samples = samples = find_samples(graph, [use])
             self.entries = graph.entries | self.entries
@@ -208,7 +208,7 @@ class Pass:
             for p, jacobian in self._jacobians([use.edge], [use.slope(grad).unsqueeze(0)], samples.unaligned, entries):
                 self.parts.setdefault(p, []).append(jacobian)
         if self.second_order:
-            with self._named(use.describe(), "register its curvature, or use CrossEntropyLoss or MSELoss"):
+            with self._named():
                 curvature, scale = use.curvature(grad)
             size = _columns_per_sweep or self._chunk_size(entries, grad.device.type)
             groups: dict[Exact | MonteCarlo | Averaged, list[Extension]] = {}
@@ -268,8 +268,9 @@ class Pass:
             self.gradient(use, 0, grad)
 
     def _jac_t(self, entry: Entry, grads: list[Tensor | None], N: int) -> Iterator[tuple[nn.Parameter, Jacobian]]:
-        entry.use.check_inputs()
-        jacobians = entry.rule.jac_t(entry.use, grads, list(entry.parameters), N)
+        with self._named():
+            entry.use.check_inputs()
+            jacobians = entry.rule.jac_t(entry.use, grads, list(entry.parameters), N)
         for name, jacobian in jacobians.items():
             p = entry.parameters[name]
             jacobian.origin = (entry.use,)
@@ -512,14 +513,12 @@ class Pass:
         )
 
     @contextmanager
-    def _named(self, where: str = "", remedy: str = "") -> Iterator[None]:
-        """Errors inside name the fields that were asked for; those of PyTorch also where, and a remedy."""
+    def _named(self) -> Iterator[None]:
+        """Errors inside name the fields that were asked for."""
         try:
             yield
         except CurvoptError as error:
             raise CurvoptError(f"{fields_of(self.extensions)}: {error}") from error
-        except RuntimeError as error:
-            raise CurvoptError(f"{fields_of(self.extensions)}: {where}: {error}; {remedy}.") from error
 
 
 def fields_of(extensions: Iterable[Extension]) -> str:

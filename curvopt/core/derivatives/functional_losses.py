@@ -138,11 +138,11 @@ def _recognise(node: Node) -> FunctionalLoss | None:
     return FunctionalLoss(node, edges[0])
 
 
-def find_losses(root: Node, uses: Collection[Node]) -> tuple[list[LossUse | FunctionalLoss], list[str]]:
-    """Losses of which ``root`` is a linear function, and the names of operations that stand in the way.
+def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[list[LossUse | FunctionalLoss], list[str]]:
+    """Losses of which ``roots`` are linear functions, and the names of operations that stand in the way.
 
     Args:
-        root: node of the scalar that is differentiated.
+        roots: nodes of the scalars that are differentiated.
         uses: nodes of outputs of modules with parameters.
 
     Returns:
@@ -151,7 +151,7 @@ def find_losses(root: Node, uses: Collection[Node]) -> tuple[list[LossUse | Func
     """
     losses: list[LossUse | FunctionalLoss] = []
     unknown: list[str] = []
-    seen, stack = {root}, [(root, True)]
+    seen, stack = set(roots), [(root, True) for root in roots]
     while stack:
         node, known = stack.pop()
         records = [record for record, *_ in node.metadata.get(KEY, ())]
