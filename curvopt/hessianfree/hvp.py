@@ -1,0 +1,45 @@
+"""Hessian-vector products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from curvopt.core.uses import unheard
+from curvopt.hessianfree.lop import L_op, as_list, check_shapes
+
+
+def hessian_vector_product(
+    f: Tensor,
+    params: Tensor | Sequence[Tensor],
+    v: Tensor | Sequence[Tensor],
+    grad_params: Sequence[Tensor] | None = None,
+    detach: bool = True,
+) -> tuple[Tensor, ...]:
+    """The product ``H v`` with the Hessian ``H`` of a scalar, between different parameters included (Pearlmutter 1994).
+
+    The graph of ``f`` is kept.
+
+    Args:
+        f: a scalar.
+        params: tensors that ``f`` was computed from.
+        v: vectors like ``params``.
+        grad_params: the gradient of ``f`` with its graph, to save computing it for each of many products.
+        detach: return tensors that cannot be differentiated again.
+
+    Returns:
+        Tensors like ``params``.
+    """
+    params, v = as_list(params), as_list(v)
+    check_shapes("hessian_vector_product: v", v, params)
+    if grad_params is None:
+        with unheard():
+            grad_params = torch.autograd.grad(f, params, create_graph=True, materialize_grads=True)
+    # the Hessian is symmetric; gradients without a graph are constant
+    curved = [(g, vector) for g, vector in zip(grad_params, v, strict=True) if g.requires_grad]
+    if not curved:
+        return tuple(torch.zeros_like(p) for p in params)
+    gradients, vectors = zip(*curved, strict=True)
+    return L_op(gradients, params, vectors, detach=detach)
