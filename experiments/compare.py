@@ -7,6 +7,7 @@ target counts. Learning rates (and damping) are the tuned ones that experiments/
 
 import logging
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,9 @@ import tyro
 from experiments import data
 from experiments.optimizers import OPTIMIZERS
 from experiments.plots import Row, evaluations, plot_curves, read_metrics
+from experiments.problems import PROBLEMS
 from experiments.tracking import Mode
-from experiments.train import Config, DivergedError, ProblemName, train
+from experiments.train import Config, DivergedError, ProblemName, SettingsError, train
 
 if TYPE_CHECKING:
     OptimizerName = str
@@ -37,7 +39,7 @@ class Comparison:
     seeds: tuple[int, ...] = (0,)
     """One run per optimizer and seed; the table shows their mean."""
     target: float | None = None
-    """Training loss to reach; without it the lowest that every run reached."""
+    """Training loss to reach; without it the problem's, which the optimizers were tuned for."""
     epochs: int | None = None
     """Passes over the training set; without it those of the problem."""
     device: str = Config.device
@@ -75,20 +77,18 @@ def compare(comparison: Comparison) -> str:
             except DivergedError as error:
                 print(f"stopped: {error}")
     plot_curves(runs, comparison.problem, comparison.out / f"{comparison.problem}-comparison.png")
-    return table(finished, len(comparison.seeds), comparison.target)
+    target = PROBLEMS[comparison.problem].target if comparison.target is None else comparison.target
+    return table(finished, len(comparison.seeds), target)
 
 
-def table(finished: Mapping[str, Sequence[Sequence[Row]]], seeds: int, target: float | None) -> str:
+def table(finished: Mapping[str, Sequence[Sequence[Row]]], seeds: int, target: float) -> str:
     """Steps and seconds to the target, and the last accuracy: means over the finished runs, ± standard deviation.
 
     Args:
         finished: the evaluations of each finished run, under the label of its optimizer.
         seeds: the number of runs that each optimizer started.
-        target: loss over the training set to reach; ``None`` for the lowest that every finished run reached.
+        target: loss over the training set to reach.
     """
-    if target is None:
-        lowest = [min(row["train_set_loss"] for row in rows) for runs in finished.values() for rows in runs]
-        target = max(lowest, default=0.0)
     lines = [
         f"| to training loss {target:.3g} | steps | seconds | held-out accuracy at the end, % |",
         "|---|---|---|---|",
@@ -115,7 +115,10 @@ def main() -> None:
     """The command line."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     comparison = tyro.cli(Comparison, prog="python -m experiments.compare", description=__doc__)
-    result = compare(comparison)
+    try:
+        result = compare(comparison)
+    except SettingsError as error:
+        sys.exit(str(error))
     print(f"\n{comparison.problem}\n{result}\n\ncurves: {comparison.out / f'{comparison.problem}-comparison.png'}")
 
 

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
+from inspect import signature
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,10 +19,11 @@ Built = tuple[torch.optim.Optimizer, Callable[[], AbstractContextManager[object]
 
 @dataclass(frozen=True)
 class OptimizerConfig(ABC):
-    """Settings of an optimizer; ``None`` stands for the problem's tuned value, else the one in ``untuned``."""
+    """Settings of an optimizer; ``None`` stands for the problem's tuned value, else the optimizer's own default."""
 
     name: ClassVar[str]
-    untuned: ClassVar[Mapping[str, float]]
+    kind: ClassVar[type[torch.optim.Optimizer]]
+    tunable: ClassVar[tuple[str, ...]] = ("lr",)
     remedy: ClassVar[str] = "lower --lr"
 
     @abstractmethod
@@ -30,106 +32,98 @@ class OptimizerConfig(ABC):
 
     def resolved(self, tuned: Mapping[str, float]) -> Self:
         """The same settings with every ``None`` replaced."""
-        known = {**self.untuned, **tuned}
-        return replace(self, **{name: known[name] for name, value in self.settings().items() if value is None})
+        own = {name: parameter.default for name, parameter in signature(self.kind).parameters.items()}
+        return replace(
+            self, **{name: {**own, **tuned}[name] for name, value in self.settings().items() if value is None}
+        )
 
     def settings(self) -> dict[str, Any]:
         """The settings by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def __str__(self) -> str:
-        tuned = ", ".join(f"{name} {getattr(self, name):g}" for name in self.untuned)
+        tuned = ", ".join(f"{name} {getattr(self, name):g}" for name in self.tunable)
         return f"{self.name} ({tuned})"
 
 
+class _FirstOrder(OptimizerConfig):
+    def build(self, model: nn.Module, lossfunc: nn.Module) -> Built:
+        return self.kind(model.parameters(), **self.settings()), nullcontext
+
+
+class _SecondOrder(OptimizerConfig):
+    kind: ClassVar[type[KFACSGD | DiagonalNewton]]
+    tunable = ("lr", "damping")
+    remedy = "lower --lr or raise --damping"
+
+    def build(self, model: nn.Module, lossfunc: nn.Module) -> Built:
+        extend(lossfunc)
+        optimizer = self.kind(extend(model).named_parameters(), **self.settings())
+        return optimizer, optimizer.curvature
+
+
 @dataclass(frozen=True)
-class SgdConfig(OptimizerConfig):
+class SgdConfig(_FirstOrder):
     """torch.optim.SGD with momentum."""
 
-    name = "sgd"
-    untuned = {"lr": 0.03}
+    name, kind = "sgd", torch.optim.SGD
 
     lr: float | None = None
-    """Learning rate; without it the problem's tuned value, else 0.03."""
+    """Learning rate; without it the problem's tuned value, else the optimizer's default."""
     momentum: float = 0.9
     """Momentum of the step."""
 
-    def build(self, model: nn.Module, lossfunc: nn.Module) -> Built:  # noqa: D102
-        return torch.optim.SGD(model.parameters(), **self.settings()), nullcontext
-
 
 @dataclass(frozen=True)
-class AdamwConfig(OptimizerConfig):
+class AdamwConfig(_FirstOrder):
     """torch.optim.AdamW."""
 
-    name = "adamw"
-    untuned = {"lr": 1e-3}
+    name, kind = "adamw", torch.optim.AdamW
 
     lr: float | None = None
-    """Learning rate; without it the problem's tuned value, else 0.001."""
+    """Learning rate; without it the problem's tuned value, else the optimizer's default."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
 
-    def build(self, model: nn.Module, lossfunc: nn.Module) -> Built:  # noqa: D102
-        return torch.optim.AdamW(model.parameters(), **self.settings()), nullcontext
-
 
 @dataclass(frozen=True)
-class KfacSgdConfig(OptimizerConfig):
+class KfacSgdConfig(_SecondOrder):
     """curvopt.optim.KFACSGD: SGD with momentum on gradients preconditioned by Kronecker-factored curvature."""
 
-    name = "kfac-sgd"
-    untuned = {"lr": 0.05, "damping": 0.03}
-    remedy = "lower --lr or raise --damping"
+    name, kind = "kfac-sgd", KFACSGD
 
     lr: float | None = None
-    """Learning rate; without it the problem's tuned value, else 0.05."""
+    """Learning rate; without it the problem's tuned value, else the optimizer's default."""
     momentum: float = 0.9
     """Momentum of the step."""
     damping: float | None = None
-    """Added to the curvature before its inversion; without it the problem's tuned value, else 0.03."""
-    kl_clip: float = 0.03
-    """Bound on the predicted change by one step, before momentum; inf for none."""
-    curvature_every: int = 10
-    """Steps between refreshes of the curvature, reached gradually from 1."""
-    inverse_every: int = 10
-    """Steps between refreshes of the inverses, reached gradually from 1."""
-
-    def build(self, model: nn.Module, lossfunc: nn.Module) -> Built:  # noqa: D102
-        return _curvature_optimizer(KFACSGD, model, lossfunc, self)
+    """Added to the curvature before its inversion; without it the problem's tuned value, else the default."""
+    kl_clip: float | None = None
+    """Bound on the predicted change by one step, before momentum; inf for none, without it the default."""
+    curvature_every: int | None = None
+    """Steps between refreshes of the curvature, reached gradually from 1; without it the default."""
+    inverse_every: int | None = None
+    """Steps between refreshes of the inverses, reached gradually from 1; without it the default."""
 
 
 @dataclass(frozen=True)
-class DiagonalNewtonConfig(OptimizerConfig):
+class DiagonalNewtonConfig(_SecondOrder):
     """curvopt.optim.DiagonalNewton: SGD with momentum on gradients divided by the sampled diagonal of the curvature."""
 
-    name = "diagonal-newton"
-    untuned = {"lr": 0.1, "damping": 0.005}
-    remedy = KfacSgdConfig.remedy
+    name, kind = "diagonal-newton", DiagonalNewton
 
     lr: float | None = None
-    """Learning rate; without it the problem's tuned value, else 0.1."""
+    """Learning rate; without it the problem's tuned value, else the optimizer's default."""
     momentum: float = 0.9
     """Momentum of the step."""
     damping: float | None = None
-    """Added to the curvature before dividing by it; without it the problem's tuned value, else 0.005."""
-    kl_clip: float = 0.0005
-    """Bound on the predicted change by one step, before momentum; inf for none."""
-    curvature_every: int = 10
-    """Steps between refreshes of the curvature, reached gradually from 1."""
-
-    def build(self, model: nn.Module, lossfunc: nn.Module) -> Built:  # noqa: D102
-        return _curvature_optimizer(DiagonalNewton, model, lossfunc, self)
-
-
-def _curvature_optimizer(
-    kind: type[KFACSGD | DiagonalNewton], model: nn.Module, lossfunc: nn.Module, config: OptimizerConfig
-) -> Built:
-    extend(lossfunc)
-    optimizer = kind(extend(model).named_parameters(), **config.settings())
-    return optimizer, optimizer.curvature
+    """Added to the curvature before dividing by it; without it the problem's tuned value, else the default."""
+    kl_clip: float | None = None
+    """Bound on the predicted change by one step, before momentum; inf for none, without it the default."""
+    curvature_every: int | None = None
+    """Steps between refreshes of the curvature, reached gradually from 1; without it the default."""
 
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
-    c.name: c for c in (KfacSgdConfig, SgdConfig, AdamwConfig, DiagonalNewtonConfig)
+    config.name: config for config in (KfacSgdConfig, SgdConfig, AdamwConfig, DiagonalNewtonConfig)
 }

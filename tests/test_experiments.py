@@ -197,8 +197,8 @@ def test_table_counts_the_first_evaluation_at_the_target() -> None:
         ]
 
     finished = {"fast": [rows(2, 0.5, 0.1)], "slow": [rows(2, 1, 0.7, 0.5)], "never": []}
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(finished, 1, None).splitlines()]
-    assert cells[0][0] == "to training loss 0.5"  # the lowest that both reached
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(finished, 1, 0.5).splitlines()]
+    assert cells[0][0] == "to training loss 0.5"
     assert cells[2:] == [
         ["fast", "10", "0.50", "50.0"],
         ["slow", "30", "1.50", "50.0"],
