@@ -1,0 +1,1 @@
+"""Scripts that check or measure one claim each and print a table."""
