@@ -1,10 +1,10 @@
 r"""Losses read off the graph, so that ``F.cross_entropy(model(x), y)`` needs no `curvopt.extend`.
 
-Whatever its options, a cross-entropy is *linear* in log-probabilities ``l = log_softmax(z)``: ``L = -sum t_c l_c``. So the
-Hessian at a position is ``m (diag p - p p^T)`` with the mass ``m = sum_c t_c = -sum_c dL/dl_c``, which the backward
-itself brings to the log-softmax. Class weights, ignored targets, smoothing, probabilities as targets, reductions, scale,
-and losses written by hand need no further knowledge: only that everything after the log-softmax is linear, which
-the names of the nodes tell. The same holds for squared errors and binary cross-entropies.
+Whatever its options, a cross-entropy is *linear* in log-probabilities ``l = log_softmax(z)``: ``L = -sum t_c l_c``.
+So the Hessian at a position is ``m (diag p - p p^T)`` with the mass ``m = sum_c t_c = -sum_c dL/dl_c``, which the
+backward itself brings to the log-softmax. Class weights, ignored targets, smoothing, probabilities as targets,
+reductions, scale, and losses written by hand need no further knowledge: only that everything after the log-softmax is
+linear, which the names of the nodes tell. The same holds for squared errors and binary cross-entropies.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def _factor(module: Any, terms: int | Tensor) -> float | Tensor:
 def mse(module: nn.MSELoss, z: Tensor, target: Tensor) -> Diagonal:
     """Squared error: Hessian 2 for each term, with as many terms per entry of z as broadcasting makes."""
     terms = prod(torch.broadcast_shapes(z.shape, target.shape))
-    return Diagonal(torch.full_like(z, (2 * terms / z.numel() * _factor(module, terms)) ** 0.5))
+    return Diagonal(torch.full_like(z, (2 * terms / z.numel() * float(_factor(module, terms))) ** 0.5))
 
 
 @register_loss(nn.BCEWithLogitsLoss)

@@ -1,0 +1,1 @@
+"""Helpers for examples and tutorials."""
