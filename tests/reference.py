@@ -3,7 +3,8 @@
 All of them come from two matrices at the output ``z = model(x)`` with all its entries in a row: the Jacobian ``J`` of
 ``z`` with respect to a parameter, and the gradient and Hessian ``H`` of the loss with respect to ``z``. The entries of
 ``z`` are divided evenly among the samples in order, so the n-th part of the gradient is ``g_n = J_n^T dloss/dz_n``
-whatever normalizer the loss uses, and the generalized Gauss-Newton matrix is ``J^T H J``.
+whatever normalizer the loss uses, and the generalized Gauss-Newton matrix is ``J^T H J``. The Hessian has the second
+derivatives of ``z``, weighted by ``dloss/dz``, besides.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class Reference:
         for handle in handles:
             handle.remove()
 
-        self.z = z.detach()
+        self.z, self._graph = z.detach(), z
+        self._second: dict[str, Tensor] = {}
         self.gradient_of_output = torch.autograd.functional.jacobian(loss, self.z).flatten()
         self.H = hessian(loss, self.z)
         tensors = [*self.parameters.values(), *(output for _, _, output in calls)]
@@ -118,7 +120,7 @@ class Reference:
 
     def batch_l2(self, name: str) -> Tensor:
         """Squared norms of the gradients per sample, ``[N]``."""
-        return self.grad_batch(name).flatten(1).square().sum(1)
+        return self.grad_batch(name).reshape(self.samples, -1).square().sum(1)
 
     def sum_grad_squared(self, name: str) -> Tensor:
         """Sum over samples of the squared gradients."""
@@ -135,6 +137,12 @@ class Reference:
         J = self.J[name].reshape(len(self.H), -1)
         return J.T @ self.H @ J
 
+    def ggn_batch(self, name: str) -> Tensor:
+        """Blocks of the generalized Gauss-Newton matrices per sample, ``[N, p.numel(), p.numel()]``."""
+        J = self.J[name].reshape(self.samples, -1, self.parameters[name].numel())
+        H = self.H.view(*2 * (self.samples, J.shape[1]))
+        return einsum("ncp,ncnd,ndq->npq", J, H, J)
+
     def diag_ggn_exact_batch(self, name: str) -> Tensor:
         """Diagonals of the generalized Gauss-Newton matrices per sample, ``[N, *p]``."""
         J = self.J[name].unflatten(0, (self.samples, -1))
@@ -146,13 +154,48 @@ class Reference:
         J = self.J[name]
         return einsum("c...,cd,d...->...", J, self.H, J)
 
-    def kflr(self, name: str) -> list[Tensor]:
+    def hessian_batch(self, name: str) -> Tensor:
+        """Blocks of the Hessians of the samples' terms of the loss, ``[N, p.numel(), p.numel()]``."""
+        if not self._second:
+            terms = (self.gradient_of_output * self._graph.flatten()).view(self.samples, -1).sum(1)
+            seconds = []
+            for term in terms:
+                # without a path the (zero) gradient stands alone
+                gradients = torch.autograd.grad(
+                    term, list(self.parameters.values()), create_graph=True, allow_unused=True, materialize_grads=True
+                )
+                seconds.append(
+                    [
+                        jacobian(g, [p])[0].reshape(p.numel(), -1) if g.requires_grad else p.new_zeros(2 * [p.numel()])
+                        for g, p in zip(gradients, self.parameters.values(), strict=True)
+                    ]
+                )
+            self._second = {n: torch.stack(s) for n, s in zip(self.parameters, zip(*seconds, strict=True), strict=True)}
+        return self._second[name] + self.ggn_batch(name)
+
+    def hessian(self, name: str) -> Tensor:
+        """The block of the Hessian, ``[p.numel(), p.numel()]``."""
+        return self.hessian_batch(name).sum(0)
+
+    def diag_h_batch(self, name: str) -> Tensor:
+        """Diagonals of the Hessians per sample, ``[N, *p]``."""
+        return self.hessian_batch(name).diagonal(dim1=1, dim2=2).reshape(-1, *self.parameters[name].shape)
+
+    def diag_h(self, name: str) -> Tensor:
+        """Diagonal of the Hessian."""
+        return self.diag_h_batch(name).sum(0)
+
+    def kflr(self, name: str, approx: str = "expand") -> list[Tensor]:
         """Kronecker factors: ``[B, A]`` of weights of affine layers, else the whole block of the matrix."""
         if name not in self._owners:
             return [self.ggn(name)]
         uses = [use for use in self._uses if use[0].weight is self.parameters[name]]
-        x = torch.cat([x for _, x, _ in uses], dim=1)
-        D = torch.cat([D for _, _, D in uses], dim=2)
+        if approx == "reduce":  # all positions of a sample, those of several uses included, are one
+            x = torch.cat([x.unflatten(1, (self.samples, -1)) for _, x, _ in uses], dim=2).mean(2)
+            D = sum(D.unflatten(2, (self.samples, -1)).sum(3) for _, _, D in uses)
+        else:
+            x = torch.cat([x for _, x, _ in uses], dim=1)
+            D = torch.cat([D for _, _, D in uses], dim=2)
         B = einsum("cgro,cd,dgrp->gop", D, self.H, D)
         A = einsum("gri,grj->gij", x, x) / x.shape[1]
         return [B[0], A[0]] if len(A) == 1 else [B, A]

@@ -6,13 +6,14 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from cases import CASES, Case, Problem, cross_entropy, labels, mlp, mse, normal, values
+from cases import Case, cross_entropy, labels, mlp, mse, normal, values
+from checks import BY_NAME, by_case, check, compare, extended
 from reference import Reference, reference
-from torch import Tensor, nn
+from torch import Tensor, einsum, nn
 from torch.testing import assert_close
 
 from curvopt import backpack, disable, extend, set_columns_per_sweep
@@ -20,60 +21,46 @@ from curvopt.errors import CurvoptError
 from curvopt.extensions import (
     KFAC,
     KFLR,
+    BatchDiagGGNExact,
+    BatchDiagGGNMC,
     BatchGrad,
     BatchL2Grad,
     DiagGGNExact,
     DiagGGNMC,
     Extension,
+    SqrtGGNExact,
+    SqrtGGNMC,
     SumGradSquared,
     Variance,
 )
 
 # extensions whose fields are compared with a method of the reference that has the field's name
-EXACT: list[type[Extension]] = [BatchGrad, BatchL2Grad, SumGradSquared, Variance, DiagGGNExact, KFLR]
+EXACT: list[type[Extension]] = [
+    BatchGrad,
+    BatchL2Grad,
+    SumGradSquared,
+    Variance,
+    DiagGGNExact,
+    BatchDiagGGNExact,
+    KFLR,
+]
 # sampled ones, with what they estimate
 SAMPLED: dict[type[Extension], str] = {DiagGGNMC: "diag_ggn_exact", KFAC: "kflr"}
 FIELDS = [extension.field for extension in [*EXACT, *SAMPLED]]
 
-by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-BY_NAME = {case.name: case for case in CASES}
 # a chain, weights shared within and between calls, a module without a rule, losses with several columns per position
 VARIED = ["mlp", "conv2d-groups", "used-on-tokens-and-pool", "own-parameters-and-children", "ce-extra-dims"]
 by_varied_case = pytest.mark.parametrize("case", [BY_NAME[name] for name in VARIED], ids=lambda case: case.name)
-
-
-def extended(case: Case) -> Problem:
-    """The problem of a case with an extended model and loss."""
-    problem = case.problem()
-    extend(problem.model)
-    extend(problem.lossfunc)
-    return problem
-
-
-def fields_of(problem: Problem, fields: list[str]) -> dict[str, dict[str, object]]:
-    """What the trainable parameters hold, by their names."""
-    return {name: {field: getattr(p, field) for field in fields} for name, p in problem.trainable().items()}
-
-
-def check(problem: Problem, ref: Reference, extension: type[Extension]) -> None:
-    """Compare one field of all parameters with the reference."""
-    for name, p in problem.model.named_parameters():
-        if not p.requires_grad:
-            assert not hasattr(p, extension.field), f"{name} requires no gradient"
-            continue
-        actual, expected = getattr(p, extension.field), getattr(ref, extension.field)(name)
-        compare(actual, expected, f"{name}.{extension.field}")
-
-
-def compare(actual: object, expected: object, what: str) -> None:
-    """Both are tensors, or lists of factors; a vector among the factors is a diagonal matrix, or all there is of it."""
-    assert_close(actual, expected, rtol=1e-8, atol=1e-11, msg=lambda text: f"{what}: {text}")
 
 
 def total_error(a: object, b: object) -> float:
     """Squared distance of two tensors or two lists of factors."""
     pairs = zip(a, b, strict=True) if isinstance(a, list) else [(a, b)]
     return float(sum((x - y).square().sum() for x, y in pairs))
+
+
+def seeded(seed: int = 5) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def clone(value: object) -> object:
@@ -141,6 +128,45 @@ def test_large_parameters_without_kronecker_structure_get_the_diagonal():
         problem.loss().backward()
     for name in ["0.weight", "0.bias"]:
         compare(problem.model.get_parameter(name).kflr, [ref.diag_ggn_exact(name)], name)
+
+
+@by_case
+def test_root_multiplies_to_the_block(case: Case):
+    problem, ref = extended(case), reference(case)
+    with backpack(SqrtGGNExact()):
+        problem.loss().backward()
+    for name, p in problem.trainable().items():
+        V = p.sqrt_ggn_exact
+        assert V.shape[1:] == (ref.samples, *p.shape)
+        V = V.reshape(len(V), ref.samples, -1)
+        compare(einsum("cnp,cnq->npq", V, V), ref.ggn_batch(name), f"{name}.sqrt_ggn_exact")
+
+
+@by_case
+def test_reduced_factors_equal_dense_reference(case: Case):
+    problem, ref = extended(case), reference(case)
+    with backpack(KFLR(approx="reduce")):
+        problem.loss().backward()
+    for name, p in problem.trainable().items():
+        compare(p.kflr, ref.kflr(name, approx="reduce"), f"{name}.kflr")
+
+
+@pytest.mark.parametrize("subsampling", [[0], [2, 0], [1, 1, 2], (0, 2), range(1, 3)], ids=str)
+@by_varied_case
+def test_subsamples_are_those_of_the_whole_batch(case: Case, subsampling: Sequence[int]):
+    """Scaling is that of the whole batch, and the order is the one asked for."""
+    problem = extended(case)
+    kept = [BatchGrad, SqrtGGNExact, lambda **options: SqrtGGNMC(mc_samples=3, generator=seeded(), **options)]
+    with backpack(*(extension() for extension in kept)):
+        problem.loss().backward()
+    fields = ["grad_batch", "sqrt_ggn_exact", "sqrt_ggn_mc"]
+    whole = {(name, field): getattr(p, field) for name, p in problem.trainable().items() for field in fields}
+    with backpack(*(extension(subsampling=subsampling) for extension in kept)):
+        problem.loss().backward()
+    for name, p in problem.trainable().items():
+        compare(p.grad_batch, whole[name, "grad_batch"][list(subsampling)], name)
+        for field in ["sqrt_ggn_exact", "sqrt_ggn_mc"]:
+            compare(getattr(p, field), whole[name, field][:, list(subsampling)], f"{name}.{field}")
 
 
 @by_varied_case
@@ -249,13 +275,37 @@ def test_quantities_with_the_same_columns_share_samples():
     assert not torch.allclose(problem.model[0].bias.kfac[0].diagonal(), problem.model[0].bias.diag_ggn_mc)
 
 
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@by_case
+def test_quantities_of_the_same_samples_fit_together(case: Case, approx: str):
+    """One seed is one draw: a root squares to the diagonals and the Kronecker factors of the same draw."""
+    problem, ref = extended(case), reference(case)
+    with backpack(
+        SqrtGGNMC(mc_samples=3, generator=seeded()),
+        DiagGGNMC(mc_samples=3, generator=seeded()),
+        BatchDiagGGNMC(mc_samples=3, generator=seeded()),
+        KFAC(mc_samples=3, generator=seeded(), approx=approx),
+    ):
+        problem.loss().backward()
+    for name, p in problem.trainable().items():
+        V = p.sqrt_ggn_mc
+        assert V.shape == (3, ref.samples, *p.shape)
+        compare(p.diag_ggn_mc, V.square().sum((0, 1)), f"{name}.diag_ggn_mc")
+        compare(p.diag_ggn_mc_batch, V.square().sum(0), f"{name}.diag_ggn_mc_batch")
+        if len(p.kfac) == 1:
+            V = V.reshape(-1, p.numel())
+            compare(p.kfac, [V.T @ V], f"{name}.kfac")
+        else:
+            compare(p.kfac[1:], ref.kflr(name, approx)[1:], f"{name}: A")
+
+
 @pytest.mark.parametrize("name", ["mlp", "mse-extra-dims", "bce-mean", "ce-extra-dims"])
 def test_a_generator_makes_samples_repeatable_and_leaves_the_global_one_alone(name: str):
     problem = extended(BY_NAME[name])
     drawn = []
     for seed in [1, 1, 2]:
         before = torch.get_rng_state()
-        with backpack(DiagGGNMC(mc_samples=2, generator=torch.Generator().manual_seed(seed))):
+        with backpack(DiagGGNMC(mc_samples=2, generator=seeded(seed))):
             problem.loss().backward()
         assert torch.equal(before, torch.get_rng_state())
         drawn.append(next(iter(problem.trainable().values())).diag_ggn_mc)

@@ -1,0 +1,300 @@
+"""Quantities of the Hessian and products with curvature matrices equal their dense references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import Case, Problem, cross_entropy, labels, mlp, mse, normal, values
+from checks import BY_NAME, by_case, check, compare, extended
+from reference import Reference, jacobian, reference
+from torch import Tensor, nn
+
+from curvopt import backpack, extend, set_columns_per_sweep
+from curvopt.errors import CurvoptError
+from curvopt.extensions import (
+    GGNMP,
+    HMP,
+    PCHMP,
+    BatchDiagHessian,
+    DiagGGNExact,
+    DiagHessian,
+)
+
+# Parameters that are used several times, or by a rule that does not promise to be linear in them, owe their curvature
+# not only to operations after them, so there is no part of it to replace: pchmp refuses such nets.
+NO_PCHMP = {
+    "used-twice",
+    "used-on-tokens-and-pool",
+    "conv-used-twice",
+    "own-parameters-and-children",
+    "argument-without-batch",
+    "keyword-arguments",
+    "mixer",
+    "subclass",
+    "prelu",
+    "batchnorm1d-eval",
+    "batchnorm2d-eval",
+    "layernorm",
+    "groupnorm",
+}
+
+
+def dense(product: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
+    """The matrix behind a product, by all unit vectors at once, ``[p.numel(), p.numel()]``."""
+    unit = torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape)
+    return product(unit).reshape(p.numel(), p.numel())
+
+
+def smallest_eigenvalue(matrix: Tensor) -> Tensor:
+    """Relative to the largest absolute one."""
+    eigenvalues = torch.linalg.eigvalsh((matrix + matrix.T) / 2)
+    return eigenvalues.min() / eigenvalues.abs().max().clamp(min=1e-300)
+
+
+# ------------------------------------------------------------------------------------------- every case of the table
+
+
+@by_case
+def test_diagonals_equal_dense_reference(case: Case):
+    problem = extended(case)
+    with backpack(DiagHessian(), BatchDiagHessian()):
+        problem.loss().backward()
+    check(problem, reference(case), DiagHessian)
+    check(problem, reference(case), BatchDiagHessian)
+
+
+@by_case
+def test_diagonal_needs_no_other_quantity_at_its_side(case: Case):
+    """Shares of samples may be found in another way than their sum."""
+    problem = extended(case)
+    with backpack(DiagHessian()):
+        problem.loss().backward()
+    check(problem, reference(case), DiagHessian)
+
+
+@by_case
+def test_products_equal_dense_reference(case: Case):
+    problem, ref = extended(case), reference(case)
+    with backpack(HMP(), GGNMP()):
+        problem.loss().backward()
+    problem.model(torch.zeros_like(problem.x))  # another forward changes nothing
+    for name, p in problem.trainable().items():
+        for product, matrix in [(p.hmp, ref.hessian(name)), (p.ggnmp, ref.ggn(name))]:
+            for V in (1, 3):
+                v = torch.randn(V, *p.shape, dtype=p.dtype)
+                compare(product(v), (v.reshape(V, -1) @ matrix).reshape(v.shape), name)
+
+
+@by_case
+def test_positive_curvature_is_the_hessian_with_parts_replaced(case: Case):
+    """Clipping and absolute values only add to the Hessian, and nothing goes below the Gauss-Newton matrix."""
+    problem, ref = extended(case), reference(case)
+    matrices = {}
+    for modify in ("clip", "abs"):
+        if case.name in NO_PCHMP:
+            with pytest.raises(CurvoptError, match="pchmp"), backpack(PCHMP(modify)):
+                problem.loss().backward()
+            return
+        with backpack(PCHMP(modify)):
+            problem.loss().backward()
+        matrices[modify] = {name: dense(p.pchmp, p) for name, p in problem.trainable().items()}
+    for name in problem.trainable():
+        clip, absolute, H, G = matrices["clip"][name], matrices["abs"][name], ref.hessian(name), ref.ggn(name)
+        # |R| = 2 max(R, 0) - R
+        compare(absolute, G + 2 * (clip - G) - (H - G), name)
+        size = H.norm() + absolute.norm()
+        for larger, smaller in [(clip, G), (clip, H), (absolute, clip)]:
+            assert torch.linalg.eigvalsh(larger - smaller).min() >= -1e-10 * size, name
+
+
+# ------------------------------------------------------------------------- positive curvature from its definition
+
+
+class ResidualActivations(nn.Module):
+    """Elementwise activations, each a module, along two branches of different depth."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.branch, self.out = nn.Linear(4, 4), mlp(4, 5, 4, activation=nn.SiLU), nn.Linear(4, 3)
+        self.first, self.last = nn.Tanh(), nn.Softplus()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(self.into(x))
+        return self.out(self.last(h + self.branch(h)))
+
+
+def elementwise_net(activation: Callable[[], nn.Module]) -> Case:
+    make = lambda: mlp(4, 5, 4, 3, activation=activation)  # noqa: E731
+    return Case(activation.__name__, make, normal(5, 4), cross_entropy(), labels, scale=1.7)
+
+
+ELEMENTWISE = [
+    *(elementwise_net(kind) for kind in (nn.Tanh, nn.Sigmoid, nn.GELU, nn.ELU, nn.Mish, nn.ReLU, nn.LogSigmoid)),
+    Case("residual", ResidualActivations, normal(4, 4), cross_entropy(), labels),
+    Case(
+        "convolution",
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 2, 2), nn.Tanh(), nn.AvgPool2d(2), nn.Sigmoid(), nn.Flatten(), nn.Linear(4, 2)
+        ),
+        normal(3, 1, 4, 5),
+        mse(),
+        values,
+    ),
+    Case("tokens", lambda: mlp(3, 4, 2, activation=nn.Softplus), normal(3, 2, 3), mse(reduction="sum"), values),
+]
+LINEAR = (nn.Flatten, nn.AvgPool2d)
+REPLACED = {"clip": lambda r: r.clamp(min=0), "abs": torch.abs, None: lambda r: r}
+
+
+def positive_curvature(problem: Problem, replaced: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """``G + sum_a J_a^T diag(replaced(s''(a) g)) J_a`` over all activation modules s with input a, output gradient g."""
+    ref = Reference(problem.model, problem.x, problem.loss_of_output)
+    calls: list[tuple[nn.Module, Tensor, Tensor]] = []
+    for module in problem.model.modules():
+        if not list(module.children()) and not list(module.parameters()) and not isinstance(module, LINEAR):
+            module.register_forward_hook(lambda module, args, output: calls.append((module, args[0], output)))
+    loss = problem.loss()
+    parameters = problem.trainable()
+    total = {name: ref.ggn(name) for name in parameters}
+    for module, a, b in calls:
+        (g,) = torch.autograd.grad(loss, b, retain_graph=True)
+        at = a.detach().requires_grad_()
+        (slope,) = torch.autograd.grad((module(at) * g).sum(), at, create_graph=True)
+        second = torch.zeros_like(at)
+        if slope.requires_grad:
+            second = torch.autograd.grad(slope.sum(), at, allow_unused=True, materialize_grads=True)[0]
+        for name, J in zip(parameters, jacobian(a, list(parameters.values())), strict=True):
+            J = J.reshape(a.numel(), -1)
+            total[name] = total[name] + J.T @ (replaced(second).reshape(-1, 1) * J)
+    return total
+
+
+@pytest.mark.parametrize("modify", ["clip", "abs"])
+@pytest.mark.parametrize("case", ELEMENTWISE, ids=lambda case: case.name)
+def test_positive_curvature_equals_its_definition(case: Case, modify: str):
+    problem = extended(case)
+    with backpack(PCHMP(modify)):
+        problem.loss().backward()
+    expected = positive_curvature(case.problem(), REPLACED[modify])
+    for name, p in problem.trainable().items():
+        compare(dense(p.pchmp, p), expected[name], name)
+        assert smallest_eigenvalue(dense(p.pchmp, p)) > -1e-10
+
+
+@pytest.mark.parametrize("case", ELEMENTWISE, ids=lambda case: case.name)
+def test_nothing_replaced_is_the_hessian(case: Case):
+    """The definition above is about the right operations."""
+    expected = positive_curvature(case.problem(), REPLACED[None])
+    for name, matrix in expected.items():
+        compare(matrix, reference(case).hessian(name), name)
+
+
+def test_positive_curvature_is_not_the_hessian_where_that_is_indefinite():
+    case = BY_NAME["mlp"]
+    problem, ref = extended(case), reference(case)
+    with backpack(PCHMP("clip"), HMP()):
+        problem.loss().backward()
+    name, p = next(iter(problem.trainable().items()))
+    assert smallest_eigenvalue(ref.hessian(name)) < -0.01
+    assert (dense(p.pchmp, p) - dense(p.hmp, p)).norm() > 0.1 * ref.hessian(name).norm()
+
+
+# ------------------------------------------------------------------------------------------------ around the numbers
+
+PIECEWISE_LINEAR = [nn.ReLU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh, nn.Identity]
+
+
+@pytest.mark.parametrize("activation", PIECEWISE_LINEAR, ids=lambda activation: activation.__name__)
+def test_piecewise_linear_nets_have_the_gauss_newton_diagonal(activation: type[nn.Module]):
+    problem = extended(Case("", lambda: mlp(4, 6, 6, 3, activation=activation), normal(5, 4), cross_entropy(), labels))
+    with backpack(DiagHessian(), DiagGGNExact()):
+        problem.loss().backward()
+    for name, p in problem.trainable().items():
+        assert p.diag_h.any()
+        compare(p.diag_h, p.diag_ggn_exact, name)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 100])
+@pytest.mark.parametrize(
+    "name", ["mlp", "residual", "attention-row-per-token", "own-parameters-and-children", "bilinear"]
+)
+def test_number_of_columns_swept_together_changes_nothing(name: str, columns: int):
+    case = BY_NAME[name]
+    problem, ref = extended(case), reference(case)
+    set_columns_per_sweep(columns)
+    try:
+        with backpack(DiagHessian(), BatchDiagHessian(), HMP()):
+            problem.loss().backward()
+    finally:
+        set_columns_per_sweep(None)
+    check(problem, ref, DiagHessian)
+    check(problem, ref, BatchDiagHessian)
+    for parameter, p in problem.trainable().items():
+        compare(dense(p.hmp, p), ref.hessian(parameter), parameter)
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "functional-between", "layernorm"])
+def test_sum_of_losses_has_the_sum_of_their_hessians(name: str):
+    case = BY_NAME[name]
+    problem, pristine = extended(case), case.problem()
+    other = extend(nn.MSELoss(reduction="sum"))
+
+    def loss(z: Tensor) -> Tensor:
+        return 0.3 * problem.loss_of_output(z) + other(z, torch.ones_like(z))
+
+    ref = Reference(pristine.model, pristine.x, loss)
+    with backpack(DiagHessian(), BatchDiagHessian(), HMP()):
+        loss(problem.model(problem.x)).backward()
+    check(problem, ref, DiagHessian)
+    check(problem, ref, BatchDiagHessian)
+    for parameter, p in problem.trainable().items():
+        compare(dense(p.hmp, p), ref.hessian(parameter), parameter)
+
+
+@pytest.mark.parametrize("differentiate", [torch.autograd.backward, lambda loss: loss.backward(create_graph=True)])
+@pytest.mark.parametrize("name", ["mlp", "attention-row-per-token", "checkpointed", "inplace-relu-conv"])
+def test_other_ways_into_autograd(name: str, differentiate: Callable):
+    case = BY_NAME[name]
+    problem = extended(case)
+    with backpack(DiagHessian()):
+        differentiate(problem.loss())
+    for parameter, p in problem.trainable().items():
+        compare(p.diag_h.detach(), reference(case).diag_h(parameter), parameter)
+
+
+@pytest.mark.parametrize("extension", [HMP, GGNMP, PCHMP], ids=lambda extension: extension.__name__)
+def test_products_work_without_the_graph_and_after_an_update(extension: type):
+    """They are those of the parameters and the batch of their backward."""
+    case = BY_NAME["mlp"]
+    problem = extended(case)
+    with backpack(extension()):
+        loss = problem.loss()
+        loss.backward()
+    parameters = list(problem.trainable().values())
+    before = [dense(getattr(p, extension.field), p) for p in parameters]
+    del loss
+    with torch.no_grad():
+        problem.x.zero_()
+        for p in parameters:
+            p.mul_(2)
+    problem.model(problem.x)
+    for p, matrix in zip(parameters, before, strict=True):
+        assert torch.equal(dense(getattr(p, extension.field), p), matrix)
+
+
+@pytest.mark.parametrize("extension", [HMP, GGNMP, PCHMP], ids=lambda extension: extension.__name__)
+def test_directions_of_another_shape_are_refused(extension: type):
+    problem = extended(BY_NAME["mlp"])
+    with backpack(extension()):
+        problem.loss().backward()
+    p = next(iter(problem.trainable().values()))
+    for v in (torch.zeros_like(p), torch.zeros_like(p).flatten().unsqueeze(0)):
+        with pytest.raises(CurvoptError, match="unsqueeze"):
+            getattr(p, extension.field)(v)
+
+
+def test_unknown_replacement_is_refused():
+    with pytest.raises(ValueError, match=r"PCHMP.*'flip'"):
+        PCHMP("flip")
