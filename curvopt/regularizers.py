@@ -19,9 +19,9 @@ class L2Regularizer(nn.Module):
         with backpack(BatchGrad(), DiagGGNExact()):
             (lossfunc(model(x), y) + regularizer()).backward()
 
-    Its curvature, ``weight`` on the diagonal, enters diagonals and matrix products; its gradient is shared out among the
-    individual gradients in equal parts, so that they still sum to ``.grad``. A Kronecker product plus a multiple of the
-    identity is no Kronecker product: `KFAC`, `KFLR` and `KFRA` of matrices leave the term out and warn.
+    Its curvature, ``weight`` on the diagonal, enters diagonals and matrix products; its gradient is shared out among
+    the individual gradients in equal parts, so that they still sum to ``.grad``. A Kronecker product plus a multiple
+    of the identity is no Kronecker product: `KFAC`, `KFLR` and `KFRA` of matrices leave the term out and warn.
 
     Args:
         parameters: the parameters to regularize.

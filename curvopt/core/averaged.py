@@ -1,7 +1,7 @@
 """Batch-averaged backpropagation of a curvature matrix, layer by layer (Botev et al. 2017).
 
-One matrix ``G``, shared by all samples, travels backwards: ``G_in = 1/N sum_n J_n^T G J_n`` at every operation. It is kept
-as a root with one column for each unit at most. Only sequential networks have such a recursion.
+One matrix ``G``, shared by all samples, travels backwards: ``G_in = 1/N sum_n J_n^T G J_n`` at every operation. It is
+kept as a root with one column for each unit at most. Only sequential networks have such a recursion.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def averaged_jacobians(
     for entry in entries:
         if not isinstance(entry.rule, AffineRule):
             raise CurvoptError(
-                f"{entry.use.describe()}: kfra is defined for sequential networks of linear and convolution layers; use "
-                "KFAC or KFLR."
+                f"{entry.use.describe()}: kfra is defined for sequential networks of linear and convolution "
+                "layers; use KFAC or KFLR."
             )
         at |= {(e.node, e.output_nr): entry for e in entry.edges.values()}
     columns = curvature.root(0, curvature.columns) * scale
@@ -66,8 +66,8 @@ def averaged_jacobians(
         inputs = [e for e in _inputs(edge.node) if _reaches(e.node, left)]
         if len(inputs) != 1:
             raise CurvoptError(
-                f"kfra is defined for sequential networks only, but {edge.node.name()} has {len(inputs)} inputs that depend "
-                "on parameters; use KFAC or KFLR."
+                f"kfra is defined for sequential networks only, but {edge.node.name()} has {len(inputs)} inputs that "
+                "depend on parameters; use KFAC or KFLR."
             )
         pulled = pull([edge], inputs, [vectors.expand(-1, *shape)])[0]
         edge = inputs[0]

@@ -115,8 +115,12 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         """The pass of the running backward; begun by its first event, ended by the engine's own final callback."""
         task = torch._C._current_graph_task_id()
         if task not in self._passes:
-            pending, self._pending = self._pending, None
-            self._passes[task] = pending or Pass(self.extensions, self.extension_hook, None)
+            if self._pending is None:
+                raise CurvoptError(
+                    f"{fields_of(self.extensions)}: an extended module was used in a backward that was started "
+                    "inside of another one; use torch.utils.checkpoint with use_reentrant=False."
+                )
+            self._passes[task], self._pending = self._pending, None
             self._passes[task].begin()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(task))
         return self._passes[task]
@@ -127,7 +131,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             finished.finish()
             if self.debug:
                 for p, extensions in finished.done.items():
-                    print(f"curvopt: {finished.name(p)}: {', '.join(sorted(e.field for e in extensions))}")
+                    print(f"curvopt: {finished.graph.name(p)}: {', '.join(sorted(e.field for e in extensions))}")
 
     def _abandon(self) -> None:
         while self._passes:
@@ -160,7 +164,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 handle.remove()
 
 
-_run_backward = torch.autograd._engine_run_backward  # what every way into autograd ends in
+_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined] # what every way into autograd ends in
 _watching = 0
 
 
@@ -168,7 +172,7 @@ def _watch(change: int) -> None:
     """While any context is open, autograd shows the engine what is differentiated: the roots of the graph."""
     global _watching
     _watching += change
-    torch.autograd._engine_run_backward = _watched_backward if _watching else _run_backward
+    torch.autograd._engine_run_backward = _watched_backward if _watching else _run_backward  # type: ignore[attr-defined]
 
 
 def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.rules import Rule, rule_for
 from curvopt.core.functional import added_term, parents_and_dependents, recognise
-from curvopt.core.uses import KEY, TermUse, Use
+from curvopt.core.uses import TermUse, Use, records_of
 from curvopt.errors import CurvoptError
 
 
@@ -54,7 +54,7 @@ class Graph:
         nodes = list(_walk(list(roots)))
         inside: set[tuple[Node, int]] = set()
         for node in nodes:
-            records = node.metadata.get(KEY, ())
+            records = records_of(node)
             for record, index, output_nr in records:
                 if isinstance(record, TermUse):
                     self.terms.append(record)
@@ -108,8 +108,8 @@ class Graph:
                 self.outside.append(self.name(p))
             else:
                 raise CurvoptError(
-                    f"{entry.use.describe()}: parameter '{name}' is also used outside of its module (by {node.name()}), which "
-                    "the quantities would miss; use it through the module, F.linear or F.embedding only."
+                    f"{entry.use.describe()}: parameter '{name}' is also used outside of its module (by "
+                    f"{node.name()}), which the quantities would miss; use it through the module, F.linear or F.embedding only."
                 )
 
 
@@ -144,4 +144,4 @@ def _walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node
 
 def _mixes_samples(node: Node) -> bool:
     """Whether a node is a batch norm that normalises over the samples (instance norm runs as one of a batch of 1)."""
-    return "BatchNorm" in node.name() and getattr(node, "_saved_training", True) and node._saved_input.shape[0] > 1
+    return "BatchNorm" in node.name() and getattr(node, "_saved_training", True) and node._saved_input.shape[0] > 1  # noqa: B009

@@ -247,7 +247,10 @@ class Outer(Jacobian):
         return pairs * (self.O * self.I + self.V * self.O + self.I) < 0.7 * self.V * self.S * self.O * self.I
 
     def _gram_sides(self) -> tuple[Tensor, Tensor]:
-        """``[N, P, G, O]`` and ``[N, P, G, I]`` over pairs P of positions: (sum_v l_s l_t) and r_s r_t (twice off-diagonal)."""
+        """``[N, P, G, O]`` and ``[N, P, G, I]`` over pairs of positions.
+
+        These are ``sum_v l_s l_t``, and ``r_s r_t`` (twice off the diagonal).
+        """
         s, t = torch.triu_indices(self.S, self.S, device=self.left.device)
         twice = torch.where(s == t, 1.0, 2.0).to(self.left.dtype)
         left = _weighted(self.left[:, :, :, s] * self.left[:, :, :, t], self.weights).transpose(1, 2)

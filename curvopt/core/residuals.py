@@ -1,9 +1,9 @@
 r"""Curvature that nonlinear operations add to the Gauss-Newton matrix.
 
-The Hessian of ``L(f(w))`` is ``J^T (\nabla^2 L) J`` plus, for every nonlinear operation ``b = h(a)`` of the network, the
-residual ``J_a^T R J_a`` with ``R = \nabla_a^2 (g^T h(a))`` and g the gradient at b. Operations are read off the autograd
-graph, so functional code counts. R is local: it is evaluated by differentiating the operation's own backward, and
-travels on as columns ``u`` with weights: ``R = sum_v w_v u_v u_v^T``, sample by sample.
+The Hessian of ``L(f(w))`` is ``J^T (\nabla^2 L) J`` plus, for every nonlinear operation ``b = h(a)`` of the network,
+the residual ``J_a^T R J_a`` with ``R = \nabla_a^2 (g^T h(a))`` and g the gradient at b. Operations are read off the
+autograd graph, so functional code counts. R is local: it is evaluated by differentiating the operation's own
+backward, and travels on as columns ``u`` with weights: ``R = sum_v w_v u_v u_v^T``, sample by sample.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ LINEAR = frozenset(
     """Abs Add Alias Amax Amin AsStrided Cat ChannelShuffle Clamp ClampMax ClampMin Clone ConstantPadNd Contiguous
     Cumsum Diagonal Embedding Expand FFTC2C FFTC2R FFTR2C Flip Fold Gather Hardtanh Im2Col Col2Im Index IndexPut
     IndexSelect LeakyRelu LogicalNot MaskedFill MaskedSelect Max Maximum Mean Median Min Minimum Narrow NativeDropout
-    Neg PadSequence Permute PixelShuffle PixelUnshuffle Real Imag ViewAsComplex ViewAsReal Conj ConjPhysical ReflectionPad1D
-    ReflectionPad2D ReflectionPad3D Relu Relu6 Repeat RepeatInterleave ReplicationPad1D ReplicationPad2D
+    Neg PadSequence Permute PixelShuffle PixelUnshuffle Real Imag ViewAsComplex ViewAsReal Conj ConjPhysical
+    ReflectionPad1D ReflectionPad2D ReflectionPad3D Relu Relu6 Repeat RepeatInterleave ReplicationPad1D ReplicationPad2D
     ReplicationPad3D ReshapeAlias Roll Rot90 Rsub Scatter ScatterAdd Select SelectScatter Slice SliceScatter Sort Split
-    SplitWithSizes Squeeze Stack Sub Sum Swapaxes T Threshold ToCopy ToDtype Topk Trace Transpose Tril Triu Unbind Unfold
-    UnsafeSplit UnsafeView Unsqueeze UnsqueezeNested UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D
+    SplitWithSizes Squeeze Stack Sub Sum Swapaxes T Threshold ToCopy ToDtype Topk Trace Transpose Tril Triu Unbind
+    Unfold UnsafeSplit UnsafeView Unsqueeze UnsqueezeNested UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D
     UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D View Where
     AdaptiveAvgPool1D AdaptiveAvgPool2D AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D AvgPool1D AvgPool2D AvgPool3D
     AdaptiveMaxPool2D AdaptiveMaxPool3D MaxPool2D MaxPool2DWithIndices MaxPool3D MaxPool3DWithIndices
@@ -123,9 +123,9 @@ def pull(
 
     def grad(vectors: list[Tensor], batched: bool) -> tuple[Tensor | None, ...]:
         with unheard():
-            return torch.autograd.grad(
-                list(outputs),
-                list(inputs),
+            return torch.autograd.grad(  # type: ignore[call-overload]
+                list(outputs),  # type: ignore[arg-type]
+                list(inputs),  # type: ignore[arg-type]
                 vectors,
                 retain_graph=True,
                 create_graph=torch.is_grad_enabled(),
@@ -214,7 +214,9 @@ def residual_columns(residual: Residual, grads: list[Tensor], N: int, size: int,
 
 
 def polarize(units: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns ``[2 v, N, D]`` and weights ``[2 v, N]`` of ``sum_v (e (Re)^T + (Re) e^T) / 2`` (R itself, over all units).
+    """Columns ``[2 v, N, D]`` and weights ``[2 v, N]`` of ``sum_v (e (Re)^T + (Re) e^T) / 2``.
+
+    Over all units that is R itself.
 
     Args:
         units: unit vectors e, ``[v, N, D]``.

@@ -1,10 +1,11 @@
 """Where the samples lie: seen by pulling one sample's vector back, not believed from shapes.
 
-Rules read samples off the first axis: N of them, in equal contiguous shares (a flattened sequence counts as one sample).
-Whether that holds at a use depends on the network: a lookup of positions is shared by all samples, ``torch.cat([x1, x2])``
-interleaves them, a sequence-first layout has them elsewhere, and custom code may mix them. So the first backward through
-a network sends back a random vector for the first sample only. Uses at which something arrives outside of the first share
-are *unaligned*: their Jacobians are formed sample by sample, exact whatever the layout, at N times the cost.
+Rules read samples off the first axis: N of them, in equal contiguous shares (a flattened sequence counts as one
+sample). Whether that holds at a use depends on the network: a lookup of positions is shared by all samples,
+``torch.cat([x1, x2])`` interleaves them, a sequence-first layout has them elsewhere, and custom code may mix them. So
+the first backward through a network sends back a random vector for the first sample only. Uses at which something
+arrives outside of the first share are *unaligned*: their Jacobians are formed sample by sample, exact whatever the
+layout, at N times the cost.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def find_samples(graph: Graph, losses: Sequence[Loss]) -> Samples:
                 break
         if best is None:
             raise CurvoptError(
-                f"{losses[0].describe()}: the extended losses see {sorted(lengths)} samples; give them batches of one size."
+                f"{losses[0].describe()}: the losses see {sorted(lengths)} samples; give them one batch size."
             )
         found = best[0], frozenset(best[1])
         if silent:  # no gradient arrived somewhere (a layer of zeros): look again next time
@@ -83,8 +84,8 @@ def find_samples(graph: Graph, losses: Sequence[Loss]) -> Samples:
             names = ", ".join(entries[i].use.describe() for i in sorted(found[1]))
             warnings.warn(
                 f"the first axis does not hold the {found[0]} samples one after the other at {names}: computing their "
-                f"quantities sample by sample, {found[0]} times the cost. Expanding shared inputs to [N, ...], a batch-first "
-                "layout, or calling a module twice instead of on a concatenated batch avoid that.",
+                f"quantities sample by sample, {found[0]} times the cost. Expanding shared inputs to [N, ...], a "
+                "batch-first layout, or calling a module twice instead of on a concatenated batch avoid that.",
                 CurvoptWarning,
                 stacklevel=2,
             )
@@ -140,7 +141,7 @@ def _common_length(graph: Graph, losses: Sequence[Loss]) -> int:
     for where, length in rows.items():
         if length % max(N, 1):
             raise CurvoptError(
-                f"{where}: batch axis of length {length}, but another part of the network sees {N} samples; keep the samples "
-                "on the first axis everywhere (expand inputs that are shared by all), or extend the loss."
+                f"{where}: batch axis of length {length}, but another part of the network sees {N} samples; keep the "
+                "samples on the first axis everywhere (expand inputs that are shared by all), or extend the loss."
             )
     return N

@@ -34,7 +34,7 @@ from curvopt.core.residuals import (
     residual_columns,
     unit_vectors,
 )
-from curvopt.core.samples import Samples, find_samples, only, unaligned
+from curvopt.core.samples import find_samples, only, unaligned
 from curvopt.core.uses import Loss, TermUse, Use, listeners
 from curvopt.errors import CurvoptError, CurvoptWarning
 
@@ -125,41 +125,38 @@ class Pass:
     Args:
         extensions: the active extensions.
         extension_hook: called with each module whose fields are complete.
-        graph: the graph of this backward, or ``None`` where its root was not seen.
+        graph: the graph of this backward.
+
+    Raises:
+        CurvoptError: for every request that this graph would answer wrongly, before anything is computed.
     """
 
     def __init__(
-        self,
-        extensions: Sequence[Extension],
-        extension_hook: Callable[[nn.Module], None] | None,
-        graph: Graph | None,
+        self, extensions: Sequence[Extension], extension_hook: Callable[[nn.Module], None] | None, graph: Graph
     ):
-        """Check the request against the graph, before anything is computed."""
+        """Check the request against the graph, and find out where the samples lie."""
         self.extensions, self.extension_hook, self.graph = extensions, extension_hook, graph
         self.first_order = [e for e in extensions if isinstance(e.columns, Gradient)]
         self.second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
-        self.entries: dict[Use, Entry] = {}
+        self.entries = [entry for entry in graph.entries.values() if entry.parameters]
         self.parts: dict[nn.Parameter, list[Jacobian]] = {}
         self.totals: dict[tuple[nn.Parameter, Extension], Any] = {}
         self.terms: dict[nn.Parameter, Tensor] = {}
         self.done: dict[nn.Parameter, set[Extension]] = {}
-        self.owners: dict[nn.Parameter, tuple[Entry, str]] = {}
         self.hooked: set[nn.Module] = set()
         self.handles: list[RemovableHandle] = []
         self.create_graph = False
-        self.losses_left: int | None = None
-        self.samples: Samples | None = None
-        if graph is not None:
-            self.entries, self.owners, self.losses_left = graph.entries, graph.owners, len(graph.losses)
-            self._check(graph)
+        self.losses_left = len(graph.losses)
+        self._check(graph)
+        with self._named():
             self.samples = find_samples(graph, graph.losses)
-            if self.samples.unaligned and graph.nonlinear:
-                self._refuse_nonlinear(graph)
+        if self.samples.unaligned and graph.nonlinear:
+            self._refuse_nonlinear(graph)
 
     def begin(self) -> None:
         """The backward has begun."""
         self.create_graph = torch.is_grad_enabled()
-        for entry in self.graph.functional if self.graph else ():
+        for entry in self.graph.functional:
             # functional calls have no hook from the forward
             for edge in entry.edges.values():
                 hook = partial(self._functional_gradient, entry.use, edge.output_nr)
@@ -169,19 +166,14 @@ class Pass:
 
     def gradient(self, use: Use, index: int, grad: Tensor) -> None:
         """The gradient of one output of a use: reduce it, or keep it until the parameter's other uses have theirs."""
-        if self.second_order and self.losses_left is None:
-            self._refuse_without_loss()
-        if not self.first_order or (self.samples and use in self.samples.unaligned):
+        entry = self.graph.entries[use]
+        if not self.first_order or not entry.parameters or use in self.samples.unaligned:
             return
-        entry = self.entries.get(use) or self.entries.setdefault(use, Entry(use))
-        if not entry.parameters:
-            return
-        N = self.samples.N if self.samples else entry.rows
         grads = [grad.unsqueeze(0) if i == index else None for i in range(len(use.shapes))]
-        for p, jacobian in self._jac_t(entry, grads, N):
+        for p, jacobian in self._jac_t(entry, grads, self.samples.N):
             parts = self.parts.setdefault(p, [])
             parts.append(jacobian)
-            if self.graph is not None and not self.graph.terms and len(parts) == self.graph.uses_of[p]:
+            if not self.graph.terms and len(parts) == self.graph.uses_of[p]:
                 self._reduce_gradient(p)
 
     def term(self, use: TermUse, grad: Tensor) -> None:
@@ -190,44 +182,23 @@ class Pass:
             self.terms[p] = self.terms.get(p, 0) + grad * use.weight
 
     def loss(self, use: Loss, grad: Tensor) -> None:
-        """An extended loss has been reached, scaled by ``grad``: sweep the columns of its Hessian's root."""
-        if use.edge is None or (self.graph is not None and use not in self.graph.losses):
+        """A loss has been reached: pull the columns of its Hessian's root back, and what nonlinear operations add."""
+        if use.edge is None or use not in self.graph.losses:
             return
-        graph, samples = self.graph, self.samples
-        if graph is None or samples is None:
-            # the root was not seen: this loss is the root as far as can be known
-            with self._named():
-                graph = Graph([use.edge.node])
-            self._check(graph, needs_loss=False)
-            self.samples = samples = find_samples(graph, [use])
-            self.entries = graph.entries | self.entries
-            self.owners = graph.owners | self.owners
-        N = samples.N
-        entries = [entry for entry in graph.entries.values() if entry.parameters]
-        if self.first_order and samples.unaligned:
-            for p, jacobian in self._jacobians([use.edge], [use.slope(grad).unsqueeze(0)], samples.unaligned, entries):
+        if self.first_order and self.samples.unaligned:
+            slope = use.slope(grad).unsqueeze(0)
+            for p, jacobian in self._jacobians([use.edge], [slope], self.samples.unaligned):
                 self.parts.setdefault(p, []).append(jacobian)
         if self.second_order:
             with self._named():
                 curvature, scale = use.curvature(grad)
-            size = _columns_per_sweep or self._chunk_size(entries, grad.device.type)
-            groups: dict[Exact | MonteCarlo | Averaged, list[Extension]] = {}
-            for e in self.second_order:
-                columns: Any = Exact() if isinstance(e.columns, Hessian) else e.columns
-                groups.setdefault(columns, []).append(e)
-            for columns, extensions in groups.items():
-                if isinstance(columns, Averaged):
-                    for p, jacobian in averaged_jacobians(use.edge, curvature, scale, entries, N):
-                        self._update(p, jacobian, extensions)
-                    continue
-                for chunk in columns.chunks(curvature, size, len(use.input) // N):
-                    vectors = (chunk * scale).to(use.input.dtype)
-                    self._sweep([use.edge], [vectors], None, entries, extensions)
-            for modify in dict.fromkeys(e.columns.modify for e in self.second_order if isinstance(e.columns, Hessian)):
-                extensions = [e for e in self.second_order if e.columns == Hessian(modify)]
-                self._residuals(use, grad, entries, size, modify, extensions)
-        self.losses_left = 0 if self.losses_left is None else self.losses_left - 1
-        if self.graph is not None and self.losses_left == 0 and not self.graph.terms:
+            self._gauss_newton(use, use.edge, curvature, scale)
+            for columns in dict.fromkeys(e.columns for e in self.second_order):
+                if isinstance(columns, Hessian):
+                    extensions = [e for e in self.second_order if e.columns == columns]
+                    self._residuals(use, grad, columns.modify, extensions)
+        self.losses_left -= 1
+        if self.losses_left == 0 and not self.graph.terms:
             for p, extension in list(self.totals):
                 self._complete(p, extension)
 
@@ -242,7 +213,7 @@ class Pass:
 
     def release(self) -> None:
         """Drop what uses cached for this backward."""
-        for use in self.entries:
+        for use in self.graph.entries:
             use.cache.clear()
         for handle in self.handles:
             handle.remove()
@@ -255,11 +226,6 @@ class Pass:
                     delattr(p, extension.field)
         self.release()
 
-    def name(self, p: nn.Parameter) -> str:
-        """Path of a parameter in the extended model."""
-        entry, name = self.owners[p]
-        return f"{entry.use.path}.{name}".lstrip(".")
-
     # Computation
 
     def _functional_gradient(self, use: Use, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
@@ -267,15 +233,27 @@ class Pass:
         if grad is not None and listeners and listeners[-1] is not None:
             self.gradient(use, 0, grad)
 
+    def _gauss_newton(self, use: Loss, edge: GradientEdge, curvature: LossCurvature, scale: Tensor) -> None:
+        """Columns of the root of a loss' Hessian, each kind once for all extensions that ask for it."""
+        groups: dict[Exact | MonteCarlo | Averaged, list[Extension]] = {}
+        for e in self.second_order:
+            columns: Any = Exact() if isinstance(e.columns, Hessian) else e.columns
+            groups.setdefault(columns, []).append(e)
+        for columns, extensions in groups.items():
+            if isinstance(columns, Averaged):
+                for p, jacobian in averaged_jacobians(edge, curvature, scale, self.entries, self.samples.N):
+                    self._update(p, jacobian, extensions)
+                continue
+            for chunk in columns.chunks(curvature, self._chunk_size(), len(use.input) // self.samples.N):
+                self._sweep([edge], [(chunk * scale).to(use.input.dtype)], None, extensions)
+
     def _jac_t(self, entry: Entry, grads: list[Tensor | None], N: int) -> Iterator[tuple[nn.Parameter, Jacobian]]:
         with self._named():
             entry.use.check_inputs()
             jacobians = entry.rule.jac_t(entry.use, grads, list(entry.parameters), N)
         for name, jacobian in jacobians.items():
-            p = entry.parameters[name]
             jacobian.origin = (entry.use,)
-            self.owners.setdefault(p, (entry, name))
-            yield p, jacobian
+            yield entry.parameters[name], jacobian
 
     def _reduce_gradient(self, p: nn.Parameter) -> None:
         jacobian = combine(self.parts.pop(p))
@@ -287,7 +265,7 @@ class Pass:
             self._complete(p, extension)
 
     def _jacobians(
-        self, outputs: list[GradientEdge], vectors: list[Tensor], uses: Collection[Use] | None, entries: list[Entry]
+        self, outputs: list[GradientEdge], vectors: list[Tensor], uses: Collection[Use] | None = None
     ) -> Iterator[tuple[nn.Parameter, Jacobian]]:
         """Jacobian products of vectors ``[v, *out]`` at the outputs, use by use; nothing where nothing arrives.
 
@@ -295,11 +273,9 @@ class Pass:
             outputs: where the vectors are.
             vectors: one tensor for each output.
             uses: the uses asked for, ``None`` for all.
-            entries: the uses there are.
         """
-        assert self.samples is not None
         N, unaligned = self.samples
-        wanted = [entry for entry in entries if uses is None or entry.use in uses]
+        wanted = [entry for entry in self.entries if uses is None or entry.use in uses]
         straight = [entry for entry in wanted if entry.use not in unaligned]
         for entry, grads in self._arrivals(outputs, vectors, straight):
             yield from self._jac_t(entry, grads, N)
@@ -337,13 +313,12 @@ class Pass:
         outputs: list[GradientEdge],
         vectors: list[Tensor],
         weights: Tensor | None,
-        entries: list[Entry],
         extensions: Sequence[Extension],
         skip: Collection[nn.Parameter] = (),
     ) -> None:
-        """Pull vectors ``[v, *out]`` back to all uses and update the totals of every parameter but those to ``skip``."""
+        """Pull vectors ``[v, *out]`` back to all uses and update the totals of every parameter not in ``skip``."""
         parts: dict[nn.Parameter, list[Jacobian]] = {}
-        for p, jacobian in self._jacobians(outputs, vectors, None, entries):
+        for p, jacobian in self._jacobians(outputs, vectors):
             if p not in skip:
                 parts.setdefault(p, []).append(jacobian)
         for p, jacobians in parts.items():
@@ -355,18 +330,10 @@ class Pass:
         for extension in extensions:
             self.totals[p, extension] = extension.update(self.totals.get((p, extension)), jacobian)
 
-    def _residuals(
-        self,
-        use: Loss,
-        grad: Tensor,
-        entries: list[Entry],
-        size: int,
-        modify: Modify,
-        extensions: Sequence[Extension],
-    ) -> None:
+    def _residuals(self, use: Loss, grad: Tensor, modify: Modify, extensions: Sequence[Extension]) -> None:
         """What nonlinear operations between the loss and the parameters add to the curvature."""
-        assert use.edge is not None and self.samples is not None
-        N = self.samples.N
+        assert use.edge is not None
+        N, entries, size = self.samples.N, self.entries, self._chunk_size()
         # a parameter used twice, or in a way that is not linear in it, is met by more than the operations after it
         uses: dict[nn.Parameter, int] = {}
         for entry in entries:
@@ -395,34 +362,34 @@ class Pass:
             present = [g[0] for g in grads if g is not None]
             if present:
                 for columns in residual_columns(operation._replace(outputs=reached), present, N, size, modify):
-                    self._sweep(columns.edges, columns.vectors, columns.weights, entries, extensions, direct)
+                    self._sweep(columns.edges, columns.vectors, columns.weights, extensions, direct)
         if direct:
-            self._direct(use, slope, list(direct), N, size, modify, extensions)
+            self._direct(use, slope, list(direct), modify, extensions)
 
     def _direct(
         self,
         use: Loss,
         slope: Tensor,
         parameters: list[nn.Parameter],
-        N: int,
-        size: int,
         modify: Modify,
         extensions: Sequence[Extension],
     ) -> None:
-        """The same for single parameters by differentiating the gradient again, one column for each of their entries."""
+        """The same for single parameters by differentiating the gradient again, a column for each of their entries."""
         if modify is not None:
             raise CurvoptError(
-                f"{self.name(parameters[0])}: {fields_of(extensions)} is only defined for parameters that are used "
-                "once and enter linearly; use HMP or GGNMP."
+                f"{self.graph.name(parameters[0])}: {fields_of(extensions)} is only defined for parameters that are "
+                "used once and enter linearly; use HMP or GGNMP."
             )
         entries = sum(p.numel() for p in parameters)
         if entries > DIRECT_ENTRIES:
             warnings.warn(
-                f"{fields_of(extensions)}: {entries} parameter entries ({self.name(parameters[0])}, ...) are used "
-                "several times or nonlinearly; their exact Hessian takes one double backward for each entry.",
+                f"{fields_of(extensions)}: {entries} parameter entries ({self.graph.name(parameters[0])}, ...) are "
+                "used several times or nonlinearly; their exact Hessian takes one double backward for each entry.",
                 CurvoptWarning,
                 stacklevel=2,
             )
+        assert use.edge is not None
+        N, size = self.samples.N, self._chunk_size()
         samples = range(N) if any(e.per_sample for e in extensions) else [None]
         for p in parameters:
             images = []
@@ -447,39 +414,44 @@ class Pass:
             jacobian.weights = weights
             self._update(p, jacobian, extensions)
 
-    def _chunk_size(self, entries: Sequence[Entry], device: str) -> int:
+    def _chunk_size(self) -> int:
         """Columns to sweep together, from the activations that one column fills."""
-        elements = sum(prod(shape) for entry in entries for shape in entry.use.shapes)
+        if _columns_per_sweep is not None:
+            return _columns_per_sweep
+        elements = sum(prod(shape) for entry in self.entries for shape in entry.use.shapes)
+        device = next(iter(self.graph.owners)).device.type if self.graph.owners else "cpu"
         return max(1, SWEEP_ELEMENTS.get(device, SWEEP_ELEMENTS["cpu"]) // max(elements, 1))
 
     def _complete(self, p: nn.Parameter, extension: Extension) -> None:
         """Set one field; call the extension hook once all fields of a module's own parameters are there."""
         total = self.totals.pop((p, extension))
         if p in self.terms and extension in self.second_order:
-            total = extension.regularize(total, self.terms[p], p, self.samples.N if self.samples else 1)
+            total = extension.regularize(total, self.terms[p], p, self.samples.N)
         setattr(p, extension.field, extension.finish(total))
         self.done.setdefault(p, set()).add(extension)
-        module = self.owners[p][0].use.module
+        module = self.graph.owners[p][0].use.module
         if self.extension_hook is None or module in self.hooked:
             return
-        wanted = {q for entry in self.entries.values() if entry.use.module is module for q in entry.parameters.values()}
+        wanted = {q for entry in self.entries if entry.use.module is module for q in entry.parameters.values()}
         if all(len(self.done.get(q, ())) == len(self.extensions) for q in wanted):
             self.hooked.add(module)
             self.extension_hook(module)
 
     # Checks
 
-    def _check(self, graph: Graph, needs_loss: bool = True) -> None:
-        """Raise for every request that this graph would answer wrongly."""
+    def _check(self, graph: Graph) -> None:
         if not graph.entries:
             raise CurvoptError(
                 f"{fields_of(self.extensions)}: no extended module took part in this backward; call extend(model) "
                 "before the forward pass (and outside of curvopt.disable())."
             )
-        if needs_loss and self.second_order and graph.nonlinear:
+        if self.second_order and graph.nonlinear:
             self._refuse_nonlinear(graph)
-        if needs_loss and self.second_order and not graph.losses:
-            self._refuse_without_loss()
+        if self.second_order and not graph.losses:
+            raise CurvoptError(
+                f"{fields_of(self.second_order)} need the curvature of the loss, but no loss was recognised in this "
+                "backward; use lossfunc = extend(nn.CrossEntropyLoss()) (or MSELoss, BCEWithLogitsLoss)."
+            )
         if graph.mixing:
             refused = [e for e in self.extensions if e.needs_independent_samples]
             if refused:
@@ -499,17 +471,10 @@ class Pass:
     def _refuse_nonlinear(self, graph: Graph) -> None:
         raise CurvoptError(
             f"{fields_of(self.extensions)}: the loss depends on the network's output by "
-            f"{', '.join(dict.fromkeys(graph.nonlinear))}, which is no known loss; use an extended one, e.g. lossfunc = "
-            "extend(nn.CrossEntropyLoss()), or for a loss of your own extend(MyLoss(), loss=True), as the last "
-            "operation (up to sums and factors), and call backward outside of the context on terms that quantities "
+            f"{', '.join(dict.fromkeys(graph.nonlinear))}, which is no known loss; use an extended one, e.g. "
+            "lossfunc = extend(nn.CrossEntropyLoss()), or for a loss of your own extend(MyLoss(), loss=True), as the "
+            "last operation (up to sums and factors), and call backward outside of the context on terms that quantities "
             "need not contain."
-        )
-
-    def _refuse_without_loss(self) -> None:
-        raise CurvoptError(
-            f"{fields_of(self.second_order)} need the curvature of the loss, but no loss was recognised in this "
-            "backward; use lossfunc = extend(nn.CrossEntropyLoss()) (or MSELoss, BCEWithLogitsLoss), or "
-            "loss.backward() if the loss is functional."
         )
 
     @contextmanager

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -212,6 +212,11 @@ class LossUse:
         return describe(self.path, self.module)
 
 
+def records_of(node: Node) -> list[tuple[Any, int, int]]:
+    """What was recorded on a node: uses, the index of their output, and which output of the node it is."""
+    return node.metadata.get(KEY, [])  # type: ignore[attr-defined]
+
+
 def describe(path: str, module: nn.Module) -> str:
     """``layer2.bn (BatchNorm2d)``; the root module has no path."""
     return f"{path} ({type(module).__name__})" if path else f"the extended {type(module).__name__}"
@@ -261,7 +266,7 @@ class LossRecorder(Recorder):
 def _attach(out: Tensor, record: tuple, hook: Callable[[Tensor], None]) -> None:
     node = out.grad_fn
     if node is not None:
-        node.metadata.setdefault(KEY, []).append(record)
+        node.metadata.setdefault(KEY, []).append(record)  # type: ignore[attr-defined]
         out.register_hook(hook)
 
 

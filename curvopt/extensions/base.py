@@ -27,10 +27,8 @@ class Extension(ABC):
     #: Whether samples are kept apart in the result.
     per_sample: ClassVar[bool] = False
 
-    @property
-    def needs_independent_samples(self) -> bool:
-        """Whether the quantity is undefined when samples mix (train-mode batch norm)."""
-        return not isinstance(self.columns, MonteCarlo)
+    #: Whether the quantity is undefined when samples mix (train-mode batch norm).
+    needs_independent_samples: ClassVar[bool] = True
 
     @abstractmethod
     def update(self, total: Any, jacobian: Jacobian) -> Any:
@@ -48,8 +46,8 @@ class Extension(ABC):
             CurvoptError: where the quantity has no exact form for that.
         """
         raise CurvoptError(
-            f"{self.field} of a loss with an L2Regularizer is not defined; leave the term out of this loss, or ask for a "
-            "diagonal or a matrix product."
+            f"{self.field} of a loss with an L2Regularizer is not defined; leave the term out of this loss, or ask "
+            "for a diagonal or a matrix product."
         )
 
     def finish(self, total: Any) -> Any:

@@ -33,8 +33,8 @@ class BlockProduct:
         shape = self._jacobians[0].shape
         if directions.shape[1:] != shape:
             raise CurvoptError(
-                f"expected directions of shape {['V', *shape]}, got {list(directions.shape)}; stack them along a leading axis "
-                "(unsqueeze(0) for a single one)."
+                f"expected directions of shape {['V', *shape]}, got {list(directions.shape)}; stack them along a "
+                "leading axis (unsqueeze(0) for a single one)."
             )
         return sum((jacobian.matmul(directions) for jacobian in self._jacobians), start=directions.new_zeros(()))
 

@@ -28,6 +28,8 @@ class _Sampled(Extension):
         generator: source of randomness, else the global one.
     """
 
+    needs_independent_samples = False  # an approximation that is common practice
+
     def __init__(self, mc_samples: int = 1, generator: torch.Generator | None = None):
         self.columns = MonteCarlo(mc_samples, generator)
 
@@ -79,16 +81,12 @@ class BatchDiagGGNMC(_Sampled, BatchDiagonal):
 
     field = "diag_ggn_mc_batch"
 
-    @property
-    def needs_independent_samples(self) -> bool:
-        """There is no single sample's share where samples mix."""
-        return True
+    needs_independent_samples = True  # no single sample's share where samples mix
 
 
 class _Root(Extension):
     """Root of the GGN: transposed Jacobian products of all columns, kept in the order of the columns."""
 
-    needs_independent_samples = True
     subsampling: Sequence[int] | None = None
 
     def update(self, total: list[Tensor] | None, jacobian: Jacobian) -> list[Tensor]:
@@ -130,15 +128,6 @@ class SqrtGGNMC(_Root):
         generator: torch.Generator | None = None,
     ):
         self.columns, self.subsampling = MonteCarlo(mc_samples, generator), subsampling
-
-
-@dataclasses.dataclass
-class _Factors:
-    """The left factor summed over columns, and the right one of each group of uses."""
-
-    left: Tensor | None = None
-    rights: dict[tuple, Tensor | None] = dataclasses.field(default_factory=dict)
-    transposed: bool = False
 
 
 @dataclasses.dataclass
@@ -208,6 +197,7 @@ class KFAC(_Kronecker):
     """
 
     field = "kfac"
+    needs_independent_samples = False
 
     def __init__(self, mc_samples: int = 1, approx: Approx = "expand", generator: torch.Generator | None = None):
         self.columns = MonteCarlo(mc_samples, generator)

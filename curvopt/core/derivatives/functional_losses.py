@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.derivatives.losses import Bernoulli, Diagonal, LossCurvature, Softmax
 from curvopt.core.residuals import LINEAR, MULTILINEAR, operation, pull
-from curvopt.core.uses import KEY, LossUse, TermUse, Use
+from curvopt.core.uses import LossUse, TermUse, Use, records_of
 from curvopt.errors import CurvoptError
 
 # operations that are linear in what comes from the network, while nothing else in them depends on parameters
@@ -154,7 +154,7 @@ def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[list[L
     seen, stack = set(roots), [(root, True) for root in roots]
     while stack:
         node, known = stack.pop()
-        records = [record for record, *_ in node.metadata.get(KEY, ())]
+        records = [record for record, *_ in records_of(node)]
         # of nested losses the outermost; one that was not reduced is read off the graph
         extended = [r for r in records if isinstance(r, LossUse) and getattr(r.module, "reduction", "") != "none"]
         if extended:
