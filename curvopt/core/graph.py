@@ -109,7 +109,8 @@ class Graph:
             else:
                 raise CurvoptError(
                     f"{entry.use.describe()}: parameter '{name}' is also used outside of its module (by "
-                    f"{node.name()}), which the quantities would miss; use it through the module, F.linear or F.embedding only."
+                    f"{node.name()}), which the quantities would miss; use it through the module, F.linear or "
+                    "F.embedding only."
                 )
 
 
@@ -144,4 +145,6 @@ def _walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node
 
 def _mixes_samples(node: Node) -> bool:
     """Whether a node is a batch norm that normalises over the samples (instance norm runs as one of a batch of 1)."""
-    return "BatchNorm" in node.name() and getattr(node, "_saved_training", True) and node._saved_input.shape[0] > 1  # noqa: B009
+    if "BatchNorm" not in node.name() or not getattr(node, "_saved_training", True):
+        return False
+    return node._saved_input.shape[0] > 1  # type: ignore[attr-defined]

@@ -155,10 +155,11 @@ def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[list[L
     while stack:
         node, known = stack.pop()
         records = [record for record, *_ in records_of(node)]
-        # of nested losses the outermost; one that was not reduced is read off the graph
+        # of nested losses the outermost, but of those that return the same tensor the innermost, which may be known;
+        # one that was not reduced is read off the graph
         extended = [r for r in records if isinstance(r, LossUse) and getattr(r.module, "reduction", "") != "none"]
         if extended:
-            losses.append(extended[-1])
+            losses.append(extended[0])
             continue
         if any(isinstance(record, TermUse) for record in records) or hasattr(node, "variable"):
             continue  # parameters alone: no sample's loss
