@@ -74,7 +74,7 @@ PROBLEMS: dict[str, Problem] = {
         tuned={
             "kfac-sgd": {"lr": 0.01, "damping": 0.03},
             "sgd": {"lr": 0.05},
-            "adamw": {"lr": 0.005},
+            "adamw": {"lr": 0.003},
             "diagonal-newton": {"lr": 0.03, "damping": 0.005},
         },
     ),
