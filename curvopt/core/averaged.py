@@ -60,6 +60,7 @@ def averaged_jacobians(
             jacobians = entry.rule.jac_t(entry.use, [vectors], list(entry.parameters), 1)
             entry.use.cache.clear()
             for name, jacobian in jacobians.items():
+                jacobian.origin = (entry.use,)  # a second use has inputs of its own
                 yield entry.parameters[name], jacobian
         if not left:
             return

@@ -355,7 +355,7 @@ class Pass:
             return
         slope = use.slope(grad)
         outputs = [GradientEdge(op.node, nr) for op in operations for nr in op.outputs]
-        arrived = iter(pull([use.edge], outputs, [slope.unsqueeze(0)]))
+        arrived = iter(pull([use.edge], outputs, [slope.unsqueeze(0)]) if outputs else ())
         for operation in operations:
             grads = [next(arrived) for _ in operation.outputs]
             reached = [nr for nr, g in zip(operation.outputs, grads, strict=True) if g is not None]
