@@ -76,7 +76,7 @@ class Reference:
     """
 
     def __init__(self, model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]):
-        self.samples = len(x)
+        self.x, self.samples = x, len(x)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._owners = {
             name: module
@@ -199,6 +199,41 @@ class Reference:
         B = einsum("cgro,cd,dgrp->gop", D, self.H, D)
         A = einsum("gri,grj->gij", x, x) / x.shape[1]
         return [B[0], A[0]] if len(A) == 1 else [B, A]
+
+    def kfra(self, chain: list[nn.Module]) -> dict[str, list[Tensor]]:
+        """Kronecker factors by name, from a matrix averaged over the samples at the output of every module of a chain.
+
+        What several uses of a parameter contribute is summed on the left and averaged on the right.
+        """
+        inputs = [self.x.detach()]
+        for module in chain:
+            inputs.append(module(inputs[-1].clone()).detach())  # an activation may overwrite its input
+        H = self.H.view(*2 * (self.samples, len(self.H) // self.samples)).diagonal(dim1=0, dim2=2).sum(2)
+        lefts: dict[str, list[Tensor]] = {}
+        rights: dict[str, list[Tensor]] = {}
+        for module, x, y in reversed(list(zip(chain, inputs, inputs[1:], strict=False))):
+            if affine_type(module) is not None:
+                eigenvalues, eigenvectors = torch.linalg.eigh(H)
+                root = (eigenvectors * eigenvalues.clamp(min=0).sqrt()).T.reshape(-1, 1, *y.shape[1:])
+                left = torch.stack([by_position(module, column) for column in root])  # [V, G, R, O / G]
+                right = patches(module, x).detach()
+                sums = left.sum(2).flatten(1)
+                for name, p in self.parameters.items():
+                    if p is module.weight:
+                        lefts.setdefault(name, []).append(einsum("vgro,vgrp->gop", left, left))
+                        rights.setdefault(name, []).append(einsum("gri,grj->gij", right, right) / right.shape[1])
+                    elif p is module.bias:
+                        lefts.setdefault(name, []).append((sums.T @ sums)[None])
+            pulled = []
+            for at in x.split(1):
+                at = at.clone().requires_grad_()
+                J = jacobian(module(at.clone()), [at])[0].flatten(1)
+                pulled.append(J.T @ H @ J)
+            H = torch.stack(pulled).mean(0)
+        factors = {name: [sum(B)] for name, B in lefts.items()}
+        for name, A in rights.items():
+            factors[name].append(torch.stack(A).mean(0))
+        return {name: [f[0] if len(f) == 1 else f for f in both] for name, both in factors.items()}
 
 
 @cache

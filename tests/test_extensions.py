@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from cases import Case, cross_entropy, labels, mlp, mse, normal, values
+from cases import Case, Lambda, cross_entropy, labels, mlp, mse, normal, values
 from checks import BY_NAME, by_case, check, compare, extended
 from reference import Reference, reference
 from torch import Tensor, einsum, nn
@@ -21,6 +21,7 @@ from curvopt.errors import CurvoptError
 from curvopt.extensions import (
     KFAC,
     KFLR,
+    KFRA,
     BatchDiagGGNExact,
     BatchDiagGGNMC,
     BatchGrad,
@@ -57,6 +58,54 @@ def total_error(a: object, b: object) -> float:
     """Squared distance of two tensors or two lists of factors."""
     pairs = zip(a, b, strict=True) if isinstance(a, list) else [(a, b)]
     return float(sum((x - y).square().sum() for x, y in pairs))
+
+
+# what KFRA is not defined for: operations that have no row per sample, several paths, other layers than affine ones
+NO_CHAIN = {
+    "mlp-tokens",
+    "mlp-two-leading-dims",
+    "residual",
+    "residual-conv",
+    "heads",
+    "attention-row-per-token",
+    "mixer",
+    "own-parameters-and-children",
+    "keyword-arguments",
+    "argument-without-batch",
+    "bilinear",
+    "subclass",
+    "prelu",
+    "batchnorm2d-eval",
+    "batchnorm1d-eval",
+    "layernorm",
+    "groupnorm",
+    "ce-smoothed-weight-ignored",
+    "ce-probabilities-weight",
+    *(name for name in BY_NAME if "extra-dims" in name),
+    *(name for name in BY_NAME if name.startswith(("conv1d", "conv2d", "conv3d")) and name != "conv2d-segmentation"),
+}
+# chains that are no Sequential
+CHAINS: dict[str, Callable[[nn.Module], list[nn.Module]]] = {
+    "functional-between": lambda m: [m.first, nn.GELU(), m.second, nn.Tanh(), m.third],
+    "used-twice": lambda m: [m.again, nn.Tanh(), m.again, nn.Tanh(), m.out],
+    "used-on-tokens-and-pool": lambda m: [m.shared, nn.Tanh(), Lambda(lambda h: h.mean(1)), m.shared, m.out],
+    "conv-used-twice": lambda m: [
+        m.shared,
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        m.shared,
+        Lambda(lambda h: h.mean((2, 3))),
+        m.out,
+    ],
+    "checkpointed": lambda m: [*m.inner, m.out],
+}
+
+
+def chain_of(name: str, model: nn.Module) -> list[nn.Module]:
+    """The modules of a sequential network in their order."""
+    if name in CHAINS:
+        return CHAINS[name](model)
+    return [module for module in model.modules() if not isinstance(module, nn.Sequential)]
 
 
 def seeded(seed: int = 5) -> torch.Generator:
@@ -149,6 +198,44 @@ def test_reduced_factors_equal_dense_reference(case: Case):
         problem.loss().backward()
     for name, p in problem.trainable().items():
         compare(p.kflr, ref.kflr(name, approx="reduce"), f"{name}.kflr")
+
+
+@by_case
+def test_averaged_factors_equal_the_recursion_or_are_refused(case: Case):
+    problem, ref = extended(case), reference(case)
+    loss = problem.loss()
+    if case.name in NO_CHAIN:
+        with pytest.raises(CurvoptError, match="kfra is defined|not one row for each sample"), backpack(KFRA()):
+            loss.backward()
+        assert not any(hasattr(p, "kfra") for p in problem.trainable().values())
+        return
+    with backpack(KFRA()):
+        loss.backward()
+    model = case.problem().model
+    expected = Reference(model, ref.x, problem.loss_of_output).kfra(chain_of(case.name, model))
+    for name, p in problem.trainable().items():
+        compare(p.kfra, expected[name], name)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_averaged_factors_of_a_cnn(reduction: str, groups: int):
+    net = lambda: nn.Sequential(  # noqa: E731
+        nn.Conv2d(2, 4, 3, padding=1, groups=groups),
+        nn.Sigmoid(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 2, 2, bias=False),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(4, 3),
+    )
+    case = Case("", net, normal(3, 2, 6, 4), cross_entropy(reduction=reduction), labels)
+    problem, pristine = extended(case), case.problem()
+    with backpack(KFRA()):
+        problem.loss().backward()
+    expected = Reference(pristine.model, pristine.x, problem.loss_of_output).kfra(list(pristine.model))
+    for name, p in problem.trainable().items():
+        compare(p.kfra, expected[name], name)
 
 
 @pytest.mark.parametrize("subsampling", [[0], [2, 0], [1, 1, 2], (0, 2), range(1, 3)], ids=str)
@@ -543,6 +630,21 @@ def test_hook_comes_before_earlier_layers_have_their_gradients():
     assert not pending
 
 
+def test_hook_is_called_for_modules_that_share_a_parameter():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 3))
+    model[2].weight = model[0].weight
+    case = Case("", lambda: model, normal(5, 4), cross_entropy(), labels)
+    problem, called = extended(case), []
+
+    def hook(module: nn.Module) -> None:
+        assert all(hasattr(p, "grad_batch") and hasattr(p, "kflr") for p in module.parameters())
+        called.append(module)
+
+    with backpack(BatchGrad(), KFLR(), extension_hook=hook):
+        problem.loss().backward()
+    assert len(called) == 3 and set(called) == {model[0], model[2], model[4]}
+
+
 def test_hook_is_called_in_every_backward():
     problem, called = extended(BY_NAME["mlp"]), []
     with backpack(DiagGGNExact(), extension_hook=called.append):
@@ -612,6 +714,25 @@ def test_nothing_grows_over_many_steps(create_graph: bool):
     assert tensors_alive() <= tensors
     # one activation of each step would be 16 MB
     assert resident_bytes() - memory < 8e6
+
+
+@by_varied_case
+def test_a_retained_graph_keeps_nothing_of_a_backward(case: Case):
+    """What quantities share during a backward (patches of inputs) is gone after it."""
+    problem = extended(case)
+    loss = problem.loss()
+
+    def backward() -> int:
+        with backpack(*(extension() for extension in [*EXACT, *SAMPLED])):
+            loss.backward(retain_graph=True)
+        for p in problem.trainable().values():
+            p.grad = None
+            for field in FIELDS:
+                delattr(p, field)
+        return tensors_alive()
+
+    before = tensors_alive()
+    assert backward() <= before
 
 
 class Interrupted(Exception):

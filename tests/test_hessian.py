@@ -149,7 +149,7 @@ REPLACED = {"clip": lambda r: r.clamp(min=0), "abs": torch.abs, None: lambda r: 
 
 
 def positive_curvature(problem: Problem, replaced: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """``G + sum_a J_a^T diag(replaced(s''(a) g)) J_a`` over all activation modules s with input a, output gradient g."""
+    """``G + sum_a J_a^T diag(replaced(s''(a) g)) J_a`` over activation modules s with input a, output gradient g."""
     ref = Reference(problem.model, problem.x, problem.loss_of_output)
     calls: list[tuple[nn.Module, Tensor, Tensor]] = []
     for module in problem.model.modules():
@@ -158,7 +158,7 @@ def positive_curvature(problem: Problem, replaced: Callable[[Tensor], Tensor]) -
     loss = problem.loss()
     parameters = problem.trainable()
     total = {name: ref.ggn(name) for name in parameters}
-    for module, a, b in calls:
+    for module, a, b in list(calls):  # the modules are called again below
         (g,) = torch.autograd.grad(loss, b, retain_graph=True)
         at = a.detach().requires_grad_()
         (slope,) = torch.autograd.grad((module(at) * g).sum(), at, create_graph=True)
