@@ -45,6 +45,9 @@ def find_samples(graph: Graph, losses: Sequence[Loss]) -> Samples:
         CurvoptError: if then they are not.
     """
     losses = [loss for loss in losses if loss.edge is not None and loss.input.dim() > 0]
+    for loss in losses:
+        if len(loss.input) == 0:
+            raise CurvoptError(f"{loss.describe()}: the batch is empty; call backward outside of the context for it.")
     entries = [entry for entry in graph.entries.values() if entry.parameters]
     if not losses or graph.mixing:
         return Samples(_common_length(graph, losses), frozenset())

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,17 @@ class Averaged:
     """One matrix for all samples, averaged layer by layer."""
 
 
+def _without_autocast(method: Callable[..., None]) -> Callable[..., None]:
+    """Mixed precision is for the network; quantities are computed in the precision of their parameters."""
+
+    @wraps(method)
+    def call(self: Pass, *args: Any) -> None:
+        with torch.autocast(self.device, enabled=False):
+            method(self, *args)
+
+    return call
+
+
 class Pass:
     """One backward: collects what arrives, reduces it as soon as it is whole, and sets the fields.
 
@@ -146,6 +157,7 @@ class Pass:
         self.hooked: set[nn.Module] = set()
         self.handles: list[RemovableHandle] = []
         self.create_graph = False
+        self.device = next(iter(graph.owners)).device.type if graph.owners else "cpu"
         self.losses_left = len(graph.losses)
         self._check(graph)
         with self._named():
@@ -164,6 +176,7 @@ class Pass:
 
     # What the backward tells
 
+    @_without_autocast
     def gradient(self, use: Use, index: int, grad: Tensor) -> None:
         """The gradient of one output of a use: reduce it, or keep it until the parameter's other uses have theirs."""
         entry = self.graph.entries[use]
@@ -181,6 +194,7 @@ class Pass:
         for p in use.parameters:
             self.terms[p] = self.terms.get(p, 0) + grad * use.weight
 
+    @_without_autocast
     def loss(self, use: Loss, grad: Tensor) -> None:
         """A loss has been reached: pull the columns of its Hessian's root back, and what nonlinear operations add."""
         if use.edge is None or use not in self.graph.losses:
@@ -202,6 +216,7 @@ class Pass:
             for p, extension in list(self.totals):
                 self._complete(p, extension)
 
+    @_without_autocast
     def finish(self) -> None:
         """The backward is over: reduce what is left, set the remaining fields and forget everything shared."""
         with torch.set_grad_enabled(self.create_graph):
@@ -248,9 +263,11 @@ class Pass:
                 self._sweep([edge], [(chunk * scale).to(use.input.dtype)], None, extensions)
 
     def _jac_t(self, entry: Entry, grads: list[Tensor | None], N: int) -> Iterator[tuple[nn.Parameter, Jacobian]]:
+        dtype = next(iter(entry.parameters.values())).dtype
+        grads = [None if grad is None else grad.to(dtype) for grad in grads]
         with self._named():
             entry.use.check_inputs()
-            jacobians = entry.rule.jac_t(entry.use, grads, list(entry.parameters), N)
+            jacobians = entry.rule.jac_t(entry.use.in_precision(dtype), grads, list(entry.parameters), N)
         for name, jacobian in jacobians.items():
             jacobian.origin = (entry.use,)
             yield entry.parameters[name], jacobian
@@ -323,7 +340,7 @@ class Pass:
                 parts.setdefault(p, []).append(jacobian)
         for p, jacobians in parts.items():
             jacobian = combine(jacobians)
-            jacobian.weights = weights
+            jacobian.weights = None if weights is None else weights.to(p.dtype)
             self._update(p, jacobian, extensions)
 
     def _update(self, p: nn.Parameter, jacobian: Jacobian, extensions: Sequence[Extension]) -> None:
@@ -419,8 +436,7 @@ class Pass:
         if _columns_per_sweep is not None:
             return _columns_per_sweep
         elements = sum(prod(shape) for entry in self.entries for shape in entry.use.shapes)
-        device = next(iter(self.graph.owners)).device.type if self.graph.owners else "cpu"
-        return max(1, SWEEP_ELEMENTS.get(device, SWEEP_ELEMENTS["cpu"]) // max(elements, 1))
+        return max(1, SWEEP_ELEMENTS.get(self.device, SWEEP_ELEMENTS["cpu"]) // max(elements, 1))
 
     def _complete(self, p: nn.Parameter, extension: Extension) -> None:
         """Set one field; call the extension hook once all fields of a module's own parameters are there."""

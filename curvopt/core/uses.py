@@ -6,6 +6,7 @@ nothing is kept on modules or in globals. It must not hold the node or its outpu
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -118,7 +119,7 @@ class Use:
         """Record what the call got; ``outputs`` only lends shapes and, for modules without a rule, detached values."""
         from curvopt.core.derivatives.rules import rule_for  # the rules know modules, this file does not
 
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = _tensors((args, kwargs)) if kwargs or len(args) != 1 else _tensors(args[0])
         self.path, self.module, self.args, self.kwargs = path, module, args, kwargs
         self.versions: tuple[int, ...] | None = tuple(version(leaf) for leaf in inputs)
         if any(out is leaf and out.grad_fn is not None for out in outputs for leaf in inputs):
@@ -140,6 +141,16 @@ class Use:
         """Path and type of the module, for messages."""
         return describe(self.path, self.module)
 
+    def in_precision(self, dtype: torch.dtype) -> Use:
+        """The same call on inputs of at least the precision of ``dtype`` (autocast feeds modules lower ones)."""
+        low = (torch.float16, torch.bfloat16)
+        if dtype in low or not any(x.dtype in low for x in _tensors((self.args, self.kwargs))):
+            return self
+        use = copy.copy(self)
+        raised = tree_map_only(Tensor, lambda x: x.to(dtype) if x.dtype in low else x, (self.args, self.kwargs))
+        (use.args, use.kwargs), use.outputs = raised, None
+        return use
+
     def check_inputs(self) -> None:
         """Raise if an input was changed in place since the forward, or it ran with other parameters than its own."""
         for name, seen in zip(self.module._parameters, self.seen, strict=True):
@@ -148,7 +159,7 @@ class Use:
                     f"{self.describe()} was called with another '{name}' than its own parameter "
                     "(torch.func.functional_call?); call it with its own, so that quantities can be put on it."
                 )
-        leaves = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        leaves = _tensors((self.args, self.kwargs))
         if self.versions != tuple(version(leaf) for leaf in leaves):
             raise CurvoptError(
                 f"{self.describe()}: an input was modified in place, by the module itself or after it, so its Jacobian "
@@ -212,6 +223,13 @@ class LossUse:
         return describe(self.path, self.module)
 
 
+def _tensors(tree: Any) -> list[Tensor]:
+    """The tensors in nested containers."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def records_of(node: Node) -> list[tuple[Any, int, int]]:
     """What was recorded on a node: uses, the index of their output, and which output of the node it is."""
     return node.metadata.get(KEY, [])  # type: ignore[attr-defined]
@@ -238,14 +256,14 @@ class Recorder:
         """Put a `Use` on the node of each output."""
         if not (_recording and torch.is_grad_enabled()):
             return None
-        outputs = [output] if isinstance(output, Tensor) else [o for o in tree_leaves(output) if isinstance(o, Tensor)]
+        outputs = _tensors(output)
         if not any(out.grad_fn is not None for out in outputs):
             return None
         use = Use(self.path, module, args, kwargs, outputs)
         if len(outputs) > 1:
             # an output may be computed from another: hand out aliases, so that what arrives there comes from outside
             output = tree_map_only(Tensor, lambda out: out.view_as(out), output)
-            outputs = [out for out in tree_leaves(output) if isinstance(out, Tensor)]
+            outputs = _tensors(output)
         for index, out in enumerate(outputs):
             # record the node now: an in-place activation will replace out.grad_fn
             _attach(out, (use, index, out.output_nr), partial(_gradient_arrived, use, index))

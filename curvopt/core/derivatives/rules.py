@@ -83,6 +83,7 @@ class Rule(ABC):
 
 
 _rules: dict[type[nn.Module], Rule] = {}
+_rule_of_kind: dict[tuple, Rule] = {}
 R = TypeVar("R", bound=Rule)
 
 
@@ -91,6 +92,7 @@ def register(*types: type[nn.Module]) -> Callable[[type[R]], type[R]]:
 
     def add(rule: type[R]) -> type[R]:
         _rules.update(dict.fromkeys(types, rule()))
+        _rule_of_kind.clear()
         return rule
 
     return add
@@ -98,6 +100,15 @@ def register(*types: type[nn.Module]) -> Callable[[type[R]], type[R]]:
 
 def rule_for(module: nn.Module) -> Rule:
     """The rule of a module: that of its type if the module still computes what its type does, else the default."""
+    # asked in every forward, so remembered by all that the answer depends on
+    kind = (type(module), *module._parameters, *module._modules)
+    rule = _rule_of_kind.get(kind)
+    if rule is None:
+        rule = _rule_of_kind[kind] = _find_rule(module)
+    return rule
+
+
+def _find_rule(module: nn.Module) -> Rule:
     for base in type(module).__mro__:
         rule = _rules.get(base)
         if rule is not None:
