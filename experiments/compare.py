@@ -82,7 +82,7 @@ def compare(comparison: Comparison) -> str:
 
 
 def table(finished: Mapping[str, Sequence[Sequence[Row]]], seeds: int, target: float) -> str:
-    """Steps and seconds to the target, and the last accuracy: means over the finished runs, ± standard deviation.
+    """Steps and seconds of the runs that got to the target, and the accuracy of all that finished: mean ± deviation.
 
     Args:
         finished: the evaluations of each finished run, under the label of its optimizer.
@@ -95,18 +95,18 @@ def table(finished: Mapping[str, Sequence[Sequence[Row]]], seeds: int, target: f
     ]
     for label, runs in finished.items():
         arrivals = [row for rows in runs for row in [r for r in rows if r["train_set_loss"] <= target][:1]]
-        if len(arrivals) == seeds:
-            steps, seconds = (
-                _mean([row[key] for row in arrivals], digits) for key, digits in (("step", 0), ("seconds", 2))
-            )
-        else:
-            steps = seconds = f"{seeds - len(arrivals)} of {seeds} never"
-        accuracy = _mean([100 * rows[-1]["test_accuracy"] for rows in runs], 1) if runs else "diverged"
-        lines.append(f"| {label} | {steps} | {seconds} | {accuracy} |")
+        share = "" if len(arrivals) == seeds else f" ({len(arrivals)} of {seeds} runs)"
+        steps, seconds = (
+            _mean([row[key] for row in arrivals], digits) for key, digits in (("step", 0), ("seconds", 2))
+        )
+        accuracy = _mean([100 * rows[-1]["test_accuracy"] for rows in runs], 1)
+        lines.append(f"| {label} | {steps}{share} | {seconds} | {accuracy} |")
     return "\n".join(lines)
 
 
 def _mean(values: Sequence[float], digits: int) -> str:
+    if not values:
+        return "–"
     spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.{digits}f}{spread}"
 
