@@ -336,9 +336,9 @@ def cell(layer: Layer, kind: Kind, expected: dict[str, Definition] | None) -> Ce
             return Cell("wrong", f"{type(error).__name__}: {shortened(str(error), kind.field)}")
     for name, p in model.layer.named_parameters():
         if not hasattr(p, kind.field):
-            return Cell("wrong", f"no {kind.field} on {name}")
+            return Cell("wrong", f"{name} got no field")
         if not is_right(kind.field, p, expected and expected[name]):
-            return Cell("wrong", f"{kind.field} of {name} disagrees with its definition")
+            return Cell("wrong", f"{name} disagrees with its definition")
     ways = set()
     for module in model.layer.modules():
         for p in module.parameters(recurse=False):
@@ -379,9 +379,9 @@ quantity's definition as far as that determines it (Kronecker factors of matrice
 
 def columns(rows: dict[str, dict[Kind, Cell]]) -> list[list[Kind]]:
     """Extensions whose cells are equal, together."""
-    groups: dict[tuple[str, ...], list[Kind]] = {}
+    groups: dict[tuple[Cell, ...], list[Kind]] = {}
     for kind in EXTENSIONS:
-        groups.setdefault(tuple(row[kind].how for row in rows.values()), []).append(kind)
+        groups.setdefault(tuple(row[kind] for row in rows.values()), []).append(kind)
     return list(groups.values())
 
 
@@ -393,12 +393,10 @@ def markdown(rows: dict[str, dict[Kind, Cell]]) -> str:
     for name, row in rows.items():
         cells = [name]
         for kinds in groups:
-            marks = []
-            for note in dict.fromkeys(row[kind].note for kind in kinds if row[kind].note):
-                if note not in notes:
-                    notes.append(note)
-                marks.append(f"[{notes.index(note) + 1}]")
-            cells.append(" ".join([row[kinds[0]].how, *marks]))
+            cell = row[kinds[0]]
+            if cell.note and cell.note not in notes:
+                notes.append(cell.note)
+            cells.append(f"{cell.how} [{notes.index(cell.note) + 1}]" if cell.note else cell.how)
         lines.append("| " + " | ".join(cells) + " |")
     numbered = [f"{i}. {note}" for i, note in enumerate(notes, 1)]
     return "\n".join(["# Supported layers", "", INTRODUCTION, "", *lines, "", *numbered, ""])
