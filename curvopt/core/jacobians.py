@@ -186,8 +186,19 @@ class Outer(Jacobian):
             left, right = self._gram_sides()
             result = torch.einsum("npgo,npgi->ngoi", left, right)
         else:
-            result = torch.cat([_weighted(products.square(), weights) for products, weights in self._sample_chunks()])
+            result = self._squares_by_chunk()
         return self._shaped(result)
+
+    def _squares_by_chunk(self) -> Tensor:
+        if torch.is_grad_enabled():
+            return torch.cat([_weighted(products.square(), weights) for products, weights in self._sample_chunks()])
+        result = self.left.new_empty(self.N, self.G, self.O, self.I)
+        start = 0
+        for products, weights in self._sample_chunks():
+            stop = start + products.shape[1]
+            result[start:stop] = _weighted(products.square_(), weights)
+            start = stop
+        return result
 
     def norms2(self) -> Tensor:
         """Squared norms ``[V, N]`` without forming the products where that is cheaper (Gram trick, Goodfellow 2015)."""
