@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# The jobs here are small: one thread each is steady where threads would wait for each other on a busy machine.
+export OMP_NUM_THREADS ?= 1
+
 .PHONY: train test lint setup clean
 
 train: $(STAMP)  ## set up, then train the default problem with SGD and KFACSGD and compare them
 	$(BIN)/python -m experiments.compare
 
 test: lint  ## set up, then check style, types and tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -n 2 tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check
