@@ -40,8 +40,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         extension_hook: called as ``extension_hook(module)`` as soon as all fields of a module's parameters are
             complete; it may use and delete them, so that not all layers' quantities are in memory at once.
         debug: print which field is set on which parameter.
-        retain_graph: accepted for programs written for BackPACK. Quantities that outlive the backward (matrix
-            products) then work on the graph the user retains instead of on stored Jacobians.
+        retain_graph: accepted for programs written for BackPACK and needed for nothing: quantities that outlive the
+            backward (matrix products) own what they need.
 
     Raises:
         TypeError: for an extension class instead of an instance, or something that is no extension.

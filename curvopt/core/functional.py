@@ -1,6 +1,6 @@
 """Parameters used outside of their module's forward: tied heads, and terms that are added to the loss.
 
-``F.linear(x, embedding.weight)``, ``x @ W`` and ``F.embedding`` are recognised in the graph and become uses of the
+``F.linear(x, embedding.weight)``, ``x @ W.T`` and ``F.embedding`` are recognised in the graph and become uses of the
 parameter like any other. A term of the loss that sees parameters only (weight decay written by hand) is no part of any
 sample; it gets a warning. Everything else is refused.
 """
@@ -38,12 +38,19 @@ def recognise(node: Node, p: nn.Parameter, parents: dict[Node, list[Node]], path
         module = nn.Embedding(1, 1, padding_idx=None, device="meta")
         module.padding_idx = padding if padding is not None and 0 <= padding < len(p) else None
         return _use(path, module, p, _saved(node, "indices"), node)
-    if name == "TBackward0":
+    if name == "TBackward0" or (name in ("PermuteBackward0", "TransposeBackward0") and p.dim() == 2 and _swaps(node)):
         product = [parent for parent in parents.get(node, ()) if parent.name() in ("MmBackward0", "AddmmBackward0")]
         if len(product) == 1 and len(parents[node]) == 1 and product[0].next_functions[-1][0] is node:
             x = _saved(product[0], "self" if product[0].name() == "MmBackward0" else "mat1")
             return _use(path, nn.Linear(1, 1, bias=False, device="meta"), p, x, product[0])
     return None
+
+
+def _swaps(node: Node) -> bool:
+    """Whether a transposition or permutation of a matrix swaps its two axes."""
+    if node.name() == "PermuteBackward0":
+        return [dim % 2 for dim in _saved(node, "dims")] == [1, 0]
+    return {_saved(node, "dim0") % 2, _saved(node, "dim1") % 2} == {0, 1}
 
 
 def _use(path: str, module: nn.Module, p: nn.Parameter, x: Tensor, node: Node) -> tuple[FunctionalUse, GradientEdge]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
@@ -40,7 +41,7 @@ class Graph:
         mixing: descriptions of modules that mix samples (train-mode batch norm).
         outside: names of parameters that enter the loss by an added term, which no quantity contains.
         owners: the extended module that owns each parameter, and the parameter's name in it.
-        structure: hash of the operations.
+        structure: hash of the operations and their arguments, ``None`` if some reorder by the values of tensors.
 
     Raises:
         CurvoptError: if a parameter is used outside of its module in a way that is not known.
@@ -64,7 +65,7 @@ class Graph:
                     entry.edges[index] = GradientEdge(node, output_nr)
             if _mixes_samples(node):
                 self.mixing.append(records[0][0].describe() if records else node.name())
-        self.structure = hash(tuple(node.name() for node in nodes))
+        self.structure = structure(nodes)
         self.owners: dict[nn.Parameter, tuple[Entry, str]] = {}
         for entry in self.entries.values():
             entry.use.check_inputs()
@@ -112,6 +113,35 @@ class Graph:
                     f"{node.name()}), which the quantities would miss; use it through the module, F.linear or "
                     "F.embedding only."
                 )
+
+
+# operations that move entries to where the values of a tensor say: among samples, perhaps
+_REORDERING = ("Index", "Gather", "Scatter", "Sort", "Topk", "Take", "MaskedSelect", "RepeatInterleave", "Put")
+_arguments: dict[str, tuple[str, ...]] = {}
+
+
+def structure(nodes: Iterable[Node]) -> int | None:
+    """Hash of the operations of some nodes and their integer arguments, or ``None`` where tensors are arguments."""
+    found: list[Any] = []
+    for node in nodes:
+        name = node.name()
+        if name.startswith(_REORDERING):
+            return None
+        if name not in _arguments:
+            saved = [attribute for attribute in dir(node) if attribute.startswith("_saved_")]
+            _arguments[name] = tuple(a for a in saved if _is_argument(getattr(node, a)))
+        found.append((name, *(_hashable(getattr(node, attribute)) for attribute in _arguments[name])))
+    return hash(tuple(found))
+
+
+def _is_argument(value: Any) -> bool:
+    """Whether what a node saved is a number of axes, sizes or flags; not a tensor, and no factor that changes."""
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return all(isinstance(v, (int, str)) for v in values)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value if isinstance(value, (int, str, tuple)) else None
 
 
 def _edges_to(nodes: Iterable[Node], parameters: Container[nn.Parameter]) -> list[tuple[Node, int]]:

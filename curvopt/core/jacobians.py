@@ -342,6 +342,11 @@ class Lookup(Jacobian):
         share = self._scatter(share, 0, inverse, len(rows))
         return self._scatter(share.square(), 0, rows, self.shape[0]) / self.N
 
+    def owned(self) -> Jacobian:
+        result = Lookup(self.left, self.rows.clone(), self.samples, self.N, self.shape)
+        result.weights = self.weights
+        return result
+
     def _weighted_squares(self, left: Tensor, samples: Tensor) -> Tensor:
         return _weighted(left.square(), None if self.weights is None else self.weights[:, samples])
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvopt.core.graph import Graph
+from curvopt.core.graph import Entry, Graph
 from curvopt.core.residuals import pull
 from curvopt.core.uses import Loss, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
@@ -51,38 +51,11 @@ def find_samples(graph: Graph, losses: Sequence[Loss]) -> Samples:
     entries = [entry for entry in graph.entries.values() if entry.parameters]
     if not losses or graph.mixing:
         return Samples(_common_length(graph, losses), frozenset())
-    key = hash((graph.structure, *(loss.input.shape for loss in losses), *(entry.use.shapes for entry in entries)))
-    if key not in _found:
-        lengths = {len(loss.input) for loss in losses}
-        shortest = min(lengths)
-        candidates = sorted({shortest, *(e.rows for e in entries if e.rows and shortest % e.rows == 0)}, reverse=True)
-        edges = [
-            (i, edge, entry.rule.output_axis(entry.use, index))
-            for i, entry in enumerate(entries)
-            for index, edge in entry.edges.items()
-        ]
-        best: tuple[int, set[int]] | None = None
-        silent = False
-        for N in candidates:
-            if any(length % N for length in lengths):
-                continue
-            strays, quiet = unaligned(N, losses, edges)
-            silent |= quiet
-            if best is None or len(strays) < len(best[1]):
-                best = N, strays
-            if 2 * len(strays) < len(entries):
-                best = N, strays  # a shared input here and there is no reason to call several rows one sample
-                break
-        if best is None:
-            raise CurvoptError(
-                f"{losses[0].describe()}: the losses see {sorted(lengths)} samples; give them one batch size."
-            )
-        found = best[0], frozenset(best[1])
-        if silent:  # no gradient arrived somewhere (a layer of zeros): look again next time
-            return Samples(found[0], frozenset(entries[i].use for i in found[1]))
-        if len(_found) > 256:
-            _found.clear()
-        _found[key] = found
+    shapes = [*(loss.input.shape for loss in losses), *(entry.use.shapes for entry in entries)]
+    key = None if graph.structure is None else hash((graph.structure, *shapes))
+    found = None if key is None else _found.get(key)
+    if found is None:
+        found, silent = _search(losses, entries)
         if found[1]:
             names = ", ".join(entries[i].use.describe() for i in sorted(found[1]))
             warnings.warn(
@@ -92,8 +65,43 @@ def find_samples(graph: Graph, losses: Sequence[Loss]) -> Samples:
                 CurvoptWarning,
                 stacklevel=2,
             )
-    N, indices = _found[key]
-    return Samples(N, frozenset(entries[i].use for i in indices))
+        if key is not None and not silent:
+            if len(_found) > 256:
+                _found.clear()
+            _found[key] = found
+    return Samples(found[0], frozenset(entries[i].use for i in found[1]))
+
+
+def _search(losses: Sequence[Loss], entries: Sequence[Entry]) -> tuple[tuple[int, frozenset[int]], bool]:
+    """The number of samples and the indices of unaligned uses, and whether no gradient arrived at some use.
+
+    A sample is a row of the loss, unless the network mixes rows: then it is what the network takes for one.
+    """
+    lengths = {len(loss.input) for loss in losses}
+    shortest = min(lengths)
+    candidates = sorted({shortest, *(e.rows for e in entries if e.rows and shortest % e.rows == 0)}, reverse=True)
+    edges = [
+        (i, edge, entry.rule.output_axis(entry.use, index))
+        for i, entry in enumerate(entries)
+        for index, edge in entry.edges.items()
+    ]
+    best: tuple[int, set[int]] | None = None
+    silent = False
+    for N in candidates:
+        if any(length % N for length in lengths):
+            continue
+        strays, quiet = unaligned(N, losses, edges)
+        silent |= quiet
+        if best is None or len(strays) < len(best[1]):
+            best = N, strays
+        if 2 * len(strays) < len(entries):
+            best = N, strays  # a shared input here and there is no reason to call several rows one sample
+            break
+    if best is None:
+        raise CurvoptError(
+            f"{losses[0].describe()}: the losses see {sorted(lengths)} samples; give them one batch size."
+        )
+    return (best[0], frozenset(best[1])), silent
 
 
 def only(vectors: Tensor, axis: int, n: int, N: int) -> Tensor:
@@ -130,7 +138,9 @@ def unaligned(
             seed = torch.randn(z.shape, generator=generator).to(z)
             arrived = pull([loss.edge], [edge for _, edge, _ in edges], [only(seed, 0, 0, N).unsqueeze(0)])  # type: ignore[list-item]
             for (i, _, axis), grad in zip(edges, arrived, strict=True):
-                if grad is not None and bool(grad.any()):
+                if grad is None:
+                    reached.add(i)  # not on the way to this loss, whatever the values
+                elif bool(grad.any()):
                     reached.add(i)
                     if not aligned(grad[0], axis, N):
                         strays.add(i)

@@ -210,7 +210,16 @@ class Pass:
             for columns in dict.fromkeys(e.columns for e in self.second_order):
                 if isinstance(columns, Hessian):
                     extensions = [e for e in self.second_order if e.columns == columns]
-                    self._residuals(use, grad, columns.modify, extensions)
+                    try:
+                        self._residuals(use, grad, columns.modify, extensions)
+                    except (CurvoptError, torch.OutOfMemoryError):
+                        raise
+                    except RuntimeError as error:
+                        raise CurvoptError(
+                            f"{fields_of(extensions)}: an operation of the network has no second derivative in PyTorch "
+                            f"({error}); use a GGN quantity, or for attention run the forward pass under "
+                            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+                        ) from error
         self.losses_left -= 1
         if self.losses_left == 0 and not self.graph.terms:
             for p, extension in list(self.totals):
@@ -425,6 +434,13 @@ class Pass:
                     )
                 images.append(image.reshape(p.numel(), p.numel()))
             products = torch.stack(images, 1)
+            if not torch.allclose(
+                products, products.transpose(0, 2), rtol=0, atol=1e-2 * float(products.detach().abs().max())
+            ):
+                raise CurvoptError(
+                    f"{self.graph.name(p)}: PyTorch's second derivative of an operation on the way is wrong "
+                    f"(its Hessian is not symmetric), so {fields_of(extensions)} cannot be had; use a GGN quantity."
+                )
             units = unit_vectors(torch.arange(p.numel(), device=p.device), p.numel(), len(images), products)
             vectors, weights = polarize(units, products)
             jacobian = Dense(vectors.reshape(*vectors.shape[:2], *p.shape))

@@ -285,7 +285,14 @@ def _attach(out: Tensor, record: tuple, hook: Callable[[Tensor], None]) -> None:
     node = out.grad_fn
     if node is not None:
         node.metadata.setdefault(KEY, []).append(record)  # type: ignore[attr-defined]
-        out.register_hook(hook)
+        node.register_prehook(partial(_hear, hook, out.output_nr))
+
+
+def _hear(hook: Callable[[Tensor], None], output_nr: int, grads: Sequence[Tensor | None]) -> None:
+    # before the node itself, and after the tensor hooks by which users change gradients
+    grad = grads[output_nr]
+    if grad is not None:
+        hook(grad)
 
 
 def _gradient_arrived(use: Use, index: int, grad: Tensor) -> None:

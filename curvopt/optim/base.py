@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from curvopt import backpack
+from curvopt.core.uses import owned_parameters
 from curvopt.errors import CurvoptError
 from curvopt.kroneckers import damped_inverses, kfac_mat_prod, mean_diagonal, pi_damping
 
@@ -152,7 +153,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _collect(self, module: torch.nn.Module) -> None:
         """Extension hook: move the fields of a module's own parameters to the open ``curvature()``."""
         mine = {param for group in self.param_groups for param in group["params"]}
-        for param in module.parameters(recurse=False):
+        for param in owned_parameters(module).values():
             factors = self._take(param)
             if factors is not None and param in mine and self._fresh is not None:
                 self._seen = True

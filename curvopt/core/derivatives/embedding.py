@@ -22,6 +22,8 @@ from curvopt.errors import CurvoptError
 class Embedding(Rule):
     """``W[x]`` for integers x with any number of shared axes; ``padding_idx`` gets no gradient."""
 
+    linear = True
+
     def expected(self, module: nn.Embedding) -> Container[str]:
         return ("weight",)
 
@@ -36,6 +38,8 @@ class Embedding(Rule):
 @register(nn.EmbeddingBag)
 class EmbeddingBag(Rule):
     """Sums or means of picked rows; bags are the rows of a matrix, or parts of a vector that begin at offsets."""
+
+    linear = True
 
     def expected(self, module: nn.EmbeddingBag) -> Container[str]:
         return ("weight",)

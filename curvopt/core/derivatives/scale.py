@@ -17,6 +17,8 @@ from curvopt.core.uses import Use
 class ScaleRule(Rule):
     """A weight (and bias) that lies along some axes of the output and is shared by the others."""
 
+    linear = True
+
     @abstractmethod
     def scaled(self, module: Any, x: Tensor) -> Tensor:
         """What the weight multiplies, like the output."""
