@@ -33,11 +33,6 @@ NO_PCHMP = {
     "keyword-arguments",
     "mixer",
     "subclass",
-    "prelu",
-    "batchnorm1d-eval",
-    "batchnorm2d-eval",
-    "layernorm",
-    "groupnorm",
 }
 
 

@@ -1,0 +1,597 @@
+"""Networks as people write them: every quantity is right on them, or refused with a reason."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import Problem, frozen, mlp, with_statistics
+from checks import compare
+from reference import Reference
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from curvopt import L2Regularizer, backpack, extend
+from curvopt.errors import CurvoptError, CurvoptWarning
+from curvopt.extensions import (
+    GGNMP,
+    HMP,
+    KFAC,
+    KFLR,
+    PCHMP,
+    BatchDiagGGNExact,
+    BatchDiagHessian,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagGGNMC,
+    DiagHessian,
+    Extension,
+    SqrtGGNExact,
+    SumGradSquared,
+    Variance,
+)
+
+FIRST_ORDER: list[type[Extension]] = [BatchGrad, BatchL2Grad, SumGradSquared, Variance]
+DIAGONALS: list[type[Extension]] = [DiagGGNExact, BatchDiagGGNExact, DiagHessian, BatchDiagHessian]
+
+
+def double(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def check_all(
+    problem: Problem, loss: Callable[[], Tensor] | None = None, ref: Reference | None = None, skip: tuple[str, ...] = ()
+) -> None:
+    """First-order quantities, diagonals and products of every parameter against the dense reference."""
+    if ref is None:
+        ref = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
+    extend(problem.model)
+    extend(problem.lossfunc)
+    with backpack(*(extension() for extension in [*FIRST_ORDER, *DIAGONALS, HMP, GGNMP, SqrtGGNExact])):
+        (loss or problem.loss)().backward()
+    for name, p in problem.trainable().items():
+        for extension in [*FIRST_ORDER, *DIAGONALS]:
+            field = extension.field
+            compare(getattr(p, field), getattr(ref, field)(name), f"{name}.{field}")
+        v = torch.randn(2, *p.shape, dtype=p.dtype)
+        for product, matrix in [(p.hmp, ref.hessian(name)), (p.ggnmp, ref.ggn(name))]:
+            compare(product(v), (v.reshape(2, -1) @ matrix).reshape(v.shape), f"{name}: product")
+        root = p.sqrt_ggn_exact.flatten(0, 1).reshape(-1, p.numel())
+        compare(root.T @ root, ref.ggn(name), f"{name}.sqrt_ggn_exact")
+
+
+# ---------------------------------------------------------------------------------------------------------- resnet
+
+
+def resnet18(classes: int = 2) -> nn.Module:
+    """Torchvision's, with the statistics and scales of a trained one rather than zeros and ones; in eval mode."""
+    models = pytest.importorskip("torchvision.models")
+    return with_statistics(models.resnet18(num_classes=classes).double())
+
+
+def resnet_problem(model: nn.Module, classes: int = 2) -> Problem:
+    return Problem(model, double(2, 3, 32, 32), torch.randint(classes, (2,)), nn.CrossEntropyLoss())
+
+
+# first and last layer, a strided convolution, a shortcut's, scales within and after a block
+CHOSEN = [
+    "conv1.weight",
+    "bn1.weight",
+    "layer1.0.bn2.bias",
+    "layer2.0.conv1.weight",
+    "layer2.0.downsample.0.weight",
+    "layer4.1.bn2.weight",
+    "fc.weight",
+    "fc.bias",
+]
+
+
+def test_resnet18_in_eval_mode():
+    """Sample by sample, with a backward for each output."""
+    problem = resnet_problem(resnet18())
+    parameters = [problem.model.get_parameter(name) for name in CHOSEN]
+    expected: dict[str, list] = {"grad_batch": [], "batch_l2": [], "diag_ggn_exact": []}
+    for x, y in zip(problem.x, problem.y, strict=True):
+        z = problem.model(x[None])
+        gradients = torch.autograd.grad(problem.lossfunc(z, y[None]) / 2, parameters, retain_graph=True)
+        expected["grad_batch"].append(gradients)
+        expected["batch_l2"].append([g.square().sum() for g in gradients])
+        J = [torch.autograd.grad(z[0, c], parameters, retain_graph=True) for c in range(2)]
+        p = torch.softmax(z[0], 0).detach()
+        # the Hessian of cross-entropy with two classes is p_0 p_1 [[1, -1], [-1, 1]]
+        expected["diag_ggn_exact"].append([p.prod() * (a - b).square() / 2 for a, b in zip(*J, strict=True)])
+    extend(problem.model)
+    extend(problem.lossfunc)
+    with backpack(BatchGrad(), BatchL2Grad(), DiagGGNExact(), DiagHessian()):
+        problem.loss().backward()
+    for i, p in enumerate(parameters):
+        for field, samples in expected.items():
+            value = torch.stack([sample[i] for sample in samples])
+            value = value.sum(0) if field == "diag_ggn_exact" else value
+            compare(getattr(p, field), value, f"{CHOSEN[i]}.{field}")
+            assert value.any()
+        # convolutions, eval-mode batch norm, ReLU, addition and max-pooling are piecewise linear
+        compare(p.diag_h, p.diag_ggn_exact, f"{CHOSEN[i]}.diag_h")
+    for p in problem.model.parameters():
+        assert_close(p.grad_batch.sum(0), p.grad)
+        assert_close(p.diag_h, p.diag_ggn_exact)
+
+
+def test_resnet18_in_train_mode():
+    """Sampled quantities are there; those of single samples are not defined."""
+    problem = resnet_problem(resnet18().train(), classes=2)
+    extend(problem.model)
+    extend(problem.lossfunc)
+    with backpack(KFAC(), DiagGGNMC()):
+        problem.loss().backward()
+    for name, p in problem.model.named_parameters():
+        assert p.diag_ggn_mc.shape == p.shape and p.diag_ggn_mc.isfinite().all(), name
+        assert all(factor.isfinite().all() for factor in p.kfac), name
+    loss = problem.loss()
+    with pytest.raises(CurvoptError, match=r"layer.* \(BatchNorm2d\).*grad_batch.*model\.eval"), backpack(BatchGrad()):
+        loss.backward()
+
+
+# ---------------------------------------------------------------------------------------------------- transformers
+
+
+class Block(nn.Module):
+    """Pre-norm attention and perceptron, functional in between."""
+
+    def __init__(self, features: int, causal: bool):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(features), nn.LayerNorm(features)
+        self.qkv = nn.Linear(features, 3 * features, bias=False)
+        self.project = nn.Linear(features, features)
+        self.up, self.down = nn.Linear(features, 5), nn.Linear(5, features)
+        self.causal = causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, dim=-1))
+        with sdpa_kernel(SDPBackend.MATH):
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.project(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class VisionTransformer(nn.Module):
+    """Patches by convolution, a class token, learned positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(1, 4, 2, stride=2)
+        self.token, self.positions = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 5, 4))
+        self.block, self.norm, self.head = Block(4, causal=False), nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).mT
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.positions
+        return self.head(self.norm(self.block(x))[:, 0])
+
+
+class Decoder(nn.Module):
+    """Tokens to logits of the next token, with one matrix for both, ``[N, T] -> [N T, words]``."""
+
+    def __init__(self, tied: str, words: int = 5):
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, 4), nn.Embedding(3, 4)
+        self.block, self.norm = Block(4, causal=True), nn.LayerNorm(4)
+        if tied == "module":
+            self.head = nn.Linear(4, words, bias=False)
+            self.head.weight = self.words.weight
+        self.tied = tied
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        h = self.norm(self.block(h))
+        z = self.head(h) if self.tied == "module" else F.linear(h, self.words.weight)
+        return z.flatten(0, 1)
+
+
+def test_vision_transformer():
+    model = with_statistics(VisionTransformer().double())
+    check_all(Problem(model, double(3, 1, 4, 4), torch.randint(3, (3,)), nn.CrossEntropyLoss()))
+
+
+@pytest.mark.filterwarnings("ignore::curvopt.errors.CurvoptWarning")  # positions are computed sample by sample
+@pytest.mark.parametrize("tied", ["module", "function"])
+def test_decoder_with_tied_head(tied: str):
+    model = with_statistics(Decoder(tied).double())
+    check_all(Problem(model, torch.randint(5, (3, 3)), torch.randint(5, (9,)), nn.CrossEntropyLoss()))
+
+
+@pytest.mark.filterwarnings("ignore::curvopt.errors.CurvoptWarning")
+@pytest.mark.parametrize("tied", ["module", "function"])
+def test_decoder_has_kronecker_factors(tied: str):
+    """All positions of a sample are shared positions; the tied matrix has words on its left in both of its uses."""
+    problem = Problem(
+        with_statistics(Decoder(tied).double()), torch.randint(5, (3, 3)), torch.randint(5, (9,)), nn.CrossEntropyLoss()
+    )
+    ref = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
+    extend(problem.model)
+    extend(problem.lossfunc)
+    with backpack(KFLR()):
+        problem.loss().backward()
+    for name, p in problem.trainable().items():
+        if "words" not in name and "places" not in name:
+            compare(p.kflr, ref.kflr(name), name)
+
+
+# --------------------------------------------------------------------------------------------- other shapes of graphs
+
+
+class Siamese(nn.Module):
+    """One trunk on both halves of the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.head = mlp(2, 4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = x.chunk(2, dim=1)
+        return self.head((self.trunk(left) - self.trunk(right)).square())
+
+
+class Loop(nn.Module):
+    """One recurrent cell, step by step."""
+
+    def __init__(self, cell: type[nn.Module]):
+        super().__init__()
+        self.cell, self.out = cell(2, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(len(x), 3, dtype=x.dtype)
+        for step in x.unbind(1):
+            h = self.cell(step, h)
+        return self.out(h)
+
+
+class SeveralInputs(nn.Module):
+    """Called by keyword, with a tensor, a pair and an option."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.join = nn.Linear(4, 3), nn.Linear(2, 3), nn.Bilinear(3, 3, 2)
+
+    def forward(self, x: Tensor, *, others: tuple[Tensor, Tensor], gain: float = 1.0) -> Tensor:
+        left = torch.tanh(self.left(input=x) * others[1])
+        return self.join(gain * left, input2=self.right(others[0]).sigmoid())
+
+
+class Around(nn.Module):
+    """Calls a module in its own way."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = SeveralInputs()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, others=(x[:, :2].cos(), x[:, 3:]), gain=0.5)
+
+
+class Checkpoints(nn.Module):
+    """Two checkpointed stages, one within the other's graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.out = mlp(4, 4, 3), mlp(3, 4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(checkpoint(self.first, x, use_reentrant=False))
+        return self.out(torch.tanh(checkpoint(self.second, x, use_reentrant=False)) + x)
+
+
+class InitialState(nn.Module):
+    """A recurrent module with a given initial state."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(2, 2, batch_first=True), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x[None, :, 0].sin(), x[None, :, 1].cos()
+        return self.out(self.lstm(x, state)[0].mean(1))
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "siamese": (Siamese, (4, 4)),
+    "rnn loop": (lambda: Loop(nn.RNNCell), (3, 3, 2)),
+    "gru loop": (lambda: Loop(nn.GRUCell), (2, 2, 2)),
+    "lstm": (InitialState, (2, 2, 2)),
+    "several inputs": (Around, (4, 4)),
+    "checkpoints": (Checkpoints, (4, 4)),
+    "frozen": (lambda: frozen(mlp(4, 4, 4, 2), "0.weight", "0.bias", "2.weight"), (4, 4)),
+}
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("name", NETS)
+def test_net(name: str, needs_grad: bool):
+    make, shape = NETS[name]
+    x = double(*shape).requires_grad_(needs_grad)
+    problem = Problem(make().double(), x, torch.randint(2, shape[:1]), nn.CrossEntropyLoss())
+    check_all(problem)
+    if needs_grad:
+        (expected,) = torch.autograd.grad(problem.loss(), x)
+        assert torch.equal(x.grad, expected)
+    for p in problem.model.parameters():
+        assert p.requires_grad or (p.grad is None and not hasattr(p, "grad_batch"))
+
+
+class TwoHeads(nn.Module):
+    """A class and a number; or both in a row, for the reference."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.classes, self.number = mlp(4, 4, activation=nn.Tanh), nn.Linear(4, 3), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.trunk(x))
+        return torch.cat([self.classes(h), self.number(h)], 1)
+
+    def both(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.trunk(x))
+        return self.classes(h), self.number(h)
+
+
+def test_two_heads_with_two_losses_that_are_summed():
+    model, x = TwoHeads().double(), double(4, 4)
+    labels, numbers = torch.randint(3, (4,)), double(4, 1)
+    ref = Reference(
+        copy.deepcopy(model),
+        x,
+        lambda z: F.cross_entropy(z[:, :3], labels) + 0.3 * F.mse_loss(z[:, 3:], numbers),
+    )
+    classify, regress = extend(nn.CrossEntropyLoss()), extend(nn.MSELoss())
+
+    def loss() -> Tensor:
+        z, number = model.both(x)
+        return classify(z, labels) + 0.3 * regress(number, numbers)
+
+    check_all(Problem(model, x, labels, classify), loss, ref)
+
+
+# ------------------------------------------------------------------------------------------------------- around a net
+
+
+def residual_problem() -> Problem:
+    return Problem(Siamese().double(), double(4, 4), torch.randint(2, (4,)), nn.CrossEntropyLoss())
+
+
+def test_repeated_backwards_through_one_graph():
+    problem = residual_problem()
+    ref = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
+    extend(problem.model)
+    loss = extend(problem.lossfunc)(problem.model(problem.x), problem.y)
+    for extension in [*FIRST_ORDER, *DIAGONALS, *DIAGONALS]:
+        with backpack(extension(), retain_graph=True):
+            loss.backward(retain_graph=True)
+        for name, p in problem.trainable().items():
+            compare(getattr(p, extension.field), getattr(ref, extension.field)(name), name)
+    with backpack(HMP(), retain_graph=True):
+        loss.backward()
+    for name, p in problem.trainable().items():
+        v = torch.randn_like(p)
+        compare(p.hmp(v[None])[0].flatten(), ref.hessian(name) @ v.flatten(), name)
+
+
+def test_nested_contexts_of_second_order():
+    problem = residual_problem()
+    ref = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
+    extend(problem.model)
+    extend(problem.lossfunc)
+    with backpack(DiagHessian()):
+        with backpack(DiagGGNExact()), backpack(BatchGrad(), BatchDiagHessian()):
+            problem.loss().backward()
+        p = problem.model.head.weight
+        assert not hasattr(p, "diag_h") and not hasattr(p, "diag_ggn_exact")
+        problem.loss().backward()
+    for name, p in problem.trainable().items():
+        compare(p.diag_h, ref.diag_h(name), name)
+        compare(p.diag_h_batch, ref.diag_h_batch(name), name)
+        compare(p.grad_batch, ref.grad_batch(name), name)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), lambda model: model.float().double()],
+    ids=["deepcopy", "pickle", "dtype"],
+)
+@pytest.mark.parametrize(
+    "make", [lambda: Decoder("module"), VisionTransformer, Siamese], ids=["tied", "vit", "siamese"]
+)
+def test_copied_or_moved_after_extend(make: Callable[[], nn.Module], move: Callable[[nn.Module], nn.Module]):
+    model = extend(with_statistics(make().double()))
+    if isinstance(model, Siamese):
+        x, y = double(4, 4), torch.randint(2, (4,))
+    elif isinstance(model, Decoder):
+        x, y = torch.randint(5, (3, 3)), torch.randint(5, (9,))
+    else:
+        x, y = double(3, 1, 4, 4), torch.randint(3, (3,))
+    used = extend(nn.CrossEntropyLoss())(model(x), y)  # what a forward leaves behind must not stand in the way
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CurvoptWarning)  # the decoder's positions
+        with backpack(BatchGrad(), DiagGGNExact()):
+            used.backward()
+        moved = move(model)
+        check_all(Problem(moved, x, y, nn.CrossEntropyLoss()))
+
+
+def test_moved_to_single_precision_after_extend():
+    problem = residual_problem()
+    ref = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
+    extend(problem.model).float()
+    extend(problem.lossfunc)
+    problem.x = problem.x.float()
+    with backpack(BatchGrad(), DiagHessian()):
+        problem.loss().backward()
+    for name, p in problem.trainable().items():
+        for field in ["grad_batch", "diag_h"]:
+            value, expected = getattr(p, field), getattr(ref, field)(name)
+            assert value.dtype == torch.float32
+            assert (value - expected).norm() <= 1e-4 * expected.norm() + 1e-6, f"{name}.{field}"
+
+
+@pytest.mark.parametrize(
+    "make", [Siamese, lambda: nn.Sequential(nn.Conv1d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 2))]
+)
+def test_autocast_to_half_precision(make: Callable[[], nn.Module]):
+    """As close to double precision as eight bits of mantissa let it be."""
+    torch.manual_seed(0)
+    model = make().double()
+    x, y = double(4, 4), torch.randint(2, (4,))
+    if not isinstance(model, Siamese):
+        x = x[:, None]
+    problem = Problem(model, x, y, nn.CrossEntropyLoss())
+    ref = Reference(copy.deepcopy(model), x, problem.loss_of_output)
+    extend(model).float()
+    extend(problem.lossfunc)
+    fields = [BatchGrad, BatchL2Grad, SumGradSquared, DiagGGNExact, BatchDiagGGNExact, DiagHessian, KFLR]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = problem.lossfunc(model(x.float()), y)
+    with backpack(*(extension() for extension in fields), KFAC(), HMP()):
+        loss.backward()
+    for name, p in problem.trainable().items():
+        for field in [extension.field for extension in fields]:
+            value, expected = getattr(p, field), getattr(ref, field)(name)
+            value, expected = (value[0], expected[0]) if isinstance(value, list) else (value, expected)
+            assert (value - expected).norm() <= 0.2 * expected.norm() + 0.01, f"{name}.{field}"
+        assert all(factor.isfinite().all() for factor in p.kfac)
+        assert p.hmp(torch.randn(1, *p.shape)).isfinite().all()
+
+
+# --------------------------------------------------------------------------------------------------------- regularizers
+
+
+class Regularized(Reference):
+    """The reference of a loss with ``weight / 2`` times the squared norm of some parameters, shared out evenly."""
+
+    def __init__(self, problem: Problem, names: list[str], weight: float):
+        super().__init__(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
+        self.names, self.weight = names, weight
+
+    def _of(self, name: str) -> float:
+        return self.weight if name in self.names else 0.0
+
+    def grad_batch(self, name: str) -> Tensor:
+        return super().grad_batch(name) + self._of(name) * self.parameters[name].detach() / self.samples
+
+    def ggn_batch(self, name: str) -> Tensor:
+        ggn = super().ggn_batch(name)
+        return ggn + self._of(name) / self.samples * torch.eye(ggn.shape[-1], dtype=ggn.dtype)
+
+    def ggn(self, name: str) -> Tensor:
+        return self.ggn_batch(name).sum(0)
+
+    def diag_ggn_exact_batch(self, name: str) -> Tensor:
+        return self.ggn_batch(name).diagonal(dim1=1, dim2=2).reshape(-1, *self.parameters[name].shape)
+
+    def diag_ggn_exact(self, name: str) -> Tensor:
+        return self.diag_ggn_exact_batch(name).sum(0)
+
+
+SOME = ["trunk.0.weight", "trunk.2.bias", "head.weight"]
+CONTAINING: list[type[Extension]] = [*FIRST_ORDER, *DIAGONALS]
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.5])
+@pytest.mark.parametrize("extension", CONTAINING, ids=lambda extension: extension.__name__)
+def test_regularizer_is_contained(extension: type[Extension], factor: float):
+    problem = residual_problem()
+    ref = Regularized(problem, SOME, 0.3 * factor)
+    regularizer = L2Regularizer([problem.model.get_parameter(name) for name in SOME], 0.3)
+    extend(problem.model)
+    extend(problem.lossfunc)
+    with backpack(extension()):
+        (problem.loss() + factor * regularizer()).backward()
+    for name, p in problem.trainable().items():
+        compare(getattr(p, extension.field), getattr(ref, extension.field)(name), name)
+        if extension is BatchGrad:
+            assert_close(p.grad_batch.sum(0), p.grad)
+
+
+def test_regularizer_in_products():
+    problem = residual_problem()
+    ref, plain = Regularized(problem, SOME, 0.3), Regularized(problem, [], 0.0)
+    regularizer = L2Regularizer([problem.model.get_parameter(name) for name in SOME], 0.3)
+    extend(problem.model)
+    extend(problem.lossfunc)
+    with backpack(HMP(), GGNMP()):
+        (problem.loss() + regularizer()).backward()
+    for name, p in problem.trainable().items():
+        v = torch.randn(2, *p.shape, dtype=p.dtype)
+        for product, matrix in [(p.hmp, ref.hessian(name)), (p.ggnmp, ref.ggn(name))]:
+            compare(product(v), (v.flatten(1) @ matrix).view_as(v), name)
+        assert (name in SOME) == (not torch.equal(ref.hessian(name), plain.hessian(name)))
+
+
+def test_regularizer_in_positive_curvature():
+    problem = Problem(mlp(3, 4, 2).double(), double(4, 3), torch.randint(2, (4,)), nn.CrossEntropyLoss())
+    regularizer = L2Regularizer(problem.model.parameters(), 0.3)
+    extend(problem.model)
+    extend(problem.lossfunc)
+    products = []
+    for loss in [problem.loss(), problem.loss() + regularizer()]:
+        with backpack(PCHMP()):
+            loss.backward()
+        products.append([p.pchmp for p in problem.model.parameters()])
+    for p, plain, regularized in zip(problem.model.parameters(), *products, strict=True):
+        v = torch.randn(2, *p.shape, dtype=p.dtype)
+        compare(regularized(v), plain(v) + 0.3 * v, "pchmp")
+
+
+@pytest.mark.parametrize("extension", [SqrtGGNExact], ids=lambda extension: extension.__name__)
+def test_regularizer_where_it_is_not_defined(extension: type[Extension]):
+    problem = residual_problem()
+    regularizer = L2Regularizer(problem.model.parameters(), 0.3)
+    extend(problem.model)
+    extend(problem.lossfunc)
+    loss = problem.loss() + regularizer()
+    with pytest.raises(CurvoptError, match=rf"{extension.field}.*L2Regularizer"), backpack(extension()):
+        loss.backward()
+    assert not any(hasattr(p, extension.field) for p in problem.model.parameters())
+
+
+def test_kronecker_factors_leave_a_regularizer_out_and_say_so():
+    problem = residual_problem()
+    ref = Regularized(problem, SOME, 0.3)
+    regularizer = L2Regularizer([problem.model.get_parameter(name) for name in SOME], 0.3)
+    extend(problem.model)
+    extend(problem.lossfunc)
+    with pytest.warns(CurvoptWarning, match=r"kflr.*damping"), backpack(KFLR()):
+        (problem.loss() + regularizer()).backward()
+    for name, p in problem.trainable().items():
+        compare(p.kflr, [ref.ggn(name)] if p.dim() == 1 else ref.kflr(name), name)
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        lambda w: 0.1 * w.square().sum(),
+        lambda w: 0.1 * w.abs().sum(),
+        lambda w: 0.1 * w.norm(),
+        lambda w: F.mse_loss(w, torch.zeros_like(w)),
+    ],
+    ids=["squares", "absolute", "norm", "mse"],
+)
+@pytest.mark.parametrize("extension", [*CONTAINING, KFLR], ids=lambda extension: extension.__name__)
+def test_handwritten_regularizer_is_left_out_and_said_so(extension: type[Extension], term: Callable):
+    problem = residual_problem()
+    ref = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
+    extend(problem.model)
+    extend(problem.lossfunc)
+    w = problem.model.head.weight
+    loss = problem.loss() + term(w)
+    with pytest.warns(CurvoptWarning, match=r"head\.weight"), backpack(extension()):
+        loss.backward()
+    for name, p in problem.trainable().items():
+        compare(getattr(p, extension.field), getattr(ref, extension.field)(name), name)
+    assert not torch.allclose(w.grad, ref.grad("head.weight"))
