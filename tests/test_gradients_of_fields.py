@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import Mixer, Residual, channels_first, mlp
+from cases import Mixer, Residual, UsedOnTokensAndPool, UsedTwice, channels_first, mlp
 from torch import Tensor, einsum, nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 from torch.testing import assert_close
@@ -138,6 +138,8 @@ FIRST_ORDER: dict[type[Extension], Callable[[Tensor], Tensor]] = {
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: mlp(4, 5, 3), (4, 4)),
     "residual": (Residual, (4, 4)),
+    "a layer used twice": (UsedTwice, (4, 4)),
+    "a layer used on tokens and their mean": (UsedOnTokensAndPool, (4, 2, 4)),
     "tokens, Gram matrices": (
         lambda: nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 3), nn.Flatten()),
         (3, 2, 9),

@@ -46,6 +46,11 @@ def experts(model: Around, h: Tensor) -> Tensor:
     return h
 
 
+def swap(h: Tensor) -> Tensor:
+    """The second and third sample in each other's place."""
+    return h[[0, 2, 1, *range(3, len(h))]]
+
+
 def two_views(model: Around, h: Tensor) -> Tensor:
     left, right = model.inner(torch.cat([h, torch.cos(h)])).chunk(2)
     return left * right
@@ -60,6 +65,7 @@ REARRANGED: dict[str, Callable[[Around, Tensor], Tensor]] = {
     ),
     "reversed": inner_on(lambda h: h.flip(0), lambda h, _: h.flip(0)),
     "shuffled": inner_on(lambda h: h.roll(1, 0), lambda h, _: h.roll(-1, 0)),
+    "two swapped": inner_on(lambda h: swap(h), lambda h, _: swap(h)),
     "two views": two_views,
     "interleaved views": inner_on(
         lambda h: torch.stack([h, torch.cos(h)], 1).flatten(0, 1),
@@ -72,11 +78,20 @@ REARRANGED: dict[str, Callable[[Around, Tensor], Tensor]] = {
     "positions through a layer": lambda model, h: h + model.inner(model.positions.weight[: h.shape[1]].detach()),
     "one vector for all": lambda model, h: h * model.inner(torch.ones(4).double()),
     "mean over the batch": lambda model, h: model.inner(h - h.mean(0)),
+    "all but the first with their neighbours": lambda model, h: model.inner(torch.cat([h[:1], h[1:] + h[:-1]])),
+    "the last two": lambda model, h: model.inner(torch.cat([h[:-1], h[-1:] * h[-2:-1]])),
     "neighbours": lambda model, h: model.inner(h + h.roll(1, 0)),
     "attention over samples": lambda model, h: model.inner(torch.softmax(h[:, 0] @ h[:, 0].T, 1) @ h[:, 0]),
     "functional batch norm": lambda model, h: model.inner(F.batch_norm(h.mT, None, None, training=True).mT),
 }
-MIXING = {"mean over the batch", "neighbours", "attention over samples", "functional batch norm"}
+MIXING = {
+    "mean over the batch",
+    "neighbours",
+    "all but the first with their neighbours",
+    "the last two",
+    "attention over samples",
+    "functional batch norm",
+}
 WITHOUT_ALL_SAMPLES = {"some samples", "one vector for all"}
 ALIGNED = {"as it should be", "flattened", "interleaved views", "positions of all samples"}
 FIRST_ORDER: list[type[Extension]] = [BatchGrad, BatchL2Grad, SumGradSquared, Variance]
