@@ -24,14 +24,15 @@ Modify = Literal["clip", "abs"] | None
 # Names of autograd nodes. Linear or piecewise linear in all of their inputs together:
 LINEAR = frozenset(
     """Abs Add Alias Amax Amin AsStrided Cat ChannelShuffle Clamp ClampMax ClampMin Clone ConstantPadNd Contiguous
-    Cumsum Diagonal Embedding Expand FFTC2C FFTC2R FFTR2C Flip Fold Gather Hardtanh Im2Col Col2Im Index IndexPut
-    IndexSelect LeakyRelu LogicalNot MaskedFill MaskedSelect Max Maximum Mean Median Min Minimum Narrow NativeDropout
-    Neg PadSequence Permute PixelShuffle PixelUnshuffle Real Imag ViewAsComplex ViewAsReal Conj ConjPhysical
-    ReflectionPad1D ReflectionPad2D ReflectionPad3D Relu Relu6 Repeat RepeatInterleave ReplicationPad1D ReplicationPad2D
-    ReplicationPad3D ReshapeAlias Roll Rot90 Rsub Scatter ScatterAdd Select SelectScatter Slice SliceScatter Sort Split
-    SplitWithSizes Squeeze Stack Sub Sum Swapaxes T Threshold ToCopy ToDtype Topk Trace Transpose Tril Triu Unbind
-    Unfold UnsafeSplit UnsafeView Unsqueeze UnsqueezeNested UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D
-    UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D View Where
+    Cumsum Diagonal Embedding Expand FFTC2C FFTC2R FFTR2C Flip Fold Gather Hardshrink Hardsigmoid Hardtanh Im2Col
+    Col2Im Index IndexPut IndexSelect LeakyRelu LogicalNot MaskedFill MaskedSelect Max Maximum Mean Median Min
+    Minimum Narrow NativeDropout Neg PadSequence Permute PixelShuffle PixelUnshuffle Real Imag ViewAsComplex
+    ViewAsReal Conj ConjPhysical ReflectionPad1D ReflectionPad2D ReflectionPad3D Relu Relu6 Repeat RepeatInterleave
+    ReplicationPad1D ReplicationPad2D ReplicationPad3D ReshapeAlias Roll Rot90 Rsub Scatter ScatterAdd Select
+    SelectScatter Slice SliceScatter Softshrink Sort Split SplitWithSizes Squeeze Stack Sub Sum Swapaxes T Threshold
+    ToCopy ToDtype Topk Trace Transpose Tril Triu Unbind Unfold UnsafeSplit UnsafeView Unsqueeze UnsqueezeNested
+    UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D
+    UpsampleTrilinear3D View Where
     AdaptiveAvgPool1D AdaptiveAvgPool2D AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D AvgPool1D AvgPool2D AvgPool3D
     AdaptiveMaxPool2D AdaptiveMaxPool3D MaxPool2D MaxPool2DWithIndices MaxPool3D MaxPool3DWithIndices
     MaxUnpool2D MaxUnpool3D Prelu RreluWithNoise FractionalMaxPool2D FractionalMaxPool3D
@@ -44,8 +45,8 @@ MULTILINEAR = frozenset(
 )
 # Functions of single entries: the residual is diagonal.
 ELEMENTWISE = frozenset(
-    """Celu Cos Cosh Elu Erf Erfc Exp Exp2 Expm1 Gelu Hardsigmoid Hardswish Log Log10 Log1P Log2 LogSigmoid
-    Logit Mish Pow Reciprocal Rsqrt Sigmoid Silu Sin Sinc Sinh Softplus Softshrink Hardshrink Sqrt Square Tan Tanh
+    """Celu Cos Cosh Elu Erf Erfc Exp Exp2 Expm1 Gelu Hardswish Log Log10 Log1P Log2 LogSigmoid
+    Logit Mish Pow Reciprocal Rsqrt Sigmoid Silu Sin Sinc Sinh Softplus Sqrt Square Tan Tanh
     Atan Asin Acos Asinh Acosh Atanh Digamma Lgamma""".upper().split()
 )
 
@@ -102,13 +103,23 @@ def nonlinear_operations(root: Node, uses: set[Node]) -> list[Residual]:
         if inputs or node in uses:
             dependent.add(node)
         name = operation(node)
-        if not inputs or name in LINEAR or (name in MULTILINEAR and links == 1):
+        if not inputs or (name in LINEAR and not _curved(node, name)) or (name in MULTILINEAR and links == 1):
             continue
         if name == "DIV" and links == 1 and node.next_functions[0][0] in dependent:
             continue  # linear in the numerator
         diagonal = links == 1 and (name in ELEMENTWISE or name == "DIV")
         found.append(Residual(node, sorted(reached[node]), list(inputs.values()), diagonal))
     return found
+
+
+def _curved(node: Node, name: str) -> bool:
+    """Whether an operation is nonlinear although its name is among the linear ones."""
+    if name == "ABS":  # of complex numbers
+        following, nr = node.next_functions[0]
+        return following is not None and following._input_metadata[nr].dtype.is_complex
+    return name.endswith("BATCHNORM") and bool(
+        getattr(node, "_saved_training", False)
+    )  # of single samples: instance norm
 
 
 def pull(
@@ -191,7 +202,7 @@ def residual_columns(residual: Residual, grads: list[Tensor], N: int, size: int,
         if modify is not None:
             diagonal = diagonal.clamp(min=0) if modify == "clip" else diagonal.abs()
         active = (diagonal != 0).any(0).nonzero()[:, 0]
-        for indices in active.split(size):
+        for indices in active.split(size) if len(active) else ():
             units = unit_vectors(indices, dims[0], N, diagonal).reshape(-1, *shapes[0])
             yield Columns(edges, [units], diagonal[:, indices].T)
         return

@@ -374,8 +374,10 @@ class Pass:
         }
         operations = nonlinear_operations(use.edge.node, nodes) if nodes else []
         inputs = [edge for operation in operations for edge in operation.inputs]
-        if inputs and unaligned(N, [use], [(i, edge, 0) for i, edge in enumerate(inputs)])[0]:
-            # operations that do not see the samples one after the other: differentiate the gradient again instead
+        is_complex = any(edge.node._input_metadata[edge.output_nr].dtype.is_complex for edge in inputs)
+        if is_complex or (inputs and unaligned(N, [use], [(i, edge, 0) for i, edge in enumerate(inputs)])[0]):
+            # operations on complex numbers, or that do not see the samples one after the other: differentiate the
+            # gradient again instead
             direct, operations = set(uses), []
         if not operations and not direct:
             return
