@@ -7,12 +7,15 @@ A row names a model, an input, a loss and how to draw a target for the model's o
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 # --------------------------------------------------------------------------------------------------- problems and cases
@@ -338,6 +341,110 @@ class Checkpointed(nn.Module):
         return self.out(checkpoint(self.inner, x, use_reentrant=False))
 
 
+class Take(nn.Module):
+    """One output of a module that has several."""
+
+    def __init__(self, module: nn.Module, *path: int):
+        super().__init__()
+        self.module, self.path = module, path
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.module(x)
+        for i in self.path:
+            outputs = outputs[i]
+        return outputs
+
+
+class WithState(nn.Module):
+    """A recurrent module, the initial state of which is made from the input; mean over the steps."""
+
+    def __init__(self, module: nn.RNNBase):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.module.num_layers * (2 if self.module.bidirectional else 1)
+        state = torch.stack([torch.sin((k + 1) * x[:, 0, : self.module.hidden_size]) for k in range(rows)])
+        state = (state, state.cos()) if isinstance(self.module, nn.LSTM) else state
+        return self.module(x, state)[0].mean(1)
+
+
+class TimeFirst(nn.Module):
+    """A recurrent module that wants time on the first axis, in a network that has samples there."""
+
+    def __init__(self, module: nn.RNNBase):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x.transpose(0, 1))[0].transpose(0, 1).mean(1)
+
+
+class SelfAttention(nn.Module):
+    """Every token attends to all, with weights or without, and maybe to keys and values of other sizes."""
+
+    def __init__(self, need_weights: bool = False, **options):
+        super().__init__()
+        self.attention, self.need_weights = nn.MultiheadAttention(4, 2, batch_first=True, **options), need_weights
+        self.kdim, self.vdim = self.attention.kdim, self.attention.vdim
+
+    def forward(self, x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):  # the fast ones have no second derivative
+            z, _ = self.attention(x, x[..., : self.kdim], x[..., -self.vdim :], need_weights=self.need_weights)
+        return z
+
+
+class Math(nn.Sequential):
+    """The modules one after the other, with attention that can be differentiated twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return super().forward(x)
+
+
+class Dropped(nn.Module):
+    """Dropout with one fixed mask, in which the first entry of each sample falls out."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        mask = torch.bernoulli(torch.full(shape, 0.5)).double() * 2
+        mask.view(-1)[0] = 0
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
+class EinsumBetween(nn.Module):
+    """Layers joined by an einsum of two of them and a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.out = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(2, 2)
+        self.register_buffer("constant", torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.einsum("ntf,ntg,fg->ng", self.left(x), torch.tanh(self.right(x)), self.constant))
+
+
+class SharedInput(nn.Module):
+    """A module with two inputs that are the same tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.join = nn.Linear(3, 3), nn.Bilinear(3, 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.join(h, h)
+
+
+def scaled_dot_product(h: Tensor, causal: bool) -> Tensor:
+    """Tokens that are their own queries, keys and values."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(h.sin(), h, h.cos(), is_causal=causal)
+
+
 def frozen(model: nn.Module, *names: str) -> nn.Module:
     """The model with some parameters that require no gradient."""
     for name in names:
@@ -355,6 +462,19 @@ def with_statistics(model: nn.Module) -> nn.Module:
             nn.init.normal_(module.running_mean)
             nn.init.uniform_(module.running_var, 0.5, 2.0)
     return model.eval()
+
+
+def around(function: Callable[[Tensor], Tensor] | nn.Module, *shape: int, outputs: int = 2) -> Callable[[], nn.Module]:
+    """Something between a linear layer whose output is ``[N, *shape]`` and, behind a tanh, another one."""
+
+    def make() -> nn.Module:
+        module = copy.deepcopy(function) if isinstance(function, nn.Module) else Lambda(function)
+        first = nn.Sequential(nn.Linear(3, math.prod(shape)), nn.Unflatten(1, shape))
+        with torch.no_grad():
+            features = module.double()(first.double()(torch.randn(2, 3).double())).flatten(1).shape[1]
+        return nn.Sequential(first, module, nn.Flatten(), nn.Tanh(), nn.Linear(features, outputs))
+
+    return make
 
 
 def mlp(*sizes: int, activation: Callable[[], nn.Module] = nn.Tanh) -> nn.Sequential:
@@ -548,4 +668,137 @@ CASES = [
     loss_case("bce-extra-dims", bce(), bits, dims=(2,)),
 ]
 
-assert len({case.name for case in CASES}) == len(CASES), "names of cases must differ"
+# what stands between layers, each as a function of ``[N, *shape]``
+BETWEEN: dict[str, tuple[Callable[[Tensor], Tensor] | nn.Module, tuple[int, ...]]] = {
+    **{
+        f"activation-{kind.__name__}": (kind(), (4,))
+        for kind in (
+            nn.CELU, nn.ELU, nn.GELU, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU,
+            nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus,
+            nn.Softsign, nn.Tanh, nn.Tanhshrink,
+        )
+    },
+    "activation-GELU-tanh": (nn.GELU("tanh"), (4,)),
+    "activation-Hardshrink": (nn.Hardshrink(0.1), (4,)),
+    "activation-Softshrink": (nn.Softshrink(0.1), (4,)),
+    "activation-Threshold": (nn.Threshold(0.1, 0.5), (4,)),
+    "activation-RReLU-eval": (nn.RReLU().eval(), (4,)),
+    "activation-GLU": (nn.GLU(), (4,)),
+    "activation-Softmax": (nn.Softmax(1), (4,)),
+    "activation-Softmin": (nn.Softmin(1), (4,)),
+    "activation-LogSoftmax": (nn.LogSoftmax(1), (4,)),
+    "activation-Softmax2d": (nn.Softmax2d(), (2, 1, 2)),
+    "avgpool1d": (nn.AvgPool1d(2, 1, 1), (2, 3)),
+    "avgpool2d-ceil": (nn.AvgPool2d(2, 2, 1, ceil_mode=True, count_include_pad=False), (1, 3, 2)),
+    "avgpool2d-divisor": (nn.AvgPool2d(2, 1, divisor_override=3), (1, 3, 3)),
+    "avgpool3d": (nn.AvgPool3d((2, 1, 2), 1, divisor_override=5), (1, 2, 2, 2)),
+    "maxpool1d": (nn.MaxPool1d(2, 1, dilation=2), (1, 5)),
+    "maxpool2d-ceil": (nn.MaxPool2d(2, 2, 1, ceil_mode=True), (1, 3, 4)),
+    "maxpool3d": (nn.MaxPool3d((2, 1, 2)), (1, 2, 2, 2)),
+    "adaptive-avgpool1d": (nn.AdaptiveAvgPool1d(2), (1, 5)),
+    "adaptive-avgpool2d": (nn.AdaptiveAvgPool2d((2, None)), (1, 3, 2)),
+    "adaptive-avgpool2d-larger": (nn.AdaptiveAvgPool2d((3, 4)), (1, 2, 3)),
+    "adaptive-avgpool3d": (nn.AdaptiveAvgPool3d(1), (1, 2, 2, 2)),
+    "adaptive-maxpool1d": (nn.AdaptiveMaxPool1d(2), (1, 5)),
+    "adaptive-maxpool2d": (nn.AdaptiveMaxPool2d((2, 1)), (1, 3, 2)),
+    "adaptive-maxpool3d": (nn.AdaptiveMaxPool3d((1, 2, 1)), (1, 2, 2, 2)),
+    "lppool1d": (nn.Sequential(nn.Softplus(), nn.LPPool1d(2, 2)), (1, 4)),
+    "lppool2d": (nn.Sequential(nn.Softplus(), nn.LPPool2d(3, 2, 1)), (1, 3, 2)),
+    "pad-zero": (nn.ZeroPad2d((1, 0, 1, 0)), (1, 2, 2)),
+    "pad-constant": (nn.ConstantPad1d(1, 0.5), (1, 3)),
+    "pad-reflect": (nn.ReflectionPad1d(2), (1, 3)),
+    "pad-reflect2d": (nn.ReflectionPad2d(1), (1, 2, 2)),
+    "pad-replicate": (nn.ReplicationPad2d(1), (1, 2, 2)),
+    "pad-circular": (nn.CircularPad1d(1), (1, 3)),
+    "upsample-nearest": (nn.Upsample(scale_factor=2), (1, 3)),
+    "upsample-bilinear": (nn.Upsample(size=(3, 3), mode="bilinear", align_corners=False), (1, 2, 2)),
+    "pixel-shuffle": (nn.PixelShuffle(2), (4, 1, 1)),
+    "unfold": (nn.Unfold(2), (1, 2, 3)),
+    "fold": (nn.Fold((2, 3), 2), (4, 2)),
+    "dropout-one-mask": (Dropped(4), (4,)),
+    "reshape": (lambda h: h.reshape(len(h), 3, 2).permute(0, 2, 1), (6,)),
+    "transpose": (lambda h: (h.transpose(1, 2) * h.new_tensor([1.0, -2.0])).mT, (2, 3)),
+    "cat-split": (lambda h: torch.cat([torch.sin(s) for s in h.split([1, 3], 1)][::-1], 1), (4,)),
+    "stack": (lambda h: torch.stack([h, h**2, h.exp()], 2), (3,)),
+    "slicing": (lambda h: h[:, 1::2] * h[:, ::2], (4,)),
+    "where": (lambda h: torch.where(h > 0, h.sin(), h**3), (4,)),
+    "gather": (lambda h: h.gather(1, h.argsort(1)[:, :3]) ** 2, (4,)),
+    "index": (lambda h: h[:, [2, 0, 0]], (3,)),
+    "index-assigned": (lambda h: torch.zeros_like(h).index_copy(1, torch.tensor([1, 2, 0]), h.cos()), (3,)),
+    "in-place": (lambda h: h.clone().mul_(2).add_(h.sin()), (3,)),
+    "roll-flip": (lambda h: h.roll(1, 1) * h.flip(1), (3,)),
+    "fft": (lambda h: torch.fft.rfft(h).abs().square(), (4,)),
+    "fft-filter": (lambda h: torch.fft.irfft(torch.fft.rfft(h) * (1 + 2j), n=4), (4,)),
+    "einsum": (lambda h: torch.einsum("nij,nkj->nik", h, h), (2, 2)),
+    "attention": (lambda h: scaled_dot_product(h, causal=False), (2, 3)),
+    "attention-causal": (lambda h: scaled_dot_product(h, causal=True), (2, 3)),
+    "normalize": (lambda h: F.normalize(h, dim=1), (3,)),
+    "logsumexp": (lambda h: torch.stack([h.logsumexp(1), h.std(1), h.prod(1)], 1), (3,)),
+    "max-min": (lambda h: torch.stack([h.amax(1), h.min(1).values, h.norm(dim=1), h.cumsum(1)[:, 1]], 1), (3,)),
+    "atan2": (lambda h: torch.atan2(h[:, :2], h[:, 2:]) / (1 + h[:, :2] ** 2), (4,)),
+    "solve": (lambda h: torch.linalg.solve(h @ h.mT + torch.eye(2).to(h), h), (2, 2)),
+}  # fmt: skip
+
+# layers, alone in the middle of a net, with the input that the net takes
+MIDDLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "bilinear-shared": (SharedInput, normal(3, 3)),
+    "convtranspose1d": (lambda: nn.ConvTranspose1d(2, 2, 3, 2, 1, output_padding=1), normal(2, 2, 3)),
+    "convtranspose2d": (lambda: nn.ConvTranspose2d(2, 2, 2, dilation=2, groups=2), normal(2, 2, 2, 2)),
+    "convtranspose3d": (lambda: nn.ConvTranspose3d(1, 2, 2, (1, 2, 1), bias=False), normal(2, 1, 1, 2, 2)),
+    "embedding": (lambda: nn.Embedding(5, 3), lambda: torch.randint(5, (3, 3))),
+    "embedding-padding": (lambda: nn.Embedding(4, 2, padding_idx=0), lambda: torch.randint(4, (3, 4))),
+    "batchnorm-eval": (lambda: with_statistics(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))), normal(3, 3)),
+    "groupnorm": (lambda: with_statistics(nn.Sequential(nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4))), normal(3, 2, 3)),
+    "instancenorm": (lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.InstanceNorm1d(3, affine=True)), normal(3, 2, 4)),
+    "rmsnorm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4)), normal(3, 2, 3)),
+    "layernorm-two-axes": (lambda: nn.Sequential(nn.Linear(3, 2), nn.LayerNorm((2, 2))), normal(3, 2, 3)),
+    "prelu-one": (lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU()), normal(4, 3)),
+    "attention": (SelfAttention, normal(2, 2, 4)),
+    "attention-weights": (lambda: SelfAttention(need_weights=True, bias=False), normal(2, 2, 4)),
+    "attention-other-keys": (lambda: SelfAttention(kdim=3, vdim=2, add_bias_kv=True), normal(2, 2, 4)),
+    "encoder": (lambda: Math(nn.TransformerEncoderLayer(4, 2, 3, 0.0, batch_first=True)), normal(2, 2, 4)),
+    "encoder-eval": (
+        lambda: Math(nn.TransformerEncoderLayer(4, 2, 3, batch_first=True, norm_first=True, activation="gelu")).eval(),
+        normal(2, 2, 4),
+    ),
+    "rnn": (lambda: Take(nn.RNN(2, 3, batch_first=True), 1, 0), normal(3, 3, 2)),
+    "rnn-relu-state": (lambda: WithState(nn.RNN(3, 2, 2, nonlinearity="relu", batch_first=True)), normal(2, 2, 3)),
+    "lstm": (lambda: Take(nn.LSTM(2, 2, batch_first=True), 0), normal(2, 2, 2)),
+    "lstm-two-ways": (lambda: WithState(nn.LSTM(2, 1, 2, bidirectional=True, batch_first=True)), normal(2, 2, 2)),
+    "lstm-projected": (lambda: Take(nn.LSTM(2, 3, proj_size=2, batch_first=True), 0), normal(2, 2, 2)),
+    "lstm-time-first": (lambda: TimeFirst(nn.LSTM(2, 2)), normal(2, 3, 2)),
+    "gru": (lambda: TimeFirst(nn.GRU(2, 2, 2)), normal(2, 3, 2)),
+    "gru-two-ways-state": (lambda: WithState(nn.GRU(2, 2, bidirectional=True, batch_first=True)), normal(2, 2, 2)),
+    "weight-norm": (lambda: parametrizations.weight_norm(nn.Linear(3, 4)), normal(3, 3)),
+    "weight-norm-conv": (lambda: parametrizations.weight_norm(nn.Conv1d(2, 3, 2)), normal(3, 2, 3)),
+    "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(3, 3)), normal(3, 3)),
+    "subclass": (lambda: nn.Sequential(Renamed(3, 4), nn.Tanh(), Standardized(4, 3)), normal(3, 3)),
+    "custom": (lambda: Mixer(2, 3), normal(3, 2, 3)),
+    "einsum-between": (EinsumBetween, normal(3, 2, 3)),
+    "padding-module": (lambda: nn.Sequential(nn.CircularPad2d(1), nn.Conv2d(1, 2, 2)), normal(2, 1, 2, 2)),
+}
+
+
+def in_the_middle(make: Callable[[], nn.Module], make_input: Callable[[], Tensor]) -> Callable[[], nn.Module]:
+    """The layer, a tanh and a linear layer on all that comes out."""
+
+    def model() -> nn.Module:
+        layer = make().double()
+        with torch.no_grad():
+            features = layer(make_input()).flatten(1).shape[1]
+        return nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.Linear(features, 2))
+
+    return model
+
+
+#: Problems on which all quantities are compared but Kronecker factors, which ``reference.py`` cannot tell for them.
+LAYERS = [
+    *(
+        Case(f"between-{name}", around(function, *shape), normal(3, 3), cross_entropy(), labels)
+        for name, (function, shape) in BETWEEN.items()
+    ),
+    *(Case(name, in_the_middle(*made), made[1], cross_entropy(), labels) for name, made in MIDDLE.items()),
+]
+
+for table in (CASES, LAYERS):
+    assert len({case.name for case in table}) == len(table), "names of cases must differ"

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
+import torch
 from cases import CASES, Case, Problem
 from reference import Reference
+from torch import Tensor
 from torch.testing import assert_close
 
-from curvopt import extend
-from curvopt.extensions import Extension
+from curvopt import backpack, extend
+from curvopt.extensions import (
+    GGNMP,
+    HMP,
+    BatchDiagGGNExact,
+    BatchDiagHessian,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagHessian,
+    Extension,
+    SqrtGGNExact,
+    SumGradSquared,
+    Variance,
+)
 
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 BY_NAME = {case.name: case for case in CASES}
+
+FIRST_ORDER: list[type[Extension]] = [BatchGrad, BatchL2Grad, SumGradSquared, Variance]
+DIAGONALS: list[type[Extension]] = [DiagGGNExact, BatchDiagGGNExact, DiagHessian, BatchDiagHessian]
 
 
 def extended(case: Case) -> Problem:
@@ -35,3 +56,33 @@ def check(problem: Problem, ref: Reference, extension: type[Extension]) -> None:
 def compare(actual: object, expected: object, what: str) -> None:
     """Both are tensors, or lists of factors; a vector among the factors is a diagonal matrix, or all there is of it."""
     assert_close(actual, expected, rtol=1e-8, atol=1e-11, msg=lambda text: f"{what}: {text}")
+
+
+def check_all(
+    problem: Problem,
+    loss: Callable[[], Tensor] | None = None,
+    ref: Reference | None = None,
+    of_hessian: bool = True,
+) -> None:
+    """First-order quantities, diagonals and products of every parameter against the dense reference."""
+    if ref is None:
+        ref = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
+    extend(problem.model)
+    extend(problem.lossfunc)
+    tensors = [*FIRST_ORDER, DiagGGNExact, BatchDiagGGNExact]
+    products = {GGNMP: ref.ggn}
+    if of_hessian:
+        tensors += [DiagHessian, BatchDiagHessian]
+        products[HMP] = ref.hessian
+    with backpack(*(extension() for extension in [*tensors, *products, SqrtGGNExact])):
+        (loss or problem.loss)().backward()
+    for name, p in problem.trainable().items():
+        for extension in tensors:
+            field = extension.field
+            compare(getattr(p, field), getattr(ref, field)(name), f"{name}.{field}")
+        v = torch.randn(2, *p.shape, dtype=p.dtype)
+        for extension, matrix in products.items():
+            expected = (v.reshape(2, -1) @ matrix(name)).reshape(v.shape)
+            compare(getattr(p, extension.field)(v), expected, f"{name}.{extension.field}")
+        root = p.sqrt_ggn_exact.flatten(0, 1).reshape(-1, p.numel())
+        compare(root.T @ root, ref.ggn(name), f"{name}.sqrt_ggn_exact")

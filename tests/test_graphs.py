@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Problem, frozen, mlp, with_statistics
-from checks import compare
+from checks import DIAGONALS, FIRST_ORDER, check_all, compare
 from reference import Reference
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -36,36 +36,11 @@ from curvopt.extensions import (
     Extension,
     SqrtGGNExact,
     SumGradSquared,
-    Variance,
 )
-
-FIRST_ORDER: list[type[Extension]] = [BatchGrad, BatchL2Grad, SumGradSquared, Variance]
-DIAGONALS: list[type[Extension]] = [DiagGGNExact, BatchDiagGGNExact, DiagHessian, BatchDiagHessian]
 
 
 def double(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
-
-
-def check_all(
-    problem: Problem, loss: Callable[[], Tensor] | None = None, ref: Reference | None = None, skip: tuple[str, ...] = ()
-) -> None:
-    """First-order quantities, diagonals and products of every parameter against the dense reference."""
-    if ref is None:
-        ref = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
-    extend(problem.model)
-    extend(problem.lossfunc)
-    with backpack(*(extension() for extension in [*FIRST_ORDER, *DIAGONALS, HMP, GGNMP, SqrtGGNExact])):
-        (loss or problem.loss)().backward()
-    for name, p in problem.trainable().items():
-        for extension in [*FIRST_ORDER, *DIAGONALS]:
-            field = extension.field
-            compare(getattr(p, field), getattr(ref, field)(name), f"{name}.{field}")
-        v = torch.randn(2, *p.shape, dtype=p.dtype)
-        for product, matrix in [(p.hmp, ref.hessian(name)), (p.ggnmp, ref.ggn(name))]:
-            compare(product(v), (v.reshape(2, -1) @ matrix).reshape(v.shape), f"{name}: product")
-        root = p.sqrt_ggn_exact.flatten(0, 1).reshape(-1, p.numel())
-        compare(root.T @ root, ref.ggn(name), f"{name}.sqrt_ggn_exact")
 
 
 # ---------------------------------------------------------------------------------------------------------- resnet

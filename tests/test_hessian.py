@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import Case, Problem, cross_entropy, labels, mlp, mse, normal, values
-from checks import BY_NAME, by_case, check, compare, extended
+from cases import LAYERS, Case, Problem, cross_entropy, labels, mlp, mse, normal, values
+from checks import BY_NAME, by_case, check, check_all, compare, extended
 from reference import Reference, jacobian, reference
 from torch import Tensor, nn
 
@@ -16,6 +16,8 @@ from curvopt.errors import CurvoptError
 from curvopt.extensions import (
     GGNMP,
     HMP,
+    KFAC,
+    KFLR,
     PCHMP,
     BatchDiagHessian,
     DiagGGNExact,
@@ -102,6 +104,35 @@ def test_positive_curvature_is_the_hessian_with_parts_replaced(case: Case):
         size = H.norm() + absolute.norm()
         for larger, smaller in [(clip, G), (clip, H), (absolute, clip)]:
             assert torch.linalg.eigvalsh(larger - smaller).min() >= -1e-10 * size, name
+
+
+# PyTorch's double backward of fused weight normalisation returns a matrix that is not symmetric
+NO_SECOND_DERIVATIVE = {"weight-norm", "weight-norm-conv"}
+
+
+@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
+def test_every_quantity_of_every_layer(case: Case):
+    problem = case.problem()
+    if case.name in NO_SECOND_DERIVATIVE:
+        with pytest.raises(CurvoptError, match="second derivative"):
+            check_all(problem)
+    check_all(problem, of_hessian=case.name not in NO_SECOND_DERIVATIVE)
+    # Kronecker factors depend on what counts as a position: here only that both kinds have the same, and their form
+    for approx in ("expand", "reduce"):
+        with backpack(KFAC(mc_samples=2, approx=approx), KFLR(approx=approx)):
+            problem.loss().backward()
+        for name, p in problem.trainable().items():
+            assert [factor.shape for factor in p.kfac] == [factor.shape for factor in p.kflr], name
+            rows = 1
+            for factor in p.kflr:
+                rows *= factor.shape[-1] * (factor.shape[0] if factor.dim() == 3 else 1)
+                assert factor.isfinite().all()
+                if factor.dim() > 1:
+                    assert torch.linalg.eigvalsh(factor).min() >= -1e-10 * factor.norm(), name
+            if len(p.kflr) == 1:
+                compare(p.kflr[0].diagonal(), p.diag_ggn_exact.flatten(), name)
+            elif p.kflr[0].dim() < 3:
+                assert rows == p.numel(), name
 
 
 # ------------------------------------------------------------------------- positive curvature from its definition
@@ -198,12 +229,23 @@ def test_positive_curvature_is_not_the_hessian_where_that_is_indefinite():
 
 # ------------------------------------------------------------------------------------------------ around the numbers
 
-PIECEWISE_LINEAR = [nn.ReLU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh, nn.Identity]
+PIECEWISE_LINEAR = [
+    nn.ReLU,
+    nn.LeakyReLU,
+    nn.ReLU6,
+    nn.Hardtanh,
+    nn.Hardsigmoid,  # has no second derivative in PyTorch
+    nn.Hardshrink,
+    nn.Softshrink,
+    nn.Identity,
+]
 
 
 @pytest.mark.parametrize("activation", PIECEWISE_LINEAR, ids=lambda activation: activation.__name__)
 def test_piecewise_linear_nets_have_the_gauss_newton_diagonal(activation: type[nn.Module]):
-    problem = extended(Case("", lambda: mlp(4, 6, 6, 3, activation=activation), normal(5, 4), cross_entropy(), labels))
+    problem = extended(
+        Case("", lambda: mlp(4, 6, 6, 3, activation=activation), lambda: 10 * normal(5, 4)(), cross_entropy(), labels)
+    )
     with backpack(DiagHessian(), DiagGGNExact()):
         problem.loss().backward()
     for name, p in problem.trainable().items():
