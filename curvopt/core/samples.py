@@ -1,11 +1,11 @@
-"""Where the samples lie: seen by pulling one sample's vector back, not believed from shapes.
+"""Where the samples lie: seen by pulling vectors back, not believed from shapes.
 
 Rules read samples off the first axis: N of them, in equal contiguous shares (a flattened sequence counts as one
 sample). Whether that holds at a use depends on the network: a lookup of positions is shared by all samples,
 ``torch.cat([x1, x2])`` interleaves them, a sequence-first layout has them elsewhere, and custom code may mix them. So
-the first backward through a network sends back a random vector for the first sample only. Uses at which something
-arrives outside of the first share are *unaligned*: their Jacobians are formed sample by sample, exact whatever the
-layout, at N times the cost.
+the first backward through a network sends back a random vector, and again with every sample scaled by a factor of its
+own. Uses at which not every share arrives scaled by exactly its sample's factor are *unaligned*: their Jacobians are
+formed sample by sample, exact whatever the layout, at N times the cost.
 """
 
 from __future__ import annotations
@@ -111,18 +111,20 @@ def only(vectors: Tensor, axis: int, n: int, N: int) -> Tensor:
     return torch.zeros_like(vectors).index_add(axis, index, vectors.index_select(axis, index))
 
 
-def aligned(grad: Tensor, axis: int | None, N: int) -> bool:
-    """Whether a vector pulled back from the first sample lies within the first of N shares of an axis."""
+def aligned(grad: Tensor, scaled: Tensor, axis: int | None, factors: Tensor) -> bool:
+    """Whether scaling every sample at the loss scaled its share of an axis, and nothing else."""
+    N = len(factors)
     if axis is None or grad.dim() == 0 or grad.shape[axis] % N:
         return False
-    share = grad.shape[axis] // N
-    return not bool(grad.narrow(axis, share, grad.shape[axis] - share).any())
+    along = factors.repeat_interleave(grad.shape[axis] // N).to(grad)
+    back = scaled / along.view([-1 if a == axis % grad.dim() else 1 for a in range(grad.dim())])
+    return bool(torch.allclose(back, grad, rtol=1e-3, atol=1e-5 * float(grad.abs().max())))
 
 
 def unaligned(
     N: int, losses: Sequence[Loss], edges: Sequence[tuple[int, GradientEdge, int | None]]
 ) -> tuple[set[int], bool]:
-    """Indices of uses where the first of N samples arrives elsewhere, and whether at some use nothing arrived at all.
+    """Indices of uses where N samples do not arrive each in its share, and whether at some use nothing arrived at all.
 
     Args:
         N: number of samples.
@@ -136,13 +138,20 @@ def unaligned(
         for loss in losses:
             z = loss.input
             seed = torch.randn(z.shape, generator=generator).to(z)
-            arrived = pull([loss.edge], [edge for _, edge, _ in edges], [only(seed, 0, 0, N).unsqueeze(0)])  # type: ignore[list-item]
-            for (i, _, axis), grad in zip(edges, arrived, strict=True):
+            # powers of two, so that products with them are exact; samples that trade places or mix betray themselves
+            most = 12 if z.dtype == torch.float16 else 64
+            exponents = torch.cat([torch.randperm(most, generator=generator) for _ in range(-(-N // most))])[:N]
+            factors = 2.0 ** (exponents - most // 2)
+            along = factors.repeat_interleave(len(z) // N).to(z).view(-1, *[1] * (z.dim() - 1))
+            inputs = [edge for _, edge, _ in edges]
+            arrived = pull([loss.edge], inputs, [seed.unsqueeze(0)])
+            scaled_arrived = pull([loss.edge], inputs, [(seed * along).unsqueeze(0)])
+            for (i, _, axis), grad, scaled in zip(edges, arrived, scaled_arrived, strict=True):
                 if grad is None:
                     reached.add(i)  # not on the way to this loss, whatever the values
                 elif bool(grad.any()):
                     reached.add(i)
-                    if not aligned(grad[0], axis, N):
+                    if not aligned(grad[0], scaled[0], axis, factors):
                         strays.add(i)
     return strays, len(reached) < len({i for i, _, _ in edges})
 
