@@ -329,26 +329,38 @@ def state(kind: type[nn.Module], layers: int, hidden: int, cell: int) -> Any:
     return (h, normal(layers, N, cell)) if kind is nn.LSTM else h
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# options that only one kind has
+ONLY = {"proj_size": (nn.LSTM,), "nonlinearity": (nn.RNN, nn.RNNCell)}
+
+
+def kinds_and_options(kinds: list[type[nn.Module]], options: list[dict[str, Any]]) -> list[Any]:
+    return [
+        pytest.param(kind, some, id="-".join([kind.__name__, *some]))
+        for some in options
+        for kind in kinds
+        if all(kind in ONLY.get(option, kinds) for option in some)
+    ]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"batch_first": True},
-        {"bias": False},
-        {"num_layers": 2, "bidirectional": True, "batch_first": True},
-        {"num_layers": 2, "bidirectional": True, "hidden": True},
-        {"proj_size": 1, "num_layers": 2, "bidirectional": True, "hidden": True},
-        {"nonlinearity": "relu", "hidden": True},
-        {"num_layers": 2, "dropout": 0.5, "eval": True},
-        {"packed": "sorted", "batch_first": True},
-        {"packed": "unsorted", "num_layers": 2, "bidirectional": True, "hidden": True},
-    ],
-    ids=lambda options: "-".join(str(key) for key in options),
+    ("kind", "options"),
+    kinds_and_options(
+        KINDS,
+        [
+            {"batch_first": True},
+            {"bias": False},
+            {"num_layers": 2, "bidirectional": True, "batch_first": True},
+            {"num_layers": 2, "bidirectional": True, "hidden": True},
+            {"proj_size": 1, "num_layers": 2, "bidirectional": True, "hidden": True},
+            {"nonlinearity": "relu", "hidden": True},
+            {"num_layers": 2, "dropout": 0.5, "eval": True},
+            {"packed": "sorted", "batch_first": True},
+            {"packed": "unsorted", "num_layers": 2, "bidirectional": True, "hidden": True},
+        ],
+    ),
 )
 def test_recurrent(kind, options):
     options = dict(options)
-    if ("proj_size" in options and kind is not nn.LSTM) or ("nonlinearity" in options and kind is not nn.RNN):
-        pytest.skip("no such option")
     hidden, packed, evaluate = options.pop("hidden", False), options.pop("packed", None), options.pop("eval", False)
     layers = options.get("num_layers", 1) * (1 + options.get("bidirectional", False))
     T, first = 4, options.get("batch_first", False)
@@ -378,12 +390,12 @@ def test_recurrent_with_as_many_steps_as_samples(kind):
     check(one(lambda: kind(2, 2), N, N, 2, axes=(1,) * (3 if kind is nn.LSTM else 2)))
 
 
-@pytest.mark.parametrize("kind", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"nonlinearity": "relu"}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    kinds_and_options([nn.RNNCell, nn.LSTMCell, nn.GRUCell], [{}, {"bias": False}, {"nonlinearity": "relu"}]),
+)
 @pytest.mark.parametrize("given_state", [False, True])
 def test_cell(kind, options, given_state):
-    if options.get("nonlinearity") and kind is not nn.RNNCell:
-        pytest.skip("no such option")
     h = (normal(N, 2), normal(N, 2)) if kind is nn.LSTMCell else normal(N, 2)
     check(Call(lambda: kind(3, 2, **options), lambda: (normal(N, 3), h) if given_state else (normal(N, 3),)))
 
@@ -744,3 +756,18 @@ def test_passing_an_integer_input_through_is_no_in_place_operation():
     with backpack(BatchL2Grad()):
         output.data.square().sum().backward()
     assert model.weight_hh_l0.batch_l2.shape == (N,)
+
+
+class OwnPReLU(nn.Module):
+    """``F.prelu`` on a parameter: its batching rule in PyTorch has been wrong for a single vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor([0.3, -0.2, 0.7]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.prelu(x, self.slope)
+
+
+def test_default_rule_does_not_trust_the_batching_rules_of_operators():
+    check(Call(OwnPReLU, lambda: (normal(N, 3),), default=True), V=1)
