@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from cases import CASES, Case
 from reference import Reference, affine_type, patches, reference
-from torch import einsum, nn
+from torch import Tensor, einsum, nn
 from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
@@ -55,6 +55,22 @@ def test_weights_of_affine_layers_get_derivatives_times_patches(case: Case):
         uses = [use for use in ref._uses if use[0].weight is ref.parameters[name]]
         J = sum(einsum("cgro,gri->cgoi", D, x) for _, x, D in uses)
         assert_close(J.reshape(ref.J[name].shape), ref.J[name])
+
+
+@by_case
+def test_hessians_of_samples_add_up_to_that_of_torch_func(case: Case):
+    ref, problem = reference(case), case.problem()
+    for name in ref.parameters:
+        blocks = ref.hessian_batch(name)
+        assert_close(blocks, blocks.mT)
+        if case.name in REWRITES_GRAPH:
+            continue
+
+        def loss(p: Tensor, name: str = name) -> Tensor:
+            return problem.loss_of_output(functional_call(problem.model, {name: p}, (problem.x,)))
+
+        H = jacrev(jacrev(loss), chunk_size=1)(ref.parameters[name].detach())
+        assert_close(ref.hessian(name), H.reshape(blocks.shape[1:]))
 
 
 def test_gauss_newton_is_the_hessian_of_a_linear_model():

@@ -1,0 +1,254 @@
+"""Mistakes that others have made, and that no other test has under its name.
+
+Where the table of cases holds the subject already (grouped, dilated or circular convolutions, ignored targets, reused
+modules, scaled losses, ...), it is not repeated here.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Case, Problem, cross_entropy, labels, mlp, normal
+from checks import check_all, compare, extended
+from reference import Reference
+from torch import Tensor, nn
+
+from curvopt import backpack, extend
+from curvopt.extensions import KFAC, PCHMP, DiagGGNExact, DiagGGNMC, DiagHessian
+
+
+def pooled(pool: nn.Module, *shape: int) -> Case:
+    """A pooling between a convolution and a linear layer, for images of some shape."""
+    with torch.no_grad():
+        features = pool(torch.zeros(1, 2, *shape)).numel()
+    convolution = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(shape)]
+    make = lambda: nn.Sequential(convolution(1, 2, 1), nn.Tanh(), pool, nn.Flatten(), nn.Linear(features, 2))  # noqa: E731
+    return Case("", make, normal(3, 1, *shape), cross_entropy(), labels)
+
+
+# --------------------------------------------------------------------------------------------- wrong without a word
+
+
+@pytest.mark.parametrize("divisor", [1, 3, 7])
+def test_average_pooling_divides_by_what_it_is_told(divisor: int):
+    check_all(pooled(nn.AvgPool2d(2, divisor_override=divisor), 2, 4).problem())
+
+
+DROPOUTS = [
+    *(nn.Dropout(p) for p in (0.0, 0.3, 0.9, 1.0)),
+    nn.AlphaDropout(0.4),
+    nn.FeatureAlphaDropout(0.4),
+]
+
+
+@pytest.mark.parametrize("dropout", DROPOUTS, ids=str)
+def test_mask_of_dropout_is_not_told_from_zeros(dropout: nn.Module):
+    """Zeros come from ReLU, too; the mask is that of the forward, whatever it left."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), dropout, nn.Linear(5, 4), nn.Tanh(), dropout, nn.Linear(4, 2))
+    problem = Problem(model.double(), torch.randn(4, 4).double(), torch.randint(2, (4,)), nn.CrossEntropyLoss())
+    torch.manual_seed(3)
+    ref = Reference(problem.model, problem.x, problem.loss_of_output)
+
+    def loss() -> Tensor:
+        torch.manual_seed(3)
+        return problem.loss()
+
+    check_all(problem, loss, ref)
+
+
+def test_dropout_of_whole_channels():
+    model = nn.Sequential(nn.Conv2d(1, 4, 2), nn.ReLU(), nn.Dropout2d(0.5), nn.Flatten(), nn.Linear(16, 2)).double()
+    problem = Problem(model, torch.randn(3, 1, 3, 3).double(), torch.randint(2, (3,)), nn.CrossEntropyLoss())
+    torch.manual_seed(3)
+    ref = Reference(problem.model, problem.x, problem.loss_of_output)
+
+    def loss() -> Tensor:
+        torch.manual_seed(3)
+        return problem.loss()
+
+    check_all(problem, loss, ref)
+
+
+class WithInitialState(nn.Module):
+    """A recurrent module whose initial state is a parameter, or comes from the network."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.encode, self.lstm, self.out = nn.Linear(2, 2), nn.LSTM(2, 2, batch_first=True), nn.Linear(2, 2)
+        self.kind = kind
+        if kind == "constant":
+            self.register_buffer("state", torch.randn(1, 1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "constant":
+            h = self.state.expand(-1, len(x), -1)
+        else:
+            h = torch.tanh(self.encode(x[:, 0]))[None]
+        return self.out(self.lstm(x, (h.contiguous(), h.cos()))[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", ["constant", "computed"])
+def test_lstm_begins_with_the_state_it_is_given(kind: str):
+    problem = Problem(
+        WithInitialState(kind).double(), torch.randn(3, 2, 2).double(), torch.randint(2, (3,)), nn.CrossEntropyLoss()
+    )
+    if kind == "constant":
+        problem.model.encode.requires_grad_(False)
+    check_all(problem)
+
+
+class TransposesBetween(nn.Module):
+    """Functional transposes and permutations between layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.features, self.out = nn.Linear(3, 2), nn.Linear(4, 3), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.tokens(x.transpose(1, 2))).permute(0, 2, 1)
+        return self.out(self.features(x).mT.reshape(len(x), -1))
+
+
+def test_functional_transposes_between_modules():
+    model = TransposesBetween().double()
+    check_all(Problem(model, torch.randn(3, 3, 4).double(), torch.randint(2, (3,)), nn.CrossEntropyLoss()))
+
+
+class BranchInCode(nn.Module):
+    """A sum of branches one of which is no module, one nothing at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.branch, self.out = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x)
+        return self.out(torch.sigmoid(self.branch(h)) + h.sin() * h + h)
+
+
+def test_branch_that_is_no_module():
+    check_all(
+        Problem(BranchInCode().double(), torch.randn(4, 3).double(), torch.randint(2, (4,)), nn.CrossEntropyLoss())
+    )
+
+
+@pytest.mark.parametrize("modify", ["clip", "abs"])
+def test_positive_curvature_is_proportional_to_the_loss(modify: str):
+    """A residual that is multiplied by the gradient twice would grow with its square."""
+    products = []
+    for scale in (1.0, 3.0):
+        problem = extended(
+            Case("", lambda: mlp(4, 5, 3, activation=nn.Sigmoid), normal(4, 4), cross_entropy(), labels, scale=scale)
+        )
+        with backpack(PCHMP(modify)):
+            problem.loss().backward()
+        products.append([p.pchmp(torch.eye(p.numel()).double().view(-1, *p.shape)) for p in problem.model.parameters()])
+    for single, triple in zip(*products, strict=True):
+        compare(triple, 3 * single, modify)
+
+
+# -------------------------------------------------------------------------------------------------------------- breaks
+
+
+@pytest.mark.parametrize(
+    ("pool", "shape"),
+    [(nn.AvgPool1d(2), (4,)), (nn.AvgPool2d(2, 1, 1), (2, 3)), (nn.AvgPool3d(2, 1), (2, 2, 3))],
+    ids=str,
+)
+def test_average_pooling_in_double_precision(pool: nn.Module, shape: tuple[int, ...]):
+    check_all(pooled(pool, *shape).problem())
+
+
+@pytest.mark.parametrize(
+    ("size", "shape"),
+    [
+        (1, (3, 4)),
+        ((2, 3), (3, 4)),
+        ((3, 4), (3, 4)),
+        ((4, 5), (3, 4)),
+        ((None, 2), (2, 5)),
+        ((2,), (5,)),
+        ((3,), (5,)),
+    ],
+    ids=str,
+)
+def test_adaptive_average_pooling_to_any_size(size: int | tuple, shape: tuple[int, ...]):
+    kind = nn.AdaptiveAvgPool2d if len(shape) == 2 else nn.AdaptiveAvgPool1d
+    check_all(pooled(kind(size), *shape).problem())
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LazyBatchNorm1d, nn.SyncBatchNorm], ids=lambda n: n.__name__)
+def test_batch_norm_in_a_net_with_kfac(norm: type[nn.Module]):
+    """Factors of the norm's own parameters included, in train mode and in eval mode."""
+    model = nn.Sequential(
+        nn.Linear(4, 5), norm() if norm is nn.LazyBatchNorm1d else norm(5), nn.ReLU(), nn.Linear(5, 2)
+    )
+    model = model.double()
+    if norm is nn.LazyBatchNorm1d:
+        model(torch.randn(4, 4).double())
+    if norm is nn.SyncBatchNorm:
+        model.eval()  # on CPUs there is no other
+    lossfunc, x, y = extend(nn.CrossEntropyLoss()), torch.randn(6, 4).double(), torch.randint(2, (6,))
+    extend(model)
+    for mode in {model.training, False}:
+        model.train(mode)
+        with backpack(KFAC(), DiagGGNMC()):
+            lossfunc(model(x), y).backward()
+        for name, p in model.named_parameters():
+            factors = p.kfac
+            assert len(factors) == (2 if p.dim() == 2 else 1)
+            assert all(factor.isfinite().all() and factor.any() for factor in factors), name
+            if len(factors) == 1:
+                compare(factors[0].diagonal(), p.diag_ggn_mc, name)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU], ids=lambda kind: kind.__name__)
+def test_recurrent_modules_of_every_form(kind: type[nn.RNNBase], layers: int, bidirectional: bool):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = kind(2, 1, layers, bidirectional=bidirectional, batch_first=True)
+            self.out = nn.Linear(2 if bidirectional else 1, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.rnn(x)[0].mean(1))
+
+    check_all(Problem(Net().double(), torch.randn(2, 3, 2).double(), torch.randint(2, (2,)), nn.CrossEntropyLoss()))
+
+
+def test_modulus_of_complex_numbers_is_no_piecewise_linear_function():
+    """As the absolute value of real ones is."""
+    net = lambda: nn.Sequential(nn.Linear(3, 4), _Spectrum(), nn.Linear(3, 2))  # noqa: E731
+    problem = Problem(net().double(), torch.randn(3, 3).double(), torch.randint(2, (3,)), nn.CrossEntropyLoss())
+    check_all(problem)
+
+
+class _Spectrum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(x).abs()
+
+
+def test_instance_norm_is_nonlinear_in_its_input():
+    """It runs as a batch norm with statistics of its own, which in eval mode would be linear."""
+    model = nn.Sequential(nn.Conv1d(1, 2, 2), nn.InstanceNorm1d(2), nn.Flatten(), nn.Linear(6, 2)).double()
+    case = Problem(model, torch.randn(3, 1, 4).double(), torch.randint(2, (3,)), nn.CrossEntropyLoss())
+    check_all(case)
+
+
+@pytest.mark.parametrize("activation", [nn.Hardshrink(1e9), nn.ELU(), nn.SELU()], ids=str)
+def test_nonlinear_operation_without_curvature_here(activation: nn.Module):
+    """Where all units are in a linear part of it, or dead, it adds nothing, and no column is left to be swept."""
+    model = nn.Sequential(nn.Linear(3, 4), activation, nn.Linear(4, 2)).double()
+    with torch.no_grad():
+        model[0].bias.fill_(100.0)
+    problem = Problem(model, torch.randn(3, 3).double(), torch.randint(2, (3,)), nn.CrossEntropyLoss())
+    ref = Reference(problem.model, problem.x, problem.loss_of_output)
+    extend(model)
+    extend(problem.lossfunc)
+    with backpack(DiagHessian(), DiagGGNExact()):
+        problem.loss().backward()
+    for name, p in problem.trainable().items():
+        compare(p.diag_h, ref.diag_h(name), name)
+        compare(p.diag_h, p.diag_ggn_exact, name)
