@@ -16,7 +16,7 @@ from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.derivatives.rules import AffineRule
 from curvopt.core.graph import Entry
 from curvopt.core.jacobians import Jacobian
-from curvopt.core.residuals import pull
+from curvopt.core.residuals import leads_to, pull
 from curvopt.errors import CurvoptError
 
 
@@ -64,7 +64,8 @@ def averaged_jacobians(
                 yield entry.parameters[name], jacobian
         if not left:
             return
-        inputs = [e for e in _inputs(edge.node) if _reaches(e.node, left)]
+        nodes = {node for node, _ in left}
+        inputs = [e for e in _inputs(edge.node) if leads_to(e.node, nodes)]
         if len(inputs) != 1:
             raise CurvoptError(
                 f"kfra is defined for sequential networks only, but {edge.node.name()} has {len(inputs)} inputs that "
@@ -89,17 +90,3 @@ def _root(columns: Tensor) -> Tensor:
 
 def _inputs(node: Node) -> list[GradientEdge]:
     return [GradientEdge(f, nr) for f, nr in node.next_functions if f is not None]
-
-
-def _reaches(node: Node, targets: set[tuple[Node, int]]) -> bool:
-    nodes = {target for target, _ in targets}
-    stack, seen = [node], {node}
-    while stack:
-        current = stack.pop()
-        if current in nodes:
-            return True
-        for following, _ in current.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return False

@@ -9,7 +9,7 @@ backward, and travels on as columns ``u`` with weights: ``R = sum_v w_v u_v u_v^
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -54,6 +54,20 @@ ELEMENTWISE = frozenset(
 def operation(node: Node) -> str:
     """Upper-case name of the operation a node differentiates, e.g. ``TANH``."""
     return re.sub(r"BACKWARD\d*$", "", node.name().upper().rsplit("::", 1)[-1])
+
+
+def leads_to(root: Node, targets: Collection[Node]) -> bool:
+    """Whether any of some nodes lies behind ``root``, or is it."""
+    seen, stack = {root}, [root]
+    while stack:
+        node = stack.pop()
+        if node in targets:
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return False
 
 
 class Residual(NamedTuple):

@@ -136,7 +136,9 @@ def unaligned(
     reached: set[int] = set()
     with torch.no_grad():
         for loss in losses:
-            z = loss.input
+            z, at = loss.input, loss.edge
+            if at is None:
+                continue
             seed = torch.randn(z.shape, generator=generator).to(z)
             # powers of two, so that products with them are exact; samples that trade places or mix betray themselves
             most = 12 if z.dtype == torch.float16 else 64
@@ -144,10 +146,10 @@ def unaligned(
             factors = 2.0 ** (exponents - most // 2)
             along = factors.repeat_interleave(len(z) // N).to(z).view(-1, *[1] * (z.dim() - 1))
             inputs = [edge for _, edge, _ in edges]
-            arrived = pull([loss.edge], inputs, [seed.unsqueeze(0)])
-            scaled_arrived = pull([loss.edge], inputs, [(seed * along).unsqueeze(0)])
+            arrived = pull([at], inputs, [seed.unsqueeze(0)])
+            scaled_arrived = pull([at], inputs, [(seed * along).unsqueeze(0)])
             for (i, _, axis), grad, scaled in zip(edges, arrived, scaled_arrived, strict=True):
-                if grad is None:
+                if grad is None or scaled is None:
                     reached.add(i)  # not on the way to this loss, whatever the values
                 elif bool(grad.any()):
                     reached.add(i)

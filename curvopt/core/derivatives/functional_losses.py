@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.derivatives.losses import Bernoulli, Diagonal, LossCurvature, Softmax
-from curvopt.core.residuals import LINEAR, MULTILINEAR, operation, pull
+from curvopt.core.residuals import LINEAR, MULTILINEAR, leads_to, operation, pull
 from curvopt.core.uses import LossUse, TermUse, Use, records_of
 from curvopt.errors import CurvoptError
 
@@ -167,14 +167,14 @@ def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[list[L
         if known:
             functional = None if any(isinstance(record, Use) for record in records) else _recognise(node)
             if functional is not None:
-                if _leads_to(functional.edge.node, uses):
+                if leads_to(functional.edge.node, uses):
                     losses.append(functional)
                 continue
             name = operation(node)
             linear = name in _LINEAR and not (name in _ONE_OPERAND and len(inputs) > 1)
             linear = linear and not (name == "DIV" and node.next_functions[0][0] is None)
             if any(isinstance(record, Use) for record in records) or not linear:
-                if not _leads_to(node, uses):
+                if not leads_to(node, uses):
                     continue
                 unknown.append(node.name())
                 known = False
@@ -185,16 +185,3 @@ def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[list[L
                 seen.add(following)
                 stack.append((following, known))
     return losses, unknown
-
-
-def _leads_to(root: Node, targets: Collection[Node]) -> bool:
-    seen, stack = {root}, [root]
-    while stack:
-        node = stack.pop()
-        if node in targets:
-            return True
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return False
