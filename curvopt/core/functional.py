@@ -39,10 +39,13 @@ def recognise(node: Node, p: nn.Parameter, parents: dict[Node, list[Node]], path
         module.padding_idx = padding if padding is not None and 0 <= padding < len(p) else None
         return _use(path, module, p, _saved(node, "indices"), node)
     if name == "TBackward0" or (name in ("PermuteBackward0", "TransposeBackward0") and p.dim() == 2 and _swaps(node)):
-        product = [parent for parent in parents.get(node, ()) if parent.name() in ("MmBackward0", "AddmmBackward0")]
-        if len(product) == 1 and len(parents[node]) == 1 and product[0].next_functions[-1][0] is node:
-            x = _saved(product[0], "self" if product[0].name() == "MmBackward0" else "mat1")
-            return _use(path, nn.Linear(1, 1, bias=False, device="meta"), p, x, product[0])
+        consumers = parents.get(node, [])
+        product = consumers[0] if len(consumers) == 1 else None
+        if product is not None and product.next_functions[-1][0] is node:
+            if product.name() == "MmBackward0":
+                return _use(path, nn.Linear(1, 1, bias=False, device="meta"), p, _saved(product, "self"), product)
+            if product.name() == "AddmmBackward0" and _saved(product, "alpha") == 1:
+                return _use(path, nn.Linear(1, 1, bias=False, device="meta"), p, _saved(product, "mat1"), product)
     return None
 
 

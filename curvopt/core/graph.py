@@ -26,6 +26,9 @@ class Entry:
             parameters = {name: p for name, p in self.rule.parameters(use.module).items() if p.requires_grad}
         self.parameters = parameters
         self.edges: dict[int, GradientEdge] = {}
+        for name, p in self.parameters.items():
+            if p.is_complex():
+                raise CurvoptError(f"{use.describe()}: parameter '{name}' is complex; use two real ones.")
         self.rows = self.rule.rows(use) if self.parameters else 0
 
 

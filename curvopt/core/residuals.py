@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.uses import unheard
@@ -52,8 +53,11 @@ ELEMENTWISE = frozenset(
 
 
 def operation(node: Node) -> str:
-    """Upper-case name of the operation a node differentiates, e.g. ``TANH``."""
-    return re.sub(r"BACKWARD\d*$", "", node.name().upper().rsplit("::", 1)[-1])
+    """Upper-case name of the operation a node differentiates, e.g. ``TANH``; functions of users keep a small letter."""
+    name = node.name().rsplit("::", 1)[-1]
+    if isinstance(node, BackwardCFunction):
+        return f"user's {name}"
+    return re.sub(r"BACKWARD\d*$", "", name.upper())
 
 
 def leads_to(root: Node, targets: Collection[Node]) -> bool:
@@ -193,6 +197,9 @@ def residual_columns(residual: Residual, grads: list[Tensor], N: int, size: int,
         size: columns at a time.
         modify: replace R by its positive part (``"clip"``) or absolute value (``"abs"``), else leave it.
     """
+    if isinstance(residual.node, BackwardCFunction):
+        # a function that is differentiable once protests only if its gradient could be differentiated
+        grads = [grad if grad.requires_grad else grad.detach().requires_grad_() for grad in grads]
     # stay within the operation: an input may depend on another, and the gradient (under create_graph) on all of them
     borders = [edge.node for edge in residual.inputs] + [grad.grad_fn for grad in grads]
     with torch.enable_grad(), cut(borders):

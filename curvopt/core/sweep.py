@@ -74,16 +74,15 @@ class Exact:
 
     def chunks(self, loss: LossCurvature, size: int, rows: int) -> Iterator[Tensor]:
         """Columns ``[v, *z.shape]``, at most ``size`` at a time; ``rows`` of z belong to each sample."""
-        for start in range(0, loss.columns, size):
-            columns = loss.root(start, min(start + size, loss.columns))
-            if rows == 1:
+        for row in range(rows):
+            for start in range(0, loss.columns, size):
+                columns = loss.root(start, min(start + size, loss.columns))
+                if rows > 1:
+                    # the network may mix the rows of a sample: one column for each of them
+                    own = torch.zeros_like(columns)
+                    own[:, row::rows] = columns[:, row::rows]
+                    columns = own
                 yield columns
-                continue
-            # the network may mix the rows of a sample: one column for each of them
-            for row in range(rows):
-                only = torch.zeros_like(columns)
-                only[:, row::rows] = columns[:, row::rows]
-                yield only
 
 
 @dataclass(frozen=True)
@@ -486,6 +485,12 @@ class Pass:
                 f"{fields_of(self.second_order)} need the curvature of the loss, but no loss was recognised in this "
                 "backward; use lossfunc = extend(nn.CrossEntropyLoss()) (or MSELoss, BCEWithLogitsLoss)."
             )
+        for use in graph.losses:
+            others = getattr(use, "others", ())
+            if use.edge is None and any(other.requires_grad for other in others):
+                raise CurvoptError(
+                    f"{use.describe()}: only the first argument of a loss may depend on parameters; swap the arguments."
+                )
         if graph.mixing:
             refused = [e for e in self.extensions if e.needs_independent_samples]
             if refused:

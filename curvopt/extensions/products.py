@@ -51,7 +51,9 @@ class _Identity:
 
 class _Product(Extension):
     def update(self, total: list[Jacobian] | None, jacobian: Jacobian) -> list[Jacobian]:
-        return [*(total or ()), jacobian.owned()]
+        owned = jacobian.owned()
+        owned.origin = ()  # the use holds the activations
+        return [*(total or ()), owned]
 
     def regularize(self, total: list[Jacobian], weight: Tensor, p: Tensor, N: int) -> list[Any]:
         return [*total, _Identity(weight, p.shape)]

@@ -44,9 +44,13 @@ class Conv(AffineRule):
 
     def unfold(self, module: nn.Conv2d, x: Tensor) -> Tensor:
         # the module's own padding amounts, which also serve padding="same"; F.pad wants the last axis first
-        amounts = module._reversed_padding_repeated_twice
-        if any(amounts):
-            x = F.pad(x, amounts, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
+        amounts: list[int] = module._reversed_padding_repeated_twice
+        if module.padding_mode == "zeros":
+            if not isinstance(module.padding, str):  # what the forward reads, assigned after construction perhaps
+                amounts = [amount for amount in reversed(module.padding) for _ in range(2)]
+            x = F.pad(x, amounts)
+        elif any(amounts):
+            x = F.pad(x, amounts, mode=module.padding_mode)
         seen = patches(x, module.kernel_size, module.stride, module.dilation)
         return rearrange(seen, "n (g c) s k -> n g s (c k)", g=module.groups)
 
