@@ -138,7 +138,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             self._passes.popitem()[1].undo()
         self._pending = None
 
-    def _run(self, roots: Sequence[Node], call: Callable[[], Any], accumulates: bool) -> Any:
+    def _run(self, roots: Sequence[Node], call: Callable[[], Any], accumulates: bool, partial: bool) -> Any:
         """A call into autograd, with its graph read (and the request checked) before anything is computed."""
         handles: list[RemovableHandle] = []
         try:
@@ -147,7 +147,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             raise CurvoptError(f"{fields_of(self.extensions)}: {error}") from error
         if not graph.entries and not accumulates:
             return call()  # a gradient of something else
-        self._pending = Pass(self.extensions, self.extension_hook, graph)
+        self._pending = Pass(self.extensions, self.extension_hook, graph, partial)
         try:
             # functional losses have no hook from the forward
             handles = [use.listen(self._functional_loss) for use in graph.losses if isinstance(use, FunctionalLoss)]
@@ -183,5 +183,5 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
         nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in outputs]
         roots = [node for node in nodes if node is not None]
         if roots:
-            return context._run(roots, call, kwargs.get("accumulate_grad", False))
+            return context._run(roots, call, kwargs.get("accumulate_grad", False), partial=bool(args[3]))
     return call()

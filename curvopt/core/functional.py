@@ -27,25 +27,31 @@ class FunctionalUse(Use):
         """Record what the node saved."""
         self.path, self.module, self.args, self.kwargs = path, module, (x,), {}
         self.versions, self.boundary, self.outputs = (x._version,), frozenset(), None
-        self.shapes, self.cache, self.seen = (shape,), {}, tuple(module._parameters.values())
+        self.shapes, self.cache, self.state, self.seen = (shape,), {}, None, tuple(module._parameters.values())
 
 
-def recognise(node: Node, p: nn.Parameter, parents: dict[Node, list[Node]], path: str):
-    """The use and the edge of its output, if ``p`` enters ``node`` as the weight of a known call."""
+def recognise(
+    node: Node, position: int, p: nn.Parameter, parents: dict[Node, list[Node]], path: str
+) -> tuple[FunctionalUse, str, GradientEdge] | None:
+    """The use, the parameter's name in it and the edge of its output, if ``p`` enters a known call at ``node``."""
     name = node.name()
     if name == "EmbeddingBackward0" and not _saved(node, "scale_grad_by_freq"):
         padding = _saved(node, "padding_idx")
-        module = nn.Embedding(1, 1, padding_idx=None, device="meta")
+        module = nn.Embedding(1, 1, device="meta")
         module.padding_idx = padding if padding is not None and 0 <= padding < len(p) else None
-        return _use(path, module, p, _saved(node, "indices"), node)
+        return _use(path, module, "weight", p, _saved(node, "indices"), node)
+    if name == "AddmmBackward0" and position == 0 and p.dim() == 1 and _saved(node, "beta") == 1:
+        rows = node._input_metadata[0].shape[0]  # type: ignore[attr-defined]
+        return _use(path, nn.Linear(1, 1, device="meta"), "bias", p, p.new_empty(rows, 1), node)
     if name == "TBackward0" or (name in ("PermuteBackward0", "TransposeBackward0") and p.dim() == 2 and _swaps(node)):
         consumers = parents.get(node, [])
         product = consumers[0] if len(consumers) == 1 else None
         if product is not None and product.next_functions[-1][0] is node:
+            linear = nn.Linear(1, 1, bias=False, device="meta")
             if product.name() == "MmBackward0":
-                return _use(path, nn.Linear(1, 1, bias=False, device="meta"), p, _saved(product, "self"), product)
+                return _use(path, linear, "weight", p, _saved(product, "self"), product)
             if product.name() == "AddmmBackward0" and _saved(product, "alpha") == 1:
-                return _use(path, nn.Linear(1, 1, bias=False, device="meta"), p, _saved(product, "mat1"), product)
+                return _use(path, linear, "weight", p, _saved(product, "mat1"), product)
     return None
 
 
@@ -56,10 +62,12 @@ def _swaps(node: Node) -> bool:
     return {_saved(node, "dim0") % 2, _saved(node, "dim1") % 2} == {0, 1}
 
 
-def _use(path: str, module: nn.Module, p: nn.Parameter, x: Tensor, node: Node) -> tuple[FunctionalUse, GradientEdge]:
-    module.weight = p
-    shape = torch.Size(node._input_metadata[0].shape)
-    return FunctionalUse(path, module, x, shape), GradientEdge(node, 0)
+def _use(
+    path: str, module: nn.Module, name: str, p: nn.Parameter, x: Tensor, node: Node
+) -> tuple[FunctionalUse, str, GradientEdge]:
+    module._parameters[name] = p
+    shape = torch.Size(node._input_metadata[0].shape)  # type: ignore[attr-defined]
+    return FunctionalUse(path, module, x, shape), name, GradientEdge(node, 0)
 
 
 def _saved(node: Node, name: str) -> Any:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.rules import Rule, rule_for
 from curvopt.core.functional import added_term, parents_and_dependents, recognise
-from curvopt.core.uses import TermUse, Use, records_of
+from curvopt.core.uses import TermUse, Use, extended_name, records_of
 from curvopt.errors import CurvoptError
 
 
@@ -44,7 +45,8 @@ class Graph:
         mixing: descriptions of modules that mix samples (train-mode batch norm).
         outside: names of parameters that enter the loss by an added term, which no quantity contains.
         owners: the extended module that owns each parameter, and the parameter's name in it.
-        structure: hash of the operations and their arguments, ``None`` if some reorder by the values of tensors.
+        structure: hash of the operations up to the losses and their arguments, ``None`` if the values of tensors may
+            decide which samples meet.
 
     Raises:
         CurvoptError: if a parameter is used outside of its module in a way that is not known.
@@ -56,32 +58,35 @@ class Graph:
         self.terms: list[TermUse] = []
         self.mixing: list[str] = []
         nodes = list(_walk(list(roots)))
-        inside: set[tuple[Node, int]] = set()
+        interior = _Interior()
+        terms: set[Node] = set()
         for node in nodes:
             records = records_of(node)
             for record, index, output_nr in records:
                 if isinstance(record, TermUse):
                     self.terms.append(record)
-                    inside |= _parameter_edges([node], record.boundary, record.parameters)
+                    terms.add(node)
+                    interior.add([node], record.boundary, record.parameters)
                 elif isinstance(record, Use):
                     entry = self.entries.get(record) or self.entries.setdefault(record, Entry(record))
                     entry.edges[index] = GradientEdge(node, output_nr)
             if _mixes_samples(node):
                 self.mixing.append(records[0][0].describe() if records else node.name())
-        self.structure = structure(nodes)
         self.owners: dict[nn.Parameter, tuple[Entry, str]] = {}
         for entry in self.entries.values():
             entry.use.check_inputs()
-            inside |= _parameter_edges(
-                [e.node for e in entry.edges.values()], entry.use.boundary, entry.parameters.values()
+            interior.add(
+                [edge.node for edge in entry.edges.values()], entry.use.boundary, list(entry.parameters.values())
             )
             for name, p in entry.parameters.items():
                 self.owners.setdefault(p, (entry, name))
         self.functional: list[Entry] = []
         self.outside: list[str] = []
-        self._read_outside(nodes, inside)
+        self._read_outside(nodes, interior)
         outputs = {edge.node for entry in self.entries.values() if entry.parameters for edge in entry.edges.values()}
-        self.losses, self.nonlinear = find_losses(roots, outputs)
+        self.losses, self.nonlinear = find_losses(roots, outputs | terms)
+        ends = [loss.edge.node for loss in self.losses if loss.edge is not None]
+        self.structure = structure(_walk(ends))
         self.uses_of: dict[nn.Parameter, int] = {}
         for entry in self.entries.values():
             for p in entry.parameters.values():
@@ -89,37 +94,86 @@ class Graph:
 
     def name(self, p: nn.Parameter) -> str:
         """Path of a parameter in the extended model."""
+        if p not in self.owners:
+            return extended_name(p) or "a parameter"
         entry, name = self.owners[p]
         return f"{entry.use.path}.{name}".lstrip(".")
 
-    def _read_outside(self, nodes: list[Node], inside: set[tuple[Node, int]]) -> None:
-        """Recognise, note or refuse every edge into a known parameter that lies in no use of it."""
-        outside = [edge for edge in _edges_to(nodes, self.owners) if edge not in inside]
+    def _read_outside(self, nodes: list[Node], interior: _Interior) -> None:
+        """Recognise, note or refuse every way to an extended parameter that lies in no use of it."""
+        outside = list(interior.ways_around(nodes, lambda p: p in self.owners or extended_name(p) is not None))
         if not outside:
             return
         parents, dependent = parents_and_dependents(self, nodes)
-        for node, position in outside:
-            p = node.next_functions[position][0].variable  # type: ignore[union-attr]
-            entry, name = self.owners[p]
-            found = recognise(node, p, parents, entry.use.path)
+        for node, position, p in outside:
+            direct = getattr(node.next_functions[position][0], "variable", None) is p
+            path = self.name(p).rpartition(".")[0]
+            found = recognise(node, position, p, parents, path) if direct else None
             if found is not None:
-                use, edge = found
-                functional = Entry(use, {"weight": p})
+                use, name, edge = found
+                functional = Entry(use, {name: p})
                 functional.edges[0] = edge
                 self.entries[use] = functional
                 self.functional.append(functional)
+                self.owners.setdefault(p, (functional, name))
             elif added_term(node, parents, dependent):
                 self.outside.append(self.name(p))
             else:
+                entry, name = self.owners.get(p, (None, self.name(p)))
+                where = entry.use.describe() if entry is not None else "the extended model"
                 raise CurvoptError(
-                    f"{entry.use.describe()}: parameter '{name}' is also used outside of its module (by "
-                    f"{node.name()}), which the quantities would miss; use it through the module, F.linear or "
-                    "F.embedding only."
+                    f"{where}: parameter '{name}' is also used outside of its module (by {node.name()}), which "
+                    "the quantities would miss; call its module, or use it by F.linear or F.embedding."
                 )
 
 
-# operations that move entries to where the values of a tensor say: among samples, perhaps
+class _Interior:
+    """The parts of the graph that lie in a recorded use, and by which parameters enter it."""
+
+    def __init__(self) -> None:
+        self.nodes: set[Node] = set()
+        self.edges: set[tuple[Node, int]] = set()
+        self.leading: dict[Node, nn.Parameter] = {}  # nodes inside, outputs excepted, that depend on a parameter
+
+    def add(self, outputs: list[Node], boundary: frozenset, parameters: Sequence[nn.Parameter]) -> None:
+        """The part between the outputs of a use and its inputs."""
+        known = {id(p) for p in parameters}
+        parents: dict[Node, list[Node]] = {}
+        reached: list[tuple[Node, nn.Parameter]] = []
+        for node in _walk(outputs, boundary):
+            self.nodes.add(node)
+            for position, (target, _) in enumerate(node.next_functions):
+                p = getattr(target, "variable", None)
+                if p is None:
+                    if target is not None:
+                        parents.setdefault(target, []).append(node)
+                elif id(p) in known:
+                    self.edges.add((node, position))
+                    reached.append((node, p))
+        ends = set(outputs)
+        while reached:
+            node, p = reached.pop()
+            if node not in ends and node not in self.leading:
+                self.leading[node] = p
+                reached += [(parent, p) for parent in parents.get(node, ())]
+
+    def ways_around(
+        self, nodes: Iterable[Node], known: Callable[[nn.Parameter], bool]
+    ) -> Iterator[tuple[Node, int, nn.Parameter]]:
+        """Edges ``(node, position)`` by which a known parameter enters the graph past every use of it."""
+        for node in nodes:
+            for position, (target, _) in enumerate(node.next_functions):
+                p = getattr(target, "variable", None)
+                if p is not None:
+                    if (node, position) not in self.edges and known(p):
+                        yield node, position, p
+                elif node not in self.nodes and target in self.leading:
+                    yield node, position, self.leading[target]
+
+
+# operations that move entries to where the values of a tensor say, among samples perhaps, or sum over them
 _REORDERING = ("Index", "Gather", "Scatter", "Sort", "Topk", "Take", "MaskedSelect", "RepeatInterleave", "Put")
+_REDUCING = ("Mean", "Sum", "Var", "Std", "Softmax", "LogSoftmax", "Cum", "Amax", "Amin", "Logsumexp", "Norm", "Prod")
 _arguments: dict[str, tuple[str, ...]] = {}
 
 
@@ -128,13 +182,35 @@ def structure(nodes: Iterable[Node]) -> int | None:
     found: list[Any] = []
     for node in nodes:
         name = node.name()
-        if name.startswith(_REORDERING):
+        if name.startswith(_REORDERING) or isinstance(node, BackwardCFunction):
             return None
+        if name.startswith(_REDUCING) and _reduces_samples(node):
+            return None
+        if name in ("MmBackward0", "AddmmBackward0") and not _is_weight(node.next_functions[-1][0]):
+            return None  # a product from the left, which may be any mixture of rows
         if name not in _arguments:
             saved = [attribute for attribute in dir(node) if attribute.startswith("_saved_")]
             _arguments[name] = tuple(a for a in saved if _is_argument(getattr(node, a)))
         found.append((name, *(_hashable(getattr(node, attribute)) for attribute in _arguments[name])))
     return hash(tuple(found))
+
+
+def _reduces_samples(node: Node) -> bool:
+    """Whether a reduction goes over the first axis, or over all."""
+    dims = getattr(node, "_saved_dim", None)
+    return dims is None or 0 in (dims if isinstance(dims, (tuple, list)) else (dims,))
+
+
+def _is_weight(node: Node | None) -> bool:
+    """Whether a factor of a matrix product is a constant or a parameter, transposed perhaps."""
+    while node is not None and node.name() in (
+        "TBackward0",
+        "TransposeBackward0",
+        "PermuteBackward0",
+        "ToCopyBackward0",
+    ):
+        node = node.next_functions[0][0]
+    return node is None or hasattr(node, "variable")
 
 
 def _is_argument(value: Any) -> bool:
@@ -145,22 +221,6 @@ def _is_argument(value: Any) -> bool:
 
 def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value if isinstance(value, (int, str, tuple)) else None
-
-
-def _edges_to(nodes: Iterable[Node], parameters: Container[nn.Parameter]) -> list[tuple[Node, int]]:
-    """Edges ``(node, position)`` from the nodes into the leaves of some parameters."""
-    return [
-        (node, position)
-        for node in nodes
-        for position, (target, _) in enumerate(node.next_functions)
-        if (p := getattr(target, "variable", None)) is not None and p in parameters
-    ]
-
-
-def _parameter_edges(
-    roots: list[Node], boundary: frozenset, parameters: Iterable[nn.Parameter]
-) -> set[tuple[Node, int]]:
-    return set(_edges_to(_walk(roots, boundary), set(parameters)))
 
 
 def _walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core.graph import Entry, Graph
-from curvopt.core.residuals import pull
+from curvopt.core.residuals import leads_to, pull
 from curvopt.core.uses import Loss, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 
@@ -50,7 +50,7 @@ def find_samples(graph: Graph, losses: Sequence[Loss]) -> Samples:
             raise CurvoptError(f"{loss.describe()}: the batch is empty; call backward outside of the context for it.")
     entries = [entry for entry in graph.entries.values() if entry.parameters]
     if not losses or graph.mixing:
-        return Samples(_common_length(graph, losses), frozenset())
+        return _common_length(graph, losses)
     shapes = [*(loss.input.shape for loss in losses), *(entry.use.shapes for entry in entries)]
     key = None if graph.structure is None else hash((graph.structure, *shapes))
     found = None if key is None else _found.get(key)
@@ -75,33 +75,37 @@ def find_samples(graph: Graph, losses: Sequence[Loss]) -> Samples:
 def _search(losses: Sequence[Loss], entries: Sequence[Entry]) -> tuple[tuple[int, frozenset[int]], bool]:
     """The number of samples and the indices of unaligned uses, and whether no gradient arrived at some use.
 
-    A sample is a row of the loss, unless the network mixes rows: then it is what the network takes for one.
+    A sample is a row of the loss, unless most uses take several rows together for one (flattened sequences).
     """
     lengths = {len(loss.input) for loss in losses}
-    shortest = min(lengths)
-    candidates = sorted({shortest, *(e.rows for e in entries if e.rows and shortest % e.rows == 0)}, reverse=True)
+    N = min(lengths)
+    if len(lengths) > 1 and (any(length % N for length in lengths) or not _common_use(losses, entries)):
+        raise CurvoptError(
+            f"{losses[0].describe()}: the losses see {sorted(lengths)} samples; call backward for each batch by itself."
+        )
     edges = [
         (i, edge, entry.rule.output_axis(entry.use, index))
         for i, entry in enumerate(entries)
         for index, edge in entry.edges.items()
     ]
-    best: tuple[int, set[int]] | None = None
-    silent = False
-    for N in candidates:
-        if any(length % N for length in lengths):
-            continue
-        strays, quiet = unaligned(N, losses, edges)
-        silent |= quiet
-        if best is None or len(strays) < len(best[1]):
-            best = N, strays
-        if 2 * len(strays) < len(entries):
-            best = N, strays  # a shared input here and there is no reason to call several rows one sample
-            break
-    if best is None:
-        raise CurvoptError(
-            f"{losses[0].describe()}: the losses see {sorted(lengths)} samples; give them one batch size."
+    strays, silent = unaligned(N, losses, edges)
+    rows = [entries[i].rows for i in strays]
+    for fewer in sorted({r for r in rows if 0 < r < N and N % r == 0}, reverse=True):
+        if 2 * rows.count(fewer) > len(entries):
+            strays, quiet = unaligned(fewer, losses, edges)
+            return (fewer, frozenset(strays)), silent or quiet
+    return (N, frozenset(strays)), silent
+
+
+def _common_use(losses: Sequence[Loss], entries: Sequence[Entry]) -> bool:
+    """Whether some use lies behind all of the losses."""
+    return any(
+        all(
+            loss.edge is not None and leads_to(loss.edge.node, {e.node for e in entry.edges.values()})
+            for loss in losses
         )
-    return (best[0], frozenset(best[1])), silent
+        for entry in entries
+    )
 
 
 def only(vectors: Tensor, axis: int, n: int, N: int) -> Tensor:
@@ -158,14 +162,17 @@ def unaligned(
     return strays, len(reached) < len({i for i, _, _ in edges})
 
 
-def _common_length(graph: Graph, losses: Sequence[Loss]) -> int:
-    rows = {entry.use.describe(): entry.rows for entry in graph.entries.values() if entry.parameters}
-    rows |= {loss.describe(): len(loss.input) for loss in losses}
+def _common_length(graph: Graph, losses: Sequence[Loss]) -> Samples:
+    """The number of samples by shapes alone."""
+    rows = {entry.use: entry.rows for entry in graph.entries.values() if entry.parameters}
+    if losses:
+        N = min(len(loss.input) for loss in losses)
+        return Samples(N, frozenset(use for use, length in rows.items() if length % N))
     N = min(rows.values(), default=1)
-    for where, length in rows.items():
+    for use, length in rows.items():
         if length % max(N, 1):
             raise CurvoptError(
-                f"{where}: batch axis of length {length}, but another part of the network sees {N} samples; keep the "
-                "samples on the first axis everywhere (expand inputs that are shared by all), or extend the loss."
+                f"{use.describe()}: batch axis of length {length}, but another part of the network sees {N} samples; "
+                "keep the samples on the first axis everywhere (expand inputs shared by all), or extend the loss."
             )
-    return N
+    return Samples(N, frozenset())

@@ -136,16 +136,21 @@ class Pass:
         extensions: the active extensions.
         extension_hook: called with each module whose fields are complete.
         graph: the graph of this backward.
+        partial: whether the backward goes to some inputs only, and so perhaps past some uses of a parameter.
 
     Raises:
         CurvoptError: for every request that this graph would answer wrongly, before anything is computed.
     """
 
     def __init__(
-        self, extensions: Sequence[Extension], extension_hook: Callable[[nn.Module], None] | None, graph: Graph
+        self,
+        extensions: Sequence[Extension],
+        extension_hook: Callable[[nn.Module], None] | None,
+        graph: Graph,
+        partial: bool = False,
     ):
         """Check the request against the graph, and find out where the samples lie."""
-        self.extensions, self.extension_hook, self.graph = extensions, extension_hook, graph
+        self.extensions, self.extension_hook, self.graph, self.partial = extensions, extension_hook, graph, partial
         self.first_order = [e for e in extensions if isinstance(e.columns, Gradient)]
         self.second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
         self.entries = [entry for entry in graph.entries.values() if entry.parameters]
@@ -229,7 +234,8 @@ class Pass:
         """The backward is over: reduce what is left, set the remaining fields and forget everything shared."""
         with torch.set_grad_enabled(self.create_graph):
             for p in list(self.parts):
-                self._reduce_gradient(p)
+                if not self.partial or len(self.parts[p]) == self.graph.uses_of[p]:
+                    self._reduce_gradient(p)
             for p, extension in list(self.totals):
                 self._complete(p, extension)
         self.release()
@@ -473,7 +479,7 @@ class Pass:
     # Checks
 
     def _check(self, graph: Graph) -> None:
-        if not graph.entries:
+        if len(graph.entries) == len(graph.functional):
             raise CurvoptError(
                 f"{fields_of(self.extensions)}: no extended module took part in this backward; call extend(model) "
                 "before the forward pass (and outside of curvopt.disable())."

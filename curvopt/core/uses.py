@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from curvopt.errors import CurvoptError
 
@@ -112,6 +113,7 @@ class Use:
         "path",
         "seen",
         "shapes",
+        "state",
         "versions",
     )
 
@@ -129,8 +131,10 @@ class Use:
         self.boundary = frozenset(leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None)
         self.shapes = tuple(out.shape for out in outputs)
         self.cache: dict[str, Any] = {}  # what several columns and quantities share; emptied after each backward
+        rule = rule_for(module)
+        self.state = None if rule.checks_outputs else _settings(module, rule.reads_mode)
         # kept to check that calling the module again, sample by sample, gives what it gave
-        self.outputs = [(out.detach(), version(out)) for out in outputs] if rule_for(module).checks_outputs else None
+        self.outputs = [(out.detach(), version(out)) for out in outputs] if rule.checks_outputs else None
 
     @property
     def input(self) -> Tensor:
@@ -152,7 +156,14 @@ class Use:
         return use
 
     def check_inputs(self) -> None:
-        """Raise if an input was changed in place since the forward, or it ran with other parameters than its own."""
+        """Raise if an input or an attribute changed since the forward, or it ran with other parameters than its own."""
+        from curvopt.core.derivatives.rules import rule_for
+
+        if self.state is not None and self.state != _settings(self.module, rule_for(self.module).reads_mode):
+            raise CurvoptError(
+                f"{self.describe()}: an attribute of the module was changed between its forward pass and the backward "
+                "(train() or eval(), a stride, a padding, ...); change it before the forward pass."
+            )
         for name, seen in zip(self.module._parameters, self.seen, strict=True):
             if seen is not self.module._parameters[name]:
                 raise CurvoptError(
@@ -223,6 +234,15 @@ class LossUse:
         return describe(self.path, self.module)
 
 
+def _settings(module: nn.Module, mode: bool) -> tuple:
+    """Numbers, flags and names among a module's attributes, and whether it trains if that matters to it."""
+    settings = tuple(value for name, value in vars(module).items() if type(value) in _SIMPLE and name != "training")
+    return (*settings, module.training) if mode else settings
+
+
+_SIMPLE = (int, float, bool, str, tuple)
+
+
 def _tensors(tree: Any) -> list[Tensor]:
     """The tensors in nested containers."""
     if isinstance(tree, Tensor):
@@ -261,8 +281,9 @@ class Recorder:
             return None
         use = Use(self.path, module, args, kwargs, outputs)
         if len(outputs) > 1:
-            # an output may be computed from another: hand out aliases, so that what arrives there comes from outside
-            output = tree_map_only(Tensor, lambda out: out.view_as(out), output)
+            # an output may be computed from another: hand out copies, so that what arrives there comes from outside
+            # (no views: changed in place, they would take the record out of the graph)
+            output = tree_map_only(Tensor, lambda out: out.clone() if out.grad_fn is not None else out, output)
             outputs = _tensors(output)
         for index, out in enumerate(outputs):
             # record the node now: an in-place activation will replace out.grad_fn
@@ -330,6 +351,15 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return owned
 
 
+# names of the parameters of extended modules, to notice uses that nothing recorded
+_extended = WeakIdKeyDictionary()
+
+
+def extended_name(p: Tensor) -> str | None:
+    """Path of a parameter in the model that was extended, ``None`` for other tensors."""
+    return _extended.get(p)
+
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -365,6 +395,8 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
             recorder = Recorder(path)
         else:
             continue
+        for name, p in owned_parameters(child).items():
+            _extended[p] = f"{path}.{name}".lstrip(".")
         if not any(isinstance(hook, Recorder) for hook in child._forward_hooks.values()):
             # first of all hooks: what the others make of the output is the graph's affair
             child.register_forward_hook(recorder, with_kwargs=True, prepend=True)

@@ -32,6 +32,8 @@ class Rule(ABC):
     checks_outputs = False
     #: Whether the output is linear in the parameters (the input fixed), so that only operations after it add curvature.
     linear = False
+    #: Whether the rule looks at ``module.training``.
+    reads_mode = False
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters this rule answers for, by their names relative to the module."""
@@ -220,8 +222,10 @@ class DefaultRule(Rule):
 
         def whole(params: dict[str, Tensor], given: list[Any]) -> list[Tensor]:
             args, kwargs = tree_unflatten(given, spec)
+            # buffers are copied, since the call may count or average in them
+            state = {name: buffer.clone() for name, buffer in use.module.named_buffers()} | params
             result = torch.func.functional_call(
-                _Forward(use.module), {f"module.{k}": p for k, p in params.items()}, args, kwargs
+                _Forward(use.module), {f"module.{name}": value for name, value in state.items()}, args, kwargs
             )
             result = [out for out in tree_leaves(result) if isinstance(out, Tensor)]
             return [result[i] for i in wanted]
@@ -330,13 +334,15 @@ class _Forward(nn.Module):
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        attributes = {name: value for name, value in vars(self.module).items() if isinstance(value, Tensor)}
+        attributes = [(module, dict(vars(module))) for module in self.module.modules()]
         try:
             for hook in self.module._forward_pre_hooks.values():
                 hook(self.module, args)  # the recorded arguments already passed through it
             return self.module.forward(*args, **kwargs)
         finally:
-            vars(self.module).update(attributes)  # weights that a hook computed belong to this call alone
+            for module, before in attributes:  # weights that a hook computed and the like belong to this call alone
+                vars(module).clear()
+                vars(module).update(before)
 
 
 _default = DefaultRule()

@@ -58,6 +58,8 @@ class ScaleRule(Rule):
 class BatchNorm(ScaleRule):
     """In train mode the batch's statistics are taken as constants; exact quantities are refused there by the sweep."""
 
+    reads_mode = True
+
     def scaled(self, module: nn.BatchNorm2d, x: Tensor) -> Tensor:
         if module.training or module.running_mean is None:
             return F.batch_norm(x, None, None, training=True, eps=module.eps)
@@ -67,6 +69,8 @@ class BatchNorm(ScaleRule):
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 class InstanceNorm(ScaleRule):
     """Statistics per sample and channel, or running ones in eval mode if they are tracked."""
+
+    reads_mode = True
 
     def scaled(self, module: nn.InstanceNorm2d, x: Tensor) -> Tensor:
         if module.training or not module.track_running_stats:
