@@ -735,9 +735,8 @@ def test_inputs_without_a_batch_axis_are_refused(module: nn.Module, shape: tuple
         (nn.Embedding(3, 2, scale_grad_by_freq=True), (torch.ones(2, 3, dtype=torch.long),), "scale_grad_by_freq"),
         (nn.EmbeddingBag(3, 2, mode="max"), (torch.ones(2, 3, dtype=torch.long),), "amax"),
         (nn.LSTM(3, 3, 2, dropout=0.5), (torch.ones(2, 3, 3),), "dropout"),
-        (nn.MultiheadAttention(4, 2, dropout=0.5), (torch.ones(2, 3, 4),) * 3, "dropout"),
     ],
-    ids=["scale-by-frequency", "bag-max", "recurrent-dropout", "attention-dropout"],
+    ids=["scale-by-frequency", "bag-max", "recurrent-dropout"],
 )
 def test_calls_that_cannot_be_answered_are_refused(module: nn.Module, inputs: tuple, message: str):
     extend(module)
@@ -771,3 +770,28 @@ class OwnPReLU(nn.Module):
 
 def test_default_rule_does_not_trust_the_batching_rules_of_operators():
     check(Call(OwnPReLU, lambda: (normal(N, 3),), default=True), V=1)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_draws_the_same_dropout_again(batch_first: bool, need_weights: bool):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, dropout=0.4, batch_first=batch_first)
+            self.out = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.attention(x, x, x, need_weights=need_weights)[0]
+            return self.out(h.mean(1 if batch_first else 0))
+
+    model = extend(Net().double())
+    x, y = normal(N, 5, 4) if batch_first else normal(5, N, 4), torch.randint(3, (N,))
+    loss = extend(nn.CrossEntropyLoss())(model(x), y)
+    state = torch.get_rng_state()
+    with backpack(BatchGrad(), KFLR(), DiagGGNExact()):
+        loss.backward()
+    assert torch.equal(state, torch.get_rng_state())
+    assert len(model.attention.in_proj_weight.kflr) == 2
+    for p in model.parameters():
+        assert_close(p.grad_batch.sum(0), p.grad)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +112,7 @@ class Use:
         "module",
         "outputs",
         "path",
+        "random",
         "seen",
         "shapes",
         "state",
@@ -127,6 +129,7 @@ class Use:
         if any(out is leaf and out.grad_fn is not None for out in outputs for leaf in inputs):
             # an in-place forward: the input is gone, and holding the output would be a cycle
             self.args, self.kwargs, self.versions = (), {}, None
+        self.random = _random_states.pop(module, None)
         self.seen = tuple(module._parameters.values())  # torch.func.functional_call puts others in their place
         self.boundary = frozenset(leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None)
         self.shapes = tuple(out.shape for out in outputs)
@@ -232,6 +235,33 @@ class LossUse:
     def describe(self) -> str:
         """Path and type of the loss module, for messages."""
         return describe(self.path, self.module)
+
+
+# states of the random number generator before forwards that draw, until their use is recorded
+_random_states: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+
+
+def _keep_random_state(module: nn.Module, args: tuple) -> None:
+    """Forward pre-hook of attention: what it takes to draw the same dropout mask again."""
+    if _recording and torch.is_grad_enabled() and module.training and module.dropout:
+        device = next(module.parameters()).device
+        _random_states[module] = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+@contextmanager
+def drawn_again(use: Use) -> Iterator[None]:
+    """Random numbers inside are those that the forward of a use drew; outside nothing changes."""
+    if use.random is None:
+        yield
+        return
+    device = next(use.module.parameters()).device
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        if devices:
+            torch.cuda.set_rng_state(use.random, device)
+        else:
+            torch.set_rng_state(use.random)
+        yield
 
 
 def _settings(module: nn.Module, mode: bool) -> tuple:
@@ -400,6 +430,8 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
         if not any(isinstance(hook, Recorder) for hook in child._forward_hooks.values()):
             # first of all hooks: what the others make of the output is the graph's affair
             child.register_forward_hook(recorder, with_kwargs=True, prepend=True)
+            if isinstance(child, nn.MultiheadAttention):
+                child.register_forward_pre_hook(_keep_random_state)
             if debug:
                 print(f"curvopt: extended {describe(path, child)}")
     return module

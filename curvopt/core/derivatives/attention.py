@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from curvopt.core.derivatives.replay import ReplayRule, Site, Tape
 from curvopt.core.derivatives.rules import arguments, register
 from curvopt.core.uses import Use
-from curvopt.errors import CurvoptError
 
 
 @register(nn.MultiheadAttention)
@@ -34,11 +33,6 @@ class MultiheadAttention(ReplayRule):
 
     def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
         module, given = cast(nn.MultiheadAttention, use.module), arguments(use)
-        if module.dropout and module.training:
-            raise CurvoptError(
-                f"{use.describe()}: its dropout drew a mask that cannot be drawn again; call model.eval() or set "
-                "dropout=0."
-            )
         q, k, v = self._projections(tape, given["query"], given["key"], given["value"])
         N, L, E = q.shape
         mask = self._mask(module, given["attn_mask"], given["key_padding_mask"], q, k)
@@ -56,6 +50,7 @@ class MultiheadAttention(ReplayRule):
         else:  # the fused kernels give zero to tokens that may attend to nothing
             nothing = (scores == -torch.inf).all(-1, keepdim=True)
             weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+        weights = F.dropout(weights, module.dropout, module.training)  # the mask of the forward: see `ReplayRule`
         out = tape.linear((weights @ v).transpose(1, 2).flatten(2), "out_proj.weight", "out_proj.bias")
         out = out if module.batch_first else out.transpose(0, 1)
         if not given["need_weights"]:

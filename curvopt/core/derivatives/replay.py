@@ -18,7 +18,7 @@ from torch import Tensor
 
 from curvopt.core.derivatives.rules import Jacobians, Rule, check_outputs
 from curvopt.core.jacobians import Dense, Jacobian, Outer, combine
-from curvopt.core.uses import Use, disable
+from curvopt.core.uses import Use, disable, drawn_again
 
 
 @dataclass
@@ -71,7 +71,10 @@ class Tape:
 
 
 class ReplayRule(Rule):
-    """A module told by a forward that calls `Tape.linear` for every product with a parameter."""
+    """A module told by a forward that calls `Tape.linear` for every product with a parameter.
+
+    Random numbers in it are those of the forward pass.
+    """
 
     checks_outputs = True
 
@@ -82,7 +85,7 @@ class ReplayRule(Rule):
     def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         if "replay" not in use.cache:
             tape = Tape(use.module)
-            with torch.enable_grad(), disable():
+            with torch.enable_grad(), disable(), drawn_again(use):
                 outputs = self.replay(use, tape)
             check_outputs(use, outputs, "called again")
             use.cache["replay"] = outputs, tape.sites
