@@ -10,6 +10,8 @@ import pytest
 import torch
 from cases import Case, Problem, cross_entropy, labels, mlp, normal
 from checks import check_all, compare, extended
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from reference import Reference
 from torch import Tensor, nn
 
@@ -252,3 +254,42 @@ def test_nonlinear_operation_without_curvature_here(activation: nn.Module):
     for name, p in problem.trainable().items():
         compare(p.diag_h, ref.diag_h(name), name)
         compare(p.diag_h, p.diag_ggn_exact, name)
+
+
+# ------------------------------------------------------------------------------------------------ pooling, all of it
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
+    """A pooling with any hyper-parameters, and the size of its input."""
+    dim = draw(st.integers(1, 2))
+    shape = tuple(draw(st.integers(2, 5)) for _ in range(dim))
+    if draw(st.booleans()):
+        kind = (
+            {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d}
+            if draw(st.booleans())
+            else {1: nn.AdaptiveMaxPool1d, 2: nn.AdaptiveMaxPool2d}
+        )
+        return kind[dim](draw(st.integers(1, 4))), shape
+    kernel = draw(st.integers(1, 3))
+    options = {
+        "stride": draw(st.integers(1, 3)),
+        "padding": draw(st.integers(0, kernel // 2)),
+        "ceil_mode": draw(st.booleans()),
+    }
+    if draw(st.booleans()):
+        dilation = draw(st.integers(1, 2))
+        assume(dilation * (kernel - 1) < min(shape) + 2 * options["padding"])
+        return {1: nn.MaxPool1d, 2: nn.MaxPool2d}[dim](kernel, dilation=dilation, **options), shape
+    assume(kernel <= min(shape) + 2 * options["padding"])
+    options["count_include_pad"] = draw(st.booleans())
+    if dim == 2:
+        options["divisor_override"] = draw(st.none() | st.integers(1, 5))
+    return {1: nn.AvgPool1d, 2: nn.AvgPool2d}[dim](kernel, **options), shape
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(pools())
+def test_pooling_with_any_hyper_parameters(pooling: tuple[nn.Module, tuple[int, ...]]):
+    pool, shape = pooling
+    check_all(pooled(pool, *shape).problem())
