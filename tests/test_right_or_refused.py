@@ -194,3 +194,22 @@ def test_gradient_of_some_inputs_sets_no_partial_sums():
         p = getattr(model, name).weight
         if hasattr(p, "grad_batch"):
             torch.testing.assert_close(p.grad_batch, torch.stack([g[i] for g in expected]))
+
+
+def test_functional_call_that_the_backward_meets_first():
+    """A tied head under a loss that nothing recognises: no hook of a forward comes before it."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(5, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(torch.tanh(self.embedding(x)).mean(1), self.embedding.weight)
+
+    model, x = extend(Tied().double()), torch.randint(5, (N, 3))
+    weight = model.embedding.weight
+    expected = torch.stack([torch.autograd.grad(model(row[None]).sin().sum(), weight)[0] for row in x])
+    with backpack(BatchGrad()):
+        model(x).sin().sum().backward()
+    torch.testing.assert_close(weight.grad_batch, expected)

@@ -69,12 +69,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         for field in fields:
             if fields.count(field) > 1:
                 raise ValueError(f"backpack: two extensions write the field '{field}'; use separate contexts.")
-        self.extensions, self.extension_hook, self.debug, self.retain_graph = (
-            extensions,
-            extension_hook,
-            debug,
-            retain_graph,
-        )
+        self.extensions, self.extension_hook, self.debug = extensions, extension_hook, debug
         self._passes: dict[int, Pass] = {}  # by graph task: a backward started inside a backward is another pass
         self._pending: Pass | None = None  # checked, its backward about to begin
 
@@ -106,6 +101,11 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         """Told by the engine: the gradient of an extended loss."""
         if self.extensions:
             self._current().loss(use, grad)
+
+    def _functional_gradient(self, use: Use, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
+        grad = grads[output_nr]
+        if grad is not None and listeners and listeners[-1] is self:
+            self.gradient(use, 0, grad)
 
     def _functional_loss(self, use: Loss, grad: Tensor) -> None:
         if listeners and listeners[-1] is self:
@@ -149,8 +149,12 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             return call()  # a gradient of something else
         self._pending = Pass(self.extensions, self.extension_hook, graph, partial)
         try:
-            # functional losses have no hook from the forward
-            handles = [use.listen(self._functional_loss) for use in graph.losses if isinstance(use, FunctionalLoss)]
+            # functional calls have no hook from the forward; these may be the first to hear of the backward
+            for entry in graph.functional:
+                for edge in entry.edges.values():
+                    hook = functools.partial(self._functional_gradient, entry.use, edge.output_nr)
+                    handles.append(edge.node.register_prehook(hook))
+            handles += [use.listen(self._functional_loss) for use in graph.losses if isinstance(use, FunctionalLoss)]
             with warnings.catch_warnings():
                 # backward(create_graph=True) is what one asks for here; fields hold no reference to .grad
                 warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")

@@ -12,14 +12,13 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.averaged import averaged_jacobians
 from curvopt.core.derivatives.losses import LossCurvature
@@ -35,7 +34,7 @@ from curvopt.core.residuals import (
     unit_vectors,
 )
 from curvopt.core.samples import find_samples, only, unaligned
-from curvopt.core.uses import Loss, TermUse, Use, listeners
+from curvopt.core.uses import Loss, TermUse, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
@@ -159,7 +158,6 @@ class Pass:
         self.terms: dict[nn.Parameter, Tensor] = {}
         self.done: dict[nn.Parameter, set[Extension]] = {}
         self.hooked: set[nn.Module] = set()
-        self.handles: list[RemovableHandle] = []
         self.create_graph = False
         self.device = next(iter(graph.owners)).device.type if graph.owners else "cpu"
         self.losses_left = len(graph.losses)
@@ -172,11 +170,6 @@ class Pass:
     def begin(self) -> None:
         """The backward has begun."""
         self.create_graph = torch.is_grad_enabled()
-        for entry in self.graph.functional:
-            # functional calls have no hook from the forward
-            for edge in entry.edges.values():
-                hook = partial(self._functional_gradient, entry.use, edge.output_nr)
-                self.handles.append(edge.node.register_prehook(hook))
 
     # What the backward tells
 
@@ -244,8 +237,6 @@ class Pass:
         """Drop what uses cached for this backward."""
         for use in self.graph.entries:
             use.cache.clear()
-        for handle in self.handles:
-            handle.remove()
 
     def undo(self) -> None:
         """Take back the fields that a failed backward has set."""
@@ -256,11 +247,6 @@ class Pass:
         self.release()
 
     # Computation
-
-    def _functional_gradient(self, use: Use, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
-        grad = grads[output_nr]
-        if grad is not None and listeners and listeners[-1] is not None:
-            self.gradient(use, 0, grad)
 
     def _gauss_newton(self, use: Loss, edge: GradientEdge, curvature: LossCurvature, scale: Tensor) -> None:
         """Columns of the root of a loss' Hessian, each kind once for all extensions that ask for it."""
