@@ -52,7 +52,7 @@ class Conv(AffineRule):
         elif any(amounts):
             x = F.pad(x, amounts, mode=module.padding_mode)
         seen = patches(x, module.kernel_size, module.stride, module.dilation)
-        return rearrange(seen, "n (g c) s k -> n g s (c k)", g=module.groups)
+        return rearrange(seen, "n (g c) k s -> n g s (c k)", g=module.groups)
 
     def fold(self, module: nn.Conv2d, grad: Tensor, x: Tensor) -> Tensor:
         return rearrange(grad.flatten(3), "v n (g o) s -> v n g s o", g=module.groups)
@@ -83,7 +83,7 @@ class ConvTranspose(AffineRule):
             span = (x.shape[axis] - 1) * stride + dilation * (size - 1) + 1
             amounts = [int(padding), span - int(padding) - grad.shape[1 + axis], *amounts]
         seen = patches(F.pad(grad.flatten(0, 1), amounts), module.kernel_size, module.stride, module.dilation)
-        return rearrange(seen, "(v n) (g o) s k -> v n g s (o k)", v=grad.shape[0], g=module.groups)
+        return rearrange(seen, "(v n) (g o) k s -> v n g s (o k)", v=grad.shape[0], g=module.groups)
 
     def bias(self, grad: Tensor, left: Tensor) -> Tensor:
         return grad.flatten(3).sum(3).unflatten(1, (left.shape[1], -1)).sum(2)
@@ -93,8 +93,13 @@ class ConvTranspose(AffineRule):
 
 
 def patches(x: Tensor, kernel_size: Iterable[int], stride: Iterable[int], dilation: Iterable[int]) -> Tensor:
-    """What a kernel sees, ``[N, C, S, K]`` for S positions and K kernel entries: a strided view of the padded input."""
+    """What a kernel sees of the padded input, ``[N, C, K, S]`` for K kernel entries and S positions.
+
+    Positions come last, so that the copy reads and writes whole rows of the image: an order of magnitude faster than
+    patch by patch.
+    """
     dim = x.dim() - 2
     for axis, (size, step, spread) in enumerate(zip(kernel_size, stride, dilation, strict=True)):
         x = x.unfold(2 + axis, spread * (size - 1) + 1, step)[..., ::spread]
-    return x.flatten(2 + dim).flatten(2, 1 + dim)
+    sorted_axes = (0, 1, *range(2 + dim, 2 + 2 * dim), *range(2, 2 + dim))
+    return x.permute(sorted_axes).flatten(2 + dim).flatten(2, 1 + dim)
