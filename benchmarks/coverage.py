@@ -232,9 +232,11 @@ def are_factors(factors: list[Tensor], p: nn.Parameter) -> bool:
 def is_right(field: str, p: nn.Parameter, of: Definition | None) -> bool:
     """Whether a field of a parameter agrees with its definition, as far as that determines it."""
     value = getattr(p, field)
-    if field in ("kfac", "kflr", "kfra"):
+    if field in ("kfac", "kflr", "kfra", "kfac_empirical"):
         if not are_factors(value, p) or of is None or len(value) > 1 or field == "kfra":
             return are_factors(value, p)
+        if field == "kfac_empirical":
+            return close(value[0], N * of.gradients.T @ of.gradients)
         return close(value[0], of.ggn.sum(0)) if field == "kflr" else any(close(value[0], s.T @ s) for s in of.drawn())
     if of is None:
         return value.shape == p.shape and bool((value >= 0).all())
@@ -277,11 +279,12 @@ def is_right(field: str, p: nn.Parameter, of: Definition | None) -> bool:
 
 # ----------------------------------------------------------------------------------------------------------- the table
 
-#: Every extension of the library; Monte-Carlo ones draw one sample.
+#: Every extension of the library that needs no arguments; Monte-Carlo ones draw one sample.
 EXTENSIONS = [
     e
     for e in vars(extensions).values()
-    if isinstance(e, type) and issubclass(e, extensions.Extension) and e is not extensions.Extension
+    if isinstance(e, type) and issubclass(e, extensions.Extension)
+    if e not in (extensions.Extension, extensions.EigenDiagonal)
 ]
 Kind = type[extensions.Extension]
 

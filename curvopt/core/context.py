@@ -70,6 +70,9 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             if fields.count(field) > 1:
                 raise ValueError(f"backpack: two extensions write the field '{field}'; use separate contexts.")
         self.extensions, self.extension_hook, self.debug = extensions, extension_hook, debug
+        #: Sum of the predictions' weights in the losses of all backwards so far: 1 for a mean, N for a sum over N; of
+        #: elementwise losses a prediction is a sample with all its entries. For second-order quantities only.
+        self.loss_weight: Tensor | float = 0.0
         self._passes: dict[int, Pass] = {}  # by graph task: a backward started inside a backward is another pass
         self._pending: Pass | None = None  # checked, its backward about to begin
 
@@ -129,6 +132,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         finished = self._passes.pop(task, None)
         if finished is not None:
             finished.finish()
+            self.loss_weight = self.loss_weight + finished.weight
             if self.debug:
                 for p, extensions in finished.done.items():
                     print(f"curvopt: {finished.graph.name(p)}: {', '.join(sorted(e.field for e in extensions))}")

@@ -34,6 +34,8 @@ class Jacobian(ABC):
     weights: Tensor | None = None
     #: The uses it belongs to; chunks of columns of the same uses share their right side.
     origin: tuple = ()
+    #: The parameter; known to extensions whose quantity depends on it.
+    parameter: Tensor | None = None
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -56,16 +58,29 @@ class Jacobian(ABC):
         """Squared Euclidean norm of every product, ``[V, N]``."""
 
     @abstractmethod
-    def left_factor(self, approx: Approx = "expand") -> Tensor:
+    def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         """Second moment of the backpropagated side, summed over vectors and samples (the ``B`` of KFAC).
 
-        ``[O, O]`` (``[G, O, O]`` with groups) for a parameter with Kronecker structure, else the dense block
-        ``sum_vn j j^T`` of shape ``[P, P]``, or its diagonal ``[P]`` for more than `DENSE_BLOCK_LIMIT` entries.
+        ``[O, O]`` (``[G, O, O]`` with groups) for a parameter with Kronecker structure, its blocks ``[G, K, b, b]`` on
+        the diagonal where O is more than ``limit``. Else the dense block ``sum_vn j j^T`` of shape ``[P, P]``, or its
+        diagonal ``[P]`` for more than ``limit`` (or `DENSE_BLOCK_LIMIT`) entries.
         """
 
     @abstractmethod
-    def right_factor(self, approx: Approx = "expand") -> Tensor | None:
-        """Second moment of the input side, averaged over samples and positions (the ``A`` of KFAC), if there is one."""
+    def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor | None:
+        """Second moment of the input side, averaged over samples and positions (the ``A`` of KFAC), if there is one.
+
+        Blocks ``[G, K, b, b]`` on its diagonal where I is more than ``limit``.
+        """
+
+    @abstractmethod
+    def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
+        """Products in other coordinates: ``(U1 ⊗ U2)^T j`` for orthogonal bases shaped as the Kronecker factors.
+
+        Args:
+            bases: the columns of the first and second factor's bases, or of the only one's; those of diagonal factors
+                are the identity, whatever their entries.
+        """
 
     def select(self, samples: Sequence[int] | None) -> Jacobian:
         """The same for some samples only (all for ``None``), in the order given."""
@@ -126,12 +141,20 @@ class Dense(Jacobian):
     def norms2(self) -> Tensor:
         return self.values.reshape(self.V, self.N, -1).square().sum(2)
 
-    def left_factor(self, approx: Approx = "expand") -> Tensor:
+    def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         flat = self.values.reshape(self.V * self.N, -1)
-        return flat.T @ flat if flat.shape[1] <= DENSE_BLOCK_LIMIT else flat.square().sum(0)
+        return flat.T @ flat if flat.shape[1] <= (limit or DENSE_BLOCK_LIMIT) else flat.square().sum(0)
 
-    def right_factor(self, approx: Approx = "expand") -> None:
+    def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
         return None
+
+    def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
+        (basis,) = bases
+        if basis.dim() == 1:
+            return self
+        result = Dense((self._flat() @ basis).reshape(self.values.shape))
+        result.weights = self.weights
+        return result
 
 
 class Outer(Jacobian):
@@ -210,13 +233,20 @@ class Outer(Jacobian):
             return torch.einsum("vngst,ngst->vn", self.left @ self.left.mT, gram)
         return torch.cat([products.flatten(2).square().sum(2) for products, _ in self._sample_chunks()], 1)
 
-    def left_factor(self, approx: Approx = "expand") -> Tensor:
+    def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         left = self.left.sum(3, keepdim=True) if approx == "reduce" else self.left
-        return _second_moment(left.flatten(0, 1))
+        return _second_moment(left.flatten(0, 1), limit)
 
-    def right_factor(self, approx: Approx = "expand") -> Tensor:
+    def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         right = self.right.mean(2, keepdim=True) if approx == "reduce" else self.right
-        return _second_moment(right) / (right.shape[0] * right.shape[2])
+        return _second_moment(right, limit) / max(right.shape[0] * right.shape[2], 1)
+
+    def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
+        of_left, of_right = reversed(bases) if self.transposed else bases
+        left, right = _in_basis(self.left, of_left), _in_basis(self.right, of_right)
+        result = Outer(left, right, self.shape, self.transposed)
+        result.weights = self.weights
+        return result
 
     def select(self, samples: Sequence[int] | None) -> Jacobian:
         if samples is None:
@@ -327,11 +357,11 @@ class Lookup(Jacobian):
         left, _, samples = self._merged()
         return self._scatter(left.square().sum(2), 1, samples, self.N)
 
-    def left_factor(self, approx: Approx = "expand") -> Tensor:
+    def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         left = self._scatter(self.left, 1, self.samples, self.N) if approx == "reduce" else self.left
-        return torch.einsum("vpd,vpe->de", left, left)
+        return _second_moment(left.flatten(0, 1)[None, None], limit)
 
-    def right_factor(self, approx: Approx = "expand") -> Tensor:
+    def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         """The diagonal ``[I]`` of the second moment of the one-hot inputs: how often each row is picked."""
         if approx == "expand":
             ones = torch.ones_like(self.rows, dtype=self.left.dtype)
@@ -341,6 +371,13 @@ class Lookup(Jacobian):
         _, inverse, rows, _ = self._unique()
         share = self._scatter(share, 0, inverse, len(rows))
         return self._scatter(share.square(), 0, rows, self.shape[0]) / self.N
+
+    def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
+        _, of_left = bases  # the other factor is diagonal
+        left = _in_basis(self.left[:, :, None, None], of_left)[:, :, 0, 0]
+        result = Lookup(left, self.rows, self.samples, self.N, self.shape)
+        result.weights = self.weights
+        return result
 
     def owned(self) -> Jacobian:
         result = Lookup(self.left, self.rows.clone(), self.samples, self.N, self.shape)
@@ -371,11 +408,35 @@ def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:
     return values.sum(0) if weights is None else torch.einsum("vn,vn...->n...", weights, values)
 
 
-def _second_moment(rows: Tensor) -> Tensor:
-    """``sum_{n,s} x x^T`` of ``[N, G, S, F]``: ``[F, F]``, or ``[G, F, F]`` when there are groups."""
+def _second_moment(rows: Tensor, limit: int | None = None) -> Tensor:
+    """``sum_{n,s} x x^T`` of ``[N, G, S, F]``: ``[F, F]``, or ``[G, F, F]`` when there are groups.
+
+    If F is more than ``limit``, blocks on its diagonal, ``[G, K, b, b]``, the last padded with zeros.
+    """
     flat = rows.transpose(0, 1).flatten(1, 2)
+    if limit is not None and flat.shape[2] > limit:
+        blocks = in_blocks(flat, limit).transpose(1, 2)
+        return blocks.mT @ blocks
     moment = flat.mT @ flat
     return moment[0] if moment.shape[0] == 1 else moment
+
+
+def in_blocks(values: Tensor, limit: int) -> Tensor:
+    """The last axis ``F`` cut into the fewest pieces of at most ``limit``, ``[..., K, b]``, padded with zeros."""
+    size = values.shape[-1]
+    pieces = -(-size // limit)
+    block = -(-size // pieces)
+    return torch.nn.functional.pad(values, (0, pieces * block - size)).unflatten(-1, (pieces, block))
+
+
+def _in_basis(rows: Tensor, basis: Tensor) -> Tensor:
+    """Rows ``[..., G, S, F]`` in the basis of a factor: ``[F]`` (identity), ``[F, F]``, with groups or blocks."""
+    if basis.dim() == 1:
+        return rows
+    if basis.dim() < 4:
+        return rows @ basis  # [F, F] or [G, F, F]
+    blocks = in_blocks(rows, basis.shape[-1]).transpose(-3, -2)  # [..., G, K, S, b]
+    return (blocks @ basis).transpose(-3, -2).flatten(-2)[..., : rows.shape[-1]]
 
 
 def combine(parts: Sequence[Jacobian]) -> Jacobian:

@@ -113,6 +113,11 @@ class MonteCarlo:
 
 
 @dataclass(frozen=True)
+class Empirical:
+    """One column: each prediction's own gradient, at the target that it has."""
+
+
+@dataclass(frozen=True)
 class Averaged:
     """One matrix for all samples, averaged layer by layer."""
 
@@ -156,6 +161,8 @@ class Pass:
         self.parts: dict[nn.Parameter, list[Jacobian]] = {}
         self.totals: dict[tuple[nn.Parameter, Extension], Any] = {}
         self.terms: dict[nn.Parameter, Tensor] = {}
+        #: How many losses of a mean prediction were differentiated (see `LossCurvature.weights`), for second order.
+        self.weight: Tensor | float = 0.0
         self.done: dict[nn.Parameter, set[Extension]] = {}
         self.hooked: set[nn.Module] = set()
         self.create_graph = False
@@ -203,7 +210,15 @@ class Pass:
         if self.second_order:
             with self._named():
                 curvature, scale = use.curvature(grad)
+            assert curvature.weights is not None
+            weights = curvature.weights * scale.square()
+            self.weight = self.weight + weights.detach().sum()
             self._gauss_newton(use, use.edge, curvature, scale)
+            empirical = [e for e in self.second_order if isinstance(e.columns, Empirical)]
+            if empirical:
+                # a prediction that weighs nothing has no gradient, either
+                column = use.slope(grad) / weights.clamp(min=torch.finfo(weights.dtype).tiny).sqrt()
+                self._sweep([use.edge], [column.to(use.input.dtype).unsqueeze(0)], None, empirical)
             for columns in dict.fromkeys(e.columns for e in self.second_order):
                 if isinstance(columns, Hessian):
                     extensions = [e for e in self.second_order if e.columns == columns]
@@ -252,6 +267,8 @@ class Pass:
         """Columns of the root of a loss' Hessian, each kind once for all extensions that ask for it."""
         groups: dict[Exact | MonteCarlo | Averaged, list[Extension]] = {}
         for e in self.second_order:
+            if isinstance(e.columns, Empirical):
+                continue
             columns: Any = Exact() if isinstance(e.columns, Hessian) else e.columns
             groups.setdefault(columns, []).append(e)
         for columns, extensions in groups.items():
@@ -277,6 +294,7 @@ class Pass:
         if p in self.terms:
             share = self.terms[p] * p / jacobian.N
             jacobian = combine([jacobian, Dense(share.expand(1, jacobian.N, *p.shape))])
+        jacobian.parameter = p
         for extension in self.first_order:
             self.totals[p, extension] = extension.update(None, jacobian)
             self._complete(p, extension)
@@ -344,6 +362,7 @@ class Pass:
             self._update(p, jacobian, extensions)
 
     def _update(self, p: nn.Parameter, jacobian: Jacobian, extensions: Sequence[Extension]) -> None:
+        jacobian.parameter = p
         for extension in extensions:
             self.totals[p, extension] = extension.update(self.totals.get((p, extension)), jacobian)
 

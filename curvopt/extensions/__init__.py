@@ -12,6 +12,8 @@ from curvopt.extensions.secondorder import (
     BatchDiagGGNMC,
     DiagGGNExact,
     DiagGGNMC,
+    EigenDiagonal,
+    KFACEmpirical,
     SqrtGGNExact,
     SqrtGGNMC,
 )
@@ -31,7 +33,9 @@ __all__ = [
     "DiagGGNExact",
     "DiagGGNMC",
     "DiagHessian",
+    "EigenDiagonal",
     "Extension",
+    "KFACEmpirical",
     "SqrtGGNExact",
     "SqrtGGNMC",
     "SumGradSquared",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from curvopt.core.jacobians import Jacobian
-from curvopt.core.sweep import Averaged, Exact, Gradient, MonteCarlo
+from curvopt.core.sweep import Averaged, Empirical, Exact, Gradient, MonteCarlo
 from curvopt.errors import CurvoptError
 
 
@@ -22,7 +22,7 @@ class Extension(ABC):
     #: Attribute of the parameter that holds the result.
     field: ClassVar[str]
     #: What travels backwards.
-    columns: Gradient | Exact | MonteCarlo | Averaged = Gradient()
+    columns: Gradient | Exact | MonteCarlo | Empirical | Averaged = Gradient()
 
     #: Whether samples are kept apart in the result.
     per_sample: ClassVar[bool] = False

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from curvopt.core.jacobians import Approx, Jacobian
-from curvopt.core.sweep import Averaged, Exact, MonteCarlo
+from curvopt.core.sweep import Averaged, Empirical, Exact, MonteCarlo
 from curvopt.errors import CurvoptWarning
 from curvopt.extensions.base import Extension, add
 
@@ -130,6 +130,19 @@ class SqrtGGNMC(_Root):
         self.columns, self.subsampling = MonteCarlo(mc_samples, generator), subsampling
 
 
+class KroneckerFactors(list[Tensor]):
+    """A list of factors whose Kronecker product is the curvature of a parameter.
+
+    Attributes:
+        transposed: whether the factor of the input comes first, because axis 0 of the parameter belongs to it.
+    """
+
+    def __init__(self, factors: Sequence[Tensor], transposed: bool = False):
+        """Keep the factors."""
+        super().__init__(factors)
+        self.transposed = transposed
+
+
 @dataclasses.dataclass
 class _Factors:
     """The left factor summed over columns, and the right one of each group of uses."""
@@ -143,18 +156,21 @@ class _Kronecker(Extension):
     """Kronecker factors: ``[B, A]`` with ``G ≈ B ⊗ A`` of ``[O, I]`` matrices, a single factor for other parameters."""
 
     approx: Approx = "expand"
+    limit: int | None = None
 
-    def _set_approx(self, approx: Approx) -> None:
+    def _set_approx(self, approx: Approx, limit: int | None) -> None:
         if approx not in ("expand", "reduce"):
             raise ValueError(f"{type(self).__name__}: approx must be 'expand' or 'reduce', got {approx!r}.")
-        self.approx = approx
+        if limit is not None and limit < 1:
+            raise ValueError(f"{type(self).__name__}: max_factor_size must be at least 1 or None, got {limit}.")
+        self.approx, self.limit = approx, limit
 
     def update(self, total: _Factors | None, jacobian: Jacobian) -> _Factors:
         total = total or _Factors(jacobian.transposed)
-        total.left = add(total.left, jacobian.left_factor(self.approx))
+        total.left = add(total.left, jacobian.left_factor(self.approx, self.limit))
         if jacobian.origin not in total.rights:
             # once for all columns; several losses may come by different uses
-            total.rights[jacobian.origin] = jacobian.right_factor(self.approx)
+            total.rights[jacobian.origin] = jacobian.right_factor(self.approx, self.limit)
         return total
 
     def regularize(self, total: _Factors, weight: Tensor, p: Tensor, N: int) -> _Factors:
@@ -170,13 +186,13 @@ class _Kronecker(Extension):
             total.left = total.left + (weight if total.left.dim() == 1 else weight * torch.eye(len(total.left)).to(p))
         return total
 
-    def finish(self, total: _Factors) -> list[Tensor]:
+    def finish(self, total: _Factors) -> KroneckerFactors:
         assert total.left is not None
         rights = [right for right in total.rights.values() if right is not None]
         if not rights:
-            return [total.left]
+            return KroneckerFactors([total.left])
         right = sum(rights[1:], start=rights[0]) / len(rights)
-        return [right, total.left] if total.transposed else [total.left, right]
+        return KroneckerFactors([right, total.left] if total.transposed else [total.left, right], total.transposed)
 
 
 class KFAC(_Kronecker):
@@ -191,17 +207,44 @@ class KFAC(_Kronecker):
         approx: how shared positions enter (Eschenhagen et al. 2023): each by itself (``"expand"``), or the mean of the
             inputs and the sum of the backpropagated vectors (``"reduce"``).
         generator: source of randomness, else the global one.
+        max_factor_size: a factor ``[F, F]`` with more rows is cut down to K blocks on its diagonal, ``[G, K, b, b]``
+            with ``K b >= F``; a factor of a parameter without Kronecker structure to its diagonal ``[P]``.
 
     Raises:
-        ValueError: for another ``approx`` or a number of samples below one.
+        ValueError: for another ``approx``, or a number of samples or a size below one.
     """
 
     field = "kfac"
     needs_independent_samples = False
 
-    def __init__(self, mc_samples: int = 1, approx: Approx = "expand", generator: torch.Generator | None = None):
+    def __init__(
+        self,
+        mc_samples: int = 1,
+        approx: Approx = "expand",
+        generator: torch.Generator | None = None,
+        max_factor_size: int | None = None,
+    ):
         self.columns = MonteCarlo(mc_samples, generator)
-        self._set_approx(approx)
+        self._set_approx(approx, max_factor_size)
+
+
+class KFACEmpirical(_Kronecker):
+    """Kronecker factors ``kfac_empirical`` like `KFAC`, of the empirical Fisher matrix: no target is drawn.
+
+    The targets of the data take the place of samples from the model's predictive distribution, so this is no estimate
+    of the GGN and no Hessian near a minimum (Kunstner et al. 2019), though it is often used for one.
+
+    Args:
+        approx: as for `KFAC`.
+        max_factor_size: as for `KFAC`.
+    """
+
+    field = "kfac_empirical"
+    columns = Empirical()
+    needs_independent_samples = False
+
+    def __init__(self, approx: Approx = "expand", max_factor_size: int | None = None):
+        self._set_approx(approx, max_factor_size)
 
 
 class KFLR(_Kronecker):
@@ -209,13 +252,14 @@ class KFLR(_Kronecker):
 
     Args:
         approx: as for `KFAC`.
+        max_factor_size: as for `KFAC`.
     """
 
     field = "kflr"
     columns = Exact()
 
-    def __init__(self, approx: Approx = "expand"):
-        self._set_approx(approx)
+    def __init__(self, approx: Approx = "expand", max_factor_size: int | None = None):
+        self._set_approx(approx, max_factor_size)
 
 
 class KFRA(_Kronecker):
@@ -226,3 +270,30 @@ class KFRA(_Kronecker):
 
     field = "kfra"
     columns = Averaged()
+
+
+class EigenDiagonal(Extension):
+    """Diagonal ``eigen_diagonal`` of the GGN in given Kronecker-factored bases, ``[P]`` (George et al. 2018).
+
+    ``diag((U1 ⊗ U2)^T G (U1 ⊗ U2))`` for the flattened parameter: with the eigenvectors of Kronecker factors, the
+    diagonal that fits the GGN best in their basis.
+
+    Args:
+        bases: orthogonal bases by parameter, shaped as its factors (see `KFAC`; for a diagonal factor anything of one
+            axis). The field of a parameter without bases is ``None``.
+        columns: which columns of the loss Hessian's root are squared, e.g. those of ``KFAC(...).columns``.
+    """
+
+    field = "eigen_diagonal"
+    needs_independent_samples = False
+
+    def __init__(self, bases: Mapping[Tensor, Sequence[Tensor]], columns: Exact | MonteCarlo | Empirical):
+        self.bases, self.columns = bases, columns
+
+    def update(self, total: Tensor | None, jacobian: Jacobian) -> Tensor | None:
+        assert jacobian.parameter is not None
+        bases = self.bases.get(jacobian.parameter)
+        return None if bases is None else add(total, jacobian.rotated(bases).squares().reshape(-1))
+
+    def regularize(self, total: Tensor | None, weight: Tensor, p: Tensor, N: int) -> Tensor | None:
+        return None if total is None else total + weight

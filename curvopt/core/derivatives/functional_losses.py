@@ -88,7 +88,7 @@ def _log_softmax(node: Any, grad: Tensor) -> Kind:
 
 def _squared_error(node: Any, grad: Tensor) -> Kind:
     z = _precise(node._saved_self)
-    return (2 * _by_entry(node, grad)).expand(z.shape), Diagonal
+    return (2 * _by_entry(node, grad)).expand(z.shape), lambda root: Diagonal(root, root.square() / 2)
 
 
 def _bce_with_logits(node: Any, grad: Tensor) -> Kind:

@@ -30,6 +30,10 @@ from curvopt.errors import CurvoptError, CurvoptWarning
 class LossCurvature(ABC):
     """Hessian of a loss in the network's output z, factored sample by sample."""
 
+    #: The factor that each independent prediction's own loss (the sum over its entries of z) has in the loss, 1/N for a
+    #: mean over N of them; broadcastable to z. ``None`` to have it read off the loss module's reduction.
+    weights: Tensor | None = None
+
     @property
     @abstractmethod
     def columns(self) -> int:
@@ -52,10 +56,13 @@ class Diagonal(LossCurvature):
 
     Args:
         diagonal: root of the Hessian's diagonal, like ``z``.
+        weight: the factor that each entry's loss has in the loss, like ``z``, if known.
     """
 
-    def __init__(self, diagonal: Tensor):
+    def __init__(self, diagonal: Tensor, weight: Tensor | None = None):
         self.diagonal = diagonal
+        if weight is not None:
+            self.weights = weight.mean(tuple(range(1, weight.dim())), keepdim=True) if weight.dim() > 1 else weight
 
     @property
     def columns(self) -> int:
@@ -83,7 +90,7 @@ class Bernoulli(Diagonal):
     def __init__(self, logits: Tensor, weight: Tensor):
         self.p, self.weight = logits.sigmoid(), weight
         # not p (1 - p): 1 - p rounds to zero where p is close to one
-        super().__init__((self.p * (-logits).sigmoid()).sqrt() * weight)
+        super().__init__((self.p * (-logits).sigmoid()).sqrt() * weight, weight.square())
 
     def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
         labels = torch.bernoulli(self.p.detach().expand(samples, *self.p.shape), generator=generator)
@@ -105,6 +112,7 @@ class Softmax(LossCurvature):
 
     def __init__(self, p: Tensor, mass: Tensor, dim: int = 1):
         self.p, self.mass, self.dim = p.movedim(dim, 1), mass.unsqueeze(1), dim
+        self.weights = self.mass.square().movedim(1, dim)
 
     @property
     def columns(self) -> int:
@@ -192,8 +200,14 @@ def curvature_of(use: LossUse, grad: Tensor) -> tuple[LossCurvature, Tensor]:
     z = use.input.float() if use.input.dtype in (torch.float16, torch.bfloat16) else use.input
     for base in type(use.module).__mro__:
         if base in _losses and type(use.module).forward is base.forward:
-            return _losses[base](use.module, z, use.target), grad.sqrt()
-    return _from_autograd(use, z), grad.sqrt()
+            curvature = _losses[base](use.module, z, use.target)
+            break
+    else:
+        curvature = _from_autograd(use, z)
+    if curvature.weights is None:
+        terms = z.numel() if isinstance(curvature, Diagonal) else len(z)
+        curvature.weights = z.new_ones(len(z), *[1] * (z.dim() - 1)) * (1 / terms if reduction == "mean" else 1.0)
+    return curvature, grad.sqrt()
 
 
 def _factor(module: Any, terms: int | Tensor) -> float | Tensor:
@@ -205,7 +219,8 @@ def _factor(module: Any, terms: int | Tensor) -> float | Tensor:
 def mse(module: nn.MSELoss, z: Tensor, target: Tensor) -> Diagonal:
     """Squared error: Hessian 2 for each term, with as many terms per entry of z as broadcasting makes."""
     terms = prod(torch.broadcast_shapes(z.shape, target.shape))
-    return Diagonal(torch.full_like(z, (2 * terms / z.numel() * float(_factor(module, terms))) ** 0.5))
+    weight = torch.full_like(z, terms / z.numel() * float(_factor(module, terms)))
+    return Diagonal((2 * weight).sqrt(), weight)
 
 
 @register_loss(nn.BCEWithLogitsLoss)
