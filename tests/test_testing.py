@@ -1,0 +1,218 @@
+"""`curvopt.testing.check` agrees with a right engine, notices a wrong one, and says what it does not look at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvopt import CurvoptError, extend
+from curvopt.core.derivatives.affine import Linear
+from curvopt.core.derivatives.losses import Softmax
+from curvopt.core.jacobians import Jacobian
+from curvopt.core.sweep import Exact
+from curvopt.extensions import (
+    GGNMP,
+    HMP,
+    KFAC,
+    KFLR,
+    KFRA,
+    PCHMP,
+    BatchDiagGGNExact,
+    BatchDiagGGNMC,
+    BatchDiagHessian,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagGGNMC,
+    DiagHessian,
+    Extension,
+    SqrtGGNExact,
+    SqrtGGNMC,
+    SumGradSquared,
+    Variance,
+)
+from curvopt.testing import _EXPECTED, check
+
+ALL: list[Extension] = [
+    BatchGrad(),
+    BatchL2Grad(),
+    SumGradSquared(),
+    Variance(),
+    DiagGGNExact(),
+    DiagGGNMC(),
+    BatchDiagGGNExact(),
+    BatchDiagGGNMC(mc_samples=3),
+    SqrtGGNExact(subsampling=[2, 0]),
+    SqrtGGNMC(),
+    KFAC(approx="reduce"),
+    KFLR(),
+    KFRA(),
+    GGNMP(),
+    DiagHessian(),
+    BatchDiagHessian(),
+    HMP(),
+]
+OF_LINEAR = [e for e in ALL if not isinstance(e, KFRA)]  # which unfolds the second time by itself
+
+
+def cnn() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sigmoid(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def batch(*shape: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(*shape), torch.arange(shape[0]) % 3
+
+
+def test_every_field_agrees_and_is_in_the_printed_table(capsys):
+    result = check(cnn(), nn.CrossEntropyLoss(), *batch(3, 1, 6, 6), ALL, raises=True)
+    assert result.ok and not result.unchecked
+    assert len(result.rows) == 4 * len(ALL) + 1  # and the draws
+    printed = capsys.readouterr().out
+    assert str(result) in printed
+    assert all(f" {field} " in printed for field in _EXPECTED)
+
+
+@pytest.mark.parametrize("extension", OF_LINEAR, ids=lambda extension: extension.field)
+def test_a_wrong_rule_is_noticed(extension, monkeypatch):
+    fold = Linear.fold
+    monkeypatch.setattr(Linear, "fold", lambda self, module, grad, x: 0.999 * fold(self, module, grad, x))
+    result = check(mlp(), nn.CrossEntropyLoss(), *batch(3, 4), [extension])
+    assert {row.parameter for row in result.wrong} >= {"0.weight", "2.weight"} and not result.ok
+
+
+def test_a_rule_that_confuses_samples_is_noticed(monkeypatch):
+    unfold = Linear.unfold
+    monkeypatch.setattr(Linear, "unfold", lambda self, module, x: unfold(self, module, x).flip(0))
+    with pytest.raises(CurvoptError, match=r"0.weight +grad_batch .* WRONG"):
+        check(mlp(), nn.CrossEntropyLoss(), *batch(2, 4), [BatchGrad()], raises=True)
+
+
+@pytest.mark.parametrize("extension", [KFAC(), DiagGGNMC(), BatchDiagGGNMC(), SqrtGGNMC()], ids=lambda e: e.field)
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+def test_a_wrong_sampler_is_noticed(extension, factor, monkeypatch):
+    sample = Softmax.sample
+    monkeypatch.setattr(Softmax, "sample", lambda self, *args: factor * sample(self, *args))
+    result = check(mlp(), nn.CrossEntropyLoss(), *batch(6, 4), [extension])
+    assert [row.field for row in result.wrong] == ["draws"]
+
+
+@pytest.mark.parametrize(
+    "lossfunc, target",
+    [
+        (nn.MSELoss(), torch.randn(4, 3)),
+        (nn.BCEWithLogitsLoss(reduction="sum"), torch.rand(4, 3)),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]), label_smoothing=0.1), torch.arange(4) % 3),
+        (nn.functional.cross_entropy, torch.arange(4) % 3),
+    ],
+    ids=["mse", "bce", "weighted", "functional"],
+)
+def test_losses(lossfunc, target):
+    net = nn.Sequential(nn.Linear(4, 3))
+    net[0].weight.data *= 30  # a confident network: the draws are scaled to where they vary
+    check(net, lossfunc, torch.randn(4, 4), target, [DiagGGNMC(), KFAC(), DiagHessian(), BatchGrad()], raises=True)
+
+
+def test_a_loss_of_ones_own():
+    class Cubes(nn.Module):
+        def forward(self, z: Tensor, target: Tensor) -> Tensor:
+            return (z - target).abs().pow(3).sum()
+
+    check(mlp(), extend(Cubes(), loss=True), torch.randn(3, 4), torch.zeros(3, 3), [KFLR(), DiagGGNMC()], raises=True)
+
+
+def test_shared_positions_and_reused_modules():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.inner(torch.tanh(self.inner(x))).mean(1))
+
+    fields = [BatchGrad(), KFLR(), KFAC(approx="reduce"), HMP(), GGNMP()]
+    check(Twice(), nn.CrossEntropyLoss(), *batch(3, 2, 4), fields, raises=True)
+
+
+def test_factors_without_a_definition_are_not_checked():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 3))
+    x, y = torch.randint(5, (3, 2)), torch.arange(3)
+    result = check(net, nn.CrossEntropyLoss(), x, y, [KFLR(), DiagGGNExact()])
+    assert [row.parameter for row in result.unchecked] == ["0.weight"] and result.ok
+    only = check(nn.Sequential(net[0], nn.Flatten()), nn.CrossEntropyLoss(), x, y, [KFLR()])
+    assert not only.ok  # nothing was compared
+
+
+def test_a_weight_that_is_used_otherwise_has_no_checked_factors():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(torch.tanh(self.inner(x)), self.inner.weight)
+
+    result = check(Tied(), nn.CrossEntropyLoss(), *batch(3, 4), [KFLR(), DiagGGNExact()])
+    assert [row.field for row in result.unchecked] == ["kflr"] and not result.wrong
+
+
+def test_model_and_randomness_stay_as_they_were():
+    net = extend(nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.BatchNorm1d(8).eval(), nn.ReLU(), nn.Linear(8, 3)))
+    x, y = batch(3, 4)
+    state, random = {k: v.clone() for k, v in net.state_dict().items()}, torch.random.get_rng_state()
+    check(net, nn.CrossEntropyLoss(), x, y, [BatchGrad(), DiagGGNMC()], raises=True)
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert all(torch.equal(net.state_dict()[k], v) and v.dtype == net.state_dict()[k].dtype for k, v in state.items())
+    assert all(p.grad is None and not hasattr(p, "grad_batch") for p in net.parameters())
+
+
+def test_single_precision():
+    class Casts(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.float())
+
+    x, y = batch(3, 4)
+    with pytest.raises(CurvoptError, match=r"does not run in torch.float64 .* pass dtype=torch.float32"):
+        check(Casts(4, 3), nn.CrossEntropyLoss(), x, y, [BatchGrad()])
+    check(Casts(4, 3), nn.CrossEntropyLoss(), x, y, [BatchGrad(), DiagGGNExact()], dtype=torch.float32, raises=True)
+
+
+def test_what_cannot_be_checked_is_refused(monkeypatch):
+    x, y = batch(3, 4)
+
+    class Own(Extension):
+        field = "own"
+        columns = Exact()
+
+        def update(self, total: None, jacobian: Jacobian) -> Tensor:
+            return jacobian.norms2()
+
+    with pytest.raises(CurvoptError, match="no definition of 'own' is known"):
+        check(mlp(), nn.CrossEntropyLoss(), x, y, [Own()])
+    with pytest.raises(CurvoptError, match="pchmp depends on how the network is divided"):
+        check(mlp(), nn.CrossEntropyLoss(), x, y, [PCHMP()])
+    with pytest.raises(CurvoptError, match="got no extensions"):
+        check(mlp(), nn.CrossEntropyLoss(), x, y, [])
+    with pytest.raises(CurvoptError, match="one tensor as the model's input, got tuple"):
+        check(mlp(), nn.CrossEntropyLoss(), (x, x), y, [KFAC()])
+    with pytest.raises(CurvoptError, match=r"1 \(BatchNorm1d\) mixes the samples in train mode; call model.eval"):
+        check(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), nn.CrossEntropyLoss(), x, y, [KFAC()])
+    with pytest.raises(CurvoptError, match=r"samples, a smaller network"):
+        monkeypatch.setattr("curvopt.testing.JACOBIAN_LIMIT", 100)
+        check(mlp(), nn.CrossEntropyLoss(), x, y, [DiagGGNExact()])
+
+
+def test_a_model_that_changes_with_every_forward_is_refused():
+    calls = []
+
+    class Drifts(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(x)
+            return super().forward(x) * len(calls)
+
+    with pytest.raises(CurvoptError, match="two forward passes with equal random numbers differ"):
+        check(Drifts(nn.Linear(4, 3)), nn.CrossEntropyLoss(), *batch(3, 4), [BatchGrad()])
