@@ -117,7 +117,7 @@ def main() -> None:
     comparison = tyro.cli(Comparison, prog="python -m experiments.compare", description=__doc__)
     try:
         result = compare(comparison)
-    except SettingsError as error:
+    except (SettingsError, data.DataError) as error:
         sys.exit(str(error))
     print(f"\n{comparison.problem}\n{result}\n\ncurves: {comparison.out / f'{comparison.problem}-comparison.png'}")
 

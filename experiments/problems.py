@@ -2,37 +2,36 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 from torch import nn
+
+from experiments import data, models
+from experiments.data import Data
 
 
 @dataclass(frozen=True)
 class Problem:
     """A model, the data it learns from, and the settings tuned for them."""
 
-    data: str  # a name in data.LOADERS
-    model: Callable[[], nn.Module]
+    data: str  # a name in data.DATASETS
+    model: Callable[[tuple[int, ...], int], nn.Module]  # shape of a sample, number of classes
     epochs: int
     batch_size: int
     target: float  # training loss that optimizers are compared by
     tuned: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # optimizer name -> its tuned settings
     loss: Callable[[], nn.Module] = nn.CrossEntropyLoss
+    prepare: Callable[[Data], Data] = data.standardized
+    augment: bool = False  # shift and mirror the images of a batch
 
 
-def mlp(*widths: int) -> nn.Sequential:
-    """Fully connected layers with ReLU in between."""
-    layers: list[nn.Module] = [nn.Flatten()]
-    for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True):
-        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+def _deepobs_mlp(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return models.mlp(prod(shape), 1000, 500, 100, classes)
 
 
-def small_cnn() -> nn.Sequential:
-    """Three convolutions and two linear layers for 28x28 grey images, 33 thousand parameters."""
-    layers: list[nn.Module] = []
-    for channels_in, channels_out in [(1, 16), (16, 32), (32, 32)]:
-        layers += [nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, *mlp(32 * 3 * 3, 64, 10))
+def _autoencoder(shape: tuple[int, ...], classes: int) -> nn.Module:
+    pixels = prod(shape)
+    return models.mlp(pixels, 1000, 500, 250, 30, 250, 500, 1000, pixels, activation=nn.Tanh)
 
 
 # Tuned with seed 100, nine trials per optimizer: the fewest steps to the target, then the lower loss at the end. Grids:
@@ -41,7 +40,7 @@ def small_cnn() -> nn.Sequential:
 PROBLEMS: dict[str, Problem] = {
     "digits-mlp": Problem(
         data="digits",
-        model=lambda: mlp(64, 32, 10),
+        model=lambda shape, classes: models.mlp(prod(shape), 32, classes),
         epochs=10,
         batch_size=64,
         target=0.01,
@@ -54,7 +53,7 @@ PROBLEMS: dict[str, Problem] = {
     ),
     "mnist5k-mlp": Problem(
         data="mnist5k",
-        model=lambda: mlp(784, 128, 64, 10),
+        model=lambda shape, classes: models.mlp(prod(shape), 128, 64, classes),
         epochs=15,
         batch_size=128,
         target=0.01,
@@ -67,7 +66,7 @@ PROBLEMS: dict[str, Problem] = {
     ),
     "mnist5k-cnn": Problem(
         data="mnist5k",
-        model=small_cnn,
+        model=lambda shape, classes: models.small_cnn(classes),
         epochs=15,
         batch_size=128,
         target=0.01,
@@ -77,5 +76,69 @@ PROBLEMS: dict[str, Problem] = {
             "adamw": {"lr": 0.003},
             "diagonal-newton": {"lr": 0.03, "damping": 0.005},
         },
+    ),
+    "mnist-mlp": Problem("mnist", _deepobs_mlp, epochs=10, batch_size=128, target=0.01),
+    "fmnist-mlp": Problem("fashion-mnist", _deepobs_mlp, epochs=20, batch_size=128, target=0.1),
+    "mnist-2c2d": Problem("mnist", lambda _, classes: models.c2d2(classes), epochs=10, batch_size=128, target=0.01),
+    "fmnist-2c2d": Problem(
+        "fashion-mnist", lambda _, classes: models.c2d2(classes), epochs=20, batch_size=128, target=0.1
+    ),
+    "mnist5k-autoencoder": Problem(
+        data="mnist5k",
+        model=_autoencoder,
+        loss=models.PixelLoss,
+        prepare=data.reconstruction,
+        epochs=30,
+        batch_size=256,
+        target=80,
+    ),
+    "mnist-autoencoder": Problem(
+        data="mnist",
+        model=_autoencoder,
+        loss=models.PixelLoss,
+        prepare=data.reconstruction,
+        epochs=20,
+        batch_size=256,
+        target=70,
+    ),
+    "cifar10-3c3d": Problem(
+        data="cifar10",
+        model=lambda _, classes: models.c3d3(classes),
+        epochs=30,
+        batch_size=128,
+        target=0.5,
+        augment=True,
+    ),
+    "cifar100-allcnnc": Problem(
+        data="cifar100",
+        model=lambda _, classes: models.all_cnn_c(classes),
+        epochs=60,
+        batch_size=256,
+        target=1.5,
+        augment=True,
+    ),
+    "cifar10-resnet18": Problem(
+        data="cifar10",
+        model=lambda _, classes: models.resnet18(classes),
+        epochs=30,
+        batch_size=128,
+        target=0.1,
+        augment=True,
+    ),
+    "cifar10-vit": Problem(
+        data="cifar10",
+        model=lambda _, classes: models.vit(classes),
+        epochs=50,
+        batch_size=128,
+        target=0.7,
+        augment=True,
+    ),
+    "help-gpt": Problem(
+        data="python-help",
+        model=lambda shape, characters: models.gpt(characters, *shape),
+        prepare=lambda texts: texts,
+        epochs=10,
+        batch_size=64,
+        target=1.5,
     ),
 }

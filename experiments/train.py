@@ -60,6 +60,8 @@ class Config:
     """Where to train: cpu, cuda, cuda:1, mps ..."""
     data_root: Path = data.DEFAULT_ROOT
     """Where data sets are looked for and cached."""
+    download: bool = False
+    """Download the data set if it is not there."""
     out: Path | None = None
     """Run directory, overwritten; without it runs/<problem>-<optimizer>-<seed>."""
     wandb: Mode | None = None
@@ -141,9 +143,9 @@ def _train(config: Config, log: _Log) -> None:
     torch.manual_seed(config.seed)
     device = torch.device(config.device)
     problem = PROBLEMS[config.problem]
-    splits = data.load(problem.data, config.data_root)
+    splits = problem.prepare(data.load(problem.data, config.data_root, config.download))
     train_set, test_set = splits.train.to(device), splits.test.to(device)
-    model, lossfunc = problem.model().to(device), problem.loss()
+    model, lossfunc = problem.model(tuple(train_set.x.shape[1:]), splits.classes).to(device), problem.loss()
     if config.epochs < 1:
         raise SettingsError(f"--epochs must be at least 1, got {config.epochs}")
     if not 0 < config.batch_size <= len(train_set.x):
@@ -164,7 +166,7 @@ def _train(config: Config, log: _Log) -> None:
                 for x, y in train_set.epoch(config.batch_size, order):
                     start = time.perf_counter()
                     optimizer.zero_grad()
-                    loss = lossfunc(model(x), y)
+                    loss = lossfunc(model(data.augmented(x) if problem.augment else x), y)
                     value = loss.item()
                     if math.isfinite(value):
                         with curvature():
@@ -202,15 +204,15 @@ def _require_finite(loss: float, step: int, config: Config) -> None:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, lossfunc: nn.Module, split: data.Split, batch_size: int = 500) -> tuple[float, float]:
-    """Mean loss and accuracy over a split, in evaluation mode."""
+    """Mean loss and accuracy (nan where targets are no labels) over a split, in evaluation mode."""
     model.eval()
     loss = correct = 0.0
     for x, y in zip(split.x.split(batch_size), split.y.split(batch_size), strict=True):
         z = model(x)
         loss += lossfunc(z, y).item() * len(x)
-        correct += (z.argmax(1) == y).sum().item()
+        correct += float("nan") if y.is_floating_point() else (z.argmax(1) == y).sum().item()
     model.train()
-    return loss / len(split.x), correct / len(split.x)
+    return loss / len(split.x), correct / split.y.numel()
 
 
 def main() -> None:
@@ -221,7 +223,7 @@ def main() -> None:
     )
     try:
         out = train(config)
-    except (DivergedError, SettingsError) as error:
+    except (DivergedError, SettingsError, data.DataError) as error:
         sys.exit(f"stopped: {error}")
     print(f"curves: {out / 'curves.png'}")
 

