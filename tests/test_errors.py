@@ -423,3 +423,18 @@ def test_a_module_without_a_rule_that_draws_random_numbers(extension: type[Exten
         loss.backward()
     it.model.eval()
     works(it)
+
+
+@every_extension
+def test_a_backward_inside_of_a_backward(extension: type[Extension]):
+    it = problem()
+    hidden = it.model[0](it.x)
+
+    def begins_another(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            it.model[2](torch.ones(4, 5).double()).sum().backward()
+
+    hidden.register_hook(begins_another)
+    loss = it.lossfunc(it.model[1:](hidden), it.y)
+    with refused(it.model, extension.field, "use_reentrant=False", midway=True), backpack(extension()):
+        loss.backward()

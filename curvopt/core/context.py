@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.derivatives.functional_losses import FunctionalLoss
-from curvopt.core.graph import Graph
+from curvopt.core.graph import Graph, uses_behind
 from curvopt.core.sweep import Pass, fields_of
 from curvopt.core.uses import Loss, TermUse, Use, listeners
 from curvopt.errors import CurvoptError
@@ -90,11 +90,6 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         listeners.remove(self)
         self._abandon()
 
-    def gradient(self, use: Use, index: int, grad: Tensor) -> None:
-        """Told by the engine: the gradient of a use's output."""
-        if self.extensions:
-            self._current().gradient(use, index, grad)
-
     def term(self, use: TermUse, grad: Tensor) -> None:
         """Told by the engine: the gradient of a regularizer."""
         if self.extensions:
@@ -105,10 +100,11 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         if self.extensions:
             self._current().loss(use, grad)
 
-    def _functional_gradient(self, use: Use, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
+    def _gradient(self, use: Use, index: int, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
+        # before the node itself, and after the tensor hooks by which users change gradients
         grad = grads[output_nr]
         if grad is not None and listeners and listeners[-1] is self:
-            self.gradient(use, 0, grad)
+            self._current().gradient(use, index, grad)
 
     def _functional_loss(self, use: Loss, grad: Tensor) -> None:
         if listeners and listeners[-1] is self:
@@ -119,14 +115,17 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         task = torch._C._current_graph_task_id()
         if task not in self._passes:
             if self._pending is None:
-                raise CurvoptError(
-                    f"{fields_of(self.extensions)}: an extended module was used in a backward that was started "
-                    "inside of another one; use torch.utils.checkpoint with use_reentrant=False."
-                )
+                raise self._started_inside()
             self._passes[task], self._pending = self._pending, None
             self._passes[task].begin()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(task))
         return self._passes[task]
+
+    def _started_inside(self) -> CurvoptError:
+        return CurvoptError(
+            f"{fields_of(self.extensions)}: an extended module was used in a backward that was started "
+            "inside of another one; use torch.utils.checkpoint with use_reentrant=False."
+        )
 
     def _finish(self, task: int) -> None:
         finished = self._passes.pop(task, None)
@@ -153,10 +152,10 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             return call()  # a gradient of something else
         self._pending = Pass(self.extensions, self.extension_hook, graph, partial)
         try:
-            # functional calls have no hook from the forward; these may be the first to hear of the backward
-            for entry in graph.functional:
-                for edge in entry.edges.values():
-                    hook = functools.partial(self._functional_gradient, entry.use, edge.output_nr)
+            # not in the forward: a model that is extended but not asked should cost nothing
+            for entry in self._pending.listening():
+                for index, edge in entry.edges.items():
+                    hook = functools.partial(self._gradient, entry.use, index, edge.output_nr)
                     handles.append(edge.node.register_prehook(hook))
             handles += [use.listen(self._functional_loss) for use in graph.losses if isinstance(use, FunctionalLoss)]
             with warnings.catch_warnings():
@@ -186,10 +185,13 @@ def _watch(change: int) -> None:
 def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
     context = listeners[-1] if listeners else None
     call = functools.partial(_run_backward, outputs, *args, **kwargs)
-    # not the engine's own calls, nor those of hooks inside a backward
-    if isinstance(context, backpack) and context.extensions and torch._C._current_graph_task_id() == -1:
-        nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in outputs]
-        roots = [node for node in nodes if node is not None]
-        if roots:
-            return context._run(roots, call, kwargs.get("accumulate_grad", False), partial=bool(args[3]))
+    nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in outputs]
+    roots = [node for node in nodes if node is not None]
+    accumulates = kwargs.get("accumulate_grad", False)
+    if torch._C._current_graph_task_id() != -1:  # of a hook inside a backward
+        if isinstance(context, backpack) and context.extensions and accumulates and uses_behind(roots):
+            raise context._started_inside()
+        return call()
+    if isinstance(context, backpack) and context.extensions and roots:
+        return context._run(roots, call, accumulates, partial=bool(args[3]))
     return call()

@@ -236,6 +236,11 @@ def _walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node
                 stack.append(following)
 
 
+def uses_behind(roots: list[Node]) -> bool:
+    """Whether any use was recorded behind some nodes."""
+    return any(isinstance(record, Use) for node in _walk(roots) for record, *_ in records_of(node))
+
+
 def _mixes_samples(node: Node) -> bool:
     """Whether a node is a batch norm that normalises over the samples (instance norm runs as one of a batch of 1)."""
     if "BatchNorm" not in node.name() or not getattr(node, "_saved_training", True):

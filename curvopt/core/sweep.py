@@ -180,12 +180,14 @@ class Pass:
 
     # What the backward tells
 
+    def listening(self) -> list[Entry]:
+        """The uses that need the gradient of their outputs."""
+        return [entry for entry in self.entries if self.first_order and entry.use not in self.samples.unaligned]
+
     @_without_autocast
     def gradient(self, use: Use, index: int, grad: Tensor) -> None:
         """The gradient of one output of a use: reduce it, or keep it until the parameter's other uses have theirs."""
         entry = self.graph.entries[use]
-        if not self.first_order or not entry.parameters or use in self.samples.unaligned:
-            return
         grads = [grad.unsqueeze(0) if i == index else None for i in range(len(use.shapes))]
         for p, jacobian in self._jac_t(entry, grads, self.samples.N):
             parts = self.parts.setdefault(p, [])

@@ -30,11 +30,7 @@ _recording = True
 
 
 class Listener(Protocol):
-    """What the backward of a recorded output tells."""
-
-    def gradient(self, use: Use, index: int, grad: Tensor) -> None:
-        """The gradient of output ``index`` of a use has arrived."""
-        ...
+    """What the backward of a recorded loss or term tells."""
 
     def term(self, use: TermUse, grad: Tensor) -> None:
         """The gradient of a regularizer has arrived."""
@@ -125,14 +121,14 @@ class Use:
 
         inputs = _tensors((args, kwargs)) if kwargs or len(args) != 1 else _tensors(args[0])
         self.path, self.module, self.args, self.kwargs = path, module, args, kwargs
-        self.versions: tuple[int, ...] | None = tuple(version(leaf) for leaf in inputs)
-        if any(out is leaf and out.grad_fn is not None for out in outputs for leaf in inputs):
+        self.versions: tuple[int, ...] | None = tuple([version(leaf) for leaf in inputs])
+        self.boundary = frozenset([leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None])
+        if self.boundary and any([out is leaf for out in outputs for leaf in inputs if leaf.grad_fn is not None]):
             # an in-place forward: the input is gone, and holding the output would be a cycle
             self.args, self.kwargs, self.versions = (), {}, None
-        self.random = _random_states.pop(module, None)
+        self.random = _random_states.pop(module, None) if _random_states else None
         self.seen = tuple(module._parameters.values())  # torch.func.functional_call puts others in their place
-        self.boundary = frozenset(leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None)
-        self.shapes = tuple(out.shape for out in outputs)
+        self.shapes = tuple([out.shape for out in outputs])
         self.cache: dict[str, Any] = {}  # what several columns and quantities share; emptied after each backward
         rule = rule_for(module)
         self.state = None if rule.checks_outputs else _settings(module, rule.reads_mode)
@@ -264,10 +260,9 @@ def drawn_again(use: Use) -> Iterator[None]:
         yield
 
 
-def _settings(module: nn.Module, mode: bool) -> tuple:
+def _settings(module: nn.Module, mode: bool) -> list[Any]:
     """Numbers, flags and names among a module's attributes, and whether it trains if that matters to it."""
-    settings = tuple(value for name, value in vars(module).items() if type(value) in _SIMPLE and name != "training")
-    return (*settings, module.training) if mode else settings
+    return [v for name, v in vars(module).items() if type(v) in _SIMPLE and (mode or name != "training")]
 
 
 _SIMPLE = (int, float, bool, str, tuple)
@@ -317,7 +312,8 @@ class Recorder:
             outputs = _tensors(output)
         for index, out in enumerate(outputs):
             # record the node now: an in-place activation will replace out.grad_fn
-            _attach(out, (use, index, out.output_nr), partial(_gradient_arrived, use, index))
+            if out.grad_fn is not None:
+                out.grad_fn.metadata.setdefault(KEY, []).append((use, index, out.output_nr))  # type: ignore[attr-defined]
         return output if len(outputs) > 1 else None
 
 
@@ -344,11 +340,6 @@ def _hear(hook: Callable[[Tensor], None], output_nr: int, grads: Sequence[Tensor
     grad = grads[output_nr]
     if grad is not None:
         hook(grad)
-
-
-def _gradient_arrived(use: Use, index: int, grad: Tensor) -> None:
-    if listeners and (listener := listeners[-1]) is not None:
-        listener.gradient(use, index, grad)
 
 
 def record_term(out: Tensor, parameters: Sequence[nn.Parameter], weight: float) -> None:
