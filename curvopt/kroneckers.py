@@ -4,7 +4,8 @@ A *factor list* stands for one symmetric positive semi-definite matrix over the 
 
 - ``[F1, F2, ...]``, each ``[d, d]``: ``F1 ⊗ F2 ⊗ ...`` (for a weight ``[O, I]``: ``[B, A]``, ``B ⊗ A`` row-major);
 - a factor ``[d]`` is the diagonal of a diagonal matrix, a factor ``[]`` a multiple of the identity;
-- factors ``[G, d, d]`` are ``G`` groups: the block-diagonal matrix of their ``G`` Kronecker products.
+- factors ``[G, d, d]`` are ``G`` groups: the block-diagonal matrix of their ``G`` Kronecker products;
+- a factor ``[G, K, b, b]`` is block-diagonal: of each group K blocks, the last of which may reach over its size d.
 """
 
 import logging
@@ -13,13 +14,20 @@ from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 
+def sizes_of(factors: Sequence[Tensor], shape: Sequence[int]) -> list[int]:
+    """The sizes d of the factors of a parameter: axis 0 belongs to the first factor, all others to the second."""
+    groups = max((factor.shape[0] for factor in factors if factor.ndim > 2), default=1)
+    return [prod(shape)] if len(factors) == 1 else [shape[0] // groups, prod(shape[1:])]
+
+
 def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:
-    """Dense matrix ``[P, P]`` of a factor list; for tests and small layers."""
+    """Dense matrix ``[P, P]`` of a factor list without blocks; for tests and small layers."""
     dense = [torch.diag(factor) if factor.ndim == 1 else factor for factor in factors]
     groups = max((factor.shape[0] for factor in dense if factor.ndim == 3), default=1)
     blocks = []
@@ -31,26 +39,38 @@ def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:
     return torch.block_diag(*blocks)
 
 
-def kfac_mat_prod(factors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-    """Product ``x -> (F1 ⊗ F2 ⊗ ...) x`` with ``x`` of shape ``[P]`` or ``[P, K]``; never forms the matrix."""
-    groups = max((factor.shape[0] for factor in factors if factor.ndim == 3), default=1)
-    dims = [factor.shape[-1] for factor in factors if factor.ndim > 0]
+def kfac_mat_prod(factors: Sequence[Tensor], sizes: Sequence[int] | None = None) -> Callable[[Tensor], Tensor]:
+    """Product ``x -> (F1 ⊗ F2 ⊗ ...) x`` with ``x`` of shape ``[P]`` or ``[P, K]``; never forms the matrix.
+
+    Args:
+        factors: factor list.
+        sizes: the factors' sizes d, if one has blocks (see `sizes_of`).
+
+    Raises:
+        ValueError: from the product, for another number of rows.
+    """
+    groups = max((factor.shape[0] for factor in factors if factor.ndim > 2), default=1)
+    matrices = [factor for factor in factors if factor.ndim > 0]
+    sizes = [factor.shape[-1] for factor in matrices] if sizes is None else sizes
 
     def product(x: Tensor) -> Tensor:
-        if dims and x.shape[0] != groups * prod(dims):
+        if matrices and x.shape[0] != groups * prod(sizes):
             raise ValueError(
-                f"a product of {groups} group(s) of factors with sizes {dims} needs {groups * prod(dims)} rows, "
-                f"got {tuple(x.shape)}"
+                f"a product of {groups} group(s) of factors with sizes {list(sizes)} needs {groups * prod(sizes)} "
+                f"rows, got {tuple(x.shape)}"
             )
         left, right, y = 1, x.numel() // groups, x
         for factor in factors:
             if factor.ndim == 0:
                 y = factor * y
-                continue
-            d = factor.shape[-1]
+        for factor, d in zip(matrices, sizes, strict=True):
             right //= d
             if factor.ndim == 1:
                 y = factor[:, None] * y.reshape(groups * left, d, right)
+            elif factor.ndim == 4:
+                blocks, size = factor.shape[1:3]
+                y = F.pad(y.reshape(groups, left, d, right), (0, 0, 0, blocks * size - d)).unflatten(2, (blocks, size))
+                y = (factor.unsqueeze(1) @ y).flatten(2, 3)[:, :, :d]
             elif right == 1:  # one large product instead of `left` products with a vector
                 y = y.reshape(groups, left, d) @ factor.mT
             elif factor.ndim == 3:
@@ -90,8 +110,11 @@ def inv_kfacs(factors: Sequence[Tensor], shift: float | Sequence[float | Tensor]
 
 
 def mean_diagonal(factor: Tensor) -> Tensor:
-    """Mean of the diagonal of a factor: ``[]``, or ``[G]`` for factors ``[G, d, d]``."""
-    return factor.mean() if factor.ndim < 2 else factor.diagonal(dim1=-2, dim2=-1).mean(-1)
+    """Mean of the diagonal of a factor: ``[]``, or ``[G]`` with groups."""
+    if factor.ndim < 2:
+        return factor.mean()
+    means = factor.diagonal(dim1=-2, dim2=-1).mean(-1)
+    return means.mean(1) if factor.ndim == 4 else means  # the padding of blocks is too short to matter
 
 
 def pi_damping(factors: Sequence[Tensor], damping: float) -> list[Tensor]:
@@ -101,15 +124,18 @@ def pi_damping(factors: Sequence[Tensor], damping: float) -> list[Tensor]:
     multiple ``√(λ / (a b))`` of their mean eigenvalues ``a``, ``b``. A single factor is shifted by ``damping``.
 
     Returns:
-        One shift per factor, ``[]`` or ``[G]``.
+        One shift per factor, ``[]``, ``[G]``, or ``[G, 1]`` for blocks.
     """
     means = [mean_diagonal(factor) for factor in factors]
     if len(factors) == 1:
-        return [torch.full_like(means[0], damping)]
-    b, a = means
-    tiny = torch.finfo(b.dtype).eps ** 2
-    pi = ((a + tiny) / (b + tiny)).sqrt()  # both without curvature: π = 1
-    return [damping**0.5 / pi, damping**0.5 * pi]
+        shifts = [torch.full_like(means[0], damping)]
+    else:
+        b, a = means
+        tiny = torch.finfo(b.dtype).eps ** 2
+        pi = ((a + tiny) / (b + tiny)).sqrt()  # both without curvature: π = 1
+        shifts = [damping**0.5 / pi, damping**0.5 * pi]
+    axes = {3: (-1,), 4: (-1, 1)}
+    return [shift.reshape(axes.get(factor.ndim, ())) for factor, shift in zip(factors, shifts, strict=True)]
 
 
 def damped_inverses(
@@ -125,8 +151,8 @@ def damped_inverses(
     the first is logged; nothing is raised.
 
     Args:
-        factors: ``[d]``, ``[d, d]`` or ``[G, d, d]`` each, at least float32.
-        shifts: one per factor, ``[]`` or ``[G]``.
+        factors: ``[d]``, ``[d, d]``, ``[G, d, d]`` or ``[G, K, b, b]`` each, at least float32.
+        shifts: one per factor, ``[]``, ``[G]`` or ``[G, 1]``.
         stale: former inverses, used when all else fails.
         names: how the log calls the factors.
 
@@ -169,10 +195,66 @@ def damped_inverses(
             for group, (matrix, target) in enumerate(zip(matrices, targets, strict=True)):
                 if not next(verdicts):
                     failures += 1
-                    shift = torch.as_tensor(shifts[i]).expand(len(matrices))[group].item()
+                    shift = torch.as_tensor(shifts[i]).expand(factors[i].shape[:-2]).reshape(-1)[group].item()
                     old = None if former is None else former.reshape(-1, d, d)[group]
                     target.copy_(_rescue(matrix, shift, old, names[i]))
     return inverses, failures
+
+
+def eigenbases(
+    factors: Sequence[Tensor], names: Sequence[str] | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Eigenvectors (in columns, shaped as the factors) and eigenvalues ``[..., d]``, not negative, of many factors.
+
+    The basis of a diagonal factor ``[d]`` is the identity, ``[d]`` ones. Decompositions that fail in the factor's dtype
+    and in float64 are replaced by the identity and the diagonal; that is logged, nothing is raised.
+    """
+    names = [f"factor {i}" for i in range(len(factors))] if names is None else names
+    bases, values = [], []
+    for factor, name in zip(factors, names, strict=True):
+        if factor.ndim < 2:
+            bases.append(torch.ones_like(factor))
+            values.append(factor.clamp(min=0))
+            continue
+        try:
+            spectrum, basis = _eigh(factor)
+        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+            logger.warning("%s %s: no eigendecomposition, used the diagonal", name, tuple(factor.shape))
+            spectrum = factor.diagonal(dim1=-2, dim2=-1)
+            basis = torch.eye(factor.shape[-1]).to(factor).expand_as(factor).clone()
+        bases.append(basis)
+        values.append(spectrum.clamp(min=0))
+    return bases, values
+
+
+def kron_diagonal(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Diagonal ``[P]`` of a factor list whose factors are diagonal.
+
+    Args:
+        values: their diagonals, ``[d]``, ``[G, d]`` or ``[G, K, b]`` (see `eigenbases`).
+        sizes: the sizes d.
+    """
+    result = values[0].new_ones(1, 1)
+    for value, d in zip(values, sizes, strict=True):
+        value = value.reshape(-1, value.shape[-1] * (value.shape[-2] if value.ndim == 3 else 1))[:, :d]
+        result = (result.unsqueeze(2) * value.unsqueeze(1)).flatten(1)
+    return result.flatten()
+
+
+def _eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
+    if factor.ndim == 4:
+        # what a block reaches over the factor's size is zero: made its largest eigenvalues, it stays at the end
+        rest = (factor == 0).all(-1)
+        largest = factor.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) + 1
+        apart = largest * torch.arange(1, factor.shape[-1] + 1).to(factor)
+        factor = factor + torch.diag_embed(torch.where(rest, apart, 0.0))
+        spectrum, basis = torch.linalg.eigh(factor)
+        return torch.where(rest.sort(dim=-1).values, 0.0, spectrum), basis
+    try:
+        return torch.linalg.eigh(factor)
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+        spectrum, basis = torch.linalg.eigh(factor.double())
+        return spectrum.to(factor.dtype), basis.to(factor.dtype)
 
 
 def _floor(values: Tensor) -> Tensor:

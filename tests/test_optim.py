@@ -16,17 +16,30 @@ from torch import Tensor, nn
 
 from curvopt import CurvoptError, extend
 from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat
-from curvopt.optim import KFACSGD, DiagonalNewton
+from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
 from curvopt.optim.base import CurvatureOptimizer, annealed_interval, ema_update, kl_clip_factor
 
-OPTIMIZERS: dict[str, Callable[..., CurvatureOptimizer]] = {
+#: Optimizers that take the step of SGD on preconditioned gradients.
+SGD_LIKE: dict[str, Callable[..., CurvatureOptimizer]] = {
     "KFACSGD": KFACSGD,
     "KFACSGD exact": lambda params, **options: KFACSGD(params, fisher="exact", **options),
+    "KFACSGD empirical": lambda params, **options: KFACSGD(params, fisher="empirical", **options),
+    "KFACSGD blocks": lambda params, **options: KFACSGD(params, max_factor_size=20, approx="reduce", **options),
+    "EKFACSGD": EKFACSGD,
+    "EKFACSGD exact": lambda params, **options: EKFACSGD(params, fisher="exact", max_factor_size=40, **options),
     "DiagonalNewton": DiagonalNewton,
     "DiagonalNewton exact": lambda params, **options: DiagonalNewton(params, curvature="diag_ggn_exact", **options),
+    "DiagonalNewton hessian": lambda params, **options: DiagonalNewton(params, curvature="diag_h", **options),
 }
-EXACT = [name for name in OPTIMIZERS if name.endswith("exact")]
+#: All; a new optimizer is one row.
+OPTIMIZERS: dict[str, Callable[..., CurvatureOptimizer]] = {
+    **SGD_LIKE,
+    "KFACAdamW": lambda params, lr=0.02, **options: KFACAdamW(params, lr, **options),
+    "KFACAdamW exact": lambda params, lr=0.02, **options: KFACAdamW(params, lr, fisher="exact", **options),
+}
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+sgd_like = pytest.mark.parametrize("make", SGD_LIKE.values(), ids=SGD_LIKE)
+EXACT = [name for name in OPTIMIZERS if name.endswith("exact")]
 exact_optimizer = pytest.mark.parametrize("make", [OPTIMIZERS[name] for name in EXACT], ids=EXACT)
 
 
@@ -227,7 +240,7 @@ def test_annealed_interval_grows_from_one() -> None:
     assert gaps[:4] == [1] * 4 and gaps[-20:] == [10] * 20 and gaps == sorted(gaps) and len(set(gaps)) > 3
 
 
-@every_optimizer
+@sgd_like
 def test_kl_clip_bounds_the_prediction(make: Callable) -> None:
     kl_clip = 1e-4
     run, free = Run(make, momentum=0.0, kl_clip=kl_clip), Run(make, momentum=0.0, kl_clip=None)
@@ -253,7 +266,7 @@ def test_kl_clip_never_lengthens_and_accepts_no_step() -> None:
 # -------------------------------------------------------------------------------------------- what torch.optim gives us
 
 
-@every_optimizer
+@sgd_like
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_step_is_the_sgd_step_on_the_preconditioned_gradient(make: Callable, nesterov: bool) -> None:
     options = {"lr": 0.05, "momentum": 0.9, "nesterov": nesterov}
@@ -263,7 +276,7 @@ def test_step_is_the_sgd_step_on_the_preconditioned_gradient(make: Callable, nes
     for step in range(6):
         run.train(range(step, step + 1))
         for p, q in zip(run.model.parameters(), twin, strict=True):
-            product = kfac_mat_prod(run.optimizer.state[p]["inverses"])(p.grad.reshape(-1)).view_as(p)
+            product = run.optimizer._solve(p, p.grad.reshape(-1), run.optimizer.param_groups[0]["damping"]).view_as(p)
             q.grad = product * run.optimizer.metrics()["kl_clip_factor"]
         sgd.step()
         assert_close(run.weights(), [q.detach() for q in twin])
@@ -271,7 +284,7 @@ def test_step_is_the_sgd_step_on_the_preconditioned_gradient(make: Callable, nes
 
 @every_optimizer
 def test_weight_decay_is_decoupled(make: Callable) -> None:
-    plain, decayed = (Run(make, lr=0.1, momentum=0.0, weight_decay=wd, dtype=torch.float64) for wd in (0.0, 0.5))
+    plain, decayed = (Run(make, lr=0.1, weight_decay=wd, dtype=torch.float64) for wd in (0.0, 0.5))
     before = plain.weights()
     plain.train(1)
     decayed.train(1)
@@ -279,7 +292,7 @@ def test_weight_decay_is_decoupled(make: Callable) -> None:
     assert decayed.optimizer.param_groups[0]["weight_decay"] == 0.5
 
 
-@every_optimizer
+@sgd_like
 def test_param_groups(make: Callable) -> None:
     def grouped(params: Iterator[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
         first, second, *rest = params
@@ -400,7 +413,7 @@ def test_damping_means_the_same_at_any_batch_size(make: Callable) -> None:
 
 @exact_optimizer
 def test_loss_scale_takes_a_factor_out_of_the_curvature(make: Callable) -> None:
-    plain, scaled = (Run(make, momentum=0.0, dtype=torch.float64) for _ in range(2))
+    plain, scaled = (Run(make, dtype=torch.float64) for _ in range(2))
     plain.train(1)
     with scaled.optimizer.curvature(loss_scale=8.0):
         (8.0 * scaled.loss(0)).backward()
@@ -435,8 +448,8 @@ def test_curvature_is_computed_when_due_and_costs_nothing_otherwise(
 ) -> None:
     run = Run(make, curvature_every=4)
     computed: list[int] = []
-    original = type(run.optimizer)._extension
-    monkeypatch.setattr(type(run.optimizer), "_extension", lambda self: computed.append(step) or original(self))
+    original = type(run.optimizer)._extensions
+    monkeypatch.setattr(type(run.optimizer), "_extensions", lambda self: computed.append(step) or original(self))
     for step in range(24):
         run.train(range(step, step + 1))
     expected, due = [], 0
@@ -593,20 +606,31 @@ def test_sparse_gradients_are_refused(make: Callable) -> None:
 
 
 @every_optimizer
-@pytest.mark.parametrize(
-    "options", [{"damping": -1.0}, {"ema": 1.0}, {"kl_clip": 0.0}, {"curvature_every": 0}, {"lr": -1.0}]
-)
+@pytest.mark.parametrize("options", [{"ema": 1.0}, {"curvature_every": 0}, {"lr": -1.0}])
 def test_options_out_of_range_are_refused(make: Callable, options: dict[str, float]) -> None:
     with pytest.raises(ValueError):
+        make([nn.Parameter(torch.ones(2))], **options)
+
+
+@sgd_like
+@pytest.mark.parametrize("options", [{"damping": -1.0}, {"kl_clip": 0.0}])
+def test_dampings_out_of_range_are_refused(make: Callable, options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
         make([nn.Parameter(torch.ones(2))], **options)
 
 
 def test_unknown_kinds_of_curvature_are_refused() -> None:
     parameters = [nn.Parameter(torch.ones(2))]
     with pytest.raises(ValueError, match="fisher"):
-        KFACSGD(parameters, fisher="empirical")  # pyright: ignore[reportArgumentType]
+        KFACSGD(parameters, fisher="true")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="approx"):
+        KFACAdamW(parameters, approx="sum")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="max_factor_size"):
+        EKFACSGD(parameters, max_factor_size=0)
     with pytest.raises(ValueError, match="curvature"):
-        DiagonalNewton(parameters, curvature="diag_h")  # pyright: ignore[reportArgumentType]
+        DiagonalNewton(parameters, curvature="variance")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="modify"):
+        DiagonalNewton(parameters, modify="square")  # pyright: ignore[reportArgumentType]
 
 
 class PartlyExtended(nn.Module):
@@ -694,7 +718,7 @@ def test_a_frozen_parameter_stays() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(run.weights()[1:], before[1:], strict=True))
 
 
-@every_optimizer
+@sgd_like
 def test_metrics(make: Callable) -> None:
     run = Run(make, momentum=0.0)
     before = run.weights()
@@ -707,4 +731,4 @@ def test_metrics(make: Callable) -> None:
     assert metrics["cosine"] == pytest.approx(-(moved @ grad / moved.norm() / grad.norm()).item(), rel=1e-3)
     predicted = -run.optimizer.param_groups[0]["lr"] * metrics["kl_clip_factor"] * (moved @ grad).item()
     assert metrics["kl"] == pytest.approx(predicted, rel=1e-3)
-    assert metrics["damping"] == run.optimizer.param_groups[0]["damping"] and metrics["fallbacks"] == 0
+    assert metrics["damping"] == run.optimizer.param_groups[0]["damping"] and metrics.get("fallbacks", 0) == 0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from curvopt.core.derivatives.functional_losses import FunctionalLoss
 from curvopt.core.graph import Graph, uses_behind
 from curvopt.core.sweep import Pass, fields_of
-from curvopt.core.uses import Loss, TermUse, Use, listeners
+from curvopt.core.uses import Loss, TermUse, Use, extend, listeners
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         #: Sum of the predictions' weights in the losses of all backwards so far: 1 for a mean, N for a sum over N; of
         #: elementwise losses a prediction is a sample with all its entries. For second-order quantities only.
         self.loss_weight: Tensor | float = 0.0
+        #: Called with this weight of each backward at its end.
+        self.finished: Callable[[Tensor | float], None] | None = None
         self._passes: dict[int, Pass] = {}  # by graph task: a backward started inside a backward is another pass
         self._pending: Pass | None = None  # checked, its backward about to begin
 
@@ -132,6 +136,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         if finished is not None:
             finished.finish()
             self.loss_weight = self.loss_weight + finished.weight
+            if self.finished is not None:
+                self.finished(finished.weight)
             if self.debug:
                 for p, extensions in finished.done.items():
                     print(f"curvopt: {finished.graph.name(p)}: {', '.join(sorted(e.field for e in extensions))}")
@@ -182,6 +188,41 @@ def _watch(change: int) -> None:
     torch.autograd._engine_run_backward = _watched_backward if _watching else _run_backward  # type: ignore[attr-defined]
 
 
+class Observer(Protocol):
+    """Somebody with a context for backwards that others start."""
+
+    def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> AbstractContextManager[Any] | None:
+        """The context to run a backward in that will reach some parameters; ``None`` to let it run as it is."""
+
+
+_observers: weakref.WeakSet[Observer] = weakref.WeakSet()
+
+
+def attach(observer: Observer, *modules: nn.Module | None) -> None:
+    """Extend modules, and ask ``observer`` for a context for every backward from now on that is outside of any."""
+    for module in modules:
+        if module is not None:
+            extend(module)
+    if observer not in _observers:
+        _observers.add(observer)
+        _watch(+1)
+        weakref.finalize(observer, _watch, -1)
+
+
+def _leaves(roots: Sequence[Node]) -> set[Tensor]:
+    """All leaf tensors that a backward from some nodes reaches."""
+    leaves, seen, stack = set(), set(roots), list(roots)
+    while stack:
+        node = stack.pop()
+        if hasattr(node, "variable"):
+            leaves.add(node.variable)  # pyright: ignore[reportAttributeAccessIssue]
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return leaves
+
+
 def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
     context = listeners[-1] if listeners else None
     call = functools.partial(_run_backward, outputs, *args, **kwargs)
@@ -194,4 +235,10 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
         return call()
     if isinstance(context, backpack) and context.extensions and roots:
         return context._run(roots, call, accumulates, partial=bool(args[3]))
+    if not listeners and accumulates and roots:
+        for observer in list(_observers):
+            opened = observer._context_of_backward(lambda: _leaves(roots))
+            if opened is not None:
+                with opened:
+                    return _watched_backward(outputs, *args, **kwargs)
     return call()

@@ -1,6 +1,9 @@
 """Optimizers of ``torch.optim`` that live on curvature."""
 
 from curvopt.optim.diagonal_newton import DiagonalNewton
+from curvopt.optim.ekfac_sgd import EKFACSGD
+from curvopt.optim.kfac_adamw import KFACAdamW
 from curvopt.optim.kfac_sgd import KFACSGD
+from curvopt.optim.preconditioner import KFACPreconditioner
 
-__all__ = ["DiagonalNewton", "KFACSGD"]
+__all__ = ["EKFACSGD", "KFACSGD", "DiagonalNewton", "KFACAdamW", "KFACPreconditioner"]

@@ -1,22 +1,26 @@
-"""What all curvature optimizers share: collecting factors, averaging them, inverting them, and the guarded step."""
+"""What all curvature optimizers share: collecting factors, averaging them, and the guarded step."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvopt import backpack
+from curvopt.core.context import attach
 from curvopt.core.uses import owned_parameters
 from curvopt.errors import CurvoptError
-from curvopt.kroneckers import damped_inverses, kfac_mat_prod, mean_diagonal, pi_damping
 
 logger = logging.getLogger(__name__)
 
-_STATE = ("factors", "ema_weight", "inverses")
+#: What ``state`` holds per parameter beside the state of the torch optimizer, in its own dtype.
+_STATE = ("factors", "ema_weight", "inverses", "bases", "scales", "scales_weight")
+#: Levenberg-Marquardt: every so many steps the damping is multiplied by up to this, or its inverse.
+ADAPT_EVERY = 5
+ADAPT_FACTOR = (19 / 20) ** ADAPT_EVERY
 
 
 def annealed_interval(step: int, every: int) -> int:
@@ -43,35 +47,105 @@ def kl_clip_factor(quadratic: Tensor, kl_clip: float | None) -> Tensor:
     return (kl_clip / quadratic.clamp(min=torch.finfo(quadratic.dtype).tiny)).sqrt().clamp(max=1)
 
 
-def pop_field(param: Tensor, field: str) -> Any:
+def pop_field(param: Tensor, name: str) -> Any:
     """Take a quantity off a parameter; ``None`` if there is none."""
-    value = getattr(param, field, None)
-    if value is not None:
-        delattr(param, field)
-    return value
+    return vars(param).pop(name, None)
+
+
+@dataclass
+class Curvature:
+    """Sums over backwards of what one parameter received.
+
+    Attributes:
+        sums: tensors that add up as the losses do, and the factor of the input, weighted by the losses' weights.
+        of_input: index of the input's factor, which is a mean over the data; ``None`` if there is none.
+        weight: of the losses, see `curvopt.backpack.loss_weight`.
+    """
+
+    sums: list[Tensor]
+    of_input: int | None
+    weight: Tensor
+
+    def add(self, other: "Curvature") -> None:
+        """Add those of other backwards."""
+        self.sums = [a + b for a, b in zip(self.sums, other.sums, strict=True)]
+        self.weight = self.weight + other.weight
+
+    def mean(self, weight: Tensor) -> list[Tensor]:
+        """The curvature of a loss of weight 1, if these are those of losses of weight ``weight`` in all."""
+        tiny = torch.finfo(self.weight.dtype).tiny
+        return [
+            value / (self.weight.clamp(min=tiny) if i == self.of_input else weight).to(value)
+            for i, value in enumerate(self.sums)
+        ]
+
+
+@dataclass
+class Collection:
+    """What some backwards have brought: `Curvature` by parameter, and the weight of their losses.
+
+    Attributes:
+        curvature: by parameter.
+        weight: of the losses that were differentiated.
+        step_weight: the same, in units of the gradients that reach ``step()`` (without the scale of a ``GradScaler``).
+    """
+
+    curvature: dict[Tensor, Curvature] = field(default_factory=dict)
+    weight: Tensor = field(default_factory=lambda: torch.zeros(()))
+    step_weight: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def add(self, other: "Collection") -> None:
+        """Add what other backwards have brought."""
+        for param, curvature in other.curvature.items():
+            if param in self.curvature:
+                self.curvature[param].add(curvature)
+            else:
+                self.curvature[param] = curvature
+        self.weight = self.weight.to(other.weight) + other.weight
+        self.step_weight = self.step_weight.to(other.step_weight) + other.step_weight
 
 
 class CurvatureOptimizer(torch.optim.Optimizer):
     """Preconditions gradients by damped curvature, then takes the step of the torch optimizer it is mixed into.
 
-    A concrete optimizer is ``class X(CurvatureOptimizer, torch.optim.Y)``. It calls ``_configure`` before the
-    constructor of ``Y`` and says which quantity it needs (``_extension``) and how to take it from a parameter
-    (``_take``). Per parameter, ``state`` holds ``factors`` (moving average of a factor list, see
-    ``curvopt.kroneckers``), ``ema_weight`` and ``inverses`` (the damped inverses that the next steps multiply with).
+    A concrete optimizer is ``class X(<what it collects>, <how it solves>, torch.optim.Y)`` of classes such as
+    `curvopt.optim.kronecker.Kronecker` and `curvopt.optim.solvers.FactoredInverse`, which implement the four methods
+    below. It calls ``_configure`` before the constructor of ``Y``. Per parameter, ``state`` holds ``factors`` (moving
+    average of a factor list, see `curvopt.kroneckers`), ``ema_weight``, and what the solver makes of them.
+
+    All curvature is kept per unit of weight of the loss, that is for a mean-reduced loss, and gradients are divided by
+    the weight of theirs: so ``damping`` and ``kl_clip`` mean the same at any batch size, reduction, number of
+    accumulated backwards or loss scale.
 
     The gradients seen by the caller do not change: ``.grad`` is exchanged for the preconditioned gradient only while
     the step of ``Y`` runs. So clipping or ``GradScaler.unscale_`` before ``step()`` act on raw gradients, and
     logging after it sees them. ``weight_decay`` is decoupled (``p *= 1 - lr * weight_decay``), whatever ``Y`` does.
     """
 
+    #: Whether the caller's gradients are put back after the step.
+    _restores_gradients = True
+
     # --- what a concrete optimizer provides ---------------------------------------------------------------------
 
-    def _extension(self) -> Any:
-        """The extension that ``curvature()`` activates."""
+    def _extensions(self) -> list[Any]:
+        """The extensions that ``curvature()`` activates."""
         raise NotImplementedError
 
-    def _take(self, param: Tensor) -> list[Tensor] | None:
-        """Remove the extension's field from ``param`` and return it as a factor list; ``None`` if there is none."""
+    def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
+        """Remove the extensions' fields from a parameter.
+
+        Returns:
+            The factor list (then anything else that adds up as losses do), and the index of the input's factor;
+            ``None`` if there is none.
+        """
+        raise NotImplementedError
+
+    def _renew(self) -> None:
+        """Make of the averaged factors of all parameters what ``_solve`` needs; sets ``metrics``."""
+        raise NotImplementedError
+
+    def _solve(self, param: Tensor, grad: Tensor, damping: float) -> Tensor:
+        """The preconditioned gradient ``[P]``."""
         raise NotImplementedError
 
     def _configure(
@@ -82,6 +156,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         kl_clip: float | None,
         curvature_every: int,
         inverse_every: int,
+        adaptive_damping: bool = False,
     ) -> None:
         """Check and store the options; before the constructor of the torch optimizer, which adds the param groups."""
         if kl_clip is not None and not kl_clip > 0:
@@ -92,11 +167,22 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self.kl_clip = kl_clip
         self.curvature_every = curvature_every
         self.inverse_every = inverse_every
+        self.adaptive_damping = adaptive_damping
         self._group_defaults: dict[str, Any] = {"damping": damping, "ema": ema}
-        self._progress: dict[str, Any] = {"step": 0, "next_refresh": 0, "next_inverse": 0, "stale": False}
-        self._fresh: dict[Tensor, tuple[list[Tensor], int]] | None = None  # of the open curvature()
-        self._pending: dict[Tensor, tuple[list[Tensor], int]] = {}  # of those closed since the last step
+        self._progress: dict[str, Any] = {
+            "step": 0,
+            "next_refresh": 0,
+            "next_inverse": 0,
+            "stale": False,
+            "damping_scale": 1.0,
+            "step_weight": torch.ones(()),
+            "mean_curvature": torch.zeros(()),
+        }
+        self._fresh: Collection | None = None  # of the open curvature()
+        self._arrived: dict[Tensor, tuple[list[Tensor], int | None]] = {}  # of the running backward
+        self._pending = Collection()  # of those closed since the last step
         self._generator: torch.Generator | None = None
+        self._scaler: Any = None
         self._metrics: dict[str, float | Tensor] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -112,71 +198,118 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     # --- collecting curvature -----------------------------------------------------------------------------------
 
+    def attach(self, model: torch.nn.Module, lossfunc: torch.nn.Module | None = None, scaler: Any = None) -> None:
+        """Collect curvature from now on in every ``loss.backward()`` that reaches this optimizer's parameters.
+
+        So training loops that one does not write oneself (Lightning, transformers, accelerate) need no other change:
+        without ``curvature()`` around them, backwards are run in it as soon as it is due.
+
+        Args:
+            model: is extended.
+            lossfunc: is extended; not needed for the functional losses of PyTorch, or inside of the model.
+            scaler: the ``torch.amp.GradScaler`` in use, if any (anything with ``get_scale()``).
+
+        Raises:
+            CurvoptError: no parameter of this optimizer belongs to the model.
+        """
+        mine = set(self._params())
+        if mine.isdisjoint(model.parameters()):
+            raise CurvoptError(
+                f"{type(self).__name__}.attach(): no parameter of this optimizer belongs to this {type(model).__name__}"
+                ". Attach after everything that replaces parameters (moving to a device, wrapping), and build the "
+                "optimizer from model.parameters()."
+            )
+        self._scaler = scaler
+        attach(self, model, lossfunc)
+
+    def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> Any:
+        """For a backward that is about to reach ``parameters()``: the context to run it in, or ``None``."""
+        if self._fresh is not None or not self._due() or parameters().isdisjoint(self._params()):
+            return None
+        return self.curvature(1.0 if self._scaler is None else self._scaler.get_scale())
+
     @contextmanager
     def curvature(self, loss_scale: float | Tensor = 1.0) -> Iterator[None]:
         """Run the backward pass in here: refreshes the curvature on steps that are due, costs nothing on the others.
 
-        Several backwards between two steps (gradient accumulation) add up as their gradients do: the curvature is that
-        of the sum of the losses, with input factors averaged over (equally large) micro-batches. If the block raises,
-        what it collected is dropped; so is what was collected before a ``zero_grad()``.
-
-        Damping is measured against the curvature of the loss that is differentiated, so with a mean-reduced loss
-        it means the same at any batch size, and for micro-batches whose losses are divided by their number.
+        Several backwards between two steps (gradient accumulation) add up as their gradients do; run all of them in
+        here. If the block raises, what it collected is dropped; so is what was collected before gradients were reset.
 
         Args:
-            loss_scale: how many times the intended loss is differentiated, if its gradients do not reach ``step()``
-                that much larger: ``scaler.get_scale()`` for ``torch.amp.GradScaler``.
+            loss_scale: how many times larger the loss is than the gradients that reach ``step()`` say:
+                ``scaler.get_scale()`` for ``torch.amp.GradScaler``, which divides them in between.
 
         Raises:
             CurvoptError: no parameter of this optimizer received curvature.
         """
-        if self._fresh is not None or self._progress["step"] < self._progress["next_refresh"]:
+        if self._fresh is not None or not self._due():
             yield
             return
-        self._fresh, self._seen = {}, False
-        self._loss_scale = loss_scale
+        if all(param.grad is None for param in self._params()):
+            self._pending = Collection()  # its gradients were discarded
+        self._fresh, self._strangers = Collection(), 0
+        context = backpack(*self._extensions(), extension_hook=self._collect)
+        context.finished = lambda weight: self._absorb(weight, loss_scale)
         try:
-            with backpack(self._extension(), extension_hook=self._collect):
+            with context:
                 yield
-            if not self._seen:
-                raise CurvoptError(
-                    f"{type(self).__name__}.curvature(): no parameter of this optimizer received curvature. Run "
-                    "loss.backward() inside the block, with model = extend(model) and lossfunc = extend(lossfunc) "
-                    "called before the forward pass."
-                )
-            for param, (factors, count) in self._fresh.items():
-                self._accumulate(self._pending, param, factors, count)
+            if not self._fresh.curvature:
+                raise CurvoptError(self._nothing_received())
+            self._pending.add(self._fresh)
         finally:
             self._fresh = None
+            self._arrived.clear()
+
+    def _due(self) -> bool:
+        return self._progress["step"] >= self._progress["next_refresh"]
 
     @torch.no_grad()
     def _collect(self, module: torch.nn.Module) -> None:
-        """Extension hook: move the fields of a module's own parameters to the open ``curvature()``."""
-        mine = {param for group in self.param_groups for param in group["params"]}
+        """Extension hook: take the fields off a module's own parameters."""
+        mine = set(self._params())
         for param in owned_parameters(module).values():
-            factors = self._take(param)
-            if factors is not None and param in mine and self._fresh is not None:
-                self._seen = True
+            taken = self._take(param)
+            if taken is None:
+                continue
+            if param in mine:
                 # bfloat16 or half factors would lose the average and break the inverse
-                factors = [f.detach().to(torch.promote_types(f.dtype, torch.float32)) for f in factors]
-                factors[0] = factors[0] / self._loss_scale  # see _refresh: what counts is the product
-                self._accumulate(self._fresh, param, factors, 1)
+                tensors = [t.detach().to(torch.promote_types(t.dtype, torch.float32)) for t in taken[0]]
+                self._arrived[param] = (tensors, taken[1])
+            else:
+                self._strangers += 1
 
-    @staticmethod
-    def _accumulate(
-        store: dict[Tensor, tuple[list[Tensor], int]], param: Tensor, factors: list[Tensor], count: int
-    ) -> None:
-        """Add sums of factors over ``count`` backwards to those in ``store``."""
-        if param in store:
-            old, former = store[param]
-            factors, count = [a + b for a, b in zip(old, factors, strict=True)], former + count
-        store[param] = (factors, count)
+    @torch.no_grad()
+    def _absorb(self, weight: Tensor | float, loss_scale: float | Tensor) -> None:
+        """A backward has ended: weigh what arrived."""
+        arrived, self._arrived = self._arrived, {}
+        if self._fresh is None or not arrived:
+            return
+        weight = torch.as_tensor(weight, dtype=torch.float32, device=next(iter(arrived)).device).clone()
+        collected = Collection({}, weight, weight / loss_scale)
+        for param, (tensors, of_input) in arrived.items():
+            if of_input is not None:
+                tensors[of_input] = tensors[of_input] * weight.to(tensors[of_input])
+            collected.curvature[param] = Curvature(tensors, of_input, weight)
+        self._fresh.add(collected)
+
+    def _nothing_received(self) -> str:
+        if self._strangers:
+            return (
+                f"{type(self).__name__}.curvature(): {self._strangers} parameters received curvature, but none of this "
+                "optimizer. Were parameters of the model replaced after it was built? Build it anew from "
+                "model.parameters(); and extend(model) that is trained."
+            )
+        return (
+            f"{type(self).__name__}.curvature(): no parameter of this optimizer received curvature. Run "
+            "loss.backward() inside the block, with model = extend(model) and lossfunc = extend(lossfunc) "
+            "called before the forward pass."
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and drop the curvature that was collected with them."""
-        self._pending.clear()
+        self._pending = Collection()
         if self._fresh is not None:
-            self._fresh.clear()
+            self._fresh = Collection()
         super().zero_grad(set_to_none)
 
     # --- the step -----------------------------------------------------------------------------------------------
@@ -187,29 +320,31 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: computes gradients and returns the loss; called with gradients enabled, inside ``curvature()``.
+                With ``adaptive_damping`` it is called once more every fifth step, with the same random numbers.
 
         Raises:
-            CurvoptError: a gradient is not finite or sparse, or no curvature was ever computed. Nothing has changed
-                then, but the curvature collected for this step is dropped.
+            CurvoptError: a gradient is not finite or sparse, no curvature was ever computed, or ``adaptive_damping``
+                has no closure. Nothing has changed then, but the curvature collected for this step is dropped.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad(), self.curvature():
                 loss = closure()
 
-        pending, self._pending = self._pending, {}
-        grads = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+        pending, self._pending = self._pending, Collection()
+        grads = {p: p.grad for p in self._params() if p.grad is not None}
         if not grads:
             return loss
-        rejected = self._check(grads, pending)
-        self._refresh({param: value for param, value in pending.items() if param not in rejected})
-        step = self._precondition(grads)
-        self._take_torch_step(grads, step)
+        accepted = self._check(grads, pending)
+        self._refresh(pending, accepted)
+        update = self._precondition(grads)
+        self._decay(grads)
+        self._take_torch_step(grads, update)
         self._progress["step"] += 1
         return loss
 
-    def _check(self, grads: dict[Tensor, Tensor], pending: dict[Tensor, tuple[list[Tensor], int]]) -> set[Tensor]:
-        """Refuse a step that cannot be taken; return the parameters whose new factors are not finite."""
+    def _check(self, grads: dict[Tensor, Tensor], pending: Collection) -> dict[Tensor, list[Tensor]]:
+        """Refuse a step that cannot be taken; return the mean curvature of the parameters for which it is finite."""
         sparse = [param for param, grad in grads.items() if grad.layout != torch.strided]
         if sparse:
             raise CurvoptError(
@@ -217,12 +352,16 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 f"{sparse[0].grad.layout}; build the embedding with sparse=False."  # type: ignore[union-attr]
             )
         params = list(grads)
-        owners = [param for param, (factors, _) in pending.items() for _ in factors]
-        tensors = list(grads.values()) + [factor for factors, _ in pending.values() for factor in factors]
+        # not finite if the loss weighs nothing
+        new = {param: curvature.mean(pending.weight) for param, curvature in pending.curvature.items()}
+        owners = [param for param, tensors in new.items() for _ in tensors]
+        tensors = [*grads.values(), *(tensor for tensors in new.values() for tensor in tensors)]
         # the largest magnitude is finite just where all entries are, and cannot overflow; one transfer for all
         peaks = [tensor.norm(float("inf")) if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
         device = peaks[0].device
-        finite = torch.stack([peak.isfinite().to(device, non_blocking=True) for peak in peaks]).tolist()
+        weight = pending.step_weight.to(device)
+        peaks.append(torch.where(weight > 0, weight, torch.nan))
+        *finite, weighs = torch.stack([peak.isfinite().to(device, non_blocking=True) for peak in peaks]).tolist()
 
         bad = [param for param, ok in zip(params, finite, strict=False) if not ok]
         if bad:
@@ -234,78 +373,45 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 "torch.amp.GradScaler for half precision."
             )
         rejected = {param for param, ok in zip(owners, finite[len(params) :], strict=True) if not ok}
+        if not weighs:
+            rejected = set(new)
         for param in rejected:
             logger.warning("%s: new curvature is not finite and was dropped", self._names()[param])
 
         known = any("factors" in state for state in self.state.values())
-        if not known and all(param in rejected for param in pending):
+        if not known and len(rejected) == len(new):
             reason = "all curvature so far was not finite" if rejected else "no curvature was computed so far"
             raise CurvoptError(
                 f"{type(self).__name__}.step(): {reason}. Wrap the backward pass: `with optimizer.curvature(): "
-                "loss.backward()`, with the model and the loss function extended by extend(...)."
+                "loss.backward()`, with the model and the loss function extended by extend(...); or "
+                "`optimizer.attach(model, lossfunc)` once."
             )
-        return rejected
+        return {param: tensors for param, tensors in new.items() if param not in rejected}
 
-    def _refresh(self, pending: dict[Tensor, tuple[list[Tensor], int]]) -> None:
-        """Move new factors into the averages, and renew the inverses if they are due."""
+    def _refresh(self, pending: Collection, accepted: dict[Tensor, list[Tensor]]) -> None:
+        """Move new factors into the averages, and renew what is made of them if it is due."""
         progress = self._progress
-        if pending:
+        if accepted:
             progress["next_refresh"] = progress["step"] + annealed_interval(progress["step"], self.curvature_every)
             progress["stale"] = True
+            progress["step_weight"] = pending.step_weight
         for group in self.param_groups:
             for param in group["params"]:
-                if param not in pending:
-                    continue
-                # Curvature adds up over backwards, inputs are averaged. It need not be known which factor is which (a
-                # transposed layer has its input factor first): scaling one factor by s and the other by 1/s changes
-                # neither their product nor, with π, the damped one.
-                (first, *rest), count = pending[param]
-                factors = [first, *(factor / count for factor in rest)]
-                state = self.state[param]
-                if "factors" in state:
-                    state["ema_weight"] = ema_update(state["factors"], state["ema_weight"], factors, group["ema"])
-                else:
-                    state["factors"] = [factor.clone() for factor in factors]
-                    state["ema_weight"] = 1 - group["ema"]
-        missing = any("inverses" not in self.state[p] for group in self.param_groups for p in group["params"])
-        if missing or (progress["stale"] and progress["step"] >= progress["next_inverse"]):
-            self._invert()
+                if param in accepted:
+                    self._average(self.state[param], accepted[param], group["ema"])
+        unknown = any(not self.state[p].keys() & {"inverses", "bases"} for p in self._params())
+        if unknown or (progress["stale"] and progress["step"] >= progress["next_inverse"]):
+            self._renew()
             progress["next_inverse"] = progress["step"] + annealed_interval(progress["step"], self.inverse_every)
             progress["stale"] = False
 
-    def _invert(self) -> None:
-        """Compute ``inverses`` for all parameters, together."""
-        names = self._names()
-        factors, shifts, stale, labels = [], [], [], []
-        traces, numel = [], 0
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                if "factors" not in state:
-                    continue
-                own, former = state["factors"], state.get("inverses", [])
-                factors += own
-                shifts += pi_damping(own, group["damping"])
-                stale += former if len(former) == len(own) and former[0].ndim else [None] * len(own)
-                labels += [f"{names[param]} factor {i}" for i in range(len(own))]
-                means = [mean_diagonal(factor) for factor in own]
-                traces.append(prod(means[1:], start=means[0]).mean() * param.numel())
-                numel += param.numel()
-        inverses, failures = damped_inverses(factors, shifts, stale, labels)
-        self._metrics["fallbacks"] = float(failures)
-
-        results = iter(inverses)
-        # a parameter that no factor covers is treated as if it had the mean curvature of the others
-        curvature = torch.stack([trace.to(traces[0]) for trace in traces]).sum() / numel
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                if "factors" in state:
-                    state["inverses"] = [next(results) for _ in state["factors"]]
-                else:
-                    tiny = torch.finfo(curvature.dtype).tiny
-                    scale = (curvature + group["damping"]).clamp(min=tiny).reciprocal()
-                    state["inverses"] = [scale.to(param.device)]
+    def _average(self, state: dict[str, Any], new: list[Tensor], ema: float) -> None:
+        """Move a parameter's new factors into their average."""
+        if "factors" in state:
+            state["ema_weight"] = ema_update(state["factors"], state["ema_weight"], new, ema)
+        else:
+            state["factors"] = [factor.clone() for factor in new]
+            state["ema_weight"] = 1 - ema
 
     def _precondition(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """The preconditioned gradients, scaled by the KL clip; records the metrics."""
@@ -315,9 +421,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if param not in grads:
                     continue
-                inverses = self.state[param]["inverses"]
-                grad = grads[param].reshape(-1).to(inverses[0].dtype)
-                update = kfac_mat_prod(inverses)(grad)
+                grad = grads[param].reshape(-1)
+                grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+                grad = grad / self._progress["step_weight"].to(grad)
+                update = self._solve(param, grad, self._damping(group))
                 dot = torch.stack([update.dot(grad), update.dot(update), grad.dot(grad)])
                 dots.append(torch.cat([dot, dot[:2] * (lr * lr)]))
                 step[param] = update
@@ -330,33 +437,45 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             "step_norm": clip * length.sqrt(),
             "grad_norm": gg.sqrt(),
             "cosine": ug / (uu.sqrt() * gg.sqrt()).clamp(min=torch.finfo(dtype).tiny),
-            "damping": float(self.param_groups[0]["damping"]),
+            "damping": self._damping(self.param_groups[0]),
         }
         return {
             param: (update * clip.to(update.device, update.dtype)).to(param.dtype).reshape(param.shape)
             for param, update in step.items()
         }
 
-    def _take_torch_step(self, grads: dict[Tensor, Tensor], step: dict[Tensor, Tensor]) -> None:
-        """Decay the weights and run the step of the torch optimizer on ``step`` in place of the gradients."""
-        decays = [group["weight_decay"] for group in self.param_groups]
+    def _decay(self, grads: dict[Tensor, Tensor]) -> None:
+        """Decoupled weight decay of the parameters that take a step."""
+        for group in self.param_groups:
+            decayed = [param for param in group["params"] if param in grads]
+            if group.get("weight_decay", 0) != 0 and decayed:
+                factor = 1 - group["lr"] * group["weight_decay"]
+                torch._foreach_mul_(decayed, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+    def _take_torch_step(self, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
+        """Run the step of the torch optimizer, without its weight decay, on ``update`` in place of the gradients."""
         torch_step = super().step.__func__  # type: ignore[attr-defined]
         while getattr(torch_step, "hooked", False):  # step hooks of users run around our step already
             torch_step = torch_step.__wrapped__
+        decays = [group.get("weight_decay") for group in self.param_groups]
+        # optimizers take a state that is not empty for one of their own
+        own = {param: {k: self.state[param].pop(k) for k in _STATE if k in self.state[param]} for param in update}
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):
-                decayed = [param for param in group["params"] if param in grads]
-                if decay != 0 and decayed:
-                    torch._foreach_mul_(decayed, 1 - group["lr"] * decay)  # pyright: ignore[reportPrivateImportUsage]
-                group["weight_decay"] = 0
-            for param, update in step.items():
-                param.grad = update
+                if decay is not None:
+                    group["weight_decay"] = 0
+            for param, value in update.items():
+                param.grad = value
             torch_step(self)
         finally:
-            for param, grad in grads.items():
-                param.grad = grad
+            for param, state in own.items():
+                self.state[param].update(state)
+            if self._restores_gradients:
+                for param, grad in grads.items():
+                    param.grad = grad
             for group, decay in zip(self.param_groups, decays, strict=True):
-                group["weight_decay"] = decay
+                if decay is not None:
+                    group["weight_decay"] = decay
 
     # --- what users ask -----------------------------------------------------------------------------------------
 
@@ -364,7 +483,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """What preconditions each parameter: ``"kronecker"``, ``"dense"``, ``"diagonal"`` or ``"none"``.
 
         Parameters are called by name if the optimizer was given ``model.named_parameters()``, else
-        ``group.index``. Before the first step all are ``"none"``: they are known once curvature was computed.
+        ``group.index``. Before the first step all are ``"none"``: they are known once curvature was computed. A
+        parameter that stays so is trained as if it had the mean curvature of the others.
         """
         kinds = {}
         for param, name in self._names().items():
@@ -377,11 +497,18 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Numbers of the last step; tensors ``[]`` stay on the device until you read them.
 
         ``kl``: ``lr² uᵀg`` after clipping, what ``kl_clip`` bounds. ``kl_clip_factor``: 1 if not clipped.
-        ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``. ``cosine``: between gradient and preconditioned
-        gradient. ``damping``: of the first group. ``fallbacks``: matrices that needed more than a Cholesky
-        factorisation when the inverses were last computed.
+        ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss. ``cosine``: between
+        gradient and preconditioned gradient. ``damping``: of the first group. ``fallbacks``: matrices that needed more
+        than the usual factorisation when it was last done. ``condition``: largest condition number of a damped factor
+        (in the 1-norm) then, where factors are inverted. ``reduction_ratio``: last one of ``adaptive_damping``.
         """
         return dict(self._metrics)
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _damping(self, group: dict[str, Any]) -> float:
+        return float(group["damping"]) * self._progress["damping_scale"]
 
     def _names(self) -> dict[Tensor, str]:
         names = {}
@@ -411,7 +538,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 self._sampler().set_state(exported["sampler"].cpu())
             except RuntimeError:  # saved on another type of device
                 logger.warning("the state of the sampler is of another device type; samples will differ")
-        self._pending.clear()
+        self._pending = Collection()
 
     def state_dict(self) -> dict[str, Any]:
         """State of the torch optimizer plus all that a run needs to continue bit for bit."""
@@ -426,8 +553,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             )
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for index, param in zip(saved, params, strict=True):
+        for index, param in zip(saved, self._params(), strict=True):
             for name in _STATE:
                 value = state_dict["state"].get(index, {}).get(name)
                 if isinstance(value, list):  # torch has cast them to the dtype of the parameter
@@ -435,7 +561,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._import(state_dict["curvature"])
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("kl_clip", "curvature_every", "inverse_every", "_group_defaults", "_options")
+        own = ("kl_clip", "curvature_every", "inverse_every", "adaptive_damping", "_group_defaults", "_options")
         return {
             **super().__getstate__(),
             **{name: self.__dict__[name] for name in own if name in self.__dict__},
@@ -446,7 +572,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         exported = state.pop("curvature", None)
         super().__setstate__(state)
         if exported is not None:  # unpickled or copied; load_state_dict() imports by itself
-            self._fresh, self._pending, self._metrics = None, {}, {}
-            self._generator = None
+            self._fresh, self._arrived, self._pending, self._metrics = None, {}, Collection(), {}
+            self._generator = self._scaler = None
             self._progress = {name: exported[name] for name in exported if name != "sampler"}
             self._import(exported)

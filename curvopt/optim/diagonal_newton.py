@@ -5,14 +5,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from curvopt.extensions import DiagGGNExact, DiagGGNMC
-from curvopt.optim.base import CurvatureOptimizer, pop_field
+from curvopt.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
+from curvopt.optim.base import pop_field
+from curvopt.optim.solvers import FactoredInverse
 
 
-class DiagonalNewton(CurvatureOptimizer, torch.optim.SGD):
+class DiagonalNewton(FactoredInverse, torch.optim.SGD):
     """``torch.optim.SGD`` whose gradient ``g`` is replaced by ``ν g / (h + λ)``.
 
-    ``h`` is a moving average of the diagonal of the GGN (or Fisher) matrix, ``λ`` the damping, ``ν ≤ 1`` the KL clip.
+    ``h`` is a moving average of the diagonal of the GGN (or Fisher) matrix or of the Hessian, ``λ`` the damping,
+    ``ν ≤ 1`` the KL clip.
     Use it as ``KFACSGD``; the loop, the checkpoints and the shared options are the same. The diagonal knows nothing of
     how parameters act together, so its steps are kept shorter.
 
@@ -21,8 +23,10 @@ class DiagonalNewton(CurvatureOptimizer, torch.optim.SGD):
             ``ema`` and the options of SGD may differ between groups.
         lr: learning rate.
         momentum: momentum of the preconditioned gradients.
-        curvature: name of the diagonal, ``"diag_ggn_mc"`` (sampled) or ``"diag_ggn_exact"``.
-        damping: ``λ``, in units of the curvature of the differentiated loss; read when the inverses are renewed.
+        curvature: name of the diagonal, ``"diag_ggn_mc"`` (sampled), ``"diag_ggn_exact"`` or ``"diag_h"``.
+        modify: what is made of the negative entries of ``"diag_h"``: their absolute value (``"abs"``) or zero
+            (``"clip"``).
+        damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
         ema: decay of the average per refresh, bias-corrected.
         kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step over all groups; ``None`` for none.
         curvature_every: steps between refreshes of the diagonal, reached gradually from 1.
@@ -43,7 +47,8 @@ class DiagonalNewton(CurvatureOptimizer, torch.optim.SGD):
         lr: float | Tensor = 0.05,
         momentum: float = 0.9,
         *,
-        curvature: Literal["diag_ggn_mc", "diag_ggn_exact"] = "diag_ggn_mc",
+        curvature: Literal["diag_ggn_mc", "diag_ggn_exact", "diag_h"] = "diag_ggn_mc",
+        modify: Literal["abs", "clip"] = "abs",
         damping: float = 0.005,
         ema: float = 0.95,
         kl_clip: float | None = 0.0002,
@@ -55,9 +60,11 @@ class DiagonalNewton(CurvatureOptimizer, torch.optim.SGD):
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
-        if curvature not in ("diag_ggn_mc", "diag_ggn_exact"):
-            raise ValueError(f'curvature must be "diag_ggn_mc" or "diag_ggn_exact", got {curvature!r}')
-        self._options = {"field": curvature, "mc_samples": mc_samples}
+        if curvature not in ("diag_ggn_mc", "diag_ggn_exact", "diag_h"):
+            raise ValueError(f'curvature must be "diag_ggn_mc", "diag_ggn_exact" or "diag_h", got {curvature!r}')
+        if modify not in ("abs", "clip"):
+            raise ValueError(f'modify must be "abs" or "clip", got {modify!r}')
+        self._options = {"field": curvature, "modify": modify, "mc_samples": mc_samples}
         self._configure(damping=damping, ema=ema, kl_clip=kl_clip, curvature_every=curvature_every, inverse_every=1)
         super().__init__(
             params,
@@ -70,11 +77,14 @@ class DiagonalNewton(CurvatureOptimizer, torch.optim.SGD):
             foreach=foreach,
         )
 
-    def _extension(self) -> Any:
-        if self._options["field"] == "diag_ggn_exact":
-            return DiagGGNExact()
-        return DiagGGNMC(mc_samples=self._options["mc_samples"], generator=self._sampler())
+    def _extensions(self) -> list[Any]:
+        if self._options["field"] == "diag_ggn_mc":
+            return [DiagGGNMC(self._options["mc_samples"], self._sampler())]
+        return [DiagGGNExact() if self._options["field"] == "diag_ggn_exact" else DiagHessian()]
 
-    def _take(self, param: Tensor) -> list[Tensor] | None:
+    def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
         diagonal = pop_field(param, self._options["field"])
-        return None if diagonal is None else [diagonal.reshape(-1)]
+        if diagonal is None:
+            return None
+        diagonal = diagonal.abs() if self._options["modify"] == "abs" else diagonal.clamp(min=0)
+        return [diagonal.reshape(-1)], None

@@ -1,15 +1,16 @@
 """SGD on gradients preconditioned by Kronecker-factored curvature (Martens & Grosse 2015)."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvopt.extensions import KFAC, KFLR
-from curvopt.optim.base import CurvatureOptimizer, pop_field
+from curvopt.core.jacobians import Approx
+from curvopt.optim.kronecker import Fisher, Kronecker
+from curvopt.optim.solvers import FactoredInverse
 
 
-class KFACSGD(CurvatureOptimizer, torch.optim.SGD):
+class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
     """``torch.optim.SGD`` whose gradient ``G`` of a weight is replaced by ``ν (B + √λ/π I)⁻¹ G (A + π √λ I)⁻¹``.
 
     ``B ⊗ A`` is a moving average of the weight's block of the Fisher (or GGN) matrix, ``λ`` the damping, ``ν ≤ 1`` the
@@ -29,13 +30,16 @@ class KFACSGD(CurvatureOptimizer, torch.optim.SGD):
             ``ema`` and the options of SGD may differ between groups.
         lr: learning rate.
         momentum: momentum of the preconditioned gradients.
-        damping: ``λ``, in units of the curvature of the differentiated loss; read when the inverses are renewed.
+        damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
         ema: decay of the averages per refresh, bias-corrected.
         kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step over all groups; ``None`` for none.
         curvature_every: steps between refreshes of the factors, reached gradually from 1.
         inverse_every: steps between refreshes of the inverses, reached gradually from 1.
-        fisher: ``"mc"`` samples the Fisher matrix, ``"exact"`` sweeps one vector per output (KFLR).
+        fisher: ``"mc"`` samples the Fisher matrix, ``"exact"`` sweeps one vector per output (KFLR), ``"empirical"``
+            takes the targets of the data for samples.
+        approx: how shared positions enter the factors, see `curvopt.extensions.KFAC`.
         mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the optimizer.
+        max_factor_size: larger factors are cut down to blocks on their diagonal.
         weight_decay: decoupled: ``p *= 1 - lr * weight_decay``.
         dampening: as in SGD.
         nesterov: as in SGD.
@@ -57,17 +61,17 @@ class KFACSGD(CurvatureOptimizer, torch.optim.SGD):
         kl_clip: float | None = 0.0005,
         curvature_every: int = 10,
         inverse_every: int = 10,
-        fisher: Literal["mc", "exact"] = "mc",
+        fisher: Fisher = "mc",
+        approx: Approx = "expand",
         mc_samples: int = 1,
+        max_factor_size: int | None = 2048,
         weight_decay: float = 0.0,
         dampening: float = 0.0,
         nesterov: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
-        if fisher not in ("mc", "exact"):
-            raise ValueError(f'fisher must be "mc" or "exact", got {fisher!r}')
-        self._options = {"fisher": fisher, "mc_samples": mc_samples}
+        self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
         self._configure(
             damping=damping, ema=ema, kl_clip=kl_clip, curvature_every=curvature_every, inverse_every=inverse_every
         )
@@ -81,11 +85,3 @@ class KFACSGD(CurvatureOptimizer, torch.optim.SGD):
             maximize=maximize,
             foreach=foreach,
         )
-
-    def _extension(self) -> Any:
-        if self._options["fisher"] == "exact":
-            return KFLR()
-        return KFAC(mc_samples=self._options["mc_samples"], generator=self._sampler())
-
-    def _take(self, param: Tensor) -> list[Tensor] | None:
-        return pop_field(param, "kflr" if self._options["fisher"] == "exact" else "kfac")

@@ -1,0 +1,120 @@
+"""SGD on gradients preconditioned in the Kronecker-factored eigenbasis (George et al. 2018)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvopt.core.jacobians import Approx
+from curvopt.extensions import EigenDiagonal
+from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
+from curvopt.optim.base import ema_update, pop_field
+from curvopt.optim.kronecker import Fisher, Kronecker
+from curvopt.optim.solvers import Eigenbasis, squared, transposed, turns
+
+
+class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
+    """``torch.optim.SGD`` whose gradient ``g`` is replaced by ``ν U (diag(s) + λ I)⁻¹ Uᵀ g``.
+
+    ``U = U_B ⊗ U_A`` are the eigenvectors of KFAC's factors, ``s`` a moving average of the diagonal of the Fisher (or
+    GGN) matrix in that basis: the best diagonal there is, where KFAC has the products of the factors' eigenvalues. The
+    damping ``λ`` is exact. The scales are renewed with every refresh of the curvature, the bases only once the factors
+    have turned out of them.
+
+    Use it as ``KFACSGD``; the loop, the checkpoints and the shared options are the same.
+
+    Args:
+        params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, ``damping``,
+            ``ema`` and the options of SGD may differ between groups.
+        lr: learning rate.
+        momentum: momentum of the preconditioned gradients.
+        damping: ``λ``, in units of the curvature of the mean-reduced loss.
+        ema: decay of the averages per refresh, bias-corrected.
+        kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step over all groups; ``None`` for none.
+        curvature_every: steps between refreshes of factors and scales, reached gradually from 1.
+        inverse_every: steps between checks of the bases, reached gradually from 1.
+        fisher: ``"mc"`` samples the Fisher matrix, ``"exact"`` sweeps one vector per output, ``"empirical"`` takes the
+            targets of the data for samples.
+        approx: how shared positions enter the factors, see `curvopt.extensions.KFAC`.
+        mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the optimizer.
+        max_factor_size: larger factors are cut down to blocks on their diagonal.
+        weight_decay: decoupled: ``p *= 1 - lr * weight_decay``.
+        dampening: as in SGD.
+        nesterov: as in SGD.
+        maximize: as in SGD.
+        foreach: as in SGD.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.05,
+        momentum: float = 0.9,
+        *,
+        damping: float = 0.05,
+        ema: float = 0.95,
+        kl_clip: float | None = 0.0005,
+        curvature_every: int = 10,
+        inverse_every: int = 10,
+        fisher: Fisher = "mc",
+        approx: Approx = "expand",
+        mc_samples: int = 1,
+        max_factor_size: int | None = 2048,
+        weight_decay: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+    ) -> None:
+        self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
+        self._configure(
+            damping=damping, ema=ema, kl_clip=kl_clip, curvature_every=curvature_every, inverse_every=inverse_every
+        )
+        super().__init__(
+            params,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            maximize=maximize,
+            foreach=foreach,
+        )
+
+    def _extensions(self) -> list[Any]:
+        (factors,) = super()._extensions()
+        bases = {param: state["bases"] for param, state in self.state.items() if state.get("bases")}
+        return [factors, EigenDiagonal(bases, factors.columns)]
+
+    def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
+        scales = pop_field(param, "eigen_diagonal")
+        taken = super()._take(param)
+        if taken is not None and scales is not None:
+            taken[0].append(scales)
+        return taken
+
+    def _average(self, state: dict[str, Any], new: list[Tensor], ema: float) -> None:
+        factors = len(state.get("factors", new))
+        if len(new) > factors:
+            state["scales_weight"] = ema_update([state["scales"]], state["scales_weight"], new[factors:], ema)
+        super()._average(state, new[:factors], ema)
+
+    def _turn(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
+        state, sizes = self.state[param], sizes_of(self.state[param]["factors"], param.shape)
+        if old:
+            state["scales"] = kfac_mat_prod(squared(turns(state["bases"], old)), sizes)(state["scales"])
+        else:
+            state["scales"] = kron_diagonal([spectrum for spectrum in spectra if spectrum is not None], sizes)
+            state["scales_weight"] = state["ema_weight"]
+
+    def _solve(self, param: Tensor, grad: Tensor, damping: float) -> Tensor:
+        bases = self.state[param]["bases"]
+        scales = self.state[param]["scales"] if bases else self._progress["mean_curvature"].to(grad)
+        scales = (scales + damping).clamp(min=torch.finfo(scales.dtype).tiny)
+        if not bases:
+            return grad / scales
+        sizes = sizes_of(bases, param.shape)
+        return kfac_mat_prod(bases, sizes)(kfac_mat_prod(transposed(bases), sizes)(grad.to(scales.dtype)) / scales)

@@ -1,0 +1,137 @@
+"""AdamW in the eigenbasis of Kronecker-factored curvature."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvopt.core.jacobians import Approx
+from curvopt.kroneckers import kfac_mat_prod, sizes_of
+from curvopt.optim.kronecker import Fisher, Kronecker
+from curvopt.optim.solvers import Eigenbasis, squared, transposed, turns
+
+
+class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
+    """``torch.optim.AdamW`` in the coordinates ``Uᵀ p`` of KFAC's eigenvectors ``U = U_B ⊗ U_A``.
+
+    Adam divides each coordinate by the root of its mean squared gradient, and so knows nothing of how coordinates act
+    together. In the eigenbasis of the Fisher (or GGN) matrix, where curvature is (nearly) diagonal, that is no loss.
+    SOAP (Vyas et al. 2024) does the same in the eigenbasis of the gradients' second moments, George et al. (2018)
+    describe both. Weight decay and the state of AdamW are as in ``torch.optim.AdamW``, the latter in the new
+    coordinates; parameters that the curvature does not cover get its plain step.
+
+    Use it as ``KFACSGD``; the loop, the checkpoints and the shared options are the same. There is no damping but
+    ``eps``, and no KL clip: as in Adam, ``lr`` bounds the step.
+
+    Args:
+        params: parameters, named parameters or param groups; ``ema`` and the options of AdamW may differ between
+            groups.
+        lr: learning rate.
+        betas: decay of the averages of the gradients and their squares.
+        eps: added to the root of the mean squares.
+        weight_decay: as in AdamW.
+        ema: decay of the averages of the factors per refresh, bias-corrected.
+        curvature_every: steps between refreshes of the factors, reached gradually from 1.
+        inverse_every: steps between checks of the bases, reached gradually from 1.
+        fisher: ``"mc"`` samples the Fisher matrix, ``"exact"`` sweeps one vector per output, ``"empirical"`` takes the
+            targets of the data for samples.
+        approx: how shared positions enter the factors, see `curvopt.extensions.KFAC`.
+        mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the optimizer.
+        max_factor_size: larger factors are cut down to blocks on their diagonal.
+        amsgrad: as in AdamW.
+        maximize: as in AdamW.
+        foreach: as in AdamW.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.003,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        ema: float = 0.95,
+        curvature_every: int = 10,
+        inverse_every: int = 10,
+        fisher: Fisher = "mc",
+        approx: Approx = "expand",
+        mc_samples: int = 1,
+        max_factor_size: int | None = 2048,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+    ) -> None:
+        self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
+        self._configure(
+            damping=0.0, ema=ema, kl_clip=None, curvature_every=curvature_every, inverse_every=inverse_every
+        )
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+        )
+
+    def _turn(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
+        state = self.state[param]
+        new, sizes = state["bases"], sizes_of(state["factors"], param.shape)
+        change = turns(new, old) if old else transposed(new)
+        for name, matrices in (
+            ("exp_avg", change),
+            ("exp_avg_sq", squared(change)),
+            ("max_exp_avg_sq", squared(change)),
+        ):
+            if name in state:
+                state[name] = self._product(matrices, sizes, state[name])
+
+    @staticmethod
+    def _product(matrices: list[Tensor], sizes: list[int], value: Tensor) -> Tensor:
+        flat = value.reshape(-1).to(matrices[0].dtype)
+        return kfac_mat_prod(matrices, sizes)(flat).reshape(value.shape).to(value.dtype)
+
+    def _rotated(self, param: Tensor, value: Tensor, back: bool = False) -> Tensor:
+        bases = self.state[param].get("bases")
+        if not bases:
+            return value
+        return self._product(bases if back else transposed(bases), sizes_of(bases, param.shape), value)
+
+    def _precondition(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """The gradients in the eigenbasis."""
+        return {param: self._rotated(param, grad) for param, grad in grads.items()}
+
+    def _take_torch_step(self, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
+        """The step of AdamW from zero in the eigenbasis, taken from where the parameters are."""
+        before = {param: param.clone() for param in grads}
+        try:
+            for param in grads:
+                param.zero_()
+            super()._take_torch_step(grads, update)
+            steps = {param: self._rotated(param, param, back=True) for param in grads}
+        except BaseException:
+            steps = {}
+            raise
+        finally:
+            for param, start in before.items():
+                param.copy_(start + steps[param] if param in steps else start)
+        self._measure(grads, steps)
+
+    def _measure(self, grads: dict[Tensor, Tensor], steps: dict[Tensor, Tensor]) -> None:
+        sums = []
+        for param, grad in grads.items():
+            g, u = grad.reshape(-1).float(), -steps[param].reshape(-1).float()
+            sums.append(torch.stack([u.dot(g), u.dot(u), g.dot(g)]))
+        ug, uu, gg = torch.stack([each.to(sums[0].device) for each in sums]).sum(0)
+        tiny = torch.finfo(uu.dtype).tiny
+        self._metrics |= {
+            "step_norm": uu.sqrt(),
+            "grad_norm": gg.sqrt(),
+            "cosine": ug / (uu.sqrt() * gg.sqrt()).clamp(min=tiny),
+        }

@@ -1,0 +1,42 @@
+"""Optimizers that collect Kronecker factors."""
+
+from typing import Any, Literal
+
+from torch import Tensor
+
+from curvopt.core.jacobians import Approx
+from curvopt.extensions import KFAC, KFLR, KFACEmpirical
+from curvopt.optim.base import CurvatureOptimizer, pop_field
+
+Fisher = Literal["mc", "exact", "empirical"]
+
+
+class Kronecker(CurvatureOptimizer):
+    """Collects the Kronecker factors of the Fisher (or GGN) matrix."""
+
+    def _configure_factors(
+        self, *, fisher: Fisher, approx: Approx, mc_samples: int, max_factor_size: int | None
+    ) -> None:
+        """Check and store the options."""
+        if fisher not in ("mc", "exact", "empirical"):
+            raise ValueError(f'fisher must be "mc", "exact" or "empirical", got {fisher!r}')
+        KFAC(mc_samples, approx, max_factor_size=max_factor_size)  # checks the others
+        self._options = {
+            "fisher": fisher,
+            "approx": approx,
+            "mc_samples": mc_samples,
+            "max_factor_size": max_factor_size,
+        }
+
+    def _extensions(self) -> list[Any]:
+        fisher, approx, mc_samples, limit = self._options.values()
+        if fisher == "mc":
+            return [KFAC(mc_samples, approx, self._sampler(), limit)]
+        return [(KFLR if fisher == "exact" else KFACEmpirical)(approx, limit)]
+
+    def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
+        field = {"mc": "kfac", "exact": "kflr", "empirical": "kfac_empirical"}[self._options["fisher"]]
+        factors = pop_field(param, field)
+        if factors is None:
+            return None
+        return list(factors), None if len(factors) == 1 else 0 if factors.transposed else 1

@@ -1,0 +1,78 @@
+"""Kronecker-factored curvature in front of any optimizer."""
+
+import torch
+from torch import nn
+
+from curvopt import extend
+from curvopt.core.jacobians import Approx
+from curvopt.optim.kronecker import Fisher, Kronecker
+from curvopt.optim.solvers import FactoredInverse
+
+
+class _NoStep(torch.optim.Optimizer):
+    """Leaves the parameters to somebody else."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Nothing."""
+
+
+class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
+    """Replaces the gradients of a model by ``ν (B + √λ/π I)⁻¹ G (A + π √λ I)⁻¹``, for another optimizer to step with.
+
+    ::
+
+        preconditioner = KFACPreconditioner(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        ...
+        optimizer.zero_grad()
+        with preconditioner.curvature():
+            loss.backward()
+        preconditioner.step()  # exchanges .grad
+        optimizer.step()
+
+    It is an optimizer itself, whose step changes gradients instead of parameters: ``attach()``, ``coverage()``,
+    ``metrics()``, ``state_dict()`` and ``param_groups`` are as in ``KFACSGD``. To have both steps taken by one call,
+    ``optimizer.register_step_pre_hook(lambda *_: preconditioner.step())``.
+
+    Args:
+        model: the model, which is extended; all its parameters that require gradients are preconditioned.
+        damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
+        ema: decay of the averages per refresh, bias-corrected.
+        kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step; ``None`` for none, as optimizers want whose step
+            does not depend on the gradient's length (Adam, Muon).
+        lr: learning rate of the other optimizer, for the KL clip alone.
+        curvature_every: steps between refreshes of the factors, reached gradually from 1.
+        inverse_every: steps between refreshes of the inverses, reached gradually from 1.
+        fisher: ``"mc"`` samples the Fisher matrix, ``"exact"`` sweeps one vector per output (KFLR), ``"empirical"``
+            takes the targets of the data for samples.
+        approx: how shared positions enter the factors, see `curvopt.extensions.KFAC`.
+        mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the preconditioner.
+        max_factor_size: larger factors are cut down to blocks on their diagonal.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    _restores_gradients = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        damping: float = 0.05,
+        ema: float = 0.95,
+        kl_clip: float | None = None,
+        lr: float = 1.0,
+        curvature_every: int = 10,
+        inverse_every: int = 10,
+        fisher: Fisher = "mc",
+        approx: Approx = "expand",
+        mc_samples: int = 1,
+        max_factor_size: int | None = 2048,
+    ) -> None:
+        self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
+        self._configure(
+            damping=damping, ema=ema, kl_clip=kl_clip, curvature_every=curvature_every, inverse_every=inverse_every
+        )
+        parameters = [(name, p) for name, p in extend(model).named_parameters() if p.requires_grad]
+        super().__init__(parameters, {"lr": lr})

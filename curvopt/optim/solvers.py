@@ -1,0 +1,146 @@
+"""How optimizers solve with averaged curvature: by inverses of the factors, or in their eigenbasis."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvopt.kroneckers import damped_inverses, eigenbases, kfac_mat_prod, mean_diagonal, pi_damping, sizes_of
+from curvopt.optim.base import CurvatureOptimizer
+
+
+class FactoredInverse(CurvatureOptimizer):
+    """Multiplies by inverses of factors to which the damping was added, split between them by π."""
+
+    def _renew(self) -> None:
+        """Compute ``state["inverses"]`` of all parameters, together."""
+        names = self._names()
+        factors, shifts, stale, labels = [], [], [], []
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if "factors" not in state:
+                    continue
+                own, former = state["factors"], state.get("inverses", [])
+                factors += own
+                shifts += pi_damping(own, self._damping(group))
+                stale += former if len(former) == len(own) and former[0].ndim else [None] * len(own)
+                labels += [f"{names[param]} factor {i}" for i in range(len(own))]
+        inverses, failures = damped_inverses(factors, shifts, stale, labels)
+        self._metrics["fallbacks"] = float(failures)
+        self._metrics["condition"] = torch.stack(
+            [condition(*each).to(factors[0].device) for each in zip(factors, shifts, inverses, strict=True)]
+        ).max()
+
+        results = iter(inverses)
+        curvature = mean_curvature(self.state)
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if "factors" in state:
+                    state["inverses"] = [next(results) for _ in state["factors"]]
+                else:
+                    tiny = torch.finfo(curvature.dtype).tiny
+                    scale = (curvature + self._damping(group)).clamp(min=tiny).reciprocal()
+                    state["inverses"] = [scale.to(param.device)]
+
+    def _solve(self, param: Tensor, grad: Tensor, damping: float) -> Tensor:
+        inverses = self.state[param]["inverses"]
+        sizes = sizes_of(inverses, param.shape) if inverses[0].ndim else None
+        return kfac_mat_prod(inverses, sizes)(grad.to(inverses[0].dtype))
+
+
+def mean_curvature(states: Mapping[Tensor, dict[str, Any]]) -> Tensor:
+    """Mean of the curvature's diagonal over all entries that have factors, for parameters that have none."""
+    traces, numel = [], 0
+    for param, state in states.items():
+        if "factors" in state:
+            means = [mean_diagonal(factor) for factor in state["factors"]]
+            traces.append(prod(means[1:], start=means[0]).mean() * param.numel())
+            numel += param.numel()
+    return torch.stack([trace.to(traces[0]) for trace in traces]).sum() / numel
+
+
+def condition(factor: Tensor, shift: Tensor, inverse: Tensor) -> Tensor:
+    """Largest condition number, in the 1-norm, of the matrices ``factor + shift I``."""
+    if factor.ndim < 2:
+        return (factor + shift).abs().max() * inverse.abs().max()
+    # the shift moves the diagonal, which is positive, and so the column sums
+    sums = factor.abs().sum(-2) + shift.unsqueeze(-1)
+    return (sums.amax(-1) * inverse.abs().sum(-2).amax(-1)).max()
+
+
+#: Part of a factor, in its norm, that may lie off the diagonal in its former basis before a new one is computed.
+TURNED = 0.1
+
+
+class Eigenbasis(CurvatureOptimizer):
+    """Works in the eigenbases of factors, which are computed anew once the factors have turned out of them."""
+
+    def _renew(self) -> None:
+        """Renew ``state["bases"]``: of new parameters, and of all factors that are no longer diagonal in theirs."""
+        names = self._names()
+        covered = [param for param in self._params() if "factors" in self.state[param]]
+        factors, former, labels = [], [], []
+        for param in self._params():
+            state = self.state[param]
+            state.setdefault("bases", [])
+            for i, factor in enumerate(state.get("factors", [])):
+                factors.append(factor)
+                former.append(state["bases"][i] if state["bases"] else None)
+                labels.append(f"{names[param]} factor {i}")
+        # one transfer for all
+        turned = [off_diagonal(*each).to(factors[0].device) for each in zip(factors, former, strict=True)]
+        chosen = [i for i, part in enumerate(torch.stack(turned).tolist()) if part > TURNED]
+        bases, values = eigenbases([factors[i] for i in chosen], [labels[i] for i in chosen])
+        self._metrics["new_bases"] = float(len(chosen))
+
+        new = dict(zip(chosen, zip(bases, values, strict=True), strict=True))
+        start = 0
+        for param in covered:
+            state = self.state[param]
+            own = range(start, start := start + len(state["factors"]))
+            if not new.keys().isdisjoint(own):
+                old = state["bases"]
+                state["bases"] = [new[i][0] if i in new else former[i] for i in own]
+                self._turn(param, old, [new[i][1] if i in new else None for i in own])
+        self._progress["mean_curvature"] = mean_curvature(self.state)
+
+    def _turn(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
+        """Take what is kept in the old bases over to the new ones, or begin if there are none.
+
+        Args:
+            param: the parameter whose ``state["bases"]`` are new.
+            old: its old bases, empty at first.
+            spectra: eigenvalues of the factors whose basis is new.
+        """
+        raise NotImplementedError
+
+
+def transposed(bases: list[Tensor]) -> list[Tensor]:
+    """The inverses of bases."""
+    return [basis if basis.ndim < 2 else basis.mT for basis in bases]
+
+
+def turns(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
+    """Changes of coordinates from old to new bases."""
+    return [u if u.ndim < 2 else u.mT @ v for u, v in zip(new, old, strict=True)]
+
+
+def squared(matrices: list[Tensor]) -> list[Tensor]:
+    """Entries squared: what maps a diagonal to the diagonal after a change of coordinates."""
+    return [matrix.square() for matrix in matrices]
+
+
+def off_diagonal(factor: Tensor, basis: Tensor | None) -> Tensor:
+    """``‖offdiag(UᵀFU)‖ / ‖F‖``: how far a factor is from diagonal in a basis, ``[]``; 1 if there is none."""
+    if basis is None:
+        return torch.ones((), device=factor.device)
+    if factor.ndim < 2:
+        return torch.zeros((), device=factor.device)
+    rotated = basis.mT @ factor @ basis
+    diagonal = rotated.diagonal(dim1=-2, dim2=-1).square().sum()
+    total = rotated.square().sum()
+    return (1 - diagonal / total.clamp(min=torch.finfo(total.dtype).tiny)).clamp(min=0).sqrt().float()
