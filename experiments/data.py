@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,6 @@ class Split:
     def to(self, device: torch.device) -> "Split":
         """The same samples on a device."""
         return Split(self.x.to(device), self.y.to(device))
-
-    def epoch(self, batch_size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """Shuffled batches of equal size; the remainder waits for another epoch's shuffle."""
-        order = torch.randperm(len(self.x), generator=generator).to(self.x.device)
-        for chosen in order[: self.steps_per_epoch(batch_size) * batch_size].split(batch_size):
-            yield self.x[chosen], self.y[chosen]
-
-    def steps_per_epoch(self, batch_size: int) -> int:
-        """The number of full batches."""
-        return len(self.x) // batch_size
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def resnet18(classes: int = 10) -> nn.Module:
 
     model = imagenet_resnet18(num_classes=classes)
     model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    model.maxpool = nn.Identity()
+    model.maxpool = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
     return model
 
 

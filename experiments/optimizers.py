@@ -1,129 +1,120 @@
-"""How it is trained: one class per optimizer holds its settings and builds it; ``OPTIMIZERS`` lists them."""
+"""How it is trained: settings of every optimizer of torch.optim and curvopt.optim, made from their signatures.
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
-from inspect import signature
-from typing import Any, ClassVar, Self
+``OPTIMIZERS`` maps names to frozen dataclasses with one field per scalar option, for the command line.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from types import ModuleType, NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import torch
-from torch import nn
+import tyro
+from torch import Tensor, nn
 
+import curvopt.optim
 from curvopt import extend
-from curvopt.optim import KFACSGD, DiagonalNewton
+from experiments.problems import PROBLEMS
 
-# An optimizer, and the context to run each ``loss.backward()`` in.
-Built = tuple[torch.optim.Optimizer, Callable[[], AbstractContextManager[object]]]
+# These need gradients or parameters of a special kind.
+_EXCLUDED = (torch.optim.Optimizer, torch.optim.SparseAdam, torch.optim.Muon)
+# Of no use to a script that minimizes with one graph per step.
+_UNUSED = ("maximize", "differentiable", "capturable")
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(ABC):
-    """Settings of an optimizer; ``None`` stands for the problem's tuned value, else the optimizer's own default."""
+class OptimizerConfig:
+    """Settings of an optimizer; a tuned one is ``None`` until ``resolved``."""
 
     name: ClassVar[str]
     kind: ClassVar[type[torch.optim.Optimizer]]
-    tunable: ClassVar[tuple[str, ...]] = ("lr",)
-    remedy: ClassVar[str] = "lower --lr"
 
-    @abstractmethod
-    def build(self, model: nn.Module, lossfunc: nn.Module) -> Built:
-        """The optimizer of the model's parameters; ``model`` and ``lossfunc`` are extended where it needs that."""
-
-    def resolved(self, tuned: Mapping[str, float]) -> Self:
-        """The same settings with every ``None`` replaced."""
-        own = {name: parameter.default for name, parameter in signature(self.kind).parameters.items()}
-        return replace(
-            self, **{name: {**own, **tuned}[name] for name, value in self.settings().items() if value is None}
-        )
+    def resolved(self, tuned: Mapping[str, Any]) -> Self:
+        """The same settings; ``None`` is replaced by the problem's tuned value, else the optimizer's own default."""
+        own = {name: parameter.default for name, parameter in inspect.signature(self.kind).parameters.items()}
+        missing = [name for name, value in self.settings().items() if value is None]
+        return replace(self, **{name: {**own, **tuned}[name] for name in missing})
 
     def settings(self) -> dict[str, Any]:
         """The settings by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
+    def build(self, model: nn.Module, lossfunc: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of the model's parameters; one of curvopt extends ``model`` and ``lossfunc``."""
+        if self.kind.__module__.startswith("curvopt."):
+            extend(model)
+            extend(lossfunc)
+        return self.kind(model.named_parameters(), **self.settings())
+
+    @property
+    def needs_closure(self) -> bool:
+        """Whether a step evaluates the loss several times, by a closure."""
+        return inspect.signature(self.kind.step).parameters["closure"].default is inspect.Parameter.empty
+
+    @property
+    def remedy(self) -> str:
+        """What to change when the loss explodes."""
+        return "lower --lr or raise --damping" if "damping" in self.settings() else "lower --lr"
+
     def __str__(self) -> str:
-        tuned = ", ".join(f"{name} {getattr(self, name):g}" for name in self.tunable)
+        tuned = ", ".join(f"{name} {value:g}" for name, value in self.settings().items() if name in ("lr", "damping"))
         return f"{self.name} ({tuned})"
 
 
-class _FirstOrder(OptimizerConfig):
-    def build(self, model: nn.Module, lossfunc: nn.Module) -> Built:
-        return self.kind(model.parameters(), **self.settings()), nullcontext
+def _scalar(hint: Any) -> Any:
+    """A type that a command line can give: without tensors; ``None`` if nothing is left."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        choices = [_scalar(arg) for arg in args if arg not in (Tensor, NoneType)]
+        return None if None in choices or not choices else Union[(*choices, *({NoneType} & set(args)))]  # noqa: UP007
+    if origin is tuple:
+        parts = [_scalar(arg) for arg in args]
+        return None if None in parts else tuple[tuple(parts)]
+    return hint if hint in (bool, int, float, str) or origin is Literal else None
 
 
-class _SecondOrder(OptimizerConfig):
-    kind: ClassVar[type[KFACSGD | DiagonalNewton]]
-    tunable = ("lr", "damping")
-    remedy = "lower --lr or raise --damping"
-
-    def build(self, model: nn.Module, lossfunc: nn.Module) -> Built:
-        extend(lossfunc)
-        optimizer = self.kind(extend(model).named_parameters(), **self.settings())
-        return optimizer, optimizer.curvature
+def _help(kind: type, name: str) -> str:
+    """First sentence of what the docstring of a class says on an argument, in torch's or Google's form."""
+    entry = re.search(
+        rf"^ +{name}(?: ?\(.*?\))?: *(.*?)(?=^ +\w+(?: \([^)]*\))?:|\n\s*\n|\Z)", kind.__doc__ or "", re.M | re.S
+    )
+    text = " ".join(entry[1].split()) if entry else ""
+    return re.split(r"(?<=[^.\d][^.])\. |; | \(default", text.replace("`", ""))[0].strip(" .")
 
 
-@dataclass(frozen=True)
-class SgdConfig(_FirstOrder):
-    """torch.optim.SGD with momentum."""
-
-    name, kind = "sgd", torch.optim.SGD
-
-    lr: float | None = None
-    """Learning rate; without it the problem's tuned value, else the optimizer's default."""
-    momentum: float = 0.9
-    """Momentum of the step."""
-
-
-@dataclass(frozen=True)
-class AdamwConfig(_FirstOrder):
-    """torch.optim.AdamW."""
-
-    name, kind = "adamw", torch.optim.AdamW
-
-    lr: float | None = None
-    """Learning rate; without it the problem's tuned value, else the optimizer's default."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
+def _config(kind: type[torch.optim.Optimizer], name: str) -> type[OptimizerConfig]:
+    tuned = {option for problem in PROBLEMS.values() for option in problem.tuned.get(name, ())}
+    hints = get_type_hints(kind.__init__)
+    options: list[tuple[str, Any, Any]] = []
+    for option, parameter in inspect.signature(kind).parameters.items():
+        hint = _scalar(hints.get(option))
+        if hint is None or option in _UNUSED:
+            continue
+        text, default = _help(kind, option), parameter.default
+        if option in tuned | {"lr"}:
+            text = f"{text} (without it the problem's tuned value, else {default})"
+            hint, default = Union[hint, None], None  # noqa: UP007
+        options.append((option, Annotated[hint, tyro.conf.arg(help=text)], field(default=default)))
+    config = make_dataclass(f"{kind.__name__}Config", options, bases=(OptimizerConfig,), frozen=True)
+    config.__doc__ = " ".join((kind.__doc__ or "").strip().split("\n\n")[0].replace("`", "").split())
+    config.name, config.kind = name, kind
+    config.__module__ = __name__
+    return config
 
 
-@dataclass(frozen=True)
-class KfacSgdConfig(_SecondOrder):
-    """curvopt.optim.KFACSGD: SGD with momentum on gradients preconditioned by Kronecker-factored curvature."""
-
-    name, kind = "kfac-sgd", KFACSGD
-
-    lr: float | None = None
-    """Learning rate; without it the problem's tuned value, else the optimizer's default."""
-    momentum: float = 0.9
-    """Momentum of the step."""
-    damping: float | None = None
-    """Added to the curvature before its inversion; without it the problem's tuned value, else the default."""
-    kl_clip: float | None = None
-    """Bound on the predicted change by one step, before momentum; inf for none, without it the default."""
-    curvature_every: int | None = None
-    """Steps between refreshes of the curvature, reached gradually from 1; without it the default."""
-    inverse_every: int | None = None
-    """Steps between refreshes of the inverses, reached gradually from 1; without it the default."""
+def _optimizers(module: ModuleType) -> dict[str, type[OptimizerConfig]]:
+    found = {}
+    for kind in vars(module).values():
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind not in _EXCLUDED:
+            if "params" not in inspect.signature(kind).parameters:
+                continue  # no optimizer by itself: KFACPreconditioner
+            name = kind.__name__
+            if module is curvopt.optim:  # KFACAdamW: kfac-adamw
+                name = re.sub(r"(?<=KFAC)(?=[A-Z])|(?<=[a-z])(?=[A-Z][a-z])", "-", name)
+            found[name.lower()] = _config(kind, name.lower())
+    return found
 
 
-@dataclass(frozen=True)
-class DiagonalNewtonConfig(_SecondOrder):
-    """curvopt.optim.DiagonalNewton: SGD with momentum on gradients divided by the sampled diagonal of the curvature."""
-
-    name, kind = "diagonal-newton", DiagonalNewton
-
-    lr: float | None = None
-    """Learning rate; without it the problem's tuned value, else the optimizer's default."""
-    momentum: float = 0.9
-    """Momentum of the step."""
-    damping: float | None = None
-    """Added to the curvature before dividing by it; without it the problem's tuned value, else the default."""
-    kl_clip: float | None = None
-    """Bound on the predicted change by one step, before momentum; inf for none, without it the default."""
-    curvature_every: int | None = None
-    """Steps between refreshes of the curvature, reached gradually from 1; without it the default."""
-
-
-OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
-    config.name: config for config in (KfacSgdConfig, SgdConfig, AdamwConfig, DiagonalNewtonConfig)
-}
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {**_optimizers(curvopt.optim), **_optimizers(torch.optim)}

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 # Okabe & Ito (2008): told apart with every kind of colour vision; each colour has a marker of its own besides.
@@ -25,49 +27,91 @@ def evaluations(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if "train_set_loss" in row]
 
 
-def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path) -> None:
+def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path, target: float | None = None) -> None:
     """Draws loss by steps, loss by seconds and held-out accuracy as a PNG.
+
+    Of several runs with one label, the line is the median and the band reaches from the smallest to the largest.
 
     Args:
         runs: run directories under the label that they share; each label has one colour.
         title: what was trained.
         out: the PNG to write.
+        target: training loss to mark.
     """
-    figure = Figure(figsize=(13, 4.5), layout="constrained")
+    figure = Figure(figsize=(13, 4.8), layout="constrained")
     by_steps, by_seconds, accuracy = figure.subplots(1, 3)
-    alone = sum(map(len, runs.values())) == 1
+    most = max(map(len, runs.values()))
     for index, (label, directories) in enumerate(runs.items()):
         style: dict[str, Any] = {
             "color": _COLOURS[index % len(_COLOURS)],
             "marker": _MARKERS[index % len(_MARKERS)],
             "markersize": 4,
         }
-        for directory in directories:
-            rows = read_metrics(directory)
-            evaluated = evaluations(rows)
-            name = label if directory == directories[0] else None
-            for axes, x in ((by_steps, "step"), (by_seconds, "seconds")):
-                if alone:
-                    steps = [row for row in rows if "train_loss" in row]
-                    _draw(axes, steps, x, "train_loss", color="0.75", linewidth=0.8, label="batch")
-                _draw(axes, evaluated, x, "train_set_loss", **style, label=name and f"{name}, training set")
-                _draw(axes, evaluated, x, "test_loss", **style, ls="--", mfc="none", label=name and f"{name}, held out")
-            _draw(accuracy, evaluated, "step", "test_accuracy", **style, ls="--", mfc="none")
+        of_runs = [read_metrics(directory) for directory in directories]
+        evaluated = [evaluations(rows) for rows in of_runs]
+        for axes, x in ((by_steps, "step"), (by_seconds, "seconds")):
+            if len(runs) == most == 1:
+                steps = [row for row in of_runs[0] if "train_loss" in row]
+                axes.plot(_column(steps, x), _column(steps, "train_loss"), color="0.75", lw=0.8, label="batch")
+            _band(axes, evaluated, x, "train_set_loss", **style, label=f"{label}, training set")
+            _band(axes, evaluated, x, "test_loss", **style, ls="--", mfc="none", label=f"{label}, held out")
+        _band(accuracy, evaluated, "step", "test_accuracy", **style, ls="--", mfc="none", scale=100)
     for axes, x, y in (
-        (by_steps, "steps", "loss"),
-        (by_seconds, "seconds of training, evaluation excluded", "loss"),
-        (accuracy, "steps", "accuracy on held-out data"),
+        (by_steps, "steps", "loss / nats"),
+        (by_seconds, "training time / s, evaluation excluded", "loss / nats"),
+        (accuracy, "steps", "accuracy on held-out data / %"),
     ):
         axes.set(xlabel=x, ylabel=y)
         axes.grid(alpha=0.3)
-    by_steps.set_yscale("log")
-    by_seconds.set_yscale("log")
-    figure.suptitle(title)
-    figure.legend(*by_steps.get_legend_handles_labels(), loc="outside lower center", ncols=3 if alone else len(runs))
+    for axes in (by_steps, by_seconds):
+        axes.set_yscale("log")
+        if target is not None:
+            axes.axhline(target, color="0.4", ls=":", label=f"target {target:g}")
+    if not accuracy.lines or not np.isfinite(np.concatenate([line.get_ydata() for line in accuracy.lines])).any():
+        accuracy.remove()  # an autoencoder has none
+    figure.suptitle(title if most == 1 else f"{title} (median and range of {most} seeds)")
+    # a column for each optimizer
+    columns = 3 if len(runs) == most == 1 else min(4, len(runs))
+    figure.legend(*by_steps.get_legend_handles_labels(), loc="outside lower center", ncols=columns)
     figure.savefig(out, dpi=120)
 
 
-def _draw(axes: Axes, rows: Sequence[Row], x: str, y: str, **style: Any) -> None:
-    """A line through the rows, with gaps where a value is missing because it was not finite."""
-    values = [float("nan") if row[y] is None else row[y] for row in rows]
-    axes.plot([row[x] for row in rows], values, **style)
+def _column(rows: Sequence[Row], name: str) -> np.ndarray:
+    """Values of a column; a missing one was not finite."""
+    return np.array([np.nan if row[name] is None else row[name] for row in rows], dtype=float)
+
+
+def _band(axes: Axes, runs: Sequence[Sequence[Row]], x: str, y: str, scale: float = 1, **style: Any) -> None:
+    """Median and range over runs of what was measured at the same steps, as long as one of them goes on."""
+    steps = sorted({row["step"] for rows in runs for row in rows})
+    at = [[row for rows in runs for row in rows if row["step"] == step] for step in steps]
+    points = np.array([np.nanmedian(_column(rows, x)) for rows in at])
+    values = [_column(rows, y) * scale for rows in at]
+    values = [column[np.isfinite(column)] if np.isfinite(column).any() else np.array([np.nan]) for column in values]
+    axes.plot(points, [np.median(column) for column in values], **style)
+    if len(runs) > 1:
+        low, high = ([pick(column) for column in values] for pick in (np.min, np.max))
+        axes.fill_between(points, low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def plot_layers(rows: Sequence[Row], title: str, out: Path) -> None:
+    """Draws the GGN trace and the signal-to-noise ratio of the gradient of every parameter over training as a PNG."""
+    rows = [row for row in rows if "layers" in row]
+    names = list(rows[0]["layers"])
+    figure = Figure(figsize=(13, 2 + 0.2 * max(8, len(names))), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, quantity, text in (
+        (panels[0], "ggn_trace", "trace of the generalized Gauss-Newton block"),
+        (panels[1], "gradient_snr", "gradient signal-to-noise |g|² / tr Cov(g)"),
+    ):
+        values = np.array([_column([row["layers"][name] for row in rows], quantity) for name in names])
+        values = np.where(values > 0, values, np.nan)
+        norm = LogNorm() if np.isfinite(values).any() else None
+        image = axes.imshow(values, aspect="auto", cmap="cividis", norm=norm, interpolation="nearest")
+        axes.set(title=text, xlabel="epoch")
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        ticks = np.unique(np.linspace(0, len(rows) - 1, 8).round().astype(int))
+        axes.set_xticks(ticks, [rows[tick]["epoch"] for tick in ticks])
+        figure.colorbar(image, ax=axes, label="no unit" if quantity == "gradient_snr" else "nats / parameter²")
+    figure.suptitle(title)
+    figure.savefig(out, dpi=120)

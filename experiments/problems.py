@@ -4,24 +4,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+import torch
 from torch import nn
 
-from experiments import data, models
-from experiments.data import Data
+from experiments import models
+from experiments.data import DATASETS, Data, reconstruction, standardized
 
 
 @dataclass(frozen=True)
 class Problem:
     """A model, the data it learns from, and the settings tuned for them."""
 
-    data: str  # a name in data.DATASETS
+    data: str  # a name in DATASETS
     model: Callable[[tuple[int, ...], int], nn.Module]  # shape of a sample, number of classes
     epochs: int
     batch_size: int
     target: float  # training loss that optimizers are compared by
     tuned: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # optimizer name -> its tuned settings
     loss: Callable[[], nn.Module] = nn.CrossEntropyLoss
-    prepare: Callable[[Data], Data] = data.standardized
+    prepare: Callable[[Data], Data] = standardized
     augment: bool = False  # shift and mirror the images of a batch
 
 
@@ -32,6 +33,22 @@ def _deepobs_mlp(shape: tuple[int, ...], classes: int) -> nn.Module:
 def _autoencoder(shape: tuple[int, ...], classes: int) -> nn.Module:
     pixels = prod(shape)
     return models.mlp(pixels, 1000, 500, 250, 30, 250, 500, 1000, pixels, activation=nn.Tanh)
+
+
+def describe_problems() -> str:
+    """A table of the problems, for the help of the command line."""
+    lines = [f"{'problem':<20}{'data':<14}{'parameters':>10} epochs batch  lr of sgd, adamw, kfac-sgd (damping)"]
+    for name, problem in PROBLEMS.items():
+        dataset, tuned = DATASETS[problem.data], problem.tuned
+        with torch.device("meta"):  # counts without initializing
+            size = sum(p.numel() for p in problem.model(dataset.shape, dataset.classes).parameters())
+        rates = [f"{tuned[optimizer]['lr']:g}" for optimizer in ("sgd", "adamw", "kfac-sgd") if optimizer in tuned]
+        damping = f" ({tuned['kfac-sgd']['damping']:g})" if "kfac-sgd" in tuned else ""
+        lines.append(
+            f"{name:<20}{problem.data:<14}{size:>10,} {problem.epochs:>6} {problem.batch_size:>5}  "
+            f"{', '.join(rates)}{damping}"
+        )
+    return "\n".join(f"    {line}" for line in lines)  # indented lines are not filled
 
 
 # Tuned with seed 100, nine trials per optimizer: the fewest steps to the target, then the lower loss at the end. Grids:
@@ -46,8 +63,8 @@ PROBLEMS: dict[str, Problem] = {
         target=0.01,
         tuned={
             "kfac-sgd": {"lr": 0.03, "damping": 0.01},
-            "sgd": {"lr": 0.2},
-            "adamw": {"lr": 0.02},
+            "sgd": {"lr": 0.2, "momentum": 0.9},
+            "adamw": {"lr": 0.02, "weight_decay": 0.0},
             "diagonal-newton": {"lr": 0.01, "damping": 0.02},
         },
     ),
@@ -59,8 +76,8 @@ PROBLEMS: dict[str, Problem] = {
         target=0.01,
         tuned={
             "kfac-sgd": {"lr": 0.01, "damping": 0.01},
-            "sgd": {"lr": 0.05},
-            "adamw": {"lr": 0.005},
+            "sgd": {"lr": 0.05, "momentum": 0.9},
+            "adamw": {"lr": 0.005, "weight_decay": 0.0},
             "diagonal-newton": {"lr": 0.1, "damping": 0.02},
         },
     ),
@@ -72,8 +89,8 @@ PROBLEMS: dict[str, Problem] = {
         target=0.01,
         tuned={
             "kfac-sgd": {"lr": 0.01, "damping": 0.03},
-            "sgd": {"lr": 0.05},
-            "adamw": {"lr": 0.003},
+            "sgd": {"lr": 0.05, "momentum": 0.9},
+            "adamw": {"lr": 0.003, "weight_decay": 0.0},
             "diagonal-newton": {"lr": 0.03, "damping": 0.005},
         },
     ),
@@ -87,7 +104,7 @@ PROBLEMS: dict[str, Problem] = {
         data="mnist5k",
         model=_autoencoder,
         loss=models.PixelLoss,
-        prepare=data.reconstruction,
+        prepare=reconstruction,
         epochs=30,
         batch_size=256,
         target=80,
@@ -96,7 +113,7 @@ PROBLEMS: dict[str, Problem] = {
         data="mnist",
         model=_autoencoder,
         loss=models.PixelLoss,
-        prepare=data.reconstruction,
+        prepare=reconstruction,
         epochs=20,
         batch_size=256,
         target=70,

@@ -2,9 +2,11 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +31,21 @@ def default_mode() -> Mode:
 
 
 class Tracker:
-    """Passes rows on to wandb; the first thing that goes wrong is logged and ends the tracking, not the run."""
+    """Passes rows on to wandb; the first thing that goes wrong is logged and ends the tracking, not the run.
 
-    def __init__(self, mode: Mode, directory: Path, name: str, config: Mapping[str, Any]) -> None:
+    Args:
+        mode: where the run goes; online falls back to offline.
+        directory: run directory; ``wandb-id`` in it names the wandb run.
+        name: of the run, for people.
+        config: all settings.
+        resume: go on with the wandb run that the directory names.
+    """
+
+    def __init__(self, mode: Mode, directory: Path, name: str, config: Mapping[str, Any], resume: bool = False) -> None:
         self._run: Any = None
+        self._id = directory / "wandb-id"
+        if not resume:
+            self._id.unlink(missing_ok=True)
         attempts: dict[Mode, tuple[Mode, ...]] = {
             "online": ("online", "offline"),
             "offline": ("offline",),
@@ -40,31 +53,61 @@ class Tracker:
         }
         for attempt in attempts[mode]:
             try:
-                self._run = _start(attempt, directory, name, config)
+                known = self._id.read_text() if self._id.exists() else None
+                self._run = _start(attempt, directory, name, config, known)
+                self._id.write_text(self._run.id)
                 return
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 logger.warning("wandb could not start %s: %s", attempt, error)
 
-    def log(self, row: Mapping[str, Any]) -> None:
-        """Log one row of ``metrics.jsonl``."""
-        self._guarded("log", dict(row))
+    def log(self, row: Mapping[str, Any], index: int, histograms: Mapping[str, Tensor] | None = None) -> None:
+        """Log a row of ``metrics.jsonl`` as the ``index``-th: one that a resumed run repeats is not counted twice."""
 
-    def finish(self) -> None:
-        """Send what is left, for a bounded time."""
-        self._guarded("finish")
+        def log(wandb: Any, run: Any) -> None:
+            drawn = {name: wandb.Histogram(values.cpu().numpy()) for name, values in (histograms or {}).items()}
+            run.log({**flattened(row), **drawn}, step=index)
+
+        self._guarded(log)
+
+    def finish(self, rows: Sequence[Mapping[str, Any]], pictures: Sequence[Path]) -> None:
+        """Add a table of rows, pictures and files, and send what is left, for a bounded time."""
+
+        def add(wandb: Any, run: Any) -> None:
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            table = wandb.Table(columns=columns, data=[[row.get(name) for name in columns] for row in rows])
+            images = {picture.stem: wandb.Image(str(picture)) for picture in pictures}
+            artifact = wandb.Artifact(f"results-{run.id}", type="results")
+            for picture in pictures:
+                artifact.add_file(str(picture))
+            artifact.add(table, "evaluations")
+            run.log({"evaluations": table, **images})
+            run.log_artifact(artifact)
+
+        self._guarded(add)
+        self._guarded(lambda wandb, run: run.finish())
         self._run = None
 
-    def _guarded(self, method: str, *args: Any) -> None:
+    def _guarded(self, action: Any) -> None:
         if self._run is None:
             return
         try:
-            getattr(self._run, method)(*args)
-        except Exception as error:
+            import wandb
+
+            action(wandb, self._run)
+        except (Exception, SystemExit) as error:
             logger.warning("wandb stopped: %s", error)
             self._run = None
 
 
-def _start(mode: Mode, directory: Path, name: str, config: Mapping[str, Any]) -> Any:
+def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Per-layer entries as ``quantity/layer``, so that wandb groups its charts by quantity; no lists."""
+    layers = row.get("layers") or {}
+    nested = {f"{quantity}/{layer}": value for layer, of in layers.items() for quantity, value in of.items()}
+    flat = {**{name: value for name, value in row.items() if name != "layers"}, **nested}
+    return {name: value for name, value in flat.items() if not isinstance(value, list)}
+
+
+def _start(mode: Mode, directory: Path, name: str, config: Mapping[str, Any], known: str | None) -> Any:
     if mode == "offline":
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # crash reports would go out even then
     import wandb
@@ -81,7 +124,9 @@ def _start(mode: Mode, directory: Path, name: str, config: Mapping[str, Any]) ->
     )
     directory.mkdir(parents=True, exist_ok=True)
     return wandb.init(
-        project="curvopt",
+        project=os.environ.get("WANDB_PROJECT", "curvopt"),  # a sweep names its own
+        id=os.environ.get("WANDB_RUN_ID", known),
+        resume="allow",
         name=name,
         dir=directory,
         config=dict(config),

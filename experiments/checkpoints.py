@@ -1,0 +1,49 @@
+"""Checkpoints that survive a kill at any moment: at least one whole file is there once the first was written."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+NAMES = ("checkpoint.pt", "checkpoint.previous.pt")  # newest first
+
+
+def replace_file(file: Path, write: Any) -> None:
+    """Calls ``write`` on a temporary file beside ``file`` and moves that into place once it is on the disk."""
+    part = file.with_name(f"{file.name}.part")
+    with open(part, "wb") as stream:
+        write(stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(part, file)
+
+
+def save(state: dict[str, Any], directory: Path) -> None:
+    """Writes ``checkpoint.pt``; the one before stays as ``checkpoint.previous.pt``."""
+    newest, previous = (directory / name for name in NAMES)
+    if newest.exists():
+        os.replace(newest, previous)
+    replace_file(newest, lambda stream: torch.save(state, stream))
+
+
+def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any] | None:
+    """Reads a checkpoint: a file, or the newest whole one of a run directory (``None`` if it has none).
+
+    Raises:
+        ValueError: nothing that is there can be read.
+    """
+    candidates = [file for file in ([path / name for name in NAMES] if path.is_dir() else [path]) if file.exists()]
+    errors = []
+    for file in candidates:
+        try:
+            return torch.load(file, map_location=device, weights_only=True)
+        except Exception as error:  # whatever a broken archive makes of it
+            errors.append(f"{file}: {type(error).__name__}")
+            logger.warning("%s cannot be read and is passed over (%s)", file, type(error).__name__)
+    if errors or not path.is_dir():
+        raise ValueError(f"no checkpoint can be read ({'; '.join(errors) or f'{path} does not exist'})")
+    return None

@@ -1,0 +1,70 @@
+"""What curvature says of a network, one row per parameter: for the log of a training and for experiments.inspect."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvopt import backpack, extend
+from curvopt.extensions import KFAC, DiagGGNMC, Variance
+
+LARGEST_FACTOR = 1024  # rows; the eigenvalues of larger ones would take seconds
+
+
+def extended_copy(model: nn.Module, lossfunc: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Copies in evaluation mode to take curvature of: the training keeps its own, its hooks and its randomness."""
+    return extend(copy.deepcopy(model).eval()), extend(copy.deepcopy(lossfunc))
+
+
+def layer_statistics(
+    model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Tensor, mc_samples: int = 1
+) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+    """Curvature and gradient noise of every parameter on one batch.
+
+    Args:
+        model: the network; it is not changed.
+        lossfunc: a loss that is a mean over samples.
+        x: inputs ``[N, ...]``.
+        y: targets ``[N, ...]``.
+        mc_samples: samples per datum of the curvature.
+
+    Returns:
+        For each parameter: ``ggn_trace``, trace of its block of the generalized Gauss-Newton matrix (sampled);
+        ``gradient_snr``, ``|g|² / tr Cov(g)`` of the gradient g of this batch; and for each Kronecker factor ``A``
+        (inputs), ``B`` (outputs) ``spectrum_*``, its eigenvalues at every tenth of their order, and ``top_*``, the
+        largest (factors of more than ``LARGEST_FACTOR`` rows are cut to blocks). Then histograms: logarithms of
+        eigenvalues, and the entries of parameters and gradients.
+    """
+    model, lossfunc = extended_copy(model, lossfunc)
+    generator = torch.Generator(x.device).manual_seed(0)  # leaves the training's alone
+    kfac = KFAC(mc_samples, generator=generator, max_factor_size=LARGEST_FACTOR)
+    with backpack(kfac, DiagGGNMC(mc_samples, generator), Variance()):
+        lossfunc(model(x), y).backward()
+    layers: dict[str, dict[str, Any]] = {}
+    histograms: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        p: Any = parameter  # with fields
+        if p.grad is None:
+            continue
+        noise = len(x) * p.variance.sum()  # gradients of samples carry 1/N, their covariances add up
+        row: dict[str, Any] = {
+            "ggn_trace": p.diag_ggn_mc.sum().item(),
+            "gradient_snr": (p.grad.square().sum() / noise.clamp(min=torch.finfo(noise.dtype).tiny)).item(),
+        }
+        for letter, factor in zip("BA", p.kfac, strict=False):
+            eigenvalues = spectrum(factor)
+            tenths = torch.linspace(0, 1, 11, device=x.device, dtype=eigenvalues.dtype)
+            row[f"spectrum_{letter}"] = eigenvalues.quantile(tenths).tolist()
+            row[f"top_{letter}"] = eigenvalues.max().item()
+            positive = eigenvalues[eigenvalues > 1e-12 * eigenvalues.max()]
+            histograms[f"log10_eigenvalues_{letter}/{name}"] = positive.log10()
+        layers[name] = row
+        histograms |= {f"values/{name}": p.detach().flatten(), f"gradients/{name}": p.grad.flatten()}
+    return layers, histograms
+
+
+def spectrum(factor: Tensor) -> Tensor:
+    """Eigenvalues of a Kronecker factor, of its blocks or groups together, in descending order."""
+    values = factor if factor.ndim <= 1 else torch.linalg.eigvalsh(factor)
+    return values.flatten().clamp(min=0).sort(descending=True).values
