@@ -34,7 +34,8 @@ def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:
     for group in range(groups):
         block = torch.ones(1, 1, dtype=dense[0].dtype, device=dense[0].device)
         for factor in dense:
-            block = torch.kron(block, factor[group] if factor.ndim == 3 else factor)
+            # torch.kron cannot take the column-major eigenvectors that torch.linalg.eigh returns
+            block = torch.kron(block, (factor[group] if factor.ndim == 3 else factor).contiguous())
         blocks.append(block)
     return torch.block_diag(*blocks)
 

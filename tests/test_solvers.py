@@ -1,0 +1,253 @@
+"""Solving in eigenbases and with blocks, and the optimizers that do, against dense matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_optim import SGD_LIKE, Run, Tokens, assert_close, cnn, mlp
+from torch import Tensor, nn
+
+from curvopt import backpack, extend
+from curvopt.extensions import SqrtGGNExact
+from curvopt.kroneckers import eigenbases, kfac_mat_prod, kfacs_to_mat, kron_diagonal, sizes_of
+from curvopt.optim import EKFACSGD, KFACSGD, KFACAdamW, KFACPreconditioner
+from curvopt.optim.solvers import off_diagonal
+
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+
+
+def dense_basis(bases: list[Tensor]) -> Tensor:
+    return kfacs_to_mat([torch.ones_like(basis) if basis.ndim == 1 else basis for basis in bases])
+
+
+def dense_ggn(run: Run, step: int) -> dict[Tensor, Tensor]:
+    with backpack(SqrtGGNExact()):
+        run.loss(step).backward()
+    roots = {p: p.sqrt_ggn_exact.flatten(0, 1).reshape(-1, p.numel()) for p in run.model.parameters()}
+    run.model.zero_grad()
+    return {p: root.T @ root for p, root in roots.items()}
+
+
+@pytest.mark.parametrize("model", [mlp, cnn, Tokens])
+def test_ekfac_step_is_the_dense_solve_with_the_best_diagonal(model) -> None:
+    """In one's own basis, the diagonal of the GGN is the closest of all to it in the Frobenius norm."""
+    run = Run(EKFACSGD, model, fisher="exact", lr=1.0, momentum=0.0, damping=0.3, ema=0.0, kl_clip=None, **DOUBLE)
+    run.train(1)
+    run.optimizer.curvature_every = run.optimizer.inverse_every = 1
+    ggn, before = dense_ggn(run, 1), run.weights()
+    bases = {p: list(run.optimizer.state[p]["bases"]) for p in run.model.parameters()}
+    run.optimizer._progress["next_inverse"] = 100  # the bases stay
+    run.train(range(1, 2))
+    for p, old in zip(run.model.parameters(), before, strict=True):
+        U = dense_basis(bases[p])
+        scales = (U.T @ ggn[p] @ U).diagonal()
+        torch.testing.assert_close(run.optimizer.state[p]["scales"], scales)
+        matrix = U @ torch.diag(scales + 0.3) @ U.T
+        torch.testing.assert_close(old - p.detach(), torch.linalg.solve(matrix, p.grad.reshape(-1)).view_as(p))
+
+
+def test_scales_follow_the_bases() -> None:
+    """What turns the basis of a matrix that is diagonal in it gives its diagonal in the new one."""
+    run = Run(EKFACSGD, cnn, **DOUBLE).train(1)
+    p = run.model[2].weight  # with groups
+    state = run.optimizer.state[p]
+    old, scales = list(state["bases"]), state["scales"].clone()
+    state["bases"] = [torch.linalg.qr(torch.randn_like(basis))[0] for basis in old]
+    run.optimizer._turn(p, old, [None] * len(old))
+    U, V = dense_basis(old), dense_basis(state["bases"])
+    torch.testing.assert_close(state["scales"], (V.T @ U @ torch.diag(scales) @ U.T @ V).diagonal())
+
+
+def test_bases_are_renewed_once_they_have_turned() -> None:
+    run = Run(EKFACSGD, lr=0.0, fisher="exact", curvature_every=1, inverse_every=1, **DOUBLE)
+    run.train(range(1))
+    bases = [run.optimizer.state[p]["bases"] for p in run.model.parameters()]
+    for _ in range(3):
+        run.train(range(1))  # the same batch, the same parameters: the same curvature
+    assert all(run.optimizer.state[p]["bases"] is b for p, b in zip(run.model.parameters(), bases, strict=True))
+    assert run.optimizer.metrics()["new_bases"] == 0
+    p = run.model[1].weight
+    turned = torch.linalg.qr(torch.randn(32, 32, dtype=torch.float64))[0]
+    run.optimizer.state[p]["factors"][0] = turned @ run.optimizer.state[p]["factors"][0] @ turned.T
+    run.optimizer._renew()
+    assert run.optimizer.metrics()["new_bases"] == 1
+    assert off_diagonal(run.optimizer.state[p]["factors"][0], run.optimizer.state[p]["bases"][0]) < 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.3}, {"amsgrad": True}, {"maximize": True}])
+def test_kfac_adamw_is_adamw_in_the_eigenbasis(options: dict[str, Any]) -> None:
+    run = Run(KFACAdamW, Tokens, lr=0.02, curvature_every=100, inverse_every=100, **options, **DOUBLE)
+    run.optimizer._progress["step"] = 200  # no refresh after the first
+    start, step = run.weights(), run.optimizer._progress["step"]
+    twins: list[nn.Parameter] = []
+    for i in range(5):
+        run.backward(i)
+        grads = [p.grad.clone() for p in run.model.parameters()]
+        run.optimizer.step()
+        assert run.optimizer._progress["step"] == step + i + 1
+        U = [dense_basis(run.optimizer.state[p]["bases"]) for p in run.model.parameters()]
+        if not twins:
+            twins = [nn.Parameter(u.T @ w.reshape(-1)) for u, w in zip(U, start, strict=True)]
+            options = {"weight_decay": 0.0, **options}
+            adamw = torch.optim.AdamW(twins, lr=0.02, betas=(0.9, 0.99), **options)
+        for twin, u, grad in zip(twins, U, grads, strict=True):
+            twin.grad = u.T @ grad.reshape(-1)
+        adamw.step()
+        assert_close(
+            [p.detach().reshape(-1) for p in run.model.parameters()],
+            [u @ twin.detach() for u, twin in zip(U, twins, strict=True)],
+        )
+
+
+def test_averages_of_adam_follow_the_bases() -> None:
+    run = Run(KFACAdamW, cnn, **DOUBLE).train(3)
+    p = run.model[0].weight
+    state = run.optimizer.state[p]
+    old = list(state["bases"])
+    U = dense_basis(old)
+    m, v = U @ state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1)
+    state["bases"] = [torch.linalg.qr(torch.randn_like(basis))[0] for basis in old]
+    run.optimizer._turn(p, old, [None] * len(old))
+    V = dense_basis(state["bases"])
+    torch.testing.assert_close(state["exp_avg"].reshape(-1), V.T @ m)
+    torch.testing.assert_close(state["exp_avg_sq"].reshape(-1), (V.T @ U @ torch.diag(v) @ U.T @ V).diagonal())
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (4, 9), (7, 9)])
+def test_block_factors_multiply_as_block_diagonal_matrices(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    limit, factors, dense = 4, [], []
+    for d in shape:
+        if d <= limit:
+            factors.append(torch.randn(d, d).double())
+            dense.append(factors[-1])
+            continue
+        count = -(-d // limit)
+        size = -(-d // count)
+        blocks = torch.randn(1, count, size, size).double()
+        rest = count * size - d
+        if rest:
+            blocks[0, -1, size - rest :] = blocks[0, -1, :, size - rest :] = 0
+        factors.append(blocks)
+        dense.append(torch.block_diag(*blocks[0])[:d, :d])
+    x = torch.randn(shape[0] * shape[1], 2).double()
+    torch.testing.assert_close(kfac_mat_prod(factors, shape)(x), torch.kron(*dense) @ x)
+    assert sizes_of(factors, shape) == list(shape)
+
+
+@pytest.mark.parametrize("d", [7, 8, 10])
+def test_eigenbases_of_blocks_keep_to_the_factor(d: int) -> None:
+    torch.manual_seed(0)
+    root = torch.randn(d, 2 * d).double()
+    root[1] = 0  # an input that is always zero, as what a block reaches over the factor
+    whole = root @ root.T
+    count = 3
+    size = -(-d // count)
+    padded = torch.zeros(count * size, count * size).double()
+    padded[:d, :d] = whole
+    blocks = torch.stack([padded[i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(count)])[None]
+    (basis,), (values,) = eigenbases([blocks])
+    U = torch.block_diag(*basis[0])[:d, :d]
+    torch.testing.assert_close(U.T @ U, torch.eye(d).double())
+    masked = whole * torch.block_diag(*[torch.ones(size, size)] * count)[:d, :d]
+    torch.testing.assert_close(U @ torch.diag(kron_diagonal([values], [d])) @ U.T, masked)
+
+
+def test_preconditioner_in_front_of_sgd_is_kfac_sgd() -> None:
+    options = {"damping": 0.1, "fisher": "exact", "kl_clip": 1e-3, "lr": 0.03}
+    run = Run(KFACSGD, cnn, momentum=0.9, **options, **DOUBLE).train(6)
+    other = Run(lambda params, **o: torch.optim.SGD(params, lr=0.03, momentum=0.9), cnn, **DOUBLE)
+    preconditioner = KFACPreconditioner(other.model, **options)
+    for step in range(6):
+        other.optimizer.zero_grad()
+        preconditioner.zero_grad()
+        with preconditioner.curvature():
+            other.loss(step).backward()
+        before = other.weights()
+        preconditioner.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, other.weights(), strict=True))
+        other.optimizer.step()
+    assert_close(run.weights(), other.weights())
+
+
+def test_preconditioner_by_a_hook_and_in_front_of_muon() -> None:
+    run = Run(lambda params, **o: torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.05), mlp)
+    rest = torch.optim.AdamW([p for p in run.model.parameters() if p.ndim != 2], lr=0.01)
+    preconditioner = KFACPreconditioner(run.model)
+    preconditioner.attach(run.model, run.lossfunc)
+    run.optimizer.register_step_pre_hook(lambda *_: preconditioner.step())
+    before = run.full_loss()
+    for step in range(30):
+        run.model.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+        rest.step()
+    assert preconditioner._progress["step"] == 30 and run.full_loss() < before / 2
+    state = preconditioner.state_dict()
+    twin = KFACPreconditioner(run.model)
+    twin.load_state_dict(state)
+    for part in ("state", "curvature"):
+        torch.testing.assert_close(twin.state_dict()[part], state[part], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [SGD_LIKE[n] for n in SGD_LIKE if n.endswith("exact")])
+@pytest.mark.parametrize("how", ["sum", "accumulated without division", "scaled", "scaled and unscaled"])
+def test_damping_and_clip_mean_the_same_whatever_the_scale_of_the_loss(make, how: str) -> None:
+    plain, other = Run(make, cnn, **DOUBLE), Run(make, cnn, reduction="sum" if how == "sum" else "mean", **DOUBLE)
+    plain.train(4)
+    for step in range(4):
+        other.optimizer.zero_grad()
+        scale = 4.0 if "scaled" in how else 1.0
+        for _ in range(2 if "accumulated" in how else 1):
+            with other.optimizer.curvature(loss_scale=scale if "unscaled" in how else 1.0):
+                (scale * other.loss(step)).backward()
+        if "unscaled" in how:
+            for p in other.model.parameters():
+                p.grad /= scale
+        other.optimizer.step()
+    assert_close(plain.weights(), other.weights())
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss, nn.BCEWithLogitsLoss])
+def test_damping_means_the_same_for_means_over_entries_and_sums(loss: type[nn.Module]) -> None:
+    results = []
+    for reduction, factor in (("mean", 1.0), ("sum", 1 / 16), ("sum", 1.0)):
+        torch.manual_seed(0)
+        model = extend(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double())
+        x, y = torch.randn(16, 5).double(), torch.rand(16, 3).double()
+        optimizer = KFACSGD(model.parameters(), fisher="exact")
+        optimizer.attach(model)
+        (factor * loss(reduction=reduction)(model(x), y)).backward()
+        optimizer.step()
+        results.append([p.detach() for p in model.parameters()])
+    assert_close(results[0], results[1])
+    assert_close(results[0], results[2])
+
+
+@pytest.mark.parametrize("half", [16, 40])
+def test_unequal_accumulated_batches_are_one_batch(half: int) -> None:
+    """With sums, the shares of micro-batches are as large as they are, inputs included."""
+    options: dict[str, Any] = {"fisher": "exact", "reduction": "sum", "curvature_every": 1, **DOUBLE}
+    whole, parts = (Run(KFACSGD, Tokens, **options) for _ in range(2))
+    for step in range(3):
+        whole.train(range(step, step + 1))
+        x, y = parts.data(step)
+        parts.optimizer.zero_grad()
+        with parts.optimizer.curvature():
+            parts.lossfunc(parts.model(x[:half]), y[:half]).backward()
+        with parts.optimizer.curvature():
+            parts.lossfunc(parts.model(x[half:]), y[half:]).backward()
+        parts.optimizer.step()
+    assert_close(whole.weights(), parts.weights())
+
+
+def test_condition_is_that_of_the_damped_factors() -> None:
+    run = Run(KFACSGD, cnn, **DOUBLE).train(1)
+    numbers = []
+    for p in run.model.parameters():
+        for inverse in run.optimizer.state[p]["inverses"]:
+            for matrix in inverse.reshape(-1, *inverse.shape[-2:]):
+                numbers.append(torch.linalg.matrix_norm(matrix, 1) * torch.linalg.matrix_norm(matrix.inverse(), 1))
+    torch.testing.assert_close(run.optimizer.metrics()["condition"], torch.stack(numbers).max())
