@@ -164,18 +164,16 @@ def damped_inverses(
     names = [f"factor {i}" for i in range(len(factors))] if names is None else names
     inverses: list[Tensor] = [torch.empty(0)] * len(factors)
 
-    alike: dict[tuple, list[int]] = defaultdict(list)
     for i, factor in enumerate(factors):
         if factor.ndim < 2:
             diagonal = factor + shifts[i]
             inverses[i] = diagonal.clamp(min=_floor(diagonal)).reciprocal()
-        else:
-            alike[(factor.shape, factor.dtype, factor.device)].append(i)
+    alike = _alike(factors)
     if not alike:
         return inverses, 0
 
     accepted = []
-    for members in alike.values():
+    for members in alike:
         batch = torch.stack([factors[i] for i in members])
         shift = torch.stack([torch.as_tensor(shifts[i]).to(batch).expand(batch.shape[1:-2]) for i in members])
         batch.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
@@ -188,7 +186,7 @@ def damped_inverses(
     device = accepted[0].device
     verdicts = iter(torch.cat([ok.to(device) for ok in accepted]).tolist())
     failures = 0
-    for members in alike.values():
+    for members in alike:
         for i in members:
             d = factors[i].shape[-1]
             matrices, targets = factors[i].reshape(-1, d, d), inverses[i].view(-1, d, d)
@@ -202,30 +200,35 @@ def damped_inverses(
     return inverses, failures
 
 
-def eigenbases(
-    factors: Sequence[Tensor], names: Sequence[str] | None = None
-) -> tuple[list[Tensor], list[Tensor]]:
+def eigenbases(factors: Sequence[Tensor], names: Sequence[str] | None = None) -> tuple[list[Tensor], list[Tensor]]:
     """Eigenvectors (in columns, shaped as the factors) and eigenvalues ``[..., d]``, not negative, of many factors.
 
-    The basis of a diagonal factor ``[d]`` is the identity, ``[d]`` ones. Decompositions that fail in the factor's dtype
-    and in float64 are replaced by the identity and the diagonal; that is logged, nothing is raised.
+    Factors of equal shape are decomposed together. The basis of a diagonal factor ``[d]`` is the identity, ``[d]``
+    ones. Where the decomposition fails in the factor's dtype and in float64, the identity and the diagonal take its
+    place; that is logged, nothing is raised.
     """
     names = [f"factor {i}" for i in range(len(factors))] if names is None else names
-    bases, values = [], []
-    for factor, name in zip(factors, names, strict=True):
-        if factor.ndim < 2:
-            bases.append(torch.ones_like(factor))
-            values.append(factor.clamp(min=0))
-            continue
+    bases = [torch.ones_like(factor) for factor in factors]
+    values = [factor.clamp(min=0) for factor in factors]
+    for members in _alike(factors):
+        batch = torch.stack([factors[i] for i in members])
         try:
-            spectrum, basis = _eigh(factor)
+            spectra, vectors = _eigh(batch)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-            logger.warning("%s %s: no eigendecomposition, used the diagonal", name, tuple(factor.shape))
-            spectrum = factor.diagonal(dim1=-2, dim2=-1)
-            basis = torch.eye(factor.shape[-1]).to(factor).expand_as(factor).clone()
-        bases.append(basis)
-        values.append(spectrum.clamp(min=0))
+            rescued = [_eigh_or_diagonal(factors[i], names[i]) for i in members]
+            spectra, vectors = (torch.stack(part) for part in zip(*rescued, strict=True))
+        for i, spectrum, basis in zip(members, spectra, vectors, strict=True):
+            bases[i], values[i] = basis.clone(), spectrum.clamp(min=0)  # a view would keep the whole batch alive
     return bases, values
+
+
+def _alike(factors: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of the factors that are matrices, those of equal shape, type and device together."""
+    alike: dict[tuple, list[int]] = defaultdict(list)
+    for i, factor in enumerate(factors):
+        if factor.ndim > 1:
+            alike[(factor.shape, factor.dtype, factor.device)].append(i)
+    return list(alike.values())
 
 
 def kron_diagonal(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -242,20 +245,28 @@ def kron_diagonal(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     return result.flatten()
 
 
-def _eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
-    if factor.ndim == 4:
-        # what a block reaches over the factor's size is zero: made its largest eigenvalues, it stays at the end
-        rest = (factor == 0).all(-1)
-        largest = factor.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) + 1
-        apart = largest * torch.arange(1, factor.shape[-1] + 1).to(factor)
-        factor = factor + torch.diag_embed(torch.where(rest, apart, 0.0))
-        spectrum, basis = torch.linalg.eigh(factor)
-        return torch.where(rest.sort(dim=-1).values, 0.0, spectrum), basis
+def _eigh(batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of a batch of factors of one shape."""
+    if batch.ndim < 5:
+        return torch.linalg.eigh(batch)
+    # what a block reaches over the factor's size is zero: made its largest eigenvalues, it stays at the end
+    rest = (batch == 0).all(-1)
+    largest = batch.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) + 1
+    apart = largest * torch.arange(1, batch.shape[-1] + 1).to(batch)
+    spectra, vectors = torch.linalg.eigh(batch + torch.diag_embed(torch.where(rest, apart, 0.0)))
+    return torch.where(rest.sort(dim=-1).values, 0.0, spectra), vectors
+
+
+def _eigh_or_diagonal(factor: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of one factor, by the lower rungs of the ladder."""
     try:
-        return torch.linalg.eigh(factor)
+        spectrum, basis = (part[0].to(factor.dtype) for part in _eigh(factor.double().unsqueeze(0)))
+        logger.info("%s %s: eigendecomposition in float64", name, tuple(factor.shape))
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-        spectrum, basis = torch.linalg.eigh(factor.double())
-        return spectrum.to(factor.dtype), basis.to(factor.dtype)
+        logger.warning("%s %s: no eigendecomposition, used the diagonal", name, tuple(factor.shape))
+        spectrum = factor.diagonal(dim1=-2, dim2=-1)
+        basis = torch.eye(factor.shape[-1]).to(factor).expand_as(factor)
+    return spectrum, basis
 
 
 def _floor(values: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from curvopt.kroneckers import (
     apply_kfac_mat_prod,
     damped_inverses,
+    eigenbases,
     inv_kfac_mat_prod,
     inv_kfacs,
     kfac_mat_prod,
@@ -194,3 +195,29 @@ class TestLadder:
 def test_singular_without_shift_is_finite() -> None:
     for factor in (psd(6, rank=2), torch.tensor([0.0, 1.0], dtype=torch.float64), torch.zeros(3, 3)):
         assert inv_kfacs([factor])[0].isfinite().all()
+
+
+@pytest.mark.parametrize("rungs", [1, 2])
+def test_eigendecompositions_that_fail_go_down_a_ladder(
+    rungs: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    roots = torch.randn(2, 4, 6)
+    factors = [*(roots @ roots.mT), torch.rand(3)]
+    eigh = torch.linalg.eigh
+
+    def failing(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if matrices.dtype == torch.float32 or rungs == 2:
+            raise torch.linalg.LinAlgError("did not converge")
+        return eigh(matrices)
+
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    with caplog.at_level("INFO", logger="curvopt"):
+        bases, values = eigenbases(factors, ["a", "b", "c"])
+    assert caplog.text.count("no eigendecomposition" if rungs == 2 else "float64") == 2
+    for factor, basis, spectrum in zip(factors[:2], bases, values, strict=False):
+        if rungs == 2:
+            assert torch.equal(basis, torch.eye(4)) and torch.equal(spectrum, factor.diagonal())
+        else:
+            torch.testing.assert_close(basis @ torch.diag(spectrum) @ basis.T, factor, atol=1e-4, rtol=1e-4)
+    assert torch.equal(bases[2], torch.ones(3)) and torch.equal(values[2], factors[2])
