@@ -1,0 +1,75 @@
+"""Training with KFAC
+==================
+
+``KFACSGD`` is ``torch.optim.SGD`` on gradients that were multiplied by the inverse of a Kronecker-factored curvature
+matrix. In a training loop that takes three more words: extend the model, extend the loss, and let the optimizer watch
+the backward pass.
+"""
+
+# %%
+# MNIST, 2,000 images of it, and a small convolutional network:
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+from curvopt import extend
+from curvopt.optim import KFACSGD
+from curvopt.utils.examples import load_one_batch_mnist
+
+torch.manual_seed(0)
+images, labels = load_one_batch_mnist(2000)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 5, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(400, 10),
+    )
+
+
+def train(model: nn.Module, lossfunc: nn.Module, optimizer: torch.optim.Optimizer, epochs: int = 4) -> list[float]:
+    losses = []
+    for _ in range(epochs):
+        for chosen in torch.randperm(len(images)).split(100):
+            optimizer.zero_grad()
+            loss = lossfunc(model(images[chosen]), labels[chosen])
+            if isinstance(optimizer, KFACSGD):
+                with optimizer.curvature():
+                    loss.backward()
+            else:
+                loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+# %%
+# SGD with momentum at the best of a few learning rates, and KFACSGD as it comes but for its two most important
+# settings.
+curves = {}
+for lr in (0.01, 0.03, 0.1):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    curves[f"SGD, lr {lr:g}"] = train(model, nn.CrossEntropyLoss(), optimizer)
+model, lossfunc = extend(make_model()), extend(nn.CrossEntropyLoss())
+optimizer = KFACSGD(model.parameters(), lr=0.03, momentum=0.9, damping=0.03)
+curves["KFACSGD, lr 0.03"] = train(model, lossfunc, optimizer)
+
+# %%
+# The optimizer can say what it does: which kind of curvature stands before the gradient of each parameter, and how long
+# its last step was.
+for name, kind in optimizer.coverage().items():
+    print(f"{name:10} {kind}")
+
+figure, ax = plt.subplots()
+for label, losses in curves.items():
+    smooth = torch.tensor(losses).unfold(0, 5, 1).mean(1)
+    ax.semilogy(smooth, label=label, linewidth=2 if "KFAC" in label else 1)
+ax.set(xlabel="step", ylabel="loss (mean of 5 batches)")
+ax.legend()
+plt.show()
