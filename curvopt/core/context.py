@@ -77,6 +77,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         self.loss_weight: Tensor | float = 0.0
         #: Called with this weight of each backward at its end.
         self.finished: Callable[[Tensor | float], None] | None = None
+        #: Whether backwards of empty batches are let through, without fields; else they are refused.
+        self.skips_empty = False
         self._passes: dict[int, Pass] = {}  # by graph task: a backward started inside a backward is another pass
         self._pending: Pass | None = None  # checked, its backward about to begin
 
@@ -102,7 +104,9 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
     def loss(self, use: Loss, grad: Tensor) -> None:
         """Told by the engine: the gradient of an extended loss."""
         if self.extensions:
-            self._current().loss(use, grad)
+            current = self._current()
+            with current.graph.own_backwards():
+                current.loss(use, grad)
 
     def _gradient(self, use: Use, index: int, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
         # before the node itself, and after the tensor hooks by which users change gradients
@@ -156,7 +160,10 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             raise CurvoptError(f"{fields_of(self.extensions)}: {error}") from error
         if not graph.entries and not accumulates:
             return call()  # a gradient of something else
-        self._pending = Pass(self.extensions, self.extension_hook, graph, partial)
+        if self.skips_empty and graph.empty:
+            return call()
+        with graph.own_backwards():
+            self._pending = Pass(self.extensions, self.extension_hook, graph, partial)
         try:
             # not in the forward: a model that is extended but not asked should cost nothing
             for entry in self._pending.listening():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.rules import Rule, rule_for
 from curvopt.core.functional import added_term, parents_and_dependents, recognise
+from curvopt.core.residuals import is_sink
 from curvopt.core.uses import TermUse, Use, extended_name, records_of
 from curvopt.errors import CurvoptError
 
@@ -58,6 +60,7 @@ class Graph:
         self.terms: list[TermUse] = []
         self.mixing: list[str] = []
         nodes = list(_walk(list(roots)))
+        self._sinks: list[Any] = [node for node in nodes if is_sink(node)]
         interior = _Interior()
         terms: set[Node] = set()
         for node in nodes:
@@ -91,6 +94,27 @@ class Graph:
         for entry in self.entries.values():
             for p in entry.parameters.values():
                 self.uses_of[p] = self.uses_of.get(p, 0) + len(entry.edges)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there are losses, of no samples each."""
+        return bool(self.losses) and not any(loss.input.numel() for loss in self.losses)
+
+    @contextmanager
+    def own_backwards(self) -> Iterator[None]:
+        """Backwards inside are the engine's own: ``DistributedDataParallel`` shall not take them for the user's.
+
+        Its sinks have the first backward of a static graph end with an all-reduce of gradients that are not there yet.
+        """
+        models = [ddp for ddp in {sink.ddp_weakref() for sink in self._sinks} if ddp is not None and ddp.static_graph]
+        before = [ddp._static_graph_delay_allreduce_enqueued for ddp in models]
+        for ddp in models:
+            ddp._static_graph_delay_allreduce_enqueued = True
+        try:
+            yield
+        finally:
+            for ddp, enqueued in zip(models, before, strict=True):
+                ddp._static_graph_delay_allreduce_enqueued = enqueued
 
     def name(self, p: nn.Parameter) -> str:
         """Path of a parameter in the extended model."""
@@ -182,7 +206,7 @@ def structure(nodes: Iterable[Node]) -> int | None:
     found: list[Any] = []
     for node in nodes:
         name = node.name()
-        if name.startswith(_REORDERING) or isinstance(node, BackwardCFunction):
+        if name.startswith(_REORDERING) or (isinstance(node, BackwardCFunction) and not is_sink(node)):
             return None
         if name.startswith(_REDUCING) and _reduces_samples(node):
             return None

@@ -55,9 +55,16 @@ ELEMENTWISE = frozenset(
 def operation(node: Node) -> str:
     """Upper-case name of the operation a node differentiates, e.g. ``TANH``; functions of users keep a small letter."""
     name = node.name().rsplit("::", 1)[-1]
+    if is_sink(node):
+        return "ALIAS"
     if isinstance(node, BackwardCFunction):
         return f"user's {name}"
     return re.sub(r"BACKWARD\d*$", "", name.upper())
+
+
+def is_sink(node: Node) -> bool:
+    """Whether a node is the identity that ``DistributedDataParallel`` may put behind the outputs of its module."""
+    return isinstance(node, BackwardCFunction) and node.name() == "_DDPSinkBackward"
 
 
 def leads_to(root: Node, targets: Collection[Node]) -> bool:
