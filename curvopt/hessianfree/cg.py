@@ -36,6 +36,7 @@ def cg(
     atol: float = 0.0,
     preconditioner: Product | None = None,
     progress: float | None = None,
+    callback: Callable[[int, list[Tensor]], None] | None = None,
 ) -> Solution:
     r"""Solve ``A x = b`` for symmetric positive definite ``A``, which is to minimise ``q(x) = x^T A x / 2 - b^T x``.
 
@@ -49,6 +50,7 @@ def cg(
         preconditioner: the product with an approximate inverse of ``A``, symmetric positive definite, too.
         progress: if given, also stop once q is negative and its last k steps changed it by less than ``k * progress``
             relatively, with k a tenth of the number of steps but at least 10 (Martens 2010, who uses 0.0005).
+        callback: called as ``callback(iteration, x)`` after each step, the first being 1; it may keep ``x``.
 
     Returns:
         The solution with the number of steps and the reason to stop. Where a direction has no positive curvature, the
@@ -76,6 +78,8 @@ def cg(
         x = [xi + alpha * di for xi, di in zip(x, d, strict=True)]
         r = [ri - alpha * Adi for ri, Adi in zip(r, Ad, strict=True)]
         values.append(_quadratic(x, b, r))
+        if callback is not None:
+            callback(step + 1, x)
         if progress is not None:
             k = max(10, (step + 1) // 10)
             if step + 1 > k and values[-1] < 0 and (values[-1] - values[-1 - k]) / values[-1] < k * progress:

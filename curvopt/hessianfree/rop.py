@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from curvopt.core.uses import unheard
 from curvopt.hessianfree.lop import as_list, check_shapes
@@ -34,13 +36,35 @@ def R_op(  # noqa: N802 - the name in the literature
     """
     ys, xs, vs = as_list(ys), as_list(xs), as_list(vs)
     check_shapes("R_op: vs", vs, xs)
-    ws = [torch.zeros_like(y).requires_grad_() for y in ys]
-    with unheard():
+    return linearise(ys, xs, ys)(vs, retain_graph=retain_graph, create_graph=not detach)
+
+
+def linearise(
+    ys: Sequence[Tensor] | Sequence[GradientEdge], xs: Sequence[Tensor], like: Sequence[Tensor]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """The map ``v -> J v`` for many vectors: the graph of ``J^T w`` is built here, once.
+
+    Args:
+        ys: outputs, or where they lie in the graph.
+        xs: inputs that the outputs were computed from.
+        like: tensors like the outputs.
+    """
+    ws = [torch.zeros(y.shape, dtype=y.dtype, device=y.device, requires_grad=True) for y in like]
+    with unheard(), torch.enable_grad():
         gs = torch.autograd.grad(ys, xs, ws, retain_graph=True, create_graph=True, materialize_grads=True)
-        dependent = [(g, v) for g, v in zip(gs, vs, strict=True) if g.requires_grad]
-        if not dependent:
-            return tuple(torch.zeros_like(y) for y in ys)
-        gs, vs = zip(*dependent, strict=True)
-        return torch.autograd.grad(
-            gs, ws, vs, retain_graph=retain_graph, create_graph=not detach, materialize_grads=True
-        )
+    dependent = [g.requires_grad for g in gs]
+
+    def product(vs: Sequence[Tensor], retain_graph: bool = True, create_graph: bool = False) -> tuple[Tensor, ...]:
+        if not any(dependent):
+            return tuple(torch.zeros_like(w) for w in ws)
+        with unheard():
+            return torch.autograd.grad(
+                list(compress(gs, dependent)),
+                ws,
+                list(compress(vs, dependent)),
+                retain_graph=retain_graph,
+                create_graph=create_graph,
+                materialize_grads=True,
+            )
+
+    return product

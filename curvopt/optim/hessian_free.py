@@ -1,0 +1,616 @@
+r"""Hessian-free optimization (Martens 2010; Martens & Sutskever 2012), after Schraudolph (2002) and Pearlmutter (1994).
+
+Each step minimises a quadratic model of the objective f around the parameters θ, with damping λ,
+
+    q(δ) = f(θ) + gᵀδ + ½ δᵀ B δ + ½ λ ‖δ‖²,        B = Jᵀ H J + weight decay,
+
+by conjugate gradients. J is the Jacobian of the network's outputs z in θ, H the Hessian of the loss in z: both are read
+off the graph of the closure's loss, and a product with B costs about 4/3 gradients. Nothing is stored but vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import inf, isfinite, nan
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from curvopt.core.derivatives.functional_losses import FunctionalLoss, find_losses
+from curvopt.core.derivatives.losses import LossCurvature
+from curvopt.core.uses import Loss, TermUse, listeners, unheard
+from curvopt.errors import CurvoptError
+from curvopt.hessianfree.cg import Product, Solution, cg
+from curvopt.hessianfree.rop import linearise
+from curvopt.optim.base import CurvatureOptimizer
+
+Vector = list[Tensor]  # like the parameters
+
+# ------------------------------------------------------------------------------------------------ the quadratic model
+
+
+class Differentiated:
+    """The gradient of ``Σ_i c_i root_i``, and the factor by which each loss and each regularizer enters that sum.
+
+    Args:
+        roots: tensors; their graph is kept.
+        cotangents: ``c_i``, like the roots.
+        parameters: what to differentiate with respect to.
+
+    Attributes:
+        gradient: like the parameters.
+        losses: with what arrives at them in the backward, and where their inputs lie.
+        terms: instances of ``L2Regularizer`` that were called, with what arrives at them.
+
+    Raises:
+        CurvoptError: if the roots are no linear function of losses that are known.
+    """
+
+    def __init__(self, roots: Sequence[Tensor], cotangents: Sequence[Tensor], parameters: Sequence[Tensor]):
+        self.losses: list[tuple[Loss, Tensor, GradientEdge]] = []
+        self.terms: list[tuple[TermUse, Tensor]] = []
+        leaves = {get_gradient_edge(p).node for p in parameters}
+        self._known, nonlinear = find_losses([root.grad_fn for root in roots if root.grad_fn is not None], leaves)
+        if nonlinear or not self._known:
+            what = f"depends on {', '.join(dict.fromkeys(nonlinear))} of" if nonlinear else "contains none of"
+            raise CurvoptError(
+                f"HessianFree: what the closure differentiates {what} the parameters outside of the losses that are "
+                "known (cross-entropy, squared error, binary cross-entropy of logits, as modules or functions). "
+                "Mark a loss of your own by curvopt.extend(loss, loss=True); for weight decay use the option "
+                "weight_decay or curvopt.L2Regularizer."
+            )
+        handles = [loss.listen(self.loss) for loss in self._known if isinstance(loss, FunctionalLoss)]
+        listeners.append(self)
+        try:
+            self.gradient: Vector = list(
+                torch.autograd.grad(roots, parameters, cotangents, retain_graph=True, materialize_grads=True)
+            )
+        finally:
+            listeners.pop()
+            for handle in handles:
+                handle.remove()
+
+    def term(self, use: TermUse, grad: Tensor) -> None:
+        """Told by the engine: a regularizer was reached."""
+        self.terms.append((use, grad))
+
+    def loss(self, use: Loss, grad: Tensor) -> None:
+        """Told by the engine: a loss was reached."""
+        if use in self._known and use.edge is not None:
+            self.losses.append((use, grad, use.edge))
+
+
+class QuadraticModel:
+    """Gradient and Gauss-Newton matrix of the objective at the parameters that the graph was built with.
+
+    Args:
+        differentiated: the losses.
+        parameters: θ.
+        decays: weight decay of each.
+
+    Attributes:
+        gradient: ``g``.
+        shifts: multiples of the identity in ``B``, by parameter.
+        weight: how many mean losses the objective is, see `curvopt.backpack.loss_weight`.
+
+    Raises:
+        CurvoptError: if a loss is not convex in its input.
+    """
+
+    def __init__(self, differentiated: Differentiated, parameters: Sequence[Tensor], decays: Sequence[float]):
+        self.parameters = parameters
+        self.gradient = [g + decay * p for g, p, decay in zip(differentiated.gradient, parameters, decays, strict=True)]
+        self.shifts: list[float | Tensor] = list(decays)
+        for use, grad in differentiated.terms:
+            regularized = set(use.parameters)
+            self.shifts = [
+                shift + use.weight * grad if p in regularized else shift
+                for shift, p in zip(self.shifts, parameters, strict=True)
+            ]
+        self.weight = 0.0
+        self._curvatures: list[tuple[LossCurvature, Tensor]] = []
+        self._slopes: list[Tensor] = []
+        for loss, grad, _ in differentiated.losses:
+            curvature, scale = loss.curvature(grad)
+            assert curvature.weights is not None
+            self.weight += float(curvature.weights.sum() * scale.square())
+            self._curvatures.append((curvature, scale))
+            with torch.enable_grad(), unheard():
+                self._slopes.append(loss.slope(grad))
+        self._edges = [edge for *_, edge in differentiated.losses]
+        self._inputs = [loss.input for loss, *_ in differentiated.losses]
+        self._jacobian = linearise(self._edges, parameters, self._inputs)
+
+    def product(self, v: Vector) -> Vector:
+        """``B v``: forwards through the network (R-operator), the Hessian of the loss, and backwards."""
+        try:
+            Jv = self._jacobian(v)
+        except RuntimeError as error:
+            if "derivative" not in str(error):
+                raise
+            raise CurvoptError(
+                f"HessianFree: PyTorch has no second derivative of an operation of the network ({error}). Attention "
+                "has one inside of torch.nn.attention.sdpa_kernel(SDPBackend.MATH), cuDNN's recurrent nets with "
+                "torch.backends.cudnn.flags(enabled=False)."
+            ) from error
+        HJv = [_hessian_product(*term) for term in zip(self._slopes, self._edges, Jv, strict=True)]
+        return [Gv + shift * t for Gv, shift, t in zip(self._pulled_back(HJv), self.shifts, v, strict=True)]
+
+    def sampled_diagonal(self, samples: int) -> Vector:
+        """Unbiased estimate of B's diagonal: mean squares of Jᵀs with random s, E[s sᵀ] = H (Chapelle & Erhan 2011).
+
+        The same random numbers are used at each step.
+        """
+        generators = {z.device: torch.Generator(z.device).manual_seed(0) for z in self._inputs}
+        total = [torch.zeros_like(p) + shift for p, shift in zip(self.parameters, self.shifts, strict=True)]
+        for _ in range(samples):
+            columns = [
+                (scale * curvature.sample(1, generators[z.device])[0]).to(z.dtype)
+                for (curvature, scale), z in zip(self._curvatures, self._inputs, strict=True)
+            ]
+            for t, column in zip(total, self._pulled_back(columns), strict=True):
+                t.addcmul_(column, column, value=1 / samples)
+        return total
+
+    def _pulled_back(self, vectors: Vector) -> Sequence[Tensor]:
+        with unheard():
+            return torch.autograd.grad(self._edges, self.parameters, vectors, retain_graph=True, materialize_grads=True)
+
+
+def _hessian_product(slope: Tensor, edge: GradientEdge, u: Tensor) -> Tensor:
+    """``H u`` from the gradient of a loss in what lies at ``edge``."""
+    if not slope.requires_grad:
+        return torch.zeros_like(u)
+    with unheard():
+        (Hu,) = torch.autograd.grad(slope, edge, u.to(slope.dtype), retain_graph=True, allow_unused=True)
+    return torch.zeros_like(u) if Hu is None else Hu
+
+
+# ------------------------------------------------------------------------------------------------- steps of the paper
+
+
+def solve(
+    model: QuadraticModel, damping: Sequence[float], x0: Vector, maxiter: int, progress: float, samples: int
+) -> tuple[Solution, list[Vector]]:
+    """CG on ``(B + λ) x = -g``.
+
+    Returns:
+        The solution, and the iterates 1, 1.3, 1.3², ... rounded up, and the last.
+    """
+    damping = [model.weight * value for value in damping]
+
+    def product(v: Vector) -> Vector:
+        return [Bv + value * t for Bv, value, t in zip(model.product(v), damping, v, strict=True)]
+
+    preconditioner: Product | None = None
+    if samples:
+        diagonal = model.sampled_diagonal(samples)
+        tiny = torch.finfo(diagonal[0].dtype).tiny
+        inverse = [(t + value).clamp(min=tiny) ** -0.75 for t, value in zip(diagonal, damping, strict=True)]
+        preconditioner = lambda r: [m * t for m, t in zip(inverse, r, strict=True)]  # noqa: E731
+
+    iterates: list[Vector] = []
+    due = 1.0
+
+    def keep(iteration: int, x: Vector) -> None:
+        nonlocal due
+        if iteration >= due:
+            iterates.append(x)
+            while due <= iteration:
+                due *= 1.3
+
+    right = [-g for g in model.gradient]
+    found = cg(product, right, x0, maxiter, 1e-10, preconditioner=preconditioner, progress=progress, callback=keep)
+    if not iterates or iterates[-1] is not found.x:
+        iterates.append(found.x)
+    return found, iterates
+
+
+def backtrack(f: Callable[[Vector], float], iterates: Sequence[Vector]) -> tuple[float, Vector]:
+    """From the last iterate of CG backwards, as long as f decreases (or is infinite).
+
+    Returns:
+        f and the iterate.
+    """
+    best, x = inf, iterates[-1]
+    for candidate in reversed(iterates):
+        value = f(candidate)
+        if value >= best and best < inf:
+            break
+        best, x = value, candidate
+    return best, x
+
+
+def line_search(f: Callable[[float], float], start: float, end: float, slope: float) -> tuple[float, float]:
+    """The first of the rates 1, 0.8, 0.8², ... that meets Armijo's condition.
+
+    Args:
+        f: the objective by rate.
+        start: f(0).
+        end: f(1).
+        slope: derivative of f at 0.
+
+    Returns:
+        f and the rate, which is 0 if there is none.
+    """
+    rate, value = 1.0, end
+    for _ in range(40):
+        if slope <= 0 and value <= start + 0.01 * rate * slope:
+            return value, rate
+        rate *= 0.8
+        value = f(rate)
+    return start, 0.0
+
+
+def levenberg_marquardt(ratio: float) -> float:
+    """What damping is multiplied with, by the reduction ratio ``ρ = (f(θ + δ) - f(θ)) / (q(δ) - q(0))``."""
+    return 3 / 2 if ratio < 1 / 4 else 2 / 3 if ratio > 3 / 4 else 1.0
+
+
+def _dot(a: Vector, b: Vector) -> float:
+    return float(sum((s * t).sum() for s, t in zip(a, b, strict=True)))
+
+
+# ---------------------------------------------------------------------------------------- the closure as an objective
+
+
+class Objective:
+    """``f(θ + δ)`` by a closure: first with its graph, then for other δ with the same random numbers, unnoticed.
+
+    Args:
+        closure: as for `HessianFree.step`.
+        parameters: θ.
+        decays: weight decay of each.
+        sign: -1 if what the closure computes is to be maximised.
+
+    Attributes:
+        start: ``f(θ)``.
+        result: what the closure returned at θ.
+        evaluations: how often it was called.
+    """
+
+    def __init__(self, closure: Callable[[], Any], parameters: Sequence[Tensor], decays: Sequence[float], sign: float):
+        self.closure, self.parameters, self.decays, self.sign = closure, parameters, decays, sign
+        self.theta = [p.detach().clone() for p in parameters]
+        self.evaluations = 0
+        self._cuda = sorted({p.device.index for p in parameters if p.is_cuda})
+        self._random = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda)]
+        self._buffers: dict[nn.Module, dict[str, Tensor | None]] = {}  # of the modules called, before they were
+        self._calls_backward = self._calls_grad = False
+
+    def differentiate(self) -> Differentiated:
+        """Run the closure as it is, but keep the graph.
+
+        Raises:
+            CurvoptError: if it shows no loss, or one that is not known.
+        """
+        roots: list[Tensor] = []
+        cotangents: list[Tensor] = []
+
+        def backward(run: Callable, outputs: Any, grads: Any, retain_graph: bool, *rest: Any, **options: Any) -> Any:
+            roots.extend(outputs)
+            cotangents.extend(_cotangents(outputs, grads))
+            return run(outputs, grads, True, *rest, **options)
+
+        handle = register_module_forward_pre_hook(self._note_buffers)
+        try:
+            with torch.enable_grad(), self._watched(backward):
+                self.result = self.closure()
+        finally:
+            handle.remove()
+        self.evaluations += 1
+        self._calls_backward = bool(roots)
+        if not roots:
+            if not (isinstance(self.result, Tensor) and self.result.requires_grad and self.result.numel() == 1):
+                raise CurvoptError(
+                    "HessianFree: the closure must return the loss, a scalar tensor with its graph, or call backward "
+                    f"on it; it did not, and returned {_describe(self.result)}."
+                )
+            roots, cotangents = [self.result], [torch.ones_like(self.result)]
+        self.start = self.sign * _dot(roots, cotangents) + self._penalty()
+        return Differentiated(roots, [self.sign * c for c in cotangents], self.parameters)
+
+    def __call__(self, delta: Vector) -> float:
+        """Value at θ + δ, infinite if it is not finite. The parameters stay there until `return_to_start`."""
+        total = 0.0
+
+        def backward(run: Callable, outputs: Any, grads: Any, *rest: Any, **options: Any) -> None:
+            nonlocal total
+            total += _dot(outputs, _cotangents(outputs, grads))
+
+        # through .data, which leaves the version alone: the graph at θ is used again when they are back there
+        for p, old, d in zip(self.parameters, self.theta, delta, strict=True):
+            p.data.copy_(old + d)
+        with torch.set_grad_enabled(self._calls_grad), self._watched(backward) as called, self._unnoticed():
+            result = self.closure()
+        self.evaluations += 1
+        # `if loss.requires_grad: loss.backward()`
+        value = self.sign * (total if self._calls_backward and called else float(result)) + self._penalty()
+        return value if isfinite(value) else inf
+
+    def return_to_start(self) -> None:
+        """Put the parameters back, bit for bit."""
+        for p, old in zip(self.parameters, self.theta, strict=True):
+            p.data.copy_(old)
+
+    def restore_buffers(self) -> None:
+        """Put the buffers of all modules back to what they were before the closure was first called."""
+        for module, before in self._buffers.items():
+            for name, old in before.items():
+                if old is not None:
+                    module._buffers[name].copy_(old)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def _penalty(self) -> float:
+        return sum(
+            decay / 2 * float(p.square().sum())
+            for p, decay in zip(self.parameters, self.decays, strict=True)
+            if decay != 0
+        )
+
+    def _note_buffers(self, module: nn.Module, args: Any) -> None:
+        if module._buffers and module not in self._buffers:
+            self._buffers[module] = _clones(module._buffers)
+
+    @contextmanager
+    def _watched(self, backward: Callable) -> Iterator[list[Any]]:
+        """Backwards that accumulate gradients go to ``backward``, and are listed. See `curvopt.core.context`."""
+        original, called = torch.autograd._engine_run_backward, []  # type: ignore[attr-defined]
+
+        def run(outputs: Sequence[Any], *rest: Any, **options: Any) -> Any:
+            own = torch._C._current_graph_task_id() == -1 and not (listeners and listeners[-1] is None)
+            if own and options.get("accumulate_grad", False):
+                called.append(outputs)
+                return backward(original, outputs, *rest, **options)
+            self._calls_grad = self._calls_grad or own
+            return original(outputs, *rest, **options)
+
+        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+        try:
+            yield called
+        finally:
+            torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _unnoticed(self) -> Iterator[None]:
+        """Random numbers are those at θ, and buffers and gradients are copies or none, inside; outside all stays."""
+        buffers = {module: dict(module._buffers) for module in self._buffers}
+        grads = [p.grad for p in self.parameters]
+        with torch.random.fork_rng(self._cuda):
+            torch.set_rng_state(self._random[0])
+            for device, state in zip(self._cuda, self._random[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            try:
+                for module, originals in buffers.items():
+                    module._buffers.update(_clones(originals))
+                for p in self.parameters:
+                    p.grad = None
+                yield
+            finally:
+                for module, originals in buffers.items():
+                    module._buffers.update(originals)
+                for p, grad in zip(self.parameters, grads, strict=True):
+                    p.grad = grad
+
+
+def _cotangents(outputs: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor]:
+    if any(isinstance(output, GradientEdge) for output in outputs):
+        raise CurvoptError("HessianFree: the closure called backward on a GradientEdge; call it on the loss.")
+    return [torch.ones_like(z) if grad is None else grad for z, grad in zip(outputs, grads, strict=True)]
+
+
+def _clones(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: None if buffer is None else buffer.detach().clone() for name, buffer in buffers.items()}
+
+
+def _describe(result: Any) -> str:
+    if isinstance(result, Tensor):
+        return f"a tensor of shape {list(result.shape)}{'' if result.requires_grad else ' without a graph'}"
+    return f"a {type(result).__name__}"
+
+
+# ------------------------------------------------------------------------------------------------------ the optimizer
+
+
+class HessianFree(torch.optim.Optimizer):
+    """Truncated Newton steps on the Gauss-Newton matrix of the batch; meant for the full batch or large ones.
+
+    ::
+
+        optimizer = HessianFree(model.parameters())
+
+        def closure():
+            optimizer.zero_grad()
+            loss = lossfunc(model(x), y)
+            loss.backward()  # may be left out
+            return loss
+
+        for _ in range(30):
+            loss = optimizer.step(closure)
+
+    A step runs CG from the previous step's solution (times ``cg_decay``) until it makes no more progress, takes the
+    best of its iterates as direction (CG backtracking), shortens it until the objective decreases by Armijo's
+    condition, and adapts the damping by how well the model predicted the decrease (Levenberg-Marquardt). If the
+    objective does not decrease at all, parameters stay and damping rises. A step costs about 4/3 gradients for each
+    iteration of CG and a third of one for each further call of the closure; ``metrics()`` counts both. It takes memory
+    for two graphs of the closure and some 20 copies of the parameters.
+
+    **The closure** works as for ``torch.optim.LBFGS``. Its first call, with gradients enabled, is the usual one, but
+    graphs are kept; if it calls ``backward``, several times perhaps, the objective is the sum of what it called it on,
+    else what it returns. This must be a linear function of losses that are known: cross-entropy, squared error, binary
+    cross-entropy of logits, as modules or functions, or others by ``extend(loss, loss=True)``. The model need not be
+    extended, and may hold any operation that PyTorch differentiates twice. ``.grad`` is what the closure makes of it,
+    and is not read. Further calls run without gradients (unless the closure calls ``torch.autograd.grad``), and their
+    backwards do nothing. They must compute the same function of the same data: PyTorch's random numbers (dropout) are
+    those of the first call, and modules work on copies of their buffers, so that running statistics change once in
+    a step. Whatever else the closure changes, it changes at each call.
+
+    Args:
+        params: parameters, named parameters or param groups; ``lr``, ``damping`` and ``weight_decay`` may differ
+            between groups.
+        lr: factor of the direction, before the line search.
+        damping: λ to begin with, in units of the curvature of a mean-reduced loss, whatever the loss' reduction,
+            scale and batch size are. Adapted: the group's entry is multiplied by 2/3 or 3/2. Zero stays zero.
+        weight_decay: factor of ``½ ‖θ‖²`` in the objective, its gradient and its curvature.
+        maximize: maximise what the closure computes, which must be concave in the network's outputs.
+        cg_iterations: largest number of iterations of CG.
+        cg_progress: CG stops once its last k steps improved the model by less than ``k * cg_progress`` relatively.
+        cg_decay: factor of the previous solution where CG starts, 0 to start at zero.
+        preconditioner_samples: precondition CG by ``(diag B + λ)^-¾``, with the diagonal estimated from so many random
+            backwards; 0 for none. Ten saved a quarter of the products on deep autoencoders and none on classifiers.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1.0,
+        *,
+        damping: float = 0.1,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        cg_iterations: int = 250,
+        cg_progress: float = 0.0005,
+        cg_decay: float = 0.95,
+        preconditioner_samples: int = 0,
+    ) -> None:
+        for name, value, least in (
+            ("cg_iterations", cg_iterations, 1),
+            ("cg_progress", cg_progress, 0),
+            ("cg_decay", cg_decay, 0),
+            ("preconditioner_samples", preconditioner_samples, 0),
+        ):
+            if not value >= least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        self.maximize, self.cg_iterations, self.cg_progress = maximize, cg_iterations, cg_progress
+        self.cg_decay, self.preconditioner_samples = cg_decay, preconditioner_samples
+        self._metrics: dict[str, float | str] = {}
+        super().__init__(params, {"lr": lr, "damping": damping, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, before or during training; ``lr``, ``damping`` and ``weight_decay`` may be set in it."""
+        for name, default in self.defaults.items():
+            value = param_group.get(name, default)
+            if not value >= 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
+        super().add_param_group(param_group)
+        for p, name in self._names().items():
+            if p.is_complex():
+                raise CurvoptError(f"{name}: HessianFree got a complex parameter; use two real ones.")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step.
+
+        Args:
+            closure: computes the loss, returns it or calls ``backward`` on it, or both; see the class.
+
+        Returns:
+            What the closure returned at first, detached.
+
+        Raises:
+            CurvoptError: no closure, a loss that is not known or not convex in the network's outputs, or a loss or
+                gradient that is not finite or sparse. Parameters, their buffers and the state have not changed then.
+        """
+        if closure is None:
+            raise CurvoptError("HessianFree.step() evaluates the loss several times: call optimizer.step(closure).")
+        owned = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        params = [p for p, _ in owned]
+        lrs, decays, dampings = (
+            [float(group[name]) for _, group in owned] for name in ("lr", "weight_decay", "damping")
+        )
+        x0 = [self._start_of(p) for p in params]
+        objective = Objective(closure, params, decays, -1.0 if self.maximize else 1.0)
+        try:
+            differentiated = objective.differentiate()
+            self._check(objective.start, params, differentiated.gradient)
+            model = QuadraticModel(differentiated, params, decays)
+            found, iterates = solve(
+                model, dampings, x0, self.cg_iterations, self.cg_progress, self.preconditioner_samples
+            )
+
+            def scaled(x: Vector, rate: float = 1.0) -> Vector:
+                return [rate * lr * t for t, lr in zip(x, lrs, strict=True)]
+
+            best, x = backtrack(lambda x: objective(scaled(x)), iterates)
+            slope = _dot(model.gradient, scaled(x))
+            value, rate = line_search(lambda rate: objective(scaled(x, rate)), objective.start, best, slope)
+            objective.return_to_start()
+            delta = scaled(x, rate)
+            predicted = _dot(model.gradient, delta) + _dot(delta, model.product(delta)) / 2
+        except BaseException:
+            objective.return_to_start()
+            objective.restore_buffers()
+            raise
+
+        ratio = (value - objective.start) / predicted if predicted != 0 else nan if rate > 0 else -inf
+        for p, d, direction in zip(params, delta, found.x, strict=True):
+            p.add_(d)
+            if rate > 0:
+                self.state[p]["direction"] = direction
+            else:
+                self.state[p].pop("direction", None)
+        for group in self.param_groups:
+            group["damping"] = group["damping"] * levenberg_marquardt(ratio)
+        self._metrics = {
+            "loss_before": objective.start,
+            "loss_after": value,
+            "reduction_ratio": ratio,
+            "cg_iterations": found.iterations,
+            "cg_reason": found.reason,
+            "evaluations": objective.evaluations,
+            "rate": rate,
+            "step_norm": _dot(delta, delta) ** 0.5,
+            "damping": dampings[0],
+        }
+        result = objective.result
+        return result.detach() if isinstance(result, Tensor) else result
+
+    def _start_of(self, p: Tensor) -> Tensor:
+        direction = self.state[p].get("direction")
+        if direction is None or self.cg_decay == 0:
+            return torch.zeros_like(p)
+        if direction.shape != p.shape:
+            raise CurvoptError(
+                f"{self._names()[p]}: the state of HessianFree belongs to a parameter of shape "
+                f"{list(direction.shape)}, but this one has {list(p.shape)}; build the optimizer anew when parameters "
+                "change, and load the state of the same model."
+            )
+        return self.cg_decay * direction
+
+    def _check(self, start: float, params: Sequence[Tensor], gradient: Vector) -> None:
+        names = self._names()
+        for p, g in zip(params, gradient, strict=True):
+            if g.layout != torch.strided:
+                raise CurvoptError(
+                    f"{names[p]}: HessianFree needs a dense gradient, got one with layout {g.layout}; build the "
+                    "embedding with sparse=False."
+                )
+        bad = [names[p] for p, g in zip(params, gradient, strict=True) if not g.isfinite().all()]
+        if bad or not isfinite(start):
+            what = f"gradient of {', '.join(bad[:5])}" if isfinite(start) else f"loss of the closure ({start})"
+            raise CurvoptError(
+                f"HessianFree: the {what} is not finite. Parameters and state are unchanged; skip this batch, or look "
+                "for the cause in the data."
+            )
+
+    def metrics(self) -> dict[str, float | str]:
+        """Numbers of the last step.
+
+        ``loss_before`` and ``loss_after``: the objective, weight decay included and negative if maximised.
+        ``reduction_ratio``: its change over the predicted one; ``-inf`` if no decrease was found. ``cg_iterations`` and
+        ``cg_reason``, see `curvopt.hessianfree.Solution`. ``evaluations``: calls of the closure. ``rate``: the
+        line search's, 0 if no decrease was found. ``step_norm``. ``damping``: of the first group, in this step.
+        """
+        return dict(self._metrics)
+
+    _names = CurvatureOptimizer._names
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("maximize", "cg_iterations", "cg_progress", "cg_decay", "preconditioner_samples", "_metrics")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
