@@ -121,7 +121,7 @@ class Config:
 
     def as_json(self) -> dict[str, Any]:
         """All settings, and the versions they were used with, for ``config.json`` and wandb."""
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "curvopt": curvopt.__version__}
+        versions = {"python": platform.python_version(), "torch": str(torch.__version__), "curvopt": curvopt.__version__}
         settings = {
             **asdict(self),
             "optimizer": {"name": self.optimizer.name, **asdict(self.optimizer)},
