@@ -15,8 +15,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from curvopt import CurvoptError, extend
-from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat
-from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
+from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat, sizes_of
+from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 from curvopt.optim.base import CurvatureOptimizer, annealed_interval, ema_update, kl_clip_factor
 
 #: Optimizers that take the step of SGD on preconditioned gradients.
@@ -732,3 +732,80 @@ def test_metrics(make: Callable) -> None:
     predicted = -run.optimizer.param_groups[0]["lr"] * metrics["kl_clip_factor"] * (moved @ grad).item()
     assert metrics["kl"] == pytest.approx(predicted, rel=1e-3)
     assert metrics["damping"] == run.optimizer.param_groups[0]["damping"] and metrics.get("fallbacks", 0) == 0
+
+
+# ----------------------------------------------------------------------------------------------------- adaptive damping
+
+
+def closure_of(run: Run, step: int) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        run.optimizer.zero_grad()
+        loss = run.loss(step)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@sgd_like
+def test_adaptive_damping_follows_the_reduction_ratio(make: Callable) -> None:
+    """The ratio is that of the change of the loss on the same batch to what the quadratic model predicted."""
+    run = Run(make, cnn, dtype=torch.float64, adaptive_damping=True, damping=0.3, momentum=0.5)
+    changes = set()
+    for step in range(26):
+        damping, before = run.optimizer.param_groups[0]["damping"], run.weights()
+        loss = run.optimizer.step(closure_of(run, step)).detach()
+        after = run.optimizer.param_groups[0]["damping"]
+        changes.add(round(after / damping, 12))
+        if step % 5:
+            assert after == damping
+            continue
+        with torch.no_grad():
+            actual = run.loss(step) - loss
+        predicted = torch.zeros((), dtype=torch.float64)
+        for p, old in zip(run.model.parameters(), before, strict=True):
+            delta = (p.detach() - old).reshape(-1)
+            factors = run.optimizer.state[p]["factors"]
+            curved = kfac_mat_prod(factors, sizes_of(factors, p.shape))(delta) + damping * delta
+            predicted += p.grad.reshape(-1) @ delta + delta @ curved / 2
+        ratio = (actual / predicted).item()
+        assert run.optimizer.metrics()["reduction_ratio"] == pytest.approx(ratio, rel=1e-4)
+        expected = 0.95**5 if ratio > 0.75 else 0.95**-5 if ratio < 0.25 else 1.0
+        assert after == pytest.approx(damping * expected)
+    assert len(changes) > 1
+
+
+def test_adaptive_damping_sees_the_same_network_and_leaves_no_trace() -> None:
+    def noisy() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 10))
+
+    plain, adaptive = Run(KFACSGD, noisy), Run(KFACSGD, noisy, adaptive_damping=True, lr=0.0)
+    torch.manual_seed(7)
+    plain.optimizer.step(closure_of(plain, 0))
+    state = torch.get_rng_state()
+    torch.manual_seed(7)
+    adaptive.optimizer.step(closure_of(adaptive, 0))
+    assert torch.equal(torch.get_rng_state(), state)  # the second evaluation draws from a copy
+    assert_equal(list(plain.model.buffers()), list(adaptive.model.buffers()))
+    assert_equal(*([p.grad for p in run.model.parameters()] for run in (plain, adaptive)))
+    # nothing moved, and the mask was the same: no change at all, as predicted
+    assert adaptive.optimizer.param_groups[0]["damping"] == 0.05
+
+
+def test_adaptive_damping_trains_from_dampings_far_off() -> None:
+    """Starting two decades too high or too low, it gets further than the same damping kept."""
+    for damping in (10.0, 1e-4):
+        losses = []
+        for adaptive in (True, False):
+            run = Run(KFACSGD, damping=damping, adaptive_damping=adaptive, kl_clip=None, lr=0.3)
+            for step in range(60):
+                run.optimizer.step(closure_of(run, step))
+            losses.append(run.full_loss())
+        assert not losses[0] > losses[1], (damping, losses)
+
+
+def test_adaptive_damping_needs_a_closure() -> None:
+    run = Run(KFACSGD, adaptive_damping=True)
+    run.backward(0)
+    with pytest.raises(CurvoptError, match=r"step\(closure\)"):
+        run.optimizer.step()

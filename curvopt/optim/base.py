@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from curvopt import backpack
 from curvopt.core.context import attach
 from curvopt.core.uses import owned_parameters
 from curvopt.errors import CurvoptError
+from curvopt.kroneckers import kfac_mat_prod, sizes_of
+from curvopt.optim.closures import Closure
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +177,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             "next_refresh": 0,
             "next_inverse": 0,
             "stale": False,
-            "damping_scale": 1.0,
             "step_weight": torch.ones(()),
             "mean_curvature": torch.zeros(()),
         }
@@ -326,8 +328,16 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             CurvoptError: a gradient is not finite or sparse, no curvature was ever computed, or ``adaptive_damping``
                 has no closure. Nothing has changed then, but the curvature collected for this step is dropped.
         """
-        loss = None
+        loss, objective = None, None
+        if closure is None and self.adaptive_damping:
+            raise CurvoptError(
+                f"{type(self).__name__}.step(): adaptive_damping compares losses before and after a step, so it needs "
+                "step(closure) with a closure that computes gradients and returns the loss."
+            )
         if closure is not None:
+            if self.adaptive_damping and self._progress["step"] % ADAPT_EVERY == 0:
+                objective = Closure(closure, self._params())
+                closure = objective.first
             with torch.enable_grad(), self.curvature():
                 loss = closure()
 
@@ -337,10 +347,13 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             return loss
         accepted = self._check(grads, pending)
         self._refresh(pending, accepted)
+        before = {param: param.clone() for param in grads} if objective is not None else {}
         update = self._precondition(grads)
         self._decay(grads)
         self._take_torch_step(grads, update)
         self._progress["step"] += 1
+        if objective is not None:
+            self._adapt_damping(objective, grads, before)
         return loss
 
     def _check(self, grads: dict[Tensor, Tensor], pending: Collection) -> dict[Tensor, list[Tensor]]:
@@ -424,7 +437,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 grad = grads[param].reshape(-1)
                 grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
                 grad = grad / self._progress["step_weight"].to(grad)
-                update = self._solve(param, grad, self._damping(group))
+                update = self._solve(param, grad, group["damping"])
                 dot = torch.stack([update.dot(grad), update.dot(update), grad.dot(grad)])
                 dots.append(torch.cat([dot, dot[:2] * (lr * lr)]))
                 step[param] = update
@@ -437,7 +450,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             "step_norm": clip * length.sqrt(),
             "grad_norm": gg.sqrt(),
             "cosine": ug / (uu.sqrt() * gg.sqrt()).clamp(min=torch.finfo(dtype).tiny),
-            "damping": self._damping(self.param_groups[0]),
+            "damping": float(self.param_groups[0]["damping"]),
         }
         return {
             param: (update * clip.to(update.device, update.dtype)).to(param.dtype).reshape(param.shape)
@@ -477,6 +490,33 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 if decay is not None:
                     group["weight_decay"] = decay
 
+    def _adapt_damping(self, objective: Closure, grads: dict[Tensor, Tensor], before: dict[Tensor, Tensor]) -> None:
+        """Levenberg-Marquardt's rule (Martens & Grosse 2015, section 6.5), by the same batch's loss after the step.
+
+        The model's prediction ``gᵀδ + ½ δᵀ(F + λ I)δ`` is that of the averaged factors, for the whole step ``δ``.
+        """
+        terms = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param in grads:
+                    grad = grads[param].reshape(-1) * (-1 if group.get("maximize") else 1)
+                    delta = (param - before[param]).reshape(-1).to(torch.promote_types(param.dtype, torch.float32))
+                    factors = self.state[param].get("factors") or [self._progress["mean_curvature"].to(delta)]
+                    sizes = sizes_of(factors, param.shape) if factors[0].ndim else None
+                    curved = kfac_mat_prod(factors, sizes)(delta.to(factors[0].dtype)) + group["damping"] * delta
+                    terms.append(delta.dot(grad.to(delta) / self._progress["step_weight"].to(delta) + curved / 2))
+        predicted = float(torch.stack([term.to(terms[0]) for term in terms]).sum())
+        sign = -1 if self.param_groups[0].get("maximize") else 1
+        actual = sign * (objective.again() - objective.start) / float(self._progress["step_weight"])
+        if predicted >= 0:
+            ratio = float("nan")  # momentum led uphill: the model says nothing of its own step
+        else:
+            ratio = actual / predicted if isfinite(actual) else -float("inf")
+            factor = 1 / ADAPT_FACTOR if ratio < 1 / 4 else ADAPT_FACTOR if ratio > 3 / 4 else 1.0
+            for group in self.param_groups:
+                group["damping"] = group["damping"] * factor
+        self._metrics["reduction_ratio"] = ratio
+
     # --- what users ask -----------------------------------------------------------------------------------------
 
     def coverage(self) -> dict[str, str]:
@@ -506,9 +546,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
-
-    def _damping(self, group: dict[str, Any]) -> float:
-        return float(group["damping"]) * self._progress["damping_scale"]
 
     def _names(self) -> dict[Tensor, str]:
         names = {}

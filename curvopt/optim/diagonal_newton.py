@@ -30,6 +30,8 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         ema: decay of the average per refresh, bias-corrected.
         kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step over all groups; ``None`` for none.
         curvature_every: steps between refreshes of the diagonal, reached gradually from 1.
+        adaptive_damping: every fifth step, multiply ``damping`` by (19/20)^5 or its inverse if the change of the loss
+            was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``.
         mc_samples: samples per datum for ``curvature="diag_ggn_mc"``, drawn from a generator of the optimizer.
         weight_decay: decoupled: ``p *= 1 - lr * weight_decay``.
         dampening: as in SGD.
@@ -53,6 +55,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         ema: float = 0.95,
         kl_clip: float | None = 0.0002,
         curvature_every: int = 10,
+        adaptive_damping: bool = False,
         mc_samples: int = 1,
         weight_decay: float = 0.0,
         dampening: float = 0.0,
@@ -65,7 +68,14 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         if modify not in ("abs", "clip"):
             raise ValueError(f'modify must be "abs" or "clip", got {modify!r}')
         self._options = {"field": curvature, "modify": modify, "mc_samples": mc_samples}
-        self._configure(damping=damping, ema=ema, kl_clip=kl_clip, curvature_every=curvature_every, inverse_every=1)
+        self._configure(
+            damping=damping,
+            ema=ema,
+            kl_clip=kl_clip,
+            curvature_every=curvature_every,
+            inverse_every=1,
+            adaptive_damping=adaptive_damping,
+        )
         super().__init__(
             params,
             lr=lr,

@@ -33,6 +33,8 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step over all groups; ``None`` for none.
         curvature_every: steps between refreshes of factors and scales, reached gradually from 1.
         inverse_every: steps between checks of the bases, reached gradually from 1.
+        adaptive_damping: every fifth step, multiply ``damping`` by (19/20)^5 or its inverse if the change of the loss
+            was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``.
         fisher: ``"mc"`` samples the Fisher matrix, ``"exact"`` sweeps one vector per output, ``"empirical"`` takes the
             targets of the data for samples.
         approx: how shared positions enter the factors, see `curvopt.extensions.KFAC`.
@@ -59,6 +61,7 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         kl_clip: float | None = 0.0005,
         curvature_every: int = 10,
         inverse_every: int = 10,
+        adaptive_damping: bool = False,
         fisher: Fisher = "mc",
         approx: Approx = "expand",
         mc_samples: int = 1,
@@ -71,7 +74,12 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
     ) -> None:
         self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
         self._configure(
-            damping=damping, ema=ema, kl_clip=kl_clip, curvature_every=curvature_every, inverse_every=inverse_every
+            damping=damping,
+            ema=ema,
+            kl_clip=kl_clip,
+            curvature_every=curvature_every,
+            inverse_every=inverse_every,
+            adaptive_damping=adaptive_damping,
         )
         super().__init__(
             params,

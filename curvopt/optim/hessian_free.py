@@ -10,15 +10,13 @@ off the graph of the closure's loss, and a product with B costs about 4/3 gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from math import inf, isfinite, nan
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from curvopt.core.derivatives.functional_losses import FunctionalLoss, find_losses
 from curvopt.core.derivatives.losses import LossCurvature
@@ -27,6 +25,7 @@ from curvopt.errors import CurvoptError
 from curvopt.hessianfree.cg import Product, Solution, cg
 from curvopt.hessianfree.rop import linearise
 from curvopt.optim.base import CurvatureOptimizer
+from curvopt.optim.closures import Closure
 
 Vector = list[Tensor]  # like the parameters
 
@@ -259,7 +258,7 @@ def _dot(a: Vector, b: Vector) -> float:
 
 
 class Objective:
-    """``f(θ + δ)`` by a closure: first with its graph, then for other δ with the same random numbers, unnoticed.
+    """``f(θ + δ)`` by a closure: first with its graph, then for other δ, unnoticed.
 
     Args:
         closure: as for `HessianFree.step`.
@@ -269,18 +268,13 @@ class Objective:
 
     Attributes:
         start: ``f(θ)``.
-        result: what the closure returned at θ.
         evaluations: how often it was called.
     """
 
-    def __init__(self, closure: Callable[[], Any], parameters: Sequence[Tensor], decays: Sequence[float], sign: float):
+    def __init__(self, closure: Closure, parameters: Sequence[Tensor], decays: Sequence[float], sign: float):
         self.closure, self.parameters, self.decays, self.sign = closure, parameters, decays, sign
         self.theta = [p.detach().clone() for p in parameters]
         self.evaluations = 0
-        self._cuda = sorted({p.device.index for p in parameters if p.is_cuda})
-        self._random = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda)]
-        self._buffers: dict[nn.Module, dict[str, Tensor | None]] = {}  # of the modules called, before they were
-        self._calls_backward = self._calls_grad = False
 
     def differentiate(self) -> Differentiated:
         """Run the closure as it is, but keep the graph.
@@ -288,48 +282,18 @@ class Objective:
         Raises:
             CurvoptError: if it shows no loss, or one that is not known.
         """
-        roots: list[Tensor] = []
-        cotangents: list[Tensor] = []
-
-        def backward(run: Callable, outputs: Any, grads: Any, retain_graph: bool, *rest: Any, **options: Any) -> Any:
-            roots.extend(outputs)
-            cotangents.extend(_cotangents(outputs, grads))
-            return run(outputs, grads, True, *rest, **options)
-
-        handle = register_module_forward_pre_hook(self._note_buffers)
-        try:
-            with torch.enable_grad(), self._watched(backward):
-                self.result = self.closure()
-        finally:
-            handle.remove()
+        self.closure.first(keep_graph=True)
         self.evaluations += 1
-        self._calls_backward = bool(roots)
-        if not roots:
-            if not (isinstance(self.result, Tensor) and self.result.requires_grad and self.result.numel() == 1):
-                raise CurvoptError(
-                    "HessianFree: the closure must return the loss, a scalar tensor with its graph, or call backward "
-                    f"on it; it did not, and returned {_describe(self.result)}."
-                )
-            roots, cotangents = [self.result], [torch.ones_like(self.result)]
-        self.start = self.sign * _dot(roots, cotangents) + self._penalty()
-        return Differentiated(roots, [self.sign * c for c in cotangents], self.parameters)
+        self.start = self.sign * self.closure.start + self._penalty()
+        return Differentiated(self.closure.roots, [self.sign * c for c in self.closure.cotangents], self.parameters)
 
     def __call__(self, delta: Vector) -> float:
         """Value at θ + δ, infinite if it is not finite. The parameters stay there until `return_to_start`."""
-        total = 0.0
-
-        def backward(run: Callable, outputs: Any, grads: Any, *rest: Any, **options: Any) -> None:
-            nonlocal total
-            total += _dot(outputs, _cotangents(outputs, grads))
-
         # through .data, which leaves the version alone: the graph at θ is used again when they are back there
         for p, old, d in zip(self.parameters, self.theta, delta, strict=True):
             p.data.copy_(old + d)
-        with torch.set_grad_enabled(self._calls_grad), self._watched(backward) as called, self._unnoticed():
-            result = self.closure()
         self.evaluations += 1
-        # `if loss.requires_grad: loss.backward()`
-        value = self.sign * (total if self._calls_backward and called else float(result)) + self._penalty()
+        value = self.sign * self.closure.again() + self._penalty()
         return value if isfinite(value) else inf
 
     def return_to_start(self) -> None:
@@ -337,79 +301,12 @@ class Objective:
         for p, old in zip(self.parameters, self.theta, strict=True):
             p.data.copy_(old)
 
-    def restore_buffers(self) -> None:
-        """Put the buffers of all modules back to what they were before the closure was first called."""
-        for module, before in self._buffers.items():
-            for name, old in before.items():
-                if old is not None:
-                    module._buffers[name].copy_(old)  # pyright: ignore[reportOptionalMemberAccess]
-
     def _penalty(self) -> float:
         return sum(
             decay / 2 * float(p.square().sum())
             for p, decay in zip(self.parameters, self.decays, strict=True)
             if decay != 0
         )
-
-    def _note_buffers(self, module: nn.Module, args: Any) -> None:
-        if module._buffers and module not in self._buffers:
-            self._buffers[module] = _clones(module._buffers)
-
-    @contextmanager
-    def _watched(self, backward: Callable) -> Iterator[list[Any]]:
-        """Backwards that accumulate gradients go to ``backward``, and are listed. See `curvopt.core.context`."""
-        original, called = torch.autograd._engine_run_backward, []  # type: ignore[attr-defined]
-
-        def run(outputs: Sequence[Any], *rest: Any, **options: Any) -> Any:
-            own = torch._C._current_graph_task_id() == -1 and not (listeners and listeners[-1] is None)
-            if own and options.get("accumulate_grad", False):
-                called.append(outputs)
-                return backward(original, outputs, *rest, **options)
-            self._calls_grad = self._calls_grad or own
-            return original(outputs, *rest, **options)
-
-        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
-        try:
-            yield called
-        finally:
-            torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
-
-    @contextmanager
-    def _unnoticed(self) -> Iterator[None]:
-        """Random numbers are those at θ, and buffers and gradients are copies or none, inside; outside all stays."""
-        buffers = {module: dict(module._buffers) for module in self._buffers}
-        grads = [p.grad for p in self.parameters]
-        with torch.random.fork_rng(self._cuda):
-            torch.set_rng_state(self._random[0])
-            for device, state in zip(self._cuda, self._random[1:], strict=True):
-                torch.cuda.set_rng_state(state, device)
-            try:
-                for module, originals in buffers.items():
-                    module._buffers.update(_clones(originals))
-                for p in self.parameters:
-                    p.grad = None
-                yield
-            finally:
-                for module, originals in buffers.items():
-                    module._buffers.update(originals)
-                for p, grad in zip(self.parameters, grads, strict=True):
-                    p.grad = grad
-
-
-def _cotangents(outputs: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor]:
-    if any(isinstance(output, GradientEdge) for output in outputs):
-        raise CurvoptError("HessianFree: the closure called backward on a GradientEdge; call it on the loss.")
-    return [torch.ones_like(z) if grad is None else grad for z, grad in zip(outputs, grads, strict=True)]
-
-
-def _clones(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {name: None if buffer is None else buffer.detach().clone() for name, buffer in buffers.items()}
-
-
-def _describe(result: Any) -> str:
-    if isinstance(result, Tensor):
-        return f"a tensor of shape {list(result.shape)}{'' if result.requires_grad else ' without a graph'}"
-    return f"a {type(result).__name__}"
 
 
 # ------------------------------------------------------------------------------------------------------ the optimizer
@@ -525,7 +422,8 @@ class HessianFree(torch.optim.Optimizer):
             [float(group[name]) for _, group in owned] for name in ("lr", "weight_decay", "damping")
         )
         x0 = [self._start_of(p) for p in params]
-        objective = Objective(closure, params, decays, -1.0 if self.maximize else 1.0)
+        evaluated = Closure(closure, params)
+        objective = Objective(evaluated, params, decays, -1.0 if self.maximize else 1.0)
         try:
             differentiated = objective.differentiate()
             self._check(objective.start, params, differentiated.gradient)
@@ -545,7 +443,7 @@ class HessianFree(torch.optim.Optimizer):
             predicted = _dot(model.gradient, delta) + _dot(delta, model.product(delta)) / 2
         except BaseException:
             objective.return_to_start()
-            objective.restore_buffers()
+            evaluated.restore_buffers()
             raise
 
         ratio = (value - objective.start) / predicted if predicted != 0 else nan if rate > 0 else -inf
@@ -568,7 +466,7 @@ class HessianFree(torch.optim.Optimizer):
             "step_norm": _dot(delta, delta) ** 0.5,
             "damping": dampings[0],
         }
-        result = objective.result
+        result = evaluated.result
         return result.detach() if isinstance(result, Tensor) else result
 
     def _start_of(self, p: Tensor) -> Tensor:

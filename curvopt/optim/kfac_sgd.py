@@ -35,6 +35,8 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
         kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step over all groups; ``None`` for none.
         curvature_every: steps between refreshes of the factors, reached gradually from 1.
         inverse_every: steps between refreshes of the inverses, reached gradually from 1.
+        adaptive_damping: every fifth step, multiply ``damping`` by (19/20)^5 or its inverse if the change of the loss
+            was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``.
         fisher: ``"mc"`` samples the Fisher matrix, ``"exact"`` sweeps one vector per output (KFLR), ``"empirical"``
             takes the targets of the data for samples.
         approx: how shared positions enter the factors, see `curvopt.extensions.KFAC`.
@@ -61,6 +63,7 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
         kl_clip: float | None = 0.0005,
         curvature_every: int = 10,
         inverse_every: int = 10,
+        adaptive_damping: bool = False,
         fisher: Fisher = "mc",
         approx: Approx = "expand",
         mc_samples: int = 1,
@@ -73,7 +76,12 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
     ) -> None:
         self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
         self._configure(
-            damping=damping, ema=ema, kl_clip=kl_clip, curvature_every=curvature_every, inverse_every=inverse_every
+            damping=damping,
+            ema=ema,
+            kl_clip=kl_clip,
+            curvature_every=curvature_every,
+            inverse_every=inverse_every,
+            adaptive_damping=adaptive_damping,
         )
         super().__init__(
             params,

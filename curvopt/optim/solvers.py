@@ -25,7 +25,7 @@ class FactoredInverse(CurvatureOptimizer):
                     continue
                 own, former = state["factors"], state.get("inverses", [])
                 factors += own
-                shifts += pi_damping(own, self._damping(group))
+                shifts += pi_damping(own, group["damping"])
                 stale += former if len(former) == len(own) and former[0].ndim else [None] * len(own)
                 labels += [f"{names[param]} factor {i}" for i in range(len(own))]
         inverses, failures = damped_inverses(factors, shifts, stale, labels)
@@ -35,7 +35,7 @@ class FactoredInverse(CurvatureOptimizer):
         ).max()
 
         results = iter(inverses)
-        curvature = mean_curvature(self.state)
+        curvature = self._progress["mean_curvature"] = mean_curvature(self.state)
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state[param]
@@ -43,7 +43,7 @@ class FactoredInverse(CurvatureOptimizer):
                     state["inverses"] = [next(results) for _ in state["factors"]]
                 else:
                     tiny = torch.finfo(curvature.dtype).tiny
-                    scale = (curvature + self._damping(group)).clamp(min=tiny).reciprocal()
+                    scale = (curvature + group["damping"]).clamp(min=tiny).reciprocal()
                     state["inverses"] = [scale.to(param.device)]
 
     def _solve(self, param: Tensor, grad: Tensor, damping: float) -> Tensor:

@@ -1,0 +1,161 @@
+"""Evaluating the closure of a step more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from curvopt.core.uses import listeners
+from curvopt.errors import CurvoptError
+
+
+class Closure:
+    """Runs a closure as it is at first, then again for its value alone, unnoticed.
+
+    What it computes is the sum of what it calls ``backward`` on, or if it never does, what it returns. When run again,
+    it runs without gradients (unless it calls ``torch.autograd.grad``) and its backwards do nothing; random numbers are
+    those of the first time; modules work on copies of their buffers and parameters have no gradients, so that running
+    statistics and ``.grad`` stay. Other things that the closure changes are its own affair.
+
+    Args:
+        closure: computes the loss and returns it, or calls ``backward`` on it, or both.
+        parameters: the parameters whose gradients it may set.
+
+    Attributes:
+        result: what it returned the first time.
+        start: what it computed then.
+        roots: the tensors it called ``backward`` on then, or its result.
+        cotangents: the gradients that it gave for them.
+    """
+
+    def __init__(self, closure: Callable[[], Any], parameters: Sequence[Tensor]):
+        """Note the state of the random number generators."""
+        self.closure, self.parameters = closure, parameters
+        self._cuda = sorted({p.device.index for p in parameters if p.is_cuda})
+        self._random = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda)]
+        self._buffers: dict[nn.Module, dict[str, Tensor | None]] = {}  # of the modules called, before they were
+        self._calls_backward = self._calls_grad = False
+
+    def first(self, keep_graph: bool = False) -> Any:
+        """Run it as it is.
+
+        Args:
+            keep_graph: whether its backwards keep their graph.
+
+        Raises:
+            CurvoptError: if it shows no loss.
+        """
+        roots: list[Tensor] = []
+        cotangents: list[Tensor] = []
+
+        def backward(run: Callable, outputs: Any, grads: Any, retain_graph: bool, *rest: Any, **options: Any) -> Any:
+            roots.extend(outputs)
+            cotangents.extend(_cotangents(outputs, grads))
+            return run(outputs, grads, retain_graph or keep_graph, *rest, **options)
+
+        handle = register_module_forward_pre_hook(self._note_buffers)
+        try:
+            with torch.enable_grad(), self._watched(backward):
+                self.result = self.closure()
+        finally:
+            handle.remove()
+        self._calls_backward = bool(roots)
+        if not roots:
+            if not (isinstance(self.result, Tensor) and self.result.requires_grad and self.result.numel() == 1):
+                raise CurvoptError(
+                    "step(closure): the closure must return the loss, a scalar tensor with its graph, or call backward "
+                    f"on it; it did not, and returned {_describe(self.result)}."
+                )
+            roots, cotangents = [self.result], [torch.ones_like(self.result)]
+        self.roots, self.cotangents, self.start = roots, cotangents, _sum(roots, cotangents)
+        return self.result
+
+    def again(self) -> float:
+        """What it computes at the present parameters."""
+        total = 0.0
+
+        def backward(run: Callable, outputs: Any, grads: Any, *rest: Any, **options: Any) -> None:
+            nonlocal total
+            total += _sum(outputs, _cotangents(outputs, grads))
+
+        with torch.set_grad_enabled(self._calls_grad), self._watched(backward) as called, self._unnoticed():
+            result = self.closure()
+        # `if loss.requires_grad: loss.backward()`
+        return total if self._calls_backward and called else float(result)
+
+    def restore_buffers(self) -> None:
+        """Put the buffers of all modules back to what they were before it was first called."""
+        for module, before in self._buffers.items():
+            for name, old in before.items():
+                if old is not None:
+                    module._buffers[name].copy_(old)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def _note_buffers(self, module: nn.Module, args: Any) -> None:
+        if module._buffers and module not in self._buffers:
+            self._buffers[module] = _clones(module._buffers)
+
+    @contextmanager
+    def _watched(self, backward: Callable) -> Iterator[list[Any]]:
+        """Backwards that accumulate gradients go to ``backward``, and are listed. See `curvopt.core.context`."""
+        original, called = torch.autograd._engine_run_backward, []  # type: ignore[attr-defined]
+
+        def run(outputs: Sequence[Any], *rest: Any, **options: Any) -> Any:
+            own = torch._C._current_graph_task_id() == -1 and not (listeners and listeners[-1] is None)
+            if own and options.get("accumulate_grad", False):
+                called.append(outputs)
+                return backward(original, outputs, *rest, **options)
+            self._calls_grad = self._calls_grad or own
+            return original(outputs, *rest, **options)
+
+        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+        try:
+            yield called
+        finally:
+            torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _unnoticed(self) -> Iterator[None]:
+        """Random numbers are those at θ, and buffers and gradients are copies or none, inside; outside all stays."""
+        buffers = {module: dict(module._buffers) for module in self._buffers}
+        grads = [p.grad for p in self.parameters]
+        with torch.random.fork_rng(self._cuda):
+            torch.set_rng_state(self._random[0])
+            for device, state in zip(self._cuda, self._random[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            try:
+                for module, originals in buffers.items():
+                    module._buffers.update(_clones(originals))
+                for p in self.parameters:
+                    p.grad = None
+                yield
+            finally:
+                for module, originals in buffers.items():
+                    module._buffers.update(originals)
+                for p, grad in zip(self.parameters, grads, strict=True):
+                    p.grad = grad
+
+
+def _cotangents(outputs: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor]:
+    if any(isinstance(output, GradientEdge) for output in outputs):
+        raise CurvoptError("step(closure): the closure called backward on a GradientEdge; call it on the loss.")
+    return [torch.ones_like(z) if grad is None else grad for z, grad in zip(outputs, grads, strict=True)]
+
+
+def _clones(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: None if buffer is None else buffer.detach().clone() for name, buffer in buffers.items()}
+
+
+def _describe(result: Any) -> str:
+    if isinstance(result, Tensor):
+        return f"a tensor of shape {list(result.shape)}{'' if result.requires_grad else ' without a graph'}"
+    return f"a {type(result).__name__}"
+
+
+def _sum(roots: Sequence[Tensor], cotangents: Sequence[Tensor]) -> float:
+    return float(sum((c * z).sum() for z, c in zip(roots, cotangents, strict=True)))
