@@ -587,11 +587,10 @@ def test_curvature_of_foreign_parameters_says_extend(make: Callable) -> None:
 @every_optimizer
 def test_an_exception_drops_the_curvature_of_its_context(make: Callable) -> None:
     clean, hit = Run(make), Run(make)
-    sampler = hit.optimizer._sampler().get_state()
     with pytest.raises(KeyError), hit.optimizer.curvature():
         hit.loss(7).backward()
         raise KeyError
-    hit.optimizer._sampler().set_state(sampler)
+    hit.optimizer._draws = 0
     hit.optimizer.zero_grad()
     assert_equal(clean.train(3).weights(), hit.train(3).weights())
 

@@ -4,8 +4,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,9 +14,13 @@ from torch import Tensor
 from curvopt import backpack
 from curvopt.core.context import attach
 from curvopt.core.uses import owned_parameters
+from curvopt.distributed import Peers, peers_of, refuse_sharded
 from curvopt.errors import CurvoptError
 from curvopt.kroneckers import kfac_mat_prod, sizes_of
 from curvopt.optim.closures import Closure
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -91,14 +96,39 @@ class Collection:
         curvature: by parameter.
         weight: of the losses that were differentiated.
         step_weight: the same, in units of the gradients that reach ``step()`` (without the scale of a ``GradScaler``).
+        strangers: how many parameters of others received curvature where none of ours did; -1 if some did, or if there
+            was no backward at all.
     """
 
     curvature: dict[Tensor, Curvature] = field(default_factory=dict)
     weight: Tensor = field(default_factory=lambda: torch.zeros(()))
     step_weight: Tensor = field(default_factory=lambda: torch.zeros(()))
+    strangers: int = -1
+
+    def mean(self, forms: dict[int, Any], params: Sequence[Tensor], peers: Peers) -> "Collection":
+        """The mean over the ranks, of which some have nothing for some parameters.
+
+        Args:
+            forms: shapes, dtype and index of the input's factor, by index of a parameter; equal on all ranks.
+            params: the parameters.
+            peers: the ranks.
+        """
+        device = params[0].device
+        tensors = [self.weight.to(device), self.step_weight.to(device)]
+        for i, (shapes, dtype, of_input) in forms.items():
+            zeros = [torch.zeros(shape, dtype=getattr(torch, dtype), device=params[i].device) for shape in shapes]
+            own = self.curvature.get(params[i], Curvature(zeros, of_input, torch.zeros((), device=params[i].device)))
+            tensors += [*own.sums, own.weight]
+        weight, step_weight, *means = peers.mean(tensors)
+        result, rest = Collection({}, weight, step_weight), iter(means)
+        for i, (shapes, _, of_input) in forms.items():
+            sums = [next(rest) for _ in shapes]
+            result.curvature[params[i]] = Curvature(sums, of_input, next(rest))
+        return result
 
     def add(self, other: "Collection") -> None:
         """Add what other backwards have brought."""
+        self.strangers = max(self.strangers, other.strangers)
         for param, curvature in other.curvature.items():
             if param in self.curvature:
                 self.curvature[param].add(curvature)
@@ -127,6 +157,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     #: Whether the caller's gradients are put back after the step.
     _restores_gradients = True
+    #: Which ranks train this model together (see `curvopt.distributed`): all, or those of a group; ``None`` for a
+    #: process on its own. A group is not copied or saved with the optimizer.
+    process_group: "ProcessGroup | Literal['world'] | None" = "world"
 
     # --- what a concrete optimizer provides ---------------------------------------------------------------------
 
@@ -183,7 +216,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._fresh: Collection | None = None  # of the open curvature()
         self._arrived: dict[Tensor, tuple[list[Tensor], int | None]] = {}  # of the running backward
         self._pending = Collection()  # of those closed since the last step
-        self._generator: torch.Generator | None = None
+        self._met = False  # whether the ranks have found each other in the same state
+        self._seed: int | None = None  # of Monte-Carlo samples
+        self._draws = 0
         self._scaler: Any = None
         self._metrics: dict[str, float | Tensor] = {}
 
@@ -196,6 +231,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if not 0 <= param_group["ema"] < 1:
             raise ValueError(f"ema must be in [0, 1), got {param_group['ema']}")
         super().add_param_group(param_group)
+        refuse_sharded(self._names(), type(self).__name__)
         self._progress["next_refresh"] = self._progress["step"]  # new parameters do not wait for the interval
 
     # --- collecting curvature -----------------------------------------------------------------------------------
@@ -251,12 +287,16 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._pending = Collection()  # its gradients were discarded
         self._fresh, self._strangers = Collection(), 0
         context = backpack(*self._extensions(), extension_hook=self._collect)
+        alone = self._peers() is None
+        context.skips_empty = not alone
         context.finished = lambda weight: self._absorb(weight, loss_scale)
         try:
             with context:
                 yield
             if not self._fresh.curvature:
-                raise CurvoptError(self._nothing_received())
+                if alone:
+                    raise CurvoptError(self._nothing_received())
+                self._fresh.strangers = self._strangers  # other ranks may have some: step() will see
             self._pending.add(self._fresh)
         finally:
             self._fresh = None
@@ -342,6 +382,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 loss = closure()
 
         pending, self._pending = self._pending, Collection()
+        peers = self._peers()
+        if peers is not None and (self._due() or not self._met):
+            pending = self._exchange(pending, peers)
         grads = {p: p.grad for p in self._params() if p.grad is not None}
         if not grads:
             return loss
@@ -355,6 +398,30 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if objective is not None:
             self._adapt_damping(objective, grads, before)
         return loss
+
+    def _exchange(self, pending: Collection, peers: Peers) -> Collection:
+        """The mean over the ranks of what they collected; whatever is wrong on one of them is raised on all."""
+        params, progress = self._params(), self._progress
+        refuse_sharded(self._names(), type(self).__name__)
+        indices = {param: i for i, param in enumerate(params)}
+        forms = {
+            indices[param]: ([list(s.shape) for s in c.sums], str(c.sums[0].dtype).removeprefix("torch."), c.of_input)
+            for param, c in sorted(pending.curvature.items(), key=lambda item: indices[item[0]])
+        }
+        has_gradients = any(param.grad is not None for param in params)
+        forms, (strangers, seed, draws) = peers.union(
+            forms,
+            [pending.strangers, -1 if self._seed is None else self._seed, self._draws],
+            {name: progress[name] for name in ("step", "next_refresh", "next_inverse")}
+            | {"damping": [float(group["damping"]) for group in self.param_groups]}
+            | {"parameters": [list(param.shape) for param in params], "gradients": has_gradients},
+        )
+        self._met = True
+        self._seed, self._draws = (None if seed < 0 else seed), draws
+        self._strangers = strangers
+        if strangers > 0 or (strangers == 0 and not forms):
+            raise CurvoptError(self._nothing_received())
+        return pending.mean(forms, params, peers) if forms else pending
 
     def _check(self, grads: dict[Tensor, Tensor], pending: Collection) -> dict[Tensor, list[Tensor]]:
         """Refuse a step that cannot be taken; return the mean curvature of the parameters for which it is finite."""
@@ -507,7 +574,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                     terms.append(delta.dot(grad.to(delta) / self._progress["step_weight"].to(delta) + curved / 2))
         predicted = float(torch.stack([term.to(terms[0]) for term in terms]).sum())
         sign = -1 if self.param_groups[0].get("maximize") else 1
-        actual = sign * (objective.again() - objective.start) / float(self._progress["step_weight"])
+        change, peers = objective.again() - objective.start, self._peers()
+        if peers is not None:
+            change = float(peers.mean([torch.tensor(change, device=peers.device)])[0])
+        actual = sign * change / float(self._progress["step_weight"])
         if predicted >= 0:
             ratio = float("nan")  # momentum led uphill: the model says nothing of its own step
         else:
@@ -547,6 +617,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
+    def _peers(self) -> Peers | None:
+        """The other ranks, if any."""
+        return peers_of(self.process_group, self.param_groups[0]["params"][0].device)
+
     def _names(self) -> dict[Tensor, str]:
         names = {}
         for i, group in enumerate(self.param_groups):
@@ -557,24 +631,25 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def _sampler(self) -> torch.Generator:
-        """Own generator of Monte-Carlo samples: leaves the global one alone and goes into the checkpoint."""
-        if self._generator is None:
-            device = self.param_groups[0]["params"][0].device
-            self._generator = torch.Generator(device).manual_seed(torch.initial_seed())
-        return self._generator
+        """A generator for the Monte-Carlo samples of one ``curvature()``, which leaves the global one alone.
+
+        It follows from a seed, the number of those before it and the rank: the checkpoint of any rank serves all.
+        """
+        if self._seed is None:
+            self._seed = torch.initial_seed() % 2**62
+        peers = self._peers()
+        key = f"{self._seed} {self._draws} {0 if peers is None else peers.rank}"
+        self._draws += 1
+        digest = blake2b(key.encode(), digest_size=7).digest()
+        return torch.Generator(self.param_groups[0]["params"][0].device).manual_seed(int.from_bytes(digest))
 
     def _export(self) -> dict[str, Any]:
-        sampler = None if self._generator is None else self._generator.get_state()
-        return {**self._progress, "sampler": sampler}
+        return {**self._progress, "sampler": (self._seed, self._draws)}
 
     def _import(self, exported: dict[str, Any]) -> None:
         self._progress = {name: exported[name] for name in self._progress}
-        self._generator = None
-        if exported["sampler"] is not None:
-            try:
-                self._sampler().set_state(exported["sampler"].cpu())
-            except RuntimeError:  # saved on another type of device
-                logger.warning("the state of the sampler is of another device type; samples will differ")
+        self._seed, self._draws = exported["sampler"]
+        self._met = False
         self._pending = Collection()
 
     def state_dict(self) -> dict[str, Any]:
@@ -602,6 +677,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         return {
             **super().__getstate__(),
             **{name: self.__dict__[name] for name in own if name in self.__dict__},
+            **({"process_group": None} if self.process_group is None else {}),
             "curvature": self._export(),
         }
 
@@ -610,6 +686,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         if exported is not None:  # unpickled or copied; load_state_dict() imports by itself
             self._fresh, self._arrived, self._pending, self._metrics = None, {}, Collection(), {}
-            self._generator = self._scaler = None
+            self._scaler = None
             self._progress = {name: exported[name] for name in exported if name != "sampler"}
             self._import(exported)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvopt.distributed import share
 from curvopt.kroneckers import damped_inverses, eigenbases, kfac_mat_prod, mean_diagonal, pi_damping, sizes_of
 from curvopt.optim.base import CurvatureOptimizer
 
@@ -28,8 +29,16 @@ class FactoredInverse(CurvatureOptimizer):
                 shifts += pi_damping(own, group["damping"])
                 stale += former if len(former) == len(own) and former[0].ndim else [None] * len(own)
                 labels += [f"{names[param]} factor {i}" for i in range(len(own))]
-        inverses, failures = damped_inverses(factors, shifts, stale, labels)
-        self._metrics["fallbacks"] = float(failures)
+        peers, failures = self._peers(), 0
+
+        def invert(chosen: list[int]) -> list[list[Tensor]]:
+            nonlocal failures
+            own = ([column[i] for i in chosen] for column in (factors, shifts, stale, labels))
+            inverted, failures = damped_inverses(*own)
+            return [inverted]
+
+        (inverses,) = share(peers, factors, invert, [lambda factor: factor.shape])
+        self._metrics["fallbacks"] = float(failures if peers is None else peers.sum(failures))
         self._metrics["condition"] = torch.stack(
             [condition(*each).to(factors[0].device) for each in zip(factors, shifts, inverses, strict=True)]
         ).max()
@@ -91,10 +100,19 @@ class Eigenbasis(CurvatureOptimizer):
                 factors.append(factor)
                 former.append(state["bases"][i] if state["bases"] else None)
                 labels.append(f"{names[param]} factor {i}")
+        peers = self._peers()
+        (turned,) = share(
+            peers, factors, lambda own: [[off_diagonal(factors[i], former[i]) for i in own]], [lambda _: ()]
+        )
         # one transfer for all
-        turned = [off_diagonal(*each).to(factors[0].device) for each in zip(factors, former, strict=True)]
-        chosen = [i for i, part in enumerate(torch.stack(turned).tolist()) if part > TURNED]
-        bases, values = eigenbases([factors[i] for i in chosen], [labels[i] for i in chosen])
+        parts = torch.stack([part.to(factors[0].device, torch.float32) for part in turned]).tolist()
+        chosen = [i for i, part in enumerate(parts) if part > TURNED]
+        bases, values = share(
+            peers,
+            [factors[i] for i in chosen],
+            lambda own: eigenbases([factors[chosen[i]] for i in own], [labels[chosen[i]] for i in own]),
+            [lambda factor: factor.shape, lambda factor: factor.shape[:-1]],
+        )
         self._metrics["new_bases"] = float(len(chosen))
 
         new = dict(zip(chosen, zip(bases, values, strict=True), strict=True))

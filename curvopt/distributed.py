@@ -1,0 +1,202 @@
+"""Curvature optimizers in several processes: one model, one step, the work divided.
+
+Train with ``DistributedDataParallel`` as with any torch optimizer; nothing else changes::
+
+    dist.init_process_group("nccl")
+    model = DistributedDataParallel(extend(model))
+    optimizer = KFACSGD(model.parameters())
+    for x, y in loader:  # of a DistributedSampler
+        optimizer.zero_grad()
+        with optimizer.curvature():
+            lossfunc(model(x), y).backward()
+        optimizer.step()
+
+On steps that refresh the curvature, ``step()`` first takes the mean over the ranks of what their backwards have
+brought, as DDP does with gradients. So the loss of the step is the mean of the ranks' losses, and R ranks on equal
+parts of a batch take the step that one rank takes on the whole. Where the parts are unequal, let each rank's loss be
+the sum over its samples times R, divided by the number of samples on all ranks; a rank may then have none. Between
+refreshes nothing is exchanged.
+
+Inverses and eigenbases are divided among the ranks by cost (d³ for a ``[d, d]`` matrix), each is computed once and
+broadcast. All decisions (what is not finite, which bases have turned) are made on numbers that are the same on every
+rank, so no rank steps alone.
+
+What all ranks must do alike: build the optimizer from the same model, load the same checkpoint (that of any rank will
+do), call ``step()`` equally often. Ranks that run out of batches before others cannot be waited for by
+``torch.distributed.algorithms.Join``; give them empty batches. Monte-Carlo samples follow from a seed that all ranks
+share, the number of draws and the rank: each rank has a stream of its own, and a run resumes bit for bit on as many
+ranks as it had.
+
+``optimizer.process_group`` chooses other ranks than all, or with ``None`` a process on its own.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, Literal
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from curvopt.errors import CurvoptError
+
+
+class Peers:
+    """The ranks that train one model together.
+
+    Args:
+        group: of this rank and at least one other.
+        device: where small numbers are exchanged.
+    """
+
+    def __init__(self, group: "dist.ProcessGroup", device: torch.device):
+        """Look up who we are."""
+        self.group, self.device = group, device
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Means over the ranks, of tensors with equal shapes on all of them."""
+        means = list(tensors)
+        for members in _kinds(tensors, range(len(tensors))):
+            flat = torch.cat([tensors[i].reshape(-1) for i in members])
+            dist.all_reduce(flat, group=self.group)
+            flat /= self.size
+            for i, part in zip(members, flat.split([tensors[i].numel() for i in members]), strict=True):
+                means[i] = part.view(tensors[i].shape)
+        return means
+
+    def sum(self, number: int) -> int:
+        """Sum over the ranks."""
+        total = torch.tensor(number, device=self.device)
+        dist.all_reduce(total, group=self.group)
+        return int(total)
+
+    def union(self, forms: Mapping[int, Any], largest: Sequence[int], equal: Any) -> tuple[dict[int, Any], list[int]]:
+        """Agree on what there is: one small transfer, and a second one where the ranks differ in ``forms``.
+
+        Args:
+            forms: by index of a parameter, in increasing order; made of numbers and strings.
+            largest: below 2⁶³.
+            equal: what must not differ; made of numbers and strings.
+
+        Returns:
+            The forms of all ranks together, and the largest over the ranks of each number in ``largest``.
+
+        Raises:
+            CurvoptError: on all ranks, if they differ in ``equal`` or in the form of a parameter.
+        """
+        own = [crc32(repr(list(forms.items())).encode()), crc32(repr(equal).encode())]
+        numbers = torch.tensor([*own, *(-each for each in own), *largest], device=self.device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+        high_forms, high, low_forms, low, *result = numbers.tolist()
+        if high != -low:
+            raise CurvoptError(
+                f"the ranks' optimizers are not in the same state (rank {self.rank}: {equal}). Build them from the "
+                "same model, load the same checkpoint and call step() on every rank; or set optimizer.process_group, "
+                "to None for a process that trains a model of its own."
+            )
+        if high_forms == -low_forms:
+            return dict(forms), result
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, dict(forms), group=self.group)
+        merged: dict[int, Any] = {}
+        for rank, theirs in enumerate(every):
+            for index, form in theirs.items():
+                if merged.setdefault(index, form) != form:
+                    raise CurvoptError(
+                        f"parameter {index} (in the order of the param groups) has curvature {merged[index]} on a rank "
+                        f"and {form} on rank {rank} (shapes, dtype, index of the input's factor); use it in the same "
+                        "modules on every rank."
+                    )
+        return dict(sorted(merged.items())), result
+
+
+def peers_of(group: "dist.ProcessGroup | Literal['world'] | None", device: torch.device) -> Peers | None:
+    """The ranks to work with: all, or those of a group; ``None`` for a process on its own, or outside of the group."""
+    if group is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    chosen: Any = dist.group.WORLD if group == "world" else group
+    return Peers(chosen, device) if dist.get_world_size(chosen) > 1 else None
+
+
+def share(
+    peers: Peers | None,
+    factors: Sequence[Tensor],
+    work: Callable[[list[int]], Sequence[list[Tensor]]],
+    shapes: Sequence[Callable[[Tensor], Sequence[int]]],
+) -> Sequence[list[Tensor]]:
+    """Do work on many factors, each matrix on one rank; diagonals ``[d]`` cost less than sending them.
+
+    Args:
+        peers: who shares the work.
+        factors: equal on all ranks.
+        work: from the indices of some factors to lists of results, one for each factor and of its dtype.
+        shapes: of the results of a factor, for each list.
+
+    Returns:
+        The lists of results for all factors, the same on every rank.
+    """
+    if peers is None:
+        return work(list(range(len(factors))))
+    shares = divide([prod(f.shape[:-1]) * f.shape[-1] ** 2 if f.ndim > 1 else 0 for f in factors], peers.size)
+    own = [*shares[peers.rank], *(i for i, factor in enumerate(factors) if factor.ndim < 2)]
+    results = [[torch.empty(0)] * len(factors) for _ in shapes]
+    for column, found in zip(results, work(own), strict=True):
+        for i, result in zip(own, found, strict=True):
+            column[i] = result
+
+    running = []
+    for owner, chosen in enumerate(shares):
+        for members in _kinds(factors, chosen):
+            like = factors[members[0]]
+            if owner == peers.rank:
+                buffer = torch.cat([column[i].to(like).reshape(-1) for column in results for i in members])
+            else:
+                buffer = like.new_empty(sum(prod(shape(factors[i])) for shape in shapes for i in members))
+            handle = dist.broadcast(buffer, group=peers.group, group_src=owner, async_op=True)
+            running.append((owner, members, buffer, handle))
+    for owner, members, buffer, handle in running:
+        assert handle is not None
+        handle.wait()
+        if owner != peers.rank:
+            for column, shape in zip(results, shapes, strict=True):
+                for i in members:
+                    form = tuple(shape(factors[i]))
+                    # a view would keep the whole buffer alive, and be saved with it
+                    column[i] = buffer[: prod(form)].view(form).clone()
+                    buffer = buffer[prod(form) :]
+    return results
+
+
+def divide(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Indices for each rank, of items with a cost: the most expensive item first, to the rank with the least so far."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for i in sorted((i for i, cost in enumerate(costs) if cost > 0), key=lambda i: -costs[i]):
+        rank = loads.index(min(loads))
+        shares[rank].append(i)
+        loads[rank] += costs[i]
+    return shares
+
+
+def refuse_sharded(parameters: Mapping[Tensor, str], who: str) -> None:
+    """Raise if a parameter is sharded: its Kronecker factors need the rows and columns that other ranks have."""
+    module = sys.modules.get("torch.distributed.tensor")  # whoever has such parameters has imported it
+    for parameter, name in parameters.items():
+        if (module is not None and isinstance(parameter, module.DTensor)) or hasattr(parameter, "_fsdp_flattened"):
+            raise CurvoptError(
+                f"{who}: parameter {name} of shape {list(parameter.shape)} is sharded over ranks (fully_shard, "
+                "FullyShardedDataParallel or tensor parallelism), but its curvature takes whole parameters. Train "
+                "with torch.nn.parallel.DistributedDataParallel, where the work of the curvature is shared out as "
+                "well; or give sharded parameters to an optimizer of torch.optim."
+            )
+
+
+def _kinds(tensors: Sequence[Tensor], chosen: Sequence[int]) -> list[list[int]]:
+    """Indices of tensors that fit in one buffer."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i in chosen:
+        kinds.setdefault((tensors[i].dtype, tensors[i].device), []).append(i)
+    return list(kinds.values())
