@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # The jobs here are small: one thread each is steady where threads would wait for each other on a busy machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test lint setup clean
+.PHONY: train test lint docs setup clean
 
 train: $(STAMP)  ## set up, then train the default problem with SGD and KFACSGD and compare them
 	$(BIN)/python -m experiments.compare
@@ -19,6 +19,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(STAMP)  ## set up, then build the documentation, examples included, into docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
 setup: $(STAMP)
 

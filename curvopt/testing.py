@@ -620,6 +620,8 @@ class _Comparison:
         if len(actual) == 1:  # a block of its own, or its diagonal
             block = actual[0].dim() == 2 and self.reference.parameters[name].numel() <= DENSE_BLOCK_LIMIT
             return actual, [self.reference.ggn(name) if block else self.reference.diag_ggn_exact(name).flatten()]
+        if extension.limit is not None:
+            raise _Unchecked("leave max_factor_size out to check Kronecker factors")
         if not self.reference.has_factors(name):
             raise _Unchecked("Kronecker factors are only checked for weights of linear and convolution layers")
         return actual, self.reference.kflr(name, extension.approx)

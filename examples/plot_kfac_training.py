@@ -12,7 +12,6 @@ import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from curvopt import extend
 from curvopt.optim import KFACSGD
 from curvopt.utils.examples import load_one_batch_mnist
 
@@ -38,11 +37,7 @@ def train(model: nn.Module, lossfunc: nn.Module, optimizer: torch.optim.Optimize
         for chosen in torch.randperm(len(images)).split(100):
             optimizer.zero_grad()
             loss = lossfunc(model(images[chosen]), labels[chosen])
-            if isinstance(optimizer, KFACSGD):
-                with optimizer.curvature():
-                    loss.backward()
-            else:
-                loss.backward()
+            loss.backward()
             optimizer.step()
             losses.append(loss.item())
     return losses
@@ -56,13 +51,13 @@ for lr in (0.01, 0.03, 0.1):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     curves[f"SGD, lr {lr:g}"] = train(model, nn.CrossEntropyLoss(), optimizer)
-model, lossfunc = extend(make_model()), extend(nn.CrossEntropyLoss())
+model, lossfunc = make_model(), nn.CrossEntropyLoss()
 optimizer = KFACSGD(model.parameters(), lr=0.03, momentum=0.9, damping=0.03)
+optimizer.attach(model, lossfunc)
 curves["KFACSGD, lr 0.03"] = train(model, lossfunc, optimizer)
 
 # %%
-# The optimizer can say what it does: which kind of curvature stands before the gradient of each parameter, and how long
-# its last step was.
+# The optimizer can say what it does: which kind of curvature stands before the gradient of each parameter.
 for name, kind in optimizer.coverage().items():
     print(f"{name:10} {kind}")
 

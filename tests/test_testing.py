@@ -143,6 +143,7 @@ def test_factors_without_a_definition_are_not_checked():
     x, y = torch.randint(5, (3, 2)), torch.arange(3)
     result = check(net, nn.CrossEntropyLoss(), x, y, [KFLR(), DiagGGNExact()])
     assert [row.parameter for row in result.unchecked] == ["0.weight"] and result.ok
+    assert check(net[2], nn.CrossEntropyLoss(), torch.randn(3, 8), y, [KFLR(max_factor_size=4)]).unchecked
     only = check(nn.Sequential(net[0], nn.Flatten()), nn.CrossEntropyLoss(), x, y, [KFLR()])
     assert not only.ok  # nothing was compared
 

@@ -1,0 +1,63 @@
+"""Configuration of the documentation; ``make docs`` builds it into ``docs/_build/html``, without a network."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import curvopt
+
+# the pictures of the gallery are those of small runs on one core
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+project = "curvopt"
+author = "The curvopt authors"
+project_copyright = f"2026, {author}"
+version = release = curvopt.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_gallery.gen_gallery",
+]
+exclude_patterns = ["_build"]
+myst_heading_anchors = 3
+default_role = "py:obj"  # single backticks in docstrings: a link where there is such a name, else code
+suppress_warnings = ["config.cache"]  # functions in the settings of the gallery
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_inherit_docstrings = False
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes of named tuples are described once
+
+html_theme = "furo"
+html_title = "curvopt"
+
+
+def reset(gallery_conf: dict[str, Any], name: str) -> None:
+    """Every example starts from the same random numbers, in single precision, with pictures of one size."""
+    import matplotlib.pyplot as plt
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    plt.rcParams.update({"figure.figsize": (7.0, 3.2), "figure.dpi": 110, "figure.constrained_layout.use": True})
+
+
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples",
+    "gallery_dirs": "gallery",
+    "filename_pattern": r"/plot_",
+    "within_subsection_order": "FileNameSortKey",
+    "reset_modules": ("matplotlib", reset),
+    "abort_on_example_error": True,
+    "download_all_examples": False,
+    "remove_config_comments": True,
+    "show_signature": False,
+    "nested_sections": False,
+}

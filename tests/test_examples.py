@@ -1,0 +1,64 @@
+"""Every example runs as a script, in seconds, and needs no more than a plain install with the extra ``experiments``."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("plot_*.py"))
+plt = pytest.importorskip("matplotlib.pyplot")
+
+by_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+
+
+@pytest.fixture(autouse=True)
+def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    plt.switch_backend("agg")
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+    plt.close("all")
+
+
+@by_example
+def test_example_ends_in_a_picture(example: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    shown = []
+    monkeypatch.setattr(plt, "show", lambda: shown.extend(plt.get_fignums()))
+    runpy.run_path(str(example), run_name="__main__")
+    assert shown
+    for number in shown:
+        for axes in plt.figure(number).axes:
+            # nothing is drawn of curves that are not finite
+            for line in axes.lines:
+                assert torch.as_tensor(line.get_ydata(), dtype=torch.float64).isfinite().all()
+
+
+@by_example
+def test_example_needs_a_plain_install_only(example: Path):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["experiments"]
+    provided = {re.split(r"[<>=\[ ]", name)[0].replace("scikit-learn", "sklearn") for name in extras}
+    imported = set()
+    for node in ast.walk(ast.parse(example.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported.add(node.module.split(".")[0])
+    assert imported <= {"curvopt", "torch", *provided, *sys.stdlib_module_names}
+
+
+def test_examples_are_titled_stories():
+    assert len(EXAMPLES) >= 17
+    for example in EXAMPLES:
+        title, underline, *_ = (ast.get_docstring(ast.parse(example.read_text())) or "").splitlines()
+        assert underline == "=" * len(title), example.name
