@@ -8,16 +8,18 @@ positions (sequence, space, or several uses of one module), O/I output/input fea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-Approx = Literal["expand", "reduce"]
+from curvopt.core import costs
 
-#: Elements a temporary may hold before a reduction works through the samples in pieces (fits a core's cache).
-CHUNK_ELEMENTS = 1 << 18
+Approx = Literal["expand", "reduce"]
+T = TypeVar("T")
+
 #: Largest number of entries of a parameter without Kronecker structure that still gets a dense curvature block.
 DENSE_BLOCK_LIMIT = 2048
 
@@ -34,6 +36,8 @@ class Jacobian(ABC):
     weights: Tensor | None = None
     #: The uses it belongs to; chunks of columns of the same uses share their right side.
     origin: tuple = ()
+    #: Number of columns of the whole sweep, of which V are here.
+    columns: int | None = None
     #: The parameter; known to extensions whose quantity depends on it.
     parameter: Tensor | None = None
 
@@ -174,64 +178,29 @@ class Outer(Jacobian):
         self.I = right.shape[3]
 
     def dense(self) -> Tensor:
-        return self._shaped(self._products(self.left, self.right))
+        rows, columns = self._sides(self.left, self.right)
+        return _products(rows, columns).reshape(self.V, self.N, *self.shape)
 
     def sum_batch(self) -> Tensor:
-        left = self.left.transpose(1, 2).reshape(self.V, self.G, self.N * self.S, self.O)
-        right = self.right.transpose(0, 1).reshape(self.G, self.N * self.S, self.I)
-        return self._shaped(left.mT @ right)
+        return self._shaped(_by_feature(self.left) @ _by_feature(self.right).mT)
 
     def squares(self) -> Tensor:
-        if self.S == 1:
-            left, right = self._squared_sides()
-            return self._shaped(torch.einsum("ngo,ngi->goi", left, right))
-        if self._gram_is_cheaper():
-            left, right = self._gram_sides()
-            return self._shaped(torch.einsum("npgo,npgi->goi", left, right))
-        total = self.left.new_zeros(self.G, self.O, self.I)
-        for products, weights in self._sample_chunks():
-            flat = products.flatten(0, 1)
-            if weights is not None:
-                total = total + torch.einsum("n,ngoi->goi", weights.reshape(-1), flat.square())
-            elif torch.is_grad_enabled():
-                total = total + flat.square().sum(0)
-            elif flat.shape[0] == 1:
-                total.addcmul_(flat[0], flat[0])
-            else:
-                total += flat.square_().sum(0)
-        return self._shaped(total)
+        return Squares().add(self).total()
 
     def squares_batch(self) -> Tensor:
-        if self.S == 1:
-            left, right = self._squared_sides()
-            result = torch.einsum("ngo,ngi->ngoi", left, right)
-        elif self._gram_is_cheaper():
-            left, right = self._gram_sides()
-            result = torch.einsum("npgo,npgi->ngoi", left, right)
-        else:
-            result = self._squares_by_chunk()
-        return self._shaped(result)
-
-    def _squares_by_chunk(self) -> Tensor:
-        if torch.is_grad_enabled():
-            return torch.cat([_weighted(products.square(), weights) for products, weights in self._sample_chunks()])
-        result = self.left.new_empty(self.N, self.G, self.O, self.I)
-        start = 0
-        for products, weights in self._sample_chunks():
-            stop = start + products.shape[1]
-            result[start:stop] = _weighted(products.square_(), weights)
-            start = stop
-        return result
+        return Squares(per_sample=True).add(self).total()
 
     def norms2(self) -> Tensor:
         """Squared norms ``[V, N]`` without forming the products where that is cheaper (Gram trick, Goodfellow 2015)."""
         if self.S == 1:
             left, right = self.left.square().sum((3, 4)), self.right.square().sum((2, 3))
             return (left * right).sum(2)
-        if self.S * (self.O + self.I) < self.O * self.I:
-            gram = torch.einsum("ngsi,ngti->ngst", self.right, self.right)
-            return torch.einsum("vngst,ngst->vn", self.left @ self.left.mT, gram)
-        return torch.cat([products.flatten(2).square().sum(2) for products, _ in self._sample_chunks()], 1)
+        if costs.by_gram(self.S, self.O, self.I):
+            return ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum((2, 3, 4))
+        if torch.is_grad_enabled():
+            return self.dense().reshape(self.V, self.N, -1).square().sum(2)
+        norms = [products.flatten(1).square_().sum(1) for _, _, products in self._by_sample(right_first=True)]
+        return torch.cat(norms).reshape(self.V, self.N)
 
     def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         left = self.left.sum(3, keepdim=True) if approx == "reduce" else self.left
@@ -267,8 +236,7 @@ class Outer(Jacobian):
 
     def _matrices(self, directions: Tensor) -> Tensor:
         """``[K, *p]`` as ``[K, 1, G, O, I]``, the inverse of `_shaped`."""
-        sides = (self.I, self.O) if self.transposed else (self.O, self.I)
-        matrices = directions.reshape(-1, 1, self.G, *sides)
+        matrices = directions.reshape(-1, 1, self.G, *self._sides(self.O, self.I))
         return matrices.mT if self.transposed else matrices
 
     def _shaped(self, matrices: Tensor) -> Tensor:
@@ -276,45 +244,87 @@ class Outer(Jacobian):
         matrices = matrices.mT if self.transposed else matrices
         return matrices.reshape(*matrices.shape[:-3], *self.shape)
 
-    def _products(self, left: Tensor, right: Tensor) -> Tensor:
-        return left.mT @ right
+    @property
+    def pairs_are_cheaper(self) -> bool:
+        """Whether to take squares by `left_pairs`, instead of by `add_squares`."""
+        return costs.by_pairs(self.columns or self.V, self.S, self.O, self.I)
 
-    def _squared_sides(self) -> tuple[Tensor, Tensor]:
-        """``[N, G, O]``, ``[N, G, I]``: with one position the square of an outer product is that of the squares."""
-        return _weighted(self.left[:, :, :, 0].square(), self.weights), self.right[:, :, 0].square()
+    def left_pairs(self) -> Tensor:
+        """Products of the left sides of all pairs of positions, summed over vectors, ``[N, G, P, O]``."""
+        if self.S == 1:
+            return _weighted(self.left.square(), self.weights)
+        s, t = self._pairs()
+        return _weighted(self.left[:, :, :, s] * self.left[:, :, :, t], self.weights)
 
-    def _gram_is_cheaper(self) -> bool:
-        pairs = self.S * (self.S + 1) / 2
-        return pairs * (self.O * self.I + self.V * self.O + self.I) < 0.7 * self.V * self.S * self.O * self.I
+    def squares_of_pairs(self, left: Tensor, per_sample: bool) -> Tensor:
+        """Squares from `left_pairs`, ``[*p]`` or, sample by sample, ``[N, *p]``."""
+        if self.S == 1:
+            right = self.right.square()
+            if per_sample:
+                rows, columns = self._sides(left, right)
+                return _products(rows.unsqueeze(0), columns).reshape(self.N, *self.shape)
+            return self._shaped(_by_feature(left) @ _by_feature(right).mT)
+        s, t = self._pairs()
+        twice = torch.where(s == t, 1.0, 2.0).to(left.dtype).unsqueeze(1)
+        step = costs.samples_at_once(self.G * len(s) * self.I, left.device.type)
+        parts = (
+            (part, right[:, :, s] * right[:, :, t] * twice)
+            for part, right in zip(left.split(step), self.right.split(step), strict=True)
+        )
+        if per_sample:
+            return self._shaped(torch.cat([part.mT @ right for part, right in parts]))
+        return self._shaped(reduce(torch.add, (_by_feature(part) @ _by_feature(right).mT for part, right in parts)))
 
-    def _gram_sides(self) -> tuple[Tensor, Tensor]:
-        """``[N, P, G, O]`` and ``[N, P, G, I]`` over pairs of positions.
-
-        These are ``sum_v l_s l_t``, and ``r_s r_t`` (twice off the diagonal).
-        """
-        s, t = torch.triu_indices(self.S, self.S, device=self.left.device)
-        twice = torch.where(s == t, 1.0, 2.0).to(self.left.dtype)
-        left = _weighted(self.left[:, :, :, s] * self.left[:, :, :, t], self.weights).transpose(1, 2)
-        right = (self.right[:, :, s] * self.right[:, :, t]).transpose(1, 2)
-        return left, right * twice[:, None, None]
-
-    def _sample_chunks(self):
-        """Products ``[V, n, G, O, I]`` and weights of a few samples at a time; valid until the next ones only."""
-        step = max(1, CHUNK_ELEMENTS // (self.V * self.G * self.O * self.I))
-        left, right = self.left, self.right
+    def add_squares(self, total: Tensor | None, per_sample: bool) -> Tensor:
+        """``total`` plus the squares, ``[*p]`` or, sample by sample, ``[N, *p]``; in place where no graph is built."""
         if torch.is_grad_enabled():
-            for n in range(0, self.N, step):
-                yield self._products(left[:, n : n + step], right[n : n + step]), self._weights(n, step)
-            return
-        # fresh memory costs more than arithmetic: every chunk is written into one buffer
-        buffer = left.new_empty(self.V, min(step, self.N), self.G, self.O, self.I)
-        for n in range(0, self.N, step):
-            chunk = left[:, n : n + step].mT
-            products = torch.matmul(chunk, right[n : n + step], out=buffer[:, : chunk.shape[1]])
-            yield products, self._weights(n, step)
+            squares = _weighted(self.dense().square(), self.weights)
+            return add(total, squares if per_sample else squares.sum(0))
+        if per_sample:
+            result = costs.empty((self.N, *self.shape), self.left) if total is None else total.contiguous()
+            by_sample = result.view(self.N, self.G, *self._sides(self.O, self.I))
+            for v, part, products in self._by_sample(right_first=self.transposed):
+                weighted = self._times_weights(products, v, part)
+                if total is None and v == 0:
+                    torch.mul(weighted, products, out=by_sample[part])
+                else:
+                    by_sample[part].addcmul_(weighted, products)
+            return result
+        # [I, O]: few inputs, as of the first convolution, fill the rows of a matrix product better than its columns
+        squares = self.left.new_zeros(self.G, self.I, self.O)
+        for v, part, products in self._by_sample(right_first=True):
+            if len(products) == 1:
+                squares.addcmul_(self._times_weights(products, v, part)[0], products[0])
+            elif self.weights is None:
+                squares += products.square_().sum(0)
+            else:
+                squares += (self._times_weights(products, v, part) * products).sum(0)
+        return add(total, self._shaped(squares.mT).contiguous())
 
-    def _weights(self, start: int, count: int) -> Tensor | None:
-        return None if self.weights is None else self.weights[:, start : start + count]
+    def _sides(self, left: T, right: T) -> tuple[T, T]:
+        """Left and right side, in the order in which the parameter has them."""
+        return (right, left) if self.transposed else (left, right)
+
+    def _by_sample(self, right_first: bool) -> Iterator[tuple[int, slice, Tensor]]:
+        """The index of a vector, a few samples and their products ``[n, G, O, I]``, or ``[n, G, I, O]``.
+
+        They are overwritten by the next ones: fresh memory costs more than arithmetic.
+        """
+        step = costs.samples_at_once(self.G * self.O * self.I, self.left.device.type)
+        rights = self.right.flatten(0, 1).split(step * self.G)
+        sides = (self.I, self.O) if right_first else (self.O, self.I)
+        buffer = self.left.new_empty(min(step, self.N) * self.G, *sides)
+        for v, of_v in enumerate(self.left):
+            for i, (left, right) in enumerate(zip(of_v.flatten(0, 1).split(step * self.G), rights, strict=True)):
+                rows, columns = (right, left) if right_first else (left, right)
+                products = torch.bmm(rows.mT, columns, out=buffer[: len(left)])
+                yield v, slice(i * step, (i + 1) * step), products.view(-1, self.G, *sides)
+
+    def _times_weights(self, products: Tensor, v: int, part: slice) -> Tensor:
+        return products if self.weights is None else products * self.weights[v, part].view(-1, 1, 1, 1)
+
+    def _pairs(self) -> Tensor:
+        return torch.triu_indices(self.S, self.S, device=self.left.device)
 
 
 class Lookup(Jacobian):
@@ -403,9 +413,76 @@ class Lookup(Jacobian):
         return values.new_zeros(shape).index_add(axis, index, values)
 
 
+class Squares:
+    """Squared products, summed over chunks of columns, over vectors and, unless they are kept apart, over samples.
+
+    Chunks of an `Outer` share their right side. Where squares are taken by pairs of positions (or there is one position
+    only), it is multiplied once, at the end.
+
+    Args:
+        per_sample: keep samples apart.
+    """
+
+    def __init__(self, per_sample: bool = False):
+        """Begin with nothing."""
+        self.per_sample = per_sample
+        self._value: Tensor | None = None
+        self._pairs: tuple[Outer, Tensor] | None = None
+
+    def add(self, jacobian: Jacobian) -> Squares:
+        """Add those of a chunk of columns."""
+        if not isinstance(jacobian, Outer):
+            self._value = add(self._value, jacobian.squares_batch() if self.per_sample else jacobian.squares())
+        elif jacobian.pairs_are_cheaper:
+            if self._pairs is not None and self._pairs[0].right is not jacobian.right:
+                self.total()
+            self._pairs = jacobian, add(None if self._pairs is None else self._pairs[1], jacobian.left_pairs())
+        else:
+            self._value = jacobian.add_squares(self._value, self.per_sample)
+        return self
+
+    def total(self) -> Tensor:
+        """What has been added, ``[*p]`` or ``[N, *p]``."""
+        if self._pairs is not None:
+            (jacobian, left), self._pairs = self._pairs, None
+            self._value = add(self._value, jacobian.squares_of_pairs(left, self.per_sample))
+        assert self._value is not None
+        return self._value
+
+
+def add(total: Any, value: Any) -> Any:
+    """``total + value``, in place where no graph is built."""
+    if total is None:
+        return value
+    return total + value if total.requires_grad or value.requires_grad else total.add_(value)
+
+
+def _products(rows: Tensor, columns: Tensor) -> Tensor:
+    """``rows^T columns`` of ``[V, N, G, S, *]`` or, for all vectors, ``[N, G, S, *]``."""
+    if torch.is_grad_enabled():
+        return rows.mT @ columns
+    V = len(rows) if rows.dim() == 5 else len(columns)
+    shape = (*(rows if rows.dim() == 4 else columns).shape[:2], rows.shape[-1], columns.shape[-1])
+    result = costs.empty((V, *shape), rows)
+    if rows.shape[-2] == 1:
+        return torch.mul(rows.mT, columns, out=result)
+    for v in range(V):
+        # one by one: a product that is broadcast copies the side that all vectors share
+        of_v = [(side[v] if side.dim() == 5 else side).flatten(0, 1) for side in (rows, columns)]
+        torch.bmm(of_v[0].mT, of_v[1], out=result[v].flatten(0, 1))
+    return result
+
+
+def _by_feature(values: Tensor) -> Tensor:
+    """``[..., N, G, S, F]`` as ``[..., G, F, N S]``; what needs to be copied is copied by rows."""
+    return values.mT.movedim(-4, -2).flatten(-2)
+
+
 def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:
     """``[V, N, ...]`` values summed over V, with weights ``[V, N]`` if there are any."""
-    return values.sum(0) if weights is None else torch.einsum("vn,vn...->n...", weights, values)
+    if weights is None:
+        return values.sum(0) if len(values) > 1 else values[0]
+    return torch.einsum("vn,vn...->n...", weights, values)
 
 
 def _second_moment(rows: Tensor, limit: int | None = None) -> Tensor:
@@ -413,12 +490,26 @@ def _second_moment(rows: Tensor, limit: int | None = None) -> Tensor:
 
     If F is more than ``limit``, blocks on its diagonal, ``[G, K, b, b]``, the last padded with zeros.
     """
-    flat = rows.transpose(0, 1).flatten(1, 2)
-    if limit is not None and flat.shape[2] > limit:
-        blocks = in_blocks(flat, limit).transpose(1, 2)
+    flat = _by_feature(rows)
+    if limit is not None and flat.shape[1] > limit:
+        blocks = in_blocks(flat.mT, limit).transpose(1, 2)
         return blocks.mT @ blocks
-    moment = flat.mT @ flat
+    moment = _symmetric_product(flat)
     return moment[0] if moment.shape[0] == 1 else moment
+
+
+def _symmetric_product(flat: Tensor) -> Tensor:
+    """``x x^T`` of ``[G, F, K]``, of large ones the blocks above the diagonal only."""
+    F = flat.shape[1]
+    if torch.is_grad_enabled() or not costs.by_blocks(F):
+        return flat @ flat.mT
+    moment = flat.new_empty(len(flat), F, F)
+    for x, product in zip(flat, moment, strict=True):
+        for i in range(0, F, costs.SYMMETRIC_BLOCK):
+            j = i + costs.SYMMETRIC_BLOCK
+            torch.mm(x[i:j], x[i:].T, out=product[i:j, i:])
+            product[j:, i:j] = product[i:j, j:].T
+    return moment
 
 
 def in_blocks(values: Tensor, limit: int) -> Tensor:

@@ -176,6 +176,8 @@ def pull(
         except RuntimeError:
             pass  # an operation that vmap cannot enter (a custom autograd.Function): one by one
     columns = [grad([vector[v] for vector in vectors], batched=False) for v in range(V)]
+    if V == 1:
+        return [None if found is None else found.unsqueeze(0) for found in columns[0]]
     return [None if column[0] is None else torch.stack(column) for column in zip(*columns, strict=True)]  # type: ignore[arg-type]
 
 

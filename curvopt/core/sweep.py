@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from curvopt.core import costs
 from curvopt.core.averaged import averaged_jacobians
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.graph import Entry, Graph
@@ -40,8 +41,6 @@ from curvopt.errors import CurvoptError, CurvoptWarning
 if TYPE_CHECKING:
     from curvopt.extensions.base import Extension
 
-#: Activation entries that columns swept together may hold: together wins on small nets, one by one on large ones.
-SWEEP_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 #: Entries of parameters beyond which their exact Hessian by double backward is worth a warning.
 DIRECT_ENTRIES = 2000
 _columns_per_sweep: int | None = None
@@ -70,6 +69,10 @@ class Gradient:
 @dataclass(frozen=True)
 class Exact:
     """All columns of the root of the loss Hessian."""
+
+    def total(self, loss: LossCurvature, rows: int) -> int:
+        """Number of columns."""
+        return loss.columns * rows
 
     def chunks(self, loss: LossCurvature, size: int, rows: int) -> Iterator[Tensor]:
         """Columns ``[v, *z.shape]``, at most ``size`` at a time; ``rows`` of z belong to each sample."""
@@ -106,6 +109,10 @@ class MonteCarlo:
         """Refuse a number that is no number of samples."""
         if not isinstance(self.samples, int) or self.samples < 1:
             raise ValueError(f"mc_samples: expected a positive integer, got {self.samples!r}.")
+
+    def total(self, loss: LossCurvature, rows: int) -> int:
+        """Number of columns."""
+        return self.samples
 
     def chunks(self, loss: LossCurvature, size: int, rows: int) -> Iterator[Tensor]:
         """Columns ``[v, *z.shape]``, at most ``size`` at a time, all drawn at once so that chunking changes nothing."""
@@ -278,8 +285,10 @@ class Pass:
                 for p, jacobian in averaged_jacobians(edge, curvature, scale, self.entries, self.samples.N):
                     self._update(p, jacobian, extensions)
                 continue
-            for chunk in columns.chunks(curvature, self._chunk_size(), len(use.input) // self.samples.N):
-                self._sweep([edge], [(chunk * scale).to(use.input.dtype)], None, extensions)
+            rows = len(use.input) // self.samples.N
+            for chunk in columns.chunks(curvature, self._chunk_size(), rows):
+                vectors = (chunk * scale).to(use.input.dtype)
+                self._sweep([edge], [vectors], None, extensions, columns=columns.total(curvature, rows))
 
     def _jac_t(self, entry: Entry, grads: list[Tensor | None], N: int) -> Iterator[tuple[nn.Parameter, Jacobian]]:
         dtype = next(iter(entry.parameters.values())).dtype
@@ -352,6 +361,7 @@ class Pass:
         weights: Tensor | None,
         extensions: Sequence[Extension],
         skip: Collection[nn.Parameter] = (),
+        columns: int | None = None,
     ) -> None:
         """Pull vectors ``[v, *out]`` back to all uses and update the totals of every parameter not in ``skip``."""
         parts: dict[nn.Parameter, list[Jacobian]] = {}
@@ -360,7 +370,7 @@ class Pass:
                 parts.setdefault(p, []).append(jacobian)
         for p, jacobians in parts.items():
             jacobian = combine(jacobians)
-            jacobian.weights = None if weights is None else weights.to(p.dtype)
+            jacobian.weights, jacobian.columns = None if weights is None else weights.to(p.dtype), columns
             self._update(p, jacobian, extensions)
 
     def _update(self, p: nn.Parameter, jacobian: Jacobian, extensions: Sequence[Extension]) -> None:
@@ -466,7 +476,7 @@ class Pass:
         if _columns_per_sweep is not None:
             return _columns_per_sweep
         elements = sum(prod(shape) for entry in self.entries for shape in entry.use.shapes)
-        return max(1, SWEEP_ELEMENTS.get(self.device, SWEEP_ELEMENTS["cpu"]) // max(elements, 1))
+        return costs.columns_at_once(elements, self.device)
 
     def _complete(self, p: nn.Parameter, extension: Extension) -> None:
         """Set one field; call the extension hook once all fields of a module's own parameters are there."""

@@ -53,10 +53,3 @@ class Extension(ABC):
     def finish(self, total: Any) -> Any:
         """The value of the field, from the total over all columns."""
         return total
-
-
-def add(total: Any, value: Any) -> Any:
-    """``total + value``, in place where no graph is built."""
-    if total is None:
-        return value
-    return total + value if total.requires_grad or value.requires_grad else total.add_(value)

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from curvopt.core.jacobians import Approx, Jacobian
+from curvopt.core.jacobians import Approx, Dense, Jacobian, Squares, add
 from curvopt.core.sweep import Averaged, Empirical, Exact, MonteCarlo
 from curvopt.errors import CurvoptWarning
-from curvopt.extensions.base import Extension, add
+from curvopt.extensions.base import Extension
 
 
 class _Sampled(Extension):
@@ -35,25 +35,25 @@ class _Sampled(Extension):
 
 
 class Diagonal(Extension):
-    """Squares of all columns, summed over samples."""
+    """Squares of all columns, summed over samples unless `per_sample`."""
 
-    def update(self, total: Tensor | None, jacobian: Jacobian) -> Tensor:
-        return add(total, jacobian.squares())
+    def update(self, total: Squares | None, jacobian: Jacobian) -> Squares:
+        return (total or Squares(self.per_sample)).add(jacobian)
 
-    def regularize(self, total: Tensor, weight: Tensor, p: Tensor, N: int) -> Tensor:
-        return total + weight
+    def regularize(self, total: Squares, weight: Tensor, p: Tensor, N: int) -> Squares:
+        N = N if self.per_sample else 1
+        ones = Dense(p.new_ones(1, N, *p.shape))
+        ones.weights = (weight / N).expand(1, N)
+        return total.add(ones)
+
+    def finish(self, total: Squares) -> Tensor:
+        return total.total()
 
 
-class BatchDiagonal(Extension):
+class BatchDiagonal(Diagonal):
     """Squares of all columns, sample by sample."""
 
     per_sample = True
-
-    def update(self, total: Tensor | None, jacobian: Jacobian) -> Tensor:
-        return add(total, jacobian.squares_batch())
-
-    def regularize(self, total: Tensor, weight: Tensor, p: Tensor, N: int) -> Tensor:
-        return total + weight / N
 
 
 class DiagGGNExact(Diagonal):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from curvopt.core import costs
 from curvopt.core.derivatives.rules import AffineRule, register
 
 
@@ -101,5 +102,7 @@ def patches(x: Tensor, kernel_size: Iterable[int], stride: Iterable[int], dilati
     dim = x.dim() - 2
     for axis, (size, step, spread) in enumerate(zip(kernel_size, stride, dilation, strict=True)):
         x = x.unfold(2 + axis, spread * (size - 1) + 1, step)[..., ::spread]
-    sorted_axes = (0, 1, *range(2 + dim, 2 + 2 * dim), *range(2, 2 + dim))
-    return x.permute(sorted_axes).flatten(2 + dim).flatten(2, 1 + dim)
+    x = x.permute(1, *range(2 + dim, 2 + 2 * dim), 0, *range(2, 2 + dim))  # [C, *kernel, N, *positions]
+    if not torch.is_grad_enabled() and prod(x.shape[1 : 1 + dim]) > 1:
+        x = costs.empty(x.shape, x).copy_(x)
+    return x.flatten(2 + dim).flatten(1, dim).permute(2, 0, 1, 3)

@@ -18,7 +18,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from curvopt.core.jacobians import CHUNK_ELEMENTS, Dense, Jacobian, Outer
+from curvopt.core import costs
+from curvopt.core.jacobians import Dense, Jacobian, Outer
 from curvopt.core.uses import Recorder, Use, disable, owned_parameters, version
 from curvopt.errors import CurvoptError
 
@@ -244,7 +245,8 @@ class DefaultRule(Rule):
         elements = arrived[0].shape[0] * max((p.numel() for p in parameters.values()), default=1)
         with disable():
             try:
-                mapped = torch.func.vmap(products, (0, 1), (1, 0), chunk_size=max(1, 4 * CHUNK_ELEMENTS // elements))
+                chunk = costs.samples_in_vmap(elements, arrived[0].device.type)
+                mapped = torch.func.vmap(products, (0, 1), (1, 0), chunk_size=chunk)
                 values, results = mapped(samples, arrived)
                 # some operators have wrong batching rules in PyTorch: the sum over samples is known without any
                 _, vjp, *_ = torch.func.vjp(partial(whole, given=leaves), parameters)

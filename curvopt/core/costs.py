@@ -1,0 +1,75 @@
+"""Which of several equal algorithms is used: every such choice of the engine is made here, from sizes alone.
+
+Costs are counted in multiply-adds of a large matrix product, with constants that were measured on single CPU cores; the
+page "Internals" of the documentation explains them. Letters as in `curvopt.core.jacobians`.
+"""
+
+# ruff: noqa: E741 - the reserved letters
+from __future__ import annotations
+
+import mmap
+from math import prod
+
+import torch
+from torch import Tensor
+
+#: Multiply-adds that take as long as one entry of a temporary that is written and read once.
+ENTRY = 40
+#: Entries a temporary may hold before a reduction works through the samples in pieces: what fits into a core's cache.
+CHUNK_ENTRIES = {"cpu": 1 << 18, "cuda": 1 << 26}
+#: Activation entries that columns swept together may hold: together wins on small nets, one by one on large ones.
+SWEEP_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 26}
+#: Rows of a symmetric product that are computed at once.
+SYMMETRIC_BLOCK = 128
+#: Bytes from which on the C library asks the system for new memory every time.
+FRESH_BYTES = 32 << 20
+
+
+def columns_at_once(entries: int, device: str) -> int:
+    """How many columns to pull back together if one fills so many entries of activations."""
+    return max(1, SWEEP_ENTRIES.get(device, SWEEP_ENTRIES["cpu"]) // max(entries, 1))
+
+
+def samples_at_once(entries: int, device: str) -> int:
+    """How many samples to multiply out together if one has so many entries."""
+    samples = max(1, CHUNK_ENTRIES.get(device, CHUNK_ENTRIES["cpu"]) // max(entries, 1))
+    # on a CPU a few calls cost less than the temporary of a few large samples
+    return samples if samples >= 8 or device != "cpu" else 1
+
+
+def samples_in_vmap(entries: int, device: str) -> int:
+    """How many samples to differentiate together by ``torch.func``, whose calls are expensive."""
+    return max(1, 4 * CHUNK_ENTRIES.get(device, CHUNK_ENTRIES["cpu"]) // max(entries, 1))
+
+
+def by_pairs(V: int, S: int, O: int, I: int) -> bool:
+    """Whether squares are cheaper by pairs of positions: ``(sum_s l_s r_s)^2 = sum_st (l_s l_t) (r_s r_t)``.
+
+    The vectors enter one side only, so their number V does not count in the product over pairs.
+    """
+    pairs = S * (S + 1) // 2
+    return S == 1 or pairs * (ENTRY * (V * O + I) + O * I) < V * S * O * I
+
+
+def by_gram(S: int, O: int, I: int) -> bool:
+    """Whether norms are cheaper by Gram matrices: ``|sum_s l_s r_s|^2 = sum_st (l_s l_t) (r_s r_t)``."""
+    return S * (O + I) < O * I
+
+
+def by_blocks(F: int) -> bool:
+    """Whether a symmetric product ``[F, F]`` is worth computing block by block, above the diagonal only."""
+    return F >= 2 * SYMMETRIC_BLOCK
+
+
+def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Uninitialised memory that nobody has used yet.
+
+    What is large comes from the system page by page, which takes longer than to compute what is written there, unless
+    the pages are large, too.
+    """
+    size = prod(shape) * like.element_size()
+    if size < FRESH_BYTES or like.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return like.new_empty(shape)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=like.dtype).view(shape)

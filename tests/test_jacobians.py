@@ -1,0 +1,102 @@
+"""Every algorithm of a reduction gives the same, whichever the sizes would choose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from curvopt.core import costs
+from curvopt.core.jacobians import Dense, Jacobian, Outer, Squares
+
+
+def outer(V: int, S: int, O: int, I: int, G: int = 1, transposed: bool = False, weighted: bool = False) -> Outer:  # noqa: E741
+    """Random products of 5 samples, with positions last in memory as convolutions have them."""
+    left, right = torch.randn(V, 5, G, O, S).double().mT, torch.randn(G, I, 5, S).double().permute(2, 0, 3, 1)
+    sides = (I, O) if transposed else (O, I)
+    result = Outer(left, right, torch.Size((G * sides[0], sides[1])), transposed)
+    if weighted:
+        result.weights = torch.randn(V, 5).double()
+    return result
+
+
+def multiplied(jacobian: Outer) -> Dense:
+    """The same, multiplied out by einsum."""
+    J = torch.einsum("vngso,ngsi->vngoi", jacobian.left, jacobian.right)
+    J = J.mT if jacobian.transposed else J
+    result = Dense(J.reshape(*J.shape[:2], *jacobian.shape))
+    result.weights = jacobian.weights
+    return result
+
+
+REDUCTIONS = ["dense", "sum_batch", "squares", "squares_batch", "norms2"]
+# decisions of the cost model, each forced both ways
+CHOICES = {
+    "chosen": {},
+    "pairs": {"by_pairs": lambda *sizes: True},
+    "no pairs": {"by_pairs": lambda *sizes: False},
+    "gram": {"by_gram": lambda *sizes: True},
+    "no gram": {"by_gram": lambda *sizes: False},
+    "one sample": {"by_pairs": lambda *sizes: False, "by_gram": lambda *sizes: False, "CHUNK_ENTRIES": {"cpu": 1}},
+    "some samples": {
+        "by_pairs": lambda *sizes: False,
+        "by_gram": lambda *sizes: False,
+        "samples_at_once": lambda *_: 2,
+    },
+    "pairs of some": {"by_pairs": lambda *sizes: True, "samples_at_once": lambda *_: 2},
+    "large pages": {"FRESH_BYTES": 0},
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1, 3, 2),
+        (4, 1, 3, 2),
+        (1, 4, 3, 2),
+        (3, 4, 3, 2),
+        (2, 3, 3, 2, 2),
+        (2, 1, 3, 2, 2, True),
+        (2, 3, 3, 2, 2, True),
+    ],
+    ids=lambda sizes: ",".join(str(int(size)) for size in sizes),
+)
+@pytest.mark.parametrize("grad", [False, True], ids=["", "graph"])
+def test_algorithms_agree(sizes: tuple, choice: str, weighted: bool, grad: bool, monkeypatch: pytest.MonkeyPatch):
+    jacobian = outer(*sizes, weighted=weighted)
+    expected = [getattr(multiplied(jacobian), name)() for name in REDUCTIONS]
+    for name, value in CHOICES[choice].items():
+        monkeypatch.setattr(costs, name, value)
+    if sizes[1] == 1:  # there are no pairs of one position to choose
+        monkeypatch.setattr(costs, "by_pairs", lambda *sizes: True)
+    with torch.set_grad_enabled(grad):
+        found = [getattr(jacobian, name)() for name in REDUCTIONS]
+    assert_close(found, expected)
+    assert grad or all(value.is_contiguous() for value in found)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_squares_of_chunks(pairs: bool, per_sample: bool, monkeypatch: pytest.MonkeyPatch):
+    """Chunks that share their right side, then some with another, some multiplied out, and the first kind again."""
+    monkeypatch.setattr(costs, "by_pairs", lambda *sizes: pairs)
+    first, other = outer(2, 3, 4, 2), outer(1, 2, 4, 2)
+    more = [Outer(torch.randn_like(first.left), first.right, first.shape) for _ in range(3)]
+    chunks: list[Jacobian] = [first, more[0], other, Dense(torch.randn(2, 5, 4, 2).double()), *more[1:]]
+    squares, expected = Squares(per_sample), torch.zeros((5, 4, 2) if per_sample else (4, 2)).double()
+    for chunk in chunks:
+        squares.add(chunk)
+        expected += chunk.dense().square().sum(0 if per_sample else (0, 1))
+    assert_close(squares.total(), expected)
+
+
+@pytest.mark.parametrize("G", [1, 3])
+def test_symmetric_products_by_blocks(G: int, monkeypatch: pytest.MonkeyPatch):
+    jacobian = outer(2, 4, 7, 8, G)
+    expected = [jacobian.left_factor(), jacobian.right_factor()]
+    monkeypatch.setattr(costs, "SYMMETRIC_BLOCK", 3)
+    assert costs.by_blocks(7)
+    with torch.no_grad():
+        assert_close([jacobian.left_factor(), jacobian.right_factor()], expected)
