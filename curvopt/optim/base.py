@@ -326,7 +326,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         arrived, self._arrived = self._arrived, {}
         if self._fresh is None or not arrived:
             return
-        weight = torch.as_tensor(weight, dtype=torch.float32, device=next(iter(arrived)).device).clone()
+        weight = torch.as_tensor(weight, device=next(iter(arrived)).device)
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
         collected = Collection({}, weight, weight / loss_scale)
         for param, (tensors, of_input) in arrived.items():
             if of_input is not None:
