@@ -5,12 +5,18 @@ A block that cannot run by itself has ``<!-- fragment -->`` on the line before i
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+
+import curvopt
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -57,3 +63,110 @@ def test_links_to_files(page: Path):
             assert name == "index" or (ROOT / "examples" / f"{name}.py").exists(), f"there is no example {name}"
         else:
             assert (page.parent / target).exists(), f"{target} does not exist"
+
+
+# ------------------------------------------------------------------------------------------- tables of all public names
+
+
+def modules_of(package: ModuleType) -> Iterator[ModuleType]:
+    """A package and its public modules that can be imported."""
+    yield package
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not any(part.startswith("_") for part in found.name.split(".")):
+            try:
+                yield importlib.import_module(found.name)
+            except ImportError:
+                continue  # needs what is not installed
+
+
+def defined_in(module: ModuleType) -> Iterator[tuple[str, object]]:
+    """Public functions and classes that a module defines itself."""
+    for name, value in vars(module).items():
+        own = getattr(value, "__module__", None) == module.__name__
+        if own and not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value)):
+            yield name, value
+
+
+def named(module: str, name: str, page: str) -> bool:
+    """Whether a table names an object, or all of a module that it is in (``package.module.*``)."""
+    parts = module.split(".")
+    wholes = {f"`{'.'.join(parts[:depth])}.*`" for depth in range(2, len(parts) + 1)}
+    return f"`{module}.{name}`" in page or any(whole in page for whole in wholes)
+
+
+def test_the_reference_has_every_public_name():
+    """What automodule shows: the members that are named, or all of ``__all__``, or what the module defines."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    shown = set()
+    for module_name, members in re.findall(r"automodule:: (\S+)\n +:members:(.*)\n", page):
+        module = importlib.import_module(module_name)
+        listed = [name.strip() for name in members.split(",") if name.strip()]
+        names = listed or getattr(module, "__all__", None) or [name for name, _ in defined_in(module)]
+        shown |= {id(getattr(module, name)) for name in names}
+    missing, undocumented = [], []
+    for module in modules_of(curvopt):
+        if module.__name__.startswith("curvopt.core"):
+            continue
+        exported = getattr(module, "__all__", None)
+        if exported is None and module.__name__.count(".") > 1:
+            continue  # modules of a package are public by its __all__
+        for name in exported if exported is not None else [name for name, _ in defined_in(module)]:
+            value = getattr(module, name)
+            if not inspect.ismodule(value):
+                where = f"{module.__name__}.{name}"
+                missing += [where] * (id(value) not in shown)
+                undocumented += [where] * (not value.__doc__)
+    assert not missing and not undocumented  # autodoc leaves out what has no docstring
+
+
+def test_every_name_of_backpack_is_in_the_table():
+    backpack = pytest.importorskip("backpack")
+    page = (ROOT / "docs" / "migrating_from_backpack.md").read_text()
+    names = [f"backpack.extensions.{name}" for name in backpack.extensions.__all__]
+    names += [f"backpack.{name}" for name in ("backpack", "extend", "disable")]
+    missing = [name for name in names if f"`{name}`" not in page]
+    for module in modules_of(backpack):
+        skipped = (
+            "backpack.extensions.firstorder",
+            "backpack.extensions.secondorder",
+            "backpack.extensions.curvmatprod",
+        )
+        if module is not backpack and not module.__name__.startswith(skipped):
+            names = (name for name, _ in defined_in(module))
+            missing += [f"{module.__name__}.{n}" for n in names if not named(module.__name__, n, page)]
+    assert not missing
+
+
+def test_every_name_of_kfac_pytorch_is_in_the_table():
+    kfac = pytest.importorskip("kfac")
+    page = (ROOT / "docs" / "migrating_from_kfac_pytorch.md").read_text()
+    missing = [
+        f"{module.__name__}.{name}"
+        for module in modules_of(kfac)
+        for name, _ in defined_in(module)
+        if not named(module.__name__, name, page)
+    ]
+    preconditioner = importlib.import_module("kfac.preconditioner").KFACPreconditioner
+    arguments = list(inspect.signature(preconditioner).parameters)
+    assert not missing and not [name for name in arguments if f"`{name}`" not in page]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_names_of_this_package_exist(page: Path):
+    for name in set(re.findall(r"`(curvopt(?:\.\w+)+)", page.read_text())):
+        parts = name.split(".")
+        value = curvopt
+        for depth, part in enumerate(parts[1:], 2):
+            if not hasattr(value, part):
+                importlib.import_module(".".join(parts[:depth]))
+            value = getattr(value, part)
+
+
+def test_the_options_of_kfac_preconditioner_exist():
+    """What the table on kfac-pytorch and the page on choosing call options are options."""
+    from curvopt.optim import KFACPreconditioner
+
+    options = inspect.signature(KFACPreconditioner).parameters
+    assert {"curvature_every", "inverse_every", "damping", "ema", "kl_clip", "lr", "fisher", "max_factor_size"} <= set(
+        options
+    )
