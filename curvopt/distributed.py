@@ -145,7 +145,7 @@ def share(
     results = [[torch.empty(0)] * len(factors) for _ in shapes]
     for column, found in zip(results, work(own), strict=True):
         for i, result in zip(own, found, strict=True):
-            column[i] = result
+            column[i] = result.contiguous()  # as others get it: products of other strides are rounded otherwise
 
     running = []
     for owner, chosen in enumerate(shares):

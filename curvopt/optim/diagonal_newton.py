@@ -94,7 +94,9 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
 
     def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
         diagonal = pop_field(param, self._options["field"])
-        if diagonal is None:
-            return None
-        diagonal = diagonal.abs() if self._options["modify"] == "abs" else diagonal.clamp(min=0)
-        return [diagonal.reshape(-1)], None
+        return None if diagonal is None else ([diagonal.reshape(-1)], None)
+
+    def _average(self, state: dict[str, Any], new: list[Tensor], ema: float) -> None:
+        # now that the parts of the batch are added up
+        (diagonal,) = new
+        super()._average(state, [diagonal.abs() if self._options["modify"] == "abs" else diagonal.clamp(min=0)], ema)
