@@ -93,7 +93,14 @@ MIXING = {
     "functional batch norm",
 }
 WITHOUT_ALL_SAMPLES = {"some samples", "one vector for all"}
-ALIGNED = {"as it should be", "flattened", "interleaved views", "positions of all samples"}
+ALIGNED = {
+    "as it should be",
+    "flattened",
+    "interleaved views",
+    "positions without batch",
+    "positions of a batch of one",
+    "positions of all samples",
+}
 FIRST_ORDER: list[type[Extension]] = [BatchGrad, BatchL2Grad, SumGradSquared, Variance]
 EXACT: list[type[Extension]] = [DiagGGNExact, KFLR]
 

@@ -6,7 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -111,11 +111,11 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
     def _gradient(self, use: Use, index: int, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
         # before the node itself, and after the tensor hooks by which users change gradients
         grad = grads[output_nr]
-        if grad is not None and listeners and listeners[-1] is self:
+        if grad is not None and self in _told():
             self._current().gradient(use, index, grad)
 
     def _functional_loss(self, use: Loss, grad: Tensor) -> None:
-        if listeners and listeners[-1] is self:
+        if self in _told():
             self.loss(use, grad)
 
     def _current(self) -> Pass:
@@ -184,6 +184,34 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 handle.remove()
 
 
+class _Together:
+    """Several contexts that are told of one backward: those of attached optimizers, then one that the user opened."""
+
+    def __init__(self, contexts: list[backpack]):
+        self.contexts = contexts
+
+    def __enter__(self) -> None:
+        listeners.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        listeners.remove(self)
+
+    def term(self, use: TermUse, grad: Tensor) -> None:
+        for context in self.contexts:
+            context.term(use, grad)
+
+    def loss(self, use: Loss, grad: Tensor) -> None:
+        for context in self.contexts:
+            context.loss(use, grad)
+
+
+def _told() -> list[backpack]:
+    """The contexts with extensions that are told what happens now."""
+    top = listeners[-1] if listeners else None
+    contexts = top.contexts if isinstance(top, _Together) else [top]
+    return [context for context in contexts if isinstance(context, backpack) and context.extensions]
+
+
 _run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined] # what every way into autograd ends in
 _watching = 0
 
@@ -202,16 +230,19 @@ class Observer(Protocol):
         """The context to run a backward in that will reach some parameters; ``None`` to let it run as it is."""
 
 
-_observers: weakref.WeakSet[Observer] = weakref.WeakSet()
+_observers: weakref.WeakKeyDictionary[Observer, None] = weakref.WeakKeyDictionary()  # in the order of attach()
 
 
 def attach(observer: Observer, *modules: nn.Module | None) -> None:
-    """Extend modules, and ask ``observer`` for a context for every backward from now on that is outside of any."""
+    """Extend modules, and ask ``observer`` for a context for every backward from now on.
+
+    Not for those inside a context without extensions.
+    """
     for module in modules:
         if module is not None:
             extend(module)
     if observer not in _observers:
-        _observers.add(observer)
+        _observers[observer] = None
         _watch(+1)
         weakref.finalize(observer, _watch, -1)
 
@@ -231,21 +262,33 @@ def _leaves(roots: Sequence[Node]) -> set[Tensor]:
 
 
 def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
-    context = listeners[-1] if listeners else None
     call = functools.partial(_run_backward, outputs, *args, **kwargs)
     nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in outputs]
     roots = [node for node in nodes if node is not None]
-    accumulates = kwargs.get("accumulate_grad", False)
+    accumulates, inputs = kwargs.get("accumulate_grad", False), args[3]
+    contexts = _told()
     if torch._C._current_graph_task_id() != -1:  # of a hook inside a backward
-        if isinstance(context, backpack) and context.extensions and accumulates and uses_behind(roots):
-            raise context._started_inside()
+        if contexts and accumulates and uses_behind(roots):
+            raise contexts[-1]._started_inside()
         return call()
-    if isinstance(context, backpack) and context.extensions and roots:
-        return context._run(roots, call, accumulates, partial=bool(args[3]))
-    if not listeners and accumulates and roots:
-        for observer in list(_observers):
-            opened = observer._context_of_backward(lambda: _leaves(roots))
-            if opened is not None:
-                with opened:
-                    return _watched_backward(outputs, *args, **kwargs)
-    return call()
+    if not roots:
+        return call()
+    with ExitStack() as stack:
+        if accumulates and (contexts or not listeners):
+            # attached optimizers first: they take their fields off, and leave those of the user
+            contexts = [*_observing(stack, lambda: set(inputs) if inputs else _leaves(roots)), *contexts]
+            if len(contexts) > 1:
+                stack.enter_context(_Together(contexts))
+        for context in reversed(contexts):
+            call = functools.partial(context._run, roots, call, accumulates, partial=bool(inputs))
+        return call()
+
+
+def _observing(stack: ExitStack, parameters: Callable[[], set[Any]]) -> list[Any]:
+    """Enter the contexts of all observers that want one; return them."""
+    outside, parameters = len(listeners), functools.cache(parameters)
+    for observer in list(_observers):
+        opened = observer._context_of_backward(parameters)
+        if opened is not None:
+            stack.enter_context(opened)
+    return listeners[outside:]

@@ -96,13 +96,19 @@ def _adds_scalar(node: Node) -> bool:
     return node.name().startswith(("Add", "Sub")) and torch.Size(node._input_metadata[0].shape).numel() == 1
 
 
-def parents_and_dependents(graph: Graph, nodes: Sequence[Node]) -> tuple[dict[Node, list[Node]], set[Node]]:
-    """Who consumes each node, and which nodes depend on the output of a use."""
+def parents_of(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
+    """Who consumes each node."""
     parents: dict[Node, list[Node]] = {}
     for node in nodes:
         for following, _ in node.next_functions:
             if following is not None:
                 parents.setdefault(following, []).append(node)
+    return parents
+
+
+def parents_and_dependents(graph: Graph, nodes: Sequence[Node]) -> tuple[dict[Node, list[Node]], set[Node]]:
+    """Who consumes each node, and which nodes depend on the output of a use."""
+    parents = parents_of(nodes)
     dependent = {edge.node for entry in graph.entries.values() for edge in entry.edges.values()}
     stack = list(dependent)
     while stack:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.rules import Rule, rule_for
-from curvopt.core.functional import added_term, parents_and_dependents, recognise
+from curvopt.core.functional import added_term, parents_and_dependents, parents_of, recognise
 from curvopt.core.residuals import is_sink
 from curvopt.core.uses import TermUse, Use, extended_name, records_of
 from curvopt.errors import CurvoptError
@@ -86,6 +87,7 @@ class Graph:
         self.functional: list[Entry] = []
         self.outside: list[str] = []
         self._read_outside(nodes, interior)
+        self._follow_shared_lookups(nodes)
         outputs = {edge.node for entry in self.entries.values() if entry.parameters for edge in entry.edges.values()}
         self.losses, self.nonlinear = find_losses(roots, outputs | terms)
         ends = [loss.edge.node for loss in self.losses if loss.edge is not None]
@@ -149,6 +151,35 @@ class Graph:
                     f"{where}: parameter '{name}' is also used outside of its module (by {node.name()}), which "
                     "the quantities would miss; call its module, or use it by F.linear or F.embedding."
                 )
+
+    def _follow_shared_lookups(self, nodes: list[Node]) -> None:
+        """Embeddings of positions, shared by all samples: see them where they are added to every sample.
+
+        What arrives there is not yet summed over the samples. The call is the same as on indices expanded to [N, ...].
+        """
+        lookups = [
+            entry
+            for entry in self.entries.values()
+            if entry.parameters and entry.use.is_lookup and len(entry.use.shapes) == len(entry.edges) == 1
+        ]
+        parents = parents_of(nodes) if lookups else {}
+        for entry in lookups:
+            above = parents.get(entry.edges[0].node, [])
+            if len(above) != 1 or not _broadcasts(above[0]):
+                continue
+            out, own = torch.Size(above[0]._input_metadata[0].shape), entry.use.shapes[0]  # type: ignore[attr-defined]
+            if len(out) > 0 and out[0] > 1 and own in (out[1:], torch.Size([1, *out[1:]])):
+                del self.entries[entry.use]
+                entry.use = entry.use.expanded(out, shared=own == out[1:])
+                self.entries[entry.use] = entry
+                entry.edges[0] = GradientEdge(above[0], 0)
+                entry.rows = out[0]
+
+
+def _broadcasts(node: Node) -> bool:
+    """Whether an operation does nothing to an input but add something to it, or repeat it, along new axes."""
+    name = node.name()
+    return name == "ExpandBackward0" or (name == "AddBackward0" and node._saved_alpha == 1)  # type: ignore[attr-defined]
 
 
 class _Interior:

@@ -499,7 +499,8 @@ class Pass:
         if len(graph.entries) == len(graph.functional):
             raise CurvoptError(
                 f"{fields_of(self.extensions)}: no extended module took part in this backward; call extend(model) "
-                "before the forward pass (and outside of curvopt.disable())."
+                "before the forward pass (and outside of curvopt.disable()), before the first one if it is compiled. A "
+                "backward that is not meant (of a penalty alone, say) goes inside of `with backpack():`."
             )
         if self.second_order and graph.nonlinear:
             self._refuse_nonlinear(graph)

@@ -133,7 +133,7 @@ class Use:
         rule = rule_for(module)
         self.state = None if rule.checks_outputs else _settings(module, rule.reads_mode)
         # kept to check that calling the module again, sample by sample, gives what it gave
-        self.outputs = [(out.detach(), version(out)) for out in outputs] if rule.checks_outputs else None
+        self.outputs = [_kept(out) for out in outputs] if rule.checks_outputs else None
 
     @property
     def input(self) -> Tensor:
@@ -152,6 +152,21 @@ class Use:
         use = copy.copy(self)
         raised = tree_map_only(Tensor, lambda x: x.to(dtype) if x.dtype in low else x, (self.args, self.kwargs))
         (use.args, use.kwargs), use.outputs = raised, None
+        return use
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether the call got indices and nothing else, and has a rule."""
+        given = [*self.args, *self.kwargs.values()]
+        if self.outputs is not None or len(given) != 1 or not isinstance(given[0], Tensor):
+            return False
+        return not (given[0].is_floating_point() or given[0].is_complex())
+
+    def expanded(self, shape: torch.Size, shared: bool) -> Use:
+        """The same lookup for each of ``shape[0]`` samples, by indices without a batch axis or with one of length 1."""
+        use = copy.copy(self)
+        x = self.input if shared else self.input[0]
+        use.args, use.kwargs, use.shapes, use.cache = (x.expand(shape[0], *x.shape),), {}, (shape,), {}
         return use
 
     def check_inputs(self) -> None:
@@ -175,6 +190,14 @@ class Use:
                 f"{self.describe()}: an input was modified in place, by the module itself or after it, so its Jacobian "
                 "cannot be formed; give the in-place operation a copy (`x = x.clone()`)."
             )
+
+
+def _kept(out: Tensor) -> tuple[Tensor, int]:
+    """An output, in the precision in which autocast may have computed parts of it, and its version."""
+    device, kept = out.device.type, out.detach()
+    if torch.is_autocast_enabled(device) and kept.is_floating_point():
+        kept = kept.to(torch.get_autocast_dtype(device))
+    return kept, version(kept)
 
 
 class TermUse:

@@ -28,6 +28,13 @@ class Linear(AffineRule):
         return 2
 
 
+@register("transformers.pytorch_utils.Conv1D")
+class InputFirst(Linear):
+    """``x W + b``, the layer of GPT-2: the weight ``[I, O]`` has the input's features first."""
+
+    transposed = True
+
+
 @register(nn.Bilinear)
 class Bilinear(Linear):
     """``x W_o y + b_o`` is linear in the products of the entries of x and y: the weight acts on ``[I_x I_y]``."""

@@ -85,13 +85,16 @@ class Rule(ABC):
         """
 
 
-_rules: dict[type[nn.Module], Rule] = {}
+_rules: dict[type[nn.Module] | str, Rule] = {}
 _rule_of_kind: dict[tuple, Rule] = {}
 R = TypeVar("R", bound=Rule)
 
 
-def register(*types: type[nn.Module]) -> Callable[[type[R]], type[R]]:
-    """Class decorator: the rule serves these module types and their subclasses that keep the type's ``forward``."""
+def register(*types: type[nn.Module] | str) -> Callable[[type[R]], type[R]]:
+    """Class decorator: the rule serves these module types and their subclasses that keep the type's ``forward``.
+
+    A type of a package that need not be there is given by its full name.
+    """
 
     def add(rule: type[R]) -> type[R]:
         _rules.update(dict.fromkeys(types, rule()))
@@ -126,7 +129,7 @@ def _is_patched(module: nn.Module) -> bool:
 
 def _find_rule(module: nn.Module) -> Rule:
     for base in type(module).__mro__:
-        rule = _rules.get(base)
+        rule = _rules.get(base) or _rules.get(f"{base.__module__}.{base.__qualname__}")
         if rule is not None:
             kept = all(
                 getattr(type(module), f) is getattr(base, f) for f in ("forward", "_conv_forward") if hasattr(base, f)
