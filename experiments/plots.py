@@ -11,8 +11,8 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 # Okabe & Ito (2008): told apart with every kind of colour vision; each colour has a marker of its own besides.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 Row = Mapping[str, Any]
 
@@ -43,8 +43,8 @@ def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path, targe
     most = max(map(len, runs.values()))
     for index, (label, directories) in enumerate(runs.items()):
         style: dict[str, Any] = {
-            "color": _COLOURS[index % len(_COLOURS)],
-            "marker": _MARKERS[index % len(_MARKERS)],
+            "color": COLOURS[index % len(COLOURS)],
+            "marker": MARKERS[index % len(MARKERS)],
             "markersize": 4,
         }
         of_runs = [read_metrics(directory) for directory in directories]

@@ -16,7 +16,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -121,7 +121,11 @@ class Config:
 
     def as_json(self) -> dict[str, Any]:
         """All settings, and the versions they were used with, for ``config.json`` and wandb."""
-        versions = {"python": platform.python_version(), "torch": str(torch.__version__), "curvopt": curvopt.__version__}
+        versions = {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "curvopt": curvopt.__version__,
+        }
         settings = {
             **asdict(self),
             "optimizer": {"name": self.optimizer.name, **asdict(self.optimizer)},
@@ -179,13 +183,22 @@ class Processes:
         return gathered
 
 
+def problem_data(problem: str, name: str | None, npz: Path | None, root: Path, download: bool = False) -> Data:
+    """What a problem is trained and tested on: its own data set, another one by name, or arrays from a file."""
+    if npz is not None and name is not None:
+        raise SettingsError("--data and --npz both say what to train on; give one")
+    given = load_npz(npz) if npz is not None else load(name or PROBLEMS[problem].data, root, download)
+    return PROBLEMS[problem].prepare(given)
+
+
 class Training:
     """A model, an optimizer and all that belongs to a step."""
 
     def __init__(self, config: Config, processes: Processes) -> None:
         assert config.epochs is not None and config.batch_size is not None
         self.config, self.processes, self.device = config, processes, torch.device(config.device)
-        problem, given = PROBLEMS[config.problem], self._data()
+        problem = PROBLEMS[config.problem]
+        given = problem_data(config.problem, config.data, config.npz, config.data_root, config.download)
         self.train_set, self.test_set = given.train.to(self.device), given.test.to(self.device)
         self._check()
         torch.manual_seed(config.seed)
@@ -211,16 +224,6 @@ class Training:
             self.network = DistributedDataParallel(self.model)
             torch.manual_seed(config.seed + 2**32 * processes.rank)  # dropout, augmentation, samples of the optimizer
         self.done, self.seconds = 0, 0.0  # steps, and their time
-
-    def _data(self) -> Data:
-        config, problem = self.config, PROBLEMS[self.config.problem]
-        if config.npz is not None:
-            if config.data is not None:
-                raise SettingsError("--data and --npz both say what to train on; give one")
-            given = load_npz(config.npz)
-        else:
-            given = load(config.data or problem.data, config.data_root, config.download)
-        return problem.prepare(given)
 
     def _check(self) -> None:
         config, samples, parts = self.config, len(self.train_set.x), self.processes.count * self.config.accumulate
@@ -559,15 +562,21 @@ def _require_finite(loss: float, training: Training) -> None:
         raise DivergedError(f"the training loss of {optimizer} is {loss} at step {training.done}; {optimizer.remedy}")
 
 
-def main() -> None:
-    """The command line."""
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    config = tyro.cli(
+def parse(arguments: Sequence[str] | None = None) -> Config:
+    """The settings that a command line asks for, by default that of this process."""
+    return tyro.cli(
         Config,
+        args=arguments,
         prog="python -m experiments.train",
         description=f"{__doc__}\n{describe_problems()}",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs, tyro.conf.FlagCreatePairsOff),
     )
+
+
+def main() -> None:
+    """The command line."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    config = parse()
     processes = Processes()
     if processes.count > 1:
         accelerated = config.device.startswith("cuda")

@@ -1,0 +1,229 @@
+"""Draw what curvature says about a trained network.
+
+Reads a checkpoint of experiments.train (a file or a run directory) and writes four pictures: trace of the generalized
+Gauss-Newton matrix per parameter, eigenvalues of the Kronecker factors, gradient norms of single held-out samples with
+the images of the largest, and the diagonal of the Hessian.
+"""
+
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from curvopt import backpack
+from curvopt.extensions import BatchL2Grad, DiagHessian
+from experiments import checkpoints
+from experiments.curvature import extended_copy, layer_statistics
+from experiments.data import ALPHABET, DEFAULT_ROOT, Data, DataError
+from experiments.plots import COLOURS, MARKERS
+from experiments.problems import PROBLEMS
+from experiments.train import problem_data
+
+_MC_SAMPLES = 10  # per datum, for traces and factors
+_SHOWN = 10  # images
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What to look at."""
+
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint, or a run directory with one."""
+    samples: int = 500
+    """Held-out samples to take curvature and gradients of."""
+    hessian_samples: int = 8
+    """Held-out samples for the exact diagonal of the Hessian, which is slow with attention; 0 leaves it out."""
+    data_root: Path = DEFAULT_ROOT
+    """Where data sets are looked for."""
+    out: Path | None = None
+    """Directory for the pictures; without it inspect/ beside the checkpoint."""
+
+
+def inspect(inspection: Inspection) -> list[Path]:
+    """Writes the pictures and returns their paths.
+
+    Raises:
+        ValueError: there is no checkpoint that can be read.
+        DataError: its data are not there.
+    """
+    state = checkpoints.load(inspection.checkpoint)
+    if state is None:
+        raise ValueError(f"{inspection.checkpoint} holds no checkpoint; train with --save-every other than 0")
+    config = state["config"]
+    problem = PROBLEMS[config["problem"]]
+    npz = config["npz"] and Path(config["npz"])
+    given = problem_data(config["problem"], config["data"], npz, inspection.data_root)
+    model, lossfunc = problem.model(tuple(given.test.x.shape[1:]), given.classes), problem.loss()
+    model.load_state_dict(state["model"])
+    folder = inspection.checkpoint if inspection.checkpoint.is_dir() else inspection.checkpoint.parent
+    out = inspection.out or folder / "inspect"
+    out.mkdir(parents=True, exist_ok=True)
+    title = f"{config['problem']}, {config['optimizer']['name']}, step {state['step']}"
+
+    x, y = _spread(given, inspection.samples)
+    layers, histograms = layer_statistics(model, lossfunc, x, y, mc_samples=_MC_SAMPLES)
+    figures = {
+        "traces": draw_traces({name: row["ggn_trace"] for name, row in layers.items()}),
+        "spectra": draw_spectra(histograms),
+        "gradients": draw_gradients(x, y, *sample_norms(model, lossfunc, x, y)),
+    }
+    if inspection.hessian_samples:
+        figures["hessian"] = draw_hessian(
+            hessian_diagonal(model, lossfunc, *_spread(given, inspection.hessian_samples))
+        )
+    for name, figure in figures.items():
+        figure.suptitle(title)
+        figure.savefig(out / f"{name}.png", dpi=120)
+    return [out / f"{name}.png" for name in figures]
+
+
+def _spread(given: Data, samples: int) -> tuple[Tensor, Tensor]:
+    """Held-out samples at equal distances, so that all classes of sorted ones are there."""
+    test = given.test
+    chosen = torch.linspace(0, len(test.x) - 1, min(samples, len(test.x))).long()
+    return test.x[chosen], test.y[chosen]
+
+
+def sample_norms(model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Norm of each sample's own gradient over all parameters ``[N]``, and the outputs of the network."""
+    model, lossfunc = extended_copy(model, lossfunc)
+    z = model(x)
+    with backpack(BatchL2Grad()):
+        lossfunc(z, y).backward()
+    parameters: list[Any] = [p for p in model.parameters() if p.grad is not None]
+    squares = torch.stack([p.batch_l2 for p in parameters]).sum(0)
+    return squares.sqrt() * len(x), z.detach()  # gradients of samples carry the 1/N of the mean
+
+
+def hessian_diagonal(model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Diagonal of the Hessian of the mean loss, by parameter."""
+    model, lossfunc = extended_copy(model, lossfunc)
+    with sdpa_kernel(SDPBackend.MATH), backpack(DiagHessian()):  # other kernels have no second derivative
+        lossfunc(model(x), y).backward()
+    parameters: list[tuple[str, Any]] = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+    return {name: p.diag_h.flatten() for name, p in parameters}
+
+
+def draw_traces(traces: Mapping[str, float]) -> Figure:
+    """Trace per parameter, the first layer on top."""
+    figure = Figure(figsize=(8, 1.8 + 0.22 * len(traces)), layout="constrained")
+    axes = figure.subplots()
+    rows = list(enumerate(traces.items()))
+    for colour, what, suffix in ((COLOURS[1], "biases", True), (COLOURS[0], "weights", False)):
+        chosen = [(row, trace) for row, (name, trace) in rows if name.endswith("bias") == suffix]
+        axes.barh([row for row, _ in chosen], [trace for _, trace in chosen], color=colour, label=what)
+    axes.set_yticks(range(len(traces)), list(traces))
+    axes.legend()
+    axes.set(xscale="log", xlabel="trace of the generalized Gauss-Newton block / (nats / parameter²)")
+    axes.invert_yaxis()
+    axes.grid(alpha=0.3, axis="x")
+    return figure
+
+
+def draw_spectra(histograms: Mapping[str, Tensor]) -> Figure:
+    """Eigenvalues of the factors of weights in descending order."""
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    for axes, letter, what in zip(
+        figure.subplots(1, 2), "AB", ("A: second moment of inputs", "B: curvature of outputs"), strict=True
+    ):
+        prefix = f"log10_eigenvalues_{letter}/"
+        spectra = {
+            key.removeprefix(prefix): 10**values
+            for key, values in histograms.items()
+            if key.startswith(prefix) and f"log10_eigenvalues_A/{key.removeprefix(prefix)}" in histograms
+        }
+        for index, (name, values) in enumerate(spectra.items()):
+            axes.plot(
+                range(1, len(values) + 1),
+                values,
+                label=name,
+                color=COLOURS[index % len(COLOURS)],
+                marker=MARKERS[index // len(COLOURS) % len(MARKERS)],
+                markersize=3,
+                lw=1,
+                markevery=0.1,
+            )
+        axes.set(xscale="log", yscale="log", xlabel="index", ylabel="eigenvalue", title=what)
+        axes.grid(alpha=0.3)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8)
+    return figure
+
+
+def draw_gradients(x: Tensor, y: Tensor, norms: Tensor, z: Tensor) -> Figure:
+    """Histogram of gradient norms, and the samples with the largest ones."""
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1.6, 1))[:, 0]
+    axes = above.subplots()
+    positive = norms.clamp(min=norms.max() * 1e-6)
+    bins = torch.logspace(float(positive.min().log10()), float(positive.max().log10()), 50)
+    axes.hist(positive, bins=bins.tolist(), color=COLOURS[0])
+    axes.set(xscale="log", xlabel="norm of a sample's gradient / (nats / parameter)", ylabel="held-out samples")
+    axes.grid(alpha=0.3)
+    hardest = norms.argsort(descending=True)[:_SHOWN]
+    if x.ndim == 4:
+        panels = below.subplots(1, _SHOWN, squeeze=False)[0]
+        for axes, i in zip(panels, hardest.tolist(), strict=False):
+            image = x[i] - x.amin()
+            axes.imshow((image / (x.amax() - x.amin())).permute(1, 2, 0), cmap="gray", vmin=0, vmax=1)
+            said = "" if y.is_floating_point() else f"is {y[i]}, said {z[i].argmax()}\n"
+            axes.set_title(f"{said}norm {norms[i]:.3g}", fontsize=9)
+            axes.axis("off")
+    else:
+        lines = [f"{norms[i]:8.3g}  {''.join(ALPHABET[code] for code in x[i])!r}" for i in hardest.tolist()]
+        below.text(0.02, 0.95, "\n".join(["    norm  text", *lines]), va="top", family="monospace", fontsize=9)
+    return figure
+
+
+def draw_hessian(diagonals: Mapping[str, Tensor]) -> Figure:
+    """Quantiles of the Hessian diagonal per parameter, on both sides of zero."""
+    figure = Figure(figsize=(9, 1.8 + 0.22 * len(diagonals)), layout="constrained")
+    axes = figure.subplots()
+    boxes = []
+    for values in diagonals.values():
+        low, lower, median, upper, high = _quantiles(values, (0, 0.25, 0.5, 0.75, 1))
+        boxes.append({"whislo": low, "q1": lower, "med": median, "q3": upper, "whishi": high, "fliers": []})
+    axes.bxp(boxes, orientation="horizontal", showfliers=False, medianprops={"color": COLOURS[1]})
+    axes.set_yticks(range(1, len(diagonals) + 1), list(diagonals))
+    low = min(box["whislo"] for box in boxes)
+    high = max(box["whishi"] for box in boxes)
+    decade = math.ceil(math.log10(max(-low, high, 1e-30)))
+    axes.set_xscale("symlog", linthresh=10.0 ** (decade - 7), linscale=0.5)
+    powers = [10.0**power for power in range(decade - 6, decade + 1, 2)]
+    axes.set_xticks([*(-power for power in powers), 0, *powers])
+    margin = 10.0 ** (decade - 7)
+    axes.set_xlim(1.5 * low - margin, 1.5 * high + margin)
+    axes.axvline(0, color="0.5", lw=0.8)
+    axes.set_xlabel("diagonal of the Hessian / (nats / parameter²): quartiles, smallest and largest entry")
+    axes.invert_yaxis()
+    axes.grid(alpha=0.3, axis="x")
+    return figure
+
+
+def _quantiles(values: Tensor, at: tuple[float, ...]) -> list[float]:
+    ordered = values.sort().values  # torch.quantile takes no more than 16 million values
+    return [float(ordered[round(q * (len(ordered) - 1))]) for q in at]
+
+
+def main() -> None:
+    """The command line."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    inspection = tyro.cli(Inspection, prog="python -m experiments.inspect", description=__doc__)
+    try:
+        pictures = inspect(inspection)
+    except (ValueError, DataError) as error:
+        sys.exit(f"stopped: {error}")
+    print(*pictures, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
