@@ -114,11 +114,12 @@ class Collection:
             peers: the ranks.
         """
         device = params[0].device
-        tensors = [self.weight.to(device), self.step_weight.to(device)]
+        # of one dtype, whatever that of the losses: a rank may have none
+        tensors = [self.weight.to(device, torch.float64), self.step_weight.to(device, torch.float64)]
         for i, (shapes, dtype, of_input) in forms.items():
             zeros = [torch.zeros(shape, dtype=getattr(torch, dtype), device=params[i].device) for shape in shapes]
             own = self.curvature.get(params[i], Curvature(zeros, of_input, torch.zeros((), device=params[i].device)))
-            tensors += [*own.sums, own.weight]
+            tensors += [*own.sums, own.weight.to(torch.float64)]
         weight, step_weight, *means = peers.mean(tensors)
         result, rest = Collection({}, weight, step_weight), iter(means)
         for i, (shapes, _, of_input) in forms.items():
