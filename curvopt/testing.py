@@ -593,7 +593,9 @@ class _Comparison:
     def root(self, name: str, extension: Any, actual: Tensor) -> tuple[Tensor, Tensor]:
         v = self.directions[name]
         V = actual.reshape(-1, v[0].numel())
-        return (v.flatten(1) @ V.T @ V).reshape(v.shape), self.reference.ggn_product(name, v, extension.subsampling)
+        return (v.reshape(len(v), -1) @ V.T @ V).reshape(v.shape), self.reference.ggn_product(
+            name, v, extension.subsampling
+        )
 
     def ggn_product(self, name: str, extension: Any, actual: Callable) -> tuple[Tensor, Tensor]:
         v = self.directions[name]
@@ -607,7 +609,7 @@ class _Comparison:
         return actual.flatten()[self.entries[name]], self._diag_h[name].sum(0)
 
     def hessian_diagonal_batch(self, name: str, extension: Any, actual: Tensor) -> tuple[Tensor, Tensor]:
-        return actual.flatten(1)[:, self.entries[name]], self._diag_h[name]
+        return actual.reshape(len(actual), -1)[:, self.entries[name]], self._diag_h[name]
 
     @cached_property
     def _hessian_products(self) -> dict[str, Tensor]:
@@ -683,8 +685,11 @@ def _rows(
             rows.append(Row(name, twin.field, None, None, "WRONG", f"shape {shapes[0]}, expected {shapes[1]}"))
             continue
         pairs[name] = [(a.detach(), e.detach()) for a, e in zip(*both, strict=True)]
-    # what is zero up to rounding has no scale of its own
-    overall = max((float(e.abs().max()) for both in pairs.values() for _, e in both), default=0.0)
+    # what is zero up to rounding has no scale of its own, nor has a variance, which is a difference
+    largest = [float(e.abs().max()) for both in pairs.values() for _, e in both]
+    if twin.field == "variance":
+        largest += [float(comparison.reference.sum_grad_squared(name).max()) for name in pairs]
+    overall = max(largest, default=0.0)
     for name, both in pairs.items():
         absolute, relative, right = 0.0, 0.0, True
         for a, e in both:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checks import by_case
 from torch import Tensor, nn
 
 from curvopt import CurvoptError, extend
@@ -75,6 +76,13 @@ def test_every_field_agrees_and_is_in_the_printed_table(capsys):
     printed = capsys.readouterr().out
     assert str(result) in printed
     assert all(f" {field} " in printed for field in _EXPECTED)
+
+
+@by_case
+def test_networks_of_all_kinds(case):
+    problem, fields = case.problem(), [e for e in ALL if not isinstance(e, (KFRA, SqrtGGNExact))]
+    lossfunc = extend(problem.lossfunc)
+    check(problem.model, lambda z, y: case.scale * lossfunc(z, y), problem.x, problem.y, fields, raises=True, entries=3)
 
 
 @pytest.mark.parametrize("extension", OF_LINEAR, ids=lambda extension: extension.field)
