@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from benchmarks.packages import EXACT, KRONECKER, PRODUCTS, Method, Values, direction, method
 from benchmarks.problems import Problem, Task
 
-SAMPLES = 3
+#: What a comparison is made with: nothing depends on more.
+SAMPLES, CLASSES = 3, 10
 #: Relative error that is rounding, by dtype; ties of ReLU and max-pooling cost digits in float32.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 
@@ -198,12 +200,12 @@ def error_of(values: Values, reference: Values) -> float:
 
 
 class Checker:
-    """Compares packages with the definitions, on a few samples of a problem, on the CPU."""
+    """Compares packages with the definitions, on few samples and classes of a problem, on the CPU."""
 
     def __init__(self, problem: Problem):
-        self.problem = problem
+        self.problem = dataclasses.replace(problem, N=SAMPLES, classes=min(problem.classes, CLASSES))
         with default_dtype(torch.float64):
-            self.definitions = Definitions(problem.make(SAMPLES))
+            self.definitions = Definitions(self.problem.make())
 
     def error(self, package: str, quantity: str) -> tuple[float, torch.dtype]:
         """Relative error, in float64 or, where the package cannot, float32.
@@ -215,7 +217,7 @@ class Checker:
         for dtype in (torch.float64, torch.float32):
             try:
                 with default_dtype(dtype), most_likely_labels():
-                    computed: Method = method(package, self.problem.make(SAMPLES), quantity)
+                    computed: Method = method(package, self.problem.make(), quantity)
                     values = computed.read(computed.run())
                 return error_of(values, reference), dtype
             except Exception:
@@ -227,6 +229,6 @@ class Checker:
         with default_dtype(torch.float64):
             if quantity != "KFRA":
                 return self.definitions[quantity]
-            found = method("curvopt", self.problem.make(SAMPLES), quantity).run()  # of which the tests take care
+            found = method("curvopt", self.problem.make(), quantity).run()  # of which the tests take care
             weights = {name: v for name, v in found.items() if len(v) == 2}
             return {n: [(B, *found.get(n.replace("weight", "bias"), ())), (A,)] for n, (B, A) in weights.items()}

@@ -170,7 +170,9 @@ def opacus_(task: Task, quantity: str) -> Method:
         raise RuntimeError("opacus refuses batch normalisation")
     ghost = quantity == "BatchL2Grad"
     wrapper = GradSampleModuleFastGradientClipping if ghost else GradSampleModule
-    model = wrapper(task.model.train(), loss_reduction="mean")
+    model = wrapper(task.model.train(), loss_reduction="mean")  # its hooks work in train mode only
+    for module in task.model.modules():
+        module.train(not isinstance(module, nn.Dropout))
 
     def run() -> Values:
         for p in named.values():

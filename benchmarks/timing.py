@@ -9,12 +9,14 @@ import multiprocessing
 import os
 import platform
 import resource
+import signal
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path("benchmarks") / "results"
 #: Calls that take less are repeated until they take this long, in seconds.
 SHORTEST = 0.03
 
@@ -42,11 +44,28 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
+@contextmanager
+def limited(limit: float) -> Iterator[None]:
+    """Raises `TimeoutError` after so many seconds of CPU time."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"more than {limit:g} seconds")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
 def ratios(
     unit: Callable[[], Any],
     calls: Mapping[str, Callable[[], Any]],
     rounds: int,
     budget: float = math.inf,
+    limit: float = 1e6,
     device: str = "cpu",
     tick: Callable[[], Any] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
@@ -56,35 +75,48 @@ def ratios(
         unit: what is measured against.
         calls: what is measured, in turns.
         rounds: how many turns.
-        budget: seconds after which a call takes no more turns (but at least one).
+        budget: seconds after which a call takes no more turns; a call that is longer is measured cold.
+        limit: seconds of CPU time that one call may take.
         device: where the calls compute.
         tick: called after every measurement.
 
     Returns:
         For every call ``cpu`` and ``wall`` (medians of ratios), ``spread`` (half the distance of the quartiles of the
-        first), ``unit_seconds`` and ``rounds``.
+        first), ``unit_seconds`` and ``rounds``; or why it ``fails``, and the ratio it exceeds if it is too ``slow``.
     """
     unit(), unit()
-    lengths = {name: _warm(call, device) for name, call in calls.items()}
-    unit_repeat = _repeat(seconds(unit, device=device)[1])
+    unit_seconds = seconds(unit, device=device)[1]
+    unit_repeat = _repeat(unit_seconds)
     samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in calls}
+    lengths: dict[str, float] = {}
+    failed: dict[str, dict[str, Any]] = {}
+
+    def sample(name: str) -> None:
+        gc.collect()
+        unit_cpu, unit_wall = seconds(unit, unit_repeat, device)
+        cpu, wall = seconds(calls[name], _repeat(lengths.get(name, 1)), device)
+        lengths[name] = wall
+        # under `limited` the clock of CPU time has ticks of milliseconds
+        samples[name].append((cpu / max(unit_cpu, 1e-9), wall / unit_wall, unit_wall))
+        tick()
+
     gc.freeze()  # what is here stays; to look at it again and again takes longer than many a call
+    for name in calls:
+        try:
+            with limited(limit):
+                sample(name)
+        except TimeoutError as error:
+            failed[name] = {"fails": reason(error), "slow": limit / unit_seconds}
+        except Exception as error:
+            failed[name] = {"fails": reason(error)}
+        if lengths.get(name, 0) < budget:
+            samples[name].clear()
     for _ in range(rounds):
-        for name, call in calls.items():
-            if samples[name] and len(samples[name]) * lengths[name] > budget:
-                continue
-            gc.collect()
-            unit_cpu, unit_wall = seconds(unit, unit_repeat, device)
-            cpu, wall = seconds(call, _repeat(lengths[name]), device)
-            samples[name].append((cpu / unit_cpu, wall / unit_wall, unit_wall))
-            tick()
-    return {name: _summary(of) for name, of in samples.items()}
-
-
-def _warm(call: Callable[[], Any], device: str) -> float:
-    """Seconds of a call after a first one, unless that was long."""
-    first = seconds(call, device=device)[1]
-    return first if first > 1 else seconds(call, device=device)[1]
+        for name in calls:
+            if name not in failed and (len(samples[name]) + 0.5) * lengths[name] < budget:
+                sample(name)
+    gc.unfreeze()
+    return failed | {name: _summary(of) for name, of in samples.items() if name not in failed}
 
 
 def _repeat(length: float) -> int:

@@ -1,0 +1,79 @@
+"""Peak memory of every quantity, here and in other packages, in MiB beyond the peak of the plain gradient.
+
+Every number comes from a fresh process, which has computed the plain gradient before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from tqdm import tqdm
+
+from benchmarks.packages import NotOffered, installed, method
+from benchmarks.problems import PROBLEMS, Problem
+from benchmarks.tables import Choice, Result, Rows, draw, load_rows, markdown, save_rows
+from benchmarks.timing import RESULTS, in_fresh_process, limited, peak_memory
+
+
+@dataclass(frozen=True)
+class Settings(Choice):
+    """What is measured, and how."""
+
+    limit: float = 60.0
+    """Seconds of CPU time that a package may take."""
+    out: Path = RESULTS
+    """Folder for the results and the figure."""
+
+
+def peaks(problem: Problem, package: str, quantity: str, device: str, limit: float) -> Result:
+    """Peak memory after a quantity, less that after the plain gradient before it; for a fresh process."""
+    try:
+        method(package, PROBLEMS["tiny"].make(device), quantity).run()  # what the package loads at its first use
+    except NotOffered:
+        return {"absent": True}
+    task = problem.make(device)
+    computed = method(package, problem.make(device), quantity)
+    for _ in range(2):  # the allocator learns from the first
+        task.gradient()
+        task.model.zero_grad()
+    gradient = peak_memory(device)
+    with limited(limit):
+        computed.run()
+    own = peak_memory(device) - gradient
+    return {"peak_mib": own, "gradient_peak_mib": gradient, "gradient": computed.gradient}
+
+
+def peak(problem: Problem, package: str, quantity: str, device: str = "cpu", limit: float = 60.0) -> Result:
+    """The same, in a process of its own, or why not."""
+    try:
+        return in_fresh_process(peaks, problem, package, quantity, device, limit)
+    except RuntimeError as error:
+        return {"memory_fails": str(error)}
+
+
+def main() -> None:
+    """The command line."""
+    settings = tyro.cli(Settings, prog="python -m benchmarks.memory", description=__doc__)
+    torch.set_num_threads(settings.threads)
+    tables: dict[str, Rows] = {}
+    bar = tqdm(settings.cells())
+    for problem, quantity in bar:
+        bar.set_postfix_str(f"{problem} {quantity}")
+        tables.setdefault(problem, {})[quantity] = {
+            package: peak(PROBLEMS[problem], package, quantity, settings.device, settings.limit)
+            for package in installed(settings.package)
+        }
+        save_rows(settings.out, "memory", problem, tables[problem], settings)
+    print("\nPeak memory beyond the gradient's, MiB (* without the gradient)")
+    for problem, rows in tables.items():
+        print(f"\n{markdown(problem, rows, 'peak_mib')}")
+    figure = settings.out / "memory.png"
+    draw(load_rows(settings.out, "memory"), "peak_mib", "MiB beyond the plain gradient's peak", figure)
+    print(f"\nresults: {settings.out}/memory-*.json, {figure}")
+
+
+if __name__ == "__main__":
+    main()

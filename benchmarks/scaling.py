@@ -1,0 +1,168 @@
+"""How the cost of quantities grows with batch size, width, classes and depth, and their memory with the classes.
+
+A small convolutional network is varied in one size at a time. Time is a multiple of the plain gradient at that size;
+memory is that beyond the plain gradient's peak in a fresh process, and for exact curvature should stay where it is
+however many columns the classes ask for. The vocabulary is that of a small language model, whose columns are sampled.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch import nn
+from tqdm import tqdm
+
+from benchmarks.memory import peak
+from benchmarks.packages import installed, method
+from benchmarks.problems import Problem
+from benchmarks.tables import PackageName, QuantityName
+from benchmarks.timing import RESULTS, ratios, save
+from experiments import models
+
+
+def network(width: int, depth: int, classes: int) -> nn.Module:
+    """Convolutions of one width, a pooling and a linear layer, for 16x16 images."""
+    layers: list[nn.Module] = []
+    for i in range(depth):
+        layers += [nn.Conv2d(width if i else 3, width, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.MaxPool2d(4), nn.Flatten(), nn.Linear(16 * width, classes))
+
+
+def images(N: int = 32, width: int = 32, depth: int = 4, classes: int = 10) -> Problem:
+    return Problem(partial(network, width, depth), classes, N, inputs=(3, 16, 16))
+
+
+def text(vocabulary: int) -> Problem:
+    return Problem(partial(models.gpt, length=64, dim=64, depth=1), vocabulary, N=4, tokens=64, exact=False)
+
+
+#: What grows, and the problem of each size.
+SIZES: Mapping[str, tuple[Callable[[int], Problem], tuple[int, ...]]] = {
+    "batch size": (lambda size: images(N=size), (4, 8, 16, 32, 64, 128)),
+    "width": (lambda size: images(width=size), (8, 16, 32, 64, 128)),
+    "depth": (lambda size: images(depth=size), (2, 4, 8, 16)),
+    "classes": (lambda size: images(classes=size), (10, 30, 100, 300, 1000)),
+    "vocabulary": (text, (300, 1000, 3000, 10000)),
+}
+#: Whose memory is measured as they grow.
+COLUMNS = ("classes", "vocabulary")
+#: Okabe and Ito (2008).
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
+LINES = {"curvopt": "-", "backpack": "--"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured, and how."""
+
+    size: tuple[str, ...] = tuple(SIZES)
+    """What grows."""
+    quantity: tuple[QuantityName, ...] = ("BatchL2Grad", "SumGradSquared", "KFAC", "DiagGGNMC", "KFLR", "DiagGGNExact")
+    """Extensions."""
+    package: tuple[PackageName, ...] = ("curvopt",)
+    """Packages; curvopt is drawn with lines, others dashed."""
+    threads: int = 1
+    """Threads of PyTorch."""
+    device: str = "cpu"
+    """Where to compute: cpu, cuda, cuda:1."""
+    rounds: int = 5
+    """Turns of every quantity."""
+    budget: float = 3.0
+    """Seconds after which a quantity takes no more turns."""
+    out: Path = RESULTS
+    """Folder for the results and the figure."""
+
+
+def at(settings: Settings, name: str, size: int) -> dict[str, Any]:
+    """Costs of all quantities at one size, by package and quantity."""
+    problem = SIZES[name][0](size)
+    calls = {}
+    for package in installed(settings.package):
+        for quantity in settings.quantity:
+            if problem.exact or quantity not in ("KFLR", "DiagGGNExact"):
+                calls[f"{package} {quantity}"] = method(package, problem.make(settings.device), quantity).run
+    unit = problem.make(settings.device).gradient
+    costs = ratios(unit, calls, settings.rounds, settings.budget, device=settings.device)
+    if name in COLUMNS:
+        for key in calls:
+            costs[key] |= peak(problem, *key.split(), settings.device)
+    return costs
+
+
+def draw(curves: Mapping[str, Mapping[int, Mapping[str, Any]]], key: str, path: Path) -> None:
+    """A panel of times for each size, and one of memory for those that make columns."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = [(name, key) for name in curves] + [(name, "peak_mib") for name in curves if name in COLUMNS]
+    figure, axes = plt.subplots(1, len(panels), figsize=(2.6 * len(panels), 3.2), squeeze=False)
+    labels: dict[str, Any] = {}
+    for axis, (name, number) in zip(axes[0], panels, strict=True):
+        points = curves[name]
+        for label in dict.fromkeys(label for costs in points.values() for label in costs):
+            package, quantity = label.split()
+            colour = COLOURS[list(dict.fromkeys(key.split()[1] for key in [*labels, label])).index(quantity) % 7]
+            found = [(size, costs[label][number]) for size, costs in points.items() if number in costs.get(label, {})]
+            (line,) = axis.plot(
+                *zip(*found, strict=True), LINES.get(package, ":"), color=colour, marker="o", markersize=3
+            )
+            labels.setdefault(label, line)
+        axis.set_xscale("log")
+        if number != "peak_mib" and max(v[number] for p in points.values() for v in p.values() if number in v) > 20:
+            axis.set_yscale("log")
+            axis.yaxis.set_major_formatter("{x:g}")
+        else:
+            axis.set_ylim(bottom=0)
+        axis.set_xticks(list(points), [f"{size:,}" for size in points], fontsize=8)
+        axis.minorticks_off()
+        axis.set_xlabel(name)
+        axis.set_title("MiB beyond the gradient" if number == "peak_mib" else "gradients", fontsize=9)
+        axis.grid(color="0.9")
+        axis.spines[["top", "right"]].set_visible(False)
+    shown = {
+        label if len({key.split()[0] for key in labels}) > 1 else label.split()[1]: labels[label] for label in labels
+    }
+    figure.legend(shown.values(), shown.keys(), loc="upper center", ncols=min(len(shown), 6), frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0, 1, 0.9))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    """The command line."""
+    settings = tyro.cli(Settings, prog="python -m benchmarks.scaling", description=__doc__)
+    torch.set_num_threads(settings.threads)
+    curves: dict[str, dict[int, dict[str, Any]]] = {}
+    bar = tqdm([(name, size) for name in settings.size for size in SIZES[name][1]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, size in bar:
+            bar.set_postfix_str(f"{name} {size}")
+            curves.setdefault(name, {})[size] = at(settings, name, size)
+    key = "cpu" if settings.threads == 1 and settings.device == "cpu" else "wall"
+    for name, points in curves.items():
+        labels = list(dict.fromkeys(label for costs in points.values() for label in costs))
+        print(f"\n| {name} | " + " | ".join(labels) + " |\n|" + "---|" * (1 + len(labels)))
+        for size, costs in points.items():
+            shown = [f"{costs[label][key]:.2f}" if key in costs.get(label, {}) else "–" for label in labels]
+            if name in COLUMNS:
+                memory = [costs.get(label, {}).get("peak_mib") for label in labels]
+                shown = [f"{s} ({m:.0f} MiB)" if m is not None else s for s, m in zip(shown, memory, strict=True)]
+            print(" | ".join([f"| {size:,}", *shown]) + " |")
+    save(settings.out / "scaling.json", {"key": key, "curves": curves}, settings.device)
+    draw(curves, key, settings.out / "scaling.png")
+    print(f"\nresults: {settings.out / 'scaling.json'}, {settings.out / 'scaling.png'}")
+
+
+if __name__ == "__main__":
+    main()
