@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from curvopt.core.derivatives.functional_losses import FunctionalLoss
 from curvopt.core.graph import Graph, uses_behind
 from curvopt.core.sweep import Pass, fields_of
-from curvopt.core.uses import Loss, TermUse, Use, extend, listeners
+from curvopt.core.uses import Loss, TermUse, Use, extend, listeners, unheard
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
@@ -161,7 +161,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         if not graph.entries and not accumulates:
             return call()  # a gradient of something else
         if self.skips_empty and graph.empty:
-            return call()
+            with unheard():
+                return call()
         with graph.own_backwards():
             self._pending = Pass(self.extensions, self.extension_hook, graph, partial)
         try:
