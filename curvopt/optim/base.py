@@ -251,6 +251,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         Raises:
             CurvoptError: no parameter of this optimizer belongs to the model.
         """
+        refuse_sharded({p: name for name, p in model.named_parameters()}, f"{type(self).__name__}.attach()")
         mine = set(self._params())
         if mine.isdisjoint(model.parameters()):
             raise CurvoptError(
