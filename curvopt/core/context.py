@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from curvopt.core.derivatives.functional_losses import FunctionalLoss
 from curvopt.core.graph import Graph, uses_behind
 from curvopt.core.sweep import Pass, fields_of
-from curvopt.core.uses import Loss, TermUse, Use, extend, listeners, unheard
+from curvopt.core.uses import Loss, TermUse, Use, extend, listeners, outside_of_graphs, unheard
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
@@ -263,6 +263,8 @@ def _leaves(roots: Sequence[Node]) -> set[Tensor]:
 
 
 def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return outside_of_graphs(functools.partial(_watched_backward, **kwargs), outputs, *args)
     call = functools.partial(_run_backward, outputs, *args, **kwargs)
     nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in outputs]
     roots = [node for node in nodes if node is not None]

@@ -149,7 +149,8 @@ class Graph:
                 where = entry.use.describe() if entry is not None else "the extended model"
                 raise CurvoptError(
                     f"{where}: parameter '{name}' is also used outside of its module (by {node.name()}), which "
-                    "the quantities would miss; call its module, or use it by F.linear or F.embedding."
+                    "the quantities would miss; call its module, or use it by F.linear or F.embedding, outside of what "
+                    "torch.compile compiles."
                 )
 
     def _follow_shared_lookups(self, nodes: list[Node]) -> None:

@@ -314,6 +314,24 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def outside_of_graphs(call: Callable[..., Any], *args: Any) -> Any:
+    """Call something that ``torch.compile`` is tracing, without having it traced."""
+    torch._dynamo.graph_break(
+        msg="curvopt reads the autograd graph, which no compiled graph contains: use torch.compile without "
+        "fullgraph=True, or run a forward that needs no quantities inside of curvopt.disable()."
+    )
+    return torch._dynamo.disable(_untraced)(call, *args)
+
+
+def _untraced(call: Callable[..., Any], *args: Any) -> Any:
+    from torch._dynamo import trace_rules
+    from torch._functorch import config
+
+    trace_rules.add("curvopt")  # nor is anything else of this package traced from now on
+    config.donated_buffer = False  # the backward of a compiled graph runs for several columns
+    return call(*args)
+
+
 class Recorder:
     """The forward hook of a module that owns parameters. Stateless: it may be copied and pickled with its module."""
 
@@ -325,6 +343,8 @@ class Recorder:
         """Put a `Use` on the node of each output."""
         if not (_recording and torch.is_grad_enabled()):
             return None
+        if torch.compiler.is_dynamo_compiling():
+            return outside_of_graphs(self, module, args, kwargs, output)
         outputs = _tensors(output)
         if not any(out.grad_fn is not None for out in outputs):
             return None
@@ -346,7 +366,12 @@ class LossRecorder(Recorder):
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Put a `LossUse` on the node of the loss."""
-        if not (_recording and torch.is_grad_enabled()) or not isinstance(output, Tensor) or output.grad_fn is None:
+        if not (_recording and torch.is_grad_enabled()):
+            return
+        if torch.compiler.is_dynamo_compiling():
+            outside_of_graphs(self, module, args, kwargs, output)
+            return
+        if not isinstance(output, Tensor) or output.grad_fn is None:
             return
         use = LossUse(self.path, module, args, kwargs)
         _attach(output, (use, 0, output.output_nr), partial(_loss_arrived, use))
