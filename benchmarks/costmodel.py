@@ -1,0 +1,226 @@
+"""Whether the engine chooses the faster of its algorithms: `curvopt.core.costs` against measurements of both ways.
+
+For every layer of the networks, and for whole networks, a choice is forced either way and both are timed. "Regret" is
+the time of what the engine chooses, divided by that of the best.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from benchmarks.packages import method
+from benchmarks.problems import PROBLEMS
+from benchmarks.tables import Choice
+from benchmarks.timing import RESULTS, save, seconds
+from curvopt.core import costs
+from curvopt.core.jacobians import Outer, Squares
+
+#: Largest temporary that a forced choice may ask for, in numbers.
+LARGEST = 2e8
+#: Regret that is no mistake.
+SLACK = 1.15
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured, and how."""
+
+    problem: tuple[str, ...] = Choice.problem
+    """Networks whose layers are measured."""
+    rounds: int = 5
+    """Times that both ways are measured, in turns."""
+    threads: int = 1
+    """Threads of PyTorch."""
+    out: Path = RESULTS
+    """Folder for the results and the figure."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, the function of `costs` that it asks, and what that may answer."""
+
+    choice: str
+    where: str
+    function: str
+    answers: tuple[Any, ...]
+    call: Callable[[], Any]
+
+
+def layers(problem: str) -> Iterator[tuple[str, Tensor, nn.Module]]:
+    """Name, unfolded input ``[N, G, S, I]`` and module of the layers of a network, of each shape once."""
+    task, found, handles = PROBLEMS[problem].make(), {}, []
+    for name, module in task.model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+
+            def keep(module: nn.Module, args: tuple[Tensor], name: str = name) -> None:
+                x = args[0].detach()
+                if isinstance(module, nn.Conv2d):
+                    x = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride).mT
+                x = x.reshape(len(x), 1, -1, x.shape[-1]).contiguous()
+                found.setdefault((x.shape, module.weight.shape), (name, x, module))
+
+            handles.append(module.register_forward_pre_hook(keep))
+    task.model(task.x)
+    for handle in handles:
+        handle.remove()
+    yield from found.values()
+
+
+def chunks(left: Tensor, right: Tensor, columns: int) -> Any:
+    """Squares of columns that come one by one, as in a sweep of a large network."""
+    squares = Squares()
+    for _ in range(columns):
+        outer = Outer(left, right, torch.Size((left.shape[-1], right.shape[-1])))
+        outer.columns = columns
+        squares.add(outer)
+    return squares.total()
+
+
+def cases_of_layers(problem: str) -> Iterator[Case]:
+    for name, right, module in layers(problem):
+        where = f"{problem} {name}"
+        N, _, S, I = right.shape  # noqa: E741 - the reserved letters
+        O = module.weight.shape[0]  # noqa: E741
+        left = torch.randn(1, N, 1, S, O)
+        outer = Outer(left, right, torch.Size((O, I)))
+        if I >= costs.SYMMETRIC_BLOCK:
+            yield Case("symmetric products by blocks", f"{where} F={I}", "by_blocks", (True, False), outer.right_factor)
+        if S == 1:
+            continue
+        shape = f"S={S} O={O} I={I}"
+        pairs = S * (S + 1) // 2
+        if 2 * N * S * S < LARGEST and N * O * I < LARGEST:
+            yield Case("norms by Gram matrices", f"{where} {shape}", "by_gram", (True, False), outer.norms2)
+        yield Case(
+            "samples at once",
+            f"{where} {shape}",
+            "samples_at_once",
+            tuple(dict.fromkeys((1, min(8, N), N))),
+            lambda left=left, right=right: chunks(left, right, 1),
+        )
+        for V in (1, PROBLEMS[problem].classes):
+            if N * pairs * (O + I) < LARGEST and V <= 100:
+                call = lambda left=left, right=right, V=V: chunks(left, right, V)  # noqa: E731
+                yield Case("squares by pairs of positions", f"{where} V={V} {shape}", "by_pairs", (True, False), call)
+
+
+def cases_of_networks(problem: str) -> Iterator[Case]:
+    if PROBLEMS[problem].exact:
+        for quantity in ("DiagGGNExact", "KFLR"):
+            together = tuple(c for c in (1, 2, 10) if c <= PROBLEMS[problem].classes)
+            call = method("curvopt", PROBLEMS[problem].make(), quantity).run
+            yield Case("columns at once", f"{problem} {quantity}", "columns_at_once", together, call)
+
+
+def chosen(case: Case) -> Any:
+    """What the engine answers; if it is asked more than once, what it answers first."""
+    answers = []
+    original = getattr(costs, case.function)
+
+    def listen(*args: Any) -> Any:
+        answers.append(original(*args))
+        return answers[-1]
+
+    with mock.patch.object(costs, case.function, listen):
+        case.call()
+    return answers[0] if answers else None
+
+
+def measured(case: Case, rounds: int) -> dict[str, Any]:
+    """Milliseconds of every answer and of the engine's own, and the regret of that."""
+    answer = chosen(case)
+    answers = tuple(dict.fromkeys((*case.answers, answer)))
+    samples: dict[Any, list[float]] = {a: [] for a in answers}
+    for _ in range(rounds):
+        for a in answers:
+            with mock.patch.object(costs, case.function, lambda *_, a=a: a):
+                case.call()
+                samples[a].append(min(seconds(case.call)[0] for _ in range(2)))
+    times = {a: 1e3 * statistics.median(values) for a, values in samples.items()}
+    return {
+        "choice": case.choice,
+        "where": case.where,
+        "chosen": answer,
+        "milliseconds": {str(a): t for a, t in times.items()},
+        "regret": times[answer] / min(times.values()),
+    }
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """A row for each choice: how much longer the next best way takes, or by how much the engine misses the best."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    choices = list(dict.fromkeys(result["choice"] for result in results))
+    figure, axis = plt.subplots(figsize=(7, 0.9 + 0.45 * len(choices)))
+    for result in results:
+        times = result["milliseconds"]
+        own = times[str(result["chosen"])]
+        other = min(t for answer, t in times.items() if answer != str(result["chosen"]))
+        right = result["regret"] <= SLACK
+        axis.plot(
+            other / own,
+            choices.index(result["choice"]),
+            marker="o" if right else "X",
+            color="#0072B2" if right else "#D55E00",
+            alpha=0.6,
+            zorder=2 + (not right),
+        )
+    axis.axvline(1, color="0.4", linewidth=1)
+    axis.set_xscale("log")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_yticks(range(len(choices)), choices)
+    axis.set_ylim(len(choices) - 0.5, -0.5)
+    axis.set_xlabel("time of the best other way / time of the way chosen (crosses: the other way is faster)")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="x", color="0.9")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    """The command line."""
+    settings = tyro.cli(Settings, prog="python -m benchmarks.costmodel", description=__doc__)
+    torch.set_num_threads(settings.threads)
+    torch.manual_seed(0)
+    results = []
+    bar = tqdm(settings.problem)
+    for problem in bar:
+        with torch.no_grad():
+            for case in cases_of_layers(problem):
+                bar.set_postfix_str(case.where)
+                results.append(measured(case, settings.rounds))
+        for case in cases_of_networks(problem):
+            bar.set_postfix_str(case.where)
+            results.append(measured(case, settings.rounds))
+    print("\n| choice | cases | right | worst regret |\n|---|---|---|---|")
+    for choice in dict.fromkeys(result["choice"] for result in results):
+        regrets = [result["regret"] for result in results if result["choice"] == choice]
+        right = sum(regret <= SLACK for regret in regrets)
+        print(f"| {choice} | {len(regrets)} | {right} | {max(regrets):.2f} |")
+    for result in sorted(results, key=lambda result: -result["regret"]):
+        if result["regret"] > SLACK:
+            times = ", ".join(f"{answer}: {t:.2f} ms" for answer, t in result["milliseconds"].items())
+            print(f"{result['choice']}, {result['where']}: chosen {result['chosen']}, {times}")
+    save(settings.out / "costmodel.json", {"results": results})
+    draw(results, settings.out / "costmodel.png")
+    print(f"\nresults: {settings.out / 'costmodel.json'}, {settings.out / 'costmodel.png'}")
+
+
+if __name__ == "__main__":
+    main()
