@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.testing import assert_close
 
 import curvopt.hessianfree
-from curvopt import backpack, extend
+from curvopt import CurvoptError, backpack, extend
 from curvopt.extensions import DiagGGNExact
 from curvopt.hessianfree import (
     L_op,
@@ -281,3 +281,21 @@ def test_newton_step_on_a_net():
         return [Gv + 0.1 * vi for Gv, vi in zip(products, v, strict=True)]
 
     assert_close(flat(cg(damped, gradient, tol=1e-12, maxiter=60).x), torch.linalg.solve(G, flat(gradient)))
+
+
+@pytest.mark.parametrize("product", [R_op, hessian_vector_product])
+def test_functions_that_are_differentiable_once_are_refused(product):
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0].cos()
+
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(CurvoptError, match="once_differentiable"):  # autograd.grad takes it for zero
+        product(Once.apply(2 * x).sum(), x, torch.ones(2))

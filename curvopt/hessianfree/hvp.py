@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvopt.core.uses import unheard
-from curvopt.hessianfree.lop import L_op, as_list, check_shapes
+from curvopt.hessianfree.lop import L_op, as_list, check_differentiable, check_shapes
 
 
 def hessian_vector_product(
@@ -31,9 +31,13 @@ def hessian_vector_product(
 
     Returns:
         Tensors like ``params``.
+
+    Raises:
+        CurvoptError: if a function between them is marked as differentiable only once.
     """
     params, v = as_list(params), as_list(v)
     check_shapes("hessian_vector_product: v", v, params)
+    check_differentiable("hessian_vector_product", [f])
     if grad_params is None:
         with unheard():
             grad_params = torch.autograd.grad(f, params, create_graph=True, materialize_grads=True)

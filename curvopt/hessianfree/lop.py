@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from curvopt.core.uses import unheard
+from curvopt.errors import CurvoptError
 
 
 def L_op(  # noqa: N802 - the name in the literature
@@ -47,3 +50,25 @@ def check_shapes(what: str, vectors: Sequence[Tensor], like: Sequence[Tensor]) -
     got, expected = [list(v.shape) for v in vectors], [list(t.shape) for t in like]
     if got != expected:
         raise ValueError(f"{what}: expected vectors of shapes {expected}, got {got}.")
+
+
+_once_differentiable = torch.autograd.function.once_differentiable(lambda ctx, grad: grad).__code__
+
+
+def check_differentiable(what: str, ys: Sequence[Tensor] | Sequence[GradientEdge]) -> None:
+    """Raise if a function behind ``ys`` is marked as differentiable only once, which autograd.grad takes for linear."""
+    stack = [node for y in ys if (node := y.node if isinstance(y, GradientEdge) else y.grad_fn) is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if isinstance(node, BackwardCFunction):
+            function = node._forward_cls  # type: ignore[attr-defined]
+            if getattr(function.backward, "__code__", None) is _once_differentiable:
+                raise CurvoptError(
+                    f"{what}: {function.__name__} is marked as once_differentiable, so PyTorch has no second "
+                    "derivative of it; write its backward in operations that are differentiable."
+                )
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core.uses import unheard
-from curvopt.hessianfree.lop import as_list, check_shapes
+from curvopt.hessianfree.lop import as_list, check_differentiable, check_shapes
 
 
 def R_op(  # noqa: N802 - the name in the literature
@@ -33,6 +33,9 @@ def R_op(  # noqa: N802 - the name in the literature
 
     Returns:
         Tensors like ``ys``, zero where they depend on nothing.
+
+    Raises:
+        CurvoptError: if a function between them is marked as differentiable only once.
     """
     ys, xs, vs = as_list(ys), as_list(xs), as_list(vs)
     check_shapes("R_op: vs", vs, xs)
@@ -48,7 +51,11 @@ def linearise(
         ys: outputs, or where they lie in the graph.
         xs: inputs that the outputs were computed from.
         like: tensors like the outputs.
+
+    Raises:
+        CurvoptError: if a function between them is marked as differentiable only once.
     """
+    check_differentiable("R_op", ys)
     ws = [torch.zeros(y.shape, dtype=y.dtype, device=y.device, requires_grad=True) for y in like]
     with unheard(), torch.enable_grad():
         gs = torch.autograd.grad(ys, xs, ws, retain_graph=True, create_graph=True, materialize_grads=True)

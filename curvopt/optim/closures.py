@@ -158,4 +158,4 @@ def _describe(result: Any) -> str:
 
 
 def _sum(roots: Sequence[Tensor], cotangents: Sequence[Tensor]) -> float:
-    return float(sum((c * z).sum() for z, c in zip(roots, cotangents, strict=True)))
+    return float(sum((c * z.detach()).sum() for z, c in zip(roots, cotangents, strict=True)))

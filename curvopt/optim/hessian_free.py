@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf, isfinite, nan
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,11 +21,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from curvopt.core.derivatives.functional_losses import FunctionalLoss, find_losses
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.uses import Loss, TermUse, listeners, unheard
+from curvopt.distributed import Peers, peers_of, refuse_sharded
 from curvopt.errors import CurvoptError
 from curvopt.hessianfree.cg import Product, Solution, cg
 from curvopt.hessianfree.rop import linearise
 from curvopt.optim.base import CurvatureOptimizer
 from curvopt.optim.closures import Closure
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Vector = list[Tensor]  # like the parameters
 
@@ -90,6 +94,7 @@ class QuadraticModel:
         differentiated: the losses.
         parameters: θ.
         decays: weight decay of each.
+        peers: other processes, of whose losses the objective is the mean.
 
     Attributes:
         gradient: ``g``.
@@ -100,9 +105,16 @@ class QuadraticModel:
         CurvoptError: if a loss is not convex in its input.
     """
 
-    def __init__(self, differentiated: Differentiated, parameters: Sequence[Tensor], decays: Sequence[float]):
-        self.parameters = parameters
-        self.gradient = [g + decay * p for g, p, decay in zip(differentiated.gradient, parameters, decays, strict=True)]
+    def __init__(
+        self,
+        differentiated: Differentiated,
+        parameters: Sequence[Tensor],
+        decays: Sequence[float],
+        peers: Peers | None = None,
+    ):
+        self.parameters, self._peers = parameters, peers
+        gradient = mean_of(peers, differentiated.gradient)
+        self.gradient = [g + decay * p for g, p, decay in zip(gradient, parameters, decays, strict=True)]
         self.shifts: list[float | Tensor] = list(decays)
         for use, grad in differentiated.terms:
             regularized = set(use.parameters)
@@ -110,34 +122,58 @@ class QuadraticModel:
                 shift + use.weight * grad if p in regularized else shift
                 for shift, p in zip(self.shifts, parameters, strict=True)
             ]
-        self.weight = 0.0
+        weight = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
         self._curvatures: list[tuple[LossCurvature, Tensor]] = []
         self._slopes: list[Tensor] = []
         for loss, grad, _ in differentiated.losses:
             curvature, scale = loss.curvature(grad)
             assert curvature.weights is not None
-            self.weight += float(curvature.weights.sum() * scale.square())
+            weight += (curvature.weights.sum() * scale.square()).to(weight)
             self._curvatures.append((curvature, scale))
             with torch.enable_grad(), unheard():
                 self._slopes.append(loss.slope(grad))
+        self.weight = float(mean_of(peers, [weight])[0])
         self._edges = [edge for *_, edge in differentiated.losses]
         self._inputs = [loss.input for loss, *_ in differentiated.losses]
         self._jacobian = linearise(self._edges, parameters, self._inputs)
+        self._checked = False
 
     def product(self, v: Vector) -> Vector:
-        """``B v``: forwards through the network (R-operator), the Hessian of the loss, and backwards."""
+        """``B v``: forwards through the network (R-operator), the Hessian of the loss, and backwards.
+
+        Raises:
+            CurvoptError: if an operation of the network has no second derivative.
+        """
         try:
             Jv = self._jacobian(v)
         except RuntimeError as error:
-            if "derivative" not in str(error):
+            if not any(words in str(error) for words in ("derivative", "double backward")):
                 raise
             raise CurvoptError(
                 f"HessianFree: PyTorch has no second derivative of an operation of the network ({error}). Attention "
                 "has one inside of torch.nn.attention.sdpa_kernel(SDPBackend.MATH), cuDNN's recurrent nets with "
-                "torch.backends.cudnn.flags(enabled=False)."
+                "torch.backends.cudnn.flags(enabled=False), compiled models before they are compiled."
             ) from error
         HJv = [_hessian_product(*term) for term in zip(self._slopes, self._edges, Jv, strict=True)]
-        return [Gv + shift * t for Gv, shift, t in zip(self._pulled_back(HJv), self.shifts, v, strict=True)]
+        if not self._checked:
+            self._check_transposed(v, Jv)
+        Gv = mean_of(self._peers, self._pulled_back(HJv))
+        return [Gt + shift * t for Gt, shift, t in zip(Gv, self.shifts, v, strict=True)]
+
+    def _check_transposed(self, v: Vector, Jv: Sequence[Tensor]) -> None:
+        """``uᵀ (J v) = vᵀ (Jᵀ u)``: a backward that hides from autograd what it does makes J v wrong in silence."""
+        self._checked = True
+        u = [slope.detach().to(z.dtype) for slope, z in zip(self._slopes, self._inputs, strict=True)]
+        Jtu = self._pulled_back(u)
+        left, right = _dot(u, Jv), _dot(v, Jtu)
+        eps = max(torch.finfo(t.dtype).eps for t in (*u, *v))
+        rounding = 100 * eps * (_dot(v, v) * _dot(Jtu, Jtu)) ** 0.5
+        if abs(left - right) > eps**0.3 * max(abs(left), abs(right)) + rounding:
+            raise CurvoptError(
+                "HessianFree: the Jacobian of the network by double backward is not that by backward "
+                f"({left:.6g} and {right:.6g}). An autograd.Function or hook in it does something in its backward that "
+                "PyTorch cannot differentiate (.data, .detach(), numpy, in-place changes)."
+            )
 
     def sampled_diagonal(self, samples: int) -> Vector:
         """Unbiased estimate of B's diagonal: mean squares of Jᵀs with random s, E[s sᵀ] = H (Chapelle & Erhan 2011).
@@ -145,15 +181,15 @@ class QuadraticModel:
         The same random numbers are used at each step.
         """
         generators = {z.device: torch.Generator(z.device).manual_seed(0) for z in self._inputs}
-        total = [torch.zeros_like(p) + shift for p, shift in zip(self.parameters, self.shifts, strict=True)]
+        squares = [torch.zeros_like(p) for p in self.parameters]
         for _ in range(samples):
             columns = [
                 (scale * curvature.sample(1, generators[z.device])[0]).to(z.dtype)
                 for (curvature, scale), z in zip(self._curvatures, self._inputs, strict=True)
             ]
-            for t, column in zip(total, self._pulled_back(columns), strict=True):
-                t.addcmul_(column, column, value=1 / samples)
-        return total
+            for square, column in zip(squares, self._pulled_back(columns), strict=True):
+                square.addcmul_(column, column, value=1 / samples)
+        return [square + shift for square, shift in zip(mean_of(self._peers, squares), self.shifts, strict=True)]
 
     def _pulled_back(self, vectors: Vector) -> Sequence[Tensor]:
         with unheard():
@@ -173,7 +209,7 @@ def _hessian_product(slope: Tensor, edge: GradientEdge, u: Tensor) -> Tensor:
 
 
 def solve(
-    model: QuadraticModel, damping: Sequence[float], x0: Vector, maxiter: int, progress: float, samples: int
+    model: QuadraticModel, damping: Sequence[float], x0: Vector | None, maxiter: int, progress: float, samples: int
 ) -> tuple[Solution, list[Vector]]:
     """CG on ``(B + λ) x = -g``.
 
@@ -250,7 +286,12 @@ def levenberg_marquardt(ratio: float) -> float:
     return 3 / 2 if ratio < 1 / 4 else 2 / 3 if ratio > 3 / 4 else 1.0
 
 
-def _dot(a: Vector, b: Vector) -> float:
+def mean_of(peers: Peers | None, tensors: Sequence[Tensor]) -> Vector:
+    """The mean over all processes that train the model together."""
+    return list(tensors) if peers is None else peers.mean(tensors)
+
+
+def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     return float(sum((s * t).sum() for s, t in zip(a, b, strict=True)))
 
 
@@ -265,14 +306,22 @@ class Objective:
         parameters: θ.
         decays: weight decay of each.
         sign: -1 if what the closure computes is to be maximised.
+        peers: other processes; f is the mean over all.
 
     Attributes:
         start: ``f(θ)``.
         evaluations: how often it was called.
     """
 
-    def __init__(self, closure: Closure, parameters: Sequence[Tensor], decays: Sequence[float], sign: float):
-        self.closure, self.parameters, self.decays, self.sign = closure, parameters, decays, sign
+    def __init__(
+        self,
+        closure: Closure,
+        parameters: Sequence[Tensor],
+        decays: Sequence[float],
+        sign: float = 1.0,
+        peers: Peers | None = None,
+    ):
+        self.closure, self.parameters, self.decays, self.sign, self.peers = closure, parameters, decays, sign, peers
         self.theta = [p.detach().clone() for p in parameters]
         self.evaluations = 0
 
@@ -284,7 +333,7 @@ class Objective:
         """
         self.closure.first(keep_graph=True)
         self.evaluations += 1
-        self.start = self.sign * self.closure.start + self._penalty()
+        self.start = self._value(self.closure.start)
         return Differentiated(self.closure.roots, [self.sign * c for c in self.closure.cotangents], self.parameters)
 
     def __call__(self, delta: Vector) -> float:
@@ -293,7 +342,7 @@ class Objective:
         for p, old, d in zip(self.parameters, self.theta, delta, strict=True):
             p.data.copy_(old + d)
         self.evaluations += 1
-        value = self.sign * self.closure.again() + self._penalty()
+        value = self._value(self.closure.again())
         return value if isfinite(value) else inf
 
     def return_to_start(self) -> None:
@@ -301,12 +350,10 @@ class Objective:
         for p, old in zip(self.parameters, self.theta, strict=True):
             p.data.copy_(old)
 
-    def _penalty(self) -> float:
-        return sum(
-            decay / 2 * float(p.square().sum())
-            for p, decay in zip(self.parameters, self.decays, strict=True)
-            if decay != 0
-        )
+    def _value(self, of_closure: float) -> float:
+        (mean,) = mean_of(self.peers, [torch.tensor(of_closure, dtype=torch.float64, device=self.parameters[0].device)])
+        decayed = [(decay, p) for decay, p in zip(self.decays, self.parameters, strict=True) if decay != 0]
+        return self.sign * float(mean) + sum(decay / 2 * float(p.square().sum()) for decay, p in decayed)
 
 
 # ------------------------------------------------------------------------------------------------------ the optimizer
@@ -345,6 +392,8 @@ class HessianFree(torch.optim.Optimizer):
     those of the first call, and modules work on copies of their buffers, so that running statistics change once in
     a step. Whatever else the closure changes, it changes at each call.
 
+    In several processes the objective is the mean of theirs, see `curvopt.distributed`.
+
     Args:
         params: parameters, named parameters or param groups; ``lr``, ``damping`` and ``weight_decay`` may differ
             between groups.
@@ -362,6 +411,9 @@ class HessianFree(torch.optim.Optimizer):
     Raises:
         ValueError: an option is out of its range.
     """
+
+    #: As in `curvopt.optim.base.CurvatureOptimizer`.
+    process_group: ProcessGroup | Literal["world"] | None = "world"
 
     def __init__(
         self,
@@ -396,6 +448,7 @@ class HessianFree(torch.optim.Optimizer):
             if not value >= 0:
                 raise ValueError(f"{name} must be at least 0, got {value}")
         super().add_param_group(param_group)
+        refuse_sharded(self._names(), "HessianFree")
         for p, name in self._names().items():
             if p.is_complex():
                 raise CurvoptError(f"{name}: HessianFree got a complex parameter; use two real ones.")
@@ -418,16 +471,31 @@ class HessianFree(torch.optim.Optimizer):
             raise CurvoptError("HessianFree.step() evaluates the loss several times: call optimizer.step(closure).")
         owned = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
         params = [p for p, _ in owned]
+        if not params:
+            raise CurvoptError(
+                "HessianFree: no parameter requires a gradient; call requires_grad_() on those to train."
+            )
         lrs, decays, dampings = (
             [float(group[name]) for _, group in owned] for name in ("lr", "weight_decay", "damping")
         )
-        x0 = [self._start_of(p) for p in params]
+        x0 = self._cg_start(params)
         evaluated = Closure(closure, params)
-        objective = Objective(evaluated, params, decays, -1.0 if self.maximize else 1.0)
+        peers = peers_of(self.process_group, params[0].device)
+        objective = Objective(evaluated, params, decays, -1.0 if self.maximize else 1.0, peers)
         try:
             differentiated = objective.differentiate()
-            self._check(objective.start, params, differentiated.gradient)
-            model = QuadraticModel(differentiated, params, decays)
+            sparse = self._where(lambda g: g.layout != torch.strided, params, differentiated.gradient)
+            if sparse:
+                raise CurvoptError(
+                    f"{sparse[0]}: HessianFree needs a dense gradient, got a sparse one; build the embedding with "
+                    "sparse=False."
+                )
+            if not isfinite(objective.start):
+                raise self._not_finite(f"loss of the closure ({objective.start})")
+            model = QuadraticModel(differentiated, params, decays, peers)
+            infinite = self._where(lambda g: not g.isfinite().all(), params, model.gradient)
+            if infinite:
+                raise self._not_finite(f"gradient of {', '.join(infinite[:5])}")
             found, iterates = solve(
                 model, dampings, x0, self.cg_iterations, self.cg_progress, self.preconditioner_samples
             )
@@ -469,33 +537,31 @@ class HessianFree(torch.optim.Optimizer):
         result = evaluated.result
         return result.detach() if isinstance(result, Tensor) else result
 
-    def _start_of(self, p: Tensor) -> Tensor:
-        direction = self.state[p].get("direction")
-        if direction is None or self.cg_decay == 0:
-            return torch.zeros_like(p)
-        if direction.shape != p.shape:
-            raise CurvoptError(
-                f"{self._names()[p]}: the state of HessianFree belongs to a parameter of shape "
-                f"{list(direction.shape)}, but this one has {list(p.shape)}; build the optimizer anew when parameters "
-                "change, and load the state of the same model."
-            )
-        return self.cg_decay * direction
-
-    def _check(self, start: float, params: Sequence[Tensor], gradient: Vector) -> None:
-        names = self._names()
-        for p, g in zip(params, gradient, strict=True):
-            if g.layout != torch.strided:
+    def _cg_start(self, params: Sequence[Tensor]) -> Vector | None:
+        """The decayed solution of the step before, if there is any."""
+        start = []
+        for p in params:
+            direction = self.state[p].get("direction", torch.zeros_like(p))
+            if direction.shape != p.shape:
                 raise CurvoptError(
-                    f"{names[p]}: HessianFree needs a dense gradient, got one with layout {g.layout}; build the "
-                    "embedding with sparse=False."
+                    f"{self._names()[p]}: the state of HessianFree belongs to a parameter of shape "
+                    f"{list(direction.shape)}, but this one has {list(p.shape)}; build the optimizer anew when "
+                    "parameters change, and load the state of the same model."
                 )
-        bad = [names[p] for p, g in zip(params, gradient, strict=True) if not g.isfinite().all()]
-        if bad or not isfinite(start):
-            what = f"gradient of {', '.join(bad[:5])}" if isfinite(start) else f"loss of the closure ({start})"
-            raise CurvoptError(
-                f"HessianFree: the {what} is not finite. Parameters and state are unchanged; skip this batch, or look "
-                "for the cause in the data."
-            )
+            start.append(self.cg_decay * direction)
+        known = self.cg_decay > 0 and any("direction" in self.state[p] for p in params)
+        return start if known else None
+
+    def _where(self, holds: Callable[[Tensor], Any], params: Sequence[Tensor], gradient: Sequence[Tensor]) -> list[str]:
+        """Names of the parameters for whose gradients something holds."""
+        names = self._names()
+        return [names[p] for p, g in zip(params, gradient, strict=True) if holds(g)]
+
+    def _not_finite(self, what: str) -> CurvoptError:
+        return CurvoptError(
+            f"HessianFree: the {what} is not finite. Parameters and state are unchanged; skip this batch, or look for "
+            "the cause in the data."
+        )
 
     def metrics(self) -> dict[str, float | str]:
         """Numbers of the last step.
@@ -511,4 +577,5 @@ class HessianFree(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("maximize", "cg_iterations", "cg_progress", "cg_decay", "preconditioner_samples", "_metrics")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
+        alone = {"process_group": None} if self.process_group is None else {}
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **alone}
