@@ -789,3 +789,15 @@ def test_exception_in_a_forward_leaves_no_state():
     with backpack(BatchGrad()):
         problem.loss().backward()
     check(problem, reference(case), BatchGrad)
+
+
+def test_variance_does_not_read_gradients_that_are_something_else():
+    """Those that a hook changes, and what earlier backwards left behind."""
+    case = BY_NAME["mlp"]
+    problem = extended(case)
+    for p in list(problem.trainable().values())[1:]:
+        p.register_hook(lambda gradient: 2 * gradient)
+    for _ in range(2):
+        with backpack(Variance()):
+            problem.loss().backward()
+        check(problem, reference(case), Variance)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.derivatives.functional_losses import FunctionalLoss
@@ -114,6 +114,10 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         if grad is not None and self in _told():
             self._current().gradient(use, index, grad)
 
+    def _accumulated(self, p: nn.Parameter, grads: tuple[Tensor | None, ...]) -> None:
+        if grads[0] is not None and self in _told():
+            self._current().accumulated(p, grads[0])
+
     def _functional_loss(self, use: Loss, grad: Tensor) -> None:
         if self in _told():
             self.loss(use, grad)
@@ -171,6 +175,9 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 for index, edge in entry.edges.items():
                     hook = functools.partial(self._gradient, entry.use, index, edge.output_nr)
                     handles.append(edge.node.register_prehook(hook))
+            for p in self._pending.awaited:
+                node = get_gradient_edge(p).node
+                handles.append(node.register_prehook(functools.partial(self._accumulated, p)))
             handles += [use.listen(self._functional_loss) for use in graph.losses if isinstance(use, FunctionalLoss)]
             with warnings.catch_warnings():
                 # backward(create_graph=True) is what one asks for here; fields hold no reference to .grad

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -38,6 +38,8 @@ class Jacobian(ABC):
     origin: tuple = ()
     #: Number of columns of the whole sweep, of which V are here.
     columns: int | None = None
+    #: The sum over the samples, where autograd has it already (see `curvopt.extensions.base.Extension.uses_gradient`).
+    gradient: Tensor | None = None
     #: The parameter; known to extensions whose quantity depends on it.
     parameter: Tensor | None = None
 
@@ -117,11 +119,12 @@ class Dense(Jacobian):
 
     Args:
         values: ``[V, N, *p]``.
+        left_of: products of one position whose left side has the same values, so that both share a second moment.
     """
 
-    def __init__(self, values: Tensor):
+    def __init__(self, values: Tensor, left_of: Outer | None = None):
         """Keep the values."""
-        self.values = values
+        self.values, self.left_of = values, left_of
         self.V, self.N = values.shape[:2]
         self.shape = values.shape[2:]
 
@@ -132,22 +135,19 @@ class Dense(Jacobian):
         return self.values.sum(1)
 
     def squares(self) -> Tensor:
-        flat = self.values.flatten(0, 1)
-        if self.weights is not None:
-            return torch.einsum("n,n...,n...->...", self.weights.reshape(-1), flat, flat)
-        return torch.einsum("n...,n...->...", flat, flat)
+        return self.squares_batch().sum(0)
 
     def squares_batch(self) -> Tensor:
-        if self.weights is not None:
-            return torch.einsum("vn,vn...,vn...->n...", self.weights, self.values, self.values)
-        return torch.einsum("vn...,vn...->n...", self.values, self.values)
+        return _weighted(self.values.square(), self.weights)
 
     def norms2(self) -> Tensor:
         return self.values.reshape(self.V, self.N, -1).square().sum(2)
 
     def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         flat = self.values.reshape(self.V * self.N, -1)
-        return flat.T @ flat if flat.shape[1] <= (limit or DENSE_BLOCK_LIMIT) else flat.square().sum(0)
+        if flat.shape[1] > (limit or DENSE_BLOCK_LIMIT):
+            return flat.square().sum(0)
+        return flat.T @ flat if self.left_of is None else self.left_of.left_moment.clone()
 
     def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
         return None
@@ -203,12 +203,19 @@ class Outer(Jacobian):
         return torch.cat(norms).reshape(self.V, self.N)
 
     def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+        if self.S == 1 and (limit is None or self.O <= limit):
+            return self.left_moment.clone()
         left = self.left.sum(3, keepdim=True) if approx == "reduce" else self.left
         return _second_moment(left.flatten(0, 1), limit)
 
+    @cached_property
+    def left_moment(self) -> Tensor:
+        """Second moment of the left side of one position, which is that of a bias, too."""
+        return _second_moment(self.left.flatten(0, 1))
+
     def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         right = self.right.mean(2, keepdim=True) if approx == "reduce" else self.right
-        return _second_moment(right, limit) / max(right.shape[0] * right.shape[2], 1)
+        return _second_moment(right, limit, 1 / max(right.shape[0] * right.shape[2], 1))
 
     def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
         of_left, of_right = reversed(bases) if self.transposed else bases
@@ -485,29 +492,29 @@ def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:
     return torch.einsum("vn,vn...->n...", weights, values)
 
 
-def _second_moment(rows: Tensor, limit: int | None = None) -> Tensor:
-    """``sum_{n,s} x x^T`` of ``[N, G, S, F]``: ``[F, F]``, or ``[G, F, F]`` when there are groups.
+def _second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) -> Tensor:
+    """``scale * sum_{n,s} x x^T`` of ``[N, G, S, F]``: ``[F, F]``, or ``[G, F, F]`` when there are groups.
 
     If F is more than ``limit``, blocks on its diagonal, ``[G, K, b, b]``, the last padded with zeros.
     """
     flat = _by_feature(rows)
     if limit is not None and flat.shape[1] > limit:
         blocks = in_blocks(flat.mT, limit).transpose(1, 2)
-        return blocks.mT @ blocks
-    moment = _symmetric_product(flat)
+        return scale * (blocks.mT @ blocks)
+    moment = _symmetric_product(flat, scale)
     return moment[0] if moment.shape[0] == 1 else moment
 
 
-def _symmetric_product(flat: Tensor) -> Tensor:
-    """``x x^T`` of ``[G, F, K]``, of large ones the blocks above the diagonal only."""
+def _symmetric_product(flat: Tensor, scale: float) -> Tensor:
+    """``scale x x^T`` of ``[G, F, K]``; of large ones the blocks above the diagonal are mirrored."""
     F = flat.shape[1]
     if torch.is_grad_enabled() or not costs.by_blocks(F):
-        return flat @ flat.mT
+        return scale * flat @ flat.mT
     moment = flat.new_empty(len(flat), F, F)
     for x, product in zip(flat, moment, strict=True):
         for i in range(0, F, costs.SYMMETRIC_BLOCK):
             j = i + costs.SYMMETRIC_BLOCK
-            torch.mm(x[i:j], x[i:].T, out=product[i:j, i:])
+            product[i:j, i:].addmm_(x[i:j], x[i:].T, beta=0, alpha=scale)
             product[j:, i:j] = product[i:j, j:].T
     return moment
 

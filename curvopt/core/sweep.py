@@ -134,8 +134,10 @@ def _without_autocast(method: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(method)
     def call(self: Pass, *args: Any) -> None:
+        if not torch.is_autocast_enabled(self.device):
+            return method(self, *args)
         with torch.autocast(self.device, enabled=False):
-            method(self, *args)
+            return method(self, *args)
 
     return call
 
@@ -176,6 +178,7 @@ class Pass:
         self.device = next(iter(graph.owners)).device.type if graph.owners else "cpu"
         self.losses_left = len(graph.losses)
         self._check(graph)
+        self.awaited = frozenset(self.awaiting())
         with self._named():
             self.samples = find_samples(graph, graph.losses)
         if self.samples.unaligned and graph.nonlinear:
@@ -191,6 +194,13 @@ class Pass:
         """The uses that need the gradient of their outputs."""
         return [entry for entry in self.entries if self.first_order and entry.use not in self.samples.unaligned]
 
+    def awaiting(self) -> list[nn.Parameter]:
+        """The parameters whose own gradient is known to be the sum over samples, where a quantity wants that, too."""
+        wanted = any(e.uses_gradient for e in self.first_order)
+        if not wanted or self.partial or self.graph.terms or self.graph.outside:
+            return []
+        return [p for p in self.graph.owners if not p._backward_hooks]
+
     @_without_autocast
     def gradient(self, use: Use, index: int, grad: Tensor) -> None:
         """The gradient of one output of a use: reduce it, or keep it until the parameter's other uses have theirs."""
@@ -199,8 +209,14 @@ class Pass:
         for p, jacobian in self._jac_t(entry, grads, self.samples.N):
             parts = self.parts.setdefault(p, [])
             parts.append(jacobian)
-            if not self.graph.terms and len(parts) == self.graph.uses_of[p]:
+            if not self.graph.terms and len(parts) == self.graph.uses_of[p] and p not in self.awaited:
                 self._reduce_gradient(p)
+
+    @_without_autocast
+    def accumulated(self, p: nn.Parameter, grad: Tensor) -> None:
+        """The gradient of a parameter that was awaited: it is reduced with the sum over its samples known."""
+        if p in self.parts:
+            self._reduce_gradient(p, None if grad.is_sparse else grad)
 
     def term(self, use: TermUse, grad: Tensor) -> None:
         """A regularizer has been reached."""
@@ -293,19 +309,21 @@ class Pass:
     def _jac_t(self, entry: Entry, grads: list[Tensor | None], N: int) -> Iterator[tuple[nn.Parameter, Jacobian]]:
         dtype = next(iter(entry.parameters.values())).dtype
         grads = [None if grad is None else grad.to(dtype) for grad in grads]
-        with self._named():
+        try:
             entry.use.check_inputs()
             jacobians = entry.rule.jac_t(entry.use.in_precision(dtype), grads, list(entry.parameters), N)
+        except CurvoptError as error:
+            raise self._naming_fields(error) from error
         for name, jacobian in jacobians.items():
             jacobian.origin = (entry.use,)
             yield entry.parameters[name], jacobian
 
-    def _reduce_gradient(self, p: nn.Parameter) -> None:
+    def _reduce_gradient(self, p: nn.Parameter, total: Tensor | None = None) -> None:
         jacobian = combine(self.parts.pop(p))
         if p in self.terms:
             share = self.terms[p] * p / jacobian.N
             jacobian = combine([jacobian, Dense(share.expand(1, jacobian.N, *p.shape))])
-        jacobian.parameter = p
+        jacobian.parameter, jacobian.gradient = p, total
         for extension in self.first_order:
             self.totals[p, extension] = extension.update(None, jacobian)
             self._complete(p, extension)
@@ -546,7 +564,10 @@ class Pass:
         try:
             yield
         except CurvoptError as error:
-            raise CurvoptError(f"{fields_of(self.extensions)}: {error}") from error
+            raise self._naming_fields(error) from error
+
+    def _naming_fields(self, error: CurvoptError) -> CurvoptError:
+        return CurvoptError(f"{fields_of(self.extensions)}: {error}")
 
 
 def fields_of(extensions: Iterable[Extension]) -> str:

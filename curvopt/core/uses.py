@@ -229,8 +229,7 @@ class LossUse:
     @property
     def others(self) -> list[Tensor]:
         """Every tensor among the arguments but the input."""
-        leaves = tree_leaves((self.args, self.kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf is not self.input]
+        return [leaf for leaf in _tensors((self.args, self.kwargs)) if leaf is not self.input]
 
     def again(self, z: Tensor) -> Tensor:
         """The value of the loss at another input."""
@@ -296,7 +295,9 @@ def _tensors(tree: Any) -> list[Tensor]:
     """The tensors in nested containers."""
     if isinstance(tree, Tensor):
         return [tree]
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    if type(tree) in (tuple, list, dict):  # nearly always; a general tree takes long to look through
+        return [leaf for branch in (tree.values() if type(tree) is dict else tree) for leaf in _tensors(branch)]
+    return [] if tree is None else [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def records_of(node: Node) -> list[tuple[Any, int, int]]:
@@ -413,7 +414,7 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
     Names are relative to the module, e.g. ``weight``, ``parametrizations.weight.original0``, ``scales.0``.
     """
-    owned = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    owned = {name: p for name, p in module._parameters.items() if p is not None}
     for name, child in module.named_children():
         functional = name == "out_proj" and type(module).forward is nn.MultiheadAttention.forward  # never called
         if functional or isinstance(child, (nn.ParameterList, nn.ParameterDict)) or name == "parametrizations":

@@ -30,6 +30,9 @@ class Extension(ABC):
     #: Whether the quantity is undefined when samples mix (train-mode batch norm).
     needs_independent_samples: ClassVar[bool] = True
 
+    #: Whether a first-order quantity is told the sum over samples as `Jacobian.gradient`, if autograd has it.
+    uses_gradient: ClassVar[bool] = False
+
     @abstractmethod
     def update(self, total: Any, jacobian: Jacobian) -> Any:
         """The total after a chunk of columns.

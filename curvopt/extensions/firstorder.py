@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from curvopt.core.jacobians import Jacobian
@@ -51,6 +52,11 @@ class Variance(Extension):
     """Variance of individual gradients ``variance``: ``sum_n g_n^2 / N - (sum_n g_n / N)^2``, like the parameter."""
 
     field = "variance"
+    uses_gradient = True
 
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
-        return jacobian.squares() / jacobian.N - (jacobian.sum_batch()[0] / jacobian.N).square()
+        gradient = jacobian.sum_batch()[0] if jacobian.gradient is None else jacobian.gradient
+        squares, N = jacobian.squares(), jacobian.N
+        if torch.is_grad_enabled():
+            return squares / N - (gradient / N).square()
+        return squares.div_(N).addcmul_(gradient, gradient, value=-1 / N**2)

@@ -191,7 +191,7 @@ class _Kronecker(Extension):
         rights = [right for right in total.rights.values() if right is not None]
         if not rights:
             return KroneckerFactors([total.left])
-        right = sum(rights[1:], start=rights[0]) / len(rights)
+        right = rights[0] if len(rights) == 1 else sum(rights[1:], start=rights[0]) / len(rights)
         return KroneckerFactors([right, total.left] if total.transposed else [total.left, right], total.transposed)
 
 

@@ -63,7 +63,8 @@ class Conv(AffineRule):
         return rearrange(seen, "n (g c) k s -> n g s (c k)", g=module.groups)
 
     def fold(self, module: nn.Conv2d, grad: Tensor, x: Tensor) -> Tensor:
-        return rearrange(grad.flatten(3), "v n (g o) s -> v n g s o", g=module.groups)
+        V, N, channels, *positions = grad.shape
+        return grad.reshape(V, N, module.groups, channels // module.groups, prod(positions)).mT
 
     def least_dims(self, module: nn.Conv2d) -> int:
         return 2 + len(module.kernel_size)

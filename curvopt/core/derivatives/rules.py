@@ -181,7 +181,7 @@ class AffineRule(Rule):
 
     def bias(self, grad: Tensor, left: Tensor) -> Tensor:
         """Vectors at the output, and what `fold` made of them, summed over positions: ``[V, N, *bias]``."""
-        return rearrange(left.sum(3), "v n g o -> v n (g o)")
+        return left.sum(3).flatten(2)
 
     def expected(self, module: Any) -> Container[str]:
         return ("weight", "bias")
@@ -190,18 +190,26 @@ class AffineRule(Rule):
         grad = grads[0]
         assert grad is not None  # a use is only asked when something arrived at its one output
         inputs = tensors(use)
-        left = rearrange(self.fold(use.module, grad, *inputs), "v (n k) g s o -> v n g (k s) o", n=N)
-        jacobians: Jacobians = {}
+        left = _by_sample(self.fold(use.module, grad, *inputs), N)
+        jacobians: dict[str, Any] = {}
         if "weight" in names:
             if "right" not in use.cache:
                 # autocast: the input may be in another precision
                 right = self.unfold(use.module, *inputs).to(left.dtype)
-                use.cache["right"] = rearrange(right, "(n k) g s i -> n g (k s) i", n=N)
+                use.cache["right"] = _by_sample(right, N)
             shape = use.module.get_parameter("weight").shape
             jacobians["weight"] = Outer(left, use.cache["right"], shape, self.transposed)
         if "bias" in names:
-            jacobians["bias"] = Dense(self.bias(grad, left))
+            weight = jacobians.get("weight") if left.shape[2:4] == (1, 1) and not self.transposed else None
+            jacobians["bias"] = Dense(self.bias(grad, left), left_of=weight)
         return jacobians
+
+
+def _by_sample(sides: Tensor, N: int) -> Tensor:
+    """``[..., N k, G, S, F]`` as ``[..., N, G, k S, F]``: the k rows of a sample are positions."""
+    if sides.shape[-4] == N:
+        return sides
+    return rearrange(sides, "... (n k) g s f -> ... n g (k s) f", n=N)
 
 
 class DefaultRule(Rule):
