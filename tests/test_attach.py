@@ -1,0 +1,279 @@
+"""``attach()``: plain ``loss.backward(); optimizer.step()`` is the loop with ``curvature()``, whatever else goes on."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_optim import Run, assert_close, assert_equal, cnn, digits, every_optimizer, exact_optimizer, mlp
+from torch import Tensor, nn
+
+from curvopt import CurvoptError, backpack, extend
+from curvopt.extensions import KFLR, BatchGrad
+from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
+
+
+def attached(*args: object, **options: object) -> Run:
+    run = Run(*args, **options)  # pyright: ignore[reportArgumentType]
+    run.optimizer.attach(run.model, run.lossfunc)
+    return run
+
+
+def train(run: Run, steps: range) -> None:
+    """The loop that knows nothing of curvature."""
+    for step in steps:
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+
+
+# ----------------------------------------------------------------------------------------------------- one optimizer
+
+
+@every_optimizer
+def test_the_plain_loop_is_the_loop_with_the_context(make: Callable) -> None:
+    plain, with_context = attached(make, cnn, curvature_every=3), Run(make, cnn, curvature_every=3)
+    train(plain, range(8))
+    assert_equal(plain.weights(), with_context.train(8).weights())
+
+
+def test_functional_losses_need_no_lossfunc() -> None:
+    options = {"fisher": "exact", "dtype": torch.float64}
+    run, other = Run(KFACSGD, **options), attached(KFACSGD, **options)  # pyright: ignore[reportArgumentType]
+    run.optimizer.attach(run.model)
+    for step in range(3):
+        run.optimizer.zero_grad()
+        x, y = run.data(step)
+        nn.functional.cross_entropy(run.model(x), y).backward()
+        run.optimizer.step()
+    train(other, range(3))
+    assert_close(run.weights(), other.weights())
+
+
+def test_a_closure() -> None:
+    plain, closed = attached(KFACSGD), attached(KFACSGD)
+    train(plain, range(5))
+    for step in range(5):
+
+        def closure(step: int = step) -> Tensor:
+            closed.optimizer.zero_grad()
+            loss = closed.loss(step)
+            loss.backward()
+            return loss
+
+        closed.optimizer.step(closure)
+    assert_equal(plain.weights(), closed.weights())
+
+
+@exact_optimizer
+def test_gradient_accumulation(make: Callable) -> None:
+    whole, halves = (attached(make, cnn, dtype=torch.float64) for _ in range(2))
+    train(whole, range(3))
+    for step in range(3):
+        x, y = halves.data(step)
+        halves.optimizer.zero_grad()
+        for part in (slice(None, 32), slice(32, None)):
+            (halves.lossfunc(halves.model(x[part]), y[part]) / 2).backward()
+        halves.optimizer.step()
+    assert_close(whole.weights(), halves.weights())
+
+
+def test_gradients_that_the_model_discards_take_their_curvature_along() -> None:
+    clean, hit = (attached(KFACSGD, fisher="exact") for _ in range(2))
+    hit.model.zero_grad()
+    (1e4 * hit.loss(7)).backward()  # the step is skipped, as a GradScaler does after an overflow
+    for step in range(3):
+        hit.model.zero_grad()
+        hit.loss(step).backward()
+        hit.optimizer.step()
+    train(clean, range(3))
+    assert_equal(clean.weights(), hit.weights())
+
+
+def test_other_calls_into_autograd_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = attached(KFACSGD)
+    monkeypatch.setattr(run.optimizer, "_extensions", lambda: pytest.fail("curvature was computed"))
+    x = run.x[:4].clone().requires_grad_()
+    torch.autograd.grad(run.lossfunc(run.model(x), run.y[:4]), list(run.model.parameters()))
+    run.lossfunc(run.model(x), run.y[:4]).backward(inputs=[x])  # an attack on the input
+    with backpack():
+        run.loss(0).backward()
+    nn.Linear(3, 1)(torch.randn(2, 3)).sum().backward()
+
+
+def test_a_model_without_parameters_of_the_optimizer_is_refused() -> None:
+    with pytest.raises(CurvoptError, match=r"attach\(\): no parameter of this optimizer belongs to this Sequential"):
+        KFACSGD(mlp().parameters()).attach(mlp())
+
+
+def test_a_backward_without_curvature_says_what_to_do() -> None:
+    run = attached(KFACSGD)
+    with pytest.raises(CurvoptError, match=r"inside of `with backpack\(\):`"):
+        sum(p.square().sum() for p in run.model.parameters()).backward()  # pyright: ignore[reportAttributeAccessIssue]
+    run.optimizer.zero_grad()
+    train(run, range(1))
+
+
+def test_nothing_is_watched_after_the_optimizer_is_gone() -> None:
+    run_backward = torch.autograd._engine_run_backward  # pyright: ignore[reportAttributeAccessIssue]
+    first, second = attached(KFACSGD), attached(KFACAdamW)
+    train(first, range(1))
+    second.optimizer.attach(second.model)
+    watched = torch.autograd._engine_run_backward  # pyright: ignore[reportAttributeAccessIssue]
+    assert watched is not run_backward
+    del first.optimizer
+    gc.collect()
+    assert torch.autograd._engine_run_backward is watched  # pyright: ignore[reportAttributeAccessIssue]
+    del second
+    gc.collect()
+    assert torch.autograd._engine_run_backward is run_backward  # pyright: ignore[reportAttributeAccessIssue]
+    first.loss(0).backward()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))])
+def test_copies_are_attached(duplicate: Callable) -> None:
+    run = attached(KFACSGD, curvature_every=3)
+    train(run, range(5))
+    twin = duplicate(run)
+    before = [factor.clone() for factor in twin.optimizer.state[twin.model[1].weight]["factors"]]
+    train(run, range(5, 10))
+    train(twin, range(5, 10))
+    assert_equal(run.weights(), twin.weights())
+    assert not torch.equal(before[0], twin.optimizer.state[twin.model[1].weight]["factors"][0])
+
+
+# ----------------------------------------------------------------------------------------------- several, and others
+
+
+def gan(attach: bool, zero: str) -> tuple[list[Tensor], list[KFACSGD]]:
+    """Weights of a generator and its critic, which sees real and fake images in two backwards; their optimizers."""
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 64))
+    critic = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1))
+    nets = {"generator": generator, "critic": critic}
+    optimizers = {name: KFACSGD(net.parameters(), fisher="exact", curvature_every=2) for name, net in nets.items()}
+    for name, net in nets.items():
+        if attach:
+            optimizers[name].attach(net)
+        extend(net)
+
+    def zero_grad(name: str) -> None:
+        (nets if zero == "module" else optimizers)[name].zero_grad()
+
+    def backward(name: str, images: Tensor, label: float) -> None:
+        z = critic(images)
+        loss = nn.functional.binary_cross_entropy_with_logits(z, torch.full_like(z, label))
+        if attach:
+            loss.backward()
+        else:
+            with optimizers[name].curvature():
+                loss.backward()
+
+    for step in range(12):
+        fake = torch.sigmoid(generator(torch.randn(64, 8)))
+        zero_grad("critic")
+        backward("critic", digits()[0][64 * step :][:64].flatten(1), 1.0)
+        backward("critic", fake.detach(), 0.0)
+        optimizers["critic"].step()
+        zero_grad("generator")
+        backward("generator", fake, 1.0)  # reaches the critic, too
+        optimizers["generator"].step()
+    return [p.detach() for net in nets.values() for p in net.parameters()], list(optimizers.values())
+
+
+@pytest.mark.parametrize("zero", ["module", "optimizer"])
+def test_a_generator_and_its_critic(zero: str) -> None:
+    weights, optimizers = gan(True, zero)
+    assert_equal(weights, gan(False, zero)[0])
+    for optimizer in optimizers:
+        assert optimizer._progress["next_refresh"] >= 12 and set(optimizer.coverage().values()) == {
+            "kronecker",
+            "dense",
+        }
+
+
+def test_two_optimizers_share_a_model() -> None:
+    """Each half trains as it does when the other half is held by an optimizer that sees the same."""
+    x, y = digits(torch.float64)
+
+    def run(*optimizers_of: Callable) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = mlp().double()
+        params = list(model.parameters())
+        optimizers = [make(params[part]) for make, part in zip(optimizers_of, (slice(2), slice(2, None)), strict=True)]
+        for optimizer in optimizers:
+            optimizer.attach(model)
+        for step in range(6):
+            loss = nn.functional.cross_entropy(model(x[64 * step :][:64]), y[64 * step :][:64])
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert all("none" not in optimizer.coverage().values() for optimizer in optimizers)
+        return [p.detach() for p in params]
+
+    def kfac(params: list[Tensor]) -> KFACSGD:
+        return KFACSGD(params, fisher="exact", kl_clip=None, lr=0.01)
+
+    together = Run(KFACSGD, dtype=torch.float64, fisher="exact", kl_clip=None, lr=0.01)
+    for step in range(6):
+        together.optimizer.zero_grad()
+        with together.optimizer.curvature():
+            together.lossfunc(together.model(x[64 * step :][:64]), y[64 * step :][:64]).backward()
+        together.optimizer.step()
+    assert_close(run(kfac, kfac), together.weights())
+    run(EKFACSGD, lambda params: DiagonalNewton(params, curvature="diag_h"))
+
+
+def test_a_context_of_the_user() -> None:
+    """The user gets the fields that are asked for, of the same name even, and the optimizer its curvature."""
+    plain, watched = (attached(KFACSGD, fisher="exact", dtype=torch.float64) for _ in range(2))
+    alone = Run(KFACSGD, fisher="exact", dtype=torch.float64)
+    train(plain, range(6))
+    for step in range(6):
+        alone.model.load_state_dict(watched.model.state_dict())
+        with backpack(BatchGrad(), KFLR()):
+            alone.loss(step).backward()
+        watched.optimizer.zero_grad()
+        with backpack(BatchGrad(), KFLR()) as context:
+            watched.loss(step).backward()
+        torch.testing.assert_close(context.loss_weight, torch.ones((), dtype=torch.float64))
+        for p, q in zip(watched.model.parameters(), alone.model.parameters(), strict=True):
+            assert_close([p.grad_batch, *p.kflr], [q.grad_batch, *q.kflr])
+            del p.grad_batch, p.kflr
+        watched.optimizer.step()
+    assert_equal(plain.weights(), watched.weights())
+
+
+def test_an_error_of_one_context_leaves_nothing_of_the_others() -> None:
+    run = attached(KFACSGD, lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10)))
+    with pytest.raises(CurvoptError, match="grad_batch need independent samples"), backpack(BatchGrad()):
+        run.loss(0).backward()
+    assert all(not vars(p) for p in run.model.parameters())
+    assert not run.optimizer._pending.curvature
+    train(run, range(2))
+
+
+def test_a_preconditioner() -> None:
+    def run(attach: bool) -> list[Tensor]:
+        run = Run(torch.optim.AdamW, lr=0.01)
+        preconditioner = KFACPreconditioner(run.model)
+        if attach:
+            preconditioner.attach(run.model)
+        for step in range(6):
+            run.optimizer.zero_grad()
+            if attach:
+                run.loss(step).backward()
+            else:
+                with preconditioner.curvature():
+                    run.loss(step).backward()
+            preconditioner.step()
+            run.optimizer.step()
+        return run.weights()
+
+    assert_equal(run(True), run(False))
