@@ -2,8 +2,8 @@
 ==================
 
 ``KFACSGD`` is ``torch.optim.SGD`` on gradients that were multiplied by the inverse of a Kronecker-factored curvature
-matrix. In a training loop that takes three more words: extend the model, extend the loss, and let the optimizer watch
-the backward pass.
+matrix. The training loop does not change: ``attach`` lets the optimizer watch the backward passes of a model and its
+loss.
 """
 
 # %%
@@ -44,8 +44,7 @@ def train(model: nn.Module, lossfunc: nn.Module, optimizer: torch.optim.Optimize
 
 
 # %%
-# SGD with momentum at the best of a few learning rates, and KFACSGD as it comes but for its two most important
-# settings.
+# SGD with momentum at a few learning rates, and KFACSGD as it comes but for learning rate and damping.
 curves = {}
 for lr in (0.01, 0.03, 0.1):
     model = make_model()
