@@ -1,0 +1,629 @@
+"""What ``test_distributed.py`` runs in several processes: ``torchrun ... distributed_worker.py FILE CHECK ...``."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from curvopt import CurvoptError, extend
+from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
+
+torch.set_num_threads(1)
+EVERY: dict[str, Any] = {"curvature_every": 3, "inverse_every": 4}
+EXACT: dict[str, Callable[..., Any]] = {
+    "KFACSGD": lambda p: KFACSGD(p, lr=0.1, fisher="exact", **EVERY),
+    "KFACSGD empirical blocks": lambda p: KFACSGD(
+        p, lr=0.1, fisher="empirical", approx="reduce", max_factor_size=20, **EVERY
+    ),
+    "EKFACSGD": lambda p: EKFACSGD(p, lr=0.1, fisher="exact", **EVERY),
+    "KFACAdamW": lambda p: KFACAdamW(p, lr=0.01, fisher="exact", **EVERY),
+    "DiagonalNewton": lambda p: DiagonalNewton(p, lr=0.1, curvature="diag_ggn_exact", curvature_every=3),
+    "DiagonalNewton hessian": lambda p: DiagonalNewton(p, lr=0.1, curvature="diag_h", curvature_every=3),
+}
+SAMPLED: dict[str, Callable[..., Any]] = {
+    "KFACSGD": lambda p: KFACSGD(p, lr=0.1, **EVERY),
+    "EKFACSGD": lambda p: EKFACSGD(p, lr=0.1, **EVERY),
+    "KFACAdamW": lambda p: KFACAdamW(p, lr=0.01, **EVERY),
+    "DiagonalNewton": lambda p: DiagonalNewton(p, lr=0.1, curvature_every=3),
+}
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, stride=2, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(4, 4, 3, padding=1, groups=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(36, 12),
+        nn.Tanh(),
+        nn.Linear(12, 5),
+    ).double()
+
+
+def batch(step: int, size: int = 60) -> tuple[Tensor, Tensor]:
+    # so many that no factor is singular: the eigenvectors of a null space are anything, and so are scales there
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(size, 1, 6, 6, dtype=torch.float64, generator=generator)
+    return x, (x.flatten(1)[:, :5] + x.flatten(1)[:, 5:10]).argmax(1)
+
+
+def part(data: tuple[Tensor, ...], bounds: list[int] | None = None) -> tuple[Tensor, ...]:
+    """This rank's part of a batch: an equal one, or what lies between its bounds."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    n = len(data[0]) // size
+    bounds = [n * r for r in range(size + 1)] if bounds is None else bounds
+    return tuple(each[bounds[rank] : bounds[rank + 1]] for each in data)
+
+
+class Run:
+    """A model and its optimizer, on the ranks together or (``alone``) in this process."""
+
+    def __init__(
+        self, make: Callable[..., Any], alone: bool = False, net: Callable[[], nn.Module] = network, **ddp: Any
+    ) -> None:
+        self.module = extend(net())
+        self.model = self.module if alone else DistributedDataParallel(self.module, **ddp)
+        self.lossfunc = extend(nn.CrossEntropyLoss())
+        self.optimizer = make(self.model.parameters())
+        if alone:
+            self.optimizer.process_group = None
+
+    def backward(self, x: Tensor, y: Tensor) -> None:
+        self.optimizer.zero_grad()
+        with self.optimizer.curvature():
+            self.lossfunc(self.model(x), y).backward()
+
+    def train(self, data: Callable[[int], tuple[Tensor, ...]], steps: range) -> Run:
+        for step in steps:
+            self.backward(*data(step))
+            self.optimizer.step()
+        return self
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.module.parameters()]
+
+
+def own(step: int) -> tuple[Tensor, ...]:
+    return part(batch(step))
+
+
+def assert_close(left: Run, right: Run) -> None:
+    for a, b in zip(left.weights(), right.weights(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def assert_moved(run: Run) -> None:
+    for a, b in zip(run.weights(), network().parameters(), strict=True):
+        assert (a - b).abs().max() > 1e-4
+
+
+def assert_alike(run: Run) -> None:
+    """The ranks have the same parameters and state, bit for bit."""
+    tensors = run.weights()
+    for state in run.optimizer.state.values():
+        for value in state.values():
+            tensors += value if isinstance(value, list) else [value] if isinstance(value, Tensor) else []
+    for tensor in tensors:
+        first = tensor.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, tensor)
+
+
+@contextmanager
+def raises(*words: str):
+    """On every rank."""
+    try:
+        yield
+    except CurvoptError as error:
+        assert all(word in str(error) for word in words), str(error)
+    else:
+        raise AssertionError(f"no CurvoptError with {words}")
+
+
+# --------------------------------------------------------------------------------- equal to one rank on the whole batch
+
+
+@check
+def parts_of_a_batch_are_the_batch() -> None:
+    for name, make in EXACT.items():
+        together, alone = Run(make), Run(make, alone=True)
+        for step in range(14):
+            together.train(own, range(step, step + 1))
+            alone.train(batch, range(step, step + 1))
+            assert_close(together, alone)
+        assert_moved(together), name
+        assert_alike(together)
+
+
+@check
+def preconditioner_with_bucket_views() -> None:
+    runs = [
+        Run(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), alone, gradient_as_bucket_view=True) for alone in (0, 1)
+    ]
+    for alone, (run, data) in enumerate(zip(runs, (own, batch), strict=True)):
+        pre = KFACPreconditioner(run.model, fisher="exact", **EVERY)
+        pre.process_group = None if alone else "world"
+        for step in range(8):
+            run.optimizer.zero_grad()
+            with pre.curvature():
+                run.lossfunc(run.model(data(step)[0]), data(step)[1]).backward()
+            pre.step()
+            run.optimizer.step()
+    assert_close(*runs)
+    assert_moved(runs[0])
+
+
+def of_total(run: Run, x: Tensor, y: Tensor, total: int) -> Tensor:
+    """A share of the mean loss over ``total`` samples, for DDP, which takes means over the ranks."""
+    return nn.functional.cross_entropy(run.model(x), y, reduction="sum") * (dist.get_world_size() / total)
+
+
+@check
+def unequal_and_empty_batches() -> None:
+    size = dist.get_world_size()
+    for make in (EXACT["KFACSGD"], EXACT["EKFACSGD"], EXACT["DiagonalNewton hessian"], SAMPLED["KFACAdamW"]):
+        together, alone = Run(make), Run(make, alone=True)
+        exact = make is not SAMPLED["KFACAdamW"]
+        for step in range(7):
+            # also at the first step, where nothing is known of the shapes
+            bounds = [[0] * size + [60], [0, *[60] * size], [0, *range(25, 25 + size - 1), 60]][step % 3]
+            x, y = part(batch(step), bounds)
+            together.optimizer.zero_grad()
+            with together.optimizer.curvature():
+                of_total(together, x, y, 60).backward()
+            together.optimizer.step()
+            alone.train(batch, range(step, step + 1))
+            if exact:
+                assert_close(together, alone)
+        assert_alike(together)
+
+
+@check
+def an_empty_batch_outside_of_the_context() -> None:
+    together, alone = Run(EXACT["KFACSGD"]), Run(EXACT["KFACSGD"], alone=True)
+    for step in range(3):
+        x, y = part(batch(step), [0] * dist.get_world_size() + [60])
+        together.optimizer.zero_grad()
+        with together.optimizer.curvature() if len(x) else nullcontext():
+            of_total(together, x, y, 60).backward()
+        together.optimizer.step()
+        alone.train(batch, range(step, step + 1))
+        assert_close(together, alone)
+
+
+@check
+def unequal_batches_of_mean_losses() -> None:
+    together, alone = Run(EXACT["KFACSGD"]), Run(EXACT["KFACSGD"], alone=True)
+    size = dist.get_world_size()
+    bounds = [0, *range(25, 25 + size - 1), 60]
+    for step in range(5):
+        together.train(lambda step: part(batch(step), bounds), range(step, step + 1))
+        x, y = batch(step)
+        alone.optimizer.zero_grad()
+        with alone.optimizer.curvature():
+            for a, b in zip(bounds, bounds[1:], strict=False):
+                (alone.lossfunc(alone.model(x[a:b]), y[a:b]) / size).backward()
+        alone.optimizer.step()
+        assert_close(together, alone)
+
+
+@check
+def accumulation_without_sync() -> None:
+    for name in ("KFACSGD", "KFACAdamW", "DiagonalNewton"):
+        together, alone = Run(EXACT[name]), Run(EXACT[name], alone=True)
+        for step in range(8):
+            x, y = own(step)
+            n = len(x) // 2
+            together.optimizer.zero_grad()
+            for sync, rows in ((False, slice(n)), (True, slice(n, None))):
+                with nullcontext() if sync else together.model.no_sync(), together.optimizer.curvature():
+                    (together.lossfunc(together.model(x[rows]), y[rows]) / 2).backward()
+            together.optimizer.step()
+            alone.train(batch, range(step, step + 1))
+            assert_close(together, alone)
+
+
+class Heads(nn.Module):
+    """Two heads, of which a batch takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(36, 8)
+        self.heads = nn.ModuleList([nn.Linear(8, 5), nn.Linear(8, 5)])
+        self.double()
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](torch.tanh(self.body(x.flatten(1))))
+
+
+@check
+def parameters_that_some_ranks_do_not_use() -> None:
+    for name in ("KFACSGD", "EKFACSGD", "DiagonalNewton"):
+        together = Run(EXACT[name], net=Heads, find_unused_parameters=True)
+        alone = Run(EXACT[name], True, Heads)
+        size = dist.get_world_size()
+        for step in range(6):
+            x, y = own(step)
+            together.optimizer.zero_grad()
+            with together.optimizer.curvature():
+                together.lossfunc(together.model(x, dist.get_rank() % 2), y).backward()
+            together.optimizer.step()
+            alone.optimizer.zero_grad()
+            xs, ys = batch(step)
+            with alone.optimizer.curvature():
+                for rank, (x, y) in enumerate(zip(xs.chunk(size), ys.chunk(size), strict=True)):
+                    (alone.lossfunc(alone.model(x, rank % 2), y) / size).backward()
+            alone.optimizer.step()
+            assert_close(together, alone)
+        assert_alike(together)
+
+
+@check
+def options_of_ddp_and_orders_of_extend() -> None:
+    make = EXACT["KFACSGD"]
+    alone = Run(make, alone=True).train(batch, range(6))
+    for options in (
+        {},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"static_graph": True, "find_unused_parameters": True, "gradient_as_bucket_view": True},
+        {"gradient_as_bucket_view": True, "broadcast_buffers": False},
+    ):
+        for order in ("extend first", "extend after", "attach"):
+            model = network()
+            if order == "extend first":
+                extend(model)
+            ddp = DistributedDataParallel(model, **options)
+            lossfunc = nn.CrossEntropyLoss()
+            optimizer = make(ddp.parameters())
+            if order == "extend after":
+                extend(ddp), extend(lossfunc)
+            if order == "attach":
+                optimizer.attach(ddp, lossfunc)
+            for step in range(6):
+                x, y = own(step)
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+                with optimizer.curvature() if order != "attach" else nullcontext():
+                    lossfunc(ddp(x).flatten(1), y).backward()
+                optimizer.step()
+            for a, b in zip(model.parameters(), alone.weights(), strict=True):
+                assert torch.allclose(a, b, rtol=0, atol=1e-6), (options, order)
+
+
+class WithLoss(nn.Module):
+    """Returns its loss, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(x), y)
+
+
+@check
+def loss_inside_of_the_model() -> None:
+    for name in ("KFACSGD", "DiagonalNewton hessian"):
+        alone = Run(EXACT[name], alone=True).train(batch, range(4))
+        for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+            together = Run(EXACT[name], net=WithLoss, **options)
+            for step in range(4):
+                together.optimizer.zero_grad()
+                with together.optimizer.curvature():
+                    together.model(*own(step)).backward()
+                together.optimizer.step()
+            assert_close(together, alone)
+
+
+@check
+def adaptive_damping() -> None:
+    def make(p: Any) -> KFACSGD:
+        return KFACSGD(p, lr=0.3, momentum=0.0, fisher="exact", adaptive_damping=True, damping=0.01, **EVERY)
+
+    together, alone = Run(make), Run(make, alone=True)
+    for step in range(16):
+        for run, (x, y) in ((together, own(step)), (alone, batch(step))):
+
+            def closure(run: Run = run, x: Tensor = x, y: Tensor = y) -> Tensor:
+                run.optimizer.zero_grad()
+                loss = run.lossfunc(run.model(x), y)
+                loss.backward()
+                return loss
+
+            run.optimizer.step(closure)
+        assert_close(together, alone)
+        ratios = [float(run.optimizer.metrics()["reduction_ratio"]) for run in (together, alone)]
+        assert abs(ratios[0] - ratios[1]) < 1e-4, ratios
+    assert together.optimizer.param_groups[0]["damping"] != 0.01
+    assert_alike(together)
+
+
+# --------------------------------------------------------------------------------------------------------- shared work
+
+
+@check
+def each_matrix_is_factored_on_one_rank() -> None:
+    for name, function in (("KFACSGD", "cholesky_ex"), ("EKFACSGD", "eigh")):
+        together, alone = Run(EXACT[name]), Run(EXACT[name], alone=True)
+        counts = []
+        for run, data in ((together, own), (alone, batch)):
+            sizes: list[tuple[int, ...]] = []
+            original = getattr(torch.linalg, function)
+
+            def counted(matrices: Tensor, original: Callable = original, sizes: list = sizes) -> Any:
+                d = matrices.shape[-1]
+                sizes.extend([d] * (matrices.numel() // d**2))
+                return original(matrices)
+
+            with mock.patch.object(torch.linalg, function, counted):
+                run.train(data, range(3))
+            counts.append(sorted(sizes))
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, counts[0])
+        assert sorted(size for sizes in every for size in sizes) == counts[1]
+        costs = [sum(size**3 for size in sizes) for sizes in every]
+        assert 0 < max(costs) <= max(max(counts[1]) ** 3 * 3, 1.4 * sum(costs) / len(costs)), costs
+        assert min(costs) > 0
+
+
+@check
+def the_ladder_counts_on_all_ranks() -> None:
+    run = Run(EXACT["KFACSGD"]).train(own, range(2))
+    former: dict[Tensor, list[Tensor]] = {}
+    for p in run.module.parameters():
+        former[p] = run.optimizer.state[p]["inverses"]
+        if p.ndim == 1:
+            run.optimizer.state[p]["factors"][0].fill_(torch.nan)
+    run.train(own, range(2, 3))
+    assert run.optimizer.metrics()["fallbacks"] == 4
+    for p, inverses in former.items():
+        for old, new in zip(inverses, run.optimizer.state[p]["inverses"], strict=True):
+            assert torch.equal(old, new) == (p.ndim == 1)
+            first = new.clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(first, new)
+
+
+# ------------------------------------------------------------------------------------------------- samples, checkpoints
+
+
+@check
+def sampled_steps_stay_alike() -> None:
+    for make in SAMPLED.values():
+        run = Run(make).train(own, range(10))
+        assert_moved(run)
+        assert_alike(run)
+
+
+@check
+def ranks_draw_samples_of_their_own() -> None:
+    run = Run(SAMPLED["KFACSGD"])
+    for step in range(2):  # before and after the ranks have met
+        torch.manual_seed(0)
+        run.backward(*batch(0))
+        drawn = [c.sums[0] for c in run.optimizer._pending.curvature.values()]
+        first = [tensor.clone() for tensor in drawn]
+        for tensor in first:
+            dist.broadcast(tensor, 0)
+        same = [torch.equal(a, b) for a, b in zip(drawn, first, strict=True)]
+        assert not any(same) or dist.get_rank() == 0, (step, same)
+        run.optimizer.step()
+
+
+@check
+def a_checkpoint_of_any_rank_resumes_bit_for_bit() -> None:
+    for make in SAMPLED.values():
+        torch.manual_seed(100 + dist.get_rank())  # as for data augmentation
+        run = Run(make)
+        torch.manual_seed(100 + dist.get_rank())
+        run.train(own, range(5))
+        saved = [None, copy.deepcopy((run.module.state_dict(), run.optimizer.state_dict()))]
+        dist.broadcast_object_list(saved, dist.get_world_size() - 1)
+        run.train(own, range(5, 12))
+        torch.manual_seed(7)
+        resumed = Run(make)
+        model, optimizer = saved[1]
+        resumed.module.load_state_dict(model)
+        resumed.optimizer.load_state_dict(optimizer)
+        resumed.train(own, range(5, 12))
+        for a, b in zip(run.weights(), resumed.weights(), strict=True):
+            assert torch.equal(a, b)
+        assert_alike(resumed)
+
+
+@check
+def resume_on_another_number_of_ranks() -> None:
+    for make in EXACT.values():
+        straight = Run(make, alone=True).train(batch, range(12))
+        for first, second in ((True, False), (False, True)):
+            run = Run(make, alone=first).train(batch if first else own, range(5))
+            resumed = Run(make, alone=second)
+            resumed.module.load_state_dict(run.module.state_dict())
+            resumed.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+            resumed.train(batch if second else own, range(5, 12))
+            assert_close(resumed, straight)
+    alone = Run(SAMPLED["KFACSGD"], alone=True).train(batch, range(3))
+    run = Run(SAMPLED["KFACSGD"])
+    run.optimizer.load_state_dict(alone.optimizer.state_dict())
+    run.module.load_state_dict(alone.module.state_dict())
+    states = [run.optimizer._sampler().get_state()]
+    dist.broadcast(first := states[0].clone(), 0)
+    assert torch.equal(first, states[0]) == (dist.get_rank() == 0)
+
+
+# ------------------------------------------------------------------------------------------- what happens to one rank
+
+
+@check
+def a_gradient_that_is_not_finite_on_one_rank() -> None:
+    run = Run(EXACT["KFACSGD"]).train(own, range(3))
+    before = run.weights()
+    x, y = own(3)
+    if dist.get_rank() == 1:
+        x = x * torch.inf
+    run.backward(x, y)
+    with raises("not finite"):
+        run.optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(run.weights(), before, strict=True))
+    assert_alike(run.train(own, range(4, 8)))
+
+
+@check
+def curvature_that_is_not_finite_on_one_rank() -> None:
+    run = Run(EXACT["KFACSGD"]).train(own, range(2))
+    run.optimizer.zero_grad()
+    with run.optimizer.curvature():
+        x, y = own(2)
+        run.lossfunc(run.model(x), y).backward()
+    if dist.get_rank() == 1:
+        run.optimizer._pending.curvature[run.module[5].weight].sums[0][0, 0] = torch.nan
+    factors = [f.clone() for f in run.optimizer.state[run.module[5].weight]["factors"]]
+    run.optimizer.step()
+    assert all(
+        torch.equal(a, b) for a, b in zip(run.optimizer.state[run.module[5].weight]["factors"], factors, strict=True)
+    )
+    assert_alike(run.train(own, range(3, 6)))
+
+
+@check
+def nothing_received() -> None:
+    run = Run(EXACT["KFACSGD"])
+    stranger = extend(network())
+    x, y = own(0)
+    for strangers in (range(dist.get_world_size()), [1]):
+        run.optimizer.zero_grad()
+        run.lossfunc(run.model(x), y).backward()
+        with run.optimizer.curvature():
+            run.lossfunc((stranger if dist.get_rank() in strangers else run.module)(x), y).backward()
+        with raises("none of this optimizer"):
+            run.optimizer.step()
+    run.backward(x[:0], y[:0])
+    with raises("no parameter of this optimizer received curvature"):
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.lossfunc(run.model(x), y).backward()
+    with raises("no curvature was computed so far", "optimizer.curvature()"):
+        run.optimizer.step()
+    assert_alike(run.train(own, range(3)))
+
+
+@check
+def ranks_in_different_states() -> None:
+    run = Run(EXACT["KFACSGD"]).train(own, range(5))
+    state = copy.deepcopy(run.optimizer.state_dict())
+    assert state["curvature"]["next_refresh"] > 5
+    fresh = Run(EXACT["KFACSGD"])
+    if dist.get_rank() == 0:
+        fresh.optimizer.load_state_dict(state)
+    fresh.backward(*own(5))
+    with raises("not in the same state", "load the same checkpoint", "process_group"):
+        fresh.optimizer.step()
+    one = Run(EXACT["KFACSGD"])
+    one.backward(*own(0))
+    if dist.get_rank() == 1:
+        one.module.zero_grad()
+    with raises("not in the same state", "'gradients'"):
+        one.optimizer.step()
+
+
+@check
+def parameters_of_different_kinds() -> None:
+    run = Run(EXACT["KFACSGD"])
+    run.backward(*own(0))
+    curvature = run.optimizer._pending.curvature[run.module[7].weight]
+    if dist.get_rank() == 1:
+        curvature.sums, curvature.of_input = [curvature.sums[0]], None
+    with raises("parameter 6", "same modules on every rank"):
+        run.optimizer.step()
+    assert_alike(run.train(own, range(2)))
+
+
+@check
+def groups() -> None:
+    rank = dist.get_rank()
+    run = Run(EXACT["KFACSGD"], alone=True).train(batch, range(rank, 4))  # not equally often
+    twin = copy.deepcopy(run.optimizer)
+    assert twin.process_group is None
+    for ranks in ([0, 1], [1]):
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            together = Run(EXACT["KFACSGD"], process_group=group)
+            together.optimizer.process_group = group
+            size, start = len(ranks), ranks.index(rank)
+            together.train(lambda step: tuple(each[start::size] for each in batch(step)), range(5))  # noqa: B023
+            assert_close(together, Run(EXACT["KFACSGD"], alone=True).train(batch, range(5)))
+
+
+# --------------------------------------------------------------------------------------------------- sharded parameters
+
+
+@check
+def sharded_parameters_are_refused() -> None:
+    words = ("fully_shard", "DistributedDataParallel", "sharded over ranks")
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+    before = KFACSGD(model.parameters())
+    attached = KFACSGD(model.parameters())
+    fully_shard(extend(model))
+    with raises(*words):
+        KFACSGD(model.parameters())
+    with raises(*words):
+        KFACPreconditioner(model)
+    with raises(*words):
+        attached.attach(model)
+    lossfunc = extend(nn.MSELoss())
+    with raises(*words[:2]), before.curvature():
+        lossfunc(model(torch.randn(4, 6)), torch.randn(4, 2)).backward()
+    late = KFACSGD([nn.Parameter(torch.ones(2))])
+    with raises(*words):
+        late.add_param_group({"params": list(model.parameters())})
+    other = KFACSGD([nn.Parameter(torch.ones(4, 6))])
+    other.param_groups[0]["params"] = list(model.parameters())
+    with raises(*words):
+        other.step()
+    for use_orig_params in (False, True):
+        flat = FullyShardedDataParallel(network(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+        with raises(*words):
+            KFACSGD(flat.parameters())
+
+
+def main(path: str, names: list[str]) -> None:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    results: dict[str, str] = {}
+    for name in names:
+        try:
+            CHECKS[name]()
+            results[name] = ""
+        except BaseException:
+            results[name] = traceback.format_exc()
+        with open(f"{path}.{dist.get_rank()}", "w") as file:
+            json.dump(results, file)
+        if results[name]:
+            os._exit(1)  # the other ranks may wait for this one
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:] or list(CHECKS))
