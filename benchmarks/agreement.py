@@ -177,7 +177,7 @@ class Definitions:
 
 def distance(value: Tensor, reference: Tensor) -> float:
     """Relative error."""
-    return float((value.reshape(reference.shape) - reference).norm() / reference.norm().clamp_min(1e-300))
+    return float((value.detach().reshape(reference.shape) - reference).norm() / reference.norm().clamp_min(1e-300))
 
 
 def error_of(values: Values, reference: Values) -> float:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from benchmarks.packages import method
 from benchmarks.problems import PROBLEMS
 from benchmarks.tables import Choice
-from benchmarks.timing import RESULTS, save, seconds
+from benchmarks.timing import RESULTS, machine, save, seconds
 from curvopt.core import costs
 from curvopt.core.jacobians import Outer, Squares
 
@@ -217,7 +217,7 @@ def main() -> None:
         if result["regret"] > SLACK:
             times = ", ".join(f"{answer}: {t:.2f} ms" for answer, t in result["milliseconds"].items())
             print(f"{result['choice']}, {result['where']}: chosen {result['chosen']}, {times}")
-    save(settings.out / "costmodel.json", {"results": results})
+    save(settings.out / "costmodel.json", {"machine": machine(), "results": results})
     draw(results, settings.out / "costmodel.png")
     print(f"\nresults: {settings.out / 'costmodel.json'}, {settings.out / 'costmodel.png'}")
 

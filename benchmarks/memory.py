@@ -25,7 +25,7 @@ class Settings(Choice):
     limit: float = 60.0
     """Seconds of CPU time that a package may take."""
     out: Path = RESULTS
-    """Folder for the results and the figure."""
+    """Folder for the results and the figure; results there of other quantities and packages stay."""
 
 
 def peaks(problem: Problem, package: str, quantity: str, device: str, limit: float) -> Result:

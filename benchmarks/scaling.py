@@ -23,7 +23,7 @@ from benchmarks.memory import peak
 from benchmarks.packages import installed, method
 from benchmarks.problems import Problem
 from benchmarks.tables import PackageName, QuantityName
-from benchmarks.timing import RESULTS, ratios, save
+from benchmarks.timing import RESULTS, machine, ratios, save
 from experiments import models
 
 
@@ -159,7 +159,8 @@ def main() -> None:
                 memory = [costs.get(label, {}).get("peak_mib") for label in labels]
                 shown = [f"{s} ({m:.0f} MiB)" if m is not None else s for s, m in zip(shown, memory, strict=True)]
             print(" | ".join([f"| {size:,}", *shown]) + " |")
-    save(settings.out / "scaling.json", {"key": key, "curves": curves}, settings.device)
+    description = machine(settings.device)
+    save(settings.out / "scaling.json", {"machine": description, "key": key, "curves": curves})
     draw(curves, key, settings.out / "scaling.png")
     print(f"\nresults: {settings.out / 'scaling.json'}, {settings.out / 'scaling.png'}")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks.packages import EXACT, PACKAGES, PRODUCTS, QUANTITIES
 from benchmarks.problems import PROBLEMS
-from benchmarks.timing import save
+from benchmarks.timing import machine, save
 
 if TYPE_CHECKING:
     ProblemName = QuantityName = PackageName = str
@@ -108,11 +108,21 @@ def markdown(problem: str, rows: Rows, key: str) -> str:
     return "\n".join(lines)
 
 
-def save_rows(folder: Path, kind: str, problem: str, rows: Rows, choice: Choice) -> Path:
-    """Write ``<folder>/<kind>-<problem>.json``."""
-    path = folder / f"{kind}-{problem}.json"
-    save(path, {"problem": problem, "rows": rows}, choice.device)
-    return path
+def save_rows(folder: Path, kind: str, problem: str, rows: Rows, choice: Choice) -> None:
+    """Write ``<folder>/<kind>-<problem>.json``; what it holds of other quantities and packages stays.
+
+    Every result says when it was measured and on which commit.
+    """
+    description = machine(choice.device)
+    stamp = {key: description[key] for key in ("date", "commit")}
+    kept = load_rows(folder, kind).get(problem, {})
+    merged = {
+        quantity: kept.get(quantity, {})
+        | {package: stamp | result for package, result in rows.get(quantity, {}).items()}
+        for quantity in QUANTITIES
+        if quantity in kept or quantity in rows
+    }
+    save(folder / f"{kind}-{problem}.json", {"problem": problem, "machine": description, "rows": merged})
 
 
 def load_rows(folder: Path, kind: str) -> dict[str, Rows]:

@@ -217,7 +217,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def save(path: Path, content: Mapping[str, Any], device: str = "cpu") -> None:
-    """Results as JSON, with the machine's description."""
+def save(path: Path, content: Mapping[str, Any]) -> None:
+    """Results as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(device), **content}, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,257 @@
+"""The benchmarks end to end, on a tiny network: what they measure, and that wrong numbers do not pass."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import agreement, costmodel, memory, packages, quantities, scaling, tables, timing
+from benchmarks.packages import EXACT, PACKAGES, PRODUCTS, QUANTITIES
+from benchmarks.problems import PROBLEMS, Problem
+from curvopt.core import costs
+
+TINY = PROBLEMS["tiny"]
+
+
+@pytest.fixture(scope="module")
+def checker():
+    return agreement.Checker(TINY)
+
+
+def command(monkeypatch, module, *arguments):
+    monkeypatch.setattr(sys, "argv", ["benchmark", *map(str, arguments)])
+    module.main()
+
+
+# --------------------------------------------------------------------------------------------------------- agreement
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_every_package_agrees_with_the_definition(checker, package, quantity):
+    pytest.importorskip(PACKAGES[package][0])
+    try:
+        error, dtype = checker.error(package, quantity)
+    except packages.NotOffered:
+        assert package != "curvopt"
+        return
+    assert dtype == torch.float64
+    assert error < agreement.TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("quantity", [q for q in QUANTITIES if q != "KFRA"])  # for which curvopt is the reference
+def test_wrong_numbers_are_noticed(checker, quantity):
+    reference = checker.reference(quantity)
+
+    def spoiled(value):
+        if isinstance(value, list):
+            return [factor[0] + 0.01 * factor[0].trace() * torch.eye(len(factor[0])) for factor in value]
+        return 1.01 * value
+
+    with agreement.default_dtype(torch.float64):
+        wrong = {name: spoiled(value) for name, value in reference.items()}
+        assert agreement.error_of(wrong, reference) > agreement.TOLERANCE[torch.float64]
+        right = {name: [f[0] for f in v] if isinstance(v, list) else v for name, v in reference.items()}
+        assert agreement.error_of(right, reference) < agreement.TOLERANCE[torch.float64]
+
+
+def test_a_parameter_that_is_left_out_is_noticed(checker):
+    reference = checker.reference("BatchGrad")
+    with pytest.raises(RuntimeError, match="nothing for 0.weight"):
+        agreement.error_of({name: v for name, v in reference.items() if name != "0.weight"}, reference)
+
+
+def test_sequences_are_compared_too():
+    problem = Problem(scaling.text(7).model, classes=7, N=2, tokens=64, exact=False)
+    small = agreement.Checker(problem)
+    for quantity in ("BatchGrad", "KFAC", "DiagGGNMC"):
+        assert small.error("curvopt", quantity)[0] < 1e-6
+
+
+# ------------------------------------------------------------------------------------------------------------ timing
+
+
+def test_ratios_are_multiples_of_the_unit():
+    x = torch.randn(200, 200)
+
+    def work(times):
+        for _ in range(times):
+            x @ x
+
+    found = timing.ratios(lambda: work(20), {"same": lambda: work(20), "triple": lambda: work(60)}, rounds=7)
+    assert 0.6 < found["same"]["cpu"] < 1.6
+    assert 1.8 < found["triple"]["cpu"] < 5
+    assert found["triple"]["rounds"] == 7
+
+
+def test_what_fails_and_what_takes_too_long_is_recorded():
+    def fail():
+        raise ValueError("no such layer")
+
+    def spin():
+        while True:
+            time.process_time()
+
+    found = timing.ratios(lambda: sum(range(1000)), {"fails": fail, "spins": spin}, rounds=2, limit=0.2)
+    assert found["fails"] == {"fails": "ValueError: no such layer"}
+    assert found["spins"]["fails"].startswith("TimeoutError") and found["spins"]["slow"] > 10
+    assert tables.cell(found["fails"], "cpu") == "fails"
+    assert tables.cell(found["spins"], "cpu").startswith("> ")
+
+
+def test_long_calls_take_fewer_turns():
+    turns = []
+    found = timing.ratios(lambda: None, {"long": lambda: turns.append(time.sleep(0.2))}, rounds=9, budget=0.5)
+    assert found["long"]["rounds"] < 4 and len(turns) < 5
+
+
+class Hog(nn.Module):
+    """Holds 64 MiB for a moment, in its backward too."""
+
+    def forward(self, x):
+        return x * torch.ones(1 << 24).sum()
+
+
+def hog(classes):
+    return nn.Sequential(nn.Linear(4, classes), Hog())
+
+
+def allocate(mib):
+    torch.ones(mib << 18)
+    return timing.peak_memory()
+
+
+def test_memory_is_that_of_a_fresh_process():
+    ballast = torch.ones(256 << 18)
+    small, large = (timing.in_fresh_process(allocate, mib) for mib in (1, 200))
+    assert 150 < large - small < 250
+    assert small < timing.peak_memory()
+    assert ballast.numel()
+
+
+def test_memory_beyond_that_of_the_gradient():
+    N, entries = 512, sum(p.numel() for p in TINY.model(4).parameters())
+    many = Problem(TINY.model, classes=4, N=40 * N, inputs=TINY.inputs)
+    own = memory.peak(many, "curvopt", "BatchGrad")
+    assert own["peak_mib"] > 0.5 * 4 * 40 * N * entries / 2**20
+    assert memory.peak(many, "curvopt", "Idle")["peak_mib"] < 0.2 * own["peak_mib"]
+    same = memory.peak(Problem(hog, classes=3, N=2, inputs=(4,)), "curvopt", "BatchL2Grad")
+    assert same["peak_mib"] < 32 < 64 < same["gradient_peak_mib"]
+
+
+# ------------------------------------------------------------------------------------------------------ the commands
+
+
+def test_quantities(monkeypatch, tmp_path, capsys):
+    asked = ("Idle", "BatchL2Grad", "KFAC", "DiagGGNExact")
+    options = ("--package", "curvopt", "torch.func", "--rounds", 2, "--budget", 0.5, "--out", tmp_path)
+    command(monkeypatch, quantities, "--problem", "tiny", "--quantity", *asked, *options)
+    written = json.loads((tmp_path / "quantities-tiny.json").read_text())
+    assert {"cpu", "threads", "versions", "commit"} <= written["machine"].keys()
+    rows = written["rows"]
+    assert tuple(rows) == asked
+    assert all(row["curvopt"]["cpu"] > 0 and not row["curvopt"]["wrong"] for row in rows.values())
+    assert all(row["curvopt"]["peak_mib"] < 50 for row in rows.values())
+    assert rows["KFAC"]["torch.func"]["absent"]
+    assert rows["DiagGGNExact"]["torch.func"]["gradient"] is False
+    assert (tmp_path / "quantities.png").stat().st_size > 1000
+    assert "| KFAC | **" in capsys.readouterr().out
+
+
+def test_a_wrong_package_is_shown_as_wrong(monkeypatch, checker):
+    right = packages.PACKAGES["torch.func"]
+
+    def halved(task, quantity):
+        method = right[1](task, quantity)
+        return packages.Method(method.run, lambda values: {name: 0.5 * v for name, v in values.items()})
+
+    monkeypatch.setitem(packages.PACKAGES, "torch.func", ("torch.func", halved))
+    _, result = quantities.prepared("tiny", "torch.func", "BatchGrad", "cpu", checker)
+    assert result["wrong"]
+    row = {"torch.func": result | {"cpu": 1.0}, "curvopt": {"cpu": 2.0}}
+    assert tables.best(row, "cpu") == "curvopt"
+    assert "wrong (1.00)" in tables.markdown("tiny", {"BatchGrad": row}, "cpu")
+
+
+def test_memory(monkeypatch, tmp_path, capsys):
+    tables.save_rows(tmp_path, "memory", "tiny", {"BatchGrad": {"opacus": {"peak_mib": 7}}}, tables.Choice())
+    asked = ("--problem", "tiny", "--quantity", "BatchGrad", "KFRA", "--package", "curvopt", "torch.func")
+    command(monkeypatch, memory, *asked, "--out", tmp_path)
+    rows = json.loads((tmp_path / "memory-tiny.json").read_text())["rows"]
+    assert rows["KFRA"]["torch.func"]["absent"]
+    assert rows["BatchGrad"]["curvopt"]["peak_mib"] < 50
+    assert rows["BatchGrad"]["opacus"]["peak_mib"] == 7  # what is not asked for stays
+    assert (tmp_path / "memory.png").exists()
+    assert "MiB" in capsys.readouterr().out
+
+
+def test_scaling(monkeypatch, tmp_path):
+    monkeypatch.setattr(scaling, "SIZES", {"classes": (lambda size: scaling.images(4, 4, 2, size), (2, 5))})
+    asked = ("--quantity", "BatchL2Grad", "DiagGGNExact", "--rounds", 1, "--size", "classes", "--out", tmp_path)
+    command(monkeypatch, scaling, *asked)
+    curves = json.loads((tmp_path / "scaling.json").read_text())["curves"]
+    for costs_at in curves["classes"].values():
+        assert costs_at["curvopt DiagGGNExact"]["cpu"] > 0 and "peak_mib" in costs_at["curvopt BatchL2Grad"]
+    assert (tmp_path / "scaling.png").exists()
+
+
+def test_costmodel(monkeypatch, tmp_path, capsys):
+    command(monkeypatch, costmodel, "--problem", "tiny", "--rounds", 1, "--out", tmp_path)
+    results = json.loads((tmp_path / "costmodel.json").read_text())["results"]
+    assert {r["choice"] for r in results} >= {"norms by Gram matrices", "squares by pairs of positions"}
+    assert all(r["regret"] >= 1 and str(r["chosen"]) in r["milliseconds"] for r in results)
+    assert "| norms by Gram matrices | 1 |" in capsys.readouterr().out
+
+
+@torch.no_grad()
+def test_every_choice_that_is_measured_is_made():
+    for case in costmodel.cases_of_layers("tiny"):
+        assert costmodel.chosen(case) is not None, f"{case.choice} does not ask costs.{case.function}"
+
+
+@torch.no_grad()
+def test_forced_choices_give_equal_numbers(monkeypatch):
+    for case in costmodel.cases_of_layers("tiny"):
+        values = []
+        for answer in case.answers:
+            with monkeypatch.context() as patch:
+                patch.setattr(costs, case.function, lambda *_, answer=answer: answer)
+                values.append(case.call())
+        assert all(torch.allclose(value, values[0], rtol=1e-3) for value in values)
+
+
+# -------------------------------------------------------------------------------------------------------------- CUDA
+
+
+def fields(problem, quantity, device):
+    with agreement.most_likely_labels(), agreement.default_dtype(torch.float64):
+        method = packages.method("curvopt", problem.make(device), quantity)
+        return {n: v if isinstance(v, list) else [v] for n, v in method.read(method.run()).items()}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_quantities_on_cuda():
+    for problem in (TINY, scaling.text(7)):
+        for quantity in QUANTITIES:
+            if problem.exact or quantity not in (*EXACT, *PRODUCTS):
+                on_cpu, on_cuda = (fields(problem, quantity, device) for device in ("cpu", "cuda"))
+                for name, expected in on_cpu.items():
+                    for of_cuda, of_cpu in zip(on_cuda[name], expected, strict=True):
+                        assert of_cuda.device.type == "cuda"
+                        assert torch.allclose(of_cuda.cpu(), of_cpu, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_benchmark_on_cuda(monkeypatch, tmp_path):
+    options = ("--device", "cuda", "--package", "curvopt", "--rounds", 2, "--out", tmp_path)
+    command(monkeypatch, quantities, "--problem", "tiny", "--quantity", "BatchGrad", "KFLR", *options)
+    written = json.loads((tmp_path / "quantities-tiny.json").read_text())
+    assert written["machine"]["device"] != "cpu"
+    assert all(row["curvopt"]["wall"] > 0 for row in written["rows"].values())
