@@ -66,16 +66,20 @@ def by_position(module: nn.Module, output: Tensor) -> Tensor:
 def patches(module: nn.Module, *inputs: Tensor) -> Tensor:
     """What the weight of an affine layer is multiplied by, ``[G, positions of the whole batch, I]``.
 
-    Entry i is what the layer returns when its weight matrix selects the i-th entry.
+    Entry i is what an output of the layer returns when its row of the weight matrix selects the i-th entry.
     """
     weight, bias = module.get_parameter("weight"), getattr(module, "bias", None)
+    groups, size = getattr(module, "groups", 1), weight[0].numel()
+    outputs = len(weight) // groups
     columns = []
-    for i in range(weight[0].numel()):
+    for start in range(0, size, outputs):
         selector = torch.zeros_like(weight)
-        selector.flatten(1)[:, i] = 1.0
+        count = min(outputs, size - start)
+        rows = selector.view(groups, outputs, size)[:, :count, start : start + count]
+        rows.diagonal(dim1=1, dim2=2).fill_(1.0)
         parameters = {"weight": selector} if bias is None else {"weight": selector, "bias": torch.zeros_like(bias)}
-        columns.append(by_position(module, functional_call(module, parameters, inputs))[:, :, 0])
-    return torch.stack(columns, dim=2)
+        columns.append(by_position(module, functional_call(module, parameters, inputs))[:, :, :count])
+    return torch.cat(columns, dim=2)
 
 
 class Reference:
