@@ -47,7 +47,9 @@ class Settings(Choice):
     check: bool = True
     """Compare the numbers with the definitions first."""
     out: Path = RESULTS
-    """Folder for the results and the figure; results there of other quantities and packages stay."""
+    """Folder for the results; what is there of other quantities and packages stays."""
+    figure: Path = Path("docs") / "_static" / "quantities.png"
+    """Where to draw all results of that folder."""
 
 
 def prepared(problem: str, package: str, quantity: str, device: str, checker: Checker | None) -> tuple[Method, Result]:
@@ -110,9 +112,8 @@ def main() -> None:
         print(f"\n{markdown(problem, rows, key)}")
         if settings.memory:
             print(f"\nMiB beyond the plain gradient's peak\n\n{markdown(problem, rows, 'peak_mib')}")
-    figure = settings.out / "quantities.png"
-    draw(load_rows(settings.out, "quantities"), key, label, figure)
-    print(f"\nresults: {settings.out}/quantities-*.json, {figure}")
+    draw(load_rows(settings.out, "quantities"), key, label, settings.figure)
+    print(f"\nresults: {settings.out}/quantities-*.json, {settings.figure}")
 
 
 if __name__ == "__main__":

@@ -150,7 +150,8 @@ def test_memory_beyond_that_of_the_gradient():
 def test_quantities(monkeypatch, tmp_path, capsys):
     asked = ("Idle", "BatchL2Grad", "KFAC", "DiagGGNExact")
     options = ("--package", "curvopt", "torch.func", "--rounds", 2, "--budget", 0.5, "--out", tmp_path)
-    command(monkeypatch, quantities, "--problem", "tiny", "--quantity", *asked, *options)
+    figure = tmp_path / "shown" / "quantities.png"
+    command(monkeypatch, quantities, "--problem", "tiny", "--quantity", *asked, *options, "--figure", figure)
     written = json.loads((tmp_path / "quantities-tiny.json").read_text())
     assert {"cpu", "threads", "versions", "commit"} <= written["machine"].keys()
     rows = written["rows"]
@@ -159,7 +160,7 @@ def test_quantities(monkeypatch, tmp_path, capsys):
     assert all(row["curvopt"]["peak_mib"] < 50 for row in rows.values())
     assert rows["KFAC"]["torch.func"]["absent"]
     assert rows["DiagGGNExact"]["torch.func"]["gradient"] is False
-    assert (tmp_path / "quantities.png").stat().st_size > 1000
+    assert figure.stat().st_size > 1000
     assert "| KFAC | **" in capsys.readouterr().out
 
 
@@ -250,7 +251,18 @@ def test_quantities_on_cuda():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_benchmark_on_cuda(monkeypatch, tmp_path):
-    options = ("--device", "cuda", "--package", "curvopt", "--rounds", 2, "--out", tmp_path)
+    options = (
+        "--device",
+        "cuda",
+        "--package",
+        "curvopt",
+        "--rounds",
+        2,
+        "--out",
+        tmp_path,
+        "--figure",
+        tmp_path / "f.png",
+    )
     command(monkeypatch, quantities, "--problem", "tiny", "--quantity", "BatchGrad", "KFLR", *options)
     written = json.loads((tmp_path / "quantities-tiny.json").read_text())
     assert written["machine"]["device"] != "cpu"
