@@ -1,0 +1,193 @@
+"""Mixed precision: ``torch.autocast`` and ``torch.amp.GradScaler`` change rounding, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_optim import OPTIMIZERS, Run, assert_close, assert_equal, cnn, exact_optimizer
+from torch import Tensor, nn
+
+from curvopt.errors import CurvoptWarning
+from curvopt.optim import KFACSGD
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+class Positions(nn.Module):
+    """A module without a rule: it is called once more for its Jacobians, outside of autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added, self.mixed = nn.Parameter(torch.zeros(16, 8)), nn.Parameter(torch.eye(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.mixed + self.added
+
+
+class Blocks(nn.Module):
+    """Convolution, batch norm, attention, a norm and a parameter of its own: what autocast treats differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, 8, 2, stride=2)
+        self.norm = nn.BatchNorm2d(8)
+        self.positions = Positions()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.out = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.positions(self.norm(self.patches(x)).flatten(2).mT)
+        h = h + self.attention(h, h, h, need_weights=False)[0]
+        return self.out(h.mean(1))
+
+
+def train(
+    make: Callable,
+    model: Callable[[], nn.Module],
+    dtype: torch.dtype | None = None,
+    scale: float | None = None,
+    *,
+    steps: int = 4,
+    attach: bool = False,
+    clip: float | None = None,
+) -> Run:
+    """A few steps, under autocast to ``dtype`` if any, the loss scaled if asked."""
+    run = Run(make, model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    if attach:
+        run.optimizer.attach(run.model, run.lossfunc, scaler=scaler)
+    for step in range(steps):
+        run.optimizer.zero_grad()
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = run.loss(step)
+        if attach:
+            scaler.scale(loss).backward()
+        else:
+            with run.optimizer.curvature(loss_scale=scaler.get_scale()):
+                scaler.scale(loss).backward()
+        if clip is not None:
+            scaler.unscale_(run.optimizer)
+            nn.utils.clip_grad_norm_(run.model.parameters(), clip)
+        scaler.step(run.optimizer)
+        scaler.update()
+    return run
+
+
+def flat(weights: list[Tensor]) -> Tensor:
+    return torch.cat([weight.flatten() for weight in weights])
+
+
+# rounding to 8 and 11 bits, over four steps
+@pytest.mark.parametrize(
+    ("dtype", "scale", "tolerance"),
+    [(torch.bfloat16, None, 0.05), (torch.bfloat16, 2.0**16, 0.05), (torch.float16, 2.0**16, 0.015)],
+)
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("KFACSGD exact", cnn),
+        ("KFACSGD", Blocks),
+        ("EKFACSGD exact", cnn),
+        ("DiagonalNewton exact", cnn),
+        ("DiagonalNewton hessian", cnn),
+    ],
+)
+def test_steps_are_those_of_float32(name: str, model: Callable, dtype: torch.dtype, scale: float, tolerance: float):
+    make = OPTIMIZERS[name]
+    start, full = flat(Run(make, model).weights()), flat(train(make, model).weights())
+    mixed = flat(train(make, model, dtype, scale).weights())
+    assert (mixed - full).norm() < tolerance * (full - start).norm()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_adam_trains_as_well_as_in_float32(dtype: torch.dtype):
+    """Its steps have the length of the learning rate in every direction, so those without a gradient are noise."""
+    make = OPTIMIZERS["KFACAdamW"]
+    start = Run(make).full_loss()
+    full, mixed = (train(make, cnn, *amp, steps=25).full_loss() for amp in ((), (dtype, 2.0**12)))
+    assert full < start / 2 and mixed < 1.2 * full
+
+
+@exact_optimizer
+def test_damping_does_not_depend_on_the_scale(make: Callable):
+    first, *others = (
+        train(make, cnn, torch.bfloat16, scale, clip=clip).weights()
+        for scale, clip in ((2.0**4, None), (2.0**14, None), (2.0**4, 1e6))
+    )
+    for other in others:
+        assert_close(first, other, rtol=1e-4, atol=1e-5)
+
+
+def test_attached_is_the_same():
+    assert_equal(*(train(KFACSGD, cnn, torch.float16, 2.0**10, attach=attach).weights() for attach in (False, True)))
+
+
+@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize("known", [False, True], ids=["first step", "later"])
+@exact_optimizer
+def test_an_overflow_changes_nothing(make: Callable, known: bool, attach: bool):
+    """The loss is scaled until gradients leave the range of float16, and less and less until they do not."""
+    run, steps = train(make, cnn, torch.float16, 2.0**10, steps=3 * known), 0
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26, backoff_factor=2.0**-4)
+    if attach:
+        run.optimizer.attach(run.model, run.lossfunc, scaler=scaler)
+    weights, state = run.weights(), copy.deepcopy(run.optimizer.state_dict())
+    while True:
+        run.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = run.loss(3)
+        if attach:
+            scaler.scale(loss).backward()
+        else:
+            with run.optimizer.curvature(loss_scale=scaler.get_scale()):
+                scaler.scale(loss).backward()
+        scaler.step(run.optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        if scaler.get_scale() == before:
+            break
+        steps += 1
+        assert_equal(run.weights(), weights)
+        torch.testing.assert_close(run.optimizer.state_dict(), state, rtol=0, atol=0)
+    assert steps >= 2 and not torch.equal(flat(run.weights()), flat(weights))
+
+    clean = train(make, cnn, torch.float16, 2.0**10, steps=3 * known)
+    clean.optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = clean.loss(3)
+    with clean.optimizer.curvature():
+        loss.backward()
+    clean.optimizer.step()
+    moved = (flat(clean.weights()) - flat(weights)).norm()
+    if not isinstance(clean.optimizer, torch.optim.AdamW):  # see above
+        assert (flat(run.weights()) - flat(clean.weights())).norm() < 0.02 * moved
+
+
+def test_a_model_in_bfloat16():
+    run = Run(KFACSGD, cnn, dtype=torch.bfloat16)
+    start = run.full_loss()
+    run.train(25)
+    assert run.full_loss() < start / 2
+    assert {factor.dtype for state in run.optimizer.state.values() for factor in state["factors"]} == {torch.float32}
+
+
+@pytest.mark.parametrize("told", ["no", "by attach", "by context", "no, but it is disabled", "no, it was only asked"])
+def test_a_scaler_that_nobody_told_of(told: str):
+    run = Run(KFACSGD)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled="disabled" not in told)
+    if told == "by attach":
+        run.optimizer.attach(run.model, scaler=scaler)
+    with run.optimizer.curvature(*[scaler.get_scale()] if told == "by context" else []):
+        scaler.scale(run.loss(0)).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if told == "no, it was only asked":  # as Lightning does before it clips
+            assert not run.optimizer._step_supports_amp_scaling
+        else:
+            scaler.step(run.optimizer)
+    found = [str(warning.message) for warning in caught if issubclass(warning.category, CurvoptWarning)]
+    assert len(found) == (told == "no") and all("attach(model, scaler=scaler)" in message for message in found)
