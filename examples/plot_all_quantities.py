@@ -77,9 +77,11 @@ for extension in extensions:
     print(f"{type(extension).__name__:18} {extension.field:22} {content}")
 
 # %%
-# Averaged over the units, the diagonals are pictures of what the layer is sensitive to. The border is white in all of
-# them: pixels that are never inked have neither gradient nor curvature. One sampled label for each image gives a noisy
-# picture of the exact diagonal, and the Hessian's has negative entries, which the Gauss-Newton matrix never has.
+# The rows of the diagonals are pictures of what each unit is sensitive to; here is the unit on which they disagree
+# most. The border is white in all of them: pixels that are never inked have neither gradient nor curvature. One
+# sampled label for each image gives nearly the picture of ten exact columns. The Hessian's has blue, negative entries,
+# which the Gauss-Newton matrix never has.
+unit = (weight.diag_h - weight.diag_ggn_exact).square().sum(1).argmax()
 pictures = {
     "second moment\nof gradients": weight.sum_grad_squared * len(x),
     "diag_ggn_exact": weight.diag_ggn_exact,
@@ -89,7 +91,7 @@ pictures = {
 }
 figure, axes = plt.subplots(1, len(pictures), figsize=(7.0, 2.2))
 for ax, (title, diagonal) in zip(axes, pictures.items(), strict=True):
-    picture = diagonal.detach().mean(0).reshape(8, 8)
+    picture = diagonal[unit].detach().reshape(8, 8)
     limit = picture.abs().max()
     ax.imshow(picture, cmap="RdBu_r", vmin=-limit, vmax=limit)
     ax.set_title(title, fontsize=8)

@@ -63,16 +63,16 @@ priors = torch.logspace(0, 3, 13).tolist()
 by_prior = [log_loss(laplace(x[validation], prior), y[validation]) for prior in priors]
 prior = priors[min(range(len(priors)), key=by_prior.__getitem__)]
 
+# %%
+# On the left, the choice. On the right, test images in six groups by how sure the prediction is, and the share of
+# right ones in each. On the diagonal a probability means what it says. The network alone is below it, so it promises
+# too much; the approximation is above, on the careful side.
 figure, axes = plt.subplots(1, 2)
 axes[0].semilogx(priors, by_prior, "o-", color="C1", label="Laplace approximation")
 axes[0].axhline(log_loss(alone(x[validation]), y[validation]), color="C0", label="the network alone")
 axes[0].set(xlabel="precision of the prior", ylabel="log loss on validation images")
 axes[0].legend(fontsize=8)
 
-# %%
-# On the right, test images in six groups by how sure the prediction is, and the share of right ones in each. On the
-# diagonal a probability means what it says. The network alone is below it, so it promises too much; the approximation
-# is above, on the careful side.
 print(f"{'':24} log loss  accuracy  mean confidence")
 for label, p in (("the network alone", alone(x[test])), (f"Laplace, prior {prior:.0f}", laplace(x[test], prior))):
     confidence, guess = p.max(1)

@@ -57,6 +57,9 @@ for label, V in roots.items():
     megabytes = V.numel() * V.element_size() / 1e6
     print(f"{label:36} {str(list(V.shape)):14} {megabytes:5.1f}  {spectrum[0]:.3f}")
     ax.loglog(range(1, len(spectrum) + 1), spectrum, label=label)
+ax.set(xlabel="index of the eigenvalue", ylabel="eigenvalue of the GGN", ylim=(1e-5, None))
+ax.legend(fontsize=8)
+plt.show()
 
 # %%
 # The ten large eigenvalues, along which steps have to be short, are nearly the same for an eighth of the samples, or
@@ -65,7 +68,3 @@ for label, V in roots.items():
 with backpack(BatchGrad(subsampling=some)):
     lossfunc(model(x), y).backward()
 assert all(p.grad_batch.shape[0] == K for p in model.parameters())
-
-ax.set(xlabel="index of the eigenvalue", ylabel="eigenvalue of the GGN", ylim=(1e-5, None))
-ax.legend(fontsize=8)
-plt.show()

@@ -57,6 +57,13 @@ def test_example_needs_a_plain_install_only(example: Path):
     assert imported <= {"curvopt", "torch", *provided, *sys.stdlib_module_names}
 
 
+@by_example
+def test_pictures_are_finished_where_they_are_begun(example: Path):
+    """The gallery takes the pictures that there are at the end of each block, and closes them."""
+    blocks = re.split(r"^# %%$", example.read_text(), flags=re.MULTILINE)
+    assert [("plt.subplots(" in b or "plt.figure(" in b) == ("plt.show()" in b) for b in blocks] == [True] * len(blocks)
+
+
 def test_examples_are_titled_stories():
     assert len(EXAMPLES) >= 17
     for example in EXAMPLES:
