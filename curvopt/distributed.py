@@ -73,11 +73,14 @@ class Peers:
         dist.all_reduce(total, group=self.group)
         return int(total)
 
-    def union(self, forms: Mapping[int, Any], largest: Sequence[int], equal: Any) -> tuple[dict[int, Any], list[int]]:
+    def union(
+        self, forms: Mapping[int, Any], names: Sequence[str], largest: Sequence[int], equal: Any
+    ) -> tuple[dict[int, Any], list[int]]:
         """Agree on what there is: one small transfer, and a second one where the ranks differ in ``forms``.
 
         Args:
             forms: by index of a parameter, in increasing order; made of numbers and strings.
+            names: of the parameters.
             largest: below 2⁶³.
             equal: what must not differ; made of numbers and strings.
 
@@ -106,9 +109,8 @@ class Peers:
             for index, form in theirs.items():
                 if merged.setdefault(index, form) != form:
                     raise CurvoptError(
-                        f"parameter {index} (in the order of the param groups) has curvature {merged[index]} on a rank "
-                        f"and {form} on rank {rank} (shapes, dtype, index of the input's factor); use it in the same "
-                        "modules on every rank."
+                        f"parameter {names[index]} has curvature {merged[index]} on one rank and {form} on rank {rank} "
+                        "(shapes, dtype, index of the input's factor); use it in the same modules on every rank."
                     )
         return dict(sorted(merged.items())), result
 

@@ -438,6 +438,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         has_gradients = any(param.grad is not None for param in params)
         forms, (strangers, seed, draws) = peers.union(
             forms,
+            list(self._names().values()),
             [pending.strangers, -1 if self._seed is None else self._seed, self._draws],
             {name: progress[name] for name in ("step", "next_refresh", "next_inverse")}
             | {"damping": [float(group["damping"]) for group in self.param_groups]}
