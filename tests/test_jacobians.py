@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
+from curvopt import extend
 from curvopt.core import costs
+from curvopt.core.derivatives import rule_for
 from curvopt.core.jacobians import Dense, Jacobian, Outer, Squares
+from curvopt.core.uses import KEY
 
 
 def outer(V: int, S: int, O: int, I: int, G: int = 1, transposed: bool = False, weighted: bool = False) -> Outer:  # noqa: E741
@@ -100,3 +104,39 @@ def test_symmetric_products_by_blocks(G: int, monkeypatch: pytest.MonkeyPatch):
     assert costs.by_blocks(7)
     with torch.no_grad():
         assert_close([jacobian.left_factor(), jacobian.right_factor()], expected)
+
+
+@pytest.mark.parametrize("matrices", [False, True])
+def test_second_moments_of_positions(matrices: bool, monkeypatch: pytest.MonkeyPatch):
+    """Summed matrix by matrix, or as one product of a copy."""
+    for jacobian in (outer(2, 4, 3, 2), outer(1, 3, 3, 2, 2)):
+        monkeypatch.setattr(costs, "by_matrices", lambda F, S: matrices)
+        expected = torch.einsum("vngso,vngsp->gop", jacobian.left, jacobian.left)
+        with torch.no_grad():
+            assert_close(jacobian.left_factor(), expected if jacobian.G > 1 else expected[0])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(2, 3, 3, padding=1),
+        nn.Conv2d(2, 4, (2, 4), padding=(0, 1), groups=2),
+        nn.Conv1d(2, 3, 2),
+        nn.Conv3d(1, 2, (1, 2, 3), stride=(1, 2, 1)),
+        nn.Conv2d(2, 3, 1),
+    ],
+    ids=str,
+)
+def test_second_moments_of_patches_by_shifts(conv: nn.Module, rows: int, monkeypatch: pytest.MonkeyPatch):
+    extend(conv.double())
+    z = conv(torch.randn(4, conv.in_channels, *[6, 5, 7][5 - conv.weight.dim() :]).double())
+    assert z.grad_fn is not None
+    use = z.grad_fn.metadata[KEY][0][0]
+    with torch.no_grad():
+        jacobian = rule_for(conv).jac_t(use, [torch.ones_like(z)[None]], ["weight"], 4 // rows)["weight"]
+        assert isinstance(jacobian, Outer) and jacobian.shifts is not None
+        monkeypatch.setattr(costs, "by_shifts", lambda K, W: True)
+        found = jacobian.right_factor()
+        jacobian.shifts = None
+        assert_close(found, jacobian.right_factor())

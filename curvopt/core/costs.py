@@ -21,8 +21,8 @@ CHUNK_ENTRIES = {"cpu": 1 << 18, "cuda": 1 << 26}
 SWEEP_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 26}
 #: Rows of a symmetric product that are computed at once.
 SYMMETRIC_BLOCK = 128
-#: Bytes from which on the C library asks the system for new memory every time.
-FRESH_BYTES = 32 << 20
+#: Bytes of memory that is likely to come from the system each time, not from the C library's own stock.
+FRESH_BYTES = 4 << 20
 
 
 def columns_at_once(entries: int, device: str) -> int:
@@ -54,6 +54,17 @@ def by_pairs(V: int, S: int, O: int, I: int) -> bool:
 def by_gram(S: int, O: int, I: int) -> bool:
     """Whether norms are cheaper by Gram matrices: ``|sum_s l_s r_s|^2 = sum_st (l_s l_t) (r_s r_t)``."""
     return S * (O + I) < O * I
+
+
+def by_matrices(F: int, S: int) -> bool:
+    """Whether ``sum_ns x x^T`` is cheaper as a sum of matrices over samples than as one product of a sorted copy."""
+    return F <= 4 * S
+
+
+def by_shifts(K: int, W: int) -> bool:
+    """Whether the second moment of patches is cheaper by shifts of one of K entries along an axis of W positions."""
+    direct, mirrored = 1 / K + (K - 1) / (K * W), 0.6
+    return direct < 0.9 * mirrored
 
 
 def by_blocks(F: int) -> bool:

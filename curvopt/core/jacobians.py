@@ -169,11 +169,20 @@ class Outer(Jacobian):
         right: the layer's input as patches, ``[N, G, S, I]``.
         shape: shape of the parameter, a reshaped ``[G, O, I]``.
         transposed: the parameter is a reshaped ``[G, I, O]`` instead.
+        shifts: ``(K, W)`` if the right side is patches, ``I = [.., K]`` entries at ``S = [.., W]`` positions, and the
+            next entry sees at a position what the one before it sees at the next position.
     """
 
-    def __init__(self, left: Tensor, right: Tensor, shape: torch.Size, transposed: bool = False):
+    def __init__(
+        self,
+        left: Tensor,
+        right: Tensor,
+        shape: torch.Size,
+        transposed: bool = False,
+        shifts: tuple[int, int] | None = None,
+    ):
         """Keep both sides."""
-        self.left, self.right, self.shape, self.transposed = left, right, shape, transposed
+        self.left, self.right, self.shape, self.transposed, self.shifts = left, right, shape, transposed, shifts
         self.V, self.N, self.G, self.S, self.O = left.shape
         self.I = right.shape[3]
 
@@ -215,7 +224,13 @@ class Outer(Jacobian):
 
     def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         right = self.right.mean(2, keepdim=True) if approx == "reduce" else self.right
-        return _second_moment(right, limit, 1 / max(right.shape[0] * right.shape[2], 1))
+        scale, whole = 1 / max(right.shape[0] * right.shape[2], 1), limit is None or self.I <= limit
+        if self.shifts is None or right is not self.right or not whole or torch.is_grad_enabled():
+            return _second_moment(right, limit, scale)
+        if not costs.by_shifts(*self.shifts):
+            return _second_moment(right, limit, scale)
+        moments = [_moment_of_shifts(flat, *self.shifts).mul_(scale) for flat in _by_feature(right)]
+        return torch.stack(moments) if self.G > 1 else moments[0]
 
     def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
         of_left, of_right = reversed(bases) if self.transposed else bases
@@ -497,12 +512,19 @@ def _second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) -
 
     If F is more than ``limit``, blocks on its diagonal, ``[G, K, b, b]``, the last padded with zeros.
     """
-    flat = _by_feature(rows)
-    if limit is not None and flat.shape[1] > limit:
-        blocks = in_blocks(flat.mT, limit).transpose(1, 2)
+    N, G, S, F = rows.shape
+    if limit is not None and F > limit:
+        blocks = in_blocks(_by_feature(rows).mT, limit).transpose(1, 2)
         return scale * (blocks.mT @ blocks)
-    moment = _symmetric_product(flat, scale)
-    return moment[0] if moment.shape[0] == 1 else moment
+    sorted_already = rows.stride(3) == 1 or rows.stride(0) == S * rows.stride(2)
+    if sorted_already or torch.is_grad_enabled() or not costs.by_matrices(F, S):
+        moment = _symmetric_product(_by_feature(rows), scale)
+    else:
+        moment = rows.new_zeros(G, F, F)
+        for part in rows.split(costs.samples_at_once(G * F * F, rows.device.type)):
+            moment += (part.mT @ part).sum(0)
+        moment *= scale
+    return moment[0] if G == 1 else moment
 
 
 def _symmetric_product(flat: Tensor, scale: float) -> Tensor:
@@ -517,6 +539,26 @@ def _symmetric_product(flat: Tensor, scale: float) -> Tensor:
             product[i:j, i:].addmm_(x[i:j], x[i:].T, beta=0, alpha=scale)
             product[j:, i:j] = product[i:j, j:].T
     return moment
+
+
+def _moment_of_shifts(flat: Tensor, K: int, W: int) -> Tensor:
+    """``x x^T`` of patches ``[M K, P W]`` (see `Outer`), of which few entries need products over all positions.
+
+    ``sum_w x_i(w) x_j(w)`` and ``sum_w x_{i+1}(w) x_{j+1}(w)`` are sums over the same products but for the first and
+    the last position.
+    """
+    x = flat.unflatten(0, (-1, K)).unflatten(2, (-1, W))  # [M, K, P, W]
+    M = len(x)
+    first, last = (x[..., w].transpose(0, 1).contiguous() for w in (0, W - 1))  # [K, M, P]
+    moment = flat.new_empty(M, K, M, K)
+    moment[:, 0] = (x[:, 0].flatten(1) @ flat.T).view(M, M, K)
+    for j in range(1, K):
+        moment[:, j, :, 0] = moment[:, 0, :, j].T
+        for i in range(1, j + 1):
+            block = torch.addmm(moment[:, i - 1, :, j - 1], first[i - 1], first[j - 1].T, alpha=-1)
+            moment[:, i, :, j] = block.addmm_(last[i], last[j].T)
+            moment[:, j, :, i] = block.T
+    return moment.view(M * K, M * K)
 
 
 def in_blocks(values: Tensor, limit: int) -> Tensor:

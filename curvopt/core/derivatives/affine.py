@@ -66,6 +66,9 @@ class Conv(AffineRule):
         V, N, channels, *positions = grad.shape
         return grad.reshape(V, N, module.groups, channels // module.groups, prod(positions)).mT
 
+    def shifts(self, module: nn.Conv2d, shape: torch.Size) -> tuple[int, int] | None:
+        return (module.kernel_size[-1], shape[-1]) if module.stride[-1] == module.dilation[-1] == 1 else None
+
     def least_dims(self, module: nn.Conv2d) -> int:
         return 2 + len(module.kernel_size)
 

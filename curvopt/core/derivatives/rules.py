@@ -183,6 +183,10 @@ class AffineRule(Rule):
         """Vectors at the output, and what `fold` made of them, summed over positions: ``[V, N, *bias]``."""
         return left.sum(3).flatten(2)
 
+    def shifts(self, module: Any, shape: torch.Size) -> tuple[int, int] | None:
+        """The kernel's entries and the positions along an axis on which the one shift the other (see `Outer`)."""
+        return None
+
     def expected(self, module: Any) -> Container[str]:
         return ("weight", "bias")
 
@@ -198,7 +202,8 @@ class AffineRule(Rule):
                 right = self.unfold(use.module, *inputs).to(left.dtype)
                 use.cache["right"] = _by_sample(right, N)
             shape = use.module.get_parameter("weight").shape
-            jacobians["weight"] = Outer(left, use.cache["right"], shape, self.transposed)
+            shifts = self.shifts(use.module, use.shapes[0])
+            jacobians["weight"] = Outer(left, use.cache["right"], shape, self.transposed, shifts)
         if "bias" in names:
             weight = jacobians.get("weight") if left.shape[2:4] == (1, 1) and not self.transposed else None
             jacobians["bias"] = Dense(self.bias(grad, left), left_of=weight)
