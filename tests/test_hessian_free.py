@@ -6,6 +6,7 @@ import copy
 import io
 import math
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,25 @@ def test_weight_counts_mean_losses(extended: bool) -> None:
     assert model_of(problem.loss, problem.parameters).weight == pytest.approx(3 + 0.5 * len(problem.x))
 
 
+class Wrapped(nn.Module):
+    """A loss that calls another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = extend(nn.CrossEntropyLoss())
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return self.inner(z, y)
+
+
+def test_of_nested_losses_one_counts() -> None:
+    net, x, y = nn.Linear(3, 4).to(float64), torch.randn(5, 3, dtype=float64), torch.randint(4, (5,))
+    parameters, wrapped = list(net.parameters()), extend(Wrapped(), loss=True)
+    models = [model_of(lambda f=f: f(net(x), y), parameters) for f in (F.cross_entropy, wrapped)]
+    assert models[0].weight == pytest.approx(models[1].weight)
+    assert_close(matrix_of(models[0]), matrix_of(models[1]))
+
+
 def test_a_full_solve_without_damping_is_the_newton_step() -> None:
     A, b = torch.randn(20, 5, dtype=float64), torch.randn(20, 3, dtype=float64)
     model = nn.Linear(5, 3, bias=False).to(float64)
@@ -266,6 +286,7 @@ def test_line_search_meets_armijo() -> None:
     assert value == f(rate) <= -0.01 * rate and f(rate / 0.8) > -0.01 * rate / 0.8
     assert line_search(f, 0.0, f(1.0), 1.0) == (0.0, 0.0)  # no descent direction
     assert line_search(lambda rate: rate, 0.0, 1.0, -1.0) == (0.0, 0.0)
+    assert line_search(lambda rate: -0.005 * rate, 0.0, -0.005, -1.0) == (0.0, 0.0)  # less than the slope promises
     assert line_search(lambda rate: 0.0, 0.0, 0.0, 0.0) == (0.0, 1.0)
 
 
@@ -430,6 +451,13 @@ def without_zero_grad(small: Small) -> float:
     return 3.0 * loss.item()  # what is differentiated counts
 
 
+def zeroing(small: Small) -> Tensor:
+    small.optimizer.zero_grad(set_to_none=False)
+    loss = small.loss()
+    loss.backward()
+    return loss
+
+
 def halves(small: Small) -> Tensor:
     for _ in range(2):
         (small.loss() / 2).backward()
@@ -443,7 +471,7 @@ def with_gradients(small: Small) -> Tensor:
 
 @pytest.mark.parametrize(
     "form",
-    [Small.loss, conditional, without_result, without_zero_grad, halves, with_gradients],
+    [Small.loss, conditional, zeroing, without_result, without_zero_grad, halves, with_gradients],
     ids=lambda f: f.__name__,
 )
 def test_closures_of_all_forms_take_the_same_steps(form: Callable[[Small], Any]) -> None:
@@ -463,7 +491,7 @@ def test_what_the_closure_returns_comes_back_without_its_graph() -> None:
 
 
 def test_gradients_are_those_of_the_first_call() -> None:
-    for form in (Small.closure, conditional):
+    for form in (Small.closure, conditional, zeroing):
         small = Small()
         small.closure()
         expected = [p.grad.clone() for p in small.model.parameters()]
@@ -644,7 +672,9 @@ def test_metrics() -> None:
 
 def trained_on_parts(rank: int, ranks: int, store: str, results: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
     small = Small(dtype=float64, weight_decay=0.01)
     model = small.model
     small.model = nn.parallel.DistributedDataParallel(model)
@@ -659,7 +689,9 @@ def trained_on_parts(rank: int, ranks: int, store: str, results: str) -> None:
 
 
 def test_two_processes_on_halves_take_the_steps_of_one(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(trained_on_parts, (2, str(tmp_path / "store"), str(tmp_path / "rank")), 2)
+    arguments = (2, str(tmp_path / "store"), str(tmp_path / "rank"))
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    torch.multiprocessing.start_processes(trained_on_parts, arguments, 2, start_method=method)
     one = Small(dtype=float64, weight_decay=0.01)
     one.train(4)
     results = [torch.load(tmp_path / f"rank{rank}") for rank in range(2)]
@@ -671,7 +703,7 @@ def test_two_processes_on_halves_take_the_steps_of_one(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- errors and limits
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 100.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 100.0])
 def test_without_improvement_parameters_stay_and_damping_rises(value: float) -> None:
     small = Small(norms)
     small.train(2)
@@ -689,6 +721,7 @@ def test_without_improvement_parameters_stay_and_damping_rises(value: float) -> 
     metrics = small.optimizer.metrics()
     assert metrics["rate"] == metrics["step_norm"] == 0 and metrics["reduction_ratio"] == -math.inf
     assert metrics["loss_after"] == metrics["loss_before"]
+    assert not any(small.optimizer.state[p] for p in small.model.parameters())  # CG starts afresh
     small.train(1)
     assert small.optimizer.metrics()["rate"] > 0
 
@@ -745,6 +778,22 @@ def test_steps_that_cannot_be_taken_change_nothing() -> None:
     refuses(small, lambda: small.loss() * math.inf, r"loss of the closure \(inf\) is not finite")
     small.x[0] = math.nan
     refuses(small, small.closure, "not finite")
+
+
+def test_exceptions_of_later_calls_change_nothing() -> None:
+    small = Small(norms)
+    small.train(2)
+    before, calls = snapshot(small), small.calls
+
+    def closure() -> Tensor:
+        if small.calls == calls + 2:
+            raise KeyError
+        return small.closure()
+
+    with pytest.raises(KeyError):
+        small.optimizer.step(closure)
+    assert small.calls == calls + 2
+    assert_equal(snapshot(small), before)
 
 
 def test_gradients_that_are_not_finite_change_nothing() -> None:
