@@ -122,6 +122,7 @@ def draw_traces(traces: Mapping[str, float]) -> Figure:
         chosen = [(row, trace) for row, (name, trace) in rows if name.endswith("bias") == suffix]
         axes.barh([row for row, _ in chosen], [trace for _, trace in chosen], color=colour, label=what)
     axes.set_yticks(range(len(traces)), list(traces))
+    axes.margins(y=0.5 / len(traces))
     axes.legend()
     axes.set(xscale="log", xlabel="trace of the generalized Gauss-Newton block / (nats / parameter²)")
     axes.invert_yaxis()
@@ -137,7 +138,7 @@ def draw_spectra(histograms: Mapping[str, Tensor]) -> Figure:
     ):
         prefix = f"log10_eigenvalues_{letter}/"
         spectra = {
-            key.removeprefix(prefix): 10**values
+            key.removeprefix(prefix): 10 ** values.numpy()
             for key, values in histograms.items()
             if key.startswith(prefix) and f"log10_eigenvalues_A/{key.removeprefix(prefix)}" in histograms
         }
@@ -166,7 +167,7 @@ def draw_gradients(x: Tensor, y: Tensor, norms: Tensor, z: Tensor) -> Figure:
     axes = above.subplots()
     positive = norms.clamp(min=norms.max() * 1e-6)
     bins = torch.logspace(float(positive.min().log10()), float(positive.max().log10()), 50)
-    axes.hist(positive, bins=bins.tolist(), color=COLOURS[0])
+    axes.hist(positive.numpy(), bins=bins.tolist(), color=COLOURS[0])
     axes.set(xscale="log", xlabel="norm of a sample's gradient / (nats / parameter)", ylabel="held-out samples")
     axes.grid(alpha=0.3)
     hardest = norms.argsort(descending=True)[:_SHOWN]
@@ -174,7 +175,7 @@ def draw_gradients(x: Tensor, y: Tensor, norms: Tensor, z: Tensor) -> Figure:
         panels = below.subplots(1, _SHOWN, squeeze=False)[0]
         for axes, i in zip(panels, hardest.tolist(), strict=False):
             image = x[i] - x.amin()
-            axes.imshow((image / (x.amax() - x.amin())).permute(1, 2, 0), cmap="gray", vmin=0, vmax=1)
+            axes.imshow((image / (x.amax() - x.amin())).permute(1, 2, 0).numpy(), cmap="gray", vmin=0, vmax=1)
             said = "" if y.is_floating_point() else f"is {y[i]}, said {z[i].argmax()}\n"
             axes.set_title(f"{said}norm {norms[i]:.3g}", fontsize=9)
             axes.axis("off")

@@ -51,7 +51,7 @@ class OptimizerConfig:
     @property
     def needs_closure(self) -> bool:
         """Whether a step evaluates the loss several times, by a closure."""
-        return inspect.signature(self.kind.step).parameters["closure"].default is inspect.Parameter.empty
+        return self.kind in (torch.optim.LBFGS, curvopt.optim.HessianFree)
 
     @property
     def remedy(self) -> str:

@@ -60,7 +60,7 @@ def grid(sweep: Sweep) -> tuple[list[Run], str, bool]:
         }
         method, command, metric = settings["method"], settings["command"], settings["metric"]
         name, smaller = metric["name"], metric.get("goal", "minimize") == "minimize"
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise SettingsError(f"{sweep.file} is no sweep with command, method, metric, parameters: {error!r}") from error
     if method != "grid":
         raise SettingsError(f"{sweep.file}: method {method} needs wandb's server; only grid runs without")

@@ -73,8 +73,8 @@ class Tracker:
         """Add a table of rows, pictures and files, and send what is left, for a bounded time."""
 
         def add(wandb: Any, run: Any) -> None:
-            columns = list(dict.fromkeys(name for row in rows for name in row))
-            table = wandb.Table(columns=columns, data=[[row.get(name) for name in columns] for row in rows])
+            columns = [name for name in (rows[0] if rows else ()) if name != "layers"]
+            table = wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
             images = {picture.stem: wandb.Image(str(picture)) for picture in pictures}
             artifact = wandb.Artifact(f"results-{run.id}", type="results")
             for picture in pictures:
@@ -83,7 +83,9 @@ class Tracker:
             run.log({"evaluations": table, **images})
             run.log_artifact(artifact)
 
+        run = self._run
         self._guarded(add)
+        self._run = run  # what was logged before is sent in any case
         self._guarded(lambda wandb, run: run.finish())
         self._run = None
 

@@ -274,7 +274,7 @@ class Training:
             x = self.train_set.x[chosen]
             yield augmented(x) if self.config.augment else x, self.train_set.y[chosen]
 
-    def step(self, x: Tensor, y: Tensor) -> dict[str, float]:
+    def step(self, x: Tensor, y: Tensor) -> dict[str, Any]:
         """One step; its row for the log. Nothing changes where the loss is not finite."""
         start = time.perf_counter()
 
@@ -300,7 +300,7 @@ class Training:
             "lr": self.optimizer.param_groups[0]["lr"],
         }
         self.scheduler.step()
-        return {**row, **{name: float(value) for name, value in metrics.items()}}
+        return {**row, **{name: value if isinstance(value, str) else float(value) for name, value in metrics.items()}}
 
     def _update(self) -> None:
         try:
@@ -356,35 +356,32 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """All that a run needs to go on bit for bit."""
-        optimizer = self.optimizer.state_dict()
-        shared = {name: optimizer.pop(name) for name in ("state", "param_groups")}
-        own = {"random": _random_state(self.device), "optimizer": optimizer}  # differs between processes
         return {
             "step": self.done,
             "seconds": self.seconds,
             "model": self.model.state_dict(),
-            "optimizer": shared,
+            "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "processes": self.processes.gather(own),
+            "random": self.processes.gather(_random_state(self.device)),
             "config": self.config.as_json(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken."""
-        if len(state["processes"]) != self.processes.count:
+        if len(state["random"]) != self.processes.count:
             raise SettingsError(
-                f"the checkpoint is of {len(state['processes'])} process(es), and this run has {self.processes.count}"
+                f"the checkpoint is of {len(state['random'])} process(es), and this run has {self.processes.count}"
             )
-        own = state["processes"][self.processes.rank]
+        random = state["random"][self.processes.rank]
         self.done, self.seconds = state["step"], state["seconds"]
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict({**state["optimizer"], **own["optimizer"]})
+        self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(own["random"]["cpu"].cpu())
-        if "accelerator" in own["random"]:
-            torch.cuda.set_rng_state(own["random"]["accelerator"].cpu(), self.device)
+        torch.set_rng_state(random["cpu"])
+        if "accelerator" in random:
+            torch.cuda.set_rng_state(random["accelerator"], self.device)
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
