@@ -1,7 +1,7 @@
 """Curves of runs, drawn from their ``metrics.jsonl`` alone."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogFormatter
 
 # Okabe & Ito (2008): told apart with every kind of colour vision; each colour has a marker of its own besides.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -28,7 +30,7 @@ def evaluations(rows: Sequence[Row]) -> list[Row]:
 
 
 def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path, target: float | None = None) -> None:
-    """Draws loss by steps, loss by seconds and held-out accuracy as a PNG.
+    """Draws loss by steps, loss by seconds and held-out error as a PNG.
 
     Of several runs with one label, the line is the median and the band reaches from the smallest to the largest.
 
@@ -39,40 +41,47 @@ def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path, targe
         target: training loss to mark.
     """
     figure = Figure(figsize=(13, 4.8), layout="constrained")
-    by_steps, by_seconds, accuracy = figure.subplots(1, 3)
+    by_steps, by_seconds, error = figure.subplots(1, 3)
     most = max(map(len, runs.values()))
+    held_out: dict[str, Any] = {"ls": "--", "mfc": "none"}
+    legend = []
     for index, (label, directories) in enumerate(runs.items()):
         style: dict[str, Any] = {
             "color": COLOURS[index % len(COLOURS)],
             "marker": MARKERS[index % len(MARKERS)],
             "markersize": 4,
         }
+        legend.append(Line2D([], [], label=label, **style))
         of_runs = [read_metrics(directory) for directory in directories]
         evaluated = [evaluations(rows) for rows in of_runs]
         for axes, x in ((by_steps, "step"), (by_seconds, "seconds")):
             if len(runs) == most == 1:
                 steps = [row for row in of_runs[0] if "train_loss" in row]
-                axes.plot(_column(steps, x), _column(steps, "train_loss"), color="0.75", lw=0.8, label="batch")
-            _band(axes, evaluated, x, "train_set_loss", **style, label=f"{label}, training set")
-            _band(axes, evaluated, x, "test_loss", **style, ls="--", mfc="none", label=f"{label}, held out")
-        _band(accuracy, evaluated, "step", "test_accuracy", **style, ls="--", mfc="none", scale=100)
+                axes.plot(_column(steps, x), _column(steps, "train_loss"), color="0.75", lw=0.8)
+            _band(axes, evaluated, x, lambda rows: _column(rows, "train_set_loss"), **style)
+            _band(axes, evaluated, x, lambda rows: _column(rows, "test_loss"), **style, **held_out)
+        _band(error, evaluated, "step", lambda rows: 100 - 100 * _column(rows, "test_accuracy"), **style, **held_out)
+    legend.append(Line2D([], [], color="0.3", label="training set"))
+    legend.append(Line2D([], [], color="0.3", marker="o", markersize=4, label="held-out data", **held_out))
+    if len(runs) == most == 1:
+        legend.append(Line2D([], [], color="0.75", lw=0.8, label="batch"))
+    if target is not None:
+        legend.append(Line2D([], [], color="0.4", ls=":", label=f"target {target:g}"))
+        for axes in (by_steps, by_seconds):
+            axes.axhline(target, color="0.4", ls=":")
     for axes, x, y in (
         (by_steps, "steps", "loss / nats"),
         (by_seconds, "training time / s, evaluation excluded", "loss / nats"),
-        (accuracy, "steps", "accuracy on held-out data / %"),
+        (error, "steps", "error on held-out data / %"),
     ):
-        axes.set(xlabel=x, ylabel=y)
+        axes.set(xlabel=x, ylabel=y, yscale="log")
         axes.grid(alpha=0.3)
-    for axes in (by_steps, by_seconds):
-        axes.set_yscale("log")
-        if target is not None:
-            axes.axhline(target, color="0.4", ls=":", label=f"target {target:g}")
-    if not accuracy.lines or not np.isfinite(np.concatenate([line.get_ydata() for line in accuracy.lines])).any():
-        accuracy.remove()  # an autoencoder has none
+    error.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    error.yaxis.set_major_formatter("{x:g}")
+    if not np.isfinite(np.concatenate([np.asarray(line.get_ydata()) for line in error.lines])).any():
+        error.remove()  # an autoencoder has none
     figure.suptitle(title if most == 1 else f"{title} (median and range of {most} seeds)")
-    # a column for each optimizer
-    columns = 3 if len(runs) == most == 1 else min(4, len(runs))
-    figure.legend(*by_steps.get_legend_handles_labels(), loc="outside lower center", ncols=columns)
+    figure.legend(handles=legend, loc="outside lower center", ncols=4, fontsize=9)
     figure.savefig(out, dpi=120)
 
 
@@ -81,12 +90,14 @@ def _column(rows: Sequence[Row], name: str) -> np.ndarray:
     return np.array([np.nan if row[name] is None else row[name] for row in rows], dtype=float)
 
 
-def _band(axes: Axes, runs: Sequence[Sequence[Row]], x: str, y: str, scale: float = 1, **style: Any) -> None:
+def _band(
+    axes: Axes, runs: Sequence[Sequence[Row]], x: str, y: Callable[[Sequence[Row]], np.ndarray], **style: Any
+) -> None:
     """Median and range over runs of what was measured at the same steps, as long as one of them goes on."""
     steps = sorted({row["step"] for rows in runs for row in rows})
     at = [[row for rows in runs for row in rows if row["step"] == step] for step in steps]
     points = np.array([np.nanmedian(_column(rows, x)) for rows in at])
-    values = [_column(rows, y) * scale for rows in at]
+    values = [y(rows) for rows in at]
     values = [column[np.isfinite(column)] if np.isfinite(column).any() else np.array([np.nan]) for column in values]
     axes.plot(points, [np.median(column) for column in values], **style)
     if len(runs) > 1:
