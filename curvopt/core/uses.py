@@ -325,10 +325,8 @@ def outside_of_graphs(call: Callable[..., Any], *args: Any) -> Any:
 
 
 def _untraced(call: Callable[..., Any], *args: Any) -> Any:
-    from torch._dynamo import trace_rules
     from torch._functorch import config
 
-    trace_rules.add("curvopt")  # nor is anything else of this package traced from now on
     config.donated_buffer = False  # the backward of a compiled graph runs for several columns
     return call(*args)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvopt import backpack
 from curvopt.core.context import attach
-from curvopt.core.uses import owned_parameters
+from curvopt.core.uses import outside_of_graphs, owned_parameters
 from curvopt.distributed import Peers, peers_of, refuse_sharded
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.kroneckers import kfac_mat_prod, sizes_of
@@ -395,6 +395,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             CurvoptError: a gradient is not finite or sparse, no curvature was ever computed, or ``adaptive_damping``
                 has no closure. Nothing has changed then, but the curvature collected for this step is dropped.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return outside_of_graphs(self.step, closure)
         loss, objective = None, None
         if closure is None and self.adaptive_damping:
             raise CurvoptError(
