@@ -71,7 +71,11 @@ def kfac_mat_prod(factors: Sequence[Tensor], sizes: Sequence[int] | None = None)
             elif factor.ndim == 4:
                 blocks, size = factor.shape[1:3]
                 y = F.pad(y.reshape(groups, left, d, right), (0, 0, 0, blocks * size - d)).unflatten(2, (blocks, size))
-                y = (factor.unsqueeze(1) @ y).flatten(2, 3)[:, :, :d]
+                if right == 1:  # as below
+                    y = (y.squeeze(-1).transpose(1, 2) @ factor.mT).transpose(1, 2).unsqueeze(-1)
+                else:
+                    y = factor.unsqueeze(1) @ y
+                y = y.flatten(2, 3)[:, :, :d]
             elif right == 1:  # one large product instead of `left` products with a vector
                 y = y.reshape(groups, left, d) @ factor.mT
             elif factor.ndim == 3:
