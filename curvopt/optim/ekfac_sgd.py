@@ -39,7 +39,8 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
             targets of the data for samples.
         approx: how shared positions enter the factors, see `curvopt.extensions.KFAC`.
         mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the optimizer.
-        max_factor_size: larger factors are cut down to blocks on their diagonal.
+        max_factor_size: larger factors are cut down to blocks on their diagonal, which cost less and need fewer
+            samples; ``None`` for whole ones.
         weight_decay: decoupled: ``p *= 1 - lr * weight_decay``.
         dampening: as in SGD.
         nesterov: as in SGD.
@@ -65,7 +66,7 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         fisher: Fisher = "mc",
         approx: Approx = "expand",
         mc_samples: int = 1,
-        max_factor_size: int | None = 2048,
+        max_factor_size: int | None = 256,
         weight_decay: float = 0.0,
         dampening: float = 0.0,
         nesterov: bool = False,

@@ -37,7 +37,8 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
             targets of the data for samples.
         approx: how shared positions enter the factors, see `curvopt.extensions.KFAC`.
         mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the optimizer.
-        max_factor_size: larger factors are cut down to blocks on their diagonal.
+        max_factor_size: larger factors are cut down to blocks on their diagonal, which cost less and need fewer
+            samples; ``None`` for whole ones.
         amsgrad: as in AdamW.
         maximize: as in AdamW.
         foreach: as in AdamW.
@@ -60,7 +61,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         fisher: Fisher = "mc",
         approx: Approx = "expand",
         mc_samples: int = 1,
-        max_factor_size: int | None = 2048,
+        max_factor_size: int | None = 256,
         amsgrad: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,

@@ -41,7 +41,8 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
             takes the targets of the data for samples.
         approx: how shared positions enter the factors, see `curvopt.extensions.KFAC`.
         mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the optimizer.
-        max_factor_size: larger factors are cut down to blocks on their diagonal.
+        max_factor_size: larger factors are cut down to blocks on their diagonal, which cost less and need fewer
+            samples; ``None`` for whole ones.
         weight_decay: decoupled: ``p *= 1 - lr * weight_decay``.
         dampening: as in SGD.
         nesterov: as in SGD.
@@ -59,15 +60,15 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
         momentum: float = 0.9,
         *,
         damping: float = 0.05,
-        ema: float = 0.95,
+        ema: float = 0.8,
         kl_clip: float | None = 0.0005,
-        curvature_every: int = 10,
-        inverse_every: int = 10,
+        curvature_every: int = 20,
+        inverse_every: int = 20,
         adaptive_damping: bool = False,
         fisher: Fisher = "mc",
         approx: Approx = "expand",
         mc_samples: int = 1,
-        max_factor_size: int | None = 2048,
+        max_factor_size: int | None = 256,
         weight_decay: float = 0.0,
         dampening: float = 0.0,
         nesterov: bool = False,

@@ -47,7 +47,8 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
             takes the targets of the data for samples.
         approx: how shared positions enter the factors, see `curvopt.extensions.KFAC`.
         mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the preconditioner.
-        max_factor_size: larger factors are cut down to blocks on their diagonal.
+        max_factor_size: larger factors are cut down to blocks on their diagonal, which cost less and need fewer
+            samples; ``None`` for whole ones.
 
     Raises:
         ValueError: an option is out of its range.
@@ -60,15 +61,15 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
         model: nn.Module,
         *,
         damping: float = 0.05,
-        ema: float = 0.95,
+        ema: float = 0.8,
         kl_clip: float | None = None,
         lr: float = 1.0,
-        curvature_every: int = 10,
-        inverse_every: int = 10,
+        curvature_every: int = 20,
+        inverse_every: int = 20,
         fisher: Fisher = "mc",
         approx: Approx = "expand",
         mc_samples: int = 1,
-        max_factor_size: int | None = 2048,
+        max_factor_size: int | None = 256,
     ) -> None:
         self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
         self._configure(
