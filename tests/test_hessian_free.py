@@ -339,7 +339,7 @@ def test_cg_starts_at_the_decayed_solution_before(monkeypatch: pytest.MonkeyPatc
 # ------------------------------------------------------------------------------------------------------------- training
 
 
-def digits(samples: int | None = None) -> tuple[Tensor, Tensor]:
+def digits(samples: int) -> tuple[Tensor, Tensor]:
     from sklearn.datasets import load_digits  # spawned processes do without
 
     images, labels = load_digits(return_X_y=True)
@@ -347,7 +347,7 @@ def digits(samples: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def mlp() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    x, y = digits()
+    x, y = digits(900)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10))
     return model, lambda model: F.cross_entropy(model(x), y)
 

@@ -406,7 +406,7 @@ class HessianFree(torch.optim.Optimizer):
         cg_progress: CG stops once its last k steps improved the model by less than ``k * cg_progress`` relatively.
         cg_decay: factor of the previous solution where CG starts, 0 to start at zero.
         preconditioner_samples: precondition CG by ``(diag B + λ)^-¾``, with the diagonal estimated from so many random
-            backwards; 0 for none. Ten saved a quarter of the products on deep autoencoders and none on classifiers.
+            backwards; 0 for none. Ten save products where curvature differs much, as in deep autoencoders.
 
     Raises:
         ValueError: an option is out of its range.
