@@ -25,6 +25,8 @@ USUAL = (
 ).split()
 #: Largest result that is measured, in numbers.
 LARGEST = 3e8
+#: Measurements that stay when only the time is measured again.
+LASTING = ("error", "dtype", "wrong", "peak_mib", "gradient_peak_mib")
 #: Distinct for every eye (Okabe and Ito 2008), and in shape.
 STYLES = {
     "curvopt": ("#D55E00", "o"),
@@ -111,14 +113,20 @@ def markdown(problem: str, rows: Rows, key: str) -> str:
 def save_rows(folder: Path, kind: str, problem: str, rows: Rows, choice: Choice) -> None:
     """Write ``<folder>/<kind>-<problem>.json``; what it holds of other quantities and packages stays.
 
-    Every result says when it was measured and on which commit.
+    So do memory and agreement that were not measured again. Every result says when its last part was measured and on
+    which commit.
     """
     description = machine(choice.device)
     stamp = {key: description[key] for key in ("date", "commit")}
     kept = load_rows(folder, kind).get(problem, {})
     merged = {
         quantity: kept.get(quantity, {})
-        | {package: stamp | result for package, result in rows.get(quantity, {}).items()}
+        | {
+            package: {key: value for key, value in kept.get(quantity, {}).get(package, {}).items() if key in LASTING}
+            | stamp
+            | result
+            for package, result in rows.get(quantity, {}).items()
+        }
         for quantity in QUANTITIES
         if quantity in kept or quantity in rows
     }

@@ -95,6 +95,7 @@ def ratios(
 
     def sample(name: str) -> None:
         gc.collect()
+        unit()  # takes the memory that the call before has given back
         unit_cpu, unit_wall = seconds(unit, unit_repeat, device)
         cpu, wall = seconds(calls[name], _repeat(walls.get(name, 1)), device)
         # a busy machine makes calls longer, which should not cost turns
