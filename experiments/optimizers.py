@@ -81,7 +81,7 @@ def _help(kind: type, name: str) -> str:
         rf"^ +{name}(?: ?\(.*?\))?: *(.*?)(?=^ +\w+(?: \([^)]*\))?:|\n\s*\n|\Z)", kind.__doc__ or "", re.M | re.S
     )
     text = " ".join(entry[1].split()) if entry else ""
-    return re.split(r"(?<=[^.\d][^.])\. |; | \(default", text.replace("`", ""))[0].strip(" .")
+    return re.split(r"(?<=[^.\d][^.])\. |; | \(default", re.sub("`_*", "", text))[0].strip(" .")
 
 
 def _config(kind: type[torch.optim.Optimizer], name: str) -> type[OptimizerConfig]:

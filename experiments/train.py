@@ -585,6 +585,8 @@ def main() -> None:
         out = train(config)
     except (DivergedError, SettingsError, CurvoptError, DataError) as error:
         sys.exit(f"stopped: {error}" if processes.rank == 0 else 1)
+    except KeyboardInterrupt:
+        sys.exit("interrupted; with --save-every, the same command with --resume goes on from the last checkpoint")
     finally:
         if processes.count > 1:
             dist.destroy_process_group()

@@ -552,8 +552,11 @@ def test_a_sweep_runs_its_grid_and_resumes(tmp_path: Path, monkeypatch: pytest.M
     runs, metric, smaller = grid(Sweep(sweep_file(tmp_path), out=tmp_path / "out"))
     assert [one.point for one in runs] == [{"lr": 0.1}, {"lr": 1e30}]
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    train(runs[0].config)
+    before = read_metrics(tmp_path / "out" / "lr=0.1")
     good, bad = map(sweep_run, runs)
     assert good is None and bad is not None and "lower --lr" in bad
+    assert read_metrics(tmp_path / "out" / "lr=0.1") == before  # not again
     text = table_of_sweep(runs, metric, smaller)
     assert [line.split()[1] for line in text.splitlines()[2:]] == ["0.1", "1e+30"] and "inf" in text
     monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: pytest.fail("trained again"))
