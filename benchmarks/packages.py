@@ -252,14 +252,16 @@ def nngeometry_(task: Task, quantity: str) -> Method:
     from nngeometry.object.pspace import PMatDiag, PMatKFAC
 
     model, batch = task.model, (task.x.detach(), task.y)
-    layers = LayerCollection.from_model(model)
-    options = {"variant": "classif_logits", "device": str(task.x.device), "layer_collection": layers}
     representation = {
         "KFAC": (FIM_MonteCarlo, PMatKFAC),
         "KFLR": (FIM, PMatKFAC),
         "DiagGGNMC": (FIM_MonteCarlo, PMatDiag),
         "DiagGGNExact": (FIM, PMatDiag),
     }.get(quantity)
+    if representation is None:
+        of_samples(quantity, {})
+    layers = LayerCollection.from_model(model)
+    options = {"variant": "classif_logits", "device": str(task.x.device), "layer_collection": layers}
 
     def split(flat: Tensor) -> Values:
         """``[..., P]`` by parameter."""
@@ -274,7 +276,6 @@ def nngeometry_(task: Task, quantity: str) -> Method:
         return found
 
     if representation is None:
-        of_samples(quantity, {})
 
         def losses(*batch: Tensor) -> Tensor:
             loss = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none") / len(batch[0])
