@@ -23,9 +23,10 @@ from curvopt.optim.base import CurvatureOptimizer, annealed_interval, ema_update
 SGD_LIKE: dict[str, Callable[..., CurvatureOptimizer]] = {
     "KFACSGD": KFACSGD,
     "KFACSGD exact": lambda params, **options: KFACSGD(params, fisher="exact", **options),
-    "KFACSGD empirical": lambda params, **options: KFACSGD(params, fisher="empirical", **options),
+    "KFACSGD mc": lambda params, **options: KFACSGD(params, fisher="mc", **options),
     "KFACSGD blocks": lambda params, **options: KFACSGD(params, max_factor_size=20, approx="reduce", **options),
     "EKFACSGD": EKFACSGD,
+    "EKFACSGD mc": lambda params, **options: EKFACSGD(params, fisher="mc", **options),
     "EKFACSGD exact": lambda params, **options: EKFACSGD(params, fisher="exact", max_factor_size=40, **options),
     "DiagonalNewton": DiagonalNewton,
     "DiagonalNewton exact": lambda params, **options: DiagonalNewton(params, curvature="diag_ggn_exact", **options),
@@ -254,6 +255,22 @@ def test_kl_clip_bounds_the_prediction(make: Callable) -> None:
         [a - b for a, b in zip(run.weights(), before, strict=True)],
         [factor * (a - b) for a, b in zip(free.weights(), before, strict=True)],
     )
+
+
+@pytest.mark.parametrize(
+    ("loss", "variables", "weight"),
+    [(nn.MSELoss(), 10, 1 / 10), (nn.BCEWithLogitsLoss(reduction="sum"), 10, 8), (nn.CrossEntropyLoss(), 1, 1)],
+)
+def test_what_kl_clip_bounds_is_per_variable_of_a_prediction(loss: nn.Module, variables: int, weight: float) -> None:
+    run = Run(KFACSGD, mlp, momentum=0.0, kl_clip=None, dtype=torch.float64)
+    run.optimizer.attach(run.model, loss)
+    before, z = run.weights(), run.model(run.x[:8])
+    loss(z, run.y[:8] if variables == 1 else torch.rand_like(z)).backward()
+    run.optimizer.step()
+    moved = [a - b for a, b in zip(run.weights(), before, strict=True)]
+    products = [(m * p.grad).sum() for m, p in zip(moved, run.model.parameters(), strict=True)]
+    predicted = -run.optimizer.param_groups[0]["lr"] * torch.stack(products).sum() / weight / variables
+    torch.testing.assert_close(run.optimizer.metrics()["kl"], predicted)
 
 
 def test_kl_clip_never_lengthens_and_accepts_no_step() -> None:

@@ -75,8 +75,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         #: Sum of the predictions' weights in the losses of all backwards so far: 1 for a mean, N for a sum over N; of
         #: elementwise losses a prediction is a sample with all its entries. For second-order quantities only.
         self.loss_weight: Tensor | float = 0.0
-        #: Called with this weight of each backward at its end.
-        self.finished: Callable[[Tensor | float], None] | None = None
+        #: Called at the end of each backward with this weight, and with the number of variables of a prediction.
+        self.finished: Callable[[Tensor | float, int], None] | None = None
         #: Whether backwards of empty batches are let through, without fields; else they are refused.
         self.skips_empty = False
         self._passes: dict[int, Pass] = {}  # by graph task: a backward started inside a backward is another pass
@@ -145,7 +145,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             finished.finish()
             self.loss_weight = self.loss_weight + finished.weight
             if self.finished is not None:
-                self.finished(finished.weight)
+                self.finished(finished.weight, finished.variables)
             if self.debug:
                 for p, extensions in finished.done.items():
                     print(f"curvopt: {finished.graph.name(p)}: {', '.join(sorted(e.field for e in extensions))}")

@@ -172,6 +172,8 @@ class Pass:
         self.terms: dict[nn.Parameter, Tensor] = {}
         #: How many losses of a mean prediction were differentiated (see `LossCurvature.weights`), for second order.
         self.weight: Tensor | float = 0.0
+        #: The largest number of variables of a prediction (see `LossCurvature.variables`).
+        self.variables = 1
         self.done: dict[nn.Parameter, set[Extension]] = {}
         self.hooked: set[nn.Module] = set()
         self.create_graph = False
@@ -238,6 +240,7 @@ class Pass:
             assert curvature.weights is not None
             weights = curvature.weights * scale.square()
             self.weight = self.weight + weights.detach().sum()
+            self.variables = max(self.variables, curvature.variables)
             self._gauss_newton(use, use.edge, curvature, scale)
             empirical = [e for e in self.second_order if isinstance(e.columns, Empirical)]
             if empirical:

@@ -182,8 +182,8 @@ class Use:
             if seen is not self.module._parameters[name]:
                 raise CurvoptError(
                     f"{self.describe()} was called with another '{name}' than its own parameter "
-                    "(torch.func.functional_call? fully_shard?); call it with its own, so that quantities can be put on "
-                    "it. In several processes, train with DistributedDataParallel, which does not shard parameters."
+                    "(torch.func.functional_call? fully_shard?); call it with its own, so that quantities can be put "
+                    "on it. In several processes, train with DistributedDataParallel, which does not shard parameters."
                 )
         leaves = _tensors((self.args, self.kwargs))
         if self.versions != tuple(version(leaf) for leaf in leaves):

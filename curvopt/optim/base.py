@@ -100,12 +100,14 @@ class Collection:
         step_weight: the same, in units of the gradients that reach ``step()`` (without the scale of a ``GradScaler``).
         strangers: how many parameters of others received curvature where none of ours did; -1 if some did, or if there
             was no backward at all.
+        variables: largest number of variables of a prediction, see `curvopt.core.derivatives.losses.LossCurvature`.
     """
 
     curvature: dict[Tensor, Curvature] = field(default_factory=dict)
     weight: Tensor = field(default_factory=lambda: torch.zeros(()))
     step_weight: Tensor = field(default_factory=lambda: torch.zeros(()))
     strangers: int = -1
+    variables: int = 1
 
     def mean(self, forms: dict[int, Any], params: Sequence[Tensor], peers: Peers) -> "Collection":
         """The mean over the ranks, of which some have nothing for some parameters.
@@ -123,7 +125,7 @@ class Collection:
             own = self.curvature.get(params[i], Curvature(zeros, of_input, torch.zeros((), device=params[i].device)))
             tensors += [*own.sums, own.weight.to(torch.float64)]
         weight, step_weight, *means = peers.mean(tensors)
-        result, rest = Collection({}, weight, step_weight), iter(means)
+        result, rest = Collection({}, weight, step_weight, variables=self.variables), iter(means)
         for i, (shapes, _, of_input) in forms.items():
             sums = [next(rest) for _ in shapes]
             result.curvature[params[i]] = Curvature(sums, of_input, next(rest))
@@ -132,6 +134,7 @@ class Collection:
     def add(self, other: "Collection") -> None:
         """Add what other backwards have brought."""
         self.strangers = max(self.strangers, other.strangers)
+        self.variables = max(self.variables, other.variables)
         for param, curvature in other.curvature.items():
             if param in self.curvature:
                 self.curvature[param].add(curvature)
@@ -214,6 +217,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             "next_inverse": 0,
             "stale": False,
             "step_weight": torch.ones(()),
+            "variables": 1,
             "mean_curvature": torch.zeros(()),
         }
         self._fresh: Collection | None = None  # of the open curvature()
@@ -302,7 +306,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         context = backpack(*self._extensions(), extension_hook=self._collect)
         alone = self._peers() is None
         context.skips_empty = not alone
-        context.finished = lambda weight: self._absorb(weight, scale)
+        context.finished = lambda weight, variables: self._absorb(weight, variables, scale)
         try:
             with context:
                 yield
@@ -347,14 +351,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 self._strangers += 1
 
     @torch.no_grad()
-    def _absorb(self, weight: Tensor | float, loss_scale: float | Tensor) -> None:
+    def _absorb(self, weight: Tensor | float, variables: int, loss_scale: float | Tensor) -> None:
         """A backward has ended: weigh what arrived."""
         arrived, self._arrived = self._arrived, {}
         if self._fresh is None or not arrived:
             return
         weight = torch.as_tensor(weight, device=next(iter(arrived)).device)
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        collected = Collection({}, weight, weight / loss_scale)
+        collected = Collection({}, weight, weight / loss_scale, variables=variables)
         for param, (tensors, of_input) in arrived.items():
             if of_input is not None:
                 tensors[of_input] = tensors[of_input] * weight.to(tensors[of_input])
@@ -438,17 +442,17 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             for param, c in sorted(pending.curvature.items(), key=lambda item: indices[item[0]])
         }
         has_gradients = any(param.grad is not None for param in params)
-        forms, (strangers, seed, draws) = peers.union(
+        forms, (strangers, seed, draws, variables) = peers.union(
             forms,
             list(self._names().values()),
-            [pending.strangers, -1 if self._seed is None else self._seed, self._draws],
+            [pending.strangers, -1 if self._seed is None else self._seed, self._draws, pending.variables],
             {name: progress[name] for name in ("step", "next_refresh", "next_inverse")}
             | {"damping": [float(group["damping"]) for group in self.param_groups]}
             | {"parameters": [list(param.shape) for param in params], "gradients": has_gradients},
         )
         self._met = True
         self._seed, self._draws = (None if seed < 0 else seed), draws
-        self._strangers = strangers
+        self._strangers, pending.variables = strangers, variables
         if strangers > 0 or (strangers == 0 and not forms):
             raise CurvoptError(self._nothing_received())
         return pending.mean(forms, params, peers) if forms else pending
@@ -505,7 +509,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if accepted:
             progress["next_refresh"] = progress["step"] + annealed_interval(progress["step"], self.curvature_every)
             progress["stale"] = True
-            progress["step_weight"] = pending.step_weight
+            progress["step_weight"], progress["variables"] = pending.step_weight, pending.variables
         for group in self.param_groups:
             for param in group["params"]:
                 if param in accepted:
@@ -541,6 +545,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 step[param] = update
         device, dtype = dots[0].device, dots[0].dtype
         ug, uu, gg, quadratic, length = torch.stack([dot.to(device, dtype) for dot in dots]).sum(0)
+        quadratic = quadratic / self._progress["variables"]
         clip = kl_clip_factor(quadratic, self.kl_clip)
         self._metrics |= {
             "kl": clip.square() * quadratic,
@@ -637,7 +642,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def metrics(self) -> dict[str, float | Tensor]:
         """Numbers of the last step; tensors ``[]`` stay on the device until you read them.
 
-        ``kl``: ``lr² uᵀg`` after clipping, what ``kl_clip`` bounds. ``kl_clip_factor``: 1 if not clipped.
+        ``kl``: ``lr² uᵀg`` after clipping, per variable of a prediction: what ``kl_clip`` bounds. ``kl_clip_factor``: 1
+        if not clipped.
         ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss. ``cosine``: between
         gradient and preconditioned gradient. ``damping``: of the first group. ``fallbacks``: matrices that needed more
         than the usual factorisation when it was last done. ``condition``: largest condition number of a damped factor

@@ -30,13 +30,15 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         momentum: momentum of the preconditioned gradients.
         damping: ``λ``, in units of the curvature of the mean-reduced loss.
         ema: decay of the averages per refresh, bias-corrected.
-        kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step over all groups; ``None`` for none.
+        kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step over all groups, for each variable that a
+            prediction has (1 for a class, a sample's entries for element-wise losses); ``None`` for none.
         curvature_every: steps between refreshes of factors and scales, reached gradually from 1.
         inverse_every: steps between checks of the bases, reached gradually from 1.
         adaptive_damping: every fifth step, multiply ``damping`` by (19/20)^5 or its inverse if the change of the loss
             was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``.
-        fisher: ``"mc"`` samples the Fisher matrix, ``"exact"`` sweeps one vector per output, ``"empirical"`` takes the
-            targets of the data for samples.
+        fisher: ``"empirical"`` takes each prediction's own gradient, ``"mc"`` one at a target drawn from the model,
+            ``"exact"`` sweeps one vector per output (KFLR). The empirical matrix is no curvature at a minimum (Kunstner
+            et al. 2019), but on the way it contains that predicted variables err together.
         approx: how shared positions enter the factors, see `curvopt.extensions.KFAC`.
         mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the optimizer.
         max_factor_size: larger factors are cut down to blocks on their diagonal, which cost less and need fewer
@@ -63,7 +65,7 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         curvature_every: int = 10,
         inverse_every: int = 10,
         adaptive_damping: bool = False,
-        fisher: Fisher = "mc",
+        fisher: Fisher = "empirical",
         approx: Approx = "expand",
         mc_samples: int = 1,
         max_factor_size: int | None = 256,

@@ -38,8 +38,8 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
         model: the model, which is extended; all its parameters that require gradients are preconditioned.
         damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
         ema: decay of the averages per refresh, bias-corrected.
-        kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step; ``None`` for none, as optimizers want whose step
-            does not depend on the gradient's length (Adam, Muon).
+        kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step, see `KFACSGD`; ``None`` for none, as optimizers
+            want whose step does not depend on the gradient's length (Adam, Muon).
         lr: learning rate of the other optimizer, for the KL clip alone.
         curvature_every: steps between refreshes of the factors, reached gradually from 1.
         inverse_every: steps between refreshes of the inverses, reached gradually from 1.

@@ -33,6 +33,8 @@ class LossCurvature(ABC):
     #: The factor that each independent prediction's own loss (the sum over its entries of z) has in the loss, 1/N for a
     #: mean over N of them; broadcastable to z. ``None`` to have it read off the loss module's reduction.
     weights: Tensor | None = None
+    #: Number of variables that are predicted for one of them: its entries of z, but one for a choice among classes.
+    variables: int = 1
 
     @property
     @abstractmethod
@@ -60,7 +62,7 @@ class Diagonal(LossCurvature):
     """
 
     def __init__(self, diagonal: Tensor, weight: Tensor | None = None):
-        self.diagonal = diagonal
+        self.diagonal, self.variables = diagonal, prod(diagonal.shape[1:])
         if weight is not None:
             self.weights = weight.mean(tuple(range(1, weight.dim())), keepdim=True) if weight.dim() > 1 else weight
 
