@@ -482,7 +482,7 @@ def draw(results: list[Result], path: Path) -> None:
 
     columns = min(len(results), 3)
     lines = -(-len(results) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 3.2 * lines + 0.6), squeeze=False)
+    figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 3.2 * lines + 0.9), squeeze=False)
     colours = dict(zip(METHODS, plt.get_cmap("tab20").colors[::2] + plt.get_cmap("tab20").colors[1::2], strict=False))  # type: ignore[attr-defined]
     for axis in axes.flat[len(results) :]:
         axis.axis("off")
@@ -507,8 +507,9 @@ def draw(results: list[Result], path: Path) -> None:
     figure.supxlabel("seconds of training, CPU time", fontsize=10)
     figure.supylabel("training loss", fontsize=10)
     handles = {h.get_label(): h for axis in axes.flat for h in axis.get_lines() if not h.get_label().startswith("_")}
-    figure.legend(handles.values(), handles.keys(), loc="upper center", ncols=6, frameon=False, fontsize=9)
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.5 / figure.get_figheight()))
+    figure.legend(handles.values(), handles.keys(), loc="upper center", ncols=2 * columns, frameon=False, fontsize=9)
+    height = 0.2 * -(-len(handles) // (2 * columns)) + 0.1
+    figure.tight_layout(rect=(0, 0, 1, 1 - height / figure.get_figheight()))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     plt.close(figure)
