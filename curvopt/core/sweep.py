@@ -231,7 +231,7 @@ class Pass:
         if use.edge is None or use not in self.graph.losses:
             return
         if self.first_order and self.samples.unaligned:
-            slope = use.slope(grad).unsqueeze(0)
+            slope = use.slope(grad).to(use.input.dtype).unsqueeze(0)
             for p, jacobian in self._jacobians([use.edge], [slope], self.samples.unaligned):
                 self.parts.setdefault(p, []).append(jacobian)
         if self.second_order:
@@ -424,7 +424,7 @@ class Pass:
             direct, operations = set(uses), []
         if not operations and not direct:
             return
-        slope = use.slope(grad)
+        slope = use.slope(grad).to(use.input.dtype)
         outputs = [GradientEdge(op.node, nr) for op in operations for nr in op.outputs]
         arrived = iter(pull([use.edge], outputs, [slope.unsqueeze(0)]) if outputs else ())
         for operation in operations:

@@ -239,11 +239,13 @@ class LossUse:
     def slope(self, grad: Tensor) -> Tensor:
         """Gradient of the loss in its input, from the gradient of its value."""
         create_graph = torch.is_grad_enabled()
-        # an alias: the input itself has hooks
-        z = self.input.view_as(self.input) if create_graph else self.input.detach().requires_grad_()
+        # in float32 at least: a scaled loss would leave the range of float16
+        z = self.input.to(torch.promote_types(self.input.dtype, torch.float32))
+        z = z.view_as(z) if create_graph else z.detach().requires_grad_()  # an alias: the input itself has hooks
         with torch.enable_grad(), disable():
             value = self.again(z)
-        return torch.autograd.grad(value, z, grad.reshape(value.shape), create_graph=create_graph)[0]
+        grad = grad.reshape(value.shape).to(value.dtype)
+        return torch.autograd.grad(value, z, grad, create_graph=create_graph)[0]
 
     def curvature(self, grad: Tensor) -> tuple[LossCurvature, Tensor]:
         """The curvature, and the root of the factor ``grad`` by which the loss was scaled."""
