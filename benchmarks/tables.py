@@ -92,7 +92,9 @@ def cell(result: Result, key: str) -> str:
     if result.get("absent"):
         return "–"
     if key not in result:
-        return f"> {result['slow']:.0f}" if "slow" in result and key != "peak_mib" else "fails"
+        if "slow" in result and key != "peak_mib":
+            return f"> {result['slow']:.0f}"
+        return "fails" if "fails" in result or "memory_fails" in result else "not measured"
     value = result[key]
     text = f"{value:.0f}" if key == "peak_mib" or value >= 100 else f"{value:.1f}" if value >= 20 else f"{value:.2f}"
     return f"wrong ({text})" if result.get("wrong") else text if result.get("gradient", True) else f"{text}*"
