@@ -144,7 +144,7 @@ METHODS: dict[str, Method] = {
     "AdamW": Method(_adamw, {"lr": 0.001}),
     "Muon": Method(adamw_beside, {"lr": 0.001}),
     "KFACSGD": ours(KFACSGD, "kl_clip", "damping"),
-    "KFACSGD empirical": ours(KFACSGD, "kl_clip", "damping", fisher="empirical"),
+    "KFACSGD sampled": ours(KFACSGD, "kl_clip", "damping", fisher="mc"),
     "EKFACSGD": ours(EKFACSGD, "kl_clip", "damping"),
     "KFACAdamW": ours(KFACAdamW, "lr"),
     "KFAC + AdamW": Method(functools.partial(preconditioned, _adamw), {"lr": 0.001, "damping": _damping}),
