@@ -35,4 +35,4 @@ $(STAMP): pyproject.toml
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) dist docs/_build
+	rm -rf $(VENV) dist docs/_build docs/gallery docs/sg_execution_times.rst

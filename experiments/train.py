@@ -222,7 +222,7 @@ class Training:
         self.network = self.model  # what is called
         if processes.count > 1:
             self.network = DistributedDataParallel(self.model)
-            torch.manual_seed(config.seed + 1_000_003 * processes.rank)  # dropout, augmentation, samples of the optimizer
+            torch.manual_seed(config.seed + 1_000_003 * processes.rank)  # dropout, augmentation, sampling
         self.done, self.seconds = 0, 0.0  # steps, and their time
 
     def _check(self) -> None:

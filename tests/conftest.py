@@ -11,10 +11,6 @@ from curvopt.utils.examples import mnist_images
 torch.set_num_threads(1)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "cuda: needs a CUDA device")
-
-
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

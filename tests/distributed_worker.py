@@ -35,8 +35,8 @@ EXACT: dict[str, Callable[..., Any]] = {
     "DiagonalNewton hessian": lambda p: DiagonalNewton(p, lr=0.1, curvature="diag_h", curvature_every=3),
 }
 SAMPLED: dict[str, Callable[..., Any]] = {
-    "KFACSGD": lambda p: KFACSGD(p, lr=0.1, **EVERY),
-    "EKFACSGD": lambda p: EKFACSGD(p, lr=0.1, **EVERY),
+    "KFACSGD": lambda p: KFACSGD(p, lr=0.1, fisher="mc", **EVERY),
+    "EKFACSGD": lambda p: EKFACSGD(p, lr=0.1, fisher="mc", **EVERY),
     "KFACAdamW": lambda p: KFACAdamW(p, lr=0.01, **EVERY),
     "DiagonalNewton": lambda p: DiagonalNewton(p, lr=0.1, curvature_every=3),
 }

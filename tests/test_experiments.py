@@ -76,7 +76,7 @@ def command(*arguments: str, cwd: Path, **variables: str) -> subprocess.Complete
         env={**environment(), **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
 
 
@@ -336,7 +336,7 @@ def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_bit_for_bit(tmp_path:
         [sys.executable, "-c", KILLED, *arguments, "--save-every", "7", "--out", str(out), "kfac-sgd"],
         env=environment(),
         capture_output=True,
-        timeout=120,
+        timeout=400,
     )
     assert process.returncode == -signal.SIGKILL, process.stderr
     before = curve(out)

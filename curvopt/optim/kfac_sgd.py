@@ -62,7 +62,7 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
         momentum: float = 0.9,
         *,
         damping: float = 0.05,
-        ema: float = 0.8,
+        ema: float = 0.95,
         kl_clip: float | None = 0.0005,
         curvature_every: int = 20,
         inverse_every: int = 20,

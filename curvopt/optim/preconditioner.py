@@ -61,7 +61,7 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
         model: nn.Module,
         *,
         damping: float = 0.05,
-        ema: float = 0.8,
+        ema: float = 0.95,
         kl_clip: float | None = None,
         lr: float = 1.0,
         curvature_every: int = 20,
