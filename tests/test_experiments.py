@@ -5,7 +5,6 @@ import inspect
 import json
 import math
 import os
-import re
 import signal
 import struct
 import subprocess
@@ -343,7 +342,8 @@ def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_bit_for_bit(tmp_path:
     assert len(before) == 1 + 21 and not (out / "finished.json").exists()
     train(replace(config, out=out, save_every=7, resume=True))
     assert curve(out) == curve(tmp_path / "whole")
-    assert len({path.name.split("-")[-1] for path in out.glob("wandb/offline-run-*")}) == 1  # one wandb run
+    # offline-run-<time>-<id>, with a number behind it if the second begins within the same second
+    assert len({path.name.split("-")[3] for path in out.glob("wandb/offline-run-*")}) == 1  # one wandb run
     name, history, _ = wandb_run(out)
     assert name == (out / "wandb-id").read_text()
     assert list(history) == list(range(15, 47))  # goes on behind step 14 and two evaluations
@@ -636,10 +636,3 @@ def test_table_counts_the_first_evaluation_at_the_target() -> None:
         ["never", "– (0 of 1 runs)", "–", "–"],
     ]
     assert table(finished, 1, 0.2).count("(0 of 1 runs)") == 2
-
-
-def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    [example] = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    exec(example, {})
-    assert "0.weight torch.Size([32, 64]) torch.Size([128, 32, 64])" in capsys.readouterr().out

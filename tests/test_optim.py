@@ -813,7 +813,7 @@ def test_adaptive_damping_trains_from_dampings_far_off() -> None:
     for damping in (10.0, 1e-4):
         losses = []
         for adaptive in (True, False):
-            run = Run(KFACSGD, damping=damping, adaptive_damping=adaptive, kl_clip=None, lr=0.3)
+            run = Run(KFACSGD, fisher="mc", damping=damping, adaptive_damping=adaptive, kl_clip=None, lr=0.3)
             for step in range(60):
                 run.optimizer.step(closure_of(run, step))
             losses.append(run.full_loss())
