@@ -24,6 +24,8 @@ from curvopt.extensions import (
     DiagGGNExact,
     DiagGGNMC,
     Extension,
+    SqrtGGNExact,
+    SqrtGGNMC,
     SumGradSquared,
     Variance,
 )
@@ -118,6 +120,28 @@ def test_two_extensions_for_one_field_are_refused():
 def test_number_of_samples_is_a_positive_integer(extension: type[Extension], samples: object):
     with pytest.raises((ValueError, TypeError), match=f"mc_samples.*{samples}"):
         extension(mc_samples=samples)
+
+
+SUBSAMPLED = pytest.mark.parametrize("extension", [BatchGrad, SqrtGGNExact, SqrtGGNMC], ids=lambda e: e.__name__)
+
+
+@SUBSAMPLED
+@pytest.mark.parametrize("subsampling", [[True, False, True, True], torch.ones(4) > 0, [0.5], "first"], ids=str)
+def test_subsampling_takes_indices_and_no_mask(extension: type[Extension], subsampling: object):
+    with pytest.raises(TypeError, match=r"subsampling: expected indices .*" + re.escape(repr(subsampling))):
+        extension(subsampling=subsampling)
+
+
+@SUBSAMPLED
+@pytest.mark.parametrize("sample", [4, -5])
+def test_a_sample_that_the_batch_does_not_have(extension: type[Extension], sample: int):
+    it = problem()
+    parts = [extension.field, f"sample {sample}", "has 4", "from -4 to 3"]
+    with refused(it.model, *parts), backpack(BatchL2Grad(), extension(subsampling=[0, sample])):
+        it.loss().backward()
+    with backpack(extension(subsampling=torch.tensor([3, -4]))):  # a tensor of indices is a list of them
+        it.loss().backward()
+    assert getattr(it.model[0].weight, extension.field).shape[-3:] == (2, *it.model[0].weight.shape)
 
 
 @pytest.mark.parametrize("thing", [None, torch.zeros(1), lambda x: x, nn.Linear])

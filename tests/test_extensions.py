@@ -238,7 +238,7 @@ def test_averaged_factors_of_a_cnn(reduction: str, groups: int):
         compare(p.kfra, expected[name], name)
 
 
-@pytest.mark.parametrize("subsampling", [[0], [2, 0], [1, 1, 2], (0, 2), range(1, 3)], ids=str)
+@pytest.mark.parametrize("subsampling", [[0], [2, 0], [1, 1, -1], (0, 2), range(1, 3), []], ids=str)
 @by_varied_case
 def test_subsamples_are_those_of_the_whole_batch(case: Case, subsampling: Sequence[int]):
     """Scaling is that of the whole batch, and the order is the one asked for."""

@@ -183,6 +183,8 @@ class Pass:
         self.awaited = frozenset(self.awaiting())
         with self._named():
             self.samples = find_samples(graph, graph.losses)
+        for extension in extensions:
+            self._check_subsampling(extension, self.samples.N)
         if self.samples.unaligned and graph.nonlinear:
             self._refuse_nonlinear(graph)
 
@@ -550,6 +552,15 @@ class Pass:
                 "have it in both.",
                 CurvoptWarning,
                 stacklevel=2,
+            )
+
+    @staticmethod
+    def _check_subsampling(extension: Extension, N: int) -> None:
+        missing = [n for n in extension.subsampling or () if not -N <= n < N]
+        if missing:
+            raise CurvoptError(
+                f"{extension.field}: subsampling asks for sample {missing[0]}, but this batch has {N}; choose indices "
+                f"from {-N} to {N - 1} for each batch, as the last one may be smaller."
             )
 
     def _refuse_nonlinear(self, graph: Graph) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -30,6 +32,9 @@ class Extension(ABC):
     #: Whether the quantity is undefined when samples mix (train-mode batch norm).
     needs_independent_samples: ClassVar[bool] = True
 
+    #: Indices of the samples that are kept, as of a list: negative ones count from the end; ``None`` for all.
+    subsampling: Sequence[int] | None = None
+
     #: Whether a first-order quantity is told the sum over samples as `Jacobian.gradient`, if autograd has it.
     uses_gradient: ClassVar[bool] = False
 
@@ -56,3 +61,21 @@ class Extension(ABC):
     def finish(self, total: Any) -> Any:
         """The value of the field, from the total over all columns."""
         return total
+
+
+def indices(subsampling: Iterable[int] | None) -> list[int] | None:
+    """Indices of samples as plain numbers, ``None`` for all.
+
+    Raises:
+        TypeError: for what is no index: a fraction, or an entry of a mask.
+    """
+    if subsampling is None:
+        return None
+    entries = subsampling.tolist() if isinstance(subsampling, Tensor) else list(subsampling)
+    try:
+        chosen = [index(entry) for entry in entries]
+    except TypeError:
+        chosen = None
+    if chosen is None or any(isinstance(entry, bool) for entry in entries):
+        raise TypeError(f"subsampling: expected indices of samples such as [0, 2], got {subsampling!r}.")
+    return chosen

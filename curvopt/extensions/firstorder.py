@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from curvopt.core.jacobians import Jacobian
-from curvopt.extensions.base import Extension
+from curvopt.extensions.base import Extension, indices
 
 
 class BatchGrad(Extension):
@@ -24,7 +24,7 @@ class BatchGrad(Extension):
     field = "grad_batch"
 
     def __init__(self, subsampling: Sequence[int] | None = None):
-        self.subsampling = subsampling
+        self.subsampling = indices(subsampling)
 
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
         return jacobian.select(self.subsampling).dense()[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 from curvopt.core.jacobians import Approx, Dense, Jacobian, Squares, add
 from curvopt.core.sweep import Averaged, Empirical, Exact, MonteCarlo
 from curvopt.errors import CurvoptWarning
-from curvopt.extensions.base import Extension
+from curvopt.extensions.base import Extension, indices
 
 
 class _Sampled(Extension):
@@ -87,8 +87,6 @@ class BatchDiagGGNMC(_Sampled, BatchDiagonal):
 class _Root(Extension):
     """Root of the GGN: transposed Jacobian products of all columns, kept in the order of the columns."""
 
-    subsampling: Sequence[int] | None = None
-
     def update(self, total: list[Tensor] | None, jacobian: Jacobian) -> list[Tensor]:
         return [*(total or ()), jacobian.select(self.subsampling).dense()]
 
@@ -107,7 +105,7 @@ class SqrtGGNExact(_Root):
     columns = Exact()
 
     def __init__(self, subsampling: Sequence[int] | None = None):
-        self.subsampling = subsampling
+        self.subsampling = indices(subsampling)
 
 
 class SqrtGGNMC(_Root):
@@ -127,7 +125,7 @@ class SqrtGGNMC(_Root):
         subsampling: Sequence[int] | None = None,
         generator: torch.Generator | None = None,
     ):
-        self.columns, self.subsampling = MonteCarlo(mc_samples, generator), subsampling
+        self.columns, self.subsampling = MonteCarlo(mc_samples, generator), indices(subsampling)
 
 
 class KroneckerFactors(list[Tensor]):
