@@ -11,7 +11,7 @@ A *factor list* stands for one symmetric positive semi-definite matrix over the 
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
+from math import isnan, prod
 
 import torch
 import torch.nn.functional as F
@@ -153,7 +153,8 @@ def damped_inverses(
 
     Factors of equal shape are inverted together by Cholesky. A matrix for which this fails goes down a ladder:
     float64, ten times the shift, clamped eigenvalues, the stale inverse, the inverse of the diagonal. Each rung below
-    the first is logged; nothing is raised.
+    the first is logged; nothing is raised. Of an infinite shift the inverse is zero; one that is no number (nan) leads
+    to the stale inverse, or counts as zero in that of the diagonal.
 
     Args:
         factors: ``[d]``, ``[d, d]``, ``[G, d, d]`` or ``[G, K, b, b]`` each, at least float32.
@@ -170,8 +171,7 @@ def damped_inverses(
 
     for i, factor in enumerate(factors):
         if factor.ndim < 2:
-            diagonal = factor + shifts[i]
-            inverses[i] = diagonal.clamp(min=_floor(diagonal)).reciprocal()
+            inverses[i] = _diagonal_inverse(factor, torch.as_tensor(shifts[i]))
     alike = _alike(factors)
     if not alike:
         return inverses, 0
@@ -307,8 +307,13 @@ def _rescue(matrix: Tensor, shift: float, stale: Tensor | None, name: str) -> Te
             logger.info("%s %s: Cholesky failed in %s, used %s", name, tuple(matrix.shape), matrix.dtype, rung)
             return inverse
     logger.warning("%s %s: no inverse and no stale one, used the diagonal", name, tuple(matrix.shape))
-    diagonal = matrix.diagonal().nan_to_num().clamp(min=0) + shift
-    return torch.diag(diagonal.clamp(min=_floor(diagonal)).reciprocal())
+    return torch.diag(_diagonal_inverse(matrix.diagonal().nan_to_num().clamp(min=0), torch.tensor(shift)))
+
+
+def _diagonal_inverse(diagonal: Tensor, shift: Tensor) -> Tensor:
+    """Inverse of a diagonal matrix of finite entries, finite whatever the shift is."""
+    shifted = diagonal + shift.to(diagonal).nan_to_num()
+    return shifted.clamp(min=_floor(shifted)).reciprocal()
 
 
 def _float64_inverse(matrix: Tensor, shift: float) -> Tensor | None:
@@ -318,7 +323,7 @@ def _float64_inverse(matrix: Tensor, shift: float) -> Tensor | None:
 
 
 def _eigh_inverse(matrix: Tensor, shift: float) -> Tensor | None:
-    if not matrix.isfinite().all():
+    if isnan(shift) or not matrix.isfinite().all():
         return None
     try:
         values, vectors = torch.linalg.eigh(matrix.double())

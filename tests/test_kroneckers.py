@@ -184,6 +184,16 @@ class TestLadder:
         assert "used the diagonal" in log
         torch.testing.assert_close(inverse, torch.diag((matrix.diagonal() + 0.1).reciprocal()))
 
+    @pytest.mark.parametrize("stale", [None, psd(4)], ids=["diagonal", "stale"])
+    def test_a_shift_that_is_no_number(self, stale: Tensor | None, caplog: pytest.LogCaptureFixture) -> None:
+        matrix = psd(4)
+        inverse, _ = self.climb(matrix, torch.nan, caplog, stale)
+        torch.testing.assert_close(inverse, torch.diag(matrix.diagonal().reciprocal()) if stale is None else stale)
+
+    def test_an_infinite_shift(self, caplog: pytest.LogCaptureFixture) -> None:
+        inverse, _ = self.climb(psd(4), torch.inf, caplog, psd(4))
+        assert torch.equal(inverse, torch.zeros(4, 4, dtype=torch.float64))
+
     def test_one_group_of_many(self, caplog: pytest.LogCaptureFixture) -> None:
         matrices, stale = psd(3, 4), psd(3, 4)
         matrices[1, 0, 0] = torch.inf
@@ -195,6 +205,12 @@ class TestLadder:
 def test_singular_without_shift_is_finite() -> None:
     for factor in (psd(6, rank=2), torch.tensor([0.0, 1.0], dtype=torch.float64), torch.zeros(3, 3)):
         assert inv_kfacs([factor])[0].isfinite().all()
+
+
+@pytest.mark.parametrize("shift", [torch.nan, torch.inf, -torch.inf, -1.0, 0.0])
+@pytest.mark.parametrize("name", FACTORS)
+def test_inverses_are_finite_whatever_the_shift(name: str, shift: float) -> None:
+    assert all(inverse.isfinite().all() for inverse in inv_kfacs(FACTORS[name](), shift))
 
 
 @pytest.mark.parametrize("rungs", [1, 2])
