@@ -18,10 +18,10 @@ from torch.func import functional_call
 
 from curvopt.core.context import backpack
 from curvopt.core.jacobians import DENSE_BLOCK_LIMIT
-from curvopt.core.sweep import Exact, Gradient, MonteCarlo
+from curvopt.core.sweep import Empirical, Exact, Gradient, Hessian, MonteCarlo
 from curvopt.core.uses import disable, extend
 from curvopt.errors import CurvoptError
-from curvopt.extensions import BatchL2Grad, Extension, SqrtGGNMC
+from curvopt.extensions import PCHMP, BatchL2Grad, Extension, SqrtGGNExact, SqrtGGNMC
 
 #: Numbers that the Jacobian of a checked model may have: samples times outputs times parameters (8 GB in float64).
 JACOBIAN_LIMIT = 1 << 30
@@ -445,7 +445,11 @@ def check(
     to the exact columns instead and compared with the exact field, and the second moment of 256 to 4096 draws is
     compared with the Hessian of the loss, in standard errors (at an output scaled into ``[-2, 2]``, where draws
     of a confident network vary). Diagonals of the Hessian are compared at ``entries`` random entries of each
-    parameter; matrix products and roots by their action on three random directions.
+    parameter; matrix products and roots by their action on three random directions. ``pchmp`` depends on how the
+    network is divided into operations, so no plain derivative defines it: with nothing replaced it is compared with
+    the Hessian, and as it is it must lie above both Hessian and GGN along these directions. ``kfac_empirical`` is
+    built from the gradients of single predictions, of which the weights in the loss are those that the engine knows.
+    ``eigen_diagonal`` is not checked: its bases belong to the parameters of the model, not to those of the copies.
 
     The cost, for N samples with C outputs each and P parameters: N backward passes for fields of individual gradients;
     N C passes and N C P numbers of memory for all else; for Hessian diagonals N · ``entries`` double backward passes
@@ -478,11 +482,13 @@ def check(
     ours.zero_grad()
     if isinstance(lossfunc, nn.Module):
         lossfunc = extend(copy.deepcopy(lossfunc).to(dtype))
-    # all but the draws of Monte-Carlo extensions: exact columns take their way
+    # all but the draws of Monte-Carlo extensions, and the eigenvalues of PCHMP: other columns take their way
     twins = [copy.copy(extension) for extension in extensions]
     for twin in twins:
         if isinstance(twin.columns, MonteCarlo):
             twin.columns = Exact()
+        if isinstance(twin, PCHMP):
+            twin.columns = Hessian()
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -500,7 +506,7 @@ def check(
         if any(not isinstance(e.columns, Gradient) for e in extensions):
             _check_size(z.numel() * sum(p.numel() for p in parameters.values()), samples)
         with backpack(*twins):
-            loss.backward(inputs=list(parameters.values()))
+            loss.backward(inputs=list(parameters.values()), retain_graph=True)
         torch.manual_seed(0)
         reference = Reference(theirs, x, lambda z: _scalar(lossfunc, z, y), samples)
         _check_reference(reference, z)
@@ -508,9 +514,14 @@ def check(
             f"curvopt.testing.check: {type(model).__name__}, {samples} samples with {z.numel() // samples} outputs "
             f"each, {sum(p.numel() for p in parameters.values())} parameters, {dtype}"
         )
-        comparison = _Comparison(reference, theirs, parameters, entries)
+        comparison = _Comparison(reference, theirs, parameters, entries, lambda z: lossfunc(z, y))
         for twin, extension in zip(twins, extensions, strict=True):
             result.rows += _rows(comparison, twin, extension, parameters, rtol)
+        for extension in extensions:
+            if isinstance(extension, PCHMP):
+                with backpack(extension):
+                    loss.backward(inputs=list(parameters.values()), retain_graph=True)
+                result.rows += [_check_above(comparison, name, p, rtol) for name, p in parameters.items()]
         if any(isinstance(e.columns, MonteCarlo) for e in extensions):
             result.rows.append(_check_draws(lossfunc, reference.z, y))
     print(result)
@@ -534,10 +545,10 @@ def _check_request(model: nn.Module, x: Any, extensions: Sequence[Extension]) ->
         raise CurvoptError("check: got no extensions; pass a list, e.g. [curvopt.extensions.BatchGrad()].")
     for extension in extensions:
         name = getattr(extension, "field", None)
-        if name == "pchmp":
+        if name == "eigen_diagonal":
             raise CurvoptError(
-                "check: pchmp depends on how the network is divided into operations, so no plain derivative defines "
-                "it; check GGNMP and HMP, between which it lies."
+                "check: the bases of eigen_diagonal belong to the parameters of the model, and the check works on "
+                "copies; check the KFAC or KFLR that they come from."
             )
         if name not in _EXPECTED:
             raise CurvoptError(f"check: no definition of {name!r} is known, only of {', '.join(sorted(_EXPECTED))}.")
@@ -576,9 +587,14 @@ class _Comparison:
     """Pairs of an actual and an expected tensor for a parameter and a field."""
 
     def __init__(
-        self, reference: Reference, model: nn.Module, parameters: dict[str, nn.Parameter], entries: int
+        self,
+        reference: Reference,
+        model: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        entries: int,
+        loss: Callable[[Tensor], Tensor],
     ) -> None:
-        self.reference, self.model, self.names = reference, model, list(parameters)
+        self.reference, self.model, self.names, self.loss = reference, model, list(parameters), loss
         some = reference.parameters
         self.directions = {name: torch.randn(3, *p.shape).to(p) for name, p in some.items()}
         self.entries = {name: torch.randperm(p.numel())[:entries].to(p.device) for name, p in some.items()}
@@ -623,14 +639,32 @@ class _Comparison:
         return actual(self.directions[name]), self._hessian_products[name]
 
     def factors(self, name: str, extension: Any, actual: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        reference = self._empirical if isinstance(extension.columns, Empirical) else self.reference
         if len(actual) == 1:  # a block of its own, or its diagonal
-            block = actual[0].dim() == 2 and self.reference.parameters[name].numel() <= DENSE_BLOCK_LIMIT
-            return actual, [self.reference.ggn(name) if block else self.reference.diag_ggn_exact(name).flatten()]
+            block = actual[0].dim() == 2 and reference.parameters[name].numel() <= DENSE_BLOCK_LIMIT
+            return actual, [reference.ggn(name) if block else reference.diag_ggn_exact(name).flatten()]
         if extension.limit is not None:
             raise _Unchecked("leave max_factor_size out to check Kronecker factors")
-        if not self.reference.has_factors(name):
+        if not reference.has_factors(name):
             raise _Unchecked("Kronecker factors are only checked for weights of linear and convolution layers")
-        return actual, self.reference.kflr(name, extension.approx)
+        return actual, reference.kflr(name, extension.approx)
+
+    @cached_property
+    def _empirical(self) -> Reference:
+        """With ``Σ_n g_n g_nᵀ``, of the gradients of the samples' predictions over roots of weights, for a Hessian."""
+        z = self.reference.z
+        shift, columns = extend(_Shift(z[0])), SqrtGGNExact()
+        columns.columns = Empirical()
+        with backpack(columns):
+            self.loss(shift(z)).backward()
+        weighted = getattr(shift.shift, columns.field).reshape(z.shape)
+        plain = self.reference.gradient_of_output.view(z.shape)
+        along = min(1, z.dim() - 1)  # a prediction's classes or entries; the weight is one for all of them
+        lengths = [g.norm(dim=along, keepdim=True) for g in (weighted, plain)]
+        g = (plain * (lengths[0] / lengths[1]).nan_to_num()).view(self.reference.samples, -1)
+        empirical = copy.copy(self.reference)
+        empirical.H = torch.block_diag(*(torch.outer(row, row) for row in g))
+        return empirical
 
     @cached_property
     def _kfra(self) -> dict[str, list[Tensor]]:
@@ -654,12 +688,12 @@ _EXPECTED: dict[str, Callable[..., tuple[Any, Any]]] = {
     **dict.fromkeys(("diag_ggn_exact", "diag_ggn_mc"), _Comparison.diagonal),
     **dict.fromkeys(("diag_ggn_exact_batch", "diag_ggn_mc_batch"), _Comparison.diagonal_batch),
     **dict.fromkeys(("sqrt_ggn_exact", "sqrt_ggn_mc"), _Comparison.root),
-    **dict.fromkeys(("kfac", "kflr"), _Comparison.factors),
+    **dict.fromkeys(("kfac", "kflr", "kfac_empirical"), _Comparison.factors),
     "kfra": _Comparison.averaged_factors,
     "ggnmp": _Comparison.ggn_product,
     "diag_h": _Comparison.hessian_diagonal,
     "diag_h_batch": _Comparison.hessian_diagonal_batch,
-    "hmp": _Comparison.hessian_product,
+    **dict.fromkeys(("hmp", "pchmp"), _Comparison.hessian_product),
 }
 
 
@@ -671,7 +705,9 @@ def _rows(
     rtol: float,
 ) -> list[Row]:
     """A row for each parameter; a difference counts in units of the field's largest entry."""
-    note = "with exact columns" if twin.columns != extension.columns else ""
+    note = "with exact columns" if isinstance(extension.columns, MonteCarlo) else ""
+    if twin.field == "pchmp":
+        note = "with nothing replaced"
     rows: list[Row] = []
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, p in parameters.items():
@@ -702,6 +738,20 @@ def _rows(
             right = right and difference <= rtol * scale  # false for nan
         rows.append(Row(name, twin.field, absolute, relative, "ok" if right else "WRONG", note))
     return rows
+
+
+def _check_above(comparison: _Comparison, name: str, p: nn.Parameter, rtol: float) -> Row:
+    """Whether the positive-curvature Hessian exceeds Hessian and GGN along the random directions."""
+    v = comparison.directions[name]
+
+    def along(product: Tensor) -> Tensor:
+        return (v * product).flatten(1).sum(1)
+
+    actual = along(getattr(p, "pchmp")(v))  # noqa: B009
+    least = torch.maximum(along(comparison._hessian_products[name]), along(comparison.reference.ggn_product(name, v)))
+    missing, scale = float((least - actual).max().clamp(min=0)), max(float(least.abs().max()), 1e-30)
+    verdict = "ok" if missing <= rtol * scale else "WRONG"
+    return Row(name, "pchmp", missing, missing / scale, verdict, "not below hmp and ggnmp")
 
 
 class _Shift(nn.Module):

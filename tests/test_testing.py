@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import by_case
+from test_hessian import NO_PCHMP
 from torch import Tensor, nn
 
 from curvopt import CurvoptError, extend
+from curvopt.core import sweep
 from curvopt.core.derivatives.affine import Linear
 from curvopt.core.derivatives.losses import Softmax
 from curvopt.core.jacobians import Jacobian
+from curvopt.core.residuals import residual_columns
 from curvopt.core.sweep import Exact
+from curvopt.core.uses import LossUse
 from curvopt.extensions import (
     GGNMP,
     HMP,
@@ -27,7 +31,9 @@ from curvopt.extensions import (
     DiagGGNExact,
     DiagGGNMC,
     DiagHessian,
+    EigenDiagonal,
     Extension,
+    KFACEmpirical,
     SqrtGGNExact,
     SqrtGGNMC,
     SumGradSquared,
@@ -49,10 +55,12 @@ ALL: list[Extension] = [
     KFAC(approx="reduce"),
     KFLR(),
     KFRA(),
+    KFACEmpirical(),
     GGNMP(),
     DiagHessian(),
     BatchDiagHessian(),
     HMP(),
+    PCHMP("abs"),
 ]
 OF_LINEAR = [e for e in ALL if not isinstance(e, KFRA)]  # which unfolds the second time by itself
 
@@ -72,7 +80,7 @@ def batch(*shape: int) -> tuple[Tensor, Tensor]:
 def test_every_field_agrees_and_is_in_the_printed_table(capsys):
     result = check(cnn(), nn.CrossEntropyLoss(), *batch(3, 1, 6, 6), ALL, raises=True)
     assert result.ok and not result.unchecked
-    assert len(result.rows) == 4 * len(ALL) + 1  # and the draws
+    assert len(result.rows) == 4 * (len(ALL) + 1) + 1  # bounds of pchmp, and the draws
     printed = capsys.readouterr().out
     assert str(result) in printed
     assert all(f" {field} " in printed for field in _EXPECTED)
@@ -80,7 +88,8 @@ def test_every_field_agrees_and_is_in_the_printed_table(capsys):
 
 @by_case
 def test_networks_of_all_kinds(case):
-    problem, fields = case.problem(), [e for e in ALL if not isinstance(e, (KFRA, SqrtGGNExact))]
+    without = (KFRA, SqrtGGNExact, *([PCHMP] if case.name in NO_PCHMP else []))
+    problem, fields = case.problem(), [e for e in ALL if not isinstance(e, without)]
     lossfunc = extend(problem.lossfunc)
     check(problem.model, lambda z, y: case.scale * lossfunc(z, y), problem.x, problem.y, fields, raises=True, entries=3)
 
@@ -107,6 +116,20 @@ def test_a_wrong_sampler_is_noticed(extension, factor, monkeypatch):
     monkeypatch.setattr(Softmax, "sample", lambda self, *args: factor * sample(self, *args))
     result = check(mlp(), nn.CrossEntropyLoss(), *batch(6, 4), [extension])
     assert [row.field for row in result.wrong] == ["draws"]
+
+
+def test_wrong_gradients_of_predictions_are_noticed(monkeypatch):
+    slope = LossUse.slope
+    monkeypatch.setattr(LossUse, "slope", lambda self, grad: slope(self, grad).abs())
+    result = check(mlp(), nn.CrossEntropyLoss(), *batch(6, 4), [KFACEmpirical(), KFLR()])
+    assert {row.field for row in result.wrong} == {"kfac_empirical"}
+
+
+@pytest.mark.parametrize("modify", ["clip", "abs"])
+def test_replaced_curvature_that_is_none_is_noticed(modify, monkeypatch):
+    monkeypatch.setattr(sweep, "residual_columns", lambda *args: residual_columns(*args[:-1], None))
+    result = check(mlp(), nn.CrossEntropyLoss(), *batch(3, 4), [PCHMP(modify)])
+    assert {row.note for row in result.wrong} == {"not below hmp and ggnmp"}
 
 
 @pytest.mark.parametrize(
@@ -202,8 +225,8 @@ def test_what_cannot_be_checked_is_refused(monkeypatch):
 
     with pytest.raises(CurvoptError, match="no definition of 'own' is known"):
         check(mlp(), nn.CrossEntropyLoss(), x, y, [Own()])
-    with pytest.raises(CurvoptError, match="pchmp depends on how the network is divided"):
-        check(mlp(), nn.CrossEntropyLoss(), x, y, [PCHMP()])
+    with pytest.raises(CurvoptError, match="bases of eigen_diagonal belong to the parameters of the model"):
+        check(mlp(), nn.CrossEntropyLoss(), x, y, [EigenDiagonal({}, Exact())])
     with pytest.raises(CurvoptError, match="got no extensions"):
         check(mlp(), nn.CrossEntropyLoss(), x, y, [])
     with pytest.raises(CurvoptError, match="one tensor as the model's input, got tuple"):
