@@ -33,7 +33,8 @@ class Blocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(1, 8, 2, stride=2)
+        # a bias in front of batch norm has no gradient but rounding, which is divided by its curvature all the same
+        self.patches = nn.Conv2d(1, 8, 2, stride=2, bias=False)
         self.norm = nn.BatchNorm2d(8)
         self.positions = Positions()
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -81,10 +82,10 @@ def flat(weights: list[Tensor]) -> Tensor:
     return torch.cat([weight.flatten() for weight in weights])
 
 
-# rounding to 8 and 11 bits, over four steps
+# rounding to 8 and 11 bits, over four steps: the gradients themselves differ by 0.01 to 0.02 and an eighth of that
 @pytest.mark.parametrize(
     ("dtype", "scale", "tolerance"),
-    [(torch.bfloat16, None, 0.08), (torch.bfloat16, 2.0**16, 0.08), (torch.float16, 2.0**12, 0.03)],
+    [(torch.bfloat16, None, 0.04), (torch.bfloat16, 2.0**16, 0.04), (torch.float16, 2.0**12, 0.02)],
 )
 @pytest.mark.parametrize(
     ("name", "model"),
