@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import logging
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -791,6 +792,35 @@ def test_adaptive_damping_follows_the_reduction_ratio(make: Callable) -> None:
     assert len(changes) > 1
 
 
+@sgd_like
+def test_adaptive_damping_where_momentum_leads_uphill(make: Callable) -> None:
+    """No decrease is predicted then: damping rises if the loss does, and else stays."""
+
+    def begun() -> Run:
+        run = Run(make, adaptive_damping=True)
+        for step in range(5):
+            run.optimizer.step(closure_of(run, step))
+        return run
+
+    run = begun()
+    run.backward(5)
+    for p in run.model.parameters():
+        run.optimizer.state[p]["momentum_buffer"] = -100 * p.grad
+    damping = run.optimizer.param_groups[0]["damping"]
+    run.optimizer.step(closure_of(run, 5))
+    assert math.isnan(run.optimizer.metrics()["reduction_ratio"])
+    assert run.optimizer.param_groups[0]["damping"] == pytest.approx(damping / 0.95**5)
+
+    run = begun()
+    solve = run.optimizer._solve
+    run.optimizer._solve = lambda param, grad, damping: solve(param, grad, 0.1)
+    run.optimizer._progress["next_inverse"] = 6
+    run.optimizer.param_groups[0]["damping"] = 1e9  # but the step is that of a smaller one
+    run.optimizer.step(closure_of(run, 5))
+    assert math.isnan(run.optimizer.metrics()["reduction_ratio"])
+    assert run.optimizer.param_groups[0]["damping"] == 1e9
+
+
 def test_adaptive_damping_sees_the_same_network_and_leaves_no_trace() -> None:
     def noisy() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 10))
@@ -809,15 +839,16 @@ def test_adaptive_damping_sees_the_same_network_and_leaves_no_trace() -> None:
 
 
 def test_adaptive_damping_trains_from_dampings_far_off() -> None:
-    """Starting two decades too high or too low, it gets further than the same damping kept."""
-    for damping in (10.0, 1e-4):
+    """Starting two decades too high, it gets further than the same damping kept; the KL clip keeps it from too low."""
+    for options in ({"damping": 10.0}, {"damping": 10.0, "kl_clip": None, "lr": 0.3}, {"damping": 1e-4}):
         losses = []
         for adaptive in (True, False):
-            run = Run(KFACSGD, fisher="mc", damping=damping, adaptive_damping=adaptive, kl_clip=None, lr=0.3)
+            run = Run(KFACSGD, adaptive_damping=adaptive, **options)
+            start = run.full_loss()
             for step in range(60):
                 run.optimizer.step(closure_of(run, step))
             losses.append(run.full_loss())
-        assert not losses[0] > losses[1], (damping, losses)
+        assert losses[0] < (start / 4 if options["damping"] < 1 else losses[1]), (options, losses)
 
 
 def test_adaptive_damping_needs_a_closure() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from math import isfinite
+from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -596,7 +596,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _adapt_damping(self, objective: Closure, grads: dict[Tensor, Tensor], before: dict[Tensor, Tensor]) -> None:
         """Levenberg-Marquardt's rule (Martens & Grosse 2015, section 6.5), by the same batch's loss after the step.
 
-        The model's prediction ``gᵀδ + ½ δᵀ(F + λ I)δ`` is that of the averaged factors, for the whole step ``δ``.
+        The model's prediction ``gᵀδ + ½ δᵀ(F + λ I)δ`` is that of the averaged factors, for the whole step ``δ``. Where
+        momentum led uphill in the model it predicts no decrease, and so says nothing of itself: then damping rises if
+        the loss rose, as steps that long lead out of control, and stays if it did not.
         """
         terms = []
         for group in self.param_groups:
@@ -614,13 +616,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if peers is not None:
             change = float(peers.mean([torch.tensor(change, device=peers.device)])[0])
         actual = sign * change / float(self._progress["step_weight"])
-        if predicted >= 0:
-            ratio = float("nan")  # momentum led uphill: the model says nothing of its own step
-        else:
-            ratio = actual / predicted if isfinite(actual) else -float("inf")
-            factor = 1 / ADAPT_FACTOR if ratio < 1 / 4 else ADAPT_FACTOR if ratio > 3 / 4 else 1.0
-            for group in self.param_groups:
-                group["damping"] = group["damping"] * factor
+        actual = actual if isfinite(actual) else inf
+        ratio = actual / predicted if predicted < 0 else nan
+        factor = 1 / ADAPT_FACTOR if ratio < 1 / 4 or actual > 0 else ADAPT_FACTOR if ratio > 3 / 4 else 1.0
+        for group in self.param_groups:
+            group["damping"] = group["damping"] * factor
         self._metrics["reduction_ratio"] = ratio
 
     # --- what users ask -----------------------------------------------------------------------------------------
@@ -647,7 +647,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss. ``cosine``: between
         gradient and preconditioned gradient. ``damping``: of the first group. ``fallbacks``: matrices that needed more
         than the usual factorisation when it was last done. ``condition``: largest condition number of a damped factor
-        (in the 1-norm) then, where factors are inverted. ``reduction_ratio``: last one of ``adaptive_damping``.
+        (in the 1-norm) then, where factors are inverted. ``reduction_ratio``: last one of ``adaptive_damping``,
+        nan if no decrease was predicted.
         """
         return dict(self._metrics)
 

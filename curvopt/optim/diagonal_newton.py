@@ -32,7 +32,8 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
             prediction has (1 for a class, a sample's entries for element-wise losses); ``None`` for none.
         curvature_every: steps between refreshes of the diagonal, reached gradually from 1.
         adaptive_damping: every fifth step, multiply ``damping`` by (19/20)^5 or its inverse if the change of the loss
-            was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``.
+            was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``. No step is taken back: from a
+            damping far too low it is the KL clip that keeps the first ones short.
         mc_samples: samples per datum for ``curvature="diag_ggn_mc"``, drawn from a generator of the optimizer.
         weight_decay: decoupled: ``p *= 1 - lr * weight_decay``.
         dampening: as in SGD.

@@ -35,7 +35,8 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         curvature_every: steps between refreshes of factors and scales, reached gradually from 1.
         inverse_every: steps between checks of the bases, reached gradually from 1.
         adaptive_damping: every fifth step, multiply ``damping`` by (19/20)^5 or its inverse if the change of the loss
-            was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``.
+            was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``. No step is taken back: from a
+            damping far too low it is the KL clip that keeps the first ones short.
         fisher: ``"empirical"`` takes each prediction's own gradient, ``"mc"`` one at a target drawn from the model,
             ``"exact"`` sweeps one vector per output (KFLR). The empirical matrix is no curvature at a minimum (Kunstner
             et al. 2019), but on the way it contains that predicted variables err together.
