@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -140,3 +144,18 @@ def test_second_moments_of_patches_by_shifts(conv: nn.Module, rows: int, monkeyp
         found = jacobian.right_factor()
         jacobian.shifts = None
         assert_close(found, jacobian.right_factor())
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
+def test_temporaries_use_the_same_pages_again():
+    program = """if True:
+        import resource, torch, curvopt
+        with curvopt.backpack():
+            pass
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            torch.ones(4 << 20)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100  # of 4096 pages

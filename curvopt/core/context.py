@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from curvopt.core import costs
 from curvopt.core.derivatives.functional_losses import FunctionalLoss
 from curvopt.core.graph import Graph, uses_behind
 from curvopt.core.sweep import Pass, fields_of
@@ -227,6 +228,7 @@ _watching = 0
 def _watch(change: int) -> None:
     """While any context is open, autograd shows the engine what is differentiated: the roots of the graph."""
     global _watching
+    costs.keep_freed_memory()
     _watching += change
     torch.autograd._engine_run_backward = _watched_backward if _watching else _run_backward  # type: ignore[attr-defined]
 

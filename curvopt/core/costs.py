@@ -8,6 +8,7 @@ page "Internals" of the documentation explains them. Letters as in `curvopt.core
 from __future__ import annotations
 
 import mmap
+from functools import cache
 from math import prod
 
 import torch
@@ -23,6 +24,8 @@ SWEEP_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 26}
 SYMMETRIC_BLOCK = 128
 #: Bytes of memory that is likely to come from the system each time, not from the C library's own stock.
 FRESH_BYTES = 4 << 20
+#: The largest piece of memory that glibc can learn to keep when it is freed.
+KEPT_BYTES = 32 << 20
 
 
 def columns_at_once(entries: int, device: str) -> int:
@@ -70,6 +73,16 @@ def by_shifts(K: int, W: int) -> bool:
 def by_blocks(F: int) -> bool:
     """Whether a symmetric product ``[F, F]`` is worth computing block by block, above the diagonal only."""
     return F >= 2 * SYMMETRIC_BLOCK
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Have the C library keep temporaries for the next backward instead of giving them back to the system each time.
+
+    That is how glibc treats all pieces up to the largest that it has seen freed, so it is shown one, which is never
+    touched. Where another allocator or the user's settings (``MALLOC_TRIM_THRESHOLD_`` etc.) decide, nothing changes.
+    """
+    torch.empty(KEPT_BYTES - (64 << 10), dtype=torch.uint8, device="cpu")
 
 
 def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
