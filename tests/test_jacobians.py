@@ -152,10 +152,10 @@ def test_temporaries_use_the_same_pages_again():
         import resource, torch, curvopt
         with curvopt.backpack():
             pass
-        for _ in range(3):
+        for _ in range(2):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            torch.ones(4 << 20)
+            [torch.ones(1 << 19) for _ in range(8)]
         print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 100  # of 4096 pages
+    assert int(done.stdout) < 1000  # of 4096 pages
