@@ -510,6 +510,21 @@ def test_resume_is_bit_for_bit(make: Callable, steps: int) -> None:
 
 
 @every_optimizer
+def test_metrics_are_there_after_a_resumption(make: Callable) -> None:
+    """Those that are measured with inversions, too, which are seldom due in the first step."""
+    first = Run(make).train(25)
+    second = Run(make)
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(torch.load(checkpoint(first.optimizer), weights_only=True))
+    assert second.optimizer.metrics() == first.optimizer.metrics()
+    assert first.train(range(25, 26)).optimizer.metrics() == second.train(range(25, 26)).optimizer.metrics()
+    state = first.optimizer.state_dict()
+    del state["curvature"]["metrics"]  # as written before they were kept
+    second.optimizer.load_state_dict(state)
+    assert second.optimizer.metrics() == {}
+
+
+@every_optimizer
 def test_copies_continue_alike(make: Callable) -> None:
     run = Run(make, curvature_every=3).train(5)
     twin = copy.deepcopy(run)

@@ -682,11 +682,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         return torch.Generator(self.param_groups[0]["params"][0].device).manual_seed(int.from_bytes(digest))
 
     def _export(self) -> dict[str, Any]:
-        return {**self._progress, "sampler": (self._seed, self._draws)}
+        # some are measured only now and then: whoever logs them finds them after a resumption, too
+        metrics = {name: float(value) for name, value in self._metrics.items()}
+        return {**self._progress, "sampler": (self._seed, self._draws), "metrics": metrics}
 
     def _import(self, exported: dict[str, Any]) -> None:
         self._progress = {name: exported[name] for name in self._progress}
         self._seed, self._draws = exported["sampler"]
+        self._metrics = dict(exported.get("metrics", {}))
         self._met = False
         self._pending = Collection()
 
@@ -724,9 +727,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         exported = state.pop("curvature", None)
         super().__setstate__(state)
         if exported is not None:  # unpickled or copied; load_state_dict() imports by itself
-            self._fresh, self._arrived, self._pending, self._metrics = None, {}, Collection(), {}
+            self._fresh, self._arrived, self._pending = None, {}, Collection()
             self._knows_scale = True
-            self._progress = {name: exported[name] for name in exported if name != "sampler"}
+            self._progress = {name: exported[name] for name in exported if name not in ("sampler", "metrics")}
             self._import(exported)
             if self._attached:
                 attach(self)
