@@ -156,11 +156,29 @@ def test_root_is_a_root_of_the_hessian(name: str, reduction: str):
     module, z, y = problem(name, reduction)
     curved, H = curvature(module, z, y), hessian(module, z, y)
     assert H.abs().max() > 0
-    whole = curved.root(0, curved.columns)
-    assert whole.shape == (curved.columns, *z.shape)
-    assert_close(dense(whole), H)
-    split = curved.columns // 2
-    assert_close(torch.cat([curved.root(0, split), curved.root(split, curved.columns)]), whole)
+    for root in (curved, curved.by_entries()):
+        whole = root.root(0, root.columns)
+        assert whole.shape == (root.columns, *z.shape)
+        assert_close(dense(whole), H)
+        split = root.columns // 2
+        assert_close(torch.cat([root.root(0, split), root.root(split, root.columns)]), whole)
+
+
+def test_softmax_has_no_more_columns_than_rank():
+    z, y = torch.randn(2, 4, 3, dtype=torch.float64), labels(2, 3)
+    curved = curvature(nn.CrossEntropyLoss(), z, y)
+    rank = int(torch.linalg.matrix_rank(hessian(nn.CrossEntropyLoss(), z, y)))
+    assert (curved.columns, curved.by_entries().columns) == (rank / len(z), z[0].numel())
+
+
+@pytest.mark.parametrize("sure", [0.0, 20.0, 60.0])
+def test_root_of_a_softmax_keeps_small_curvatures(sure: float):
+    z = sure * torch.eye(4, dtype=torch.float64)[[0, 2, 3]] - torch.tensor([0.0, 1, 3, 7])
+    curved = curvature(nn.CrossEntropyLoss(), z.float(), labels(3))
+    diagonal = curved.root(0, curved.columns).square().sum(0).double()
+    p = z.softmax(1)
+    others = p @ (1 - torch.eye(4, dtype=torch.float64))
+    assert_close(diagonal, p * others / 3, rtol=1e-5, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")

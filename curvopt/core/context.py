@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -233,6 +233,33 @@ def _watch(change: int) -> None:
     torch.autograd._engine_run_backward = _watched_backward if _watching else _run_backward  # type: ignore[attr-defined]
 
 
+_heard = True
+
+
+def heard() -> bool:
+    """Whether contexts are told of backwards."""
+    return _heard
+
+
+@contextmanager
+def engine(run: Callable[..., Any], told: bool) -> Iterator[None]:
+    """Calls into autograd inside end in ``run(engine, *args, **kwargs)``, whatever contexts are open or opened there.
+
+    Args:
+        run: is given what would have been called, and its arguments.
+        told: whether contexts are told of the calls.
+    """
+    global _run_backward, _heard
+    before = _run_backward, _heard
+    _run_backward, _heard = functools.partial(run, _run_backward), told
+    _watch(0)
+    try:
+        yield
+    finally:
+        _run_backward, _heard = before
+        _watch(0)
+
+
 class Observer(Protocol):
     """Somebody with a context for backwards that others start."""
 
@@ -275,6 +302,8 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
     if torch.compiler.is_dynamo_compiling():
         return outside_of_graphs(functools.partial(_watched_backward, **kwargs), outputs, *args)
     call = functools.partial(_run_backward, outputs, *args, **kwargs)
+    if not _heard:
+        return call()
     nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in outputs]
     roots = [node for node in nodes if node is not None]
     accumulates, inputs = kwargs.get("accumulate_grad", False), args[3]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -68,7 +68,13 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Exact:
-    """All columns of the root of the loss Hessian."""
+    """All columns of the root of the loss Hessian.
+
+    Args:
+        by_entries: of the usual root, which may have more columns than it needs.
+    """
+
+    by_entries: bool = field(default=False, kw_only=True)
 
     def total(self, loss: LossCurvature, rows: int) -> int:
         """Number of columns."""
@@ -296,10 +302,12 @@ class Pass:
     def _gauss_newton(self, use: Loss, edge: GradientEdge, curvature: LossCurvature, scale: Tensor) -> None:
         """Columns of the root of a loss' Hessian, each kind once for all extensions that ask for it."""
         groups: dict[Exact | MonteCarlo | Averaged, list[Extension]] = {}
+        by_entries = any(isinstance(e.columns, Exact) and e.columns.by_entries for e in self.second_order)
+        curvature = curvature.by_entries() if by_entries else curvature
         for e in self.second_order:
             if isinstance(e.columns, Empirical):
                 continue
-            columns: Any = Exact() if isinstance(e.columns, Hessian) else e.columns
+            columns: Any = Exact() if isinstance(e.columns, Exact) else e.columns
             groups.setdefault(columns, []).append(e)
         for columns, extensions in groups.items():
             if isinstance(columns, Averaged):

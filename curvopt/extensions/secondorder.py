@@ -102,7 +102,7 @@ class SqrtGGNExact(_Root):
     """
 
     field = "sqrt_ggn_exact"
-    columns = Exact()
+    columns = Exact(by_entries=True)
 
     def __init__(self, subsampling: Sequence[int] | None = None):
         self.subsampling = indices(subsampling)

@@ -45,6 +45,10 @@ class LossCurvature(ABC):
     def root(self, start: int, stop: int) -> Tensor:
         """Columns ``start`` to ``stop`` of the exact root S, ``[stop - start, *z.shape]``."""
 
+    def by_entries(self) -> LossCurvature:
+        """The same with the usual root, of a column for every entry of z, where `root` has fewer."""
+        return self
+
     @abstractmethod
     def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
         """Independent random columns ``[samples, *z.shape]``, each with ``E[s s^T] = S S^T``.
@@ -106,29 +110,43 @@ class Softmax(LossCurvature):
     only by its mass m at the position: the sum over classes of its weighted probabilities, times the factor of the
     reduction (Kunstner et al. 2019 on the samples, "MC Fisher").
 
+    ``u = sqrt(p)`` is of length 1 and no curvature lies along it: ``diag(u) (1 - u u^T) diag(u)``. A reflection turns u
+    into a unit vector, that of the likeliest class, so that its column vanishes, and nothing cancels in the others.
+
     Args:
         p: probabilities, like ``z``.
         mass: root of the mass, like ``z`` without the classes.
         dim: axis of the classes, not the first.
+        full: give a column for every class, ``sqrt(m p_c) (e_c - p)``, though one less is enough.
     """
 
-    def __init__(self, p: Tensor, mass: Tensor, dim: int = 1):
-        self.p, self.mass, self.dim = p.movedim(dim, 1), mass.unsqueeze(1), dim
+    def __init__(self, p: Tensor, mass: Tensor, dim: int = 1, full: bool = False):
+        self.p, self.mass, self.dim, self.full = p.movedim(dim, 1), mass.unsqueeze(1), dim, full
         self.weights = self.mass.square().movedim(1, dim)
+
+    def by_entries(self) -> Softmax:
+        return Softmax(self.p.movedim(1, self.dim), self.mass.squeeze(1), self.dim, full=True)
 
     @property
     def columns(self) -> int:
-        return prod(self.p.shape[1:])
+        return (self.p.shape[1] - (not self.full)) * prod(self.p.shape[2:])
 
     def root(self, start: int, stop: int) -> Tensor:
-        # column (c, position): sqrt(m p_c) (e_c - p) at that position, zero elsewhere
+        # column (c, position): a vector at that position, zero elsewhere
         p, mass = (t.reshape(*t.shape[:2], -1) for t in (self.p, self.mass))
         index = torch.arange(start, stop, device=p.device)
         c, position = index // p.shape[2], index % p.shape[2]
-        onehot = F.one_hot(c, p.shape[1]).to(p.dtype)
-        at = (p * mass)[:, :, position].permute(2, 0, 1)  # [v, N, C]
-        own = p[:, c, position].T.sqrt().unsqueeze(2)  # [v, N, 1]
-        vectors = own * (onehot.unsqueeze(1) * mass[:, 0, position].T.unsqueeze(2) - at)
+        at, mass_at = (t[:, :, position].permute(2, 0, 1) for t in (p, mass))  # [v, N, C] and [v, N, 1]
+        c = c.view(-1, 1, 1).expand(-1, len(p), 1)
+        if self.full:
+            own = at.gather(2, c).sqrt()
+            vectors = own * (_onehot(c, at) - at)
+        else:
+            u, likeliest = at.sqrt(), at.argmax(2, keepdim=True)
+            c = torch.where(c == likeliest, p.shape[1] - 1, c)  # the last class has the column that vanishes
+            reflected = (u + _onehot(likeliest, at)) / (1 + u.gather(2, likeliest))
+            vectors = u * (_onehot(c, at) - reflected * u.gather(2, c))
+        vectors = vectors * mass_at
         if self.p.dim() == 2:
             return vectors
         columns = vectors.new_zeros(*vectors.shape, p.shape[2])
@@ -140,6 +158,11 @@ class Softmax(LossCurvature):
         labels = torch.multinomial(p.flatten(0, -2), samples, replacement=True, generator=generator)
         onehot = F.one_hot(labels.T.reshape(samples, *p.shape[:-1]), p.shape[-1]).movedim(-1, 2)
         return ((self.p - onehot) * self.mass).movedim(2, self.dim + 1)
+
+
+def _onehot(index: Tensor, like: Tensor) -> Tensor:
+    """Unit vectors along the last axis, at ``index`` of length 1 there."""
+    return torch.zeros_like(like).scatter_(-1, index, 1.0)
 
 
 # --------------------------------------------------------------------------------------------------- losses as modules
