@@ -581,6 +581,31 @@ def test_an_open_context_sees_an_ordinary_backward() -> None:
         assert not torch.equal(p, q)
 
 
+@pytest.mark.parametrize("differentiates", [False, True])
+def test_a_context_inside_of_the_closure_sees_its_first_call(differentiates: bool) -> None:
+    small, plain, modules = Small(dtype=float64), Small(dtype=float64), []
+    extend(small.model), extend(plain.model)
+
+    def closure() -> Tensor:
+        small.optimizer.zero_grad()
+        with backpack(DiagGGNExact(), extension_hook=modules.append):
+            loss = small.loss()
+            loss.backward()
+        if differentiates:  # then further calls have gradients, too
+            torch.autograd.grad(small.loss(), small.model[0].weight)
+        return loss
+
+    for _ in range(3):
+        with backpack(DiagGGNExact()):
+            plain.optimizer.step(plain.closure)
+        modules.clear()
+        small.optimizer.step(closure)
+        assert modules == [small.model[2], small.model[0]]
+        for p, q in zip(small.model.parameters(), plain.model.parameters(), strict=True):
+            assert_close(p.diag_ggn_exact, q.diag_ggn_exact, rtol=1e-9, atol=1e-12)
+            assert_close(p.detach(), q.detach(), rtol=1e-9, atol=1e-12)
+
+
 # --------------------------------------------------------------------------------------------------------- the contract
 
 

@@ -15,7 +15,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from curvopt import CurvoptError, extend
+from curvopt import CurvoptError, backpack, extend
+from curvopt.extensions import BatchGrad
 from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 from curvopt.optim.base import CurvatureOptimizer, annealed_interval, ema_update, kl_clip_factor
@@ -864,6 +865,28 @@ def test_adaptive_damping_trains_from_dampings_far_off() -> None:
                 run.optimizer.step(closure_of(run, step))
             losses.append(run.full_loss())
         assert losses[0] < (start / 4 if options["damping"] < 1 else losses[1]), (options, losses)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_closures_may_open_contexts_themselves(attached: bool) -> None:
+    """``curvature()``, as without a closure, or fields for the user's own purposes."""
+    plain, run = (Run(KFACSGD, adaptive_damping=True, curvature_every=1) for _ in range(2))
+    if attached:
+        run.optimizer.attach(run.model, run.lossfunc)
+
+    def closure() -> Tensor:
+        run.optimizer.zero_grad()
+        with backpack(BatchGrad()) if attached else run.optimizer.curvature():
+            loss = run.loss(0)
+            loss.backward()
+        return loss
+
+    for _ in range(7):
+        plain.optimizer.step(closure_of(plain, 0))
+        run.optimizer.step(closure)
+    assert_equal(plain.weights(), run.weights())
+    assert plain.optimizer.metrics() == run.optimizer.metrics()
+    assert all(hasattr(p, "grad_batch") for p in run.model.parameters()) == attached
 
 
 def test_adaptive_damping_needs_a_closure() -> None:

@@ -4,7 +4,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import inf, isfinite, nan
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvopt import backpack
-from curvopt.core.context import attach
+from curvopt.core.context import attach, heard
 from curvopt.core.uses import outside_of_graphs, owned_parameters
 from curvopt.distributed import Peers, peers_of, refuse_sharded
 from curvopt.errors import CurvoptError, CurvoptWarning
@@ -333,7 +333,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         return False
 
     def _due(self) -> bool:
-        return self._progress["step"] >= self._progress["next_refresh"]
+        return heard() and self._progress["step"] >= self._progress["next_refresh"]
 
     @torch.no_grad()
     def _collect(self, module: torch.nn.Module) -> None:
@@ -411,7 +411,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             if self.adaptive_damping and self._progress["step"] % ADAPT_EVERY == 0:
                 objective = Closure(closure, self._params())
                 closure = objective.first
-            with torch.enable_grad(), self.curvature():
+            # an attached one is told by itself, also of a backward inside of a context of the closure's own
+            with torch.enable_grad(), nullcontext() if self._attached else self.curvature():
                 loss = closure()
 
         pending, self._pending = self._pending, Collection()

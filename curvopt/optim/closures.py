@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from curvopt.core.context import engine
 from curvopt.core.uses import listeners
 from curvopt.errors import CurvoptError
 
@@ -21,7 +22,8 @@ class Closure:
     What it computes is the sum of what it calls ``backward`` on, or if it never does, what it returns. When run again,
     it runs without gradients (unless it calls ``torch.autograd.grad``) and its backwards do nothing; random numbers are
     those of the first time; modules work on copies of their buffers and parameters have no gradients, so that running
-    statistics and ``.grad`` stay. Other things that the closure changes are its own affair.
+    statistics and ``.grad`` stay. Contexts that are open, or that it opens, are told of the first time alone. Other
+    things that the closure changes are its own affair.
 
     Args:
         closure: computes the loss and returns it, or calls ``backward`` on it, or both.
@@ -61,7 +63,7 @@ class Closure:
 
         handle = register_module_forward_pre_hook(self._note_buffers)
         try:
-            with torch.enable_grad(), self._watched(backward):
+            with torch.enable_grad(), self._watched(backward, told=True):
                 self.result = self.closure()
         finally:
             handle.remove()
@@ -84,7 +86,7 @@ class Closure:
             nonlocal total
             total += _sum(outputs, _cotangents(outputs, grads))
 
-        with torch.set_grad_enabled(self._calls_grad), self._watched(backward) as called, self._unnoticed():
+        with torch.set_grad_enabled(self._calls_grad), self._watched(backward, told=False) as called, self._unnoticed():
             result = self.closure()
         # `if loss.requires_grad: loss.backward()`
         return total if self._calls_backward and called else float(result)
@@ -101,11 +103,11 @@ class Closure:
             self._buffers[module] = _clones(module._buffers)
 
     @contextmanager
-    def _watched(self, backward: Callable) -> Iterator[list[Any]]:
-        """Backwards that accumulate gradients go to ``backward``, and are listed. See `curvopt.core.context`."""
-        original, called = torch.autograd._engine_run_backward, []  # type: ignore[attr-defined]
+    def _watched(self, backward: Callable, told: bool) -> Iterator[list[Any]]:
+        """Backwards that accumulate gradients go to ``backward``, and are listed. Contexts are told of them or not."""
+        called: list[Any] = []
 
-        def run(outputs: Sequence[Any], *rest: Any, **options: Any) -> Any:
+        def run(original: Callable, outputs: Sequence[Any], *rest: Any, **options: Any) -> Any:
             own = torch._C._current_graph_task_id() == -1 and not (listeners and listeners[-1] is None)
             if own and options.get("accumulate_grad", False):
                 called.append(outputs)
@@ -113,11 +115,8 @@ class Closure:
             self._calls_grad = self._calls_grad or own
             return original(outputs, *rest, **options)
 
-        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
-        try:
+        with engine(run, told):
             yield called
-        finally:
-            torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
 
     @contextmanager
     def _unnoticed(self) -> Iterator[None]:
