@@ -119,7 +119,7 @@ class Dense(Jacobian):
 
     Args:
         values: ``[V, N, *p]``.
-        left_of: products of one position whose left side has the same values, so that both share a second moment.
+        left_of: products of one position whose left side has the same values, so that both share what is made of it.
     """
 
     def __init__(self, values: Tensor, left_of: Outer | None = None):
@@ -138,9 +138,13 @@ class Dense(Jacobian):
         return self.squares_batch().sum(0)
 
     def squares_batch(self) -> Tensor:
+        if self.left_of is not None and self.left_of.weights is self.weights:
+            return self.left_of.left_squares.flatten(1).clone()
         return _weighted(self.values.square(), self.weights)
 
     def norms2(self) -> Tensor:
+        if self.left_of is not None:
+            return self.left_of.left_norms2.clone()
         return self.values.reshape(self.V, self.N, -1).square().sum(2)
 
     def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
@@ -201,9 +205,8 @@ class Outer(Jacobian):
 
     def norms2(self) -> Tensor:
         """Squared norms ``[V, N]`` without forming the products where that is cheaper (Gram trick, Goodfellow 2015)."""
-        if self.S == 1:
-            left, right = self.left.square().sum((3, 4)), self.right.square().sum((2, 3))
-            return (left * right).sum(2)
+        if self.G == self.S == 1:
+            return self.left_norms2 * self.right.square().sum((1, 2, 3))
         if costs.by_gram(self.S, self.O, self.I):
             return ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum((2, 3, 4))
         if torch.is_grad_enabled():
@@ -217,10 +220,22 @@ class Outer(Jacobian):
         left = self.left.sum(3, keepdim=True) if approx == "reduce" else self.left
         return _second_moment(left.flatten(0, 1), limit)
 
+    # of the left side of one position, which are those of a bias, too:
+
     @cached_property
     def left_moment(self) -> Tensor:
-        """Second moment of the left side of one position, which is that of a bias, too."""
+        """Second moment."""
         return _second_moment(self.left.flatten(0, 1))
+
+    @cached_property
+    def left_norms2(self) -> Tensor:
+        """Squared norms, ``[V, N]``."""
+        return self.left.square().sum((2, 3, 4))
+
+    @cached_property
+    def left_squares(self) -> Tensor:
+        """Squares, weighted and summed over vectors, ``[N, G, 1, O]``."""
+        return _weighted(self.left.square(), self.weights)
 
     def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         right = self.right.mean(2, keepdim=True) if approx == "reduce" else self.right
@@ -274,7 +289,7 @@ class Outer(Jacobian):
     def left_pairs(self) -> Tensor:
         """Products of the left sides of all pairs of positions, summed over vectors, ``[N, G, P, O]``."""
         if self.S == 1:
-            return _weighted(self.left.square(), self.weights)
+            return self.left_squares
         s, t = self._pairs()
         return _weighted(self.left[:, :, :, s] * self.left[:, :, :, t], self.weights)
 
@@ -458,7 +473,8 @@ class Squares:
         elif jacobian.pairs_are_cheaper:
             if self._pairs is not None and self._pairs[0].right is not jacobian.right:
                 self.total()
-            self._pairs = jacobian, add(None if self._pairs is None else self._pairs[1], jacobian.left_pairs())
+            pairs = jacobian.left_pairs()  # which others may share
+            self._pairs = jacobian, pairs if self._pairs is None else self._pairs[1] + pairs
         else:
             self._value = jacobian.add_squares(self._value, self.per_sample)
         return self

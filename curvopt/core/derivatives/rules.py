@@ -181,7 +181,7 @@ class AffineRule(Rule):
 
     def bias(self, grad: Tensor, left: Tensor) -> Tensor:
         """Vectors at the output, and what `fold` made of them, summed over positions: ``[V, N, *bias]``."""
-        return left.sum(3).flatten(2)
+        return left.flatten(2) if left.shape[3] == 1 else left.sum(3).flatten(2)
 
     def shifts(self, module: Any, shape: torch.Size) -> tuple[int, int] | None:
         """The kernel's entries and the positions along an axis on which the one shift the other (see `Outer`)."""
