@@ -606,6 +606,30 @@ def test_a_context_inside_of_the_closure_sees_its_first_call(differentiates: boo
             assert_close(p.detach(), q.detach(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outside", [False, True], ids=["loss within", "loss outside"])
+@pytest.mark.parametrize("lossfunc", [F.cross_entropy, F.mse_loss])
+def test_autocast_inside_of_the_closure(lossfunc: Callable, outside: bool, dtype: torch.dtype) -> None:
+    """It trains as in float32, whether the loss' input is of half precision or only what is before it."""
+    losses = []
+    for enabled in (True, False):
+        small = Small()
+        y = F.one_hot(small.y, 4).float() if lossfunc is F.mse_loss else small.y
+
+        def closure(small: Small = small, y: Tensor = y, enabled: bool = enabled) -> Tensor:
+            with torch.autocast("cpu", dtype, enabled):
+                z = small.model(small.x)
+                loss = None if outside else lossfunc(z, y)
+            return lossfunc(z, y.to(z.dtype) if lossfunc is F.mse_loss else y) if loss is None else loss
+
+        for _ in range(12):
+            small.optimizer.step(closure)
+        losses.append(lossfunc(small.model(small.x), y).item())
+    start = lossfunc(Small().model(small.x), y).item()
+    mixed, full = losses
+    assert mixed < full + 0.02 * start < start / 2
+
+
 # --------------------------------------------------------------------------------------------------------- the contract
 
 

@@ -10,13 +10,13 @@ off the graph of the closure's loss, and a product with B costs about 4/3 gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from curvopt.core.derivatives.functional_losses import FunctionalLoss, find_losses
 from curvopt.core.derivatives.losses import LossCurvature
@@ -166,7 +166,7 @@ class QuadraticModel:
         u = [slope.detach().to(z.dtype) for slope, z in zip(self._slopes, self._inputs, strict=True)]
         Jtu = self._pulled_back(u)
         left, right = _dot(u, Jv), _dot(v, Jtu)
-        eps = max(torch.finfo(t.dtype).eps for t in (*u, *v))
+        eps = max(torch.finfo(dtype).eps for dtype in _precisions(edge.node for edge in self._edges))
         rounding = 100 * eps * (_dot(v, v) * _dot(Jtu, Jtu)) ** 0.5
         if abs(left - right) > eps**0.3 * max(abs(left), abs(right)) + rounding:
             raise CurvoptError(
@@ -194,6 +194,19 @@ class QuadraticModel:
     def _pulled_back(self, vectors: Vector) -> Sequence[Tensor]:
         with unheard():
             return torch.autograd.grad(self._edges, self.parameters, vectors, retain_graph=True, materialize_grads=True)
+
+
+def _precisions(nodes: Iterable[Node]) -> set[torch.dtype]:
+    """The floating dtypes behind some nodes of a graph: under autocast others than those of parameters and outputs."""
+    stack = list(nodes)
+    seen, found = set(stack), set()
+    while stack:
+        node = stack.pop()
+        found |= {metadata.dtype for metadata in node._input_metadata if metadata.dtype.is_floating_point}
+        following = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= following
+        stack += following
+    return found
 
 
 def _hessian_product(slope: Tensor, edge: GradientEdge, u: Tensor) -> Tensor:
@@ -390,7 +403,8 @@ class HessianFree(torch.optim.Optimizer):
     and is not read. Further calls run without gradients (unless the closure calls ``torch.autograd.grad``), and their
     backwards do nothing. They must compute the same function of the same data: PyTorch's random numbers (dropout) are
     those of the first call, and modules work on copies of their buffers, so that running statistics change once in
-    a step. Whatever else the closure changes, it changes at each call.
+    a step. Contexts (``backpack``) are told of the first call alone. Whatever else the closure changes, it changes at
+    each call.
 
     In several processes the objective is the mean of theirs, see `curvopt.distributed`.
 
