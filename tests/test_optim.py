@@ -576,6 +576,20 @@ def test_a_gradient_that_is_not_finite_changes_nothing(make: Callable, poison: f
     assert losses[0] < 2 * losses[1] + 0.1
 
 
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("of", ["model", "optimizer"])
+def test_curvature_goes_with_the_gradients_that_are_reset(of: str, set_to_none: bool) -> None:
+    clean, aborted = Run(KFACSGD, cnn), Run(KFACSGD, cnn)
+    clean.backward(0)
+    aborted.backward(1)
+    getattr(aborted, of).zero_grad(set_to_none=set_to_none)
+    with aborted.optimizer.curvature():
+        aborted.loss(0).backward()
+    for run in (clean, aborted):
+        run.optimizer.step()
+    assert_equal(clean.weights(), aborted.weights())
+
+
 @every_optimizer
 def test_curvature_that_is_not_finite_never_enters(make: Callable, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(make, ema=0.5).train(2)

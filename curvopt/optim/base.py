@@ -300,7 +300,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             return
         self._knows_scale = loss_scale is not None or self._scaler is not None
         scale = loss_scale if loss_scale is not None else 1.0 if self._scaler is None else self._scaler.get_scale()
-        if all(param.grad is None for param in self._params()):
+        if all(param.grad is None for param in self._params()) or (self._pending.curvature and self._were_zeroed()):
             self._pending = Collection()  # its gradients were discarded
         self._fresh, self._strangers = Collection(), 0
         context = backpack(*self._extensions(), extension_hook=self._collect)
@@ -318,6 +318,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         finally:
             self._fresh = None
             self._arrived.clear()
+
+    def _were_zeroed(self) -> bool:
+        """Whether no gradient has an entry but zeros: usually the first one that is looked at does."""
+        grads = (param.grad for param in self._params() if param.grad is not None)
+        return not any(grad.layout != torch.strided or grad.any() for grad in grads)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
