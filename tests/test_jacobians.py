@@ -105,16 +105,18 @@ def test_symmetric_products_by_blocks(G: int, monkeypatch: pytest.MonkeyPatch):
     jacobian = outer(2, 4, 7, 8, G)
     expected = [jacobian.left_factor(), jacobian.right_factor()]
     monkeypatch.setattr(costs, "SYMMETRIC_BLOCK", 3)
-    assert costs.by_blocks(7)
+    monkeypatch.setattr(costs, "by_blocks", lambda F, K: True)
     with torch.no_grad():
         assert_close([jacobian.left_factor(), jacobian.right_factor()], expected)
 
 
-@pytest.mark.parametrize("matrices", [False, True])
-def test_second_moments_of_positions(matrices: bool, monkeypatch: pytest.MonkeyPatch):
-    """Summed matrix by matrix, or as one product of a copy."""
+@pytest.mark.parametrize("step", [1, 3, 99])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_second_moments_of_positions(step: int, blocks: bool, monkeypatch: pytest.MonkeyPatch):
+    """A few samples at a time."""
+    monkeypatch.setattr(costs, "samples_at_once", lambda *args, **kwargs: step)
+    monkeypatch.setattr(costs, "by_blocks", lambda F, K: blocks)
     for jacobian in (outer(2, 4, 3, 2), outer(1, 3, 3, 2, 2)):
-        monkeypatch.setattr(costs, "by_matrices", lambda F, S: matrices)
         expected = torch.einsum("vngso,vngsp->gop", jacobian.left, jacobian.left)
         with torch.no_grad():
             assert_close(jacobian.left_factor(), expected if jacobian.G > 1 else expected[0])

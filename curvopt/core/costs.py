@@ -33,11 +33,11 @@ def columns_at_once(entries: int, device: str) -> int:
     return max(1, SWEEP_ENTRIES.get(device, SWEEP_ENTRIES["cpu"]) // max(entries, 1))
 
 
-def samples_at_once(entries: int, device: str) -> int:
-    """How many samples to multiply out together if one has so many entries."""
+def samples_at_once(entries: int, device: str, worth: int = 8) -> int:
+    """How many samples to work on together if one has so many entries; one if they are fewer than ``worth`` it."""
     samples = max(1, CHUNK_ENTRIES.get(device, CHUNK_ENTRIES["cpu"]) // max(entries, 1))
     # on a CPU a few calls cost less than the temporary of a few large samples
-    return samples if samples >= 8 or device != "cpu" else 1
+    return samples if samples >= worth or device != "cpu" else 1
 
 
 def samples_in_vmap(entries: int, device: str) -> int:
@@ -59,20 +59,15 @@ def by_gram(S: int, O: int, I: int) -> bool:
     return S * (O + I) < O * I
 
 
-def by_matrices(F: int, S: int) -> bool:
-    """Whether ``sum_ns x x^T`` is cheaper as a sum of matrices over samples than as one product of a sorted copy."""
-    return F <= 4 * S
-
-
 def by_shifts(K: int, W: int) -> bool:
     """Whether the second moment of patches is cheaper by shifts of one of K entries along an axis of W positions."""
     direct, mirrored = 1 / K + (K - 1) / (K * W), 0.6
     return direct < 0.9 * mirrored
 
 
-def by_blocks(F: int) -> bool:
-    """Whether a symmetric product ``[F, F]`` is worth computing block by block, above the diagonal only."""
-    return F >= 2 * SYMMETRIC_BLOCK
+def by_blocks(F: int, K: int) -> bool:
+    """Whether a symmetric product of ``[F, K]`` is worth computing block by block, above the diagonal only."""
+    return F * F * (K - 2.5 * ENTRY) >= 1 << 24  # entries below are copied column by column, and calls cost something
 
 
 @cache

@@ -151,7 +151,7 @@ class Dense(Jacobian):
         flat = self.values.reshape(self.V * self.N, -1)
         if flat.shape[1] > (limit or DENSE_BLOCK_LIMIT):
             return flat.square().sum(0)
-        return flat.T @ flat if self.left_of is None else self.left_of.left_moment.clone()
+        return _second_moment(flat[:, None, None]) if self.left_of is None else self.left_of.left_moment()
 
     def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
         return None
@@ -189,6 +189,7 @@ class Outer(Jacobian):
         self.left, self.right, self.shape, self.transposed, self.shifts = left, right, shape, transposed, shifts
         self.V, self.N, self.G, self.S, self.O = left.shape
         self.I = right.shape[3]
+        self._moment: Tensor | None = None
 
     def dense(self) -> Tensor:
         rows, columns = self._sides(self.left, self.right)
@@ -216,16 +217,18 @@ class Outer(Jacobian):
 
     def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         if self.S == 1 and (limit is None or self.O <= limit):
-            return self.left_moment.clone()
+            return self.left_moment()
         left = self.left.sum(3, keepdim=True) if approx == "reduce" else self.left
         return _second_moment(left.flatten(0, 1), limit)
 
     # of the left side of one position, which are those of a bias, too:
 
-    @cached_property
     def left_moment(self) -> Tensor:
-        """Second moment."""
-        return _second_moment(self.left.flatten(0, 1))
+        """Second moment, computed for who asks first; the others get copies."""
+        if self._moment is not None:
+            return self._moment.clone()
+        self._moment = _second_moment(self.left.flatten(0, 1))
+        return self._moment
 
     @cached_property
     def left_norms2(self) -> Tensor:
@@ -532,29 +535,23 @@ def _second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) -
     if limit is not None and F > limit:
         blocks = in_blocks(_by_feature(rows).mT, limit).transpose(1, 2)
         return scale * (blocks.mT @ blocks)
-    sorted_already = rows.stride(3) == 1 or rows.stride(0) == S * rows.stride(2)
-    if sorted_already or torch.is_grad_enabled() or not costs.by_matrices(F, S):
-        moment = _symmetric_product(_by_feature(rows), scale)
+    if torch.is_grad_enabled():
+        flat = _by_feature(rows)
+        moment = scale * flat @ flat.mT
     else:
-        moment = rows.new_zeros(G, F, F)
-        for part in rows.split(costs.samples_at_once(G * F * F, rows.device.type)):
-            moment += (part.mT @ part).sum(0)
-        moment *= scale
+        sorted_already = rows.stride(3) == 1 or rows.stride(0) == S * rows.stride(2)
+        step = N if sorted_already else costs.samples_at_once(G * S * F, rows.device.type, worth=1)
+        moment = rows.new_empty(G, F, F)
+        block = min(costs.SYMMETRIC_BLOCK, -(-F // 2)) if costs.by_blocks(F, N * S) else F
+        for k, part in enumerate(rows.split(step)):
+            for x, product in zip(_by_feature(part), moment, strict=True):
+                for i in range(0, F, block):
+                    j = i + block
+                    product[i:j, i:].addmm_(x[i:j], x[i:].T, beta=min(k, 1), alpha=scale)
+        for i in range(0, F - block, block):
+            j = i + block
+            moment[:, j:, i:j] = moment[:, i:j, j:].mT
     return moment[0] if G == 1 else moment
-
-
-def _symmetric_product(flat: Tensor, scale: float) -> Tensor:
-    """``scale x x^T`` of ``[G, F, K]``; of large ones the blocks above the diagonal are mirrored."""
-    F = flat.shape[1]
-    if torch.is_grad_enabled() or not costs.by_blocks(F):
-        return scale * flat @ flat.mT
-    moment = flat.new_empty(len(flat), F, F)
-    for x, product in zip(flat, moment, strict=True):
-        for i in range(0, F, costs.SYMMETRIC_BLOCK):
-            j = i + costs.SYMMETRIC_BLOCK
-            product[i:j, i:].addmm_(x[i:j], x[i:].T, beta=0, alpha=scale)
-            product[j:, i:j] = product[i:j, j:].T
-    return moment
 
 
 def _moment_of_shifts(flat: Tensor, K: int, W: int) -> Tensor:
