@@ -13,7 +13,8 @@ from curvopt import backpack, extend
 from curvopt.extensions import SqrtGGNExact
 from curvopt.kroneckers import eigenbases, kfac_mat_prod, kfacs_to_mat, kron_diagonal, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, KFACAdamW, KFACPreconditioner
-from curvopt.optim.solvers import off_diagonal
+from curvopt.optim.kronecker import Kronecker
+from curvopt.optim.solvers import Eigenbasis, FactoredInverse, off_diagonal
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 
@@ -251,3 +252,14 @@ def test_condition_is_that_of_the_damped_factors() -> None:
             for matrix in inverse.reshape(-1, *inverse.shape[-2:]):
                 numbers.append(torch.linalg.matrix_norm(matrix, 1) * torch.linalg.matrix_norm(matrix.inverse(), 1))
     torch.testing.assert_close(run.optimizer.metrics()["condition"], torch.stack(numbers).max())
+
+
+@pytest.mark.parametrize(
+    ("parts", "forgotten"),
+    [((FactoredInverse,), "_extensions.*_take"), ((Kronecker,), "_renew"), ((Kronecker, Eigenbasis), "_turn")],
+    ids=["collects nothing", "solves nothing", "turns nothing"],
+)
+def test_an_optimizer_that_lacks_a_method_cannot_be_built(parts: tuple[type, ...], forgotten: str) -> None:
+    incomplete = type("Incomplete", (*parts, torch.optim.SGD), {})
+    with pytest.raises(TypeError, match=f"Incomplete.*{forgotten}"):
+        incomplete([nn.Parameter(torch.zeros(1))])

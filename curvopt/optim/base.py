@@ -3,6 +3,7 @@
 import logging
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -144,7 +145,7 @@ class Collection:
         self.step_weight = self.step_weight.to(other.step_weight) + other.step_weight
 
 
-class CurvatureOptimizer(torch.optim.Optimizer):
+class CurvatureOptimizer(torch.optim.Optimizer, ABC):
     """Preconditions gradients by damped curvature, then takes the step of the torch optimizer it is mixed into.
 
     A concrete optimizer is ``class X(<what it collects>, <how it solves>, torch.optim.Y)`` of classes such as
@@ -169,10 +170,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     # --- what a concrete optimizer provides ---------------------------------------------------------------------
 
+    @abstractmethod
     def _extensions(self) -> list[Any]:
         """The extensions that ``curvature()`` activates."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
         """Remove the extensions' fields from a parameter.
 
@@ -180,15 +182,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             The factor list (then anything else that adds up as losses do), and the index of the input's factor;
             ``None`` if there is none.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _renew(self) -> None:
         """Make of the averaged factors of all parameters what ``_solve`` needs; sets ``metrics``."""
-        raise NotImplementedError
 
     def _solve(self, param: Tensor, grad: Tensor, damping: float) -> Tensor:
-        """The preconditioned gradient ``[P]``."""
-        raise NotImplementedError
+        """The preconditioned gradient ``[P]``. Whoever preconditions otherwise (``_precondition``) needs none."""
+        raise NotImplementedError(f"{type(self).__name__} has neither _solve nor a _precondition of its own")
 
     def _configure(
         self,

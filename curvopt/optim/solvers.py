@@ -1,5 +1,6 @@
 """How optimizers solve with averaged curvature: by inverses of the factors, or in their eigenbasis."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -126,6 +127,7 @@ class Eigenbasis(CurvatureOptimizer):
                 self._turn(param, old, [new[i][1] if i in new else None for i in own])
         self._progress["mean_curvature"] = mean_curvature(self.state)
 
+    @abstractmethod
     def _turn(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
         """Take what is kept in the old bases over to the new ones, or begin if there are none.
 
@@ -134,7 +136,6 @@ class Eigenbasis(CurvatureOptimizer):
             old: its old bases, empty at first.
             spectra: eigenvalues of the factors whose basis is new.
         """
-        raise NotImplementedError
 
 
 def transposed(bases: list[Tensor]) -> list[Tensor]:
