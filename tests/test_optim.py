@@ -781,6 +781,16 @@ def test_metrics(make: Callable) -> None:
     assert metrics["damping"] == run.optimizer.param_groups[0]["damping"] and metrics.get("fallbacks", 0) == 0
 
 
+@every_optimizer
+@pytest.mark.parametrize("damping", [-1.0, math.nan])
+def test_a_damping_that_leaves_its_range_changes_nothing(make: Callable, damping: float) -> None:
+    run = Run(make).train(2)
+    weights, run.optimizer.param_groups[0]["damping"] = run.weights(), damping
+    with pytest.raises(CurvoptError, match=rf"damping of param group 0 is {damping}.*at least 0"):
+        run.train(range(2, 3))
+    assert_equal(run.weights(), weights)
+
+
 # ----------------------------------------------------------------------------------------------------- adaptive damping
 
 

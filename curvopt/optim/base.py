@@ -402,8 +402,9 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
                 With ``adaptive_damping`` it is called once more every fifth step, with the same random numbers.
 
         Raises:
-            CurvoptError: a gradient is not finite or sparse, no curvature was ever computed, or ``adaptive_damping``
-                has no closure. Nothing has changed then, but the curvature collected for this step is dropped.
+            CurvoptError: a gradient is not finite or sparse, a damping is negative or nan, no curvature was ever
+                computed, or ``adaptive_damping`` has no closure. Nothing has changed then, but the curvature collected
+                for this step is dropped.
         """
         if torch.compiler.is_dynamo_compiling():
             return outside_of_graphs(self.step, closure)
@@ -466,6 +467,12 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
 
     def _check(self, grads: dict[Tensor, Tensor], pending: Collection) -> dict[Tensor, list[Tensor]]:
         """Refuse a step that cannot be taken; return the mean curvature of the parameters for which it is finite."""
+        for i, group in enumerate(self.param_groups):
+            if not group["damping"] >= 0:  # false for nan
+                raise CurvoptError(
+                    f"{type(self).__name__}.step(): damping of param group {i} is {group['damping']}, but must be at "
+                    "least 0; look at what changes it (a schedule?). Parameters and state are unchanged."
+                )
         sparse = [param for param, grad in grads.items() if grad.layout != torch.strided]
         if sparse:
             raise CurvoptError(
