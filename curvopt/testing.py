@@ -21,7 +21,8 @@ from curvopt.core.jacobians import DENSE_BLOCK_LIMIT
 from curvopt.core.sweep import Empirical, Exact, Gradient, Hessian, MonteCarlo
 from curvopt.core.uses import disable, extend
 from curvopt.errors import CurvoptError
-from curvopt.extensions import PCHMP, BatchL2Grad, Extension, SqrtGGNExact, SqrtGGNMC
+from curvopt.extensions import PCHMP, BatchL2Grad, EigenDiagonal, Extension, SqrtGGNExact, SqrtGGNMC
+from curvopt.kroneckers import kfac_mat_prod, sizes_of
 
 #: Numbers that the Jacobian of a checked model may have: samples times outputs times parameters (8 GB in float64).
 JACOBIAN_LIMIT = 1 << 30
@@ -449,7 +450,6 @@ def check(
     network is divided into operations, so no plain derivative defines it: with nothing replaced it is compared with
     the Hessian, and as it is it must lie above both Hessian and GGN along these directions. ``kfac_empirical`` is
     built from the gradients of single predictions, of which the weights in the loss are those that the engine knows.
-    ``eigen_diagonal`` is not checked: its bases belong to the parameters of the model, not to those of the copies.
 
     The cost, for N samples with C outputs each and P parameters: N backward passes for fields of individual gradients;
     N C passes and N C P numbers of memory for all else; for Hessian diagonals N · ``entries`` double backward passes
@@ -489,6 +489,12 @@ def check(
             twin.columns = Exact()
         if isinstance(twin, PCHMP):
             twin.columns = Hessian()
+        if isinstance(twin, EigenDiagonal):
+            bases: dict[Tensor, list[Tensor]] = {}
+            for p, own in zip(model.parameters(), ours.parameters(), strict=True):
+                if p in twin.bases:
+                    bases[own] = [basis.to(own) for basis in twin.bases[p]]
+            twin.bases = bases
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -545,11 +551,6 @@ def _check_request(model: nn.Module, x: Any, extensions: Sequence[Extension]) ->
         raise CurvoptError("check: got no extensions; pass a list, e.g. [curvopt.extensions.BatchGrad()].")
     for extension in extensions:
         name = getattr(extension, "field", None)
-        if name == "eigen_diagonal":
-            raise CurvoptError(
-                "check: the bases of eigen_diagonal belong to the parameters of the model, and the check works on "
-                "copies; check the KFAC or KFLR that they come from."
-            )
         if name not in _EXPECTED:
             raise CurvoptError(f"check: no definition of {name!r} is known, only of {', '.join(sorted(_EXPECTED))}.")
     for path, module in model.named_modules():
@@ -594,7 +595,7 @@ class _Comparison:
         entries: int,
         loss: Callable[[Tensor], Tensor],
     ) -> None:
-        self.reference, self.model, self.names, self.loss = reference, model, list(parameters), loss
+        self.reference, self.model, self.parameters, self.loss = reference, model, parameters, loss
         some = reference.parameters
         self.directions = {name: torch.randn(3, *p.shape).to(p) for name, p in some.items()}
         self.entries = {name: torch.randperm(p.numel())[:entries].to(p.device) for name, p in some.items()}
@@ -666,6 +667,16 @@ class _Comparison:
         empirical.H = torch.block_diag(*(torch.outer(row, row) for row in g))
         return empirical
 
+    def eigen_diagonal(self, name: str, extension: Any, actual: Tensor) -> tuple[Tensor, Tensor]:
+        p = self.parameters[name]
+        if p not in extension.bases:
+            raise _Unchecked("no bases were given for it")
+        reference = self._empirical if isinstance(extension.columns, Empirical) else self.reference
+        inverses = [torch.ones_like(basis) if basis.ndim < 2 else basis.mT for basis in extension.bases[p]]
+        J = reference.J[name].reshape(len(reference.H), -1)
+        rotated = kfac_mat_prod(inverses, sizes_of(inverses, p.shape))(J.T)
+        return actual, einsum("pc,cd,pd->p", rotated, reference.H, rotated)
+
     @cached_property
     def _kfra(self) -> dict[str, list[Tensor]]:
         return self.reference.kfra(_chain(self.model))
@@ -690,6 +701,7 @@ _EXPECTED: dict[str, Callable[..., tuple[Any, Any]]] = {
     **dict.fromkeys(("sqrt_ggn_exact", "sqrt_ggn_mc"), _Comparison.root),
     **dict.fromkeys(("kfac", "kflr", "kfac_empirical"), _Comparison.factors),
     "kfra": _Comparison.averaged_factors,
+    "eigen_diagonal": _Comparison.eigen_diagonal,
     "ggnmp": _Comparison.ggn_product,
     "diag_h": _Comparison.hessian_diagonal,
     "diag_h_batch": _Comparison.hessian_diagonal_batch,

@@ -8,13 +8,13 @@ from checks import by_case
 from test_hessian import NO_PCHMP
 from torch import Tensor, nn
 
-from curvopt import CurvoptError, extend
+from curvopt import CurvoptError, backpack, extend
 from curvopt.core import sweep
 from curvopt.core.derivatives.affine import Linear
 from curvopt.core.derivatives.losses import Softmax
-from curvopt.core.jacobians import Jacobian
+from curvopt.core.jacobians import Jacobian, Outer
 from curvopt.core.residuals import residual_columns
-from curvopt.core.sweep import Exact
+from curvopt.core.sweep import Empirical, Exact, MonteCarlo
 from curvopt.core.uses import LossUse
 from curvopt.extensions import (
     GGNMP,
@@ -39,6 +39,7 @@ from curvopt.extensions import (
     SumGradSquared,
     Variance,
 )
+from curvopt.kroneckers import eigenbases
 from curvopt.testing import _EXPECTED, check
 
 ALL: list[Extension] = [
@@ -83,7 +84,7 @@ def test_every_field_agrees_and_is_in_the_printed_table(capsys):
     assert len(result.rows) == 4 * (len(ALL) + 1) + 1  # bounds of pchmp, and the draws
     printed = capsys.readouterr().out
     assert str(result) in printed
-    assert all(f" {field} " in printed for field in _EXPECTED)
+    assert all(f" {field} " in printed for field in _EXPECTED if field != "eigen_diagonal")  # has its own test
 
 
 @by_case
@@ -116,6 +117,21 @@ def test_a_wrong_sampler_is_noticed(extension, factor, monkeypatch):
     monkeypatch.setattr(Softmax, "sample", lambda self, *args: factor * sample(self, *args))
     result = check(mlp(), nn.CrossEntropyLoss(), *batch(6, 4), [extension])
     assert [row.field for row in result.wrong] == ["draws"]
+
+
+@pytest.mark.parametrize("columns", [Exact(), MonteCarlo(), Empirical()], ids=lambda columns: type(columns).__name__)
+@pytest.mark.parametrize("limit", [None, 4])
+def test_diagonals_in_bases(columns, limit, monkeypatch):
+    net, lossfunc, (x, y) = extend(cnn()), extend(nn.CrossEntropyLoss()), batch(3, 1, 6, 6)
+    with backpack(KFLR(max_factor_size=limit)):
+        lossfunc(net(x), y).backward()
+    extension = EigenDiagonal({p: eigenbases(p.kflr)[0] for p in [*net.parameters()][:3]}, columns)
+    result = check(net, lossfunc, x, y, [extension], raises=True)
+    assert [row.parameter for row in result.unchecked] == ["4.bias"]
+    rotated = Outer.rotated
+    monkeypatch.setattr(Outer, "rotated", lambda self, bases: rotated(self, [basis.mT for basis in bases]))
+    wrong = check(net, lossfunc, x, y, [extension]).wrong
+    assert {row.parameter for row in wrong} >= {"0.weight", "4.weight"}
 
 
 def test_wrong_gradients_of_predictions_are_noticed(monkeypatch):
@@ -225,8 +241,6 @@ def test_what_cannot_be_checked_is_refused(monkeypatch):
 
     with pytest.raises(CurvoptError, match="no definition of 'own' is known"):
         check(mlp(), nn.CrossEntropyLoss(), x, y, [Own()])
-    with pytest.raises(CurvoptError, match="bases of eigen_diagonal belong to the parameters of the model"):
-        check(mlp(), nn.CrossEntropyLoss(), x, y, [EigenDiagonal({}, Exact())])
     with pytest.raises(CurvoptError, match="got no extensions"):
         check(mlp(), nn.CrossEntropyLoss(), x, y, [])
     with pytest.raises(CurvoptError, match="one tensor as the model's input, got tuple"):
