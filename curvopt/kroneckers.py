@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isnan, prod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -69,13 +68,13 @@ def kfac_mat_prod(factors: Sequence[Tensor], sizes: Sequence[int] | None = None)
             if factor.ndim == 1:
                 y = factor[:, None] * y.reshape(groups * left, d, right)
             elif factor.ndim == 4:
-                blocks, size = factor.shape[1:3]
-                y = F.pad(y.reshape(groups, left, d, right), (0, 0, 0, blocks * size - d)).unflatten(2, (blocks, size))
+                parts = y.reshape(groups, left, d, right).split(factor.shape[-1], 2)
+                blocks = [f[:, : x.shape[2], : x.shape[2]] for f, x in zip(factor.unbind(1), parts, strict=True)]
                 if right == 1:  # as below
-                    y = (y.squeeze(-1).transpose(1, 2) @ factor.mT).transpose(1, 2).unsqueeze(-1)
+                    products = [x.squeeze(-1) @ f.mT for f, x in zip(blocks, parts, strict=True)]
                 else:
-                    y = factor.unsqueeze(1) @ y
-                y = y.flatten(2, 3)[:, :, :d]
+                    products = [f.unsqueeze(1) @ x for f, x in zip(blocks, parts, strict=True)]
+                y = torch.cat(products, 2)
             elif right == 1:  # one large product instead of `left` products with a vector
                 y = y.reshape(groups, left, d) @ factor.mT
             elif factor.ndim == 3:

@@ -58,6 +58,26 @@ def kl_clip_factor(quadratic: Tensor, kl_clip: float | None) -> Tensor:
     return (kl_clip / quadratic.clamp(min=torch.finfo(quadratic.dtype).tiny)).sqrt().clamp(max=1)
 
 
+def all_finite(tensors: Sequence[Tensor]) -> list[bool]:
+    """Whether all entries of a tensor are finite, for each; one transfer for all."""
+    device = tensors[0].device
+    norms = torch.stack([norm.to(device, torch.float64) for norm in torch._foreach_norm(tensors)])  # pyright: ignore[reportPrivateImportUsage]
+    finite = norms.isfinite().tolist()
+    # a norm may overflow where no entry does
+    return [ok or bool(tensor.isfinite().all()) for ok, tensor in zip(finite, tensors, strict=True)]
+
+
+def moments(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Sums ``[3]`` of ``uᵀg``, ``uᵀu`` and ``gᵀg`` over pairs ``u, g`` of vectors."""
+    dots = [dot for u, g in pairs for dot in (u.dot(g), u.dot(u), g.dot(g))]
+    return torch.stack([dot.to(dots[0]) for dot in dots]).view(-1, 3).sum(0)
+
+
+def cosine(ug: Tensor, uu: Tensor, gg: Tensor) -> Tensor:
+    """Cosine of the angle between two vectors, by their `moments`."""
+    return ug / (uu.sqrt() * gg.sqrt()).clamp(min=torch.finfo(uu.dtype).tiny)
+
+
 def pop_field(param: Tensor, name: str) -> Any:
     """Take a quantity off a parameter; ``None`` if there is none."""
     return vars(param).pop(name, None)
@@ -484,13 +504,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         new = {param: curvature.mean(pending.weight) for param, curvature in pending.curvature.items()}
         owners = [param for param, tensors in new.items() for _ in tensors]
         tensors = [*grads.values(), *(tensor for tensors in new.values() for tensor in tensors)]
-        # the largest magnitude is finite just where all entries are, and cannot overflow; one transfer for all.
-        # norm(inf) finds it too, in 20 times the time on a CPU
-        peaks = [torch.stack(t.aminmax()).abs().amax() if t.numel() else t.new_zeros(()) for t in tensors]
-        device = peaks[0].device
-        weight = pending.step_weight.to(device)
-        peaks.append(torch.where(weight > 0, weight, torch.nan))
-        *finite, weighs = torch.stack([peak.isfinite().to(device, non_blocking=True) for peak in peaks]).tolist()
+        weight = pending.step_weight.to(params[0].device)
+        *finite, weighs = all_finite([*tensors, torch.where(weight > 0, weight, torch.nan)])
 
         bad = [param for param, ok in zip(params, finite, strict=False) if not ok]
         if bad:
@@ -544,21 +559,22 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
 
     def _precondition(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """The preconditioned gradients, scaled by the KL clip; records the metrics."""
-        step, dots = {}, []
+        updates: dict[Tensor, Tensor] = {}
+        sums = []
         for group in self.param_groups:
-            lr = group["lr"]
+            lr, pairs = group["lr"], []
             for param in group["params"]:
-                if param not in grads:
-                    continue
-                grad = grads[param].reshape(-1)
-                grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-                grad = grad / self._progress["step_weight"].to(grad)
-                update = self._solve(param, grad, group["damping"])
-                dot = torch.stack([update.dot(grad), update.dot(update), grad.dot(grad)])
-                dots.append(torch.cat([dot, dot[:2] * (lr * lr)]))
-                step[param] = update
-        device, dtype = dots[0].device, dots[0].dtype
-        ug, uu, gg, quadratic, length = torch.stack([dot.to(device, dtype) for dot in dots]).sum(0)
+                if param in grads:
+                    grad = grads[param].reshape(-1)
+                    grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+                    updates[param] = update = self._solve(param, grad, group["damping"])
+                    pairs.append((update, grad))
+            if pairs:
+                total = moments(pairs)
+                sums.append(torch.cat([total, total[:2] * (lr * lr)]))
+        weight = self._progress["step_weight"].to(sums[0])
+        # divided once all is summed, as is what is linear in the gradients, below
+        ug, uu, gg, quadratic, length = torch.stack([each.to(sums[0]) for each in sums]).sum(0) / weight.square()
         quadratic = quadratic / self._progress["variables"]
         clip = kl_clip_factor(quadratic, self.kl_clip)
         self._metrics |= {
@@ -566,12 +582,13 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             "kl_clip_factor": clip,
             "step_norm": clip * length.sqrt(),
             "grad_norm": gg.sqrt(),
-            "cosine": ug / (uu.sqrt() * gg.sqrt()).clamp(min=torch.finfo(dtype).tiny),
+            "cosine": cosine(ug, uu, gg),
             "damping": float(self.param_groups[0]["damping"]),
         }
+        scale = clip / weight
         return {
-            param: (update * clip.to(update.device, update.dtype)).to(param.dtype).reshape(param.shape)
-            for param, update in step.items()
+            param: update.mul_(scale.to(update)).to(param.dtype).reshape(param.shape)
+            for param, update in updates.items()
         }
 
     def _decay(self, grads: dict[Tensor, Tensor]) -> None:

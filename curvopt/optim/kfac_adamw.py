@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from curvopt.core.jacobians import Approx
-from curvopt.kroneckers import kfac_mat_prod, sizes_of
+from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
+from curvopt.optim.base import cosine, moments
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.solvers import Eigenbasis, squared, transposed, turns
 
@@ -17,8 +18,9 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     Adam divides each coordinate by the root of its mean squared gradient, and so knows nothing of how coordinates act
     together. In the eigenbasis of the Fisher (or GGN) matrix, where curvature is (nearly) diagonal, that is no loss.
     SOAP (Vyas et al. 2024) does the same in the eigenbasis of the gradients' second moments, George et al. (2018)
-    describe both. Weight decay and the state of AdamW are as in ``torch.optim.AdamW``, the latter in the new
-    coordinates; parameters that the curvature does not cover get its plain step.
+    describe both. As in SOAP, vectors (biases, scales of norms) keep their own coordinates; so do parameters that the
+    curvature does not cover. Weight decay and the state of AdamW are as in ``torch.optim.AdamW``, the latter in the
+    new coordinates.
 
     Use it as ``KFACSGD``; the loop, the checkpoints and the shared options are the same. There is no damping but
     ``eps``, and no KL clip: as in Adam, ``lr`` bounds the step.
@@ -81,6 +83,13 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
             foreach=foreach,
         )
 
+    def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
+        taken = super()._take(param)
+        if taken is None or param.ndim > 1 or taken[0][0].ndim < 2:
+            return taken
+        (factor,), of_input = taken
+        return [kron_diagonal([factor.diagonal(dim1=-2, dim2=-1)], sizes_of([factor], param.shape))], of_input
+
     def _turn(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
         state = self.state[param]
         new, sizes = state["bases"], sizes_of(state["factors"], param.shape)
@@ -100,7 +109,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
 
     def _rotated(self, param: Tensor, value: Tensor, back: bool = False) -> Tensor:
         bases = self.state[param].get("bases")
-        if not bases:
+        if not bases or all(basis.ndim < 2 for basis in bases):  # diagonal: no turn
             return value
         return self._product(bases if back else transposed(bases), sizes_of(bases, param.shape), value)
 
@@ -110,29 +119,20 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
 
     def _take_torch_step(self, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
         """The step of AdamW from zero in the eigenbasis, taken from where the parameters are."""
-        before = {param: param.clone() for param in grads}
+        params = list(grads)
+        before = [param.clone() for param in params]
         try:
-            for param in grads:
-                param.zero_()
+            torch._foreach_zero_(params)  # pyright: ignore[reportPrivateImportUsage]
             super()._take_torch_step(grads, update)
-            steps = {param: self._rotated(param, param, back=True) for param in grads}
-        except BaseException:
-            steps = {}
-            raise
+            steps = [self._rotated(param, param.clone(), back=True) for param in params]
         finally:
-            for param, start in before.items():
-                param.copy_(start + steps[param] if param in steps else start)
-        self._measure(grads, steps)
+            torch._foreach_copy_(params, before)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_add_(params, steps)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _measure(self, grads: dict[Tensor, Tensor], steps: dict[Tensor, Tensor]) -> None:
-        sums = []
-        for param, grad in grads.items():
-            g, u = grad.reshape(-1).float(), -steps[param].reshape(-1).float()
-            sums.append(torch.stack([u.dot(g), u.dot(u), g.dot(g)]))
-        ug, uu, gg = torch.stack([each.to(sums[0].device) for each in sums]).sum(0)
-        tiny = torch.finfo(uu.dtype).tiny
+        pairs = zip(steps, grads.values(), strict=True)
+        ug, uu, gg = moments([(step.reshape(-1).float(), grad.reshape(-1).float()) for step, grad in pairs])
         self._metrics |= {
             "step_norm": uu.sqrt(),
-            "grad_norm": gg.sqrt(),
-            "cosine": ug / (uu.sqrt() * gg.sqrt()).clamp(min=tiny),
+            "grad_norm": gg.sqrt() / self._progress["step_weight"].to(gg),
+            "cosine": cosine(-ug, uu, gg),
         }
