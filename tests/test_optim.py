@@ -26,7 +26,7 @@ SGD_LIKE: dict[str, Callable[..., CurvatureOptimizer]] = {
     "KFACSGD": KFACSGD,
     "KFACSGD exact": lambda params, **options: KFACSGD(params, fisher="exact", **options),
     "KFACSGD mc": lambda params, **options: KFACSGD(params, fisher="mc", **options),
-    "KFACSGD blocks": lambda params, **options: KFACSGD(params, max_factor_size=20, approx="reduce", **options),
+    "KFACSGD blocks": lambda params, **options: KFACSGD(params, max_factor_size=30, approx="reduce", **options),
     "EKFACSGD": EKFACSGD,
     "EKFACSGD mc": lambda params, **options: EKFACSGD(params, fisher="mc", **options),
     "EKFACSGD exact": lambda params, **options: EKFACSGD(params, fisher="exact", max_factor_size=40, **options),

@@ -58,7 +58,7 @@ def kl_clip_factor(quadratic: Tensor, kl_clip: float | None) -> Tensor:
     return (kl_clip / quadratic.clamp(min=torch.finfo(quadratic.dtype).tiny)).sqrt().clamp(max=1)
 
 
-def all_finite(tensors: Sequence[Tensor]) -> list[bool]:
+def all_finite(tensors: list[Tensor]) -> list[bool]:
     """Whether all entries of a tensor are finite, for each; one transfer for all."""
     device = tensors[0].device
     norms = torch.stack([norm.to(device, torch.float64) for norm in torch._foreach_norm(tensors)])  # pyright: ignore[reportPrivateImportUsage]

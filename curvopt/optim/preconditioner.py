@@ -69,7 +69,7 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
         fisher: Fisher = "mc",
         approx: Approx = "expand",
         mc_samples: int = 1,
-        max_factor_size: int | None = 256,
+        max_factor_size: int | None = 128,
     ) -> None:
         self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
         self._configure(
