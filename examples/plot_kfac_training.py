@@ -51,7 +51,7 @@ for lr in (0.01, 0.03, 0.1):
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     curves[f"SGD, lr {lr:g}"] = train(model, nn.CrossEntropyLoss(), optimizer)
 model, lossfunc = make_model(), nn.CrossEntropyLoss()
-optimizer = KFACSGD(model.parameters(), lr=0.03, momentum=0.9, damping=0.03)
+optimizer = KFACSGD(model.parameters(), lr=0.03, damping=0.03)
 optimizer.attach(model, lossfunc)
 curves["KFACSGD, lr 0.03"] = train(model, lossfunc, optimizer)
 
