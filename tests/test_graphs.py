@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -19,6 +20,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from curvopt import L2Regularizer, backpack, extend
+from curvopt.core.derivatives import affine
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions import (
     GGNMP,
@@ -570,3 +572,21 @@ def test_handwritten_regularizer_is_left_out_and_said_so(extension: type[Extensi
     for name, p in problem.trainable().items():
         compare(getattr(p, extension.field), getattr(ref, extension.field)(name), name)
     assert not torch.allclose(w.grad, ref.grad("head.weight"))
+
+
+@pytest.mark.parametrize("extension", [BatchL2Grad, SumGradSquared, KFAC], ids=lambda extension: extension.__name__)
+def test_patches_of_one_layer_at_a_time(extension: type[Extension], monkeypatch: pytest.MonkeyPatch):
+    alive: list[weakref.ref] = []
+    whole = affine.patches
+
+    def patches(*args) -> torch.Tensor:
+        assert not any(ref() is not None for ref in alive)
+        result = whole(*args)
+        alive.append(weakref.ref(result._base))
+        return result
+
+    monkeypatch.setattr(affine, "patches", patches)
+    model = extend(nn.Sequential(*(nn.Conv2d(1, 1, 3) for _ in range(3)), nn.Flatten()))
+    with backpack(extension()):
+        extend(nn.CrossEntropyLoss())(model(torch.randn(2, 1, 8, 8)), torch.tensor([0, 3])).backward()
+    assert len(alive) == 3

@@ -114,7 +114,7 @@ def test_symmetric_products_by_blocks(G: int, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("blocks", [False, True])
 def test_second_moments_of_positions(step: int, blocks: bool, monkeypatch: pytest.MonkeyPatch):
     """A few samples at a time."""
-    monkeypatch.setattr(costs, "samples_at_once", lambda *args, **kwargs: step)
+    monkeypatch.setattr(costs, "samples_at_once", lambda *args: step)
     monkeypatch.setattr(costs, "by_blocks", lambda F, K: blocks)
     for jacobian in (outer(2, 4, 3, 2), outer(1, 3, 3, 2, 2)):
         expected = torch.einsum("vngso,vngsp->gop", jacobian.left, jacobian.left)

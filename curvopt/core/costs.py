@@ -7,7 +7,10 @@ page "Internals" of the documentation explains them. Letters as in `curvopt.core
 # ruff: noqa: E741 - the reserved letters
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
+import sys
 from functools import cache
 from math import prod
 
@@ -24,8 +27,8 @@ SWEEP_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 26}
 SYMMETRIC_BLOCK = 128
 #: Bytes of memory that is likely to come from the system each time, not from the C library's own stock.
 FRESH_BYTES = 4 << 20
-#: The largest piece of memory that glibc can learn to keep when it is freed.
-KEPT_BYTES = 32 << 20
+#: Bytes of the largest block that glibc keeps when it is freed (it allows no more), and of all that it keeps.
+KEPT_BLOCK, KEPT_BYTES = 32 << 20, 128 << 20
 
 
 def columns_at_once(entries: int, device: str) -> int:
@@ -72,12 +75,14 @@ def by_blocks(F: int, K: int) -> bool:
 
 @cache
 def keep_freed_memory() -> None:
-    """Have the C library keep temporaries for the next backward instead of giving them back to the system each time.
+    """Have glibc keep temporaries for the next backward instead of giving them back to the system each time.
 
-    That is how glibc treats all pieces up to the largest that it has seen freed, so it is shown one, which is never
-    touched. Where another allocator or the user's settings (``MALLOC_TRIM_THRESHOLD_`` etc.) decide, nothing changes.
+    Where the user's settings (``MALLOC_TRIM_THRESHOLD_`` etc.) or another C library decide, nothing changes.
     """
-    torch.empty(KEPT_BYTES - (64 << 10), dtype=torch.uint8, device="cpu")
+    settings = [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
+    if sys.platform == "linux" and not settings and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+        mallopt(-3, KEPT_BLOCK)  # M_MMAP_THRESHOLD
+        mallopt(-1, KEPT_BYTES)  # M_TRIM_THRESHOLD
 
 
 def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -540,7 +540,7 @@ def _second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) -
         moment = scale * flat @ flat.mT
     else:
         sorted_already = rows.stride(3) == 1 or rows.stride(0) == S * rows.stride(2)
-        step = N if sorted_already else costs.samples_at_once(G * S * F, rows.device.type, worth=1)
+        step = N if sorted_already else costs.samples_at_once(G * S * F, rows.device.type, 1)
         moment = rows.new_empty(G, F, F)
         block = min(costs.SYMMETRIC_BLOCK, -(-F // 2)) if costs.by_blocks(F, N * S) else F
         for k, part in enumerate(rows.split(step)):

@@ -9,6 +9,7 @@ columns share one sweep.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -173,6 +174,7 @@ class Pass:
         self.first_order = [e for e in extensions if isinstance(e.columns, Gradient)]
         self.second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
         self.entries = [entry for entry in graph.entries.values() if entry.parameters]
+        self.entries_of = Counter(p for entry in self.entries for p in entry.parameters.values())
         self.parts: dict[nn.Parameter, list[Jacobian]] = {}
         self.totals: dict[tuple[nn.Parameter, Extension], Any] = {}
         self.terms: dict[nn.Parameter, Tensor] = {}
@@ -216,7 +218,7 @@ class Pass:
         """The gradient of one output of a use: reduce it, or keep it until the parameter's other uses have theirs."""
         entry = self.graph.entries[use]
         grads = [grad.unsqueeze(0) if i == index else None for i in range(len(use.shapes))]
-        for p, jacobian in self._jac_t(entry, grads, self.samples.N):
+        for p, jacobian in self._jac_t(entry, grads, self.samples.N, last=True):
             parts = self.parts.setdefault(p, [])
             parts.append(jacobian)
             if not self.graph.terms and len(parts) == self.graph.uses_of[p] and p not in self.awaited:
@@ -309,17 +311,23 @@ class Pass:
                 continue
             columns: Any = Exact() if isinstance(e.columns, Exact) else e.columns
             groups.setdefault(columns, []).append(e)
+        several = any(isinstance(e.columns, (Gradient, Empirical, Hessian)) for e in self.extensions)
+        only = len(groups) == 1 and self.losses_left == 1 and not several
         for columns, extensions in groups.items():
             if isinstance(columns, Averaged):
                 for p, jacobian in averaged_jacobians(edge, curvature, scale, self.entries, self.samples.N):
                     self._update(p, jacobian, extensions)
                 continue
             rows = len(use.input) // self.samples.N
+            left = total = columns.total(curvature, rows)
             for chunk in columns.chunks(curvature, self._chunk_size(), rows):
+                left -= len(chunk)
                 vectors = (chunk * scale).to(use.input.dtype)
-                self._sweep([edge], [vectors], None, extensions, columns=columns.total(curvature, rows))
+                self._sweep([edge], [vectors], None, extensions, columns=total, last=only and left == 0)
 
-    def _jac_t(self, entry: Entry, grads: list[Tensor | None], N: int) -> Iterator[tuple[nn.Parameter, Jacobian]]:
+    def _jac_t(
+        self, entry: Entry, grads: list[Tensor | None], N: int, last: bool = False
+    ) -> Iterator[tuple[nn.Parameter, Jacobian]]:
         dtype = next(iter(entry.parameters.values())).dtype
         grads = [None if grad is None else grad.to(dtype) for grad in grads]
         try:
@@ -327,7 +335,10 @@ class Pass:
             jacobians = entry.rule.jac_t(entry.use.in_precision(dtype), grads, list(entry.parameters), N)
         except CurvoptError as error:
             raise self._naming_fields(error) from error
-        for name, jacobian in jacobians.items():
+        if last:
+            entry.use.cache.clear()  # patches go with the Jacobians, layer by layer
+        for name in list(jacobians):
+            jacobian = jacobians.pop(name)
             jacobian.origin = (entry.use,)
             yield entry.parameters[name], jacobian
 
@@ -342,7 +353,11 @@ class Pass:
             self._complete(p, extension)
 
     def _jacobians(
-        self, outputs: list[GradientEdge], vectors: list[Tensor], uses: Collection[Use] | None = None
+        self,
+        outputs: list[GradientEdge],
+        vectors: list[Tensor],
+        uses: Collection[Use] | None = None,
+        last: bool = False,
     ) -> Iterator[tuple[nn.Parameter, Jacobian]]:
         """Jacobian products of vectors ``[v, *out]`` at the outputs, use by use; nothing where nothing arrives.
 
@@ -350,12 +365,13 @@ class Pass:
             outputs: where the vectors are.
             vectors: one tensor for each output.
             uses: the uses asked for, ``None`` for all.
+            last: no vectors follow, so what is shared among them may go.
         """
         N, unaligned = self.samples
         wanted = [entry for entry in self.entries if uses is None or entry.use in uses]
         straight = [entry for entry in wanted if entry.use not in unaligned]
         for entry, grads in self._arrivals(outputs, vectors, straight):
-            yield from self._jac_t(entry, grads, N)
+            yield from self._jac_t(entry, grads, N, last)
         apart = [entry for entry in wanted if entry.use in unaligned]
         if not apart:
             return
@@ -374,11 +390,11 @@ class Pass:
         """What arrives at each output of each use, ``[v, *out]``; zeros, if asked, where nothing arrives at all."""
         if not entries:
             return
-        remaining = iter(pull(outputs, [edge for entry in entries for edge in entry.edges.values()], vectors))
+        remaining = pull(outputs, [edge for entry in entries for edge in entry.edges.values()], vectors)[::-1]
         for entry in entries:
             grads: list[Tensor | None] = [None] * len(entry.use.shapes)
             for index in entry.edges:
-                grads[index] = next(remaining)
+                grads[index] = remaining.pop()
             if zeros and all(grad is None for grad in grads):
                 index = next(iter(entry.edges))
                 grads[index] = vectors[0].new_zeros(len(vectors[0]), *entry.use.shapes[index])
@@ -393,16 +409,24 @@ class Pass:
         extensions: Sequence[Extension],
         skip: Collection[nn.Parameter] = (),
         columns: int | None = None,
+        last: bool = False,
     ) -> None:
         """Pull vectors ``[v, *out]`` back to all uses and update the totals of every parameter not in ``skip``."""
         parts: dict[nn.Parameter, list[Jacobian]] = {}
-        for p, jacobian in self._jacobians(outputs, vectors):
-            if p not in skip:
-                parts.setdefault(p, []).append(jacobian)
-        for p, jacobians in parts.items():
-            jacobian = combine(jacobians)
+
+        def reduce(p: nn.Parameter) -> None:
+            jacobian = combine(parts.pop(p))
             jacobian.weights, jacobian.columns = None if weights is None else weights.to(p.dtype), columns
             self._update(p, jacobian, extensions)
+
+        for p, jacobian in self._jacobians(outputs, vectors, last=last):
+            if p not in skip:
+                parts.setdefault(p, []).append(jacobian)
+                del jacobian
+                if len(parts[p]) == self.entries_of[p]:
+                    reduce(p)
+        for p in list(parts):
+            reduce(p)
 
     def _update(self, p: nn.Parameter, jacobian: Jacobian, extensions: Sequence[Extension]) -> None:
         jacobian.parameter = p
