@@ -180,10 +180,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 node = get_gradient_edge(p).node
                 handles.append(node.register_prehook(functools.partial(self._accumulated, p)))
             handles += [use.listen(self._functional_loss) for use in graph.losses if isinstance(use, FunctionalLoss)]
-            with warnings.catch_warnings():
-                # backward(create_graph=True) is what one asks for here; fields hold no reference to .grad
-                warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
-                return call()
+            return call()
         except BaseException:
             self._abandon()
             raise
@@ -320,6 +317,10 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
             contexts = [*_observing(stack, lambda: set(inputs) if inputs else _leaves(roots)), *contexts]
             if len(contexts) > 1:
                 stack.enter_context(_Together(contexts))
+        if contexts and args[2]:
+            # backward(create_graph=True) is what one asks for here; fields hold no reference to .grad
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
         for context in reversed(contexts):
             call = functools.partial(context._run, roots, call, accumulates, partial=bool(inputs))
         return call()

@@ -131,7 +131,7 @@ class Use:
         self.shapes = tuple([out.shape for out in outputs])
         self.cache: dict[str, Any] = {}  # what several columns and quantities share; emptied after each backward
         rule = rule_for(module)
-        self.state = None if rule.checks_outputs else _settings(module, rule.reads_mode)
+        self.state = None if rule.checks_outputs else (rule.reads_mode, _settings(module, rule.reads_mode))
         # kept to check that calling the module again, sample by sample, gives what it gave
         self.outputs = [_kept(out) for out in outputs] if rule.checks_outputs else None
 
@@ -171,9 +171,7 @@ class Use:
 
     def check_inputs(self) -> None:
         """Raise if an input or an attribute changed since the forward, or it ran with other parameters than its own."""
-        from curvopt.core.derivatives.rules import rule_for
-
-        if self.state is not None and self.state != _settings(self.module, rule_for(self.module).reads_mode):
+        if self.state is not None and self.state[1] != _settings(self.module, self.state[0]):
             raise CurvoptError(
                 f"{self.describe()}: an attribute of the module was changed between its forward pass and the backward "
                 "(train() or eval(), a stride, a padding, ...); change it before the forward pass."
@@ -290,7 +288,7 @@ def _settings(module: nn.Module, mode: bool) -> list[Any]:
     return [v for name, v in vars(module).items() if type(v) in _SIMPLE and (mode or name != "training")]
 
 
-_SIMPLE = (int, float, bool, str, tuple)
+_SIMPLE = frozenset([int, float, bool, str, tuple])
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -265,15 +265,16 @@ def cross_entropy(module: nn.CrossEntropyLoss, z: Tensor, target: Tensor) -> Sof
             f"{type(module).__name__}: input of shape {list(z.shape)} has no batch axis; unsqueeze(0) input and target."
         )
     classes, smoothing = z.shape[1], module.label_smoothing
-    ones = torch.ones(classes, dtype=z.dtype, device=z.device)
-    weight = ones if module.weight is None else module.weight.to(z.dtype)
+    weight = torch.ones(classes).to(z) if module.weight is None else module.weight.to(z.dtype)
     if target.is_floating_point():
         smooth = target.to(z.dtype) * (1 - smoothing) + smoothing / classes
         mass = (smooth.movedim(1, -1) * weight).sum(-1) * _factor(module, z.numel() // classes)
     else:
         kept = target != module.ignore_index
-        of_target = weight[torch.where(kept, target, 0)] * kept
-        mass = of_target * (1 - smoothing) + kept * (smoothing * weight.mean())
+        mass = of_target = kept.to(z.dtype)
+        if module.weight is not None:
+            of_target = weight[torch.where(kept, target, 0)] * kept
+            mass = of_target * (1 - smoothing) + kept * (smoothing * weight.mean())
         mass = mass * _factor(module, of_target.sum())
     return Softmax(z.softmax(1), mass.sqrt())
 
