@@ -68,13 +68,17 @@ def kfac_mat_prod(factors: Sequence[Tensor], sizes: Sequence[int] | None = None)
             if factor.ndim == 1:
                 y = factor[:, None] * y.reshape(groups * left, d, right)
             elif factor.ndim == 4:
-                parts = y.reshape(groups, left, d, right).split(factor.shape[-1], 2)
-                blocks = [f[:, : x.shape[2], : x.shape[2]] for f, x in zip(factor.unbind(1), parts, strict=True)]
-                if right == 1:  # as below
-                    products = [x.squeeze(-1) @ f.mT for f, x in zip(blocks, parts, strict=True)]
-                else:
-                    products = [f.unsqueeze(1) @ x for f, x in zip(blocks, parts, strict=True)]
-                y = torch.cat(products, 2)
+                axis = 2 if right == 1 else 1
+                y = y.reshape(groups, left, d) if right == 1 else y.reshape(groups * left, d, right)
+                result, size = torch.empty_like(y, memory_format=torch.contiguous_format), factor.shape[-1]
+                for k, start in enumerate(range(0, d, size)):
+                    part, into = (each.narrow(axis, start, min(size, d - start)) for each in (y, result))
+                    f = factor[:, k, : part.shape[axis], : part.shape[axis]]
+                    if right == 1:  # as below
+                        into.baddbmm_(part, f.mT, beta=0)
+                    else:
+                        into.baddbmm_(f.unsqueeze(1).expand(-1, left, -1, -1).flatten(0, 1), part, beta=0)
+                y = result
             elif right == 1:  # one large product instead of `left` products with a vector
                 y = y.reshape(groups, left, d) @ factor.mT
             elif factor.ndim == 3:
