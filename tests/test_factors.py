@@ -78,8 +78,6 @@ def test_limited_factors_are_blocks_of_the_whole_ones(case, approx: str) -> None
             size = factor.shape[-1]
             if size <= limit or factor.dim() == 1:
                 compare(cut, factor, "small enough")
-            elif len(p.kflr) == 1:
-                compare(cut, factor.diagonal(), "no Kronecker structure")
             else:
                 groups = factor if factor.dim() == 3 else factor[None]
                 assert cut.shape[0] == len(groups) and cut.shape[-1] <= limit

@@ -225,7 +225,8 @@ _watching = 0
 def _watch(change: int) -> None:
     """While any context is open, autograd shows the engine what is differentiated: the roots of the graph."""
     global _watching
-    costs.keep_freed_memory()
+    if not torch.compiler.is_dynamo_compiling():
+        costs.keep_freed_memory()
     _watching += change
     torch.autograd._engine_run_backward = _watched_backward if _watching else _run_backward  # type: ignore[attr-defined]
 

@@ -68,8 +68,8 @@ class Jacobian(ABC):
         """Second moment of the backpropagated side, summed over vectors and samples (the ``B`` of KFAC).
 
         ``[O, O]`` (``[G, O, O]`` with groups) for a parameter with Kronecker structure, its blocks ``[G, K, b, b]`` on
-        the diagonal where O is more than ``limit``. Else the dense block ``sum_vn j j^T`` of shape ``[P, P]``, or its
-        diagonal ``[P]`` for more than ``limit`` (or `DENSE_BLOCK_LIMIT`) entries.
+        the diagonal where O is more than ``limit``. Else the dense block ``sum_vn j j^T`` of shape ``[P, P]``, or such
+        blocks of it, or its diagonal ``[P]`` for more than `DENSE_BLOCK_LIMIT` entries.
         """
 
     @abstractmethod
@@ -149,8 +149,10 @@ class Dense(Jacobian):
 
     def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         flat = self.values.reshape(self.V * self.N, -1)
-        if flat.shape[1] > (limit or DENSE_BLOCK_LIMIT):
+        if flat.shape[1] > DENSE_BLOCK_LIMIT:
             return flat.square().sum(0)
+        if limit is not None and flat.shape[1] > limit:
+            return _second_moment(flat[:, None, None], limit)
         return _second_moment(flat[:, None, None]) if self.left_of is None else self.left_of.left_moment()
 
     def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
@@ -160,7 +162,7 @@ class Dense(Jacobian):
         (basis,) = bases
         if basis.dim() == 1:
             return self
-        result = Dense((self._flat() @ basis).reshape(self.values.shape))
+        result = Dense(_in_basis(self._flat()[..., None, None, :], basis).reshape(self.values.shape))
         result.weights = self.weights
         return result
 

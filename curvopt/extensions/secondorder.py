@@ -206,7 +206,7 @@ class KFAC(_Kronecker):
             inputs and the sum of the backpropagated vectors (``"reduce"``).
         generator: source of randomness, else the global one.
         max_factor_size: a factor ``[F, F]`` with more rows is cut down to K blocks on its diagonal, ``[G, K, b, b]``
-            with ``K b >= F``; a factor of a parameter without Kronecker structure to its diagonal ``[P]``.
+            with ``K b >= F``.
 
     Raises:
         ValueError: for another ``approx``, or a number of samples or a size below one.
