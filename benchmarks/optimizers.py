@@ -299,6 +299,15 @@ def arrival(rows: list[Result], target: float, key: str) -> float | None:
     return None
 
 
+def averaged(runs: list[list[Result]]) -> list[Result]:
+    """Mean losses and seconds over runs, up to the shortest."""
+    columns = zip(*runs, strict=False)
+    return [
+        {"step": rows[0]["step"]} | {key: statistics.fmean(row[key] for row in rows) for key in ("loss", "seconds")}
+        for rows in columns
+    ]
+
+
 def corrected(rows: list[Result], unit: float) -> list[Result]:
     """Seconds as on a machine on which the plain gradient takes ``unit``."""
     return [{**row, "seconds": row["seconds"] * unit / row["unit"]} for row in rows]
@@ -395,7 +404,7 @@ class Bench:
         for name in names:
             untuned[name].append(self.run(name, METHODS[name].tuned, 0))
         unit = statistics.median(row["unit"] for runs in reported.values() for rows in runs for row in rows)
-        target = statistics.median(map(end, reported["AdamW"]))
+        target = statistics.fmean(map(end, reported["AdamW"]))
         return {
             "task": self.name,
             "target": target,
@@ -425,13 +434,13 @@ def summary(result: Result) -> dict[str, Result]:
     unit, rows = result["gradient_seconds"], {}
     for name, found in result["methods"].items():
         runs = found["runs"]
-        steps, seconds = ([arrival(run, result["target"], key) for run in runs] for key in ("step", "seconds"))
+        steps, seconds = (arrival(averaged(runs), result["target"], key) for key in ("step", "seconds"))
         last = [run[-1] for run in runs if math.isfinite(end(run))]
         whole = len(last) == len(runs)
         per_step = [sum(row["seconds"] for row in run) / run[-1]["step"] / unit for run in runs if run]
         rows[name] = {
-            "steps": mean(steps),
-            "seconds": mean(seconds),
+            "steps": steps,
+            "seconds": seconds,
             "loss": mean([row["loss"] for row in last]) if whole else None,
             "accuracy": mean([row.get("accuracy") for row in last]) if whole else None,
             "untuned": mean([end(run) for run in found["defaults"]]),
@@ -488,9 +497,9 @@ def draw(results: list[Result], path: Path) -> None:
         axis.axis("off")
     for axis, result in zip(axes.flat, results, strict=False):
         for name, found in result["methods"].items():
-            run = next((run for run in found["runs"] if math.isfinite(end(run))), None)
-            if run is None:
+            if not all(math.isfinite(end(run)) for run in found["runs"]):
                 continue
+            run = averaged(found["runs"])
             seconds = torch.tensor([row["seconds"] for row in run]).cumsum(0).tolist()
             style = "--" if name in BASELINES else "-"
             axis.plot(seconds, [row["loss"] for row in run], style, color=colours[name], label=name, linewidth=1.4)

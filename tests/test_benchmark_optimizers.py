@@ -56,6 +56,15 @@ def test_arrival_is_interpolated_between_evaluations() -> None:
     assert bench.arrival(run, 0.5, "step") is None
 
 
+def test_the_mean_of_runs_is_what_arrives() -> None:
+    runs = [rows([4.0, 3.0, 1.0]), rows([4.0, 2.0, 2.0])]
+    run = bench.averaged(runs)
+    assert [row["loss"] for row in run] == [4.0, 2.5, 1.5]
+    # so that what defines the target arrives at its end
+    assert bench.arrival(run, (1.0 + 2.0) / 2, "step") == 30
+    assert len(bench.averaged([runs[0], runs[1][:1]])) == 1  # one that diverged
+
+
 def test_seconds_are_those_of_a_machine_of_constant_speed() -> None:
     run = rows([4.0, 3.0])
     run[1] |= {"seconds": 20.0, "unit": 1.0}  # the machine was busy: all took twice as long
