@@ -16,6 +16,8 @@ from math import isnan, prod
 import torch
 from torch import Tensor
 
+from curvopt.core.eigen import LinAlgError, eigh
+
 logger = logging.getLogger(__name__)
 
 
@@ -221,7 +223,7 @@ def eigenbases(factors: Sequence[Tensor], names: Sequence[str] | None = None) ->
         batch = torch.stack([factors[i] for i in members])
         try:
             spectra, vectors = _eigh(batch)
-        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+        except LinAlgError:
             rescued = [_eigh_or_diagonal(factors[i], names[i]) for i in members]
             spectra, vectors = (torch.stack(part) for part in zip(*rescued, strict=True))
         for i, spectrum, basis in zip(members, spectra, vectors, strict=True):
@@ -255,21 +257,20 @@ def kron_diagonal(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 def _eigh(batch: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of a batch of factors of one shape."""
     if batch.ndim < 5:
-        return torch.linalg.eigh(batch)
+        return eigh(batch)
     # what a block reaches over the factor's size is zero: made its largest eigenvalues, it stays at the end
     rest = (batch == 0).all(-1)
     largest = batch.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) + 1
     apart = largest * torch.arange(1, batch.shape[-1] + 1).to(batch)
-    spectra, vectors = torch.linalg.eigh(batch + torch.diag_embed(torch.where(rest, apart, 0.0)))
+    spectra, vectors = eigh(batch + torch.diag_embed(torch.where(rest, apart, 0.0)))
     return torch.where(rest.sort(dim=-1).values, 0.0, spectra), vectors
 
 
 def _eigh_or_diagonal(factor: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of one factor, by the lower rungs of the ladder."""
+    """Eigenvalues and eigenvectors of one factor; if it has none, of its diagonal."""
     try:
-        spectrum, basis = (part[0].to(factor.dtype) for part in _eigh(factor.double().unsqueeze(0)))
-        logger.info("%s %s: eigendecomposition in float64", name, tuple(factor.shape))
-    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+        spectrum, basis = (part[0] for part in _eigh(factor.unsqueeze(0)))
+    except LinAlgError:
         logger.warning("%s %s: no eigendecomposition, used the diagonal", name, tuple(factor.shape))
         spectrum = factor.diagonal(dim1=-2, dim2=-1)
         basis = torch.eye(factor.shape[-1]).to(factor).expand_as(factor)
@@ -329,8 +330,8 @@ def _eigh_inverse(matrix: Tensor, shift: float) -> Tensor | None:
     if isnan(shift) or not matrix.isfinite().all():
         return None
     try:
-        values, vectors = torch.linalg.eigh(matrix.double())
-    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+        values, vectors = eigh(matrix.double())
+    except LinAlgError:
         return None
     values = values.clamp(min=0) + shift
     # cut off at the precision that the factor was computed in, not at that of this decomposition

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.derivatives.rules import AffineRule
+from curvopt.core.eigen import eigh
 from curvopt.core.graph import Entry
 from curvopt.core.jacobians import Jacobian
 from curvopt.core.residuals import leads_to, pull
@@ -84,7 +84,7 @@ def _root(columns: Tensor) -> Tensor:
     """Rows ``[D or fewer, D]`` with the same second moment as the given ones."""
     if columns.shape[0] <= columns.shape[1]:
         return columns
-    eigenvalues, eigenvectors = torch.linalg.eigh(columns.T @ columns)
+    eigenvalues, eigenvectors = eigh(columns.T @ columns)
     return (eigenvectors * eigenvalues.clamp(min=0).sqrt()).T
 
 

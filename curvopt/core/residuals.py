@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
+from curvopt.core.eigen import eigh
 from curvopt.core.uses import unheard
 
 Modify = Literal["clip", "abs"] | None
@@ -240,7 +241,7 @@ def residual_columns(residual: Residual, grads: list[Tensor], N: int, size: int,
     total = sum(dims)
     if modify is not None:
         R = torch.cat([_rows(apply, i, dims, shapes, N, values[0]) for i in torch.arange(total).split(size)], 1)
-        eigenvalues, eigenvectors = torch.linalg.eigh((R + R.mT) / 2)
+        eigenvalues, eigenvectors = eigh((R + R.mT) / 2)
         weights = eigenvalues.clamp(min=0) if modify == "clip" else eigenvalues.abs()
         for indices in torch.arange(total, device=R.device).split(size):
             flat = eigenvectors[:, :, indices].permute(2, 0, 1).split(dims, 2)

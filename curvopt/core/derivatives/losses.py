@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from curvopt.core.eigen import eigh
 from curvopt.core.uses import LossUse, disable, version
 from curvopt.errors import CurvoptError, CurvoptWarning
 
@@ -370,7 +371,7 @@ def _from_autograd(use: LossUse, z: Tensor) -> LossCurvature:
             f"{use.describe()}: the root of its Hessian comes from an eigendecomposition, which cannot be "
             "differentiated; call backward without create_graph, or register_loss its curvature."
         )
-    values, vectors = torch.linalg.eigh(blocks)
+    values, vectors = eigh(blocks)
     _check_convex(use, values)
     return Blocks(vectors * values.clamp(min=0).sqrt().unsqueeze(1), z.shape)
 

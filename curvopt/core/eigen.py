@@ -1,0 +1,31 @@
+"""Eigendecompositions that hold where LAPACK's do not."""
+
+import logging
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
+
+
+def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """``torch.linalg.eigh``, in float64 where it fails in the dtype of the matrices.
+
+    Of matrices of low rank, as curvature often has, LAPACK's divide and conquer sometimes makes nan without an error.
+
+    Raises:
+        LinAlgError: it failed in float64, too, as of matrices that are not finite.
+    """
+    try:
+        values, vectors = torch.linalg.eigh(matrices)
+        if values.isfinite().all() and vectors.isfinite().all():
+            return values, vectors
+    except LinAlgError:
+        pass
+    values, vectors = torch.linalg.eigh(matrices.double())
+    if not (values.isfinite().all() and vectors.isfinite().all()):
+        raise LinAlgError(f"no eigendecomposition of matrices {list(matrices.shape)} in float64")
+    logger.info("eigendecomposition of matrices %s in float64", tuple(matrices.shape))
+    return values.to(matrices.dtype), vectors.to(matrices.dtype)
