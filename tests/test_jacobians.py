@@ -52,7 +52,7 @@ CHOICES = {
         "samples_at_once": lambda *_: 2,
     },
     "pairs of some": {"by_pairs": lambda *sizes: True, "samples_at_once": lambda *_: 2},
-    "large pages": {"FRESH_BYTES": 0},
+    "large pages": {"KEPT_BLOCK": 0},
 }
 
 

@@ -25,8 +25,6 @@ CHUNK_ENTRIES = {"cpu": 1 << 18, "cuda": 1 << 26}
 SWEEP_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 26}
 #: Rows of a symmetric product that are computed at once.
 SYMMETRIC_BLOCK = 128
-#: Bytes of memory that is likely to come from the system each time, not from the C library's own stock.
-FRESH_BYTES = 4 << 20
 #: Bytes of the largest block that glibc keeps when it is freed (it allows no more), and of all that it keeps.
 KEPT_BLOCK, KEPT_BYTES = 32 << 20, 128 << 20
 
@@ -92,7 +90,7 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     the pages are large, too.
     """
     size = prod(shape) * like.element_size()
-    if size < FRESH_BYTES or like.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if size <= KEPT_BLOCK or like.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return like.new_empty(shape)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
