@@ -85,6 +85,50 @@ def test_algorithms_agree(sizes: tuple, choice: str, weighted: bool, grad: bool,
     assert grad or all(value.is_contiguous() for value in found)
 
 
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize(
+    ("conv", "shape", "views"),
+    [
+        (nn.Conv1d(2, 3, 3, padding=2, dilation=2), (9,), True),
+        (nn.Conv2d(2, 3, 3, padding=1), (5, 6), True),
+        (nn.Conv2d(4, 6, (2, 3), (1, 2), dilation=(2, 1), groups=2), (6, 7), True),
+        (nn.Conv2d(2, 3, (3, 1)), (5, 4), True),
+        (nn.Conv2d(2, 3, 3, 2), (7, 7), False),
+        (nn.Conv2d(2, 3, (1, 3)), (4, 5), False),
+        (nn.Conv3d(2, 2, (2, 2, 3), padding=1, dilation=(1, 2, 1)), (3, 4, 4), True),
+    ],
+    ids=str,
+)
+def test_convolutions_by_views_of_their_input(
+    conv: nn.Module, shape: tuple, views: bool, weighted: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Sums of squares and norms without putting the patches together, and then the patches."""
+    monkeypatch.setattr(costs, "by_pairs", lambda *sizes: False)
+    monkeypatch.setattr(costs, "by_gram", lambda *sizes: False)
+    monkeypatch.setattr(costs, "CHUNK_ENTRIES", {"cpu": 1})
+    conv = extend(conv.double())
+    x = torch.randn(3, conv.weight.shape[1] * conv.groups, *shape).double()
+    use = conv(x).grad_fn.metadata[KEY][0][0]
+    vectors = torch.randn(2, *use.shapes[0]).double()
+    jacobian = rule_for(conv).jac_t(use, [vectors], ["weight"], 3)["weight"]
+    jacobian.weights = torch.randn(2, 3).double() if weighted else None
+    J = torch.stack(
+        [
+            torch.autograd.grad(conv(x[n : n + 1]), conv.weight, vectors[v, n : n + 1])[0]
+            for v in range(2)
+            for n in range(3)
+        ]
+    ).unflatten(0, (2, 3))
+    expected = Dense(J)
+    expected.weights = jacobian.weights
+    with torch.no_grad():
+        for name in ("squares", "norms2"):
+            assert_close(getattr(jacobian, name)(), getattr(expected, name)())
+        assert ("whole" not in vars(use.cache["right"])) == views
+        for name in REDUCTIONS:
+            assert_close(getattr(jacobian, name)(), getattr(expected, name)())
+
+
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("pairs", [False, True])
 def test_squares_of_chunks(pairs: bool, per_sample: bool, monkeypatch: pytest.MonkeyPatch):

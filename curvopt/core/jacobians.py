@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property, reduce
+from math import prod
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -167,12 +168,46 @@ class Dense(Jacobian):
         return result
 
 
+class Patches:
+    """The input of a convolution as patches, put together when a product needs them whole.
+
+    Args:
+        windows: ``[N, G, C, K, R, S]``, the ``I = [C, K, R]`` entries of the patches at S positions. A view: what each
+            of K entries along an axis of the kernel sees begins later in the same memory.
+    """
+
+    def __init__(self, windows: Tensor):
+        """Keep the view."""
+        self.windows = windows
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the whole."""
+        N, G, *entries, S = self.windows.shape
+        return N, G, S, prod(entries)
+
+    @cached_property
+    def whole(self) -> Tensor:
+        """The patches, ``[N, G, S, I]``; in memory positions come last, and samples before them."""
+        seen = self.windows.permute(1, 2, 3, 4, 0, 5)
+        if not torch.is_grad_enabled() and prod(seen.shape[2:4]) > 1:
+            seen = costs.empty(seen.shape, seen).copy_(seen)
+        return seen.flatten(1, 3).permute(2, 0, 3, 1)
+
+    @property
+    def bands(self) -> Tensor | None:
+        """The view as ``[N, G, K, C, R, S]``, if it is smaller than the whole, and that is not there yet."""
+        if self.windows.shape[3] == 1 or "whole" in vars(self):
+            return None
+        return self.windows.transpose(2, 3)
+
+
 class Outer(Jacobian):
     """Products ``sum_s left ⊗ right`` of a matrix-times-patches parameter (linear, convolution, ...).
 
     Args:
         left: what arrived from the output, ``[V, N, G, S, O]``.
-        right: the layer's input as patches, ``[N, G, S, I]``.
+        right: the layer's input, ``[N, G, S, I]``, as `Patches` perhaps.
         shape: shape of the parameter, a reshaped ``[G, O, I]``.
         transposed: the parameter is a reshaped ``[G, I, O]`` instead.
         shifts: ``(K, W)`` if the right side is patches, ``I = [.., K]`` entries at ``S = [.., W]`` positions, and the
@@ -182,16 +217,21 @@ class Outer(Jacobian):
     def __init__(
         self,
         left: Tensor,
-        right: Tensor,
+        right: Tensor | Patches,
         shape: torch.Size,
         transposed: bool = False,
         shifts: tuple[int, int] | None = None,
     ):
         """Keep both sides."""
-        self.left, self.right, self.shape, self.transposed, self.shifts = left, right, shape, transposed, shifts
+        self.left, self._right, self.shape, self.transposed, self.shifts = left, right, shape, transposed, shifts
         self.V, self.N, self.G, self.S, self.O = left.shape
         self.I = right.shape[3]
         self._moment: Tensor | None = None
+
+    @property
+    def right(self) -> Tensor:
+        """The layer's input, ``[N, G, S, I]``."""
+        return self._right.whole if isinstance(self._right, Patches) else self._right
 
     def dense(self) -> Tensor:
         rows, columns = self._sides(self.left, self.right)
@@ -214,7 +254,7 @@ class Outer(Jacobian):
             return ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum((2, 3, 4))
         if torch.is_grad_enabled():
             return self.dense().reshape(self.V, self.N, -1).square().sum(2)
-        norms = [products.flatten(1).square_().sum(1) for _, _, products in self._by_sample(right_first=True)]
+        norms = [products.flatten(1).square_().sum(1) for _, _, products in self._by_sample(True, self._bands())]
         return torch.cat(norms).reshape(self.V, self.N)
 
     def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
@@ -333,34 +373,54 @@ class Outer(Jacobian):
                     by_sample[part].addcmul_(weighted, products)
             return result
         # [I, O]: few inputs, as of the first convolution, fill the rows of a matrix product better than its columns
-        squares = self.left.new_zeros(self.G, self.I, self.O)
-        for v, part, products in self._by_sample(right_first=True):
+        squares, bands = self.left.new_zeros(self.G, self.I, self.O), self._bands()
+        for v, part, products in self._by_sample(True, bands):
             if len(products) == 1:
                 squares.addcmul_(self._times_weights(products, v, part)[0], products[0])
             elif self.weights is None:
                 squares += products.square_().sum(0)
             else:
                 squares += (self._times_weights(products, v, part) * products).sum(0)
+        if bands is not None:
+            squares = squares.view(self.G, *bands.shape[2:5], self.O).transpose(1, 2).flatten(1, 3)
         return add(total, self._shaped(squares.mT).contiguous())
 
     def _sides(self, left: T, right: T) -> tuple[T, T]:
         """Left and right side, in the order in which the parameter has them."""
         return (right, left) if self.transposed else (left, right)
 
-    def _by_sample(self, right_first: bool) -> Iterator[tuple[int, slice, Tensor]]:
+    def _by_sample(self, right_first: bool, bands: Tensor | None = None) -> Iterator[tuple[int, slice, Tensor]]:
         """The index of a vector, a few samples and their products ``[n, G, O, I]``, or ``[n, G, I, O]``.
 
-        They are overwritten by the next ones: fresh memory costs more than arithmetic.
+        They are overwritten by the next ones: fresh memory costs more than arithmetic. Of the ``bands`` of `Patches`,
+        which need no copy, entries of I are in the order ``[K, C, R]``.
         """
-        step = costs.samples_at_once(self.G * self.O * self.I, self.left.device.type)
-        rights = self.right.flatten(0, 1).split(step * self.G)
         sides = (self.I, self.O) if right_first else (self.O, self.I)
+        if bands is not None:
+            buffer, rights = self.left.new_empty(1, self.G, *sides), bands.flatten(3, 4).flatten(0, 1).unbind()
+            products = buffer.view(self.G, bands.shape[2], -1, self.O).unbind()
+            for v, of_v in enumerate(self.left):
+                for i, (left, right) in enumerate(zip(of_v.flatten(0, 1), rights, strict=True)):
+                    n, g = divmod(i, self.G)
+                    torch.bmm(right, left.expand(len(right), -1, -1), out=products[g])
+                    if g == self.G - 1:
+                        yield v, slice(n, n + 1), buffer
+            return
+        step = self._samples_at_once()
+        rights = self.right.flatten(0, 1).split(step * self.G)
         buffer = self.left.new_empty(min(step, self.N) * self.G, *sides)
         for v, of_v in enumerate(self.left):
             for i, (left, right) in enumerate(zip(of_v.flatten(0, 1).split(step * self.G), rights, strict=True)):
                 rows, columns = (right, left) if right_first else (left, right)
                 products = torch.bmm(rows.mT, columns, out=buffer[: len(left)])
                 yield v, slice(i * step, (i + 1) * step), products.view(-1, self.G, *sides)
+
+    def _bands(self) -> Tensor | None:
+        """The `bands` of `Patches`, where samples are worked on one by one."""
+        return self._right.bands if isinstance(self._right, Patches) and self._samples_at_once() == 1 else None
+
+    def _samples_at_once(self) -> int:
+        return costs.samples_at_once(self.G * self.O * self.I, self.left.device.type)
 
     def _times_weights(self, products: Tensor, v: int, part: slice) -> Tensor:
         return products if self.weights is None else products * self.weights[v, part].view(-1, 1, 1, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from curvopt.core import costs
 from curvopt.core.derivatives.rules import AffineRule, register
+from curvopt.core.jacobians import Patches
 
 
 @register(nn.Linear)
@@ -50,7 +51,7 @@ class Bilinear(Linear):
 class Conv(AffineRule):
     """A convolution is a matrix applied to patches (im2col); groups act on their own channels."""
 
-    def unfold(self, module: nn.Conv2d, x: Tensor) -> Tensor:
+    def unfold(self, module: nn.Conv2d, x: Tensor) -> Patches:
         # the module's own padding amounts, which also serve padding="same"; F.pad wants the last axis first
         amounts: list[int] = module._reversed_padding_repeated_twice
         if module.padding_mode == "zeros":
@@ -59,8 +60,8 @@ class Conv(AffineRule):
             x = F.pad(x, amounts)
         elif any(amounts):
             x = F.pad(x, amounts, mode=module.padding_mode)
-        seen = patches(x, module.kernel_size, module.stride, module.dilation)
-        return rearrange(seen, "n (g c) k s -> n g s (c k)", g=module.groups)
+        seen = windows(x, module.kernel_size, module.stride, module.dilation)
+        return Patches(seen.unflatten(1, (module.groups, -1)))
 
     def fold(self, module: nn.Conv2d, grad: Tensor, x: Tensor) -> Tensor:
         V, N, channels, *positions = grad.shape
@@ -94,8 +95,8 @@ class ConvTranspose(AffineRule):
             # pad (or crop) the output to what the patches of all input positions span, whatever output_padding added
             span = (x.shape[axis] - 1) * stride + dilation * (size - 1) + 1
             amounts = [int(padding), span - int(padding) - grad.shape[1 + axis], *amounts]
-        seen = patches(F.pad(grad.flatten(0, 1), amounts), module.kernel_size, module.stride, module.dilation)
-        return rearrange(seen, "(v n) (g o) k s -> v n g s (o k)", v=grad.shape[0], g=module.groups)
+        seen = windows(F.pad(grad.flatten(0, 1), amounts), module.kernel_size, module.stride, module.dilation)
+        return Patches(seen.unflatten(1, (module.groups, -1))).whole.unflatten(0, grad.shape[:2])
 
     def bias(self, grad: Tensor, left: Tensor) -> Tensor:
         return grad.flatten(3).sum(3).unflatten(1, (left.shape[1], -1)).sum(2)
@@ -104,16 +105,24 @@ class ConvTranspose(AffineRule):
         return 2 + len(module.kernel_size)
 
 
-def patches(x: Tensor, kernel_size: Iterable[int], stride: Iterable[int], dilation: Iterable[int]) -> Tensor:
-    """What a kernel sees of the padded input, ``[N, C, K, S]`` for K kernel entries and S positions.
+def windows(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """What a kernel sees of the padded input, ``[N, C, K, R, S]`` for ``[K, R]`` kernel entries and S positions.
 
-    Positions come last, so that the copy reads and writes whole rows of the image: an order of magnitude faster than
-    patch by patch.
+    K are the entries along the first axis, if kernels move there by one: each sees what the one before sees, shifted.
+    All others are put beside each other, by a copy with positions last, which reads and writes whole rows of the image:
+    an order of magnitude faster than patch by patch.
     """
-    dim = x.dim() - 2
-    for axis, (size, step, spread) in enumerate(zip(kernel_size, stride, dilation, strict=True)):
-        x = x.unfold(2 + axis, spread * (size - 1) + 1, step)[..., ::spread]
-    x = x.permute(1, *range(2 + dim, 2 + 2 * dim), 0, *range(2, 2 + dim))  # [C, *kernel, N, *positions]
-    if not torch.is_grad_enabled() and prod(x.shape[1 : 1 + dim]) > 1:
+    dim = len(kernel_size)
+    first = int(stride[0] == 1 and kernel_size[0] > 1)
+    for axis in range(first, dim):
+        spread = dilation[axis]
+        x = x.unfold(2 + axis, spread * (kernel_size[axis] - 1) + 1, stride[axis])[..., ::spread]
+    kernel, positions = range(2 + dim, x.dim()), range(2, 2 + dim)
+    x = x.permute(0, 1, *kernel, *positions) if first else x.permute(1, *kernel, 0, *positions)
+    if not torch.is_grad_enabled() and prod(kernel_size[first:]) > 1:
         x = costs.empty(x.shape, x).copy_(x)
-    return x.flatten(2 + dim).flatten(1, dim).permute(2, 0, 1, 3)
+    if not first:
+        return x.flatten(2 + dim).flatten(1, dim).permute(2, 0, 1, 3).unsqueeze(2)
+    shift = dilation[0] * prod(x.shape[x.dim() - dim + 1 :])
+    x = x.reshape(*x.shape[:2], prod(kernel_size[1:]), -1)
+    return x.unfold(-1, x.shape[-1] - shift * (kernel_size[0] - 1), shift).transpose(2, 3)

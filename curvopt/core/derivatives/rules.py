@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvopt.core import costs
-from curvopt.core.jacobians import Dense, Jacobian, Outer
+from curvopt.core.jacobians import Dense, Jacobian, Outer, Patches
 from curvopt.core.uses import Recorder, Use, disable, owned_parameters, version
 from curvopt.errors import CurvoptError
 
@@ -172,7 +172,7 @@ class AffineRule(Rule):
     transposed = False
 
     @abstractmethod
-    def unfold(self, module: Any, *inputs: Tensor) -> Tensor:
+    def unfold(self, module: Any, *inputs: Tensor) -> Tensor | Patches:
         """The inputs of the call as patches, ``[N, G, S, I]``."""
 
     @abstractmethod
@@ -199,8 +199,10 @@ class AffineRule(Rule):
         if "weight" in names:
             if "right" not in use.cache:
                 # autocast: the input may be in another precision
-                right = self.unfold(use.module, *inputs).to(left.dtype)
-                use.cache["right"] = _by_sample(right, N)
+                right = self.unfold(use.module, *[x.to(left.dtype) for x in inputs])
+                if isinstance(right, Tensor) or right.shape[0] != N:
+                    right = _by_sample(right if isinstance(right, Tensor) else right.whole, N)
+                use.cache["right"] = right
             shape = use.module.get_parameter("weight").shape
             shifts = self.shifts(use.module, use.shapes[0])
             jacobians["weight"] = Outer(left, use.cache["right"], shape, self.transposed, shifts)
