@@ -174,21 +174,26 @@ def test_second_moments_of_positions(step: int, blocks: bool, monkeypatch: pytes
         nn.Conv2d(2, 4, (2, 4), padding=(0, 1), groups=2),
         nn.Conv1d(2, 3, 2),
         nn.Conv3d(1, 2, (1, 2, 3), stride=(1, 2, 1)),
+        nn.Conv2d(2, 3, (4, 1)),
+        nn.Conv2d(2, 3, 3, dilation=(2, 1)),
+        nn.Conv3d(2, 3, (2, 3, 2)),
         nn.Conv2d(2, 3, 1),
     ],
     ids=str,
 )
-def test_second_moments_of_patches_by_shifts(conv: nn.Module, rows: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("two", [False, True])
+def test_second_moments_of_patches_by_shifts(conv: nn.Module, two: bool, rows: int, monkeypatch: pytest.MonkeyPatch):
     extend(conv.double())
     z = conv(torch.randn(4, conv.in_channels, *[6, 5, 7][5 - conv.weight.dim() :]).double())
     assert z.grad_fn is not None
     use = z.grad_fn.metadata[KEY][0][0]
     with torch.no_grad():
         jacobian = rule_for(conv).jac_t(use, [torch.ones_like(z)[None]], ["weight"], 4 // rows)["weight"]
-        assert isinstance(jacobian, Outer) and jacobian.shifts is not None
+        assert isinstance(jacobian, Outer) and jacobian.shifts
         monkeypatch.setattr(costs, "by_shifts", lambda K, W: True)
+        monkeypatch.setattr(costs, "by_two_shifts", lambda L, H, K: two)
         found = jacobian.right_factor()
-        jacobian.shifts = None
+        jacobian.shifts = ()
         assert_close(found, jacobian.right_factor())
 
 

@@ -66,6 +66,12 @@ def by_shifts(K: int, W: int) -> bool:
     return direct < 0.9 * mirrored
 
 
+def by_two_shifts(L: int, H: int, K: int) -> bool:
+    """Whether it is cheaper yet by shifts of one of L entries along another axis of H positions, too; K as above."""
+    direct, shifted = L * L * K, L * K + (L - 1) * (K - 1) + 4 * (L - 1) ** 2 * K / H
+    return shifted < 0.9 * direct
+
+
 def by_blocks(F: int, K: int) -> bool:
     """Whether a symmetric product of ``[F, K]`` is worth computing block by block, above the diagonal only."""
     return F * F * (K - 2.5 * ENTRY) >= 1 << 24  # entries below are copied column by column, and calls cost something

@@ -210,8 +210,8 @@ class Outer(Jacobian):
         right: the layer's input, ``[N, G, S, I]``, as `Patches` perhaps.
         shape: shape of the parameter, a reshaped ``[G, O, I]``.
         transposed: the parameter is a reshaped ``[G, I, O]`` instead.
-        shifts: ``(K, W)`` if the right side is patches, ``I = [.., K]`` entries at ``S = [.., W]`` positions, and the
-            next entry sees at a position what the one before it sees at the next position.
+        shifts: ``(K, W)`` for each of the last axes (two at most) of patches, ``I = [.., K]`` entries at
+            ``S = [.., W]`` positions, along which an entry sees at a position what the one before it sees at the next.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Outer(Jacobian):
         right: Tensor | Patches,
         shape: torch.Size,
         transposed: bool = False,
-        shifts: tuple[int, int] | None = None,
+        shifts: Sequence[tuple[int, int]] = (),
     ):
         """Keep both sides."""
         self.left, self._right, self.shape, self.transposed, self.shifts = left, right, shape, transposed, shifts
@@ -285,11 +285,11 @@ class Outer(Jacobian):
     def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         right = self.right.mean(2, keepdim=True) if approx == "reduce" else self.right
         scale, whole = 1 / max(right.shape[0] * right.shape[2], 1), limit is None or self.I <= limit
-        if self.shifts is None or right is not self.right or not whole or torch.is_grad_enabled():
+        if not self.shifts or right is not self.right or not whole or torch.is_grad_enabled():
             return _second_moment(right, limit, scale)
-        if not costs.by_shifts(*self.shifts):
+        if not costs.by_shifts(*self.shifts[-1]):
             return _second_moment(right, limit, scale)
-        moments = [_moment_of_shifts(flat, *self.shifts).mul_(scale) for flat in _by_feature(right)]
+        moments = [_moment_of_shifts(flat, self.shifts).mul_(scale) for flat in _by_feature(right)]
         return torch.stack(moments) if self.G > 1 else moments[0]
 
     def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
@@ -616,17 +616,21 @@ def _second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) -
     return moment[0] if G == 1 else moment
 
 
-def _moment_of_shifts(flat: Tensor, K: int, W: int) -> Tensor:
+def _moment_of_shifts(flat: Tensor, shifts: Sequence[tuple[int, int]]) -> Tensor:
     """``x x^T`` of patches ``[M K, P W]`` (see `Outer`), of which few entries need products over all positions.
 
     ``sum_w x_i(w) x_j(w)`` and ``sum_w x_{i+1}(w) x_{j+1}(w)`` are sums over the same products but for the first and
     the last position.
     """
+    K, W = shifts[-1]
     x = flat.unflatten(0, (-1, K)).unflatten(2, (-1, W))  # [M, K, P, W]
     M = len(x)
     first, last = (x[..., w].transpose(0, 1).contiguous() for w in (0, W - 1))  # [K, M, P]
     moment = flat.new_empty(M, K, M, K)
-    moment[:, 0] = (x[:, 0].flatten(1) @ flat.T).view(M, M, K)
+    if len(shifts) == 1 or not costs.by_two_shifts(*shifts[-2], K):
+        moment[:, 0] = (x[:, 0].flatten(1) @ flat.T).view(M, M, K)
+    else:
+        _products_of_shifts(flat, shifts, out=moment[:, 0])
     for j in range(1, K):
         moment[:, j, :, 0] = moment[:, 0, :, j].T
         for i in range(1, j + 1):
@@ -634,6 +638,27 @@ def _moment_of_shifts(flat: Tensor, K: int, W: int) -> Tensor:
             moment[:, i, :, j] = block.addmm_(last[i], last[j].T)
             moment[:, j, :, i] = block.T
     return moment.view(M * K, M * K)
+
+
+def _products_of_shifts(flat: Tensor, shifts: Sequence[tuple[int, int]], out: Tensor) -> None:
+    """Products ``[M, M, K]`` of rows ``[M, 0]`` of patches ``[M K, P W]`` with all, by shifts along one more axis."""
+    (L, H), (K, W) = shifts[-2:]
+    x = flat.unflatten(0, (-1, L, K)).unflatten(3, (-1, H, W))  # [C, L, K, P, H, W]
+    C = len(x)
+    products = flat.new_empty(L, C, L, C, K)
+    products[0] = (x[:, 0, 0].flatten(1) @ flat.T).view(C, C, L, K).transpose(1, 2)
+    products[1:, :, 0, :, 0] = products[0, :, 1:, :, 0].permute(1, 2, 0)
+    for i in range(1, L):
+        for k in range(1, K):
+            products[i, :, 0, :, k] = x[:, i, 0].flatten(1) @ x[:, 0, k].flatten(1).T
+    first, last = (x[..., h, :].transpose(0, 1).flatten(3).contiguous() for h in (0, H - 1))  # [L, C, K, P W]
+    for i in range(1, L):
+        block = products[i, :, 1:].flatten(1)
+        torch.addmm(
+            products[i - 1, :, :-1].flatten(1), first[i - 1, :, 0], first[:-1].flatten(0, 2).T, alpha=-1, out=block
+        )
+        block.addmm_(last[i, :, 0], last[1:].flatten(0, 2).T)
+    out.unflatten(0, (C, L)).unflatten(2, (C, L)).copy_(products.permute(1, 0, 3, 2, 4))
 
 
 def in_blocks(values: Tensor, limit: int) -> Tensor:

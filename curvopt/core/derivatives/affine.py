@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from math import prod
 
 import torch
@@ -67,8 +68,10 @@ class Conv(AffineRule):
         V, N, channels, *positions = grad.shape
         return grad.reshape(V, N, module.groups, channels // module.groups, prod(positions)).mT
 
-    def shifts(self, module: nn.Conv2d, shape: torch.Size) -> tuple[int, int] | None:
-        return (module.kernel_size[-1], shape[-1]) if module.stride[-1] == module.dilation[-1] == 1 else None
+    def shifts(self, module: nn.Conv2d, shape: torch.Size) -> Sequence[tuple[int, int]]:
+        axes = [*zip(module.kernel_size, shape[2:], module.stride, module.dilation, strict=True)]
+        steady = takewhile(lambda axis: axis[2] == axis[3] == 1, reversed(axes))
+        return [axis[:2] for axis in steady][1::-1]
 
     def least_dims(self, module: nn.Conv2d) -> int:
         return 2 + len(module.kernel_size)

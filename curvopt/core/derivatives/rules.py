@@ -183,9 +183,9 @@ class AffineRule(Rule):
         """Vectors at the output, and what `fold` made of them, summed over positions: ``[V, N, *bias]``."""
         return left.flatten(2) if left.shape[3] == 1 else left.sum(3).flatten(2)
 
-    def shifts(self, module: Any, shape: torch.Size) -> tuple[int, int] | None:
-        """The kernel's entries and the positions along an axis on which the one shift the other (see `Outer`)."""
-        return None
+    def shifts(self, module: Any, shape: torch.Size) -> Sequence[tuple[int, int]]:
+        """The kernel's entries and the positions along the last axes on which the one shift the other (see `Outer`)."""
+        return ()
 
     def expected(self, module: Any) -> Container[str]:
         return ("weight", "bias")
