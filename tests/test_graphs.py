@@ -577,15 +577,15 @@ def test_handwritten_regularizer_is_left_out_and_said_so(extension: type[Extensi
 @pytest.mark.parametrize("extension", [BatchL2Grad, SumGradSquared, KFAC], ids=lambda extension: extension.__name__)
 def test_patches_of_one_layer_at_a_time(extension: type[Extension], monkeypatch: pytest.MonkeyPatch):
     alive: list[weakref.ref] = []
-    whole = affine.patches
+    view = affine.windows
 
-    def patches(*args) -> torch.Tensor:
+    def windows(*args) -> torch.Tensor:
         assert not any(ref() is not None for ref in alive)
-        result = whole(*args)
+        result = view(*args)
         alive.append(weakref.ref(result._base))
         return result
 
-    monkeypatch.setattr(affine, "patches", patches)
+    monkeypatch.setattr(affine, "windows", windows)
     model = extend(nn.Sequential(*(nn.Conv2d(1, 1, 3) for _ in range(3)), nn.Flatten()))
     with backpack(extension()):
         extend(nn.CrossEntropyLoss())(model(torch.randn(2, 1, 8, 8)), torch.tensor([0, 3])).backward()
