@@ -227,7 +227,8 @@ class Run:
             start = time.process_time()
             try:
                 self.step(x, y)
-            except RuntimeError:  # a gradient that is not finite
+            except RuntimeError as error:  # a gradient that is not finite
+                tqdm.write(f"stopped at step {step}: {error}")
                 break
             spent += time.process_time() - start
             if step % self.every and step < self.steps:
