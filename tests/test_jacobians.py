@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import platform
 import subprocess
 import sys
@@ -195,6 +196,17 @@ def test_second_moments_of_patches_by_shifts(conv: nn.Module, two: bool, rows: i
         found = jacobian.right_factor()
         jacobian.shifts = ()
         assert_close(found, jacobian.right_factor())
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="about pages of Linux")
+def test_a_system_without_large_pages_has_small_ones(monkeypatch: pytest.MonkeyPatch):
+    class Small(mmap.mmap):
+        def madvise(self, *args: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Small)
+    monkeypatch.setattr(costs, "KEPT_BLOCK", 0)
+    assert costs.empty((2, 3), torch.empty(0)).shape == (2, 3)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")

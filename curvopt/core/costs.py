@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import sys
+from contextlib import suppress
 from functools import cache
 from math import prod
 
@@ -99,5 +100,6 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     if size <= KEPT_BLOCK or like.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return like.new_empty(shape)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # of a system that has none
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=like.dtype).view(shape)
