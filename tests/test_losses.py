@@ -16,7 +16,7 @@ from curvopt import CurvoptError, backpack, extend
 from curvopt.core.derivatives.losses import Diagonal, Softmax, curvature_of, register_loss
 from curvopt.core.uses import LossUse
 from curvopt.errors import CurvoptWarning
-from curvopt.extensions import DiagGGNExact, DiagGGNMC
+from curvopt.extensions import GGNMP, KFLR, DiagGGNExact, DiagGGNMC
 
 ONE = torch.ones((), dtype=torch.float64)
 
@@ -169,6 +169,17 @@ def test_softmax_has_no_more_columns_than_rank():
     curved = curvature(nn.CrossEntropyLoss(), z, y)
     rank = int(torch.linalg.matrix_rank(hessian(nn.CrossEntropyLoss(), z, y)))
     assert (curved.columns, curved.by_entries().columns) == (rank / len(z), z[0].numel())
+
+
+def test_a_single_class_has_no_curvature():
+    net, lossfunc = extend(nn.Linear(2, 1)), extend(nn.CrossEntropyLoss())
+    with backpack(DiagGGNExact(), KFLR(), GGNMP()):
+        lossfunc(net(torch.randn(3, 2)), torch.zeros(3, dtype=torch.long)).backward()
+    for p in net.parameters():
+        assert_close(
+            [p.diag_ggn_exact, p.kflr[0], p.ggnmp(torch.ones(1, *p.shape))[0]],
+            [torch.zeros_like(p), torch.zeros(1, 1), torch.zeros_like(p)],
+        )
 
 
 @pytest.mark.parametrize("sure", [0.0, 20.0, 60.0])

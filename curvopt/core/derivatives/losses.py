@@ -122,7 +122,8 @@ class Softmax(LossCurvature):
     """
 
     def __init__(self, p: Tensor, mass: Tensor, dim: int = 1, full: bool = False):
-        self.p, self.mass, self.dim, self.full = p.movedim(dim, 1), mass.unsqueeze(1), dim, full
+        self.p, self.mass, self.dim = p.movedim(dim, 1), mass.unsqueeze(1), dim
+        self.full = full or p.shape[dim] == 1  # one column of zeros for a single class
         self.weights = self.mass.square().movedim(1, dim)
 
     def by_entries(self) -> Softmax:
