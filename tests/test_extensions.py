@@ -801,3 +801,32 @@ def test_variance_does_not_read_gradients_that_are_something_else():
         with backpack(Variance()):
             problem.loss().backward()
         check(problem, reference(case), Variance)
+
+
+def test_individual_gradients_may_be_changed_in_place():
+    """Those of a bias are what arrives at the output, but layers that are added get one and the same."""
+    net, other, lossfunc = (extend(module) for module in (nn.Linear(2, 3), nn.Linear(2, 3), nn.MSELoss()))
+    x = torch.randn(4, 2)
+    with backpack(BatchGrad()):
+        lossfunc(net(x) + other(x), torch.zeros(4, 3)).backward()
+    expected = net.bias.grad_batch.clone()
+    other.bias.grad_batch.zero_()
+    assert_close(net.bias.grad_batch, expected)
+    with backpack(BatchGrad()):
+        net(x).sum().backward()
+    net.bias.grad_batch.mul_(torch.arange(4.0).unsqueeze(1))
+    assert_close(net.bias.grad_batch, torch.arange(4.0).unsqueeze(1).expand(4, 3))
+
+
+def test_sums_of_many_samples_in_half_precision():
+    """A sample's share is less than the last digit of the sum."""
+    x, fields = torch.randn(1024, 64, 2, 2), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        net = extend(nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.Flatten(), nn.Linear(256, 2)).to(dtype))
+        with backpack(SumGradSquared(), DiagGGNExact()):
+            extend(nn.CrossEntropyLoss())(net(x.to(dtype)), torch.arange(1024) % 2).backward()
+        fields[dtype] = [net[0].weight.sum_grad_squared, net[0].weight.diag_ggn_exact]
+    for single, half in zip(*fields.values(), strict=True):
+        assert half.dtype == torch.bfloat16
+        assert abs(half.float().sum() / single.sum() - 1) < 0.01

@@ -358,7 +358,10 @@ class Outer(Jacobian):
         return self._shaped(reduce(torch.add, (_by_feature(part) @ _by_feature(right).mT for part, right in parts)))
 
     def add_squares(self, total: Tensor | None, per_sample: bool) -> Tensor:
-        """``total`` plus the squares, ``[*p]`` or, sample by sample, ``[N, *p]``; in place where no graph is built."""
+        """``total`` plus the squares, ``[*p]`` or, sample by sample, ``[N, *p]``; in place where no graph is built.
+
+        Sums over samples are of at least float32: in half precision, small terms vanish in a large sum.
+        """
         if torch.is_grad_enabled():
             squares = _weighted(self.dense().square(), self.weights)
             return add(total, squares if per_sample else squares.sum(0))
@@ -373,7 +376,8 @@ class Outer(Jacobian):
                     by_sample[part].addcmul_(weighted, products)
             return result
         # [I, O]: few inputs, as of the first convolution, fill the rows of a matrix product better than its columns
-        squares, bands = self.left.new_zeros(self.G, self.I, self.O), self._bands()
+        bands, dtype = self._bands(), torch.promote_types(self.left.dtype, torch.float32)
+        squares = self.left.new_zeros(self.G, self.I, self.O, dtype=dtype)
         for v, part, products in self._by_sample(True, bands):
             if len(products) == 1:
                 squares.addcmul_(self._times_weights(products, v, part)[0], products[0])
@@ -530,9 +534,12 @@ class Squares:
         self.per_sample = per_sample
         self._value: Tensor | None = None
         self._pairs: tuple[Outer, Tensor] | None = None
+        self._dtype: torch.dtype | None = None
 
     def add(self, jacobian: Jacobian) -> Squares:
         """Add those of a chunk of columns."""
+        if self._dtype is None and isinstance(jacobian, Outer):
+            self._dtype = jacobian.left.dtype
         if not isinstance(jacobian, Outer):
             self._value = add(self._value, jacobian.squares_batch() if self.per_sample else jacobian.squares())
         elif jacobian.pairs_are_cheaper:
@@ -550,7 +557,7 @@ class Squares:
             (jacobian, left), self._pairs = self._pairs, None
             self._value = add(self._value, jacobian.squares_of_pairs(left, self.per_sample))
         assert self._value is not None
-        return self._value
+        return self._value if self._dtype is None else self._value.to(self._dtype)
 
 
 def add(total: Any, value: Any) -> Any:

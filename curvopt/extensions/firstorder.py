@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvopt.core.jacobians import Jacobian
+from curvopt.core.jacobians import Dense, Jacobian
 from curvopt.extensions.base import Extension, indices
 
 
@@ -27,7 +27,9 @@ class BatchGrad(Extension):
         self.subsampling = indices(subsampling)
 
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
-        return jacobian.select(self.subsampling).dense()[0]
+        values = jacobian.select(self.subsampling).dense()[0]
+        # those of a bias are the gradient of the output itself, which other layers may share
+        return values.clone() if isinstance(jacobian, Dense) else values
 
 
 class BatchL2Grad(Extension):
