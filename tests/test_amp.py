@@ -12,7 +12,7 @@ from test_optim import OPTIMIZERS, Run, assert_close, assert_equal, cnn, exact_o
 from torch import Tensor, nn
 
 from curvopt.errors import CurvoptWarning
-from curvopt.optim import KFACSGD
+from curvopt.optim import EKFACSGD, KFACSGD
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -168,8 +168,9 @@ def test_an_overflow_changes_nothing(make: Callable, known: bool, attach: bool):
         assert (flat(run.weights()) - flat(clean.weights())).norm() < 0.02 * moved
 
 
-def test_a_model_in_bfloat16():
-    run = Run(KFACSGD, cnn, dtype=torch.bfloat16)
+@pytest.mark.parametrize("make", [KFACSGD, EKFACSGD])
+def test_a_model_in_bfloat16(make: Callable):
+    run = Run(make, cnn, dtype=torch.bfloat16)
     start = run.full_loss()
     run.train(25)
     assert run.full_loss() < start / 2

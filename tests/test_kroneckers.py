@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from curvopt.core.eigen import eigh
 from curvopt.kroneckers import (
     apply_kfac_mat_prod,
     damped_inverses,
@@ -221,14 +222,14 @@ def test_eigendecompositions_that_fail_go_down_a_ladder(
     torch.manual_seed(0)
     roots = torch.randn(2, 4, 6)
     factors = [*(roots @ roots.mT), torch.rand(3)]
-    eigh = torch.linalg.eigh
+    decompose = torch.linalg.eigh
 
     def failing(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if matrices.dtype == torch.float64 and rungs == 1:
-            return eigh(matrices)
+            return decompose(matrices)
         if not silent:
             raise torch.linalg.LinAlgError("did not converge")
-        values, vectors = eigh(matrices)
+        values, vectors = decompose(matrices)
         return values, vectors.index_fill(-1, torch.tensor(0), torch.nan)
 
     monkeypatch.setattr(torch.linalg, "eigh", failing)
@@ -242,3 +243,14 @@ def test_eigendecompositions_that_fail_go_down_a_ladder(
         else:
             torch.testing.assert_close(basis @ torch.diag(spectrum) @ basis.T, factor, atol=1e-4, rtol=1e-4)
     assert torch.equal(bases[2], torch.ones(3)) and torch.equal(values[2], factors[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_eigendecomposition_in_half_precision(dtype: torch.dtype):
+    matrix = psd(5).to(dtype)
+    values, vectors = eigh(matrix)
+    assert values.dtype == vectors.dtype == dtype
+    product = (vectors.double() * values.double()) @ vectors.double().T
+    torch.testing.assert_close(
+        product, matrix.double(), rtol=0, atol=float(4 * torch.finfo(dtype).eps * matrix.abs().max())
+    )

@@ -11,7 +11,7 @@ LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsa
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """``torch.linalg.eigh``, in float64 where it fails in the dtype of the matrices.
+    """``torch.linalg.eigh``, in float64 where it fails in the dtype of the matrices, and in float32 for half precision.
 
     Of matrices of low rank, as curvature often has, LAPACK's divide and conquer sometimes makes nan without an error.
 
@@ -19,9 +19,9 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
         LinAlgError: it failed in float64, too, as of matrices that are not finite.
     """
     try:
-        values, vectors = torch.linalg.eigh(matrices)
+        values, vectors = torch.linalg.eigh(matrices.to(torch.promote_types(matrices.dtype, torch.float32)))
         if values.isfinite().all() and vectors.isfinite().all():
-            return values, vectors
+            return values.to(matrices.dtype), vectors.to(matrices.dtype)
     except LinAlgError:
         pass
     values, vectors = torch.linalg.eigh(matrices.double())

@@ -677,7 +677,11 @@ def in_blocks(values: Tensor, limit: int) -> Tensor:
 
 
 def _in_basis(rows: Tensor, basis: Tensor) -> Tensor:
-    """Rows ``[..., G, S, F]`` in the basis of a factor: ``[F]`` (identity), ``[F, F]``, with groups or blocks."""
+    """Rows ``[..., G, S, F]`` in the basis of a factor: ``[F]`` (identity), ``[F, F]``, with groups or blocks.
+
+    Factors of parameters in half precision may be kept in float32: then so are the results.
+    """
+    rows = rows.to(torch.promote_types(rows.dtype, basis.dtype))
     if basis.dim() == 1:
         return rows
     if basis.dim() < 4:
