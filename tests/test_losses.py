@@ -367,6 +367,15 @@ def test_root_can_be_differentiated(name: str):
     assert_close(found, expected)
 
 
+@pytest.mark.parametrize("lossfunc", [nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()], ids=str)
+def test_root_can_be_differentiated_where_probabilities_vanish(lossfunc: nn.Module):
+    z = torch.tensor([[0.0, 1.0, -300.0], [300.0, 1.0, -torch.inf]], requires_grad=True)
+    curved = curvature(lossfunc, z, torch.tensor([[1.0, 0.0, 0.0]]).expand(2, 3))
+    for each in (curved, curved.by_entries()):
+        (gradient,) = torch.autograd.grad(each.root(0, each.columns).pow(4).sum(), z, retain_graph=True)
+        assert gradient.isfinite().all() and gradient[0, 1] != 0 and gradient[0, 2] == gradient[1, 2] == 0
+
+
 def test_eigendecomposition_is_not_differentiated():
     module, z, y = problem("log-sum-exp", "mean")
     model = extend(nn.Linear(3, 3).double())

@@ -97,7 +97,7 @@ class Bernoulli(Diagonal):
     def __init__(self, logits: Tensor, weight: Tensor):
         self.p, self.weight = logits.sigmoid(), weight
         # not p (1 - p): 1 - p rounds to zero where p is close to one
-        super().__init__((self.p * (-logits).sigmoid()).sqrt() * weight, weight.square())
+        super().__init__(_root_of(self.p * (-logits).sigmoid()) * weight, weight.square())
 
     def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
         labels = torch.bernoulli(self.p.detach().expand(samples, *self.p.shape), generator=generator)
@@ -141,10 +141,10 @@ class Softmax(LossCurvature):
         at, mass_at = (t[:, :, position].permute(2, 0, 1) for t in (p, mass))  # [v, N, C] and [v, N, 1]
         c = c.view(-1, 1, 1).expand(-1, len(p), 1)
         if self.full:
-            own = at.gather(2, c).sqrt()
+            own = _root_of(at.gather(2, c))
             vectors = own * (_onehot(c, at) - at)
         else:
-            u, likeliest = at.sqrt(), at.argmax(2, keepdim=True)
+            u, likeliest = _root_of(at), at.argmax(2, keepdim=True)
             c = torch.where(c == likeliest, p.shape[1] - 1, c)  # the last class has the column that vanishes
             reflected = (u + _onehot(likeliest, at)) / (1 + u.gather(2, likeliest))
             vectors = u * (_onehot(c, at) - reflected * u.gather(2, c))
@@ -160,6 +160,11 @@ class Softmax(LossCurvature):
         labels = torch.multinomial(p.flatten(0, -2), samples, replacement=True, generator=generator)
         onehot = F.one_hot(labels.T.reshape(samples, *p.shape[:-1]), p.shape[-1]).movedim(-1, 2)
         return ((self.p - onehot) * self.mass).movedim(2, self.dim + 1)
+
+
+def _root_of(p: Tensor) -> Tensor:
+    """Root of probabilities; where one rounds to zero, so does the root's derivative in the logits."""
+    return torch.where(p > 0, p, 1).sqrt() * (p > 0) if p.requires_grad else p.sqrt()
 
 
 def _onehot(index: Tensor, like: Tensor) -> Tensor:
