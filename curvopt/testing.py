@@ -74,7 +74,7 @@ def patches(module: nn.Module, *inputs: Tensor) -> Tensor:
     outputs = len(weight) // groups
     columns = []
     for start in range(0, size, outputs):
-        selector = torch.zeros_like(weight)
+        selector = torch.zeros_like(weight, memory_format=torch.contiguous_format)
         count = min(outputs, size - start)
         rows = selector.view(groups, outputs, size)[:, :count, start : start + count]
         rows.diagonal(dim1=1, dim2=2).fill_(1.0)

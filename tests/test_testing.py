@@ -185,6 +185,13 @@ def test_shared_positions_and_reused_modules():
     check(Twice(), nn.CrossEntropyLoss(), *batch(3, 2, 4), fields, raises=True)
 
 
+def test_images_with_channels_last():
+    model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Tanh(), nn.Conv2d(2, 3, 2), nn.AvgPool2d(3), nn.Flatten())
+    model, (x, y) = model.to(memory_format=torch.channels_last), batch(3, 2, 6, 6)
+    fields = [BatchGrad(), SumGradSquared(), KFLR(), DiagGGNExact(), HMP()]
+    check(model, nn.CrossEntropyLoss(), x.to(memory_format=torch.channels_last), y, fields, raises=True)
+
+
 def test_factors_without_a_definition_are_not_checked():
     net = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 3))
     x, y = torch.randint(5, (3, 2)), torch.arange(3)
