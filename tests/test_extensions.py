@@ -830,3 +830,21 @@ def test_sums_of_many_samples_in_half_precision():
     for single, half in zip(*fields.values(), strict=True):
         assert half.dtype == torch.bfloat16
         assert abs(half.float().sum() / single.sum() - 1) < 0.01
+
+
+def test_sums_of_many_columns_in_half_precision():
+    x, found = torch.randn(16, 4), []
+    set_columns_per_sweep(1)
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(0)
+            net = extend(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 700)).to(dtype))
+            with backpack(DiagGGNExact(), BatchDiagGGNExact(), KFLR()):
+                extend(nn.CrossEntropyLoss())(net(x.to(dtype)), torch.arange(16)).backward()
+            p, bias = net[0].weight, net[0].bias
+            fields = [p.diag_ggn_exact, p.diag_ggn_exact_batch, p.kflr[0].diagonal(), bias.diag_ggn_exact]
+            assert all(field.dtype == dtype for field in fields)
+            found.append(torch.stack([field.float().sum() for field in fields]))
+    finally:
+        set_columns_per_sweep(None)
+    assert_close(found[1], found[0], rtol=0.02, atol=0)

@@ -360,13 +360,14 @@ class Outer(Jacobian):
     def add_squares(self, total: Tensor | None, per_sample: bool) -> Tensor:
         """``total`` plus the squares, ``[*p]`` or, sample by sample, ``[N, *p]``; in place where no graph is built.
 
-        Sums over samples are of at least float32: in half precision, small terms vanish in a large sum.
+        The result is of at least float32 (see `widened`).
         """
         if torch.is_grad_enabled():
-            squares = _weighted(self.dense().square(), self.weights)
+            squares = widened(_weighted(self.dense().square(), self.weights))
             return add(total, squares if per_sample else squares.sum(0))
         if per_sample:
-            result = costs.empty((self.N, *self.shape), self.left) if total is None else total.contiguous()
+            like = widened(self.left.new_empty(0))
+            result = costs.empty((self.N, *self.shape), like) if total is None else total.contiguous()
             by_sample = result.view(self.N, self.G, *self._sides(self.O, self.I))
             for v, part, products in self._by_sample(right_first=self.transposed):
                 weighted = self._times_weights(products, v, part)
@@ -376,8 +377,7 @@ class Outer(Jacobian):
                     by_sample[part].addcmul_(weighted, products)
             return result
         # [I, O]: few inputs, as of the first convolution, fill the rows of a matrix product better than its columns
-        bands, dtype = self._bands(), torch.promote_types(self.left.dtype, torch.float32)
-        squares = self.left.new_zeros(self.G, self.I, self.O, dtype=dtype)
+        squares, bands = widened(self.left.new_zeros(self.G, self.I, self.O)), self._bands()
         for v, part, products in self._by_sample(True, bands):
             if len(products) == 1:
                 squares.addcmul_(self._times_weights(products, v, part)[0], products[0])
@@ -538,14 +538,16 @@ class Squares:
 
     def add(self, jacobian: Jacobian) -> Squares:
         """Add those of a chunk of columns."""
-        if self._dtype is None and isinstance(jacobian, Outer):
-            self._dtype = jacobian.left.dtype
         if not isinstance(jacobian, Outer):
-            self._value = add(self._value, jacobian.squares_batch() if self.per_sample else jacobian.squares())
-        elif jacobian.pairs_are_cheaper:
+            value = jacobian.squares_batch() if self.per_sample else jacobian.squares()
+            self._dtype = self._dtype or value.dtype
+            self._value = add(self._value, widened(value))
+            return self
+        self._dtype = self._dtype or jacobian.left.dtype
+        if jacobian.pairs_are_cheaper:
             if self._pairs is not None and self._pairs[0].right is not jacobian.right:
                 self.total()
-            pairs = jacobian.left_pairs()  # which others may share
+            pairs = widened(jacobian.left_pairs())  # which others may share
             self._pairs = jacobian, pairs if self._pairs is None else self._pairs[1] + pairs
         else:
             self._value = jacobian.add_squares(self._value, self.per_sample)
@@ -555,9 +557,15 @@ class Squares:
         """What has been added, ``[*p]`` or ``[N, *p]``."""
         if self._pairs is not None:
             (jacobian, left), self._pairs = self._pairs, None
-            self._value = add(self._value, jacobian.squares_of_pairs(left, self.per_sample))
+            squares = jacobian.squares_of_pairs(left.to(jacobian.left.dtype), self.per_sample)
+            self._value = add(self._value, widened(squares))
         assert self._value is not None
-        return self._value if self._dtype is None else self._value.to(self._dtype)
+        return self._value.to(self._dtype)
+
+
+def widened(value: Tensor) -> Tensor:
+    """In at least float32, to be summed: in half precision, small terms vanish in a large sum."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def add(total: Any, value: Any) -> Any:

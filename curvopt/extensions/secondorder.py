@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from curvopt.core.jacobians import Approx, Dense, Jacobian, Squares, add
+from curvopt.core.jacobians import Approx, Dense, Jacobian, Squares, add, widened
 from curvopt.core.sweep import Averaged, Empirical, Exact, MonteCarlo
 from curvopt.errors import CurvoptWarning
 from curvopt.extensions.base import Extension, indices
@@ -146,6 +146,7 @@ class _Factors:
     """The left factor summed over columns, and the right one of each group of uses."""
 
     transposed: bool
+    dtype: torch.dtype
     left: Tensor | None = None
     rights: dict[tuple, Tensor | None] = dataclasses.field(default_factory=dict)
 
@@ -164,8 +165,9 @@ class _Kronecker(Extension):
         self.approx, self.limit = approx, limit
 
     def update(self, total: _Factors | None, jacobian: Jacobian) -> _Factors:
-        total = total or _Factors(jacobian.transposed)
-        total.left = add(total.left, jacobian.left_factor(self.approx, self.limit))
+        left = jacobian.left_factor(self.approx, self.limit)
+        total = total or _Factors(jacobian.transposed, left.dtype)
+        total.left = add(total.left, widened(left))
         if jacobian.origin not in total.rights:
             # once for all columns; several losses may come by different uses
             total.rights[jacobian.origin] = jacobian.right_factor(self.approx, self.limit)
@@ -187,10 +189,11 @@ class _Kronecker(Extension):
     def finish(self, total: _Factors) -> KroneckerFactors:
         assert total.left is not None
         rights = [right for right in total.rights.values() if right is not None]
+        left = total.left.to(total.dtype)
         if not rights:
-            return KroneckerFactors([total.left])
+            return KroneckerFactors([left])
         right = rights[0] if len(rights) == 1 else sum(rights[1:], start=rights[0]) / len(rights)
-        return KroneckerFactors([right, total.left] if total.transposed else [total.left, right], total.transposed)
+        return KroneckerFactors([right, left] if total.transposed else [left, right], total.transposed)
 
 
 class KFAC(_Kronecker):
