@@ -190,7 +190,7 @@ class Patches:
     def whole(self) -> Tensor:
         """The patches, ``[N, G, S, I]``; in memory positions come last, and samples before them."""
         seen = self.windows.permute(1, 2, 3, 4, 0, 5)
-        if not torch.is_grad_enabled() and prod(seen.shape[2:4]) > 1:
+        if not torch.is_grad_enabled() and prod(seen.shape[2:4]) > 1 and not seen.is_contiguous():
             seen = costs.empty(seen.shape, seen).copy_(seen)
         return seen.flatten(1, 3).permute(2, 0, 3, 1)
 
