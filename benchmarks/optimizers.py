@@ -32,7 +32,7 @@ from benchmarks.timing import RESULTS, save
 from curvopt import extend
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, HessianFree, KFACAdamW, KFACPreconditioner
 from experiments import models, problems
-from experiments.data import DEFAULT_ROOT, Split, load, load_npz
+from experiments.data import DEFAULT_ROOT, Data, Split, load, load_npz
 from experiments.problems import PROBLEMS
 
 Settings_ = Mapping[str, float]
@@ -344,7 +344,8 @@ class Settings:
     out: Path = RESULTS
     """Folder for the results and the figure."""
     quick: bool = False
-    """A hundredth of the steps and two runs, to see whether everything works."""
+    """Three steps with small batches of little data, untuned, to see whether everything works: some minutes. Results
+    go to the cache."""
 
 
 class Bench:
@@ -354,14 +355,18 @@ class Bench:
         self.settings, self.name, self.bar = settings, name, bar
         self.task = TASKS[name]
         if settings.quick:
-            self.task = replace(self.task, steps=max(3, self.task.steps // 100), every=2, evaluated=200)
-        self.runs = 2 if settings.quick else settings.runs
+            self.task = replace(self.task, steps=3, every=2, batch=16)
+        self.runs = 1 if settings.quick else settings.runs
 
     @functools.cached_property
     def data(self) -> Any:
         problem = self.task.problem
         given = load_npz(self.settings.npz) if self.task.npz else load(problem.data, self.settings.data_root)  # type: ignore[arg-type]
-        return problem.prepare(given)
+        data = problem.prepare(given)
+        if self.settings.quick:
+            sets = (Split(split.x[:256], split.y[:256]) for split in (data.train, data.test))
+            data = Data(*sets, data.classes)
+        return data
 
     def run(self, method: str, options: Settings_, seed: int) -> list[Result]:
         """Rows of a run, which is made unless there is one."""
@@ -528,12 +533,13 @@ def draw(results: list[Result], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     settings = tyro.cli(Settings, prog="python -m benchmarks.optimizers", description=__doc__, args=arguments)
+    settings = replace(settings, out=settings.cache) if settings.quick else settings
     torch.set_num_threads(1)
     chosen = [name for name in settings.task if not TASKS[name].npz or settings.npz is not None]
     for name in set(settings.task) - set(chosen):
         print(f"{name} is left out: it needs --npz")
     results = []
-    per_method = (2 if settings.quick else settings.runs) + len(settings.seeds) + 1
+    per_method = (1 if settings.quick else settings.runs) + len(settings.seeds) + 1
     with tqdm(total=len(chosen) * len({"AdamW", *settings.method}) * per_method) as bar:
         for name in chosen:
             results.append(Bench(settings, name, bar).results())
