@@ -119,3 +119,13 @@ def test_results_are_kept_shown_and_not_computed_again(tmp_path: Path, monkeypat
     assert bench.Bench(settings, "mlp", tqdm(disable=True)).results() == result
     with pytest.raises(AssertionError, match="trained again"):
         bench.Bench(replace(settings, seeds=(2,)), "mlp", tqdm(disable=True)).results()
+
+
+def test_quick_writes_to_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    bench.main(["--quick", "--task", "mlp", "--method", "KFACSGD"])
+    torch.set_num_threads(threads)
+    results = tmp_path / "runs" / "benchmark-optimizers"
+    assert (results / "optimizers-mlp.json").exists() and (results / "optimizers.png").exists()
+    assert not (tmp_path / "benchmarks").exists()
