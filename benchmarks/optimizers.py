@@ -356,7 +356,6 @@ class Bench:
         self.task = TASKS[name]
         if settings.quick:
             self.task = replace(self.task, steps=3, every=2, batch=16)
-        self.runs = 1 if settings.quick else settings.runs
 
     @functools.cached_property
     def data(self) -> Any:
@@ -399,7 +398,9 @@ class Bench:
         """Everything of one task."""
         names = ["AdamW", *(name for name in self.settings.method if name != "AdamW")]
         best = {
-            name: tune(lambda options, name=name: end(self.run(name, options, 0)), METHODS[name].tuned, self.runs)
+            name: tune(
+                lambda options, name=name: end(self.run(name, options, 0)), METHODS[name].tuned, self.settings.runs
+            )
             for name in names
         }
         reported: dict[str, list[list[Result]]] = {name: [] for name in names}
@@ -533,13 +534,13 @@ def draw(results: list[Result], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     settings = tyro.cli(Settings, prog="python -m benchmarks.optimizers", description=__doc__, args=arguments)
-    settings = replace(settings, out=settings.cache) if settings.quick else settings
+    settings = replace(settings, runs=1, out=settings.cache) if settings.quick else settings
     torch.set_num_threads(1)
     chosen = [name for name in settings.task if not TASKS[name].npz or settings.npz is not None]
     for name in set(settings.task) - set(chosen):
         print(f"{name} is left out: it needs --npz")
     results = []
-    per_method = (1 if settings.quick else settings.runs) + len(settings.seeds) + 1
+    per_method = settings.runs + len(settings.seeds) + 1
     with tqdm(total=len(chosen) * len({"AdamW", *settings.method}) * per_method) as bar:
         for name in chosen:
             results.append(Bench(settings, name, bar).results())

@@ -18,14 +18,14 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         LinAlgError: it failed in float64, too, as of matrices that are not finite.
     """
-    try:
-        values, vectors = torch.linalg.eigh(matrices.to(torch.promote_types(matrices.dtype, torch.float32)))
+    natural = torch.promote_types(matrices.dtype, torch.float32)
+    for dtype in dict.fromkeys((natural, torch.float64)):
+        try:
+            values, vectors = torch.linalg.eigh(matrices.to(dtype))
+        except LinAlgError:
+            continue
         if values.isfinite().all() and vectors.isfinite().all():
+            if dtype != natural:
+                logger.info("eigendecomposition of matrices %s in float64", tuple(matrices.shape))
             return values.to(matrices.dtype), vectors.to(matrices.dtype)
-    except LinAlgError:
-        pass
-    values, vectors = torch.linalg.eigh(matrices.double())
-    if not (values.isfinite().all() and vectors.isfinite().all()):
-        raise LinAlgError(f"no eigendecomposition of matrices {list(matrices.shape)} in float64")
-    logger.info("eigendecomposition of matrices %s in float64", tuple(matrices.shape))
-    return values.to(matrices.dtype), vectors.to(matrices.dtype)
+    raise LinAlgError(f"no eigendecomposition of matrices {list(matrices.shape)} in float64")

@@ -657,7 +657,7 @@ def _moment_of_shifts(flat: Tensor, shifts: Sequence[tuple[int, int]]) -> Tensor
 
 def _products_of_shifts(flat: Tensor, shifts: Sequence[tuple[int, int]], out: Tensor) -> None:
     """Products ``[M, M, K]`` of rows ``[M, 0]`` of patches ``[M K, P W]`` with all, by shifts along one more axis."""
-    (L, H), (K, W) = shifts[-2:]
+    (L, H), (K, W) = shifts
     x = flat.unflatten(0, (-1, L, K)).unflatten(3, (-1, H, W))  # [C, L, K, P, H, W]
     C = len(x)
     products = flat.new_empty(L, C, L, C, K)

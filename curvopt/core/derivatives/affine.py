@@ -61,8 +61,7 @@ class Conv(AffineRule):
             x = F.pad(x, amounts)
         elif any(amounts):
             x = F.pad(x, amounts, mode=module.padding_mode)
-        seen = windows(x, module.kernel_size, module.stride, module.dilation)
-        return Patches(seen.unflatten(1, (module.groups, -1)))
+        return patches(module, x)
 
     def fold(self, module: nn.Conv2d, grad: Tensor, x: Tensor) -> Tensor:
         V, N, channels, *positions = grad.shape
@@ -98,14 +97,19 @@ class ConvTranspose(AffineRule):
             # pad (or crop) the output to what the patches of all input positions span, whatever output_padding added
             span = (x.shape[axis] - 1) * stride + dilation * (size - 1) + 1
             amounts = [int(padding), span - int(padding) - grad.shape[1 + axis], *amounts]
-        seen = windows(F.pad(grad.flatten(0, 1), amounts), module.kernel_size, module.stride, module.dilation)
-        return Patches(seen.unflatten(1, (module.groups, -1))).whole.unflatten(0, grad.shape[:2])
+        return patches(module, F.pad(grad.flatten(0, 1), amounts)).whole.unflatten(0, grad.shape[:2])
 
     def bias(self, grad: Tensor, left: Tensor) -> Tensor:
         return grad.flatten(3).sum(3).unflatten(1, (left.shape[1], -1)).sum(2)
 
     def least_dims(self, module: nn.ConvTranspose2d) -> int:
         return 2 + len(module.kernel_size)
+
+
+def patches(module: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> Patches:
+    """What the kernel of a module sees of padded values, its groups of channels apart."""
+    seen = windows(x, module.kernel_size, module.stride, module.dilation)
+    return Patches(seen.unflatten(1, (module.groups, -1)))
 
 
 def windows(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:

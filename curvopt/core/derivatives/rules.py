@@ -200,9 +200,9 @@ class AffineRule(Rule):
             if "right" not in use.cache:
                 # autocast: the input may be in another precision
                 right = self.unfold(use.module, *[x.to(left.dtype) for x in inputs])
-                if isinstance(right, Tensor) or right.shape[0] != N:
-                    right = _by_sample(right if isinstance(right, Tensor) else right.whole, N)
-                use.cache["right"] = right
+                if isinstance(right, Patches) and right.shape[0] != N:
+                    right = right.whole
+                use.cache["right"] = _by_sample(right, N) if isinstance(right, Tensor) else right
             shape = use.module.get_parameter("weight").shape
             shifts = self.shifts(use.module, use.shapes[0])
             jacobians["weight"] = Outer(left, use.cache["right"], shape, self.transposed, shifts)
