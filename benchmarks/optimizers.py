@@ -150,7 +150,7 @@ METHODS: dict[str, Method] = {
     "KFAC + AdamW": Method(functools.partial(preconditioned, _adamw), {"lr": 0.001, "damping": _damping}),
     "KFAC + Muon": Method(functools.partial(preconditioned, adamw_beside), {"lr": 0.001, "damping": _damping}),
     "DiagonalNewton": ours(DiagonalNewton, "kl_clip", "damping"),
-    "HessianFree": ours(HessianFree, "damping", large=8, cg_iterations=30),
+    "HessianFree": ours(HessianFree, large=8, cg_iterations=30),  # adapts what would be tuned; steps of minutes
 }
 BASELINES = ("SGD", "AdamW", "Muon")
 

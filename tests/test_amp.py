@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -99,6 +100,8 @@ def flat(weights: list[Tensor]) -> Tensor:
 )
 def test_steps_are_those_of_float32(name: str, model: Callable, dtype: torch.dtype, scale: float, tolerance: float):
     make = OPTIMIZERS[name]
+    if name.startswith("DiagonalNewton"):  # the less a diagonal is damped, the more it makes of rounding
+        make = functools.partial(make, damping=0.005)
     start, full = flat(Run(make, model).weights()), flat(train(make, model).weights())
     mixed = flat(train(make, model, dtype, scale).weights())
     assert (mixed - full).norm() < tolerance * (full - start).norm()

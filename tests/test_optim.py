@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from curvopt import CurvoptError, backpack, extend
 from curvopt.extensions import BatchGrad
+from curvopt.hessianfree import ggn_vector_product
 from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 from curvopt.optim.base import CurvatureOptimizer, annealed_interval, ema_update, kl_clip_factor
@@ -273,6 +274,34 @@ def test_what_kl_clip_bounds_is_per_variable_of_a_prediction(loss: nn.Module, va
     products = [(m * p.grad).sum() for m, p in zip(moved, run.model.parameters(), strict=True)]
     predicted = -run.optimizer.param_groups[0]["lr"] * torch.stack(products).sum() / weight / variables
     torch.testing.assert_close(run.optimizer.metrics()["kl"], predicted)
+
+
+@pytest.mark.parametrize(
+    ("loss", "variables", "weight"), [(nn.MSELoss(), 10, 1 / 10), (nn.CrossEntropyLoss(reduction="sum"), 1, 8)]
+)
+def test_what_diagonal_newton_bounds_is_more_than_the_change(loss: nn.Module, variables: int, weight: float) -> None:
+    """Of which its diagonal predicts but a part."""
+    run = Run(DiagonalNewton, mlp, momentum=0.0, dtype=torch.float64, curvature="diag_ggn_exact")
+    group = run.optimizer.param_groups[0]
+    parameters = group["params"]
+    group["params"], last = parameters[:-2], parameters[-2:]
+    run.optimizer.add_param_group({"params": last, "lr": 3 * group["lr"]})
+    run.optimizer.attach(run.model, loss)
+    before, model = run.weights(), copy.deepcopy(run.model)
+    y = run.y[:8] if variables == 1 else torch.rand(8, 10, dtype=torch.float64)
+    loss(run.model(run.x[:8]), y).backward()
+    run.optimizer.step()
+    moved = [a - b for a, b in zip(run.weights(), before, strict=True)]
+    z = model(run.x[:8])
+    curved = ggn_vector_product(loss(z, y), z, model, moved)
+    change = torch.stack([(m * c).sum() for m, c in zip(moved, curved, strict=True)]).sum() / weight
+    diagonals = [run.optimizer.state[p]["factors"][0] for p in parameters]
+    parts = [(h.sqrt() * m.flatten().abs()).sum() for h, m in zip(diagonals, moved, strict=True)]
+    bound = torch.stack(parts).sum().square()
+    predicted = torch.stack([(h * m.flatten().square()).sum() for h, m in zip(diagonals, moved, strict=True)]).sum()
+    assert 10 * predicted < change < bound
+    torch.testing.assert_close(run.optimizer.metrics()["kl"], bound / variables**0.5)
+    assert run.optimizer.metrics()["kl"] == pytest.approx(run.optimizer.kl_clip)
 
 
 def test_kl_clip_never_lengthens_and_accepts_no_step() -> None:
@@ -778,6 +807,9 @@ def test_metrics(make: Callable) -> None:
     assert metrics["grad_norm"] == pytest.approx(grad.norm().item(), rel=1e-4)
     assert metrics["cosine"] == pytest.approx(-(moved @ grad / moved.norm() / grad.norm()).item(), rel=1e-3)
     predicted = -run.optimizer.param_groups[0]["lr"] * metrics["kl_clip_factor"] * (moved @ grad).item()
+    if isinstance(run.optimizer, DiagonalNewton):  # bounds what any matrix with this diagonal allows
+        roots = torch.cat([run.optimizer.state[p]["factors"][0].sqrt() for p in run.model.parameters()])
+        predicted = (roots @ moved.abs()).square().item()
     assert metrics["kl"] == pytest.approx(predicted, rel=1e-3)
     assert metrics["damping"] == run.optimizer.param_groups[0]["damping"] and metrics.get("fallbacks", 0) == 0
 

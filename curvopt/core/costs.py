@@ -25,7 +25,7 @@ CHUNK_ENTRIES = {"cpu": 1 << 18, "cuda": 1 << 26}
 #: Activation entries that columns swept together may hold: together wins on small nets, one by one on large ones.
 SWEEP_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 26}
 #: Rows of a symmetric product that are computed at once.
-SYMMETRIC_BLOCK = 128
+SYMMETRIC_BLOCK = 192
 #: Bytes of the largest block that glibc keeps when it is freed (it allows no more), and of all that it keeps.
 KEPT_BLOCK, KEPT_BYTES = 32 << 20, 128 << 20
 

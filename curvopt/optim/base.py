@@ -575,7 +575,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         weight = self._progress["step_weight"].to(sums[0])
         # divided once all is summed, as is what is linear in the gradients, below
         ug, uu, gg, quadratic, length = torch.stack([each.to(sums[0]) for each in sums]).sum(0) / weight.square()
-        quadratic = quadratic / self._progress["variables"]
+        quadratic = self._kl(quadratic, updates, weight)
         clip = kl_clip_factor(quadratic, self.kl_clip)
         self._metrics |= {
             "kl": clip.square() * quadratic,
@@ -590,6 +590,16 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             param: update.mul_(scale.to(update)).to(param.dtype).reshape(param.shape)
             for param, update in updates.items()
         }
+
+    def _kl(self, quadratic: Tensor, updates: dict[Tensor, Tensor], weight: Tensor) -> Tensor:
+        """What the KL clip bounds: the change that the averaged curvature predicts, per variable of a prediction.
+
+        Args:
+            quadratic: ``lr² uᵀg``.
+            updates: ``u`` by parameter, ``[P]``, still times ``weight``.
+            weight: of the loss.
+        """
+        return quadratic / self._progress["variables"]
 
     def _decay(self, grads: dict[Tensor, Tensor]) -> None:
         """Decoupled weight decay of the parameters that take a step."""
@@ -673,8 +683,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
     def metrics(self) -> dict[str, float | Tensor]:
         """Numbers of the last step; tensors ``[]`` stay on the device until you read them.
 
-        ``kl``: ``lr² uᵀg`` after clipping, per variable of a prediction: what ``kl_clip`` bounds. ``kl_clip_factor``: 1
-        if not clipped.
+        ``kl``: what ``kl_clip`` bounds, after clipping; unless the optimizer says otherwise, ``lr² uᵀg`` per variable
+        of a prediction. ``kl_clip_factor``: 1 if not clipped.
         ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss. ``cosine``: between
         gradient and preconditioned gradient. ``damping``: of the first group. ``fallbacks``: matrices that needed more
         than the usual factorisation when it was last done. ``condition``: largest condition number of a damped factor

@@ -14,9 +14,12 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
     """``torch.optim.SGD`` whose gradient ``g`` is replaced by ``ν g / (h + λ)``.
 
     ``h`` is a moving average of the diagonal of the GGN (or Fisher) matrix or of the Hessian, ``λ`` the damping,
-    ``ν ≤ 1`` the KL clip.
-    Use it as ``KFACSGD``; the loop, the checkpoints and the shared options are the same. The diagonal knows nothing of
-    how parameters act together, so its steps are kept shorter.
+    ``ν ≤ 1`` the KL clip. Use it as ``KFACSGD``; the loop, the checkpoints and the shared options are the same.
+
+    The diagonal knows nothing of how parameters act together: of the change ``δᵀGδ`` that a step ``δ`` makes, it
+    predicts a small part ``Σ hᵢδᵢ²``, one in hundreds or thousands for usual networks. So the clip bounds the largest
+    change that a matrix with this diagonal allows: ``δᵀGδ ≤ (Σ √hᵢ |δᵢ|)²`` for every positive semi-definite ``G``,
+    by the Cauchy-Schwarz inequality.
 
     Args:
         params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, ``damping``,
@@ -28,8 +31,9 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
             (``"clip"``).
         damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
         ema: decay of the average per refresh, bias-corrected.
-        kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step over all groups, for each variable that a
-            prediction has (1 for a class, a sample's entries for element-wise losses); ``None`` for none.
+        kl_clip: bound ``κ`` on ``lr² (Σ √hᵢ |uᵢ|)² / √V`` of a step ``u`` over all groups, with ``V`` the number of
+            variables that a prediction has (1 for a class, a sample's entries for element-wise losses); ``None`` for
+            none. The root is by experience.
         curvature_every: steps between refreshes of the diagonal, reached gradually from 1.
         adaptive_damping: every fifth step, multiply ``damping`` by (19/20)^5 or its inverse if the change of the loss
             was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``. No step is taken back: from a
@@ -53,9 +57,9 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         *,
         curvature: Literal["diag_ggn_mc", "diag_ggn_exact", "diag_h"] = "diag_ggn_mc",
         modify: Literal["abs", "clip"] = "abs",
-        damping: float = 0.005,
+        damping: float = 0.001,
         ema: float = 0.95,
-        kl_clip: float | None = 0.0002,
+        kl_clip: float | None = 0.1,
         curvature_every: int = 10,
         adaptive_damping: bool = False,
         mc_samples: int = 1,
@@ -102,3 +106,20 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         # now that the parts of the batch are added up
         (diagonal,) = new
         super()._average(state, [diagonal.abs() if self._options["modify"] == "abs" else diagonal.clamp(min=0)], ema)
+
+    def _renew(self) -> None:
+        super()._renew()
+        for param in self._params():
+            state = self.state[param]
+            state["scales"] = [
+                h.sqrt().to(param.device) for h in state.get("factors", [self._progress["mean_curvature"]])
+            ]
+
+    def _kl(self, quadratic: Tensor, updates: dict[Tensor, Tensor], weight: Tensor) -> Tensor:
+        parts = [
+            torch.linalg.vector_norm(updates[param] * self.state[param]["scales"][0], ord=1) * (group["lr"] / weight)
+            for group in self.param_groups
+            for param in group["params"]
+            if param in updates
+        ]
+        return torch.stack([part.to(quadratic) for part in parts]).sum().square() / self._progress["variables"] ** 0.5
