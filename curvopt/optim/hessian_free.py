@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvopt.core.derivatives.functional_losses import FunctionalLoss, find_losses
 from curvopt.core.derivatives.losses import LossCurvature
@@ -151,7 +152,7 @@ class QuadraticModel:
                 raise
             raise CurvoptError(
                 f"HessianFree: PyTorch has no second derivative of an operation of the network ({error}). Attention "
-                "has one inside of torch.nn.attention.sdpa_kernel(SDPBackend.MATH), cuDNN's recurrent nets with "
+                "has one unless a kernel other than SDPBackend.MATH is chosen for it, cuDNN's recurrent nets with "
                 "torch.backends.cudnn.flags(enabled=False), compiled models before they are compiled."
             ) from error
         HJv = [_hessian_product(*term) for term in zip(self._slopes, self._edges, Jv, strict=True)]
@@ -399,12 +400,12 @@ class HessianFree(torch.optim.Optimizer):
     graphs are kept; if it calls ``backward``, several times perhaps, the objective is the sum of what it called it on,
     else what it returns. This must be a linear function of losses that are known: cross-entropy, squared error, binary
     cross-entropy of logits, as modules or functions, or others by ``extend(loss, loss=True)``. The model need not be
-    extended, and may hold any operation that PyTorch differentiates twice. ``.grad`` is what the closure makes of it,
-    and is not read. Further calls run without gradients (unless the closure calls ``torch.autograd.grad``), and their
-    backwards do nothing. They must compute the same function of the same data: PyTorch's random numbers (dropout) are
-    those of the first call, and modules work on copies of their buffers, so that running statistics change once in
-    a step. Contexts (``backpack``) are told of the first call alone. Whatever else the closure changes, it changes at
-    each call.
+    extended, and may hold any operation that PyTorch differentiates twice; attention is computed by the kernel of which
+    that is true (``SDPBackend.MATH``). ``.grad`` is what the closure makes of it, and is not read. Further calls run
+    without gradients (unless the closure calls ``torch.autograd.grad``), and their backwards do nothing. They must
+    compute the same function of the same data: PyTorch's random numbers (dropout) are those of the first call, and
+    modules work on copies of their buffers, so that running statistics change once in a step. Contexts (``backpack``)
+    are told of the first call alone. Whatever else the closure changes, it changes at each call.
 
     In several processes the objective is the mean of theirs, see `curvopt.distributed`.
 
@@ -468,6 +469,7 @@ class HessianFree(torch.optim.Optimizer):
                 raise CurvoptError(f"{name}: HessianFree got a complex parameter; use two real ones.")
 
     @torch.no_grad()
+    @sdpa_kernel(SDPBackend.MATH)  # no other has a second derivative
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one step.
 
