@@ -7,14 +7,13 @@ the time of what the engine chooses, divided by that of the best.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -24,7 +23,8 @@ from benchmarks.problems import PROBLEMS
 from benchmarks.tables import Choice
 from benchmarks.timing import RESULTS, machine, save, seconds
 from curvopt.core import costs
-from curvopt.core.jacobians import Outer, Squares
+from curvopt.core.derivatives.rules import AffineRule, rule_for
+from curvopt.core.jacobians import Outer, Patches, Squares
 
 #: Largest temporary that a forced choice may ask for, in numbers.
 LARGEST = 2e8
@@ -59,20 +59,32 @@ class Case:
     call: Callable[[], Any]
 
 
-def layers(problem: str) -> Iterator[tuple[str, Tensor, nn.Module]]:
-    """Name, unfolded input ``[N, G, S, I]`` and module of the layers of a network, of each shape once."""
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer or a convolution, as the engine sees it: see `Outer`."""
+
+    name: str
+    right: Tensor
+    shape: torch.Size
+    shifts: Sequence[tuple[int, int]]
+
+
+def layers(problem: str) -> Iterator[Layer]:
+    """The layers of a network, of each shape once."""
     task, found, handles = PROBLEMS[problem].make(), {}, []
     for name, module in task.model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Conv2d)):
+        rule = rule_for(module)
+        if isinstance(rule, AffineRule):
 
-            def keep(module: nn.Module, args: tuple[Tensor], name: str = name) -> None:
-                x = args[0].detach()
-                if isinstance(module, nn.Conv2d):
-                    x = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride).mT
-                x = x.reshape(len(x), 1, -1, x.shape[-1]).contiguous()
-                found.setdefault((x.shape, module.weight.shape), (name, x, module))
+            def keep(
+                module: nn.Module, args: tuple[Tensor], output: Tensor, name: str = name, rule: AffineRule = rule
+            ) -> None:
+                shape = module.get_parameter("weight").shape
+                right = rule.unfold(module, args[0].detach())
+                right = right.whole if isinstance(right, Patches) else right
+                found.setdefault((right.shape, shape), Layer(name, right, shape, rule.shifts(module, output.shape)))
 
-            handles.append(module.register_forward_pre_hook(keep))
+            handles.append(module.register_forward_hook(keep))
     task.model(task.x)
     for handle in handles:
         handle.remove()
@@ -90,14 +102,20 @@ def chunks(left: Tensor, right: Tensor, columns: int) -> Any:
 
 
 def cases_of_layers(problem: str) -> Iterator[Case]:
-    for name, right, module in layers(problem):
-        where = f"{problem} {name}"
+    for layer in layers(problem):
+        where, right, shifts = f"{problem} {layer.name}", layer.right, layer.shifts
         N, _, S, I = right.shape  # noqa: E741 - the reserved letters
-        O = module.weight.shape[0]  # noqa: E741
+        O = layer.shape[0]  # noqa: E741
         left = torch.randn(1, N, 1, S, O)
         outer = Outer(left, right, torch.Size((O, I)))
         if I >= costs.SYMMETRIC_BLOCK:
             yield Case("symmetric products by blocks", f"{where} F={I}", "by_blocks", (True, False), outer.right_factor)
+        if shifts:
+            shape, shifted = f"{shifts} I={I}", Outer(left, right, torch.Size((O, I)), shifts=shifts)
+            yield Case("moments by shifts", f"{where} {shape}", "by_shifts", (True, False), shifted.right_factor)
+            if len(shifts) == 2 and costs.by_shifts(*shifts[-1]):
+                choice = "moments by shifts along two axes"
+                yield Case(choice, f"{where} {shape}", "by_two_shifts", (True, False), shifted.right_factor)
         if S == 1:
             continue
         shape = f"S={S} O={O} I={I}"
