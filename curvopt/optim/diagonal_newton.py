@@ -116,10 +116,12 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
             ]
 
     def _kl(self, quadratic: Tensor, updates: dict[Tensor, Tensor], weight: Tensor) -> Tensor:
-        parts = [
-            torch.linalg.vector_norm(updates[param] * self.state[param]["scales"][0], ord=1) * (group["lr"] / weight)
-            for group in self.param_groups
-            for param in group["params"]
-            if param in updates
-        ]
-        return torch.stack([part.to(quadratic) for part in parts]).sum().square() / self._progress["variables"] ** 0.5
+        length = torch.zeros_like(quadratic)
+        for group in self.param_groups:
+            parts = [
+                torch.linalg.vector_norm(updates[param] * self.state[param]["scales"][0], ord=1)
+                for param in group["params"]
+                if param in updates
+            ]
+            length += group["lr"] * sum(part.to(quadratic) for part in parts)
+        return (length / weight).square() / self._progress["variables"] ** 0.5
