@@ -6,17 +6,19 @@ import mmap
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
-from curvopt import extend
+from curvopt import backpack, extend
 from curvopt.core import costs
 from curvopt.core.derivatives import rule_for
 from curvopt.core.jacobians import Dense, Jacobian, Outer, Squares
 from curvopt.core.uses import KEY
+from curvopt.extensions import BatchDiagGGNExact, BatchGrad, DiagGGNExact
 
 
 def outer(V: int, S: int, O: int, I: int, G: int = 1, transposed: bool = False, weighted: bool = False) -> Outer:  # noqa: E741
@@ -207,6 +209,44 @@ def test_a_system_without_large_pages_has_small_ones(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mmap, "mmap", Small)
     monkeypatch.setattr(costs, "KEPT_BLOCK", 0)
     assert costs.empty((2, 3), torch.empty(0)).shape == (2, 3)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="about pages of Linux")
+def test_large_results_use_the_memory_of_former_ones(monkeypatch: pytest.MonkeyPatch):
+    mapped = []
+
+    def spy(size: int, original: Callable = costs._mapped) -> mmap.mmap:
+        mapped.append(size)
+        return original(size)
+
+    monkeypatch.setattr(costs, "_mapped", spy)
+    monkeypatch.setattr(costs, "_freed", ({}, {}))
+    monkeypatch.setattr(costs, "KEPT_BLOCK", 0)
+    model, lossfunc = extend(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))), extend(nn.CrossEntropyLoss())
+    inputs = torch.randn(7, 4, 6)
+
+    def fields(x: Tensor) -> list[Tensor]:
+        with backpack(BatchGrad(), DiagGGNExact(), BatchDiagGGNExact()):
+            lossfunc(model(x), torch.zeros(len(x), dtype=torch.long)).backward()
+        return [getattr(p, name) for p in model.parameters() for name in ("grad_batch", "diag_ggn_exact_batch")]
+
+    kept = fields(inputs[0])  # somebody else's from now on
+    values = [field.clone() for field in kept]
+    assert mapped
+    fields(inputs[1])
+    mapped.clear()
+    found = [field.clone() for field in fields(inputs[2])]
+    assert not mapped
+    assert all(map(torch.equal, kept, values))
+    monkeypatch.setattr(costs, "KEPT_BLOCK", 1 << 30)
+    assert all(map(torch.equal, found, fields(inputs[2])))
+
+    monkeypatch.setattr(costs, "KEPT_BLOCK", 0)
+    for x in (inputs[3, :2], inputs[4, :2], inputs[5, :2]):  # blocks of another size are not kept for ever
+        fields(x)
+    mapped.clear()
+    fields(inputs[6])
+    assert mapped
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")

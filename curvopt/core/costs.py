@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import sys
+import weakref
 from contextlib import suppress
 from functools import cache
 from math import prod
@@ -90,16 +91,47 @@ def keep_freed_memory() -> None:
         mallopt(-1, KEPT_BYTES)  # M_TRIM_THRESHOLD
 
 
-def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Uninitialised memory that nobody has used yet.
+#: Large blocks of memory by size, whose tensors are gone: in this backward, and in the one before.
+_freed: tuple[dict[int, list[mmap.mmap]], dict[int, list[mmap.mmap]]] = ({}, {})
 
-    What is large comes from the system page by page, which takes longer than to compute what is written there, unless
-    the pages are large, too.
+
+def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Uninitialised memory.
+
+    What is large comes from the system page by page, which takes longer than to compute what is written there. So pages
+    are large, where the system has such, and those of a tensor that is gone serve the next one of the same size. In
+    between the system may take them back, should it need them.
     """
     size = prod(shape) * like.element_size()
     if size <= KEPT_BLOCK or like.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return like.new_empty(shape)
+    pages = _freed_of(size) or _mapped(size)
+    view = memoryview(pages)  # what PyTorch holds and lets go of
+    weakref.finalize(view, _keep, pages).atexit = False
+    return torch.frombuffer(view, dtype=like.dtype).view(shape)
+
+
+def forget_unused() -> None:
+    """A backward is over: give back the blocks that it did not need."""
+    global _freed
+    _freed = ({}, _freed[0])
+
+
+def _freed_of(size: int) -> mmap.mmap | None:
+    for blocks in _freed:
+        with suppress(KeyError, IndexError):
+            return blocks[size].pop()
+    return None
+
+
+def _mapped(size: int) -> mmap.mmap:
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # of a system that has none
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=like.dtype).view(shape)
+    return pages
+
+
+def _keep(pages: mmap.mmap) -> None:
+    with suppress(OSError, AttributeError):  # of a system that does not know it
+        pages.madvise(mmap.MADV_FREE)
+    _freed[0].setdefault(len(pages), []).append(pages)

@@ -290,6 +290,7 @@ class Pass:
         """Drop what uses cached for this backward."""
         for use in self.graph.entries:
             use.cache.clear()
+        costs.forget_unused()
 
     def undo(self) -> None:
         """Take back the fields that a failed backward has set."""
@@ -347,9 +348,9 @@ class Pass:
         if p in self.terms:
             share = self.terms[p] * p / jacobian.N
             jacobian = combine([jacobian, Dense(share.expand(1, jacobian.N, *p.shape))])
-        jacobian.parameter, jacobian.gradient = p, total
+        jacobian.gradient = total
+        self._update(p, jacobian, self.first_order)
         for extension in self.first_order:
-            self.totals[p, extension] = extension.update(None, jacobian)
             self._complete(p, extension)
 
     def _jacobians(
@@ -431,6 +432,8 @@ class Pass:
     def _update(self, p: nn.Parameter, jacobian: Jacobian, extensions: Sequence[Extension]) -> None:
         jacobian.parameter = p
         for extension in extensions:
+            if (p, extension) not in self.totals:
+                vars(p).pop(extension.field, None)  # its memory is used again
             self.totals[p, extension] = extension.update(self.totals.get((p, extension)), jacobian)
 
     def _residuals(self, use: Loss, grad: Tensor, modify: Modify, extensions: Sequence[Extension]) -> None:
