@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import platform
 import subprocess
@@ -17,8 +18,9 @@ from curvopt import backpack, extend
 from curvopt.core import costs
 from curvopt.core.derivatives import rule_for
 from curvopt.core.jacobians import Dense, Jacobian, Outer, Squares
+from curvopt.core.sweep import Pass
 from curvopt.core.uses import KEY
-from curvopt.extensions import BatchDiagGGNExact, BatchGrad, DiagGGNExact
+from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact
 
 
 def outer(V: int, S: int, O: int, I: int, G: int = 1, transposed: bool = False, weighted: bool = False) -> Outer:  # noqa: E741
@@ -247,6 +249,30 @@ def test_large_results_use_the_memory_of_former_ones(monkeypatch: pytest.MonkeyP
     mapped.clear()
     fields(inputs[6])
     assert mapped
+
+
+def forget_last(self: Pass, sweep: Callable, *args: object, **options: object) -> None:
+    """A sweep that is not told that it is the last, which would have it clear the caches."""
+    sweep(self, *args, **options | {"last": False})
+
+
+@pytest.mark.parametrize(("extensions", "kept"), [((KFLR(),), False), ((KFLR(), DiagGGNExact()), True)])
+def test_patches_are_kept_for_those_who_look_again(
+    extensions: tuple, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = extend(nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)))
+    lossfunc, caches, release = extend(nn.CrossEntropyLoss()), [], Pass.release
+
+    def spy(self: Pass) -> None:
+        caches.extend(dict(vars(entry.use.cache["right"])) for entry in self.entries if "right" in entry.use.cache)
+        release(self)
+
+    monkeypatch.setattr(Pass, "release", spy)
+    monkeypatch.setattr(Pass, "_chunk_size", lambda self: 1)
+    monkeypatch.setattr(Pass, "_sweep", functools.partialmethod(forget_last, Pass._sweep))
+    with backpack(*extensions):
+        lossfunc(model(torch.randn(4, 2, 4, 4)), torch.zeros(4, dtype=torch.long)).backward()
+    assert ["whole" in cache for cache in caches if "windows" in cache] == [kept]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")

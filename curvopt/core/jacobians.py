@@ -109,6 +109,9 @@ class Jacobian(ABC):
         """The same, sharing no memory with the network's activations."""
         return self
 
+    def share_no_patches(self) -> None:  # noqa: B027 - few have any
+        """Let patches that are put together for this one go with it."""
+
     def matmul(self, directions: Tensor) -> Tensor:
         """``sum_vn w_vn j_vn j_vn^T`` applied to ``[K, *p]`` directions."""
         coefficients = self.project(directions)
@@ -310,6 +313,10 @@ class Outer(Jacobian):
     def expand(self, coefficients: Tensor) -> Tensor:
         left = torch.einsum("kvn,vngso->kgnso", coefficients, self.left).flatten(2, 3)
         return self._shaped(left.mT @ self.right.transpose(0, 1).flatten(1, 2))
+
+    def share_no_patches(self) -> None:
+        if isinstance(self._right, Patches):
+            self._right = Patches(self._right.windows)
 
     def owned(self) -> Jacobian:
         result = Outer(self.left, self.right.clone(), self.shape, self.transposed)

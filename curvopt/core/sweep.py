@@ -173,6 +173,7 @@ class Pass:
         self.extensions, self.extension_hook, self.graph, self.partial = extensions, extension_hook, graph, partial
         self.first_order = [e for e in extensions if isinstance(e.columns, Gradient)]
         self.second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
+        self.reads_inputs_once = all(e.reads_inputs_once for e in extensions)
         self.entries = [entry for entry in graph.entries.values() if entry.parameters]
         self.entries_of = Counter(p for entry in self.entries for p in entry.parameters.values())
         self.parts: dict[nn.Parameter, list[Jacobian]] = {}
@@ -341,6 +342,8 @@ class Pass:
         for name in list(jacobians):
             jacobian = jacobians.pop(name)
             jacobian.origin = (entry.use,)
+            if self.reads_inputs_once:
+                jacobian.share_no_patches()
             yield entry.parameters[name], jacobian
 
     def _reduce_gradient(self, p: nn.Parameter, total: Tensor | None = None) -> None:

@@ -154,6 +154,7 @@ class _Factors:
 class _Kronecker(Extension):
     """Kronecker factors: ``[B, A]`` with ``G ≈ B ⊗ A`` of ``[O, I]`` matrices, a single factor for other parameters."""
 
+    reads_inputs_once = True
     approx: Approx = "expand"
     limit: int | None = None
 
