@@ -469,7 +469,7 @@ def markdown(result: Result) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in summary(result).items():
-        options = ", ".join(f"{key} {value:.3g}" for key, value in row["options"].items())
+        options = ", ".join(f"{key} {value:.3g}" for key, value in row["options"].items()) or "–"
         accuracy = None if row["accuracy"] is None else 100 * row["accuracy"]
         cells = [
             show(row["steps"], ".0f"),
