@@ -113,7 +113,7 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
         if shifts:
             shape, shifted = f"{shifts} I={I}", Outer(left, right, torch.Size((O, I)), shifts=shifts)
             yield Case("moments by shifts", f"{where} {shape}", "by_shifts", (True, False), shifted.right_factor)
-            if len(shifts) == 2 and costs.by_shifts(*shifts[-1]):
+            if len(shifts) == 2 and costs.by_shifts(*shifts[-1], N * S):
                 choice = "moments by shifts along two axes"
                 yield Case(choice, f"{where} {shape}", "by_two_shifts", (True, False), shifted.right_factor)
         if S == 1:

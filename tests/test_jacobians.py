@@ -195,7 +195,7 @@ def test_second_moments_of_patches_by_shifts(conv: nn.Module, two: bool, rows: i
     with torch.no_grad():
         jacobian = rule_for(conv).jac_t(use, [torch.ones_like(z)[None]], ["weight"], 4 // rows)["weight"]
         assert isinstance(jacobian, Outer) and jacobian.shifts
-        monkeypatch.setattr(costs, "by_shifts", lambda K, W: True)
+        monkeypatch.setattr(costs, "by_shifts", lambda K, W, R: True)
         monkeypatch.setattr(costs, "by_two_shifts", lambda L, H, K: two)
         found = jacobian.right_factor()
         jacobian.shifts = ()

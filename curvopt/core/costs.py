@@ -62,10 +62,17 @@ def by_gram(S: int, O: int, I: int) -> bool:
     return S * (O + I) < O * I
 
 
-def by_shifts(K: int, W: int) -> bool:
-    """Whether the second moment of patches is cheaper by shifts of one of K entries along an axis of W positions."""
-    direct, mirrored = 1 / K + (K - 1) / (K * W), 0.6
-    return direct < 0.9 * mirrored
+def by_shifts(K: int, W: int, R: int) -> bool:
+    """Whether the second moment of patches is cheaper by shifts of one of K entries along an axis.
+
+    Args:
+        K: entries of the kernel along the axis.
+        W: positions along the axis.
+        R: positions of all samples.
+    """
+    # entries are copied one by one: they cost more than a product over few positions
+    shifted, mirrored = R * (1 / K + (K - 1) / (K * W)) + 2.5 * ENTRY, 0.6 * R
+    return shifted < 0.9 * mirrored
 
 
 def by_two_shifts(L: int, H: int, K: int) -> bool:

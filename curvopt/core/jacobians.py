@@ -290,7 +290,7 @@ class Outer(Jacobian):
         scale, whole = 1 / max(right.shape[0] * right.shape[2], 1), limit is None or self.I <= limit
         if not self.shifts or right is not self.right or not whole or torch.is_grad_enabled():
             return _second_moment(right, limit, scale)
-        if not costs.by_shifts(*self.shifts[-1]):
+        if not costs.by_shifts(*self.shifts[-1], self.N * self.S):
             return _second_moment(right, limit, scale)
         moments = [_moment_of_shifts(flat, self.shifts).mul_(scale) for flat in _by_feature(right)]
         return torch.stack(moments) if self.G > 1 else moments[0]
