@@ -205,7 +205,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     axis.xaxis.set_major_formatter("{x:g}")
     axis.set_yticks(range(len(choices)), choices)
     axis.set_ylim(len(choices) - 0.5, -0.5)
-    axis.set_xlabel("time of the best other way / time of the way chosen (crosses: the other way is faster)")
+    axis.set_xlabel("time of the best other way / of the way chosen\n(crosses: the other is faster)")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="x", color="0.9")
     figure.tight_layout()
