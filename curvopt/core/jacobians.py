@@ -288,9 +288,8 @@ class Outer(Jacobian):
     def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         right = self.right.mean(2, keepdim=True) if approx == "reduce" else self.right
         scale, whole = 1 / max(right.shape[0] * right.shape[2], 1), limit is None or self.I <= limit
-        if not self.shifts or right is not self.right or not whole or torch.is_grad_enabled():
-            return _second_moment(right, limit, scale)
-        if not costs.by_shifts(*self.shifts[-1], self.N * self.S):
+        possible = self.shifts and right is self.right and whole and not torch.is_grad_enabled()
+        if not possible or not costs.by_shifts(*self.shifts[-1], self.N * self.S):
             return _second_moment(right, limit, scale)
         moments = [_moment_of_shifts(flat, self.shifts).mul_(scale) for flat in _by_feature(right)]
         return torch.stack(moments) if self.G > 1 else moments[0]
