@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -290,6 +290,11 @@ def _walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node
             if following is not None and following not in seen and following not in boundary:
                 seen.add(following)
                 stack.append(following)
+
+
+def leads_to(node: Node, others: Collection[Node]) -> bool:
+    """Whether any of some other nodes is reachable from a node."""
+    return any(other in others and other is not node for other in _walk([node]))
 
 
 def uses_behind(roots: list[Node]) -> bool:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge
 from curvopt.core import costs
 from curvopt.core.averaged import averaged_jacobians
 from curvopt.core.derivatives.losses import LossCurvature
-from curvopt.core.graph import Entry, Graph
+from curvopt.core.graph import Entry, Graph, leads_to
 from curvopt.core.jacobians import Dense, Jacobian, combine, stack_samples
 from curvopt.core.residuals import (
     Modify,
@@ -243,8 +243,11 @@ class Pass:
             return
         if self.first_order and self.samples.unaligned:
             slope = use.slope(grad).to(use.input.dtype).unsqueeze(0)
-            for p, jacobian in self._jacobians([use.edge], [slope], self.samples.unaligned):
+
+            def visit(p: nn.Parameter, jacobian: Jacobian) -> None:
                 self.parts.setdefault(p, []).append(jacobian)
+
+            self._jacobians([use.edge], [slope], visit, self.samples.unaligned)
         if self.second_order:
             with self._named():
                 curvature, scale = use.curvature(grad)
@@ -360,42 +363,61 @@ class Pass:
         self,
         outputs: list[GradientEdge],
         vectors: list[Tensor],
+        visit: Callable[[nn.Parameter, Jacobian], None],
         uses: Collection[Use] | None = None,
         last: bool = False,
-    ) -> Iterator[tuple[nn.Parameter, Jacobian]]:
+    ) -> None:
         """Jacobian products of vectors ``[v, *out]`` at the outputs, use by use; nothing where nothing arrives.
 
         Args:
             outputs: where the vectors are.
             vectors: one tensor for each output.
+            visit: called with each of them.
             uses: the uses asked for, ``None`` for all.
             last: no vectors follow, so what is shared among them may go.
         """
         N, unaligned = self.samples
+
+        def arrived(entry: Entry, grads: list[Tensor | None]) -> None:
+            for p, jacobian in self._jac_t(entry, grads, N, last):
+                visit(p, jacobian)
+
         wanted = [entry for entry in self.entries if uses is None or entry.use in uses]
         straight = [entry for entry in wanted if entry.use not in unaligned]
-        for entry, grads in self._arrivals(outputs, vectors, straight):
-            yield from self._jac_t(entry, grads, N, last)
+        self._arrivals(outputs, vectors, straight, arrived)
         apart = [entry for entry in wanted if entry.use in unaligned]
         if not apart:
             return
         by_sample: dict[tuple[Use, nn.Parameter], list[Jacobian]] = {}
-        for n in range(N):
-            for entry, grads in self._arrivals(outputs, [only(v, 1, n, N) for v in vectors], apart, zeros=True):
-                for p, jacobian in self._jac_t(entry, grads, 1):
-                    by_sample.setdefault((entry.use, p), []).append(jacobian)
-        for (_, p), jacobians in by_sample.items():
-            yield p, stack_samples(jacobians)
 
-    @staticmethod
+        def arrived_apart(entry: Entry, grads: list[Tensor | None]) -> None:
+            for p, jacobian in self._jac_t(entry, grads, 1):
+                by_sample.setdefault((entry.use, p), []).append(jacobian)
+
+        for n in range(N):
+            self._arrivals(outputs, [only(v, 1, n, N) for v in vectors], apart, arrived_apart, zeros=True)
+        for (_, p), jacobians in by_sample.items():
+            visit(p, stack_samples(jacobians))
+
     def _arrivals(
-        outputs: list[GradientEdge], vectors: list[Tensor], entries: list[Entry], zeros: bool = False
-    ) -> Iterator[tuple[Entry, list[Tensor | None]]]:
+        self,
+        outputs: list[GradientEdge],
+        vectors: list[Tensor],
+        entries: list[Entry],
+        visit: Callable[[Entry, list[Tensor | None]], None],
+        zeros: bool = False,
+    ) -> None:
         """What arrives at each output of each use, ``[v, *out]``; zeros, if asked, where nothing arrives at all."""
-        if not entries:
-            return
-        remaining = pull(outputs, [edge for entry in entries for edge in entry.edges.values()], vectors)[::-1]
-        for entry in entries:
+        on_the_way = [] if zeros or len(vectors[0]) > 1 or self._chunk_size() > 1 else self._on_the_way(entries)
+        at_the_end = [entry for entry in entries if entry not in on_the_way]
+        with ExitStack() as hooks:
+            for entry in on_the_way:
+                (edge,) = entry.edges.values()
+                passing = partial(_passing, partial(visit, entry), edge.output_nr)
+                hooks.callback(edge.node.register_prehook(passing).remove)
+            edges = [edge for entry in at_the_end for edge in entry.edges.values()]
+            remaining = pull(outputs, edges, vectors)[::-1] if edges else []
+        for entry in at_the_end:
             grads: list[Tensor | None] = [None] * len(entry.use.shapes)
             for index in entry.edges:
                 grads[index] = remaining.pop()
@@ -403,7 +425,16 @@ class Pass:
                 index = next(iter(entry.edges))
                 grads[index] = vectors[0].new_zeros(len(vectors[0]), *entry.use.shapes[index])
             if any(grad is not None for grad in grads):
-                yield entry, grads
+                visit(entry, grads)
+
+    def _on_the_way(self, entries: list[Entry]) -> list[Entry]:
+        """Uses of one output that autograd passes when it goes to the others."""
+        nodes = {edge.node for entry in entries for edge in entry.edges.values()}
+        return [
+            entry
+            for entry in entries
+            if len(entry.use.shapes) == 1 and all(leads_to(edge.node, nodes) for edge in entry.edges.values())
+        ]
 
     def _sweep(
         self,
@@ -423,12 +454,14 @@ class Pass:
             jacobian.weights, jacobian.columns = None if weights is None else weights.to(p.dtype), columns
             self._update(p, jacobian, extensions)
 
-        for p, jacobian in self._jacobians(outputs, vectors, last=last):
+        def visit(p: nn.Parameter, jacobian: Jacobian) -> None:
             if p not in skip:
                 parts.setdefault(p, []).append(jacobian)
                 del jacobian
                 if len(parts[p]) == self.entries_of[p]:
                     reduce(p)
+
+        self._jacobians(outputs, vectors, visit, last=last)
         for p in list(parts):
             reduce(p)
 
@@ -620,6 +653,12 @@ class Pass:
 
     def _naming_fields(self, error: CurvoptError) -> CurvoptError:
         return CurvoptError(f"{fields_of(self.extensions)}: {error}")
+
+
+def _passing(visit: Callable[[list[Tensor | None]], None], output_nr: int, grads: Sequence[Tensor | None]) -> None:
+    grad = grads[output_nr]
+    if grad is not None:
+        visit([grad.unsqueeze(0)])
 
 
 def fields_of(extensions: Iterable[Extension]) -> str:
