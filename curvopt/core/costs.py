@@ -27,6 +27,8 @@ CHUNK_ENTRIES = {"cpu": 1 << 18, "cuda": 1 << 26}
 SWEEP_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 26}
 #: Rows of a symmetric product that are computed at once.
 SYMMETRIC_BLOCK = 192
+#: Rows and entries of the patches that are put together at once for a second moment, at least.
+PATCH_ROWS, PATCH_ENTRIES = 1 << 10, 1 << 21
 #: Bytes of the largest block that glibc keeps when it is freed (it allows no more), and of all that it keeps.
 KEPT_BLOCK, KEPT_BYTES = 32 << 20, 128 << 20
 
@@ -41,6 +43,14 @@ def samples_at_once(entries: int, device: str, worth: int = 8) -> int:
     samples = max(1, CHUNK_ENTRIES.get(device, CHUNK_ENTRIES["cpu"]) // max(entries, 1))
     # on a CPU a few calls cost less than the temporary of a few large samples
     return samples if samples >= worth or device != "cpu" else 1
+
+
+def patches_at_once(S: int, I: int) -> int:
+    """How many samples' patches of I entries at S positions to put together if only their second moment is needed.
+
+    A product over many positions hides that the moment is read and written each time.
+    """
+    return -(-max(PATCH_ROWS, PATCH_ENTRIES // I) // S)
 
 
 def samples_in_vmap(entries: int, device: str) -> int:

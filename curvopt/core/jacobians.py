@@ -8,7 +8,7 @@ positions (sequence, space, or several uses of one module), O/I output/input fea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, reduce
 from math import prod
 from typing import Any, Literal, TypeVar
@@ -172,22 +172,24 @@ class Dense(Jacobian):
 
 
 class Patches:
-    """The input of a convolution as patches, put together when a product needs them whole.
+    """The input of a convolution as patches, put together when a product needs them.
 
     Args:
-        windows: ``[N, G, C, K, R, S]``, the ``I = [C, K, R]`` entries of the patches at S positions. A view: what each
-            of K entries along an axis of the kernel sees begins later in the same memory.
+        x: the input, ``[N, ...]``.
+        see: what the kernel sees of some samples, ``[N, G, C, K, R, S]``: the ``I = [C, K, R]`` entries of the patches
+            at S positions. A view: what each of K entries along an axis of the kernel sees begins later in the same
+            memory.
+        kept: whether others need them, too.
     """
 
-    def __init__(self, windows: Tensor):
-        """Keep the view."""
-        self.windows = windows
+    def __init__(self, x: Tensor, see: Callable[[Tensor], Tensor], kept: bool = True):
+        """Keep the input."""
+        self.x, self._see, self.kept = x, see, kept
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the whole."""
-        N, G, *entries, S = self.windows.shape
-        return N, G, S, prod(entries)
+    @cached_property
+    def windows(self) -> Tensor:
+        """What the kernel sees."""
+        return self._see(self.x)
 
     @cached_property
     def whole(self) -> Tensor:
@@ -200,9 +202,21 @@ class Patches:
     @property
     def bands(self) -> Tensor | None:
         """The view as ``[N, G, K, C, R, S]``, if it is smaller than the whole, and that is not there yet."""
-        if self.windows.shape[3] == 1 or "whole" in vars(self):
+        if "whole" in vars(self) or self.windows.shape[3] == 1:
             return None
         return self.windows.transpose(2, 3)
+
+    def split(self, step: int) -> Iterator[Tensor]:
+        """The whole, a few samples at a time if nobody else needs it."""
+        if self.kept:
+            yield self.whole
+            return
+        for x in self.x.split(step):
+            yield Patches(x, self._see).whole
+
+    def used_once(self) -> Patches:
+        """The same, kept for nobody."""
+        return Patches(self.x, self._see, kept=False)
 
 
 class Outer(Jacobian):
@@ -228,7 +242,7 @@ class Outer(Jacobian):
         """Keep both sides."""
         self.left, self._right, self.shape, self.transposed, self.shifts = left, right, shape, transposed, shifts
         self.V, self.N, self.G, self.S, self.O = left.shape
-        self.I = right.shape[3]
+        self.I = prod(shape) // (self.G * self.O)
         self._moment: Tensor | None = None
 
     @property
@@ -286,13 +300,21 @@ class Outer(Jacobian):
         return _weighted(self.left.square(), self.weights)
 
     def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
-        right = self.right.mean(2, keepdim=True) if approx == "reduce" else self.right
-        scale, whole = 1 / max(right.shape[0] * right.shape[2], 1), limit is None or self.I <= limit
-        possible = self.shifts and right is self.right and whole and not torch.is_grad_enabled()
-        if not possible or not costs.by_shifts(*self.shifts[-1], self.N * self.S):
-            return _second_moment(right, limit, scale)
-        moments = [_moment_of_shifts(flat, self.shifts).mul_(scale) for flat in _by_feature(right)]
-        return torch.stack(moments) if self.G > 1 else moments[0]
+        if approx == "reduce":
+            return _second_moment(self.right.mean(2, keepdim=True), limit, 1 / max(self.N, 1))
+        R = self.N * self.S
+        scale = 1 / max(R, 1)
+        if torch.is_grad_enabled() or not isinstance(self._right, Patches) or (limit is not None and self.I > limit):
+            return _second_moment(self.right, limit, scale)
+        parts = self._right.split(costs.patches_at_once(self.S, self.G * self.I))
+        if not self.shifts or not costs.by_shifts(*self.shifts[-1], R):
+            return _moment_of_parts(parts, R, scale)
+        moments = [_ShiftedMoment(self.shifts) for _ in range(self.G)]
+        for part in parts:
+            for moment, flat in zip(moments, _by_feature(part), strict=True):
+                moment.add(flat)
+        totals = [moment.total().mul_(scale) for moment in moments]
+        return torch.stack(totals) if self.G > 1 else totals[0]
 
     def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
         of_left, of_right = reversed(bases) if self.transposed else bases
@@ -315,7 +337,7 @@ class Outer(Jacobian):
 
     def share_no_patches(self) -> None:
         if isinstance(self._right, Patches):
-            self._right = Patches(self._right.windows)
+            self._right = self._right.used_once()
 
     def owned(self) -> Jacobian:
         result = Outer(self.left, self.right.clone(), self.shape, self.transposed)
@@ -621,65 +643,93 @@ def _second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) -
     if torch.is_grad_enabled():
         flat = _by_feature(rows)
         moment = scale * flat @ flat.mT
-    else:
-        sorted_already = rows.stride(3) == 1 or rows.stride(0) == S * rows.stride(2)
-        step = N if sorted_already else costs.samples_at_once(G * S * F, rows.device.type, 1)
-        moment = rows.new_empty(G, F, F)
-        block = min(costs.SYMMETRIC_BLOCK, -(-F // 2)) if costs.by_blocks(F, N * S) else F
-        for k, part in enumerate(rows.split(step)):
-            for x, product in zip(_by_feature(part), moment, strict=True):
-                for i in range(0, F, block):
-                    j = i + block
-                    product[i:j, i:].addmm_(x[i:j], x[i:].T, beta=min(k, 1), alpha=scale)
-        for i in range(0, F - block, block):
-            j = i + block
-            moment[:, j:, i:j] = moment[:, i:j, j:].mT
-    return moment[0] if G == 1 else moment
+        return moment[0] if G == 1 else moment
+    sorted_already = rows.stride(3) == 1 or rows.stride(0) == S * rows.stride(2)
+    step = N if sorted_already else costs.samples_at_once(G * S * F, rows.device.type, 1)
+    return _moment_of_parts(rows.split(step), N * S, scale)
 
 
-def _moment_of_shifts(flat: Tensor, shifts: Sequence[tuple[int, int]]) -> Tensor:
+def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
+    """The same of parts of the samples, which have R positions in all."""
+    moment: Tensor | None = None
+    F = block = 0
+    for part in parts:
+        beta = 1
+        if moment is None:
+            beta, F = 0, part.shape[3]
+            moment = part.new_empty(part.shape[1], F, F)
+            block = min(costs.SYMMETRIC_BLOCK, -(-F // 2)) if costs.by_blocks(F, R) else F
+        for x, product in zip(_by_feature(part), moment, strict=True):
+            for i in range(0, F, block):
+                j = i + block
+                product[i:j, i:].addmm_(x[i:j], x[i:].T, beta=beta, alpha=scale)
+    assert moment is not None
+    for i in range(0, F - block, block):
+        j = i + block
+        moment[:, j:, i:j] = moment[:, i:j, j:].mT
+    return moment[0] if len(moment) == 1 else moment
+
+
+class _ShiftedMoment:
     """``x x^T`` of patches ``[M K, P W]`` (see `Outer`), of which few entries need products over all positions.
 
     ``sum_w x_i(w) x_j(w)`` and ``sum_w x_{i+1}(w) x_{j+1}(w)`` are sums over the same products but for the first and
-    the last position.
+    the last position; and so along one more axis, ``[C L K, P H W]``, if there is one.
     """
-    K, W = shifts[-1]
-    x = flat.unflatten(0, (-1, K)).unflatten(2, (-1, W))  # [M, K, P, W]
-    M = len(x)
-    first, last = (x[..., w].transpose(0, 1).contiguous() for w in (0, W - 1))  # [K, M, P]
-    moment = flat.new_empty(M, K, M, K)
-    if len(shifts) == 1 or not costs.by_two_shifts(*shifts[-2], K):
-        moment[:, 0] = (x[:, 0].flatten(1) @ flat.T).view(M, M, K)
-    else:
-        _products_of_shifts(flat, shifts, out=moment[:, 0])
-    for j in range(1, K):
-        moment[:, j, :, 0] = moment[:, 0, :, j].T
-        for i in range(1, j + 1):
-            block = torch.addmm(moment[:, i - 1, :, j - 1], first[i - 1], first[j - 1].T, alpha=-1)
-            moment[:, i, :, j] = block.addmm_(last[i], last[j].T)
-            moment[:, j, :, i] = block.T
-    return moment.view(M * K, M * K)
 
+    def __init__(self, shifts: Sequence[tuple[int, int]]):
+        """Begin with nothing."""
+        (self.L, self.H), (self.K, self.W) = (1, 1), shifts[-1]
+        if len(shifts) == 2 and costs.by_two_shifts(*shifts[-2], self.K):
+            self.L, self.H = shifts[-2]
+        self._sums: list[Tensor] = []
+        self._ends: list[list[Tensor]] = []
 
-def _products_of_shifts(flat: Tensor, shifts: Sequence[tuple[int, int]], out: Tensor) -> None:
-    """Products ``[M, M, K]`` of rows ``[M, 0]`` of patches ``[M K, P W]`` with all, by shifts along one more axis."""
-    (L, H), (K, W) = shifts
-    x = flat.unflatten(0, (-1, L, K)).unflatten(3, (-1, H, W))  # [C, L, K, P, H, W]
-    C = len(x)
-    products = flat.new_empty(L, C, L, C, K)
-    products[0] = (x[:, 0, 0].flatten(1) @ flat.T).view(C, C, L, K).transpose(1, 2)
-    products[1:, :, 0, :, 0] = products[0, :, 1:, :, 0].permute(1, 2, 0)
-    for i in range(1, L):
-        for k in range(1, K):
-            products[i, :, 0, :, k] = x[:, i, 0].flatten(1) @ x[:, 0, k].flatten(1).T
-    first, last = (x[..., h, :].transpose(0, 1).flatten(3).contiguous() for h in (0, H - 1))  # [L, C, K, P W]
-    for i in range(1, L):
-        block = products[i, :, 1:].flatten(1)
-        torch.addmm(
-            products[i - 1, :, :-1].flatten(1), first[i - 1, :, 0], first[:-1].flatten(0, 2).T, alpha=-1, out=block
-        )
-        block.addmm_(last[i, :, 0], last[1:].flatten(0, 2).T)
-    out.unflatten(0, (C, L)).unflatten(2, (C, L)).copy_(products.permute(1, 0, 3, 2, 4))
+    def add(self, flat: Tensor) -> None:
+        """Add patches of some samples."""
+        x = flat.unflatten(0, (-1, self.L, self.K)).unflatten(3, (-1, self.H, self.W))  # [C, L, K, P, H, W]
+        crossed = [(x[:, i, 0], x[:, 0, k]) for i in range(1, self.L) for k in range(1, self.K)]
+        for i, (left, right) in enumerate([(x[:, 0, 0], flat), *crossed]):
+            if i == len(self._sums):
+                self._sums.append(left.flatten(1) @ right.flatten(1).T)
+            else:
+                self._sums[i].addmm_(left.flatten(1), right.flatten(1).T)
+        over_w = [x[..., w].flatten(0, 1).transpose(0, 1).flatten(2) for w in (0, self.W - 1)]  # [K, C L, P H]
+        over_h = [x[..., h, :].transpose(0, 1).flatten(3) for h in (0, self.H - 1)] if self.L > 1 else []
+        self._ends.append([end.contiguous() for end in over_w + over_h])
+
+    def total(self) -> Tensor:
+        """The sum over all that were added."""
+        first, last, *over_h = [torch.cat(ends, -1) for ends in zip(*self._ends, strict=True)]
+        K, M = first.shape[:2]
+        moment = first.new_empty(M, K, M, K)
+        if over_h:
+            self._fill(moment[:, 0], *over_h)
+        else:
+            moment[:, 0] = self._sums[0].view(M, M, K)
+        for j in range(1, K):
+            moment[:, j, :, 0] = moment[:, 0, :, j].T
+            for i in range(1, j + 1):
+                block = torch.addmm(moment[:, i - 1, :, j - 1], first[i - 1], first[j - 1].T, alpha=-1)
+                moment[:, i, :, j] = block.addmm_(last[i], last[j].T)
+                moment[:, j, :, i] = block.T
+        return moment.view(M * K, M * K)
+
+    def _fill(self, out: Tensor, first: Tensor, last: Tensor) -> None:
+        """Products ``[M, M, K]`` of rows ``[M, 0]`` with all, from the first and last positions ``[L, C, K, P W]``."""
+        L, C, K = first.shape[:3]
+        products, (direct, *crossed) = first.new_empty(L, C, L, C, K), self._sums
+        products[0] = direct.view(C, C, L, K).transpose(1, 2)
+        products[1:, :, 0, :, 0] = products[0, :, 1:, :, 0].permute(1, 2, 0)
+        for i in range(1, L):
+            for k in range(1, K):
+                products[i, :, 0, :, k] = crossed.pop(0)
+            block = products[i, :, 1:].flatten(1)
+            torch.addmm(
+                products[i - 1, :, :-1].flatten(1), first[i - 1, :, 0], first[:-1].flatten(0, 2).T, alpha=-1, out=block
+            )
+            block.addmm_(last[i, :, 0], last[1:].flatten(0, 2).T)
+        out.unflatten(0, (C, L)).unflatten(2, (C, L)).copy_(products.permute(1, 0, 3, 2, 4))
 
 
 def in_blocks(values: Tensor, limit: int) -> Tensor:

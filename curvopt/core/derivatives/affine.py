@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import takewhile
 from math import prod
 
@@ -53,6 +54,9 @@ class Conv(AffineRule):
     """A convolution is a matrix applied to patches (im2col); groups act on their own channels."""
 
     def unfold(self, module: nn.Conv2d, x: Tensor) -> Patches:
+        return Patches(x, partial(self._see, module))
+
+    def _see(self, module: nn.Conv2d, x: Tensor) -> Tensor:
         # the module's own padding amounts, which also serve padding="same"; F.pad wants the last axis first
         amounts: list[int] = module._reversed_padding_repeated_twice
         if module.padding_mode == "zeros":
@@ -97,7 +101,8 @@ class ConvTranspose(AffineRule):
             # pad (or crop) the output to what the patches of all input positions span, whatever output_padding added
             span = (x.shape[axis] - 1) * stride + dilation * (size - 1) + 1
             amounts = [int(padding), span - int(padding) - grad.shape[1 + axis], *amounts]
-        return patches(module, F.pad(grad.flatten(0, 1), amounts)).whole.unflatten(0, grad.shape[:2])
+        seen = Patches(F.pad(grad.flatten(0, 1), amounts), partial(patches, module))
+        return seen.whole.unflatten(0, grad.shape[:2])
 
     def bias(self, grad: Tensor, left: Tensor) -> Tensor:
         return grad.flatten(3).sum(3).unflatten(1, (left.shape[1], -1)).sum(2)
@@ -106,10 +111,10 @@ class ConvTranspose(AffineRule):
         return 2 + len(module.kernel_size)
 
 
-def patches(module: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> Patches:
-    """What the kernel of a module sees of padded values, its groups of channels apart."""
+def patches(module: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> Tensor:
+    """What the kernel of a module sees of padded values, its groups of channels apart: see `Patches`."""
     seen = windows(x, module.kernel_size, module.stride, module.dilation)
-    return Patches(seen.unflatten(1, (module.groups, -1)))
+    return seen.unflatten(1, (module.groups, -1))
 
 
 def windows(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:

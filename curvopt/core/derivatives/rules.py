@@ -200,7 +200,7 @@ class AffineRule(Rule):
             if "right" not in use.cache:
                 # autocast: the input may be in another precision
                 right = self.unfold(use.module, *[x.to(left.dtype) for x in inputs])
-                if isinstance(right, Patches) and right.shape[0] != N:
+                if isinstance(right, Patches) and len(right.x) != N:
                     right = right.whole
                 use.cache["right"] = _by_sample(right, N) if isinstance(right, Tensor) else right
             shape = use.module.get_parameter("weight").shape
