@@ -28,7 +28,7 @@ SWEEP_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 26}
 #: Rows of a symmetric product that are computed at once.
 SYMMETRIC_BLOCK = 192
 #: Rows and entries of the patches that are put together at once for a second moment, at least.
-PATCH_ROWS, PATCH_ENTRIES = 1 << 10, 1 << 21
+PATCH_ROWS, PATCH_ENTRIES = 1 << 10, 1 << 20
 #: Bytes of the largest block that glibc keeps when it is freed (it allows no more), and of all that it keeps.
 KEPT_BLOCK, KEPT_BYTES = 32 << 20, 128 << 20
 
