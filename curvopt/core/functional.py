@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from curvopt.core.derivatives.rules import rule_for
 from curvopt.core.uses import Use
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ class FunctionalUse(Use):
         self.path, self.module, self.args, self.kwargs = path, module, (x,), {}
         self.versions, self.boundary, self.outputs = (x._version,), frozenset(), None
         self.random = None
-        self.shapes, self.cache, self.state, self.seen = (shape,), {}, None, tuple(module._parameters.values())
+        self.shapes, self.cache, self.settings, self.seen = (shape,), {}, None, tuple(module._parameters.values())
+        self.rule = rule_for(module)
 
 
 def recognise(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.derivatives.functional_losses import find_losses
-from curvopt.core.derivatives.rules import Rule, rule_for
+from curvopt.core.derivatives.rules import Rule
 from curvopt.core.functional import added_term, parents_and_dependents, parents_of, recognise
 from curvopt.core.residuals import is_sink
 from curvopt.core.uses import TermUse, Use, extended_name, records_of
@@ -23,9 +23,9 @@ class Entry:
     """A use in the graph: its rule, the parameters it answers for, and where its outputs lie."""
 
     def __init__(self, use: Use, parameters: dict[str, nn.Parameter] | None = None):
-        """Look up the rule and, unless told, the trainable parameters."""
+        """Look up, unless told, the trainable parameters."""
         self.use = use
-        self.rule: Rule = rule_for(use.module)
+        self.rule: Rule = use.rule
         if parameters is None:
             parameters = {name: p for name, p in self.rule.parameters(use.module).items() if p.requires_grad}
         self.parameters = parameters
@@ -78,6 +78,7 @@ class Graph:
                 self.mixing.append(records[0][0].describe() if records else node.name())
         self.owners: dict[nn.Parameter, tuple[Entry, str]] = {}
         for entry in self.entries.values():
+            entry.use.check_settings()
             entry.use.check_inputs()
             interior.add(
                 [edge.node for edge in entry.edges.values()], entry.use.boundary, list(entry.parameters.values())
@@ -230,24 +231,45 @@ class _Interior:
 # operations that move entries to where the values of a tensor say, among samples perhaps, or sum over them
 _REORDERING = ("Index", "Gather", "Scatter", "Sort", "Topk", "Take", "MaskedSelect", "RepeatInterleave", "Put")
 _REDUCING = ("Mean", "Sum", "Var", "Std", "Softmax", "LogSoftmax", "Cum", "Amax", "Amin", "Logsumexp", "Norm", "Prod")
-_arguments: dict[str, tuple[str, ...]] = {}
+
+
+class _Kind(NamedTuple):
+    """What the name of an operation tells about it, and which of its saved attributes are no tensors."""
+
+    reorders: bool
+    reduces: bool
+    is_product: bool
+    arguments: tuple[str, ...]
+
+
+_kinds: dict[str, _Kind] = {}
+
+
+def _kind_of(node: Node) -> _Kind:
+    name = node.name()
+    if name not in _kinds:
+        saved = [attribute for attribute in dir(node) if attribute.startswith("_saved_")]
+        _kinds[name] = _Kind(
+            name.startswith(_REORDERING),
+            name.startswith(_REDUCING),
+            name in ("MmBackward0", "AddmmBackward0"),
+            tuple(a for a in saved if _is_argument(getattr(node, a))),
+        )
+    return _kinds[name]
 
 
 def structure(nodes: Iterable[Node]) -> int | None:
     """Hash of the operations of some nodes and their integer arguments, or ``None`` where tensors are arguments."""
     found: list[Any] = []
     for node in nodes:
-        name = node.name()
-        if name.startswith(_REORDERING) or (isinstance(node, BackwardCFunction) and not is_sink(node)):
+        kind = _kind_of(node)
+        if kind.reorders or (isinstance(node, BackwardCFunction) and not is_sink(node)):
             return None
-        if name.startswith(_REDUCING) and _reduces_samples(node):
+        if kind.reduces and _reduces_samples(node):
             return None
-        if name in ("MmBackward0", "AddmmBackward0") and not _is_weight(node.next_functions[-1][0]):
+        if kind.is_product and not _is_weight(node.next_functions[-1][0]):
             return None  # a product from the left, which may be any mixture of rows
-        if name not in _arguments:
-            saved = [attribute for attribute in dir(node) if attribute.startswith("_saved_")]
-            _arguments[name] = tuple(a for a in saved if _is_argument(getattr(node, a)))
-        found.append((name, *(_hashable(getattr(node, attribute)) for attribute in _arguments[name])))
+        found.append((node.name(), *[_hashable(getattr(node, attribute)) for attribute in kind.arguments]))
     return hash(tuple(found))
 
 
@@ -290,11 +312,6 @@ def _walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node
             if following is not None and following not in seen and following not in boundary:
                 seen.add(following)
                 stack.append(following)
-
-
-def leads_to(node: Node, others: Collection[Node]) -> bool:
-    """Whether any of some other nodes is reachable from a node."""
-    return any(other in others and other is not node for other in _walk([node]))
 
 
 def uses_behind(roots: list[Node]) -> bool:

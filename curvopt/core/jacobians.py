@@ -184,12 +184,16 @@ class Patches:
 
     def __init__(self, x: Tensor, see: Callable[[Tensor], Tensor], kept: bool = True):
         """Keep the input."""
-        self.x, self._see, self.kept = x, see, kept
+        self._x, self._see, self.kept = x, see, kept
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._x)
 
     @cached_property
     def windows(self) -> Tensor:
         """What the kernel sees."""
-        return self._see(self.x)
+        return self._see(self._x)
 
     @cached_property
     def whole(self) -> Tensor:
@@ -211,12 +215,12 @@ class Patches:
         if self.kept:
             yield self.whole
             return
-        for x in self.x.split(step):
+        for x in self._x.split(step):
             yield Patches(x, self._see).whole
 
     def used_once(self) -> Patches:
         """The same, kept for nobody."""
-        return Patches(self.x, self._see, kept=False)
+        return Patches(self._x, self._see, kept=False)
 
 
 class Outer(Jacobian):
@@ -266,7 +270,7 @@ class Outer(Jacobian):
     def norms2(self) -> Tensor:
         """Squared norms ``[V, N]`` without forming the products where that is cheaper (Gram trick, Goodfellow 2015)."""
         if self.G == self.S == 1:
-            return self.left_norms2 * self.right.square().sum((1, 2, 3))
+            return self.left_norms2 * self.right.flatten(1).square().sum(1)
         if costs.by_gram(self.S, self.O, self.I):
             return ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum((2, 3, 4))
         if torch.is_grad_enabled():
@@ -292,7 +296,7 @@ class Outer(Jacobian):
     @cached_property
     def left_norms2(self) -> Tensor:
         """Squared norms, ``[V, N]``."""
-        return self.left.square().sum((2, 3, 4))
+        return self.left.flatten(2).square().sum(2)
 
     @cached_property
     def left_squares(self) -> Tensor:
@@ -300,13 +304,15 @@ class Outer(Jacobian):
         return _weighted(self.left.square(), self.weights)
 
     def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
-        if approx == "reduce":
-            return _second_moment(self.right.mean(2, keepdim=True), limit, 1 / max(self.N, 1))
-        R = self.N * self.S
+        right = self._right
+        if approx == "reduce" or torch.is_grad_enabled() or (limit is not None and self.I > limit):
+            rows = self.right.mean(2, keepdim=True) if approx == "reduce" else self.right
+            return _second_moment(rows, limit, 1 / max(rows.shape[0] * rows.shape[2], 1))
+        if isinstance(right, Patches):
+            R, parts = len(right) * self.S, right.split(costs.patches_at_once(self.S, self.G * self.I))
+        else:  # of KFRA, more positions than on the left
+            R, parts = right.shape[0] * right.shape[2], _in_parts(right)
         scale = 1 / max(R, 1)
-        if torch.is_grad_enabled() or not isinstance(self._right, Patches) or (limit is not None and self.I > limit):
-            return _second_moment(self.right, limit, scale)
-        parts = self._right.split(costs.patches_at_once(self.S, self.G * self.I))
         if not self.shifts or not costs.by_shifts(*self.shifts[-1], R):
             return _moment_of_parts(parts, R, scale)
         moments = [_ShiftedMoment(self.shifts) for _ in range(self.G)]
@@ -644,9 +650,15 @@ def _second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) -
         flat = _by_feature(rows)
         moment = scale * flat @ flat.mT
         return moment[0] if G == 1 else moment
-    sorted_already = rows.stride(3) == 1 or rows.stride(0) == S * rows.stride(2)
-    step = N if sorted_already else costs.samples_at_once(G * S * F, rows.device.type, 1)
-    return _moment_of_parts(rows.split(step), N * S, scale)
+    return _moment_of_parts(_in_parts(rows), N * S, scale)
+
+
+def _in_parts(rows: Tensor) -> Sequence[Tensor]:
+    """As many samples of ``[N, G, S, F]`` at a time as are sorted by features in cache; all if they are sorted."""
+    N, G, S, F = rows.shape
+    if rows.stride(3) == 1 or rows.stride(0) == S * rows.stride(2):
+        return [rows]
+    return rows.split(costs.samples_at_once(G * S * F, rows.device.type, 1))
 
 
 def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:

@@ -24,11 +24,12 @@ from torch.autograd.graph import GradientEdge
 from curvopt.core import costs
 from curvopt.core.averaged import averaged_jacobians
 from curvopt.core.derivatives.losses import LossCurvature
-from curvopt.core.graph import Entry, Graph, leads_to
+from curvopt.core.graph import Entry, Graph
 from curvopt.core.jacobians import Dense, Jacobian, combine, stack_samples
 from curvopt.core.residuals import (
     Modify,
     cut,
+    leads_to,
     nonlinear_operations,
     polarize,
     pull,
@@ -430,11 +431,10 @@ class Pass:
     def _on_the_way(self, entries: list[Entry]) -> list[Entry]:
         """Uses of one output that autograd passes when it goes to the others."""
         nodes = {edge.node for entry in entries for edge in entry.edges.values()}
-        return [
-            entry
-            for entry in entries
-            if len(entry.use.shapes) == 1 and all(leads_to(edge.node, nodes) for edge in entry.edges.values())
+        single = [
+            (entry, edge.node) for entry in entries if len(entry.use.shapes) == 1 for edge in entry.edges.values()
         ]
+        return [entry for entry, node in single if leads_to(node, nodes - {node})]
 
     def _sweep(
         self,

@@ -24,6 +24,7 @@ from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
     from curvopt.core.derivatives.losses import LossCurvature
+    from curvopt.core.derivatives.rules import Rule
 
 KEY = "curvopt"
 _recording = True
@@ -109,9 +110,10 @@ class Use:
         "outputs",
         "path",
         "random",
+        "rule",
         "seen",
+        "settings",
         "shapes",
-        "state",
         "versions",
     )
 
@@ -130,10 +132,10 @@ class Use:
         self.seen = tuple(module._parameters.values())  # torch.func.functional_call puts others in their place
         self.shapes = tuple([out.shape for out in outputs])
         self.cache: dict[str, Any] = {}  # what several columns and quantities share; emptied after each backward
-        rule = rule_for(module)
-        self.state = None if rule.checks_outputs else (rule.reads_mode, _settings(module, rule.reads_mode))
+        self.rule = rule_for(module)
+        self.settings = None if self.rule.checks_outputs else _settings(module, self.rule)
         # kept to check that calling the module again, sample by sample, gives what it gave
-        self.outputs = [_kept(out) for out in outputs] if rule.checks_outputs else None
+        self.outputs = [_kept(out) for out in outputs] if self.rule.checks_outputs else None
 
     @property
     def input(self) -> Tensor:
@@ -169,13 +171,16 @@ class Use:
         use.args, use.kwargs, use.shapes, use.cache = (x.expand(shape[0], *x.shape),), {}, (shape,), {}
         return use
 
-    def check_inputs(self) -> None:
-        """Raise if an input or an attribute changed since the forward, or it ran with other parameters than its own."""
-        if self.state is not None and self.state[1] != _settings(self.module, self.state[0]):
+    def check_settings(self) -> None:
+        """Raise if an attribute that the rule reads changed since the forward."""
+        if self.settings is not None and self.settings != _settings(self.module, self.rule):
             raise CurvoptError(
                 f"{self.describe()}: an attribute of the module was changed between its forward pass and the backward "
                 "(train() or eval(), a stride, a padding, ...); change it before the forward pass."
             )
+
+    def check_inputs(self) -> None:
+        """Raise if an input changed since the forward, or it ran with other parameters than its own."""
         for name, seen in zip(self.module._parameters, self.seen, strict=True):
             if seen is not self.module._parameters[name]:
                 raise CurvoptError(
@@ -183,8 +188,7 @@ class Use:
                     "(torch.func.functional_call? fully_shard?); call it with its own, so that quantities can be put "
                     "on it. In several processes, train with DistributedDataParallel, which does not shard parameters."
                 )
-        leaves = _tensors((self.args, self.kwargs))
-        if self.versions != tuple(version(leaf) for leaf in leaves):
+        if self.versions != tuple([version(leaf) for leaf in _tensors((self.args, self.kwargs))]):
             raise CurvoptError(
                 f"{self.describe()}: an input was modified in place, by the module itself or after it, so its Jacobian "
                 "cannot be formed; give the in-place operation a copy (`x = x.clone()`)."
@@ -283,9 +287,11 @@ def drawn_again(use: Use) -> Iterator[None]:
         yield
 
 
-def _settings(module: nn.Module, mode: bool) -> list[Any]:
-    """Numbers, flags and names among a module's attributes, and whether it trains if that matters to it."""
-    return [v for name, v in vars(module).items() if type(v) in _SIMPLE and (mode or name != "training")]
+def _settings(module: nn.Module, rule: Rule) -> list[Any]:
+    """Numbers, flags and names among a module's attributes that its rule may read."""
+    if rule.reads is not None:
+        return [getattr(module, name) for name in rule.reads]
+    return [v for name, v in vars(module).items() if type(v) in _SIMPLE and (rule.reads_mode or name != "training")]
 
 
 _SIMPLE = frozenset([int, float, bool, str, tuple])
@@ -413,6 +419,8 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     Names are relative to the module, e.g. ``weight``, ``parametrizations.weight.original0``, ``scales.0``.
     """
     owned = {name: p for name, p in module._parameters.items() if p is not None}
+    if not module._modules:
+        return owned
     for name, child in module.named_children():
         functional = name == "out_proj" and type(module).forward is nn.MultiheadAttention.forward  # never called
         if functional or isinstance(child, (nn.ParameterList, nn.ParameterDict)) or name == "parametrizations":

@@ -21,6 +21,8 @@ from curvopt.core.jacobians import Patches
 class Linear(AffineRule):
     """``x W^T + b`` on the last axis, any number of shared axes before it."""
 
+    reads = ()
+
     def unfold(self, module: nn.Module, x: Tensor) -> Tensor:
         return x.reshape(x.shape[0], 1, prod(x.shape[1:-1]), x.shape[-1])
 

@@ -33,6 +33,8 @@ class Rule(ABC):
     checks_outputs = False
     #: Whether the output is linear in the parameters (the input fixed), so that only operations after it add curvature.
     linear = False
+    #: Attributes of the module that the rule reads; ``None`` for any number, flag or name among them but ``training``.
+    reads: tuple[str, ...] | None = None
     #: Whether the rule looks at ``module.training``.
     reads_mode = False
 
@@ -200,12 +202,13 @@ class AffineRule(Rule):
             if "right" not in use.cache:
                 # autocast: the input may be in another precision
                 right = self.unfold(use.module, *[x.to(left.dtype) for x in inputs])
-                if isinstance(right, Patches) and len(right.x) != N:
+                if isinstance(right, Patches) and len(right) != N:
                     right = right.whole
                 use.cache["right"] = _by_sample(right, N) if isinstance(right, Tensor) else right
-            shape = use.module.get_parameter("weight").shape
+            weight = use.module._parameters["weight"]
+            assert weight is not None  # it is among the names
             shifts = self.shifts(use.module, use.shapes[0])
-            jacobians["weight"] = Outer(left, use.cache["right"], shape, self.transposed, shifts)
+            jacobians["weight"] = Outer(left, use.cache["right"], weight.shape, self.transposed, shifts)
         if "bias" in names:
             weight = jacobians.get("weight") if left.shape[2:4] == (1, 1) and not self.transposed else None
             jacobians["bias"] = Dense(self.bias(grad, left), left_of=weight)
