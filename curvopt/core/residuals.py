@@ -9,8 +9,9 @@ backward, and travels on as columns ``u`` with weights: ``R = sum_v w_v u_v u_v^
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -180,6 +181,42 @@ def pull(
     if V == 1:
         return [None if found is None else found.unsqueeze(0) for found in columns[0]]
     return [None if column[0] is None else torch.stack(column) for column in zip(*columns, strict=True)]  # type: ignore[arg-type]
+
+
+def pull_each(
+    outputs: Sequence[GradientEdge],
+    inputs: Sequence[GradientEdge],
+    vectors: Sequence[Tensor],
+    arrived: Callable[[int, Tensor], None],
+    together: bool = False,
+) -> None:
+    """`pull`, with ``arrived(i, [v, *input])`` called for each input that is reached.
+
+    Args:
+        outputs: where the vectors are.
+        inputs: where they are pulled back to.
+        vectors: one tensor for each output.
+        arrived: called as soon as autograd passes the input, so that what arrives need not be kept.
+        together: call it for all at the end, as has to be where there is more than one vector.
+    """
+    nodes = {edge.node for edge in inputs}
+    passed = [not together and leads_to(edge.node, nodes - {edge.node}) for edge in inputs]
+    ends = [i for i, _ in enumerate(inputs) if not passed[i]]
+    with ExitStack() as hooks:
+        for i, edge in enumerate(inputs):
+            if passed[i]:
+                hooks.callback(edge.node.register_prehook(partial(_passing, arrived, i, edge.output_nr)).remove)
+        found = pull(outputs, [inputs[i] for i in ends], vectors)[::-1] if ends else []
+    for i in ends:
+        vector = found.pop()
+        if vector is not None:
+            arrived(i, vector)
+
+
+def _passing(arrived: Callable[[int, Tensor], None], i: int, output_nr: int, grads: Sequence[Tensor | None]) -> None:
+    grad = grads[output_nr]
+    if grad is not None:
+        arrived(i, grad.unsqueeze(0))
 
 
 @contextmanager

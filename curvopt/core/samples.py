@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core.graph import Entry, Graph
-from curvopt.core.residuals import leads_to, pull
+from curvopt.core.residuals import leads_to, pull, pull_each
 from curvopt.core.uses import Loss, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 
@@ -143,27 +143,41 @@ def unaligned(
     reached: set[int] = set()
     with torch.no_grad():
         for loss in losses:
-            z, at = loss.input, loss.edge
-            if at is None:
-                continue
-            seed = torch.randn(z.shape, generator=generator).to(z)
-            # powers of two, so that products with them are exact; samples that trade places or mix betray themselves
-            most = 12 if z.dtype == torch.float16 else 64
-            exponents = torch.cat([torch.randperm(most, generator=generator) for _ in range(-(-N // most))])[:N]
-            factors = 2.0 ** (exponents - most // 2)
-            along = factors.repeat_interleave(len(z) // N).to(z).view(-1, *[1] * (z.dim() - 1))
-            inputs = [edge for _, edge, _ in edges]
-            arrived = pull([at], inputs, [seed.unsqueeze(0)])[::-1]
-            scaled_arrived = pull([at], inputs, [(seed * along).unsqueeze(0)])[::-1]
-            for i, _, axis in edges:
-                grad, scaled = arrived.pop(), scaled_arrived.pop()
-                if grad is None or scaled is None:
-                    reached.add(i)  # not on the way to this loss, whatever the values
-                elif bool(grad.any()):
-                    reached.add(i)
-                    if not aligned(grad[0], scaled[0], axis, factors):
-                        strays.add(i)
+            if loss.edge is not None:
+                _probe(loss.input, loss.edge, N, edges, generator, strays, reached)
     return strays, len(reached) < len({i for i, _, _ in edges})
+
+
+def _probe(
+    z: Tensor,
+    at: GradientEdge,
+    N: int,
+    edges: Sequence[tuple[int, GradientEdge, int | None]],
+    generator: torch.Generator,
+    strays: set[int],
+    reached: set[int],
+) -> None:
+    """Pull a random vector back from z, which lies ``at`` an edge, and again with its samples scaled; compare."""
+    seed = torch.randn(z.shape, generator=generator).to(z)
+    # powers of two, so that products with them are exact; samples that trade places or mix betray themselves
+    most = 12 if z.dtype == torch.float16 else 64
+    exponents = torch.cat([torch.randperm(most, generator=generator) for _ in range(-(-N // most))])[:N]
+    factors = 2.0 ** (exponents - most // 2)
+    along = factors.repeat_interleave(len(z) // N).to(z).view(-1, *[1] * (z.dim() - 1))
+    inputs = [edge for _, edge, _ in edges]
+    arrived = pull([at], inputs, [seed.unsqueeze(0)])
+
+    def compare(k: int, scaled: Tensor) -> None:
+        i, _, axis = edges[k]
+        grad, arrived[k] = arrived[k], None
+        if grad is not None and bool(grad.any()):
+            reached.add(i)
+            if not aligned(grad[0], scaled[0], axis, factors):
+                strays.add(i)
+
+    # not on the way to this loss, whatever the values
+    reached |= {i for (i, _, _), grad in zip(edges, arrived, strict=True) if grad is None}
+    pull_each([at], inputs, [(seed * along).unsqueeze(0)], compare)
 
 
 def _common_length(graph: Graph, losses: Sequence[Loss]) -> Samples:

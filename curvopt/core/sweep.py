@@ -11,9 +11,9 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +29,10 @@ from curvopt.core.jacobians import Dense, Jacobian, combine, stack_samples
 from curvopt.core.residuals import (
     Modify,
     cut,
-    leads_to,
     nonlinear_operations,
     polarize,
     pull,
+    pull_each,
     residual_columns,
     unit_vectors,
 )
@@ -384,19 +384,24 @@ class Pass:
                 visit(p, jacobian)
 
         wanted = [entry for entry in self.entries if uses is None or entry.use in uses]
-        straight = [entry for entry in wanted if entry.use not in unaligned]
-        self._arrivals(outputs, vectors, straight, arrived)
+        self._arrivals(outputs, vectors, [entry for entry in wanted if entry.use not in unaligned], arrived)
         apart = [entry for entry in wanted if entry.use in unaligned]
         if not apart:
             return
         by_sample: dict[tuple[Use, nn.Parameter], list[Jacobian]] = {}
+        silent: list[Entry] = []
 
         def arrived_apart(entry: Entry, grads: list[Tensor | None]) -> None:
+            silent.remove(entry)
             for p, jacobian in self._jac_t(entry, grads, 1):
                 by_sample.setdefault((entry.use, p), []).append(jacobian)
 
         for n in range(N):
-            self._arrivals(outputs, [only(v, 1, n, N) for v in vectors], apart, arrived_apart, zeros=True)
+            silent[:] = apart
+            self._arrivals(outputs, [only(v, 1, n, N) for v in vectors], apart, arrived_apart)
+            for entry in list(silent):
+                zeros = vectors[0].new_zeros(len(vectors[0]), *entry.use.shapes[min(entry.edges)])
+                arrived_apart(entry, [zeros if i == min(entry.edges) else None for i, _ in enumerate(entry.use.shapes)])
         for (_, p), jacobians in by_sample.items():
             visit(p, stack_samples(jacobians))
 
@@ -406,35 +411,22 @@ class Pass:
         vectors: list[Tensor],
         entries: list[Entry],
         visit: Callable[[Entry, list[Tensor | None]], None],
-        zeros: bool = False,
     ) -> None:
-        """What arrives at each output of each use, ``[v, *out]``; zeros, if asked, where nothing arrives at all."""
-        on_the_way = [] if zeros or len(vectors[0]) > 1 or self._chunk_size() > 1 else self._on_the_way(entries)
-        at_the_end = [entry for entry in entries if entry not in on_the_way]
-        with ExitStack() as hooks:
-            for entry in on_the_way:
-                (edge,) = entry.edges.values()
-                passing = partial(_passing, partial(visit, entry), edge.output_nr)
-                hooks.callback(edge.node.register_prehook(passing).remove)
-            edges = [edge for entry in at_the_end for edge in entry.edges.values()]
-            remaining = pull(outputs, edges, vectors)[::-1] if edges else []
-        for entry in at_the_end:
-            grads: list[Tensor | None] = [None] * len(entry.use.shapes)
-            for index in entry.edges:
-                grads[index] = remaining.pop()
-            if zeros and all(grad is None for grad in grads):
-                index = next(iter(entry.edges))
-                grads[index] = vectors[0].new_zeros(len(vectors[0]), *entry.use.shapes[index])
-            if any(grad is not None for grad in grads):
-                visit(entry, grads)
+        """What arrives at each output of each use, ``[v, *out]``, once it is there for all of them; if it does."""
+        places = [(entry, index) for entry in entries for index in entry.edges]
+        waiting: dict[Entry, list[Tensor | None]] = {}
 
-    def _on_the_way(self, entries: list[Entry]) -> list[Entry]:
-        """Uses of one output that autograd passes when it goes to the others."""
-        nodes = {edge.node for entry in entries for edge in entry.edges.values()}
-        single = [
-            (entry, edge.node) for entry in entries if len(entry.use.shapes) == 1 for edge in entry.edges.values()
-        ]
-        return [entry for entry, node in single if leads_to(node, nodes - {node})]
+        def arrived(i: int, grad: Tensor) -> None:
+            entry, index = places[i]
+            grads = waiting.setdefault(entry, [None] * len(entry.use.shapes))
+            grads[index] = grad
+            if sum(grad is not None for grad in grads) == len(entry.edges):
+                visit(entry, waiting.pop(entry))
+
+        together = len(vectors[0]) > 1 or self._chunk_size() > 1
+        pull_each(outputs, [entry.edges[index] for entry, index in places], vectors, arrived, together)
+        for entry in list(waiting):
+            visit(entry, waiting.pop(entry))
 
     def _sweep(
         self,
@@ -653,12 +645,6 @@ class Pass:
 
     def _naming_fields(self, error: CurvoptError) -> CurvoptError:
         return CurvoptError(f"{fields_of(self.extensions)}: {error}")
-
-
-def _passing(visit: Callable[[list[Tensor | None]], None], output_nr: int, grads: Sequence[Tensor | None]) -> None:
-    grad = grads[output_nr]
-    if grad is not None:
-        visit([grad.unsqueeze(0)])
 
 
 def fields_of(extensions: Iterable[Extension]) -> str:
