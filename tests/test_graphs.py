@@ -19,8 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from curvopt import L2Regularizer, backpack, extend
+from curvopt import L2Regularizer, backpack, extend, set_columns_per_sweep
 from curvopt.core.derivatives import affine
+from curvopt.core.uses import Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions import (
     GGNMP,
@@ -590,3 +591,29 @@ def test_patches_of_one_layer_at_a_time(extension: type[Extension], monkeypatch:
     with backpack(extension()):
         extend(nn.CrossEntropyLoss())(model(torch.randn(2, 1, 8, 8)), torch.tensor([0, 3])).backward()
     assert len(alive) == 3
+
+
+@pytest.mark.parametrize(("extension", "columns"), [(KFAC, 1), (KFLR, 3), (DiagGGNExact, 3)])
+def test_vectors_of_one_layer_at_a_time(extension: type[Extension], columns: int, monkeypatch: pytest.MonkeyPatch):
+    """Where columns are pulled back one by one, a layer uses what arrives there before autograd goes on."""
+    model = extend(nn.Sequential(*(nn.Conv2d(1, 1, 3) for _ in range(3)), nn.Flatten()))
+    events, product = [], affine.Conv.jac_t
+
+    def jac_t(self: affine.Conv, use: Use, *args):
+        events.append(f"used {use.path}")
+        return product(self, use, *args)
+
+    monkeypatch.setattr(affine.Conv, "jac_t", jac_t)
+    h = torch.randn(2, 1, 8, 8)
+    for i, layer in enumerate(model):
+        h = layer(h)
+        h.register_hook(lambda grad, i=i: events.append(f"arrived {i}"))
+    loss = extend(nn.CrossEntropyLoss())(h, torch.tensor([0, 3]))
+    set_columns_per_sweep(1)
+    try:
+        with backpack(extension()):
+            loss.backward()
+    finally:
+        set_columns_per_sweep(None)
+    column = ["arrived 2", "used 2", "arrived 1", "used 1", "arrived 0", "used 0"]
+    assert [event for event in events if event != "arrived 3"][-3 - 6 * columns : -3] == columns * column
