@@ -9,6 +9,7 @@ from reference import Reference, reference
 from torch import Tensor, nn
 
 from curvopt import backpack, extend
+from curvopt.core import costs
 from curvopt.extensions import KFAC, KFLR, DiagGGNMC, EigenDiagonal, KFACEmpirical
 from curvopt.kroneckers import kfacs_to_mat
 
@@ -66,10 +67,11 @@ def test_ignored_targets_weigh_nothing() -> None:
 
 @by_case
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_limited_factors_are_blocks_of_the_whole_ones(case, approx: str) -> None:
+def test_limited_factors_are_blocks_of_the_whole_ones(case, approx: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, limited, limit = extended(case), extended(case), 3
     with backpack(KFLR(approx=approx)):
         whole.loss().backward()
+    monkeypatch.setattr(costs, "patches_at_once", lambda *sizes: 1)
     with backpack(KFLR(approx=approx, max_factor_size=limit)):
         limited.loss().backward()
     for p, q in zip(whole.trainable().values(), limited.trainable().values(), strict=True):

@@ -305,7 +305,7 @@ class Outer(Jacobian):
 
     def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         right = self._right
-        if approx == "reduce" or torch.is_grad_enabled() or (limit is not None and self.I > limit):
+        if approx == "reduce" or torch.is_grad_enabled():
             rows = self.right.mean(2, keepdim=True) if approx == "reduce" else self.right
             return _second_moment(rows, limit, 1 / max(rows.shape[0] * rows.shape[2], 1))
         if isinstance(right, Patches):
@@ -313,6 +313,8 @@ class Outer(Jacobian):
         else:  # of KFRA, more positions than on the left
             R, parts = right.shape[0] * right.shape[2], _in_parts(right)
         scale = 1 / max(R, 1)
+        if limit is not None and self.I > limit:
+            return reduce(add, (_second_moment(part, limit, scale) for part in parts))
         if not self.shifts or not costs.by_shifts(*self.shifts[-1], R):
             return _moment_of_parts(parts, R, scale)
         moments = [_ShiftedMoment(self.shifts) for _ in range(self.G)]
