@@ -65,6 +65,7 @@ class Layer:
 
     name: str
     right: Tensor
+    patches: Patches | None
     shape: torch.Size
     shifts: Sequence[tuple[int, int]]
 
@@ -81,8 +82,9 @@ def layers(problem: str) -> Iterator[Layer]:
             ) -> None:
                 shape = module.get_parameter("weight").shape
                 right = rule.unfold(module, args[0].detach())
-                right = right.whole if isinstance(right, Patches) else right
-                found.setdefault((right.shape, shape), Layer(name, right, shape, rule.shifts(module, output.shape)))
+                right, patches = (right.whole, right.used_once()) if isinstance(right, Patches) else (right, None)
+                layer = Layer(name, right, patches, shape, rule.shifts(module, output.shape))
+                found.setdefault((right.shape, shape), layer)
 
             handles.append(module.register_forward_hook(keep))
     task.model(task.x)
@@ -116,6 +118,10 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
             if len(shifts) == 2 and costs.by_shifts(*shifts[-1], N * S):
                 choice = "moments by shifts along two axes"
                 yield Case(choice, f"{where} {shape}", "by_two_shifts", (True, False), shifted.right_factor)
+        if layer.patches is not None:
+            few = Outer(left, layer.patches, torch.Size((O, I)), shifts=shifts)
+            numbers = tuple(dict.fromkeys((1, min(8, N), N)))
+            yield Case("patches at once", f"{where} S={S} I={I}", "patches_at_once", numbers, few.right_factor)
         if S == 1:
             continue
         shape = f"S={S} O={O} I={I}"
