@@ -262,10 +262,10 @@ def structure(nodes: Iterable[Node]) -> int | None:
     """Hash of the operations of some nodes and their integer arguments, or ``None`` where tensors are arguments."""
     found: list[Any] = []
     for node in nodes:
-        kind = _kind_of(node)
-        if kind.reorders or (isinstance(node, BackwardCFunction) and not is_sink(node)):
+        if isinstance(node, BackwardCFunction) and not is_sink(node):
             return None
-        if kind.reduces and _reduces_samples(node):
+        kind = _kind_of(node)
+        if kind.reorders or (kind.reduces and _reduces_samples(node)):
             return None
         if kind.is_product and not _is_weight(node.next_functions[-1][0]):
             return None  # a product from the left, which may be any mixture of rows

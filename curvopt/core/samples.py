@@ -144,7 +144,8 @@ def unaligned(
     with torch.no_grad():
         for loss in losses:
             if loss.edge is not None:
-                _probe(loss.input, loss.edge, N, edges, generator, strays, reached)
+                found, met = _probe(loss.input, loss.edge, N, edges, generator)
+                strays, reached = strays | found, reached | met
     return strays, len(reached) < len({i for i, _, _ in edges})
 
 
@@ -154,10 +155,8 @@ def _probe(
     N: int,
     edges: Sequence[tuple[int, GradientEdge, int | None]],
     generator: torch.Generator,
-    strays: set[int],
-    reached: set[int],
-) -> None:
-    """Pull a random vector back from z, which lies ``at`` an edge, and again with its samples scaled; compare."""
+) -> tuple[set[int], set[int]]:
+    """The same for one loss of z, which lies ``at`` an edge, then the uses where something arrived or nothing could."""
     seed = torch.randn(z.shape, generator=generator).to(z)
     # powers of two, so that products with them are exact; samples that trade places or mix betray themselves
     most = 12 if z.dtype == torch.float16 else 64
@@ -166,6 +165,8 @@ def _probe(
     along = factors.repeat_interleave(len(z) // N).to(z).view(-1, *[1] * (z.dim() - 1))
     inputs = [edge for _, edge, _ in edges]
     arrived = pull([at], inputs, [seed.unsqueeze(0)])
+    strays: set[int] = set()
+    reached = {i for (i, _, _), grad in zip(edges, arrived, strict=True) if grad is None}  # whatever the values
 
     def compare(k: int, scaled: Tensor) -> None:
         i, _, axis = edges[k]
@@ -175,9 +176,8 @@ def _probe(
             if not aligned(grad[0], scaled[0], axis, factors):
                 strays.add(i)
 
-    # not on the way to this loss, whatever the values
-    reached |= {i for (i, _, _), grad in zip(edges, arrived, strict=True) if grad is None}
     pull_each([at], inputs, [(seed * along).unsqueeze(0)], compare)
+    return strays, reached
 
 
 def _common_length(graph: Graph, losses: Sequence[Loss]) -> Samples:
