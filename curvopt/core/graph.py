@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -231,45 +231,24 @@ class _Interior:
 # operations that move entries to where the values of a tensor say, among samples perhaps, or sum over them
 _REORDERING = ("Index", "Gather", "Scatter", "Sort", "Topk", "Take", "MaskedSelect", "RepeatInterleave", "Put")
 _REDUCING = ("Mean", "Sum", "Var", "Std", "Softmax", "LogSoftmax", "Cum", "Amax", "Amin", "Logsumexp", "Norm", "Prod")
-
-
-class _Kind(NamedTuple):
-    """What the name of an operation tells about it, and which of its saved attributes are no tensors."""
-
-    reorders: bool
-    reduces: bool
-    is_product: bool
-    arguments: tuple[str, ...]
-
-
-_kinds: dict[str, _Kind] = {}
-
-
-def _kind_of(node: Node) -> _Kind:
-    name = node.name()
-    if name not in _kinds:
-        saved = [attribute for attribute in dir(node) if attribute.startswith("_saved_")]
-        _kinds[name] = _Kind(
-            name.startswith(_REORDERING),
-            name.startswith(_REDUCING),
-            name in ("MmBackward0", "AddmmBackward0"),
-            tuple(a for a in saved if _is_argument(getattr(node, a))),
-        )
-    return _kinds[name]
+_arguments: dict[str, tuple[str, ...]] = {}
 
 
 def structure(nodes: Iterable[Node]) -> int | None:
     """Hash of the operations of some nodes and their integer arguments, or ``None`` where tensors are arguments."""
     found: list[Any] = []
     for node in nodes:
-        if isinstance(node, BackwardCFunction) and not is_sink(node):
+        name = node.name()
+        if name.startswith(_REORDERING) or (isinstance(node, BackwardCFunction) and not is_sink(node)):
             return None
-        kind = _kind_of(node)
-        if kind.reorders or (kind.reduces and _reduces_samples(node)):
+        if name.startswith(_REDUCING) and _reduces_samples(node):
             return None
-        if kind.is_product and not _is_weight(node.next_functions[-1][0]):
+        if name in ("MmBackward0", "AddmmBackward0") and not _is_weight(node.next_functions[-1][0]):
             return None  # a product from the left, which may be any mixture of rows
-        found.append((node.name(), *[_hashable(getattr(node, attribute)) for attribute in kind.arguments]))
+        if name not in _arguments:
+            saved = [attribute for attribute in dir(node) if attribute.startswith("_saved_")]
+            _arguments[name] = tuple(a for a in saved if _is_argument(getattr(node, a)))
+        found.append((name, *(_hashable(getattr(node, attribute)) for attribute in _arguments[name])))
     return hash(tuple(found))
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import cached_property, wraps
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -326,7 +326,7 @@ class Pass:
                 continue
             rows = len(use.input) // self.samples.N
             left = total = columns.total(curvature, rows)
-            for chunk in columns.chunks(curvature, self._chunk_size(), rows):
+            for chunk in columns.chunks(curvature, self._chunk_size, rows):
                 left -= len(chunk)
                 vectors = (chunk * scale).to(use.input.dtype)
                 self._sweep([edge], [vectors], None, extensions, columns=total, last=only and left == 0)
@@ -389,19 +389,16 @@ class Pass:
         if not apart:
             return
         by_sample: dict[tuple[Use, nn.Parameter], list[Jacobian]] = {}
-        silent: list[Entry] = []
-
-        def arrived_apart(entry: Entry, grads: list[Tensor | None]) -> None:
-            silent.remove(entry)
-            for p, jacobian in self._jac_t(entry, grads, 1):
-                by_sample.setdefault((entry.use, p), []).append(jacobian)
-
         for n in range(N):
-            silent[:] = apart
-            self._arrivals(outputs, [only(v, 1, n, N) for v in vectors], apart, arrived_apart)
-            for entry in list(silent):
-                zeros = vectors[0].new_zeros(len(vectors[0]), *entry.use.shapes[min(entry.edges)])
-                arrived_apart(entry, [zeros if i == min(entry.edges) else None for i, _ in enumerate(entry.use.shapes)])
+            grads_of: dict[Entry, list[Tensor | None]] = {}
+            self._arrivals(outputs, [only(v, 1, n, N) for v in vectors], apart, grads_of.__setitem__)
+            for entry in apart:
+                if entry not in grads_of:  # nothing arrives: zeros at one output
+                    first = min(entry.edges)
+                    grads_of[entry] = [None] * len(entry.use.shapes)
+                    grads_of[entry][first] = vectors[0].new_zeros(len(vectors[0]), *entry.use.shapes[first])
+                for p, jacobian in self._jac_t(entry, grads_of[entry], 1):
+                    by_sample.setdefault((entry.use, p), []).append(jacobian)
         for (_, p), jacobians in by_sample.items():
             visit(p, stack_samples(jacobians))
 
@@ -423,7 +420,7 @@ class Pass:
             if sum(grad is not None for grad in grads) == len(entry.edges):
                 visit(entry, waiting.pop(entry))
 
-        together = len(vectors[0]) > 1 or self._chunk_size() > 1
+        together = len(vectors[0]) > 1 or self._chunk_size > 1
         pull_each(outputs, [entry.edges[index] for entry, index in places], vectors, arrived, together)
         for entry in list(waiting):
             visit(entry, waiting.pop(entry))
@@ -467,7 +464,7 @@ class Pass:
     def _residuals(self, use: Loss, grad: Tensor, modify: Modify, extensions: Sequence[Extension]) -> None:
         """What nonlinear operations between the loss and the parameters add to the curvature."""
         assert use.edge is not None
-        N, entries, size = self.samples.N, self.entries, self._chunk_size()
+        N, entries, size = self.samples.N, self.entries, self._chunk_size
         # a parameter used twice, or in a way that is not linear in it, is met by more than the operations after it
         uses: dict[nn.Parameter, int] = {}
         for entry in entries:
@@ -525,7 +522,7 @@ class Pass:
                 stacklevel=2,
             )
         assert use.edge is not None
-        N, size = self.samples.N, self._chunk_size()
+        N, size = self.samples.N, self._chunk_size
         samples = range(N) if any(e.per_sample for e in extensions) else [None]
         for p in parameters:
             images = []
@@ -557,6 +554,7 @@ class Pass:
             jacobian.weights = weights
             self._update(p, jacobian, extensions)
 
+    @cached_property
     def _chunk_size(self) -> int:
         """Columns to sweep together, from the activations that one column fills."""
         if _columns_per_sweep is not None:

@@ -419,8 +419,6 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     Names are relative to the module, e.g. ``weight``, ``parametrizations.weight.original0``, ``scales.0``.
     """
     owned = {name: p for name, p in module._parameters.items() if p is not None}
-    if not module._modules:
-        return owned
     for name, child in module.named_children():
         functional = name == "out_proj" and type(module).forward is nn.MultiheadAttention.forward  # never called
         if functional or isinstance(child, (nn.ParameterList, nn.ParameterDict)) or name == "parametrizations":

@@ -205,10 +205,9 @@ class AffineRule(Rule):
                 if isinstance(right, Patches) and len(right) != N:
                     right = right.whole
                 use.cache["right"] = _by_sample(right, N) if isinstance(right, Tensor) else right
-            weight = use.module._parameters["weight"]
-            assert weight is not None  # it is among the names
+            shape = use.module.get_parameter("weight").shape
             shifts = self.shifts(use.module, use.shapes[0])
-            jacobians["weight"] = Outer(left, use.cache["right"], weight.shape, self.transposed, shifts)
+            jacobians["weight"] = Outer(left, use.cache["right"], shape, self.transposed, shifts)
         if "bias" in names:
             weight = jacobians.get("weight") if left.shape[2:4] == (1, 1) and not self.transposed else None
             jacobians["bias"] = Dense(self.bias(grad, left), left_of=weight)
