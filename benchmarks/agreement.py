@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -23,13 +23,16 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 
 def most_likely(p: Tensor, num_samples: int, *args: Any, **kwargs: Any) -> Tensor:
-    """In place of `torch.multinomial`: nothing random, so that sampled quantities can be compared."""
+    """In place of drawing labels: nothing random, so that sampled quantities can be compared."""
     return p.argmax(-1, keepdim=True).expand(*p.shape[:-1], num_samples)
 
 
 @contextmanager
 def most_likely_labels() -> Iterator[None]:
-    with mock.patch("torch.multinomial", most_likely), mock.patch.object(Tensor, "multinomial", most_likely):
+    names = ("torch.multinomial", "torch.Tensor.multinomial", "curvopt.core.derivatives.losses.draw")
+    with ExitStack() as patches:
+        for name in names:
+            patches.enter_context(mock.patch(name, most_likely))
         yield
 
 

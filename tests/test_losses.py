@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from curvopt import CurvoptError, backpack, extend
-from curvopt.core.derivatives.losses import Diagonal, Softmax, curvature_of, register_loss
+from curvopt.core.derivatives.losses import Diagonal, Softmax, curvature_of, draw, register_loss
 from curvopt.core.uses import LossUse
 from curvopt.errors import CurvoptWarning
 from curvopt.extensions import GGNMP, KFLR, DiagGGNExact, DiagGGNMC
@@ -214,6 +214,21 @@ def test_softmax_takes_its_classes_from_any_axis(dim: int):
     assert_close(moved.root(1, 7), first.root(1, 7).movedim(2, dim + 1))
     samples = [c.sample(3, torch.Generator().manual_seed(0)) for c in (moved, first)]
     assert_close(samples[0], samples[1].movedim(2, dim + 1))
+
+
+def test_labels_are_drawn_as_often_as_they_are_probable():
+    p = torch.tensor([[0, 0.25, 0, 0.75, 0], [1, 0, 0, 0, 0], [0.2, 0.2, 0.2, 0.2, 0.2]])
+    labels = draw(p, 200_000, torch.Generator().manual_seed(0))
+    counts = torch.stack([row.bincount(minlength=5) for row in labels])
+    assert (counts[p == 0] == 0).all()
+    assert ((counts / 200_000 - p).abs() <= 5 * (p * (1 - p) / 200_000).sqrt()).all()
+    even = draw(torch.full((50_000,), 1 / 50_000), 200_000, torch.Generator().manual_seed(0))
+    assert (torch.histc(even.float(), 10) / 20_000 - 1).abs().max() < 0.05
+
+
+def test_a_network_that_diverged_has_columns_of_nan():
+    z = torch.full((2, 3), torch.nan, dtype=torch.float64)
+    assert curvature(nn.CrossEntropyLoss(), z, labels(2)).sample(2, None).isnan().all()
 
 
 def test_generator_decides_the_samples():

@@ -93,7 +93,15 @@ def by_two_shifts(L: int, H: int, K: int) -> bool:
 
 def by_blocks(F: int, K: int) -> bool:
     """Whether a symmetric product of ``[F, K]`` is worth computing block by block, above the diagonal only."""
-    return F * F * (K - 2.5 * ENTRY) >= 1 << 24  # entries below are copied column by column, and calls cost something
+    return F * F * (K - 2 * ENTRY) >= 1 << 23  # entries below are copied column by column, and calls cost something
+
+
+def apart(rows: Tensor) -> Tensor:
+    """Rows to be read across: copied to where they are not powers of two apart, which only few cache lines can hold."""
+    if rows.device.type != "cpu" or rows.stride(-2) * rows.element_size() % (1 << 11):
+        return rows
+    line = 64 // rows.element_size()
+    return rows.new_empty(*rows.shape[:-1], rows.shape[-1] + line)[..., :-line].copy_(rows)
 
 
 @cache

@@ -270,7 +270,8 @@ class Outer(Jacobian):
     def norms2(self) -> Tensor:
         """Squared norms ``[V, N]`` without forming the products where that is cheaper (Gram trick, Goodfellow 2015)."""
         if self.G == self.S == 1:
-            return self.left_norms2 * self.right.flatten(1).square().sum(1)
+            right = self.right
+            return self.left_norms2 * (right * right).sum((1, 2, 3))
         if costs.by_gram(self.S, self.O, self.I):
             return ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum((2, 3, 4))
         if torch.is_grad_enabled():
@@ -296,12 +297,12 @@ class Outer(Jacobian):
     @cached_property
     def left_norms2(self) -> Tensor:
         """Squared norms, ``[V, N]``."""
-        return self.left.flatten(2).square().sum(2)
+        return (self.left * self.left).sum((2, 3, 4))
 
     @cached_property
     def left_squares(self) -> Tensor:
         """Squares, weighted and summed over vectors, ``[N, G, 1, O]``."""
-        return _weighted(self.left.square(), self.weights)
+        return _weighted(self.left * self.left, self.weights)
 
     def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         right = self._right
@@ -377,7 +378,7 @@ class Outer(Jacobian):
     def squares_of_pairs(self, left: Tensor, per_sample: bool) -> Tensor:
         """Squares from `left_pairs`, ``[*p]`` or, sample by sample, ``[N, *p]``."""
         if self.S == 1:
-            right = self.right.square()
+            right = self.right * self.right
             if per_sample:
                 rows, columns = self._sides(left, right)
                 return _products(rows.unsqueeze(0), columns).reshape(self.N, *self.shape)
@@ -593,15 +594,20 @@ class Squares:
         """What has been added, ``[*p]`` or ``[N, *p]``."""
         if self._pairs is not None:
             (jacobian, left), self._pairs = self._pairs, None
-            squares = jacobian.squares_of_pairs(left.to(jacobian.left.dtype), self.per_sample)
+            squares = jacobian.squares_of_pairs(cast(left, jacobian.left.dtype), self.per_sample)
             self._value = add(self._value, widened(squares))
         assert self._value is not None
-        return self._value.to(self._dtype)
+        return cast(self._value, self._dtype)
 
 
 def widened(value: Tensor) -> Tensor:
     """In at least float32, to be summed: in half precision, small terms vanish in a large sum."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``value.to(dtype)``, without the call if that would do nothing."""
+    return value if value.dtype == dtype else value.to(dtype)
 
 
 def add(total: Any, value: Any) -> Any:
@@ -629,7 +635,7 @@ def _products(rows: Tensor, columns: Tensor) -> Tensor:
 
 def _by_feature(values: Tensor) -> Tensor:
     """``[..., N, G, S, F]`` as ``[..., G, F, N S]``; what needs to be copied is copied by rows."""
-    return values.mT.movedim(-4, -2).flatten(-2)
+    return values.movedim((-4, -2), (-2, -1)).flatten(-2)
 
 
 def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:
@@ -680,7 +686,7 @@ def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
     assert moment is not None
     for i in range(0, F - block, block):
         j = i + block
-        moment[:, j:, i:j] = moment[:, i:j, j:].mT
+        moment[:, j:, i:j] = costs.apart(moment[:, i:j, j:]).mT
     return moment[0] if len(moment) == 1 else moment
 
 

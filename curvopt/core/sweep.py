@@ -25,7 +25,7 @@ from curvopt.core import costs
 from curvopt.core.averaged import averaged_jacobians
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.graph import Entry, Graph
-from curvopt.core.jacobians import Dense, Jacobian, combine, stack_samples
+from curvopt.core.jacobians import Dense, Jacobian, cast, combine, stack_samples
 from curvopt.core.residuals import (
     Modify,
     cut,
@@ -328,14 +328,14 @@ class Pass:
             left = total = columns.total(curvature, rows)
             for chunk in columns.chunks(curvature, self._chunk_size, rows):
                 left -= len(chunk)
-                vectors = (chunk * scale).to(use.input.dtype)
+                vectors = cast(chunk * scale, use.input.dtype)
                 self._sweep([edge], [vectors], None, extensions, columns=total, last=only and left == 0)
 
     def _jac_t(
         self, entry: Entry, grads: list[Tensor | None], N: int, last: bool = False
     ) -> Iterator[tuple[nn.Parameter, Jacobian]]:
         dtype = next(iter(entry.parameters.values())).dtype
-        grads = [None if grad is None else grad.to(dtype) for grad in grads]
+        grads = [None if grad is None else cast(grad, dtype) for grad in grads]
         try:
             entry.use.check_inputs()
             jacobians = entry.rule.jac_t(entry.use.in_precision(dtype), grads, list(entry.parameters), N)

@@ -20,7 +20,6 @@ from math import prod
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvopt.core.eigen import eigh
@@ -156,10 +155,20 @@ class Softmax(LossCurvature):
         return columns.unflatten(3, self.p.shape[2:]).movedim(2, self.dim + 1)
 
     def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
-        p = self.p.detach().movedim(1, -1)
-        labels = torch.multinomial(p.flatten(0, -2), samples, replacement=True, generator=generator)
-        onehot = F.one_hot(labels.T.reshape(samples, *p.shape[:-1]), p.shape[-1]).movedim(-1, 2)
-        return ((self.p - onehot) * self.mass).movedim(2, self.dim + 1)
+        labels = draw(self.p.detach().movedim(1, -1), samples, generator).movedim(-1, 0).unsqueeze(2)
+        columns = self.p.expand(samples, *self.p.shape) * self.mass
+        return columns.scatter_add_(2, labels, -self.mass.expand(labels.shape)).movedim(2, self.dim + 1)
+
+
+def draw(p: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
+    """Labels ``[..., samples]`` from probabilities ``[..., C]``, by inverting their cumulative sums.
+
+    Not ``torch.multinomial``, which draws a random number for every class.
+    """
+    sums = p.cumsum(-1)
+    uniform = torch.rand(*p.shape[:-1], samples, dtype=p.dtype, device=p.device, generator=generator)
+    labels = torch.searchsorted(sums, uniform * sums[..., -1:], right=True)
+    return labels.clamp_(max=p.shape[-1] - 1)  # where a probability is nan
 
 
 def _root_of(p: Tensor) -> Tensor:
@@ -272,18 +281,18 @@ def cross_entropy(module: nn.CrossEntropyLoss, z: Tensor, target: Tensor) -> Sof
             f"{type(module).__name__}: input of shape {list(z.shape)} has no batch axis; unsqueeze(0) input and target."
         )
     classes, smoothing = z.shape[1], module.label_smoothing
-    weight = torch.ones(classes).to(z) if module.weight is None else module.weight.to(z.dtype)
+    weight = None if module.weight is None else module.weight.to(z.dtype)
     if target.is_floating_point():
-        smooth = target.to(z.dtype) * (1 - smoothing) + smoothing / classes
-        mass = (smooth.movedim(1, -1) * weight).sum(-1) * _factor(module, z.numel() // classes)
+        smooth = (target.to(z.dtype) * (1 - smoothing) + smoothing / classes).movedim(1, -1)
+        mass, terms = (smooth if weight is None else smooth * weight).sum(-1), z.numel() // classes
     else:
         kept = target != module.ignore_index
         mass = of_target = kept.to(z.dtype)
-        if module.weight is not None:
+        if weight is not None:
             of_target = weight[torch.where(kept, target, 0)] * kept
             mass = of_target * (1 - smoothing) + kept * (smoothing * weight.mean())
-        mass = mass * _factor(module, of_target.sum())
-    return Softmax(z.softmax(1), mass.sqrt())
+        terms = of_target.sum()
+    return Softmax(z.softmax(1), (mass / terms if module.reduction == "mean" else mass).sqrt())
 
 
 # ------------------------------------------------------------------------------------------------------- any other loss

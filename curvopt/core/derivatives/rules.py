@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvopt.core import costs
-from curvopt.core.jacobians import Dense, Jacobian, Outer, Patches
+from curvopt.core.jacobians import Dense, Jacobian, Outer, Patches, cast
 from curvopt.core.uses import Recorder, Use, disable, owned_parameters, version
 from curvopt.errors import CurvoptError
 
@@ -201,7 +201,7 @@ class AffineRule(Rule):
         if "weight" in names:
             if "right" not in use.cache:
                 # autocast: the input may be in another precision
-                right = self.unfold(use.module, *[x.to(left.dtype) for x in inputs])
+                right = self.unfold(use.module, *[cast(x, left.dtype) for x in inputs])
                 if isinstance(right, Patches) and len(right) != N:
                     right = right.whole
                 use.cache["right"] = _by_sample(right, N) if isinstance(right, Tensor) else right
