@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -117,10 +117,11 @@ class Use:
         "versions",
     )
 
+    #: Set by `curvopt.core.derivatives.rules`, which knows modules, as this file does not.
+    rule_for: ClassVar[Callable[[nn.Module], Rule]]
+
     def __init__(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: list[Tensor]):
         """Record what the call got; ``outputs`` only lends shapes and, for modules without a rule, detached values."""
-        from curvopt.core.derivatives.rules import rule_for  # the rules know modules, this file does not
-
         inputs = _tensors((args, kwargs)) if kwargs or len(args) != 1 else _tensors(args[0])
         self.path, self.module, self.args, self.kwargs = path, module, args, kwargs
         self.versions: tuple[int, ...] | None = tuple([version(leaf) for leaf in inputs])
@@ -132,7 +133,7 @@ class Use:
         self.seen = tuple(module._parameters.values())  # torch.func.functional_call puts others in their place
         self.shapes = tuple([out.shape for out in outputs])
         self.cache: dict[str, Any] = {}  # what several columns and quantities share; emptied after each backward
-        self.rule = rule_for(module)
+        self.rule = Use.rule_for(module)
         self.settings = None if self.rule.checks_outputs else _settings(module, self.rule)
         # kept to check that calling the module again, sample by sample, gives what it gave
         self.outputs = [_kept(out) for out in outputs] if self.rule.checks_outputs else None
@@ -351,7 +352,8 @@ class Recorder:
         if torch.compiler.is_dynamo_compiling():
             return outside_of_graphs(self, module, args, kwargs, output)
         outputs = _tensors(output)
-        if not any(out.grad_fn is not None for out in outputs):
+        nodes = [out.grad_fn for out in outputs]
+        if not any(nodes):
             return None
         use = Use(self.path, module, args, kwargs, outputs)
         if len(outputs) > 1:
@@ -359,10 +361,11 @@ class Recorder:
             # (no views: changed in place, they would take the record out of the graph)
             output = tree_map_only(Tensor, lambda out: out.clone() if out.grad_fn is not None else out, output)
             outputs = _tensors(output)
-        for index, out in enumerate(outputs):
+            nodes = [out.grad_fn for out in outputs]
+        for index, (out, node) in enumerate(zip(outputs, nodes, strict=True)):
             # record the node now: an in-place activation will replace out.grad_fn
-            if out.grad_fn is not None:
-                out.grad_fn.metadata.setdefault(KEY, []).append((use, index, out.output_nr))  # type: ignore[attr-defined]
+            if node is not None:
+                node.metadata.setdefault(KEY, []).append((use, index, out.output_nr))  # type: ignore[attr-defined]
         return output if len(outputs) > 1 else None
 
 

@@ -118,6 +118,9 @@ def rule_for(module: nn.Module) -> Rule:
     return rule
 
 
+Use.rule_for = rule_for
+
+
 def _is_patched(module: nn.Module) -> bool:
     """Whether something other than the forward of its type decides what a module gives."""
     hooks = module._forward_hooks
