@@ -1,10 +1,11 @@
 """Peak memory of every quantity, here and in other packages, in MiB beyond the peak of the plain gradient.
 
-Every number comes from a fresh process, which has computed the plain gradient before.
+Every number is a median of fresh processes, each of which has computed the plain gradient before.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from benchmarks.packages import NotOffered, installed, method
 from benchmarks.problems import PROBLEMS, Problem
 from benchmarks.tables import Choice, Result, Rows, draw, load_rows, markdown, save_rows
 from benchmarks.timing import RESULTS, in_fresh_process, limited, peak_memory
+
+
+#: Processes of which the median is taken, and seconds after which no other one is started.
+PROCESSES, PATIENCE = 3, 20.0
 
 
 @dataclass(frozen=True)
@@ -47,11 +52,20 @@ def peaks(problem: Problem, package: str, quantity: str, device: str, limit: flo
 
 
 def peak(problem: Problem, package: str, quantity: str, device: str = "cpu", limit: float = 60.0) -> Result:
-    """The same, in a process of its own, or why not."""
-    try:
-        return in_fresh_process(peaks, problem, package, quantity, device, limit)
-    except RuntimeError as error:
-        return {"memory_fails": str(error)}
+    """The same, in processes of their own, or why not.
+
+    The median of a few, unless they take long: where the system's allocator finds room is a matter of luck.
+    """
+    found: list[Result] = []
+    begin = time.monotonic()
+    while len(found) < PROCESSES and (not found or time.monotonic() - begin < PATIENCE):
+        try:
+            found.append(in_fresh_process(peaks, problem, package, quantity, device, limit))
+        except RuntimeError as error:
+            return {"memory_fails": str(error)}
+        if "absent" in found[-1]:
+            return found[-1]
+    return sorted(found, key=lambda result: result["peak_mib"])[(len(found) - 1) // 2]
 
 
 def main() -> None:

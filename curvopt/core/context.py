@@ -16,10 +16,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core import costs
-from curvopt.core.derivatives.functional_losses import FunctionalLoss
 from curvopt.core.graph import Graph, uses_behind
 from curvopt.core.sweep import Pass, fields_of
-from curvopt.core.uses import Loss, TermUse, Use, extend, listeners, outside_of_graphs, unheard
+from curvopt.core.uses import Loss, extend, listen, listeners, outside_of_graphs, unheard
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
@@ -97,31 +96,10 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         listeners.remove(self)
         self._abandon()
 
-    def term(self, use: TermUse, grad: Tensor) -> None:
-        """Told by the engine: the gradient of a regularizer."""
-        if self.extensions:
-            self._current().term(use, grad)
-
-    def loss(self, use: Loss, grad: Tensor) -> None:
-        """Told by the engine: the gradient of an extended loss."""
-        if self.extensions:
-            current = self._current()
-            with current.graph.own_backwards():
-                current.loss(use, grad)
-
-    def _gradient(self, use: Use, index: int, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
-        # before the node itself, and after the tensor hooks by which users change gradients
-        grad = grads[output_nr]
-        if grad is not None and self in _told():
-            self._current().gradient(use, index, grad)
-
-    def _accumulated(self, p: nn.Parameter, grads: tuple[Tensor | None, ...]) -> None:
-        if grads[0] is not None and self in _told():
-            self._current().accumulated(p, grads[0])
-
-    def _functional_loss(self, use: Loss, grad: Tensor) -> None:
+    def _tell(self, event: Callable[..., None], *what: Any) -> None:
+        """A gradient has arrived, in a backward of this context or of another one."""
         if self in _told():
-            self.loss(use, grad)
+            event(self._current(), *what)
 
     def _current(self) -> Pass:
         """The pass of the running backward; begun by its first event, ended by the engine's own final callback."""
@@ -172,14 +150,15 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             self._pending = Pass(self.extensions, self.extension_hook, graph, partial)
         try:
             # not in the forward: a model that is extended but not asked should cost nothing
+            for term, edge in graph.terms.items():
+                handles.append(listen(edge, functools.partial(self._tell, Pass.term, term)))
+            for loss, edge in graph.losses.items():
+                handles.append(listen(edge, functools.partial(self._tell, _loss, loss)))
             for entry in self._pending.listening():
                 for index, edge in entry.edges.items():
-                    hook = functools.partial(self._gradient, entry.use, index, edge.output_nr)
-                    handles.append(edge.node.register_prehook(hook))
+                    handles.append(listen(edge, functools.partial(self._tell, Pass.gradient, entry.use, index)))
             for p in self._pending.awaited:
-                node = get_gradient_edge(p).node
-                handles.append(node.register_prehook(functools.partial(self._accumulated, p)))
-            handles += [use.listen(self._functional_loss) for use in graph.losses if isinstance(use, FunctionalLoss)]
+                handles.append(listen(get_gradient_edge(p), functools.partial(self._tell, Pass.accumulated, p)))
             return call()
         except BaseException:
             self._abandon()
@@ -188,6 +167,11 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             self._pending = None
             for handle in handles:
                 handle.remove()
+
+
+def _loss(current: Pass, loss: Loss, grad: Tensor) -> None:
+    with current.graph.own_backwards():
+        current.loss(loss, grad)
 
 
 class _Together:
@@ -201,14 +185,6 @@ class _Together:
 
     def __exit__(self, *_: object) -> None:
         listeners.remove(self)
-
-    def term(self, use: TermUse, grad: Tensor) -> None:
-        for context in self.contexts:
-            context.term(use, grad)
-
-    def loss(self, use: Loss, grad: Tensor) -> None:
-        for context in self.contexts:
-            context.loss(use, grad)
 
 
 def _told() -> list[backpack]:

@@ -42,9 +42,9 @@ class Graph:
     Attributes:
         entries: the uses of parameters, by extended modules and by functional calls on their parameters.
         functional: the entries of functional calls.
-        losses: the extended and functional losses.
+        losses: the extended and functional losses, and where their gradients arrive.
         nonlinear: names of operations through which the differentiated scalar depends on more than the sum of them.
-        terms: regularizers, with the parameters they see.
+        terms: regularizers, and where their gradients arrive.
         mixing: descriptions of modules that mix samples (train-mode batch norm).
         outside: names of parameters that enter the loss by an added term, which no quantity contains.
         owners: the extended module that owns each parameter, and the parameter's name in it.
@@ -58,9 +58,9 @@ class Graph:
     def __init__(self, roots: Sequence[Node]):
         """Walk the graph from ``roots`` to its leaves once."""
         self.entries: dict[Use, Entry] = {}
-        self.terms: list[TermUse] = []
+        self.terms: dict[TermUse, GradientEdge] = {}
         self.mixing: list[str] = []
-        nodes = list(_walk(list(roots)))
+        nodes = list(walk(list(roots)))
         self._sinks: list[Any] = [node for node in nodes if is_sink(node)]
         interior = _Interior()
         terms: set[Node] = set()
@@ -68,7 +68,7 @@ class Graph:
             records = records_of(node)
             for record, index, output_nr in records:
                 if isinstance(record, TermUse):
-                    self.terms.append(record)
+                    self.terms[record] = GradientEdge(node, output_nr)
                     terms.add(node)
                     interior.add([node], record.boundary, record.parameters)
                 elif isinstance(record, Use):
@@ -92,7 +92,7 @@ class Graph:
         outputs = {edge.node for entry in self.entries.values() if entry.parameters for edge in entry.edges.values()}
         self.losses, self.nonlinear = find_losses(roots, outputs | terms)
         ends = [loss.edge.node for loss in self.losses if loss.edge is not None]
-        self.structure = structure(_walk(ends))
+        self.structure = structure(walk(ends))
         self.uses_of: dict[nn.Parameter, int] = {}
         for entry in self.entries.values():
             for p in entry.parameters.values():
@@ -197,7 +197,7 @@ class _Interior:
         known = {id(p) for p in parameters}
         parents: dict[Node, list[Node]] = {}
         reached: list[tuple[Node, nn.Parameter]] = []
-        for node in _walk(outputs, boundary):
+        for node in walk(outputs, boundary):
             self.nodes.add(node)
             for position, (target, _) in enumerate(node.next_functions):
                 p = getattr(target, "variable", None)
@@ -280,7 +280,7 @@ def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value if isinstance(value, (int, str, tuple)) else None
 
 
-def _walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node]:
+def walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node]:
     """Every node reachable from ``roots`` without entering ``boundary``, once."""
     seen = set(roots) - boundary
     stack = list(seen)
@@ -295,7 +295,7 @@ def _walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node
 
 def uses_behind(roots: list[Node]) -> bool:
     """Whether any use was recorded behind some nodes."""
-    return any(isinstance(record, Use) for node in _walk(roots) for record, *_ in records_of(node))
+    return any(isinstance(record, Use) for node in walk(roots) for record, *_ in records_of(node))
 
 
 def _mixes_samples(node: Node) -> bool:

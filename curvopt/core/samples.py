@@ -11,7 +11,7 @@ formed sample by sample, exact whatever the layout, at N times the cost.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ class Samples(NamedTuple):
 _found: dict[int, tuple[int, frozenset[int]]] = {}
 
 
-def find_samples(graph: Graph, losses: Sequence[Loss]) -> Samples:
+def find_samples(graph: Graph, losses: Collection[Loss]) -> Samples:
     """Find out where the samples lie in a graph.
 
     Without a loss whose input is known, or where batch norm mixes samples anyway, every first axis must be N or a

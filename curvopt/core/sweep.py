@@ -240,7 +240,7 @@ class Pass:
     @_without_autocast
     def loss(self, use: Loss, grad: Tensor) -> None:
         """A loss has been reached: pull the columns of its Hessian's root back, and what nonlinear operations add."""
-        if use.edge is None or use not in self.graph.losses:
+        if use.edge is None:
             return
         if self.first_order and self.samples.unaligned:
             slope = use.slope(grad).to(use.input.dtype).unsqueeze(0)

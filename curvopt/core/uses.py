@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from curvopt.errors import CurvoptError
@@ -28,18 +29,6 @@ if TYPE_CHECKING:
 
 KEY = "curvopt"
 _recording = True
-
-
-class Listener(Protocol):
-    """What the backward of a recorded loss or term tells."""
-
-    def term(self, use: TermUse, grad: Tensor) -> None:
-        """The gradient of a regularizer has arrived."""
-        ...
-
-    def loss(self, use: Loss, grad: Tensor) -> None:
-        """The gradient of a loss has arrived: for an extended one the factor by which it was scaled."""
-        ...
 
 
 class Loss(Protocol):
@@ -68,8 +57,8 @@ class Loss(Protocol):
         ...
 
 
-#: The context that is told; set by `curvopt.core.context`, innermost last. ``None`` while the engine pulls back itself.
-listeners: list[Listener | None] = []
+#: The contexts that are told of backwards, innermost last. ``None`` while the engine pulls back itself.
+listeners: list[Any] = []
 
 
 @contextmanager
@@ -381,39 +370,32 @@ class LossRecorder(Recorder):
             return
         if not isinstance(output, Tensor) or output.grad_fn is None:
             return
-        use = LossUse(self.path, module, args, kwargs)
-        _attach(output, (use, 0, output.output_nr), partial(_loss_arrived, use))
+        _record(output, LossUse(self.path, module, args, kwargs))
 
 
-def _attach(out: Tensor, record: tuple, hook: Callable[[Tensor], None]) -> None:
-    node = out.grad_fn
-    if node is not None:
-        node.metadata.setdefault(KEY, []).append(record)  # type: ignore[attr-defined]
-        node.register_prehook(partial(_hear, hook, out.output_nr))
+def _record(out: Tensor, record: LossUse | TermUse) -> None:
+    assert out.grad_fn is not None
+    out.grad_fn.metadata.setdefault(KEY, []).append((record, 0, out.output_nr))  # type: ignore[attr-defined]
 
 
-def _hear(hook: Callable[[Tensor], None], output_nr: int, grads: Sequence[Tensor | None]) -> None:
-    # before the node itself, and after the tensor hooks by which users change gradients
+def listen(edge: GradientEdge, arrived: Callable[[Tensor], None]) -> RemovableHandle:
+    """Have ``arrived`` called with the gradient that arrives at an edge in a backward.
+
+    That is before the node itself, and after the hooks of tensors by which users change gradients.
+    """
+    return edge.node.register_prehook(partial(_hear, arrived, edge.output_nr))
+
+
+def _hear(arrived: Callable[[Tensor], None], output_nr: int, grads: Sequence[Tensor | None]) -> None:
     grad = grads[output_nr]
     if grad is not None:
-        hook(grad)
+        arrived(grad)
 
 
 def record_term(out: Tensor, parameters: Sequence[nn.Parameter], weight: float) -> None:
     """Note on the node of ``out`` that it is ``weight / 2`` times the squared norm of the parameters."""
     if _recording and torch.is_grad_enabled() and out.grad_fn is not None:
-        use = TermUse(parameters, weight)
-        _attach(out, (use, 0, out.output_nr), partial(_term_arrived, use))
-
-
-def _term_arrived(use: TermUse, grad: Tensor) -> None:
-    if listeners and (listener := listeners[-1]) is not None:
-        listener.term(use, grad)
-
-
-def _loss_arrived(use: LossUse, grad: Tensor) -> None:
-    if listeners and (listener := listeners[-1]) is not None:
-        listener.loss(use, grad)
+        _record(out, TermUse(parameters, weight))
 
 
 def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -11,6 +11,7 @@ off the graph of the closure's loss, and a product with B costs about 4/3 gradie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,9 +20,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from curvopt.core.derivatives.functional_losses import FunctionalLoss, find_losses
+from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.losses import LossCurvature
-from curvopt.core.uses import Loss, TermUse, listeners, unheard
+from curvopt.core.graph import walk
+from curvopt.core.uses import Loss, TermUse, listen, records_of, unheard
 from curvopt.distributed import Peers, peers_of, refuse_sharded
 from curvopt.errors import CurvoptError
 from curvopt.hessianfree.cg import Product, Solution, cg
@@ -58,8 +60,9 @@ class Differentiated:
         self.losses: list[tuple[Loss, Tensor, GradientEdge]] = []
         self.terms: list[tuple[TermUse, Tensor]] = []
         leaves = {get_gradient_edge(p).node for p in parameters}
-        self._known, nonlinear = find_losses([root.grad_fn for root in roots if root.grad_fn is not None], leaves)
-        if nonlinear or not self._known:
+        nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+        known, nonlinear = find_losses(nodes, leaves)
+        if nonlinear or not known:
             what = f"depends on {', '.join(dict.fromkeys(nonlinear))} of" if nonlinear else "contains none of"
             raise CurvoptError(
                 f"HessianFree: what the closure differentiates {what} the parameters outside of the losses that are "
@@ -67,24 +70,25 @@ class Differentiated:
                 "Mark a loss of your own by curvopt.extend(loss, loss=True); for weight decay use the option "
                 "weight_decay or curvopt.L2Regularizer."
             )
-        handles = [loss.listen(self.loss) for loss in self._known if isinstance(loss, FunctionalLoss)]
-        listeners.append(self)
+        handles = [listen(edge, partial(self._loss, loss)) for loss, edge in known.items()]
+        for node in walk(nodes):
+            for record, _, output_nr in records_of(node):
+                if isinstance(record, TermUse):
+                    handles.append(listen(GradientEdge(node, output_nr), partial(self._term, record)))
         try:
-            self.gradient: Vector = list(
-                torch.autograd.grad(roots, parameters, cotangents, retain_graph=True, materialize_grads=True)
-            )
+            with unheard():
+                self.gradient: Vector = list(
+                    torch.autograd.grad(roots, parameters, cotangents, retain_graph=True, materialize_grads=True)
+                )
         finally:
-            listeners.pop()
             for handle in handles:
                 handle.remove()
 
-    def term(self, use: TermUse, grad: Tensor) -> None:
-        """Told by the engine: a regularizer was reached."""
+    def _term(self, use: TermUse, grad: Tensor) -> None:
         self.terms.append((use, grad))
 
-    def loss(self, use: Loss, grad: Tensor) -> None:
-        """Told by the engine: a loss was reached."""
-        if use in self._known and use.edge is not None:
+    def _loss(self, use: Loss, grad: Tensor) -> None:
+        if use.edge is not None:
             self.losses.append((use, grad, use.edge))
 
 

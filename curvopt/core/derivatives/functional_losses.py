@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
-from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.derivatives.losses import Bernoulli, Diagonal, LossCurvature, Softmax
 from curvopt.core.residuals import LINEAR, MULTILINEAR, leads_to, operation, pull
@@ -52,10 +51,6 @@ class FunctionalLoss:
     def describe(self) -> str:
         """What was recognised, for messages."""
         return f"the functional loss with {self.node.name()}"
-
-    def listen(self, arrived: Callable[[FunctionalLoss, Tensor], None]) -> RemovableHandle:
-        """Have ``arrived`` called with the gradient that arrives in a backward."""
-        return self.node.register_prehook(lambda grads: None if grads[0] is None else arrived(self, grads[0]))
 
     def slope(self, grad: Tensor) -> Tensor:
         """Gradient of the loss in z, from the gradient after the operation."""
@@ -138,7 +133,10 @@ def _recognise(node: Node) -> FunctionalLoss | None:
     return FunctionalLoss(node, edges[0])
 
 
-def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[list[LossUse | FunctionalLoss], list[str]]:
+Losses = dict[LossUse | FunctionalLoss, GradientEdge]
+
+
+def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[Losses, list[str]]:
     """Losses of which ``roots`` are linear functions, and the names of operations that stand in the way.
 
     Args:
@@ -146,34 +144,39 @@ def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[list[L
         uses: nodes of outputs of modules with parameters.
 
     Returns:
-        The losses: extended ones, and functional ones where there are none. If some operation stands in the way, the
-        sum of what second-order rules know is not the loss; extended losses behind it are still among the losses.
+        The losses, and where their gradients arrive: of extended ones the factor by which it was scaled. Functional
+        ones are found where there are no extended ones. If some operation stands in the way, the sum of what
+        second-order rules know is not the loss; extended losses behind it are still among the losses.
     """
-    losses: list[LossUse | FunctionalLoss] = []
+    losses: Losses = {}
     unknown: list[str] = []
     seen, stack = set(roots), [(root, True) for root in roots]
     while stack:
         node, known = stack.pop()
-        records = [record for record, *_ in records_of(node)]
+        records = records_of(node)
         # of nested losses the outermost, but of those that return the same tensor the innermost, which may be known;
         # one that was not reduced is read off the graph
-        extended = [r for r in records if isinstance(r, LossUse) and getattr(r.module, "reduction", "") != "none"]
+        extended = [
+            (record, GradientEdge(node, output_nr))
+            for record, _, output_nr in records
+            if isinstance(record, LossUse) and getattr(record.module, "reduction", "") != "none"
+        ]
         if extended:
-            losses.append(extended[0])
+            losses.update(extended[:1])
             continue
-        if any(isinstance(record, TermUse) for record in records) or hasattr(node, "variable"):
+        if any(isinstance(record, TermUse) for record, *_ in records) or hasattr(node, "variable"):
             continue  # parameters alone: no sample's loss
         inputs = [following for following, _ in node.next_functions if following is not None]
         if known:
-            functional = None if any(isinstance(record, Use) for record in records) else _recognise(node)
+            functional = None if any(isinstance(record, Use) for record, *_ in records) else _recognise(node)
             if functional is not None:
                 if leads_to(functional.edge.node, uses):
-                    losses.append(functional)
+                    losses[functional] = GradientEdge(node, 0)
                 continue
             name = operation(node)
             linear = name in _LINEAR and not (name in _ONE_OPERAND and len(inputs) > 1)
             linear = linear and not (name == "DIV" and node.next_functions[0][0] is None)
-            if any(isinstance(record, Use) for record in records) or not linear:
+            if any(isinstance(record, Use) for record, *_ in records) or not linear:
                 if not leads_to(node, uses):
                     continue
                 unknown.append(node.name())
