@@ -18,7 +18,6 @@ from benchmarks.problems import PROBLEMS, Problem
 from benchmarks.tables import Choice, Result, Rows, draw, load_rows, markdown, save_rows
 from benchmarks.timing import RESULTS, in_fresh_process, limited, peak_memory
 
-
 #: Processes of which the median is taken, and seconds after which no other one is started.
 PROCESSES, PATIENCE = 3, 20.0
 
