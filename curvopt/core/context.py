@@ -16,9 +16,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core import costs
-from curvopt.core.graph import Graph, uses_behind
+from curvopt.core.graph import Graph, records_behind
 from curvopt.core.sweep import Pass, fields_of
-from curvopt.core.uses import Loss, extend, listen, listeners, outside_of_graphs, unheard
+from curvopt.core.uses import Loss, Use, extend, listen, listeners, outside_of_graphs, unheard
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
     accumulates, inputs = kwargs.get("accumulate_grad", False), args[3]
     contexts = _told()
     if torch._C._current_graph_task_id() != -1:  # of a hook inside a backward
-        if contexts and accumulates and uses_behind(roots):
+        if contexts and accumulates and any(records_behind(roots, Use)):
             raise contexts[-1]._started_inside()
         return call()
     if not roots:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ from curvopt.core.functional import added_term, parents_and_dependents, parents_
 from curvopt.core.residuals import is_sink
 from curvopt.core.uses import TermUse, Use, extended_name, records_of
 from curvopt.errors import CurvoptError
+
+R = TypeVar("R")
 
 
 class Entry:
@@ -60,7 +62,7 @@ class Graph:
         self.entries: dict[Use, Entry] = {}
         self.terms: dict[TermUse, GradientEdge] = {}
         self.mixing: list[str] = []
-        nodes = list(walk(list(roots)))
+        nodes = list(_walk(list(roots)))
         self._sinks: list[Any] = [node for node in nodes if is_sink(node)]
         interior = _Interior()
         terms: set[Node] = set()
@@ -92,7 +94,7 @@ class Graph:
         outputs = {edge.node for entry in self.entries.values() if entry.parameters for edge in entry.edges.values()}
         self.losses, self.nonlinear = find_losses(roots, outputs | terms)
         ends = [loss.edge.node for loss in self.losses if loss.edge is not None]
-        self.structure = structure(walk(ends))
+        self.structure = structure(_walk(ends))
         self.uses_of: dict[nn.Parameter, int] = {}
         for entry in self.entries.values():
             for p in entry.parameters.values():
@@ -197,7 +199,7 @@ class _Interior:
         known = {id(p) for p in parameters}
         parents: dict[Node, list[Node]] = {}
         reached: list[tuple[Node, nn.Parameter]] = []
-        for node in walk(outputs, boundary):
+        for node in _walk(outputs, boundary):
             self.nodes.add(node)
             for position, (target, _) in enumerate(node.next_functions):
                 p = getattr(target, "variable", None)
@@ -280,7 +282,7 @@ def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value if isinstance(value, (int, str, tuple)) else None
 
 
-def walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node]:
+def _walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node]:
     """Every node reachable from ``roots`` without entering ``boundary``, once."""
     seen = set(roots) - boundary
     stack = list(seen)
@@ -293,9 +295,12 @@ def walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node]
                 stack.append(following)
 
 
-def uses_behind(roots: list[Node]) -> bool:
-    """Whether any use was recorded behind some nodes."""
-    return any(isinstance(record, Use) for node in walk(roots) for record, *_ in records_of(node))
+def records_behind(roots: list[Node], kind: type[R]) -> Iterator[tuple[R, GradientEdge]]:
+    """The records of a kind behind some nodes, and where their gradients arrive."""
+    for node in _walk(roots):
+        for record, _, output_nr in records_of(node):
+            if isinstance(record, kind):
+                yield record, GradientEdge(node, output_nr)
 
 
 def _mixes_samples(node: Node) -> bool:

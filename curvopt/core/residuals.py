@@ -20,7 +20,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.eigen import eigh
-from curvopt.core.uses import unheard
+from curvopt.core.uses import listen, unheard
 
 Modify = Literal["clip", "abs"] | None
 
@@ -205,7 +205,7 @@ def pull_each(
     with ExitStack() as hooks:
         for i, edge in enumerate(inputs):
             if passed[i]:
-                hooks.callback(edge.node.register_prehook(partial(_passing, arrived, i, edge.output_nr)).remove)
+                hooks.callback(listen(edge, partial(_passing, arrived, i)).remove)
         found = pull(outputs, [inputs[i] for i in ends], vectors)[::-1] if ends else []
     for i in ends:
         vector = found.pop()
@@ -213,10 +213,8 @@ def pull_each(
             arrived(i, vector)
 
 
-def _passing(arrived: Callable[[int, Tensor], None], i: int, output_nr: int, grads: Sequence[Tensor | None]) -> None:
-    grad = grads[output_nr]
-    if grad is not None:
-        arrived(i, grad.unsqueeze(0))
+def _passing(arrived: Callable[[int, Tensor], None], i: int, grad: Tensor) -> None:
+    arrived(i, grad.unsqueeze(0))
 
 
 @contextmanager

@@ -354,7 +354,7 @@ class Recorder:
         for index, (out, node) in enumerate(zip(outputs, nodes, strict=True)):
             # record the node now: an in-place activation will replace out.grad_fn
             if node is not None:
-                node.metadata.setdefault(KEY, []).append((use, index, out.output_nr))  # type: ignore[attr-defined]
+                _record(node, use, index, out.output_nr)
         return output if len(outputs) > 1 else None
 
 
@@ -370,12 +370,11 @@ class LossRecorder(Recorder):
             return
         if not isinstance(output, Tensor) or output.grad_fn is None:
             return
-        _record(output, LossUse(self.path, module, args, kwargs))
+        _record(output.grad_fn, LossUse(self.path, module, args, kwargs), 0, output.output_nr)
 
 
-def _record(out: Tensor, record: LossUse | TermUse) -> None:
-    assert out.grad_fn is not None
-    out.grad_fn.metadata.setdefault(KEY, []).append((record, 0, out.output_nr))  # type: ignore[attr-defined]
+def _record(node: Node, record: Use | LossUse | TermUse, index: int, output_nr: int) -> None:
+    node.metadata.setdefault(KEY, []).append((record, index, output_nr))  # type: ignore[attr-defined]
 
 
 def listen(edge: GradientEdge, arrived: Callable[[Tensor], None]) -> RemovableHandle:
@@ -395,7 +394,7 @@ def _hear(arrived: Callable[[Tensor], None], output_nr: int, grads: Sequence[Ten
 def record_term(out: Tensor, parameters: Sequence[nn.Parameter], weight: float) -> None:
     """Note on the node of ``out`` that it is ``weight / 2`` times the squared norm of the parameters."""
     if _recording and torch.is_grad_enabled() and out.grad_fn is not None:
-        _record(out, TermUse(parameters, weight))
+        _record(out.grad_fn, TermUse(parameters, weight), 0, out.output_nr)
 
 
 def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

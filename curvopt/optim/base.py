@@ -16,6 +16,7 @@ from torch import Tensor
 
 from curvopt import backpack
 from curvopt.core.context import attach, heard
+from curvopt.core.jacobians import widened
 from curvopt.core.uses import outside_of_graphs, owned_parameters
 from curvopt.distributed import Peers, peers_of, refuse_sharded
 from curvopt.errors import CurvoptError, CurvoptWarning
@@ -371,7 +372,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
                 continue
             if param in mine:
                 # bfloat16 or half factors would lose the average and break the inverse
-                tensors = [t.detach().to(torch.promote_types(t.dtype, torch.float32)) for t in taken[0]]
+                tensors = [widened(t.detach()) for t in taken[0]]
                 self._arrived[param] = (tensors, taken[1])
             else:
                 self._strangers += 1
@@ -382,8 +383,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         arrived, self._arrived = self._arrived, {}
         if self._fresh is None or not arrived:
             return
-        weight = torch.as_tensor(weight, device=next(iter(arrived)).device)
-        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        weight = widened(torch.as_tensor(weight, device=next(iter(arrived)).device))
         collected = Collection({}, weight, weight / loss_scale, variables=variables)
         for param, (tensors, of_input) in arrived.items():
             if of_input is not None:
@@ -565,8 +565,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             lr, pairs = group["lr"], []
             for param in group["params"]:
                 if param in grads:
-                    grad = grads[param].reshape(-1)
-                    grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+                    grad = widened(grads[param].reshape(-1))
                     updates[param] = update = self._solve(param, grad, group["damping"])
                     pairs.append((update, grad))
             if pairs:
@@ -646,7 +645,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             for param in group["params"]:
                 if param in grads:
                     grad = grads[param].reshape(-1) * (-1 if group.get("maximize") else 1)
-                    delta = (param - before[param]).reshape(-1).to(torch.promote_types(param.dtype, torch.float32))
+                    delta = widened((param - before[param]).reshape(-1))
                     factors = self.state[param].get("factors") or [self._progress["mean_curvature"].to(delta)]
                     sizes = sizes_of(factors, param.shape) if factors[0].ndim else None
                     curved = kfac_mat_prod(factors, sizes)(delta.to(factors[0].dtype)) + group["damping"] * delta

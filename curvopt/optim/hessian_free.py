@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.losses import LossCurvature
-from curvopt.core.graph import walk
-from curvopt.core.uses import Loss, TermUse, listen, records_of, unheard
+from curvopt.core.graph import records_behind
+from curvopt.core.uses import Loss, TermUse, listen, unheard
 from curvopt.distributed import Peers, peers_of, refuse_sharded
 from curvopt.errors import CurvoptError
 from curvopt.hessianfree.cg import Product, Solution, cg
@@ -71,10 +71,7 @@ class Differentiated:
                 "weight_decay or curvopt.L2Regularizer."
             )
         handles = [listen(edge, partial(self._loss, loss)) for loss, edge in known.items()]
-        for node in walk(nodes):
-            for record, _, output_nr in records_of(node):
-                if isinstance(record, TermUse):
-                    handles.append(listen(GradientEdge(node, output_nr), partial(self._term, record)))
+        handles += [listen(edge, partial(self._term, term)) for term, edge in records_behind(nodes, TermUse)]
         try:
             with unheard():
                 self.gradient: Vector = list(

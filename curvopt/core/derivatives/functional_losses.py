@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.derivatives.losses import Bernoulli, Diagonal, LossCurvature, Softmax
+from curvopt.core.jacobians import widened
 from curvopt.core.residuals import LINEAR, MULTILINEAR, leads_to, operation, pull
 from curvopt.core.uses import LossUse, TermUse, Use, records_of
 from curvopt.errors import CurvoptError
@@ -78,16 +79,16 @@ Kind = tuple[Tensor, Callable[[Tensor], LossCurvature]]
 
 def _log_softmax(node: Any, grad: Tensor) -> Kind:
     dim = _class_axis(node)
-    return -_precise(grad).sum(dim), lambda mass: Softmax(_precise(node._saved_result).exp(), mass, dim)
+    return -widened(grad).sum(dim), lambda mass: Softmax(widened(node._saved_result).exp(), mass, dim)
 
 
 def _squared_error(node: Any, grad: Tensor) -> Kind:
-    z = _precise(node._saved_self)
+    z = widened(node._saved_self)
     return (2 * _by_entry(node, grad)).expand(z.shape), lambda root: Diagonal(root, root.square() / 2)
 
 
 def _bce_with_logits(node: Any, grad: Tensor) -> Kind:
-    z, y = _precise(node._saved_self), _precise(node._saved_target)
+    z, y = widened(node._saved_self), widened(node._saved_target)
     weight = _by_entry(node, grad)
     if node._saved_pos_weight is not None:
         weight = weight * (1 + (node._saved_pos_weight - 1) * y)
@@ -104,13 +105,9 @@ _KINDS: dict[str, Callable[[Any, Tensor], Kind]] = {
 }
 
 
-def _precise(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
 def _by_entry(node: Any, grad: Tensor) -> Tensor:
     """What arrives at every entry of an elementwise loss before its reduction."""
-    grad = _precise(grad)
+    grad = widened(grad)
     return grad / node._saved_self.numel() if node._saved_reduction == 1 else grad
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from curvopt.core.eigen import eigh
+from curvopt.core.jacobians import widened
 from curvopt.core.uses import LossUse, disable, version
 from curvopt.errors import CurvoptError, CurvoptWarning
 
@@ -238,7 +239,7 @@ def curvature_of(use: LossUse, grad: Tensor) -> tuple[LossCurvature, Tensor]:
             f"{use.describe()}: only the first argument of a loss may depend on parameters, but another one requires "
             "gradients; detach() it, or pass all that depends on parameters as one tensor to a loss of your own."
         )
-    z = use.input.float() if use.input.dtype in (torch.float16, torch.bfloat16) else use.input
+    z = widened(use.input)
     for base in type(use.module).__mro__:
         if base in _losses and type(use.module).forward is base.forward:
             curvature = _losses[base](use.module, z, use.target)
@@ -251,16 +252,16 @@ def curvature_of(use: LossUse, grad: Tensor) -> tuple[LossCurvature, Tensor]:
     return curvature, grad.sqrt()
 
 
-def _factor(module: Any, terms: int | Tensor) -> float | Tensor:
-    """The factor of the module's reduction: one over the number of averaged terms, or 1 for a sum."""
-    return 1 / terms if module.reduction == "mean" else 1.0
+def _reduced(module: Any, weight: Any, terms: int | Tensor) -> Any:
+    """The weight that the module's reduction leaves: divided by the number of averaged terms, or as it is in a sum."""
+    return weight / terms if module.reduction == "mean" else weight
 
 
 @register_loss(nn.MSELoss)
 def mse(module: nn.MSELoss, z: Tensor, target: Tensor) -> Diagonal:
     """Squared error: Hessian 2 for each term, with as many terms per entry of z as broadcasting makes."""
     terms = prod(torch.broadcast_shapes(z.shape, target.shape))
-    weight = torch.full_like(z, terms / z.numel() * float(_factor(module, terms)))
+    weight = torch.full_like(z, _reduced(module, terms / z.numel(), terms))
     return Diagonal((2 * weight).sqrt(), weight)
 
 
@@ -270,7 +271,7 @@ def bce_with_logits(module: nn.BCEWithLogitsLoss, z: Tensor, target: Tensor) -> 
     y = target.to(z.dtype)
     weight = torch.ones_like(z) if module.pos_weight is None else 1 + (module.pos_weight - 1) * y
     weight = weight if module.weight is None else weight * module.weight
-    return Bernoulli(z, (weight * _factor(module, z.numel())).to(z.dtype).sqrt())
+    return Bernoulli(z, _reduced(module, weight, z.numel()).to(z.dtype).sqrt())
 
 
 @register_loss(nn.CrossEntropyLoss)
@@ -292,7 +293,7 @@ def cross_entropy(module: nn.CrossEntropyLoss, z: Tensor, target: Tensor) -> Sof
             of_target = weight[torch.where(kept, target, 0)] * kept
             mass = of_target * (1 - smoothing) + kept * (smoothing * weight.mean())
         terms = of_target.sum()
-    return Softmax(z.softmax(1), (mass / terms if module.reduction == "mean" else mass).sqrt())
+    return Softmax(z.softmax(1), _reduced(module, mass, terms).sqrt())
 
 
 # ------------------------------------------------------------------------------------------------------- any other loss
