@@ -6,9 +6,11 @@ the time of what the engine chooses, divided by that of the best.
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,9 +24,11 @@ from benchmarks.packages import method
 from benchmarks.problems import PROBLEMS
 from benchmarks.tables import Choice
 from benchmarks.timing import RESULTS, machine, save, seconds
+from curvopt import backpack, extend
 from curvopt.core import costs
 from curvopt.core.derivatives.rules import AffineRule, rule_for
 from curvopt.core.jacobians import Outer, Patches, Squares
+from curvopt.extensions import SumGradSquared
 
 #: Largest temporary that a forced choice may ask for, in numbers.
 LARGEST = 2e8
@@ -64,6 +68,8 @@ class Layer:
     """A linear layer or a convolution, as the engine sees it: see `Outer`."""
 
     name: str
+    module: nn.Module
+    x: Tensor
     right: Tensor
     patches: Patches | None
     shape: torch.Size
@@ -83,7 +89,7 @@ def layers(problem: str) -> Iterator[Layer]:
                 shape = module.get_parameter("weight").shape
                 right = rule.unfold(module, args[0].detach())
                 right, patches = (right.whole, right.used_once()) if isinstance(right, Patches) else (right, None)
-                layer = Layer(name, right, patches, shape, rule.shifts(module, output.shape))
+                layer = Layer(name, module, args[0].detach(), right, patches, shape, rule.shifts(module, output.shape))
                 found.setdefault((right.shape, shape), layer)
 
             handles.append(module.register_forward_hook(keep))
@@ -91,6 +97,14 @@ def layers(problem: str) -> Iterator[Layer]:
     for handle in handles:
         handle.remove()
     yield from found.values()
+
+
+def gradient(module: nn.Module, x: Tensor) -> Tensor | None:
+    """Of one layer's weight, with squares of individual gradients."""
+    module.zero_grad()
+    with torch.enable_grad(), backpack(SumGradSquared()):
+        module(x).sum().backward()
+    return module.get_parameter("weight").grad
 
 
 def chunks(left: Tensor, right: Tensor, columns: int) -> Any:
@@ -134,6 +148,13 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
             "samples_at_once",
             tuple(dict.fromkeys((1, min(8, N), N))),
             lambda left=left, right=right: chunks(left, right, 1),
+        )
+        yield Case(
+            "gradients as sums of products",
+            f"{where} {shape}",
+            "spares_gradient",
+            (True, False),
+            partial(gradient, extend(copy.deepcopy(layer.module)), layer.x),
         )
         for V in (1, PROBLEMS[problem].classes):
             if N * pairs * (O + I) < LARGEST and V <= 100:

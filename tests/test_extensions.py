@@ -138,7 +138,7 @@ def test_all_in_one_backward_equal_one_by_one_and_leave_the_gradient_alone(case:
         check(problem, reference(case), extension)
     for p, expected in zip(problem.model.parameters(), plain.model.parameters(), strict=True):
         assert (p.grad is None) == (expected.grad is None)
-        assert p.grad is None or torch.equal(p.grad, expected.grad)
+        assert p.grad is None or torch.allclose(p.grad, expected.grad, rtol=1e-11, atol=1e-14)
         if p.requires_grad:
             assert p.diag_ggn_mc.shape == p.shape
             assert [f.shape for f in p.kfac] == [f.shape for f in p.kflr]

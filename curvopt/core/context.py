@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core import costs
-from curvopt.core.graph import Graph, records_behind
+from curvopt.core.graph import Graph, leaves_behind, records_behind
 from curvopt.core.sweep import Pass, fields_of
 from curvopt.core.uses import Loss, Use, extend, listen, listeners, outside_of_graphs, unheard
 from curvopt.errors import CurvoptError
@@ -134,7 +134,9 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             self._passes.popitem()[1].undo()
         self._pending = None
 
-    def _run(self, roots: Sequence[Node], call: Callable[[], Any], accumulates: bool, partial: bool) -> Any:
+    def _run(
+        self, roots: Sequence[Node], call: Callable[..., Any], accumulates: bool, partial: bool, spares: bool
+    ) -> Any:
         """A call into autograd, with its graph read (and the request checked) before anything is computed."""
         handles: list[RemovableHandle] = []
         try:
@@ -147,19 +149,22 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             with unheard():
                 return call()
         with graph.own_backwards():
-            self._pending = Pass(self.extensions, self.extension_hook, graph, partial)
+            pending = self._pending = Pass(self.extensions, self.extension_hook, graph, partial, spares)
         try:
             # not in the forward: a model that is extended but not asked should cost nothing
             for term, edge in graph.terms.items():
                 handles.append(listen(edge, functools.partial(self._tell, Pass.term, term)))
             for loss, edge in graph.losses.items():
                 handles.append(listen(edge, functools.partial(self._tell, _loss, loss)))
-            for entry in self._pending.listening():
+            for entry in pending.listening():
                 for index, edge in entry.edges.items():
                     handles.append(listen(edge, functools.partial(self._tell, Pass.gradient, entry.use, index)))
-            for p in self._pending.awaited:
+            for p in pending.awaited:
                 handles.append(listen(get_gradient_edge(p), functools.partial(self._tell, Pass.accumulated, p)))
-            return call()
+            if not pending.spared:
+                return call()
+            others = [leaf for leaf in graph.leaves if leaf not in pending.spared]
+            return call((*others, *dict.fromkeys(pending.spared.values())))
         except BaseException:
             self._abandon()
             raise
@@ -258,24 +263,13 @@ def attach(observer: Observer, *modules: nn.Module | None) -> None:
         weakref.finalize(observer, _watch, -1)
 
 
-def _leaves(roots: Sequence[Node]) -> set[Tensor]:
-    """All leaf tensors that a backward from some nodes reaches."""
-    leaves, seen, stack = set(), set(roots), list(roots)
-    while stack:
-        node = stack.pop()
-        if hasattr(node, "variable"):
-            leaves.add(node.variable)  # pyright: ignore[reportAttributeAccessIssue]
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return leaves
-
-
 def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return outside_of_graphs(functools.partial(_watched_backward, **kwargs), outputs, *args)
-    call = functools.partial(_run_backward, outputs, *args, **kwargs)
+
+    def call(inputs: Sequence[Tensor | GradientEdge] = args[3]) -> Any:
+        return _run_backward(outputs, *args[:3], inputs, *args[4:], **kwargs)
+
     if not _heard:
         return call()
     nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in outputs]
@@ -291,16 +285,18 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
     with ExitStack() as stack:
         if accumulates and (contexts or not listeners):
             # attached optimizers first: they take their fields off, and leave those of the user
-            contexts = [*_observing(stack, lambda: set(inputs) if inputs else _leaves(roots)), *contexts]
+            contexts = [*_observing(stack, lambda: set(inputs) if inputs else leaves_behind(roots)), *contexts]
             if len(contexts) > 1:
                 stack.enter_context(_Together(contexts))
         if contexts and args[2]:
             # backward(create_graph=True) is what one asks for here; fields hold no reference to .grad
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
+        spares = accumulates and not inputs and not args[2] and len(contexts) == 1
+        run: Callable[[], Any] = call
         for context in reversed(contexts):
-            call = functools.partial(context._run, roots, call, accumulates, partial=bool(inputs))
-        return call()
+            run = functools.partial(context._run, roots, run, accumulates, bool(inputs), spares)
+        return run()
 
 
 def _observing(stack: ExitStack, parameters: Callable[[], set[Any]]) -> list[Any]:

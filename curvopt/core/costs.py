@@ -72,6 +72,11 @@ def by_gram(S: int, O: int, I: int) -> bool:
     return S * (O + I) < O * I
 
 
+def spares_gradient(S: int, device: str) -> bool:
+    """Whether the gradient costs less as the sum of products that are multiplied out anyway than by autograd."""
+    return device == "cpu" and 2 * S > ENTRY  # they are added up while they are in cache
+
+
 def by_shifts(K: int, W: int, R: int) -> bool:
     """Whether the second moment of patches is cheaper by shifts of one of K entries along an axis.
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
@@ -44,6 +44,8 @@ class Graph:
     Attributes:
         entries: the uses of parameters, by extended modules and by functional calls on their parameters.
         functional: the entries of functional calls.
+        leaves: the tensors whose gradients are accumulated.
+        custom: whether there are functions of users, who may ask what is differentiated.
         losses: the extended and functional losses, and where their gradients arrive.
         nonlinear: names of operations through which the differentiated scalar depends on more than the sum of them.
         terms: regularizers, and where their gradients arrive.
@@ -64,6 +66,8 @@ class Graph:
         self.mixing: list[str] = []
         nodes = list(_walk(list(roots)))
         self._sinks: list[Any] = [node for node in nodes if is_sink(node)]
+        self.leaves = list(_leaves(nodes))
+        self.custom = any(isinstance(node, BackwardCFunction) for node in nodes)
         interior = _Interior()
         terms: set[Node] = set()
         for node in nodes:
@@ -293,6 +297,19 @@ def _walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node
             if following is not None and following not in seen and following not in boundary:
                 seen.add(following)
                 stack.append(following)
+
+
+def _leaves(nodes: Iterable[Node]) -> Iterator[Tensor]:
+    """The tensors whose gradients some nodes accumulate."""
+    for node in nodes:
+        leaf = None if isinstance(node, BackwardCFunction) else getattr(node, "variable", None)
+        if leaf is not None and leaf.requires_grad:
+            yield leaf
+
+
+def leaves_behind(roots: Sequence[Node]) -> set[Tensor]:
+    """All leaf tensors that a backward from some nodes reaches."""
+    return set(_leaves(_walk(list(roots))))
 
 
 def records_behind(roots: list[Node], kind: type[R]) -> Iterator[tuple[R, GradientEdge]]:

@@ -39,8 +39,10 @@ class Jacobian(ABC):
     origin: tuple = ()
     #: Number of columns of the whole sweep, of which V are here.
     columns: int | None = None
-    #: The sum over the samples, where autograd has it already (see `curvopt.extensions.base.Extension.uses_gradient`).
+    #: The sum over the samples, where it is known: autograd has it (see `Extension.uses_gradient`), or `sums`.
     gradient: Tensor | None = None
+    #: Whether whoever multiplies out the products shall leave their sum over the samples as `gradient`.
+    sums = False
     #: The parameter; known to extensions whose quantity depends on it.
     parameter: Tensor | None = None
 
@@ -256,7 +258,10 @@ class Outer(Jacobian):
 
     def dense(self) -> Tensor:
         rows, columns = self._sides(self.left, self.right)
-        return _products(rows, columns).reshape(self.V, self.N, *self.shape)
+        products = _products(rows, columns).reshape(self.V, self.N, *self.shape)
+        if self.sums and self.gradient is None:
+            self.gradient = products.sum(1)[0]
+        return products
 
     def sum_batch(self) -> Tensor:
         return self._shaped(_by_feature(self.left) @ _by_feature(self.right).mT)
@@ -272,7 +277,7 @@ class Outer(Jacobian):
         if self.G == self.S == 1:
             right = self.right
             return self.left_norms2 * (right * right).sum((1, 2, 3))
-        if costs.by_gram(self.S, self.O, self.I):
+        if not self.sums and costs.by_gram(self.S, self.O, self.I):
             return ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum((2, 3, 4))
         if torch.is_grad_enabled():
             return self.dense().reshape(self.V, self.N, -1).square().sum(2)
@@ -422,20 +427,35 @@ class Outer(Jacobian):
                 squares += products.square_().sum(0)
             else:
                 squares += (self._times_weights(products, v, part) * products).sum(0)
+        return add(total, self._in_order(squares, bands))
+
+    def _in_order(self, values: Tensor, bands: Tensor | None) -> Tensor:
+        """``[G, I, O]`` as ``[*p]``, I in the order of `_by_sample`."""
         if bands is not None:
-            squares = squares.view(self.G, *bands.shape[2:5], self.O).transpose(1, 2).flatten(1, 3)
-        return add(total, self._shaped(squares.mT).contiguous())
+            values = values.view(self.G, *bands.shape[2:5], self.O).transpose(1, 2).flatten(1, 3)
+        return self._shaped(values.mT).contiguous()
 
     def _sides(self, left: T, right: T) -> tuple[T, T]:
         """Left and right side, in the order in which the parameter has them."""
         return (right, left) if self.transposed else (left, right)
 
     def _by_sample(self, right_first: bool, bands: Tensor | None = None) -> Iterator[tuple[int, slice, Tensor]]:
-        """The index of a vector, a few samples and their products ``[n, G, O, I]``, or ``[n, G, I, O]``.
+        """The index of a vector, a few samples and their products ``[n, G, O, I]``, or ``[n, G, I, O]``; see `sums`.
 
         They are overwritten by the next ones: fresh memory costs more than arithmetic. Of the ``bands`` of `Patches`,
         which need no copy, entries of I are in the order ``[K, C, R]``.
         """
+        formed = self._formed(right_first, bands)
+        if not self.sums or self.gradient is not None:
+            yield from formed
+            return
+        total = self.left.new_zeros(self.G, *((self.I, self.O) if right_first else (self.O, self.I)))
+        for v, part, products in formed:
+            total += products[0] if len(products) == 1 else products.sum(0)
+            yield v, part, products
+        self.gradient = self._in_order(total if right_first else total.mT, bands)
+
+    def _formed(self, right_first: bool, bands: Tensor | None) -> Iterator[tuple[int, slice, Tensor]]:
         sides = (self.I, self.O) if right_first else (self.O, self.I)
         if bands is not None:
             buffer, rights = self.left.new_empty(1, self.G, *sides), bands.flatten(3, 4).flatten(0, 1).unbind()

@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge
 from curvopt.core import costs
 from curvopt.core.averaged import averaged_jacobians
 from curvopt.core.derivatives.losses import LossCurvature
+from curvopt.core.derivatives.rules import AffineRule
 from curvopt.core.graph import Entry, Graph
 from curvopt.core.jacobians import Dense, Jacobian, cast, combine, stack_samples
 from curvopt.core.residuals import (
@@ -37,7 +38,7 @@ from curvopt.core.residuals import (
     unit_vectors,
 )
 from curvopt.core.samples import find_samples, only, unaligned
-from curvopt.core.uses import Loss, TermUse, Use
+from curvopt.core.uses import Loss, TermUse, Use, unheard
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
@@ -158,6 +159,7 @@ class Pass:
         extension_hook: called with each module whose fields are complete.
         graph: the graph of this backward.
         partial: whether the backward goes to some inputs only, and so perhaps past some uses of a parameter.
+        spares: whether gradients of parameters may come from here instead of from autograd.
 
     Raises:
         CurvoptError: for every request that this graph would answer wrongly, before anything is computed.
@@ -169,6 +171,7 @@ class Pass:
         extension_hook: Callable[[nn.Module], None] | None,
         graph: Graph,
         partial: bool = False,
+        spares: bool = False,
     ):
         """Check the request against the graph, and find out where the samples lie."""
         self.extensions, self.extension_hook, self.graph, self.partial = extensions, extension_hook, graph, partial
@@ -190,9 +193,11 @@ class Pass:
         self.device = next(iter(graph.owners)).device.type if graph.owners else "cpu"
         self.losses_left = len(graph.losses)
         self._check(graph)
-        self.awaited = frozenset(self.awaiting())
         with self._named():
             self.samples = find_samples(graph, graph.losses)
+        #: Parameters whose gradients come from here, as sums of products, and where the backward has to come for them.
+        self.spared = dict(self._spared() if spares else ())
+        self.awaited = frozenset(self.awaiting())
         for extension in extensions:
             self._check_subsampling(extension, self.samples.N)
         if self.samples.unaligned and graph.nonlinear:
@@ -213,7 +218,25 @@ class Pass:
         wanted = any(e.uses_gradient for e in self.first_order)
         if not wanted or self.partial or self.graph.terms or self.graph.outside:
             return []
-        return [p for p in self.graph.owners if not p._backward_hooks]
+        return [p for p in self.graph.owners if not p._backward_hooks and p not in self.spared]
+
+    def _spared(self) -> Iterator[tuple[nn.Parameter, GradientEdge]]:
+        """Parameters whose gradient costs less as a sum of what is multiplied out here, and the output of their use."""
+        formed = any(e.forms_products and e.subsampling is None for e in self.first_order)
+        if not formed or self.graph.terms or self.graph.outside or self.graph.custom or _in_several_processes():
+            return
+        for entry in self.listening():
+            rule, use, parameters = entry.rule, entry.use, list(entry.parameters.values())
+            if not isinstance(rule, AffineRule) or "weight" not in entry.parameters:
+                continue
+            if any(self.graph.uses_of[p] > 1 or p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters):
+                continue
+            (edge,) = entry.edges.values()
+            dtypes = {x.dtype for x in (use.input, edge.node._input_metadata[edge.output_nr], *parameters)}
+            entries = use.input.numel() if rule.transposed else prod(use.shapes[0])
+            S = entries // max(self.samples.N * len(entry.parameters["weight"]), 1)
+            if costs.spares_gradient(S, self.device) and dtypes in ({torch.float32}, {torch.float64}):
+                yield from ((p, edge) for p in parameters)
 
     @_without_autocast
     def gradient(self, use: Use, index: int, grad: Tensor) -> None:
@@ -355,8 +378,12 @@ class Pass:
         if p in self.terms:
             share = self.terms[p] * p / jacobian.N
             jacobian = combine([jacobian, Dense(share.expand(1, jacobian.N, *p.shape))])
-        jacobian.gradient = total
+        jacobian.gradient, jacobian.sums = total, p in self.spared
         self._update(p, jacobian, self.first_order)
+        if jacobian.sums:
+            gradient = jacobian.sum_batch()[0] if jacobian.gradient is None else jacobian.gradient
+            with unheard():
+                torch.autograd.backward(p, gradient)  # accumulates it, as if autograd had computed it
         for extension in self.first_order:
             self._complete(p, extension)
 
@@ -643,6 +670,10 @@ class Pass:
 
     def _naming_fields(self, error: CurvoptError) -> CurvoptError:
         return CurvoptError(f"{fields_of(self.extensions)}: {error}")
+
+
+def _in_several_processes() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def fields_of(extensions: Iterable[Extension]) -> str:

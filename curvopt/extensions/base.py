@@ -41,6 +41,9 @@ class Extension(ABC):
     #: Whether a first-order quantity is told the sum over samples as `Jacobian.gradient`, if autograd has it.
     uses_gradient: ClassVar[bool] = False
 
+    #: Whether a first-order quantity multiplies out the products of every sample, of which the gradient is the sum.
+    forms_products: ClassVar[bool] = False
+
     @abstractmethod
     def update(self, total: Any, jacobian: Jacobian) -> Any:
         """The total after a chunk of columns.

@@ -22,6 +22,7 @@ class BatchGrad(Extension):
     """
 
     field = "grad_batch"
+    forms_products = True
 
     def __init__(self, subsampling: Sequence[int] | None = None):
         self.subsampling = indices(subsampling)
@@ -36,6 +37,7 @@ class BatchL2Grad(Extension):
     """Squared norms of individual gradients ``batch_l2``, ``[N]`` per parameter (Goodfellow 2015)."""
 
     field = "batch_l2"
+    forms_products = True
 
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
         return jacobian.norms2()[0]
@@ -45,6 +47,7 @@ class SumGradSquared(Extension):
     """Second moment of individual gradients ``sum_grad_squared``: ``sum_n g_n^2``, like the parameter."""
 
     field = "sum_grad_squared"
+    forms_products = True
 
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
         return jacobian.squares()
@@ -54,11 +57,12 @@ class Variance(Extension):
     """Variance of individual gradients ``variance``: ``sum_n g_n^2 / N - (sum_n g_n / N)^2``, like the parameter."""
 
     field = "variance"
+    forms_products = True
     uses_gradient = True
 
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
-        gradient = jacobian.sum_batch()[0] if jacobian.gradient is None else jacobian.gradient
         squares, N = jacobian.squares(), jacobian.N
+        gradient = jacobian.sum_batch()[0] if jacobian.gradient is None else jacobian.gradient
         if torch.is_grad_enabled():
             return squares / N - (gradient / N).square()
         return squares.div_(N).addcmul_(gradient, gradient, value=-1 / N**2)

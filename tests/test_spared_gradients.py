@@ -1,0 +1,282 @@
+"""Gradients that autograd need not compute, because they are sums of what is multiplied out for a quantity anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, Lambda, Problem, cross_entropy, labels, normal
+from checks import FIRST_ORDER, by_case, check, extended
+from reference import Reference, reference
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from curvopt import L2Regularizer, backpack, extend
+from curvopt.core import costs
+from curvopt.extensions import KFAC, BatchGrad, BatchL2Grad, DiagGGNExact, Extension, SumGradSquared, Variance
+from curvopt.optim import KFACSGD
+
+
+class Residual(nn.Sequential):
+    """``x + f(x)``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def network() -> nn.Module:
+    """Convolutions of all kinds, with and without bias, on enough positions to be worth it; the first has no bias."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, bias=False),
+        nn.Tanh(),
+        Residual(nn.Conv2d(4, 4, 3, padding=1, groups=2), nn.ReLU(inplace=True)),
+        nn.Conv2d(4, 3, (3, 1), (1, 2), padding_mode="circular", padding=1),
+        nn.Tanh(),
+        nn.ConvTranspose2d(3, 2, 2, 2),
+        Lambda(lambda x: x.flatten(2).mT),
+        nn.Linear(2, 3),
+        nn.Tanh(),
+        Lambda(lambda x: x.mean(1)),
+        nn.Linear(3, 3),
+    )
+
+
+CASE = Case("spared", network, normal(3, 2, 9, 8), cross_entropy(), labels)
+
+
+class Weights(TorchDispatchMode):
+    """Counts the weight gradients of convolutions that autograd computes."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.convolution_backward.default:
+            self.count += bool(args[-1][1])
+        return func(*args, **(kwargs or {}))
+
+
+def backward(problem: Problem, *extensions: Extension) -> int:
+    """Number of weight gradients of convolutions that autograd computed in a backward."""
+    loss = problem.loss()
+    with Weights() as weights, backpack(*extensions):
+        loss.backward()
+    return weights.count
+
+
+@pytest.mark.parametrize("extension", FIRST_ORDER)
+def test_gradients_and_fields_are_those_of_the_reference(extension: type[Extension]):
+    ref, problem = reference(CASE), extended(CASE)
+    assert backward(problem, extension()) == 0
+    check(problem, ref, extension)
+    for name, p in problem.trainable().items():
+        assert_close(p.grad, ref.grad(name))
+    backward(problem, extension())
+    for name, p in problem.trainable().items():
+        assert_close(p.grad, 2 * ref.grad(name))
+
+
+@by_case
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["together", "one by one"])
+def test_gradients_of_every_case(case: Case, one_by_one: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(costs, "spares_gradient", lambda *_: True)
+    if one_by_one:
+        monkeypatch.setattr(costs, "CHUNK_ENTRIES", {"cpu": 1})
+        monkeypatch.setattr(costs, "by_pairs", lambda *_: False)
+    ref, problem = reference(case), extended(case)
+    for extension in FIRST_ORDER:
+        problem.model.zero_grad()
+        backward(problem, extension())
+        check(problem, ref, extension)
+        for name, p in problem.trainable().items():
+            assert_close(p.grad, ref.grad(name))
+
+
+def test_together_with_other_quantities():
+    problem, ref = extended(CASE), reference(CASE)
+    assert backward(problem, Variance(), DiagGGNExact(), BatchGrad([0]), BatchL2Grad(), KFAC()) == 0
+    for extension in (Variance, BatchL2Grad, DiagGGNExact):
+        check(problem, ref, extension)
+    for name, p in problem.trainable().items():
+        assert_close(p.grad, ref.grad(name))
+        assert_close(p.grad_batch, ref.grad_batch(name)[:1])
+
+
+def test_frozen_parameters_have_no_gradient():
+    problem = extended(CASE)
+    convolutions = [m for m in problem.model.modules() if isinstance(m, (nn.Conv2d, nn.ConvTranspose2d))]
+    convolutions[1].bias.requires_grad_(False)
+    convolutions[2].weight.requires_grad_(False)
+    ref = Reference(problem.model, problem.x, problem.loss_of_output)
+    assert backward(problem, SumGradSquared()) == 0
+    for name, p in problem.model.named_parameters():
+        assert (p.grad is None) != p.requires_grad
+        assert p.grad is None or torch.allclose(p.grad, ref.grad(name))
+
+
+def test_inputs_have_theirs():
+    problem, plain = extended(CASE), CASE.problem()
+    problem.x.requires_grad_(True)
+    plain.x.requires_grad_(True)
+    plain.loss().backward()
+    assert backward(problem, BatchL2Grad()) == 0
+    assert_close(problem.x.grad, plain.x.grad)
+
+
+def test_gradients_take_the_layout_of_their_parameter():
+    problem = extended(CASE)
+    problem.model.to(memory_format=torch.channels_last)
+    assert backward(problem, Variance()) == 0
+    for name, p in problem.trainable().items():
+        assert p.grad.stride() == p.stride()
+        assert_close(p.grad, reference(CASE).grad(name))
+
+
+def test_extension_hooks_see_the_gradient():
+    problem, ref, seen = extended(CASE), reference(CASE), []
+    names = {module: name for name, module in problem.model.named_modules()}
+
+    def hook(module: nn.Module) -> None:
+        if isinstance(module, nn.Conv2d):
+            assert_close(module.weight.grad, ref.grad(f"{names[module]}.weight"))
+            seen.append(module)
+
+    with backpack(Variance(), extension_hook=hook):
+        problem.loss().backward()
+    assert len(seen) == 3
+
+
+def test_hooks_of_gradient_accumulation_are_called():
+    problem, ref, seen = extended(CASE), reference(CASE), {}
+    nodes = {name: get_gradient_edge(p).node for name, p in problem.trainable().items()}
+    for name, node in nodes.items():
+        node.register_prehook(lambda grads, name=name: seen.update({name: grads[0].clone()}))
+    backward(problem, Variance())
+    assert seen.keys() == problem.trainable().keys()
+    for name, grad in seen.items():
+        assert_close(grad, ref.grad(name))
+
+
+class Doubled(torch.autograd.Function):
+    """Somebody's own, which may ask what is differentiated."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.variable = x
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def append_custom(problem: Problem) -> None:
+    problem.model.append(Lambda(Doubled.apply))
+
+
+def share_weight(problem: Problem) -> None:
+    problem.model[2].append(nn.Conv2d(4, 4, 3, padding=1, groups=2))
+    problem.model[2][-1].weight = problem.model[2][0].weight
+
+
+# what is done to the problem, or how its loss is differentiated, and the weights whose gradients are autograd's
+CHANGES: dict[str, tuple[Callable[[Problem], object], int]] = {
+    "tensor hook": (lambda problem: problem.model[3].weight.register_hook(lambda grad: 3 * grad), 1),
+    "tensor hook on the bias": (lambda problem: problem.model[3].bias.register_hook(lambda grad: 3 * grad), 1),
+    "hook after accumulation": (
+        lambda problem: problem.model[3].weight.register_post_accumulate_grad_hook(
+            lambda p: setattr(p, "grad", 3 * p.grad)
+        ),
+        1,
+    ),
+    "module hook": (lambda problem: problem.model[3].register_full_backward_hook(lambda *_: None), 4),
+    "custom function": (append_custom, 4),
+    "shared weight": (share_weight, 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_where_somebody_else_has_a_say_autograd_does_it(change: str):
+    do, count = CHANGES[change]
+    problem, plain = CASE.problem(), CASE.problem()
+    for of in (problem, plain):
+        torch.manual_seed(1)
+        do(of)
+        of.model.double()
+    plain.loss().backward()
+    extend(problem.model)
+    assert backward(problem, Variance()) == count
+    for p, expected in zip(problem.model.parameters(), plain.model.parameters(), strict=True):
+        assert_close(p.grad, expected.grad)
+
+
+def test_hooks_on_several_parameters_see_all_gradients():
+    problem, seen = extended(CASE), []
+    register_multi_grad_hook(list(problem.model.parameters()), seen.append)
+    assert backward(problem, Variance()) == 4
+    assert len(seen) == 1
+    assert all(grad is not None for grad in seen[0])
+
+
+def run(problem: Problem, *extensions: Extension, **options: object) -> None:
+    loss = problem.loss()
+    with backpack(*extensions):
+        loss.backward(**options)
+
+
+def with_terms(problem: Problem, *terms: Callable[[nn.Module], Tensor]) -> None:
+    loss = problem.loss() + sum(term(problem.model) for term in terms)
+    with backpack(Variance()):
+        loss.backward()
+
+
+def with_attached_optimizer(problem: Problem) -> None:
+    optimizer = KFACSGD(problem.model.parameters(), 0.1)
+    optimizer.attach(problem.model)
+    run(problem, Variance())
+
+
+def in_a_process_group(problem: Problem) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run(problem, Variance())
+    finally:
+        dist.destroy_process_group()
+
+
+RUNS: dict[str, Callable[[Problem], None]] = {
+    "some samples": lambda problem: run(problem, BatchGrad([0, 1])),
+    "second order": lambda problem: run(problem, DiagGGNExact()),
+    "a graph": lambda problem: run(problem, Variance(), create_graph=True),
+    "inputs": lambda problem: run(problem, Variance(), inputs=list(problem.model.parameters())),
+    "regularizer": lambda problem: with_terms(problem, lambda model: L2Regularizer(model.parameters(), 0.0)()),
+    "added term": lambda problem: with_terms(problem, lambda model: 0 * model[3].weight.square().sum()),
+    "attached": with_attached_optimizer,
+    "process group": in_a_process_group,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*also enter the loss by an added term")
+@pytest.mark.parametrize("way", RUNS)
+def test_ways_to_differentiate_that_leave_it_to_autograd(way: str):
+    problem, ref = extended(CASE), reference(CASE)
+    with Weights() as weights:
+        RUNS[way](problem)
+    assert weights.count == 4
+    for name, p in problem.trainable().items():
+        assert_close(p.grad, ref.grad(name))
+
+
+@pytest.mark.parametrize(
+    "half", [lambda model: model.bfloat16(), lambda model: model.float()], ids=["whole", "autocast"]
+)
+def test_half_precision_is_left_to_autograd(half: Callable[[nn.Module], nn.Module]):
+    problem = extended(CASE)
+    half(problem.model)
+    problem.x = problem.x.to(problem.model[0].weight.dtype)
+    with torch.autocast("cpu", enabled=problem.x.dtype == torch.float32), Weights() as weights:
+        run(problem, Variance())
+    assert weights.count == 4
