@@ -27,6 +27,8 @@ import torch
 RESULTS = Path("benchmarks") / "results"
 #: Calls that take less are repeated until they take this long, in seconds.
 SHORTEST = 0.03
+#: How many times the budget a call has to take to be measured cold.
+COLD = 4
 
 
 def seconds(call: Callable[[], Any], repeat: int = 1, device: str = "cpu") -> tuple[float, float]:
@@ -75,8 +77,8 @@ def ratios(
         unit: what is measured against.
         calls: what is measured, in turns.
         rounds: how many turns.
-        budget: seconds (of CPU time, on the CPU) after which a call takes no more turns; one that is longer is
-            measured cold.
+        budget: seconds (of CPU time, on the CPU) after which a call takes no more turns; one that takes longer has one
+            turn, and is measured cold if it takes `COLD` times as long.
         limit: seconds of CPU time that one call may take.
         device: where the calls compute.
         tick: called after every measurement.
@@ -113,11 +115,11 @@ def ratios(
             failed[name] = {"fails": reason(error), "slow": limit / unit_seconds}
         except Exception as error:
             failed[name] = {"fails": reason(error)}
-        if lengths.get(name, 0) < budget:
+        if lengths.get(name, 0) < COLD * budget:
             samples[name].clear()
     for _ in range(rounds):
         for name in calls:
-            if name not in failed and (len(samples[name]) + 0.5) * lengths[name] < budget:
+            if name not in failed and (not samples[name] or (len(samples[name]) + 0.5) * lengths[name] < budget):
                 sample(name)
     gc.unfreeze()
     return failed | {name: _summary(of) for name, of in samples.items() if name not in failed}

@@ -89,15 +89,17 @@ def test_ratios_are_multiples_of_the_unit():
     assert found["triple"]["rounds"] == 7
 
 
+def spin(length):
+    begin = time.process_time()
+    while time.process_time() < begin + length:
+        pass
+
+
 def test_what_fails_and_what_takes_too_long_is_recorded():
     def fail():
         raise ValueError("no such layer")
 
-    def spin():
-        while True:
-            time.process_time()
-
-    found = timing.ratios(lambda: sum(range(1000)), {"fails": fail, "spins": spin}, rounds=2, limit=0.2)
+    found = timing.ratios(lambda: sum(range(1000)), {"fails": fail, "spins": lambda: spin(1e9)}, rounds=2, limit=0.2)
     assert found["fails"] == {"fails": "ValueError: no such layer"}
     assert found["spins"]["fails"].startswith("TimeoutError") and found["spins"]["slow"] > 10
     assert tables.cell(found["fails"], "cpu") == "fails"
@@ -105,14 +107,20 @@ def test_what_fails_and_what_takes_too_long_is_recorded():
 
 
 def test_long_calls_take_fewer_turns():
-    def spin():
-        begin = time.process_time()
-        while time.process_time() < begin + 0.2:
-            pass
-
-    found = timing.ratios(lambda: None, {"long": spin, "idle": lambda: time.sleep(0.2)}, rounds=4, budget=0.5)
+    found = timing.ratios(
+        lambda: None, {"long": lambda: spin(0.2), "idle": lambda: time.sleep(0.2)}, rounds=4, budget=0.5
+    )
     assert found["long"]["rounds"] < 4
     assert found["idle"]["rounds"] == 4  # a busy machine makes calls longer, but costs no turns
+
+
+def test_the_first_turn_counts_only_for_what_is_very_long():
+    lengths = iter([0.6] + 9 * [0.05])
+    found = timing.ratios(lambda: spin(0.05), {"slow at first": lambda: spin(next(lengths))}, rounds=3, budget=0.5)
+    assert found["slow at first"]["cpu"] < 3
+    assert found["slow at first"]["rounds"] == 3
+    found = timing.ratios(lambda: spin(0.05), {"very long": lambda: spin(0.5)}, rounds=3, budget=0.1)
+    assert found["very long"]["rounds"] == 1
 
 
 class Hog(nn.Module):

@@ -177,6 +177,16 @@ def append_custom(problem: Problem) -> None:
     problem.model.append(Lambda(Doubled.apply))
 
 
+def double_at_output(problem: Problem) -> None:
+    """By a hook on the output of a convolution."""
+
+    def doubled(x: Tensor) -> Tensor:
+        x.register_hook(lambda grad: 2 * grad)
+        return x
+
+    problem.model.insert(1, Lambda(doubled))
+
+
 def share_weight(problem: Problem) -> None:
     problem.model[2].append(nn.Conv2d(4, 4, 3, padding=1, groups=2))
     problem.model[2][-1].weight = problem.model[2][0].weight
@@ -192,6 +202,7 @@ CHANGES: dict[str, tuple[Callable[[Problem], object], int]] = {
         ),
         1,
     ),
+    "hook on an output": (double_at_output, 0),
     "module hook": (lambda problem: problem.model[3].register_full_backward_hook(lambda *_: None), 4),
     "custom function": (append_custom, 4),
     "shared weight": (share_weight, 2),
