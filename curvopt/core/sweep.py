@@ -38,7 +38,7 @@ from curvopt.core.residuals import (
     unit_vectors,
 )
 from curvopt.core.samples import find_samples, only, unaligned
-from curvopt.core.uses import Loss, TermUse, Use, unheard
+from curvopt.core.uses import Loss, TermUse, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 #: Entries of parameters beyond which their exact Hessian by double backward is worth a warning.
 DIRECT_ENTRIES = 2000
+_engine = torch.autograd.Variable._execution_engine  # contexts are told of what is called through torch.autograd
 _columns_per_sweep: int | None = None
 
 
@@ -382,8 +383,8 @@ class Pass:
         self._update(p, jacobian, self.first_order)
         if jacobian.sums:
             gradient = jacobian.sum_batch()[0] if jacobian.gradient is None else jacobian.gradient
-            with unheard():
-                torch.autograd.backward(p, gradient)  # accumulates it, as if autograd had computed it
+            # accumulates it, as if autograd had computed it
+            _engine.run_backward((p,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         for extension in self.first_order:
             self._complete(p, extension)
 
