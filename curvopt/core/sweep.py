@@ -227,16 +227,18 @@ class Pass:
         if not formed or self.graph.terms or self.graph.outside or self.graph.custom or _in_several_processes():
             return
         for entry in self.listening():
-            rule, use, parameters = entry.rule, entry.use, list(entry.parameters.values())
-            if not isinstance(rule, AffineRule) or "weight" not in entry.parameters:
+            weight, use = entry.parameters.get("weight"), entry.use
+            if weight is None or not isinstance(entry.rule, AffineRule):
                 continue
+            entries = use.input.numel() if entry.rule.transposed else prod(use.shapes[0])
+            if not costs.spares_gradient(entries // max(self.samples.N * len(weight), 1), self.device):
+                continue
+            parameters = list(entry.parameters.values())
             if any(self.graph.uses_of[p] > 1 or p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters):
                 continue
             (edge,) = entry.edges.values()
             dtypes = {x.dtype for x in (use.input, edge.node._input_metadata[edge.output_nr], *parameters)}
-            entries = use.input.numel() if rule.transposed else prod(use.shapes[0])
-            S = entries // max(self.samples.N * len(entry.parameters["weight"]), 1)
-            if costs.spares_gradient(S, self.device) and dtypes in ({torch.float32}, {torch.float64}):
+            if dtypes in ({torch.float32}, {torch.float64}):
                 yield from ((p, edge) for p in parameters)
 
     @_without_autocast
