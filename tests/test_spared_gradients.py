@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from curvopt import L2Regularizer, backpack, extend
 from curvopt.core import costs
 from curvopt.extensions import KFAC, BatchGrad, BatchL2Grad, DiagGGNExact, Extension, SumGradSquared, Variance
 from curvopt.optim import KFACSGD
+
+Context = Callable[[], AbstractContextManager]
 
 
 class Residual(nn.Sequential):
@@ -149,7 +152,7 @@ def test_extension_hooks_see_the_gradient():
     assert len(seen) == 3
 
 
-def test_hooks_of_gradient_accumulation_are_called():
+def test_hooks_of_gradient_accumulation_see_what_they_always_do():
     problem, ref, seen = extended(CASE), reference(CASE), {}
     nodes = {name: get_gradient_edge(p).node for name, p in problem.trainable().items()}
     for name, node in nodes.items():
@@ -230,6 +233,136 @@ def test_hooks_on_several_parameters_see_all_gradients():
     assert backward(problem, Variance()) == 4
     assert len(seen) == 1
     assert all(grad is not None for grad in seen[0])
+
+
+# programs that would notice, and what they notice: given a convolution, and a context for the backward
+
+
+def unfrozen_after_the_forward(conv: nn.Module, context: Context) -> object:
+    """As the discriminator of a GAN, while its generator is trained."""
+    conv.requires_grad_(False)
+    loss = conv(torch.randn(2, 2, 8, 8).requires_grad_()).sum()
+    conv.requires_grad_(True)
+    with context():
+        loss.backward()
+    return conv.weight.grad
+
+
+def frozen_after_the_forward(conv: nn.Module, context: Context) -> object:
+    scale = torch.ones(1).requires_grad_()
+    x = scale * torch.randn(2, 2, 8, 8)
+    x.retain_grad()
+    loss = conv(x).sum()
+    scale.requires_grad_(False)
+    with context():
+        loss.backward()
+    return x.grad
+
+
+def leaves_among_the_roots(conv: nn.Module, context: Context) -> object:
+    y = torch.randn(3).requires_grad_()
+    loss = conv(torch.randn(2, 2, 8, 8)).sum()
+    with context():
+        torch.autograd.backward([loss, y, conv.bias], [None, torch.ones(3), torch.ones(3)])
+    return y.grad, conv.bias.grad
+
+
+def legacy_module_hook(conv: nn.Module, context: Context) -> object:
+    conv.register_backward_hook(lambda module, grads, _: tuple(None if g is None else 2 * g for g in grads))
+    loss = conv(torch.randn(2, 2, 8, 8)).sum()
+    with context():
+        loss.backward()
+    return conv.bias.grad
+
+
+def hook_on_a_node(conv: nn.Module, context: Context) -> object:
+    h = conv(torch.randn(2, 2, 8, 8))
+    h.grad_fn.register_hook(lambda grads, _: (*grads[:2], 0 * grads[2]))
+    with context():
+        h.sum().backward()
+    return conv.bias.grad
+
+
+def hook_on_a_node_inside(_: nn.Module, context: Context) -> object:
+    linear = extend(nn.Linear(2, 3).double())
+    h = linear(torch.randn(2, 30, 2))
+    h.grad_fn.next_functions[0][0].register_prehook(lambda grads: (2 * grads[0],))
+    with context():
+        h.sum().backward()
+    return linear.bias.grad
+
+
+def anomaly(conv: nn.Module, context: Context) -> object:
+    x = torch.randn(2, 2, 8, 8)
+    x[0, 0, 0, 0] = torch.inf
+    with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="returned nan values") as error:
+        h = conv(x)
+        loss = torch.where(h.isfinite(), h, 0.0).sum()
+        with context():
+            loss.backward()
+    return str(error.value)
+
+
+def graph_is_freed(_: nn.Module, context: Context) -> object:
+    linear = extend(nn.Linear(2, 3).double())
+    h = linear(torch.randn(2, 30, 2))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"), context():
+        h.backward(torch.ones_like(h))
+        h.backward(torch.ones_like(h))
+    return None
+
+
+def callback_at_the_end(conv: nn.Module, context: Context) -> object:
+    """Of a hook of gradient accumulation, as reducers of gradients have it."""
+    last, seen = extend(nn.Conv2d(3, 3, 3, padding=1).double()), []
+    node = get_gradient_edge(last.weight).node
+    end = lambda: seen.append(conv.weight.grad.clone())  # noqa: E731
+    node.register_hook(lambda *_: torch.autograd.Variable._execution_engine.queue_callback(end))
+    loss = last(conv(torch.randn(2, 2, 8, 8))).sum()
+    with context():
+        loss.backward()
+    return seen
+
+
+PROGRAMS = [
+    unfrozen_after_the_forward,
+    frozen_after_the_forward,
+    leaves_among_the_roots,
+    legacy_module_hook,
+    hook_on_a_node,
+    hook_on_a_node_inside,
+    anomaly,
+    graph_is_freed,
+    callback_at_the_end,
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*non-full backward hook", "ignore:Anomaly Detection", "ignore:Error detected in")
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_programs_notice_nothing(program: Callable[[nn.Module, Context], object]):
+    found = []
+    for context in (nullcontext, lambda: backpack(Variance())):
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float64)
+        try:
+            found.append(program(extend(nn.Conv2d(2, 3, 3)), context))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    plain, ours = found
+    if isinstance(plain, str) or plain is None:
+        assert ours == plain
+    else:
+        assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("extension", FIRST_ORDER)
+def test_first_linear_layer_without_bias(extension: type[Extension]):
+    """Nothing but its weight has the backward come there."""
+    model = extend(nn.Linear(2, 3, bias=False).double())
+    x = torch.randn(4, 30, 2).double()
+    with backpack(extension()):
+        model(x).square().sum().backward()
+    assert_close(model.weight.grad, 2 * torch.einsum("nso,nsi->oi", x @ model.weight.T, x).detach())
 
 
 def run(problem: Problem, *extensions: Extension, **options: object) -> None:

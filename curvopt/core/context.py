@@ -164,7 +164,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             if not pending.spared:
                 return call()
             others = [leaf for leaf in graph.leaves if leaf not in pending.spared]
-            return call((*others, *dict.fromkeys(pending.spared.values())))
+            return call((*others, *(edge for edges in pending.spared.values() for edge in edges)))
         except BaseException:
             self._abandon()
             raise
@@ -292,7 +292,8 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
             # backward(create_graph=True) is what one asks for here; fields hold no reference to .grad
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
-        spares = accumulates and not inputs and not args[2] and len(contexts) == 1
+        plain = len(roots) == len(outputs) and not any(hasattr(root, "variable") for root in roots)
+        spares = plain and accumulates and not inputs and not args[2] and len(contexts) == 1
         run: Callable[[], Any] = call
         for context in reversed(contexts):
             run = functools.partial(context._run, roots, run, accumulates, bool(inputs), spares)

@@ -23,6 +23,8 @@ from torch import Tensor
 ENTRY = 40
 #: Entries a temporary may hold before a reduction works through the samples in pieces: what fits into a core's cache.
 CHUNK_ENTRIES = {"cpu": 1 << 18, "cuda": 1 << 26}
+#: Entries of a product that are read again from a cache, whichever.
+CACHED_ENTRIES = 1 << 20
 #: Activation entries that columns swept together may hold: together wins on small nets, one by one on large ones.
 SWEEP_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 26}
 #: Rows of a symmetric product that are computed at once.
@@ -67,14 +69,22 @@ def by_pairs(V: int, S: int, O: int, I: int) -> bool:
     return S == 1 or pairs * (ENTRY * (V * O + I) + O * I) < V * S * O * I
 
 
-def by_gram(S: int, O: int, I: int) -> bool:
-    """Whether norms are cheaper by Gram matrices: ``|sum_s l_s r_s|^2 = sum_st (l_s l_t) (r_s r_t)``."""
-    return S * (O + I) < O * I
+def by_gram(S: int, O: int, I: int, sums: bool = False) -> bool:
+    """Whether norms are cheaper by Gram matrices: ``|sum_s l_s r_s|^2 = sum_st (l_s l_t) (r_s r_t)``.
+
+    Args:
+        S: positions.
+        O: features on the left.
+        I: features on the right.
+        sums: whether products that are multiplied out are the gradient, too.
+    """
+    return S * (O + I) < O * I and not (sums and 4 * S * S * (O + I) > ENTRY * O * I)
 
 
-def spares_gradient(S: int, device: str) -> bool:
+def spares_gradient(S: int, O: int, I: int, device: str) -> bool:
     """Whether the gradient costs less as the sum of products that are multiplied out anyway than by autograd."""
-    return device == "cpu" and 2 * S > ENTRY  # they are added up while they are in cache
+    # what is in cache is added up in less time than it takes to write and read it
+    return device == "cpu" and S > (ENTRY // 2 if O * I <= CACHED_ENTRIES else 2 * ENTRY)
 
 
 def by_shifts(K: int, W: int, R: int) -> bool:

@@ -125,6 +125,11 @@ class Graph:
             for ddp, enqueued in zip(models, before, strict=True):
                 ddp._static_graph_delay_allreduce_enqueued = enqueued
 
+    def inside(self, entry: Entry) -> list[Node]:
+        """The nodes of an entry of one output, and those that accumulate gradients of its parameters."""
+        (edge,) = entry.edges.values()
+        return list(_walk([edge.node], entry.use.boundary))
+
     def name(self, p: nn.Parameter) -> str:
         """Path of a parameter in the extended model."""
         if p not in self.owners:
@@ -303,7 +308,7 @@ def _leaves(nodes: Iterable[Node]) -> Iterator[Tensor]:
     """The tensors whose gradients some nodes accumulate."""
     for node in nodes:
         leaf = None if isinstance(node, BackwardCFunction) else getattr(node, "variable", None)
-        if leaf is not None and leaf.requires_grad:
+        if leaf is not None:
             yield leaf
 
 

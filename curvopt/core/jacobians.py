@@ -277,7 +277,7 @@ class Outer(Jacobian):
         if self.G == self.S == 1:
             right = self.right
             return self.left_norms2 * (right * right).sum((1, 2, 3))
-        if not self.sums and costs.by_gram(self.S, self.O, self.I):
+        if costs.by_gram(self.S, self.O, self.I, self.sums):
             return ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum((2, 3, 4))
         if torch.is_grad_enabled():
             return self.dense().reshape(self.V, self.N, -1).square().sum(2)

@@ -38,7 +38,7 @@ from curvopt.core.residuals import (
     unit_vectors,
 )
 from curvopt.core.samples import find_samples, only, unaligned
-from curvopt.core.uses import Loss, TermUse, Use
+from curvopt.core.uses import Loss, TermUse, Use, is_hooked
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
@@ -221,25 +221,32 @@ class Pass:
             return []
         return [p for p in self.graph.owners if not p._backward_hooks and p not in self.spared]
 
-    def _spared(self) -> Iterator[tuple[nn.Parameter, GradientEdge]]:
-        """Parameters whose gradient costs less as a sum of what is multiplied out here, and the output of their use."""
-        formed = any(e.forms_products and e.subsampling is None for e in self.first_order)
-        if not formed or self.graph.terms or self.graph.outside or self.graph.custom or _in_several_processes():
+    def _spared(self) -> Iterator[tuple[nn.Parameter, list[GradientEdge]]]:
+        """Parameters whose gradient costs less as a sum of what is multiplied out here, and the nodes of their use."""
+        graph, leaves = self.graph, set(self.graph.leaves)
+        if graph.terms or graph.outside or graph.custom or torch.is_anomaly_enabled() or _in_several_processes():
+            return
+        if not all(leaf.requires_grad for leaf in leaves):  # autograd does not take them for inputs
             return
         for entry in self.listening():
             weight, use = entry.parameters.get("weight"), entry.use
             if weight is None or not isinstance(entry.rule, AffineRule):
                 continue
-            entries = use.input.numel() if entry.rule.transposed else prod(use.shapes[0])
-            if not costs.spares_gradient(entries // max(self.samples.N * len(weight), 1), self.device):
+            entries, O, I = prod(use.shapes[0]), len(weight), weight[0].numel()  # noqa: E741
+            S = (use.input.numel() if entry.rule.transposed else entries) // max(self.samples.N * O, 1)
+            if not costs.spares_gradient(S, O, I, self.device):
                 continue
             parameters = list(entry.parameters.values())
-            if any(self.graph.uses_of[p] > 1 or p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters):
+            own = all(p in leaves and graph.uses_of[p] == 1 for p in parameters)
+            if not own or not any(e.forms_products(S, O, I) for e in self.first_order):
                 continue
-            (edge,) = entry.edges.values()
-            dtypes = {x.dtype for x in (use.input, edge.node._input_metadata[edge.output_nr], *parameters)}
-            if dtypes in ({torch.float32}, {torch.float64}):
-                yield from ((p, edge) for p in parameters)
+            nodes = graph.inside(entry)
+            dtypes = {x.dtype for x in (use.input, nodes[0]._input_metadata[0], *parameters)}
+            if dtypes not in ({torch.float32}, {torch.float64}) or is_hooked(parameters, nodes):
+                continue
+            # those that meet an input: the output may lie behind a view, and what it is a view of has to be passed, too
+            passed = [GradientEdge(node, 0) for node in nodes if node is nodes[0] or len(node.next_functions) > 1]
+            yield from ((p, passed) for p in parameters)
 
     @_without_autocast
     def gradient(self, use: Use, index: int, grad: Tensor) -> None:

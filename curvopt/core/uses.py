@@ -391,6 +391,20 @@ def _hear(arrived: Callable[[Tensor], None], output_nr: int, grads: Sequence[Ten
         arrived(grad)
 
 
+def is_hooked(parameters: Sequence[nn.Parameter], nodes: Sequence[Node]) -> bool:
+    """Whether hooks of anybody see, and may change, what is computed at some nodes or arrives at some parameters."""
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters):
+        return True
+    for node in nodes:
+        for register in (node.register_hook, node.register_prehook):
+            handle = register(lambda *_: None)  # joins the others, which nothing else tells of
+            hooks = handle.hooks_dict_ref()
+            handle.remove()
+            if hooks:
+                return True
+    return False
+
+
 def record_term(out: Tensor, parameters: Sequence[nn.Parameter], weight: float) -> None:
     """Note on the node of ``out`` that it is ``weight / 2`` times the squared norm of the parameters."""
     if _recording and torch.is_grad_enabled() and out.grad_fn is not None:

@@ -41,9 +41,6 @@ class Extension(ABC):
     #: Whether a first-order quantity is told the sum over samples as `Jacobian.gradient`, if autograd has it.
     uses_gradient: ClassVar[bool] = False
 
-    #: Whether a first-order quantity multiplies out the products of every sample, of which the gradient is the sum.
-    forms_products: ClassVar[bool] = False
-
     @abstractmethod
     def update(self, total: Any, jacobian: Jacobian) -> Any:
         """The total after a chunk of columns.
@@ -52,6 +49,16 @@ class Extension(ABC):
             total: what the last call returned, ``None`` at the first chunk. First-order quantities see a single chunk.
             jacobian: Jacobian products of the chunk, with all uses of the parameter combined.
         """
+
+    def forms_products(self, S: int, O: int, I: int) -> bool:  # noqa: E741 - the reserved letters
+        """Whether a first-order quantity multiplies out the products of every sample, of which the gradient is the sum.
+
+        Args:
+            S: positions that the products are sums over.
+            O: features of the output.
+            I: features of the input.
+        """
+        return False
 
     def regularize(self, total: Any, weight: Tensor, p: Tensor, N: int) -> Any:
         """The total with ``weight`` times the identity added to the curvature of parameter p (an L2 regularizer).

@@ -3,6 +3,7 @@
 ``g_n`` is the gradient of sample n's term of the loss, scaled as the loss reduces it.
 """
 
+# ruff: noqa: E741 - the reserved letters
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from curvopt.core import costs
 from curvopt.core.jacobians import Dense, Jacobian
 from curvopt.extensions.base import Extension, indices
 
@@ -22,10 +24,12 @@ class BatchGrad(Extension):
     """
 
     field = "grad_batch"
-    forms_products = True
 
     def __init__(self, subsampling: Sequence[int] | None = None):
         self.subsampling = indices(subsampling)
+
+    def forms_products(self, S: int, O: int, I: int) -> bool:
+        return self.subsampling is None
 
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
         values = jacobian.select(self.subsampling).dense()[0]
@@ -37,7 +41,9 @@ class BatchL2Grad(Extension):
     """Squared norms of individual gradients ``batch_l2``, ``[N]`` per parameter (Goodfellow 2015)."""
 
     field = "batch_l2"
-    forms_products = True
+
+    def forms_products(self, S: int, O: int, I: int) -> bool:
+        return not costs.by_gram(S, O, I, sums=True)
 
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
         return jacobian.norms2()[0]
@@ -47,7 +53,9 @@ class SumGradSquared(Extension):
     """Second moment of individual gradients ``sum_grad_squared``: ``sum_n g_n^2``, like the parameter."""
 
     field = "sum_grad_squared"
-    forms_products = True
+
+    def forms_products(self, S: int, O: int, I: int) -> bool:
+        return True
 
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
         return jacobian.squares()
@@ -57,8 +65,10 @@ class Variance(Extension):
     """Variance of individual gradients ``variance``: ``sum_n g_n^2 / N - (sum_n g_n / N)^2``, like the parameter."""
 
     field = "variance"
-    forms_products = True
     uses_gradient = True
+
+    def forms_products(self, S: int, O: int, I: int) -> bool:
+        return True
 
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
         squares, N = jacobian.squares(), jacobian.N
