@@ -195,7 +195,7 @@ def share_weight(problem: Problem) -> None:
     problem.model[2][-1].weight = problem.model[2][0].weight
 
 
-# what is done to the problem, or how its loss is differentiated, and the weights whose gradients are autograd's
+# what is done to the problem, and of how many convolutions autograd computes the weight's gradient
 CHANGES: dict[str, tuple[Callable[[Problem], object], int]] = {
     "tensor hook": (lambda problem: problem.model[3].weight.register_hook(lambda grad: 3 * grad), 1),
     "tensor hook on the bias": (lambda problem: problem.model[3].bias.register_hook(lambda grad: 3 * grad), 1),
