@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import accelerator
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +10,18 @@ from torch import Tensor
 from curvopt.utils.examples import mnist_images
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where tensors are by default: cpu, cuda or emulated")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    device = session.config.getoption("--device")
+    if device == accelerator.NAME:
+        accelerator.load()
+    if device != "cpu":
+        torch.set_default_device(device)
 
 
 @pytest.fixture(autouse=True)

@@ -749,7 +749,7 @@ def test_calls_that_cannot_be_answered_are_refused(module: nn.Module, inputs: tu
 
 def test_passing_an_integer_input_through_is_no_in_place_operation():
     model = extend(nn.LSTM(2, 2).double())
-    packed = pack_padded_sequence(normal(4, N, 2), torch.tensor([4, 2, 1]))
+    packed = pack_padded_sequence(normal(4, N, 2), torch.tensor([4, 2, 1], device="cpu"))
     output, _ = model(packed)
     assert isinstance(output, PackedSequence)
     with backpack(BatchL2Grad()):

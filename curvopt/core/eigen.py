@@ -24,7 +24,7 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
             values, vectors = torch.linalg.eigh(matrices.to(dtype))
         except LinAlgError:
             continue
-        if values.isfinite().all() and vectors.isfinite().all():
+        if bool(values.isfinite().all() & vectors.isfinite().all()):
             if dtype != natural:
                 logger.info("eigendecomposition of matrices %s in float64", tuple(matrices.shape))
             return values.to(matrices.dtype), vectors.to(matrices.dtype)

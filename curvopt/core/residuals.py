@@ -304,20 +304,19 @@ def polarize(units: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
     root = length.sqrt()
     images = torch.where(length > 0, images / root.clamp(min=torch.finfo(images.dtype).tiny), 0)
     both = torch.cat([units * root + images, units * root - images])
-    weights = both.new_tensor([0.25, -0.25]).repeat_interleave(len(units)).unsqueeze(1).expand(-1, both.shape[1])
-    return both, weights
+    quarter = both.new_full((len(units), 1), 0.25)
+    return both, torch.cat([quarter, -quarter]).expand(-1, both.shape[1])
 
 
 def unit_vectors(indices: Tensor, dim: int, N: int, like: Tensor) -> Tensor:
     """Unit vectors ``[v, N, dim]``, the same for all samples."""
     units = torch.zeros(len(indices), dim, dtype=like.dtype, device=like.device)
-    units[torch.arange(len(indices)), indices] = 1
-    return units.unsqueeze(1).expand(-1, N, -1)
+    return units.scatter_(1, indices.to(like.device).unsqueeze(1), 1).unsqueeze(1).expand(-1, N, -1)
 
 
 def _rows(apply, indices: Tensor, dims: list[int], shapes: list[torch.Size], N: int, like: Tensor) -> Tensor:
     """Rows ``R e_i`` of the joint residual of all inputs, ``[N, v, sum(dims)]``."""
-    units = unit_vectors(indices.to(like.device), sum(dims), N, like).split(dims, 2)
+    units = unit_vectors(indices, sum(dims), N, like).split(dims, 2)
     vectors = [u.reshape(-1, *shape) for u, shape in zip(units, shapes, strict=True)]
     image = apply(vectors)
     return torch.cat([r.reshape(len(indices), N, d) for r, d in zip(image, dims, strict=True)], 2).transpose(0, 1)

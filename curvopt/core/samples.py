@@ -115,17 +115,18 @@ def only(vectors: Tensor, axis: int, n: int, N: int) -> Tensor:
     return torch.zeros_like(vectors).index_add(axis, index, vectors.index_select(axis, index))
 
 
-def aligned(grad: Tensor, scaled: Tensor, axis: int | None, factors: Tensor) -> bool:
+def aligned(grad: Tensor, scaled: Tensor, axis: int | None, factors: Tensor) -> Tensor:
     """Whether scaling every sample at the loss scaled its share of an axis, and nothing else."""
     N = len(factors)
     if axis is None or grad.dim() == 0 or grad.shape[axis] % N:
-        return False
+        return grad.new_zeros((), dtype=torch.bool)
     along = factors.repeat_interleave(grad.shape[axis] // N).to(grad)
     along = along.view([-1 if a == axis % grad.dim() else 1 for a in range(grad.dim())])
-    atol = 1e-5 * float(torch.maximum(grad.max(), -grad.min()))
+    largest = torch.maximum(grad.max(), -grad.min())
     # a few rows at a time: nothing else of a first backward needs as much memory
     rows = [tensor.split(max(1, grad.shape[axis] // 8), axis) for tensor in (scaled, along, grad)]
-    return all(torch.allclose(s / f, g, rtol=1e-3, atol=atol) for s, f, g in zip(*rows, strict=True))
+    close = [((s / f - g).abs() <= 1e-5 * largest + 1e-3 * g.abs()).all() for s, f, g in zip(*rows, strict=True)]
+    return torch.stack(close).all()
 
 
 def unaligned(
@@ -161,22 +162,27 @@ def _probe(
     # powers of two, so that products with them are exact; samples that trade places or mix betray themselves
     most = 12 if z.dtype == torch.float16 else 64
     exponents = torch.cat([torch.randperm(most, generator=generator) for _ in range(-(-N // most))])[:N]
-    factors = 2.0 ** (exponents - most // 2)
+    factors = (2.0 ** (exponents - most // 2)).to(z.device)
     along = factors.repeat_interleave(len(z) // N).to(z).view(-1, *[1] * (z.dim() - 1))
     inputs = [edge for _, edge, _ in edges]
     arrived = pull([at], inputs, [seed.unsqueeze(0)])
-    strays: set[int] = set()
     reached = {i for (i, _, _), grad in zip(edges, arrived, strict=True) if grad is None}  # whatever the values
+    verdicts: dict[int, Tensor] = {}
 
     def compare(k: int, scaled: Tensor) -> None:
-        i, _, axis = edges[k]
         grad, arrived[k] = arrived[k], None
-        if grad is not None and bool(grad.any()):
-            reached.add(i)
-            if not aligned(grad[0], scaled[0], axis, factors):
-                strays.add(i)
+        if grad is not None:
+            verdict = torch.stack([grad.any(), aligned(grad[0], scaled[0], edges[k][2], factors.to(grad.device))])
+            verdicts[k] = verdict.to(z.device)
 
     pull_each([at], inputs, [(seed * along).unsqueeze(0)], compare)
+    strays: set[int] = set()
+    told: list[list[bool]] = torch.stack([*verdicts.values()]).tolist() if verdicts else []  # one transfer for all
+    for k, (met, fits) in zip(verdicts, told, strict=True):
+        if met:
+            reached.add(edges[k][0])
+            if not fits:
+                strays.add(edges[k][0])
     return strays, reached
 
 

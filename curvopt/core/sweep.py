@@ -477,7 +477,7 @@ class Pass:
 
         def reduce(p: nn.Parameter) -> None:
             jacobian = combine(parts.pop(p))
-            jacobian.weights, jacobian.columns = None if weights is None else weights.to(p.dtype), columns
+            jacobian.weights, jacobian.columns = None if weights is None else weights.to(p), columns
             self._update(p, jacobian, extensions)
 
         def visit(p: nn.Parameter, jacobian: Jacobian) -> None:
@@ -578,9 +578,8 @@ class Pass:
                     )
                 images.append(image.reshape(p.numel(), p.numel()))
             products = torch.stack(images, 1)
-            if not torch.allclose(
-                products, products.transpose(0, 2), rtol=0, atol=1e-2 * float(products.detach().abs().max())
-            ):
+            skew = (products - products.transpose(0, 2)).abs().max()
+            if not bool(skew <= 1e-2 * products.abs().max()):
                 raise CurvoptError(
                     f"{self.graph.name(p)}: PyTorch's second derivative of an operation on the way is wrong "
                     f"(its Hessian is not symmetric), so {fields_of(extensions)} cannot be had; use a GGN quantity."

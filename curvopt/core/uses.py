@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from curvopt.core.randomness import RandomState
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
@@ -250,31 +251,14 @@ class LossUse:
         return describe(self.path, self.module)
 
 
-# states of the random number generator before forwards that draw, until their use is recorded
-_random_states: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+# random numbers before forwards that draw, until their use is recorded
+_random_states: WeakKeyDictionary[nn.Module, RandomState] = WeakKeyDictionary()
 
 
 def _keep_random_state(module: nn.Module, args: tuple) -> None:
     """Forward pre-hook of attention: what it takes to draw the same dropout mask again."""
     if _recording and torch.is_grad_enabled() and module.training and module.dropout:
-        device = next(module.parameters()).device
-        _random_states[module] = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-@contextmanager
-def drawn_again(use: Use) -> Iterator[None]:
-    """Random numbers inside are those that the forward of a use drew; outside nothing changes."""
-    if use.random is None:
-        yield
-        return
-    device = next(use.module.parameters()).device
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        if devices:
-            torch.cuda.set_rng_state(use.random, device)
-        else:
-            torch.set_rng_state(use.random)
-        yield
+        _random_states[module] = RandomState([next(module.parameters()).device])
 
 
 def _settings(module: nn.Module, rule: Rule) -> list[Any]:

@@ -65,7 +65,9 @@ def all_finite(tensors: list[Tensor]) -> list[bool]:
     norms = torch.stack([norm.to(device, torch.float64) for norm in torch._foreach_norm(tensors)])  # pyright: ignore[reportPrivateImportUsage]
     finite = norms.isfinite().tolist()
     # a norm may overflow where no entry does
-    return [ok or bool(tensor.isfinite().all()) for ok, tensor in zip(finite, tensors, strict=True)]
+    return [
+        ok or (tensor.numel() > 1 and bool(tensor.isfinite().all())) for ok, tensor in zip(finite, tensors, strict=True)
+    ]
 
 
 def moments(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from curvopt.core.context import engine
+from curvopt.core.randomness import RandomState
 from curvopt.core.uses import listeners
 from curvopt.errors import CurvoptError
 
@@ -39,8 +40,7 @@ class Closure:
     def __init__(self, closure: Callable[[], Any], parameters: Sequence[Tensor]):
         """Note the state of the random number generators."""
         self.closure, self.parameters = closure, parameters
-        self._cuda = sorted({p.device.index for p in parameters if p.is_cuda})
-        self._random = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda)]
+        self._random = RandomState(p.device for p in parameters)
         self._buffers: dict[nn.Module, dict[str, Tensor | None]] = {}  # of the modules called, before they were
         self._calls_backward = self._calls_grad = False
 
@@ -123,10 +123,7 @@ class Closure:
         """Random numbers are those at θ, and buffers and gradients are copies or none, inside; outside all stays."""
         buffers = {module: dict(module._buffers) for module in self._buffers}
         grads = [p.grad for p in self.parameters]
-        with torch.random.fork_rng(self._cuda):
-            torch.set_rng_state(self._random[0])
-            for device, state in zip(self._cuda, self._random[1:], strict=True):
-                torch.cuda.set_rng_state(state, device)
+        with self._random.again():
             try:
                 for module, originals in buffers.items():
                     module._buffers.update(_clones(originals))

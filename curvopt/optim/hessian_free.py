@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from math import inf, isfinite, nan
+from math import inf, isfinite, isnan, nan
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -513,6 +513,10 @@ class HessianFree(torch.optim.Optimizer):
             infinite = self._where(lambda g: not g.isfinite().all(), params, model.gradient)
             if infinite:
                 raise self._not_finite(f"gradient of {', '.join(infinite[:5])}")
+            if isnan(model.weight):  # a loss that was not looked at until now, on an accelerator
+                raise CurvoptError(
+                    "closure: its loss is not convex; HessianFree needs one that is minimised, or maximize=True."
+                )
             found, iterates = solve(
                 model, dampings, x0, self.cg_iterations, self.cg_progress, self.preconditioner_samples
             )

@@ -66,12 +66,15 @@ class FunctionalLoss:
             CurvoptError: if the loss weighs some entries negatively.
         """
         weight, build = _KINDS[operation(self.node)](self.node, grad)
-        if not weight.is_cuda and bool((weight < -1e3 * torch.finfo(weight.dtype).eps * grad.abs().max()).any()):
+        negative = weight < -1e3 * torch.finfo(weight.dtype).eps * grad.abs().max()
+        # elsewhere than on a CPU, whoever asks waits for the device: there the weights are nan
+        if weight.device.type == "cpu" and bool(negative.any()):
             raise CurvoptError(
                 f"{self.describe()}: some entries have the negative weight {float(weight.min()):.3g}; second-order "
                 "quantities need a loss that is minimised (its curvature is positive)."
             )
-        return build(weight.clamp(min=0).sqrt()), torch.ones((), dtype=weight.dtype, device=weight.device)
+        root = weight.clamp(min=0).sqrt().masked_fill(negative, torch.nan)
+        return build(root), torch.ones((), dtype=weight.dtype, device=weight.device)
 
 
 Kind = tuple[Tensor, Callable[[Tensor], LossCurvature]]

@@ -225,7 +225,8 @@ def curvature_of(use: LossUse, grad: Tensor) -> tuple[LossCurvature, Tensor]:
             f"{use.describe()}: second-order quantities need a scalar loss, but this one has shape {list(grad.shape)} "
             f"(reduction={reduction!r}); use reduction='mean' or 'sum'."
         )
-    if not grad.is_cuda and bool(grad < 0):
+    # elsewhere than on a CPU, whoever asks waits for the device: there the root below is nan
+    if grad.device.type == "cpu" and bool(grad < 0):
         raise CurvoptError(
             f"{use.describe()}: the loss was scaled by {float(grad):g}; second-order quantities need a loss that is "
             "minimised (its curvature is positive)."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from curvopt.core.derivatives.rules import Jacobians, Rule, check_outputs
 from curvopt.core.jacobians import Dense, Jacobian, Outer, combine
-from curvopt.core.uses import Use, disable, drawn_again
+from curvopt.core.uses import Use, disable
 
 
 @dataclass
@@ -85,7 +86,7 @@ class ReplayRule(Rule):
     def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         if "replay" not in use.cache:
             tape = Tape(use.module)
-            with torch.enable_grad(), disable(), drawn_again(use):
+            with torch.enable_grad(), disable(), use.random.again() if use.random else nullcontext():
                 outputs = self.replay(use, tape)
             check_outputs(use, outputs, "called again")
             use.cache["replay"] = outputs, tape.sites
