@@ -43,7 +43,7 @@ def seconds(call: Callable[[], Any], repeat: int = 1, device: str = "cpu") -> tu
 
 def _synchronize(device: str) -> None:
     if device != "cpu":
-        torch.cuda.synchronize(device)
+        torch.accelerator.synchronize(torch.device(device))
 
 
 @contextmanager

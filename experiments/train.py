@@ -381,13 +381,13 @@ class Training:
         self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(random["cpu"])
         if "accelerator" in random:
-            torch.cuda.set_rng_state(random["accelerator"], self.device)
+            torch.get_device_module(self.device).set_rng_state(random["accelerator"], self.device)
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["accelerator"] = torch.cuda.get_rng_state(device)
+    if device.type not in ("cpu", "mps"):
+        states["accelerator"] = torch.get_device_module(device).get_rng_state(device)
     return states
 
 

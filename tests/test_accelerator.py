@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import shutil
 import subprocess
@@ -32,6 +33,7 @@ from curvopt.extensions import (
     Variance,
 )
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
+from experiments.train import Processes, Training, parse
 
 SUITES = {
     "quantities": "accelerator errors extensions functional_losses hessian",
@@ -175,6 +177,24 @@ def test_random_numbers_are_drawn_again_on_the_device(device: str):
     for p, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(p.grad, gradient)
         torch.testing.assert_close(p.grad_batch.sum(0), gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["kfac-sgd", "kfac-adamw", "hessian-free", "adamw"])
+def test_training_goes_on_where_it_was_interrupted(optimizer: str, device: str):
+    def losses(training: Training, skip: int) -> list[float]:
+        batches = itertools.islice(training.batches(0, skip), 3)
+        return [training.step(x, y)["train_loss"] for x, y in batches]
+
+    config = parse(["--problem", "digits-mlp", "--epochs", "1", "--device", device, optimizer]).resolved()
+    training = Training(config, Processes())
+    before = losses(training, 0)
+    state = copy.deepcopy(training.state())
+    after, drawn = losses(training, 3), torch.rand(3, device=device)
+    training = Training(config, Processes())
+    training.load(state)
+    assert losses(training, 3) == after and torch.equal(torch.rand(3, device=device), drawn)
+    assert sum(after) < sum(before)
+    assert all(p.device.type == torch.device(device).type for p in training.model.parameters())
 
 
 class To(nn.Module):
