@@ -188,6 +188,7 @@ def test_training_goes_on_where_it_was_interrupted(optimizer: str, device: str):
     config = parse(["--problem", "digits-mlp", "--epochs", "1", "--device", device, optimizer]).resolved()
     training = Training(config, Processes())
     before = losses(training, 0)
+    torch.rand(2, device=device)  # as augmentation does
     state = copy.deepcopy(training.state())
     after, drawn = losses(training, 3), torch.rand(3, device=device)
     training = Training(config, Processes())
