@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sysconfig
 import types
 from contextlib import nullcontext
 from functools import cache
@@ -13,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import cpp_extension
 
 NAME = "emulated"
 
@@ -25,6 +26,10 @@ def load() -> Any:
     Returns:
         A module whose ``take_waits()`` says for what and how often something waited for the device since the last time.
     """
+    from torch.utils import cpp_extension  # it looks for CUDA
+
+    # ninja may be installed for this Python alone
+    os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     torch.utils.rename_privateuse1_backend(NAME)
     source = Path(__file__).with_name("device.cpp")
     name = "curvopt_emulated_" + re.sub(r"\W", "_", torch.__version__)
