@@ -173,10 +173,14 @@ def damped_inverses(
     stale = [None] * len(factors) if stale is None else stale
     names = [f"factor {i}" for i in range(len(factors))] if names is None else names
     inverses: list[Tensor] = [torch.empty(0)] * len(factors)
+    shifts = [
+        shift.to(factor) if isinstance(shift, Tensor) else factor.new_full((), shift)
+        for factor, shift in zip(factors, shifts, strict=True)
+    ]
 
     for i, factor in enumerate(factors):
         if factor.ndim < 2:
-            inverses[i] = _diagonal_inverse(factor, torch.as_tensor(shifts[i]))
+            inverses[i] = _diagonal_inverse(factor, shifts[i])
     alike = _alike(factors)
     if not alike:
         return inverses, 0
@@ -184,7 +188,7 @@ def damped_inverses(
     accepted = []
     for members in alike:
         batch = torch.stack([factors[i] for i in members])
-        shift = torch.stack([torch.as_tensor(shifts[i]).to(batch).expand(batch.shape[1:-2]) for i in members])
+        shift = torch.stack([shifts[i].expand(batch.shape[1:-2]) for i in members])
         batch.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
         inverse, ok = _cholesky_inverse(batch)
         accepted.append(ok.reshape(-1))
@@ -203,7 +207,7 @@ def damped_inverses(
             for group, (matrix, target) in enumerate(zip(matrices, targets, strict=True)):
                 if not next(verdicts):
                     failures += 1
-                    shift = torch.as_tensor(shifts[i]).expand(factors[i].shape[:-2]).reshape(-1)[group].item()
+                    shift = shifts[i].expand(factors[i].shape[:-2]).reshape(-1)[group].item()
                     old = None if former is None else former.reshape(-1, d, d)[group]
                     target.copy_(_rescue(matrix, shift, old, names[i]))
     return inverses, failures
@@ -316,7 +320,7 @@ def _rescue(matrix: Tensor, shift: float, stale: Tensor | None, name: str) -> Te
 
 def _diagonal_inverse(diagonal: Tensor, shift: Tensor) -> Tensor:
     """Inverse of a diagonal matrix of finite entries, finite whatever the shift is."""
-    shifted = diagonal + shift.to(diagonal).nan_to_num()
+    shifted = diagonal + shift.nan_to_num()
     return shifted.clamp(min=_floor(shifted)).reciprocal()
 
 

@@ -78,11 +78,13 @@ def test_on_an_emulated_accelerator(names: str, request: pytest.FixtureRequest):
 
 
 @pytest.fixture
-def device(request: pytest.FixtureRequest) -> str:
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A device that is not the default one, so that whatever is made without saying where is made elsewhere."""
     name = request.config.getoption("--device")
     if name == "cpu":
         pytest.skip("needs --device")
-    return name
+    with torch.device("cpu"):
+        yield name
 
 
 @pytest.fixture
@@ -120,14 +122,17 @@ FIRST_ORDER = [BatchGrad, BatchL2Grad, SumGradSquared, Variance]
 EXTENSIONS = [*FIRST_ORDER, KFAC, KFLR, DiagGGNExact, DiagGGNMC, BatchDiagGGNExact, DiagHessian]
 
 
-def prepared(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
-    return extend(make()), extend(nn.CrossEntropyLoss()), torch.randn(20, 1, 8, 8), torch.randint(5, (20,))
+def prepared(make: Callable[[], nn.Module], device: str) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    x, y = torch.randn(20, 1, 8, 8, device=device), torch.randint(5, (20,), device=device)
+    return extend(make().to(device)), extend(nn.CrossEntropyLoss()), x, y
 
 
 @every_net
 @pytest.mark.parametrize("extension", EXTENSIONS)
-def test_quantities_do_not_wait(make: Callable[[], nn.Module], extension: type[Extension], waits: Callable):
-    model, lossfunc, x, y = prepared(make)
+def test_quantities_do_not_wait(
+    make: Callable[[], nn.Module], extension: type[Extension], device: str, waits: Callable
+):
+    model, lossfunc, x, y = prepared(make, device)
     for _ in range(2):  # which axes hold the samples is asked once
         loss = lossfunc(model(x), y)
         waits()
@@ -144,8 +149,10 @@ def test_quantities_do_not_wait(make: Callable[[], nn.Module], extension: type[E
 
 @every_net
 @pytest.mark.parametrize("make_optimizer", [KFACSGD, EKFACSGD, DiagonalNewton, KFACAdamW])
-def test_optimizers_wait_once_in_a_step(make: Callable[[], nn.Module], make_optimizer: type, waits: Callable):
-    model, lossfunc, x, y = prepared(make)
+def test_optimizers_wait_once_in_a_step(
+    make: Callable[[], nn.Module], make_optimizer: type, device: str, waits: Callable
+):
+    model, lossfunc, x, y = prepared(make, device)
     optimizer = make_optimizer(model.parameters(), lr=0.01)
     alone = []
     for _ in range(12):
@@ -164,16 +171,16 @@ def test_optimizers_wait_once_in_a_step(make: Callable[[], nn.Module], make_opti
 
 def test_random_numbers_are_drawn_again_on_the_device(device: str):
     """Attention is done again with the dropout it had, and nothing else sees it."""
-    model, lossfunc, x, y = prepared(Transformer)
+    model, lossfunc, x, y = prepared(Transformer, device)
     state = torch.get_device_module(device).get_rng_state()
     lossfunc(model(x), y).backward()
-    expected = torch.randn(3)
+    expected = torch.randn(3, device=device)
     gradients = [p.grad for p in model.parameters()]
     torch.get_device_module(device).set_rng_state(state)
     model.zero_grad()
     with backpack(BatchGrad()):
         lossfunc(model(x), y).backward()
-    assert torch.equal(torch.randn(3), expected)
+    assert torch.equal(torch.randn(3, device=device), expected)
     for p, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(p.grad, gradient)
         torch.testing.assert_close(p.grad_batch.sum(0), gradient, rtol=1e-4, atol=1e-6)

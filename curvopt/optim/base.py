@@ -506,8 +506,10 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         new = {param: curvature.mean(pending.weight) for param, curvature in pending.curvature.items()}
         owners = [param for param, tensors in new.items() for _ in tensors]
         tensors = [*grads.values(), *(tensor for tensors in new.values() for tensor in tensors)]
-        weight = pending.step_weight.to(params[0].device)
-        *finite, weighs = all_finite([*tensors, torch.where(weight > 0, weight, torch.nan)])
+        if new:  # else its weight is no number of the device
+            weight = pending.step_weight.to(params[0].device)
+            tensors.append(torch.where(weight > 0, weight, torch.nan))
+        finite = all_finite(tensors)
 
         bad = [param for param, ok in zip(params, finite, strict=False) if not ok]
         if bad:
@@ -518,8 +520,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
                 "and state are unchanged. Call zero_grad() and skip this batch, or lower lr, raise damping, or use "
                 "torch.amp.GradScaler for half precision."
             )
-        rejected = {param for param, ok in zip(owners, finite[len(params) :], strict=True) if not ok}
-        if not weighs:
+        rejected = {param for param, ok in zip(owners, finite[len(params) :], strict=False) if not ok}
+        if new and not finite[-1]:
             rejected = set(new)
         for param in rejected:
             logger.warning("%s: new curvature is not finite and was dropped", self._names()[param])
