@@ -1,43 +1,21 @@
-"""Fields and optimizers on a device: alone in a process, as PyTorch prepares for devices at the first backward."""
+"""The engine and the optimizers on a device: in a process of its own, as PyTorch prepares for devices only once."""
 
 from __future__ import annotations
 
-import copy
-import itertools
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import accelerator
 import pytest
 import torch
-from checks import compare
-from torch import Tensor, nn
-
-from curvopt import backpack, extend
-from curvopt.extensions import (
-    KFAC,
-    KFLR,
-    BatchDiagGGNExact,
-    BatchGrad,
-    BatchL2Grad,
-    DiagGGNExact,
-    DiagGGNMC,
-    DiagHessian,
-    Extension,
-    SumGradSquared,
-    Variance,
-)
-from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
-from experiments.train import Processes, Training, parse
 
 SUITES = {
-    "quantities": "accelerator errors extensions functional_losses hessian",
-    "rules and optimizers": "hessian_free optim rules",
+    "quantities": "test_errors.py test_extensions.py test_functional_losses.py test_hessian.py",
+    "rules and optimizers": "accelerator/on_device.py test_hessian_free.py test_optim.py test_rules.py",
 }
 #: What the emulated device has not, ...
 ABSENT = "sparse or large_vocabulary or flash_attention or complex_numbers or packed or two_processes or autocast"
@@ -48,195 +26,24 @@ LEFT_OUT = (
 )
 
 
-@pytest.mark.skipif(
-    not (shutil.which("c++") and Path(sysconfig.get_path("include"), "Python.h").exists()),
-    reason="the device is compiled: a C++ compiler and Python's headers",
-)
-@pytest.mark.parametrize("names", SUITES.values(), ids=SUITES)
-def test_on_an_emulated_accelerator(names: str, request: pytest.FixtureRequest):
-    """Other tests again, where backward passes run in a worker thread and tensors of two devices do not mix."""
-    if request.config.getoption("--device") != "cpu":
-        pytest.skip("on a device already")
-    files = [f"test_{name}.py" for name in names.split()]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--device",
+COMPILER = shutil.which("c++") and Path(sysconfig.get_path("include"), "Python.h").exists()
+DEVICES = [
+    pytest.param(
         accelerator.NAME,
-        "-q",
-        "-k",
-        f"not ({ABSENT} or {LEFT_OUT})",
-        *files,
-    ]
+        marks=pytest.mark.skipif(not COMPILER, reason="the device is compiled: a C++ compiler and Python's headers"),
+    ),
+    pytest.param(
+        "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("files", SUITES.values(), ids=SUITES)
+def test_on_a_device(files: str, device: str):
+    """Other tests again, where backward passes run in a worker thread and tensors of two devices do not mix."""
+    options = ["-q", "--device", device, "-k", f"not ({ABSENT} or {LEFT_OUT})"]
+    command = [sys.executable, "-m", "pytest", *options, *files.split()]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]
-
-
-# ---------------------------------------------------------------------------------------------- on a device alone
-
-
-@pytest.fixture
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A device that is not the default one, so that whatever is made without saying where is made elsewhere."""
-    name = request.config.getoption("--device")
-    if name == "cpu":
-        pytest.skip("needs --device")
-    with torch.device("cpu"):
-        yield name
-
-
-@pytest.fixture
-def waits(device: str) -> Iterator[Callable[[], dict[str, int]]]:
-    """What waited for the device since the last call."""
-    if device != accelerator.NAME:
-        pytest.skip("the emulated device counts")
-    take: Callable[[], dict[str, int]] = accelerator.load().take_waits
-    take()
-    yield take
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 5))
-
-
-def cnn() -> nn.Module:
-    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3).eval()]
-    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(12, 5))
-
-
-class Transformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Linear(8, 4)
-        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.3, batch_first=True)
-        self.head = nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(self.embedding(x.squeeze(1))).mean(1))
-
-
-every_net = pytest.mark.parametrize("make", [mlp, cnn, Transformer])
-FIRST_ORDER = [BatchGrad, BatchL2Grad, SumGradSquared, Variance]
-EXTENSIONS = [*FIRST_ORDER, KFAC, KFLR, DiagGGNExact, DiagGGNMC, BatchDiagGGNExact, DiagHessian]
-
-
-def prepared(make: Callable[[], nn.Module], device: str) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
-    x, y = torch.randn(20, 1, 8, 8, device=device), torch.randint(5, (20,), device=device)
-    return extend(make().to(device)), extend(nn.CrossEntropyLoss()), x, y
-
-
-@every_net
-@pytest.mark.parametrize("extension", EXTENSIONS)
-def test_quantities_do_not_wait(
-    make: Callable[[], nn.Module], extension: type[Extension], device: str, waits: Callable
-):
-    model, lossfunc, x, y = prepared(make, device)
-    for _ in range(2):  # which axes hold the samples is asked once
-        loss = lossfunc(model(x), y)
-        waits()
-        with backpack(extension()):
-            loss.backward()
-    found = waits()
-    if make is not Transformer:
-        assert not found
-    elif extension is not DiagHessian:
-        assert found == {"item": 1}  # whether attention, done again, gives the same
-    else:  # and which operations are nonlinear somewhere, whatever the number of columns
-        assert sum(found.values()) <= 10
-
-
-@every_net
-@pytest.mark.parametrize("make_optimizer", [KFACSGD, EKFACSGD, DiagonalNewton, KFACAdamW])
-def test_optimizers_wait_once_in_a_step(
-    make: Callable[[], nn.Module], make_optimizer: type, device: str, waits: Callable
-):
-    model, lossfunc, x, y = prepared(make, device)
-    optimizer = make_optimizer(model.parameters(), lr=0.01)
-    alone = []
-    for _ in range(12):
-        optimizer.zero_grad()
-        with optimizer.curvature():
-            loss = lossfunc(model(x), y)
-            loss.backward()
-        waits()
-        optimizer.step()
-        alone.append(sum(waits().values()))
-    layers = sum(p.dim() > 1 for p in model.parameters())
-    assert min(alone) == 1  # is all of it finite
-    # a refresh asks whether its decompositions succeeded: eigendecompositions one by one
-    assert max(alone[1:]) <= (2 if make_optimizer in (KFACSGD, DiagonalNewton) else 2 + 2 * layers)
-
-
-def test_random_numbers_are_drawn_again_on_the_device(device: str):
-    """Attention is done again with the dropout it had, and nothing else sees it."""
-    model, lossfunc, x, y = prepared(Transformer, device)
-    state = torch.get_device_module(device).get_rng_state()
-    lossfunc(model(x), y).backward()
-    expected = torch.randn(3, device=device)
-    gradients = [p.grad for p in model.parameters()]
-    torch.get_device_module(device).set_rng_state(state)
-    model.zero_grad()
-    with backpack(BatchGrad()):
-        lossfunc(model(x), y).backward()
-    assert torch.equal(torch.randn(3, device=device), expected)
-    for p, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(p.grad, gradient)
-        torch.testing.assert_close(p.grad_batch.sum(0), gradient, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("optimizer", ["kfac-sgd", "kfac-adamw", "hessian-free", "adamw"])
-def test_training_goes_on_where_it_was_interrupted(optimizer: str, device: str):
-    def losses(training: Training, skip: int) -> list[float]:
-        batches = itertools.islice(training.batches(0, skip), 3)
-        return [training.step(x, y)["train_loss"] for x, y in batches]
-
-    config = parse(["--problem", "digits-mlp", "--epochs", "1", "--device", device, optimizer]).resolved()
-    training = Training(config, Processes())
-    before = losses(training, 0)
-    torch.rand(2, device=device)  # as augmentation does
-    state = copy.deepcopy(training.state())
-    after, drawn = losses(training, 3), torch.rand(3, device=device)
-    training = Training(config, Processes())
-    training.load(state)
-    assert losses(training, 3) == after and torch.equal(torch.rand(3, device=device), drawn)
-    assert sum(after) < sum(before)
-    assert all(p.device.type == torch.device(device).type for p in training.model.parameters())
-
-
-class To(nn.Module):
-    def __init__(self, device: torch.device | str):
-        super().__init__()
-        self.device = device
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to(self.device)
-
-
-@pytest.mark.parametrize("of_device", [(1, 1, 1), (0, 1, 1), (1, 0, 1), (1, 1, 0), (0, 1, 0)])
-@pytest.mark.parametrize("extension", [e for e in EXTENSIONS if e not in (KFAC, DiagGGNMC)])
-def test_networks_that_are_spread_over_devices(extension: type[Extension], of_device: tuple[int, ...], device: str):
-    """Each of three layers on the device or on the CPU: the numbers are those of the CPU alone."""
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(2, 3, 3), nn.Linear(48, 7), nn.Linear(7, 4)]
-    x, y = torch.randn(5, 2, 6, 6).double(), torch.randint(4, (5,))
-    between = [[nn.Tanh(), nn.Flatten()], [nn.Sigmoid()], []]
-
-    def parts_of(p: nn.Parameter) -> list[Tensor]:
-        field = getattr(p, extension.field)
-        return list(field) if isinstance(field, list) else [field]
-
-    def fields(where: tuple[int, ...]) -> list[list[Tensor]]:
-        devices = [device if on_device else "cpu" for on_device in where]
-        mine = [copy.deepcopy(layer).double().to(d) for layer, d in zip(layers, devices, strict=True)]
-        parts = zip(devices, mine, between, strict=True)
-        model = extend(nn.Sequential(*(module for d, layer, rest in parts for module in (To(d), layer, *rest))))
-        with backpack(extension()):
-            extend(nn.CrossEntropyLoss())(model(x), y.to(devices[-1])).backward()
-        for layer, d in zip(mine, devices, strict=True):
-            assert {part.device.type for part in parts_of(layer.weight)} == {d}
-        return [[part.cpu() for part in parts_of(p)] for p in model.parameters()]
-
-    for actual, expected in zip(fields(of_device), fields((0, 0, 0)), strict=True):
-        compare(actual, expected, extension.field)
