@@ -18,13 +18,12 @@ SUITES = {
     "rules and optimizers": "accelerator/on_device.py test_hessian_free.py test_optim.py test_rules.py",
 }
 #: What the emulated device has not, ...
-ABSENT = "sparse or large_vocabulary or flash_attention or complex_numbers or packed or two_processes or autocast"
+ABSENT = "sparse or large_vocabulary or flash_attention or packed or two_processes or autocast"
 #: ... and tests that are long or whose subject is another one: statistics, memory, checkpoints.
 LEFT_OUT = (
     "every_quantity or positive_curvature or sampled or retained or grows or survives or beat_sgd or "
     "further_than_sgd or many_seeds or every_kind or trains_from or resume or resumption or copies or not_finite"
 )
-
 
 COMPILER = shutil.which("c++") and Path(sysconfig.get_path("include"), "Python.h").exists()
 DEVICES = [

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from curvopt.core.compare import allclose
 from curvopt.core.graph import Entry, Graph
 from curvopt.core.residuals import leads_to, pull, pull_each
 from curvopt.core.uses import Loss, Use
@@ -122,11 +123,10 @@ def aligned(grad: Tensor, scaled: Tensor, axis: int | None, factors: Tensor) -> 
         return grad.new_zeros((), dtype=torch.bool)
     along = factors.repeat_interleave(grad.shape[axis] // N).to(grad)
     along = along.view([-1 if a == axis % grad.dim() else 1 for a in range(grad.dim())])
-    largest = torch.maximum(grad.max(), -grad.min())
+    atol = 1e-5 * torch.maximum(grad.max(), -grad.min())
     # a few rows at a time: nothing else of a first backward needs as much memory
     rows = [tensor.split(max(1, grad.shape[axis] // 8), axis) for tensor in (scaled, along, grad)]
-    close = [((s / f - g).abs() <= 1e-5 * largest + 1e-3 * g.abs()).all() for s, f, g in zip(*rows, strict=True)]
-    return torch.stack(close).all()
+    return torch.stack([allclose(s / f, g, 1e-3, atol) for s, f, g in zip(*rows, strict=True)]).all()
 
 
 def unaligned(

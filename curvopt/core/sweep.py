@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge
 
 from curvopt.core import costs
 from curvopt.core.averaged import averaged_jacobians
+from curvopt.core.compare import allclose
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.derivatives.rules import AffineRule
 from curvopt.core.graph import Entry, Graph
@@ -578,8 +579,7 @@ class Pass:
                     )
                 images.append(image.reshape(p.numel(), p.numel()))
             products = torch.stack(images, 1)
-            skew = (products - products.transpose(0, 2)).abs().max()
-            if not bool(skew <= 1e-2 * products.abs().max()):
+            if not allclose(products, products.transpose(0, 2), 0, 1e-2 * products.detach().abs().max()):
                 raise CurvoptError(
                     f"{self.graph.name(p)}: PyTorch's second derivative of an operation on the way is wrong "
                     f"(its Hessian is not symmetric), so {fields_of(extensions)} cannot be had; use a GGN quantity."

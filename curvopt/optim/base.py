@@ -520,7 +520,9 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
                 "and state are unchanged. Call zero_grad() and skip this batch, or lower lr, raise damping, or use "
                 "torch.amp.GradScaler for half precision."
             )
-        rejected = {param for param, ok in zip(owners, finite[len(params) :], strict=False) if not ok}
+        rejected = {
+            param for param, ok in zip(owners, finite[len(params) : len(params) + len(owners)], strict=True) if not ok
+        }
         if new and not finite[-1]:
             rejected = set(new)
         for param in rejected:

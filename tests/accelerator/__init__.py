@@ -39,9 +39,7 @@ def load() -> Any:
     module.__dict__.update(
         is_available=lambda: True,
         device_count=lambda: 1,
-        current_device=lambda: 0,
         device=nullcontext,
-        synchronize=lambda device=None: None,
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         _is_in_bad_fork=lambda: False,
         manual_seed_all=generator.manual_seed,

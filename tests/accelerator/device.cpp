@@ -102,6 +102,21 @@ void count_waits(const std::string& name, const torch::jit::Stack& stack, size_t
       if (!is_here(index.toTensor()) || index.toTensor().scalar_type() == at::kBool) count_wait(name);
 }
 
+template <class F>
+void replace_tensors(at::IValue& value, const F& replaced) {
+  if (value.isTensor()) {
+    value = replaced(value.toTensor());
+  } else if (value.isTensorList()) {
+    c10::List<Tensor> list;
+    for (const Tensor& t : value.toTensorVector()) list.push_back(replaced(t));
+    value = list;
+  } else if (value.isOptionalTensorList()) {
+    c10::List<OptionalTensor> list;
+    for (const OptionalTensor& t : value.toOptionalTensorVector()) list.push_back(t ? OptionalTensor(replaced(*t)) : t);
+    value = list;
+  }
+}
+
 // While it lives, the CPU draws the random numbers of this device.
 struct DrawsHere {
   at::Generator of_cpu = at::detail::getDefaultCPUGenerator(), of_device = default_generator();
@@ -132,17 +147,8 @@ void on_aliases(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   };
   for (size_t i = begin; i < stack->size(); ++i) {
     at::IValue& value = (*stack)[i];
-    if (value.isTensor()) {
-      value = there(value.toTensor());
-    } else if (value.isTensorList()) {
-      c10::List<Tensor> list;
-      for (const Tensor& t : value.toTensorVector()) list.push_back(there(t));
-      value = list;
-    } else if (value.isOptionalTensorList()) {
-      c10::List<OptionalTensor> list;
-      for (const OptionalTensor& t : value.toOptionalTensorVector()) list.push_back(t ? OptionalTensor(there(*t)) : t);
-      value = list;
-    } else if (value.isDevice() && value.toDevice().type() == DEVICE.type()) {
+    replace_tensors(value, there);
+    if (value.isDevice() && value.toDevice().type() == DEVICE.type()) {
       value = c10::Device(c10::kCPU);
     } else if (value.isGenerator() && value.toGenerator().device().type() == DEVICE.type()) {
       value = at::Generator(static_cast<Generator*>(value.toGenerator().unsafeGetGeneratorImpl())->inner);
@@ -161,16 +167,7 @@ void on_aliases(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       if (t.defined() && alias.is_same(t)) return original;
     return to_here(t);
   };
-  for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i) {
-    at::IValue& value = (*stack)[i];
-    if (value.isTensor()) {
-      value = back(value.toTensor());
-    } else if (value.isTensorList()) {
-      c10::List<Tensor> list;
-      for (const Tensor& t : value.toTensorVector()) list.push_back(back(t));
-      value = list;
-    }
-  }
+  for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i) replace_tensors((*stack)[i], back);
 }
 
 using Dtype = std::optional<at::ScalarType>;

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from checks import compare
+from checks import FIRST_ORDER, compare
 from torch import Tensor, nn
 
 import accelerator
@@ -21,13 +21,10 @@ from curvopt.extensions import (
     KFLR,
     BatchDiagGGNExact,
     BatchGrad,
-    BatchL2Grad,
     DiagGGNExact,
     DiagGGNMC,
     DiagHessian,
     Extension,
-    SumGradSquared,
-    Variance,
 )
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 from experiments.train import Processes, Training, parse
@@ -71,7 +68,6 @@ class Transformer(nn.Module):
 
 
 every_net = pytest.mark.parametrize("make", [mlp, cnn, Transformer])
-FIRST_ORDER = [BatchGrad, BatchL2Grad, SumGradSquared, Variance]
 EXTENSIONS = [*FIRST_ORDER, KFAC, KFLR, DiagGGNExact, DiagGGNMC, BatchDiagGGNExact, DiagHessian]
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvopt.core import costs
+from curvopt.core.compare import allclose
 from curvopt.core.jacobians import Dense, Jacobian, Outer, Patches, cast
 from curvopt.core.randomness import RandomState
 from curvopt.core.uses import Recorder, Use, disable, owned_parameters, version
@@ -275,7 +276,7 @@ class DefaultRule(Rule):
                 # some operators have wrong batching rules in PyTorch: the sum over samples is known without any
                 _, vjp, *_ = torch.func.vjp(partial(whole, given=leaves), parameters)
                 total = vjp([grad[0] for grad in arrived])[0]
-                if not all(_close(values[name][0].sum(0), total[name], 1e-2, 1e-3) for name in parameters):
+                if not all(_same_sum(values[name][0], total[name]) for name in parameters):
                     values, results = self._loop(outputs, parameters, samples, arrived, use)
             except RuntimeError as error:
                 if "randomness" in str(error):
@@ -319,15 +320,6 @@ class DefaultRule(Rule):
         return dict(zip(names, stacked, strict=True)), [torch.stack(column) for column in zip(*results, strict=True)]
 
 
-def _close(values: Tensor, expected: Tensor, rtol: float, of_largest: float) -> bool:
-    """``torch.allclose`` with an ``atol`` that is a part of the largest value, and one wait for the device."""
-    if not expected.numel():
-        return True
-    size = expected.detach().abs()
-    differ = (values - expected).abs() > rtol * size + of_largest * size.nan_to_num().max()
-    return not bool((differ | (values.isfinite() != expected.isfinite())).any())
-
-
 def check_outputs(use: Use, results: Sequence[Tensor | None], how: str) -> None:
     """Raise unless a module, called again in another way, gave what it gave in the forward pass.
 
@@ -346,13 +338,20 @@ def check_outputs(use: Use, results: Sequence[Tensor | None], how: str) -> None:
             continue
         # half precision: the forward ran under autocast, the second call does not
         rtol = {torch.float64: 1e-9, torch.float32: 1e-4}.get(recorded.dtype, 5e-2)
-        if not _close(again.detach().to(recorded.dtype), recorded, rtol, rtol):
+        if not recorded.numel():
+            continue
+        atol = rtol * recorded.abs().nan_to_num().max()
+        if not allclose(again.to(recorded.dtype), recorded, rtol, atol, equal_nan=True):
             raise CurvoptError(
                 f"{use.describe()}: {how} its forward gives another result than it gave on the batch, so its samples "
                 "depend on each other, on state, or its batch axis is not the first; call model.eval(), or move its "
                 "parameters into submodules that treat samples alike."
             )
     use.cache["checked"] = True
+
+
+def _same_sum(values: Tensor, total: Tensor) -> bool:
+    return not total.numel() or bool(allclose(values.sum(0), total, 1e-2, 1e-3 * total.abs().max()))
 
 
 class _Forward(nn.Module):
