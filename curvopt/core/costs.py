@@ -12,9 +12,11 @@ import mmap
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from math import prod
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -31,8 +33,40 @@ SWEEP_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 26}
 SYMMETRIC_BLOCK = 192
 #: Rows and entries of the patches that are put together at once for a second moment, at least.
 PATCH_ROWS, PATCH_ENTRIES = 1 << 10, 1 << 20
+#: Multiply-adds of the least product that oneDNN is called for, alone or for every sample, and how much faster it is.
+ONEDNN_SIZE, ONEDNN_REPEATED, ONEDNN_GAIN = 1 << 19, 1 << 20, 1.4
+#: Columns below which it is better at the transposed product.
+NARROW = 64
 #: Bytes of the largest block that glibc keeps when it is freed (it allows no more), and of all that it keeps.
 KEPT_BLOCK, KEPT_BYTES = 32 << 20, 128 << 20
+
+
+def has_onednn() -> bool:
+    """Whether oneDNN can be asked for a product of matrices."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@cache
+def onednn_is_faster() -> bool:
+    """Whether oneDNN multiplies much faster than the BLAS library, which may leave vector units alone (MKL on AMD's).
+
+    Measured, once.
+    """
+    if not has_onednn():
+        return False
+    a = torch.ones(384, 384)
+    with torch.no_grad():
+        blas, onednn = (
+            min(_seconds(multiply) for _ in range(5))
+            for multiply in (lambda: a @ a.T, lambda: torch.ops.mkldnn._linear_pointwise(a, a, None, "none", [], ""))
+        )
+    return blas > ONEDNN_GAIN * onednn
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = perf_counter()
+    call()
+    return perf_counter() - start
 
 
 def columns_at_once(entries: int, device: str) -> int:
@@ -53,6 +87,11 @@ def patches_at_once(S: int, I: int) -> int:
     A product over many positions hides that the moment is read and written each time.
     """
     return -(-max(PATCH_ROWS, PATCH_ENTRIES // I) // S)
+
+
+def vectors_at_once(entries: int) -> int:
+    """How many vectors to multiply with one sample together if the product with one has so many entries."""
+    return max(1, (CACHED_ENTRIES >> 1) // entries)
 
 
 def samples_in_vmap(entries: int, device: str) -> int:
@@ -108,7 +147,8 @@ def by_two_shifts(L: int, H: int, K: int) -> bool:
 
 def by_blocks(F: int, K: int) -> bool:
     """Whether a symmetric product of ``[F, K]`` is worth computing block by block, above the diagonal only."""
-    return F * F * (K - 2 * ENTRY) >= 1 << 23  # entries below are copied column by column, and calls cost something
+    calls = 4 if onednn_is_faster() else 2
+    return F * F * (K - calls * ENTRY) >= 1 << 23  # entries below are copied column by column, and calls cost something
 
 
 def apart(rows: Tensor) -> Tensor:

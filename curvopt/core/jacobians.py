@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from curvopt.core import costs
+from curvopt.core.products import add_product, by_onednn, dense, product
 
 Approx = Literal["expand", "reduce"]
 T = TypeVar("T")
@@ -257,6 +258,12 @@ class Outer(Jacobian):
         return self._right.whole if isinstance(self._right, Patches) else self._right
 
     def dense(self) -> Tensor:
+        if self._by_onednn:
+            result = costs.empty((self.V, self.N, *self.shape), self.left)
+            for vectors, samples, products in self._by_sample():
+                part = result[vectors, samples]
+                part.copy_(products.reshape(part.shape))
+            return result
         rows, columns = self._sides(self.left, self.right)
         products = _products(rows, columns).reshape(self.V, self.N, *self.shape)
         if self.sums and self.gradient is None:
@@ -281,8 +288,11 @@ class Outer(Jacobian):
             return ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum((2, 3, 4))
         if torch.is_grad_enabled():
             return self.dense().reshape(self.V, self.N, -1).square().sum(2)
-        norms = [products.flatten(1).square_().sum(1) for _, _, products in self._by_sample(True, self._bands())]
-        return torch.cat(norms).reshape(self.V, self.N)
+        norms = self.left.new_empty(self.V, self.N)
+        for vectors, samples, products in self._by_sample():
+            values = products.square_().sum([*range(1, products.dim())])
+            norms[vectors, samples] = values if len(values) == 1 else values.view_as(norms[vectors, samples])
+        return norms
 
     def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         if self.S == 1 and (limit is None or self.O <= limit):
@@ -410,81 +420,110 @@ class Outer(Jacobian):
         if per_sample:
             like = widened(self.left.new_empty(0))
             result = costs.empty((self.N, *self.shape), like) if total is None else total.contiguous()
-            by_sample = result.view(self.N, self.G, *self._sides(self.O, self.I))
-            for v, part, products in self._by_sample(right_first=self.transposed):
-                weighted = self._times_weights(products, v, part)
-                if total is None and v == 0:
-                    torch.mul(weighted, products, out=by_sample[part])
+            for vectors, samples, products in self._by_sample(in_order=True):
+                squares, of_samples = self._squared(products, vectors, samples), result[samples]
+                if len(products) > len(of_samples):
+                    squares = squares.sum(0)
+                squares = squares.reshape(of_samples.shape)
+                if total is None and vectors.start == 0:
+                    of_samples.copy_(squares)
                 else:
-                    by_sample[part].addcmul_(weighted, products)
+                    of_samples += squares
             return result
-        # [I, O]: few inputs, as of the first convolution, fill the rows of a matrix product better than its columns
-        squares, bands = widened(self.left.new_zeros(self.G, self.I, self.O)), self._bands()
-        for v, part, products in self._by_sample(True, bands):
-            if len(products) == 1:
-                squares.addcmul_(self._times_weights(products, v, part)[0], products[0])
+        squares = None
+        for vectors, samples, products in self._by_sample():
+            if squares is None:
+                squares = widened(torch.zeros_like(products[0]))
+            if len(products) > 1:
+                squares += self._squared(products, vectors, samples).sum(0)
             elif self.weights is None:
-                squares += products.square_().sum(0)
+                squares.addcmul_(products[0], products[0])
             else:
-                squares += (self._times_weights(products, v, part) * products).sum(0)
-        return add(total, self._in_order(squares, bands))
-
-    def _in_order(self, values: Tensor, bands: Tensor | None) -> Tensor:
-        """``[G, I, O]`` as ``[*p]``, I in the order of `_by_sample`."""
-        if bands is not None:
-            values = values.view(self.G, *bands.shape[2:5], self.O).transpose(1, 2).flatten(1, 3)
-        return self._shaped(values.mT).contiguous()
+                squares.addcmul_(self._times_weights(products, vectors, samples)[0], products[0])
+        assert squares is not None
+        return add(total, squares.reshape(self.shape).contiguous())
 
     def _sides(self, left: T, right: T) -> tuple[T, T]:
         """Left and right side, in the order in which the parameter has them."""
         return (right, left) if self.transposed else (left, right)
 
-    def _by_sample(self, right_first: bool, bands: Tensor | None = None) -> Iterator[tuple[int, slice, Tensor]]:
-        """The index of a vector, a few samples and their products ``[n, G, O, I]``, or ``[n, G, I, O]``; see `sums`.
+    def _by_sample(self, in_order: bool = False) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Some vectors of one sample, or samples of one vector, and their products ``[n, *]``; see `sums`.
 
-        They are overwritten by the next ones: fresh memory costs more than arithmetic. Of the ``bands`` of `Patches`,
-        which need no copy, entries of I are in the order ``[K, C, R]``.
+        The last axes are the parameter's, split. They are overwritten by the next ones: fresh memory costs more than
+        arithmetic.
+
+        Args:
+            in_order: entries are in the parameter's order in memory, too.
         """
-        formed = self._formed(right_first, bands)
+        formed = self._formed_by_onednn() if self._by_onednn else self._formed(in_order)
         if not self.sums or self.gradient is not None:
             yield from formed
             return
-        total = self.left.new_zeros(self.G, *((self.I, self.O) if right_first else (self.O, self.I)))
-        for v, part, products in formed:
+        total = None
+        for vectors, samples, products in formed:
+            if total is None:
+                total = torch.zeros_like(products[0])
             total += products[0] if len(products) == 1 else products.sum(0)
-            yield v, part, products
-        self.gradient = self._in_order(total if right_first else total.mT, bands)
+            yield vectors, samples, products
+        assert total is not None
+        self.gradient = total.reshape(self.shape).contiguous()
 
-    def _formed(self, right_first: bool, bands: Tensor | None) -> Iterator[tuple[int, slice, Tensor]]:
+    @property
+    def _by_onednn(self) -> bool:
+        """Whether oneDNN forms products, those of a sample and some vectors at a time."""
+        return self.G == 1 and by_onednn(self.left, self.V * self.O, self.S, self.I, repeated=True)
+
+    def _formed_by_onednn(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        step = costs.vectors_at_once(self.O * self.I)
+        windows = self._right.windows if isinstance(self._right, Patches) else self._right.mT
+        lefts = self.left.mT.transpose(0, 1).unbind()
+        for n, (of_sample, seen) in enumerate(zip(lefts, windows, strict=True)):
+            right = dense(seen.reshape(self.I, self.S))
+            for v, left in enumerate(of_sample.split(step)):
+                rows = left.reshape(-1, self.S)
+                if self.transposed:
+                    products = product(right, rows.T).view(self.I, -1, self.O).transpose(0, 1)
+                else:
+                    products = product(rows, right.T).view(-1, self.O, self.I)
+                yield slice(v * step, (v + 1) * step), slice(n, n + 1), products
+
+    def _formed(self, in_order: bool) -> Iterator[tuple[slice, slice, Tensor]]:
+        # [I, O]: few inputs, as of the first convolution, fill the rows of a matrix product better than its columns
+        right_first = self.transposed or not in_order
         sides = (self.I, self.O) if right_first else (self.O, self.I)
+        step = costs.samples_at_once(self.G * self.O * self.I, self.left.device.type)
+        bands = self._right.bands if isinstance(self._right, Patches) and step == 1 and right_first else None
         if bands is not None:
-            buffer, rights = self.left.new_empty(1, self.G, *sides), bands.flatten(3, 4).flatten(0, 1).unbind()
-            products = buffer.view(self.G, bands.shape[2], -1, self.O).unbind()
+            K, C, R = bands.shape[2:5]
+            buffer, rights = self.left.new_empty(self.G, K, C * R, self.O), bands.flatten(3, 4).flatten(0, 1).unbind()
+            products = buffer.view(1, self.G, K, C, R, self.O).permute(0, 1, 5, 3, 2, 4)
             for v, of_v in enumerate(self.left):
                 for i, (left, right) in enumerate(zip(of_v.flatten(0, 1), rights, strict=True)):
                     n, g = divmod(i, self.G)
-                    torch.bmm(right, left.expand(len(right), -1, -1), out=products[g])
+                    torch.bmm(right, left.expand(K, -1, -1), out=buffer[g])
                     if g == self.G - 1:
-                        yield v, slice(n, n + 1), buffer
+                        yield slice(v, v + 1), slice(n, n + 1), products
             return
-        step = self._samples_at_once()
         rights = self.right.flatten(0, 1).split(step * self.G)
         buffer = self.left.new_empty(min(step, self.N) * self.G, *sides)
         for v, of_v in enumerate(self.left):
             for i, (left, right) in enumerate(zip(of_v.flatten(0, 1).split(step * self.G), rights, strict=True)):
                 rows, columns = (right, left) if right_first else (left, right)
-                products = torch.bmm(rows.mT, columns, out=buffer[: len(left)])
-                yield v, slice(i * step, (i + 1) * step), products.view(-1, self.G, *sides)
+                products = torch.bmm(rows.mT, columns, out=buffer[: len(left)]).view(-1, self.G, *sides)
+                products = products if right_first == self.transposed else products.mT
+                yield slice(v, v + 1), slice(i * step, (i + 1) * step), products
 
-    def _bands(self) -> Tensor | None:
-        """The `bands` of `Patches`, where samples are worked on one by one."""
-        return self._right.bands if isinstance(self._right, Patches) and self._samples_at_once() == 1 else None
+    def _squared(self, products: Tensor, vectors: slice, samples: slice) -> Tensor:
+        """Weighted squares of what `_by_sample` gave, in its place where there are no weights."""
+        return (
+            products.square_() if self.weights is None else self._times_weights(products, vectors, samples) * products
+        )
 
-    def _samples_at_once(self) -> int:
-        return costs.samples_at_once(self.G * self.O * self.I, self.left.device.type)
-
-    def _times_weights(self, products: Tensor, v: int, part: slice) -> Tensor:
-        return products if self.weights is None else products * self.weights[v, part].view(-1, 1, 1, 1)
+    def _times_weights(self, products: Tensor, vectors: slice, samples: slice) -> Tensor:
+        if self.weights is None:
+            return products
+        return products * self.weights[vectors, samples].reshape(-1, *[1] * (products.dim() - 1))
 
     def _pairs(self) -> Tensor:
         return torch.triu_indices(self.S, self.S, device=self.left.device)
@@ -691,23 +730,32 @@ def _in_parts(rows: Tensor) -> Sequence[Tensor]:
 
 def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
     """The same of parts of the samples, which have R positions in all."""
-    moment: Tensor | None = None
+    moments: list[Tensor] = []
     F = block = 0
     for part in parts:
-        beta = 1
-        if moment is None:
-            beta, F = 0, part.shape[3]
-            moment = part.new_empty(part.shape[1], F, F)
+        if not moments:
+            F = part.shape[3]
             block = min(costs.SYMMETRIC_BLOCK, -(-F // 2)) if costs.by_blocks(F, R) else F
-        for x, product in zip(_by_feature(part), moment, strict=True):
-            for i in range(0, F, block):
-                j = i + block
-                product[i:j, i:].addmm_(x[i:j], x[i:].T, beta=beta, alpha=scale)
-    assert moment is not None
-    for i in range(0, F - block, block):
-        j = i + block
-        moment[:, j:, i:j] = costs.apart(moment[:, i:j, j:]).mT
-    return moment[0] if len(moment) == 1 else moment
+        flat = _by_feature(part)
+        moments = [_add_moment(m, x, scale, block) for m, x in zip(moments or [None] * len(flat), flat, strict=True)]
+    for moment in moments:
+        for i in range(0, F - block, block):
+            j = i + block
+            moment[j:, i:j] = costs.apart(moment[i:j, j:]).mT
+    return moments[0] if len(moments) == 1 else torch.stack(moments)
+
+
+def _add_moment(moment: Tensor | None, x: Tensor, scale: float, block: int) -> Tensor:
+    """``moment + scale x x^T`` of ``[F, R]``, of which only blocks that reach above the diagonal are computed."""
+    F = len(x)
+    if block == F:
+        return add_product(moment, x, x.T, scale)
+    if by_onednn(x, block, x.shape[1], F):
+        x = x.contiguous()  # and so are some of its rows
+    total = x.new_empty(F, F) if moment is None else moment
+    for i in range(0, F, block):
+        add_product(total[i : i + block, i:], x[i : i + block], x[i:].T, scale, overwrite=moment is None)
+    return total
 
 
 class _ShiftedMoment:
@@ -731,9 +779,9 @@ class _ShiftedMoment:
         crossed = [(x[:, i, 0], x[:, 0, k]) for i in range(1, self.L) for k in range(1, self.K)]
         for i, (left, right) in enumerate([(x[:, 0, 0], flat), *crossed]):
             if i == len(self._sums):
-                self._sums.append(left.flatten(1) @ right.flatten(1).T)
+                self._sums.append(product(left.flatten(1), right.flatten(1).T))
             else:
-                self._sums[i].addmm_(left.flatten(1), right.flatten(1).T)
+                add_product(self._sums[i], left.flatten(1), right.flatten(1).T)
         over_w = [x[..., w].flatten(0, 1).transpose(0, 1).flatten(2) for w in (0, self.W - 1)]  # [K, C L, P H]
         over_h = [x[..., h, :].transpose(0, 1).flatten(3) for h in (0, self.H - 1)] if self.L > 1 else []
         self._ends.append([end.contiguous() for end in over_w + over_h])
@@ -742,34 +790,33 @@ class _ShiftedMoment:
         """The sum over all that were added."""
         first, last, *over_h = [torch.cat(ends, -1) for ends in zip(*self._ends, strict=True)]
         K, M = first.shape[:2]
-        moment = first.new_empty(M, K, M, K)
-        if over_h:
-            self._fill(moment[:, 0], *over_h)
-        else:
-            moment[:, 0] = self._sums[0].view(M, M, K)
-        for j in range(1, K):
-            moment[:, j, :, 0] = moment[:, 0, :, j].T
-            for i in range(1, j + 1):
-                block = torch.addmm(moment[:, i - 1, :, j - 1], first[i - 1], first[j - 1].T, alpha=-1)
-                moment[:, i, :, j] = block.addmm_(last[i], last[j].T)
-                moment[:, j, :, i] = block.T
-        return moment.view(M * K, M * K)
+        products = first.new_empty(K, M, K, M)
+        products[0] = self._first(*over_h) if over_h else self._sums[0].view(M, M, K).transpose(1, 2)
+        lost, both = self._differences(first, last)
+        for k in range(1, K):
+            difference = product(lost[k - 1], both[k - 1 :].flatten(0, 1).T).view(M, K - k, M)
+            torch.add(products[k - 1, :, k - 1 : -1], difference, out=products[k, :, k:])
+            products[k, :, :k] = products[:k, :, k].permute(2, 0, 1)
+        return products.permute(1, 0, 3, 2).reshape(M * K, M * K)
 
-    def _fill(self, out: Tensor, first: Tensor, last: Tensor) -> None:
-        """Products ``[M, M, K]`` of rows ``[M, 0]`` with all, from the first and last positions ``[L, C, K, P W]``."""
+    def _first(self, first: Tensor, last: Tensor) -> Tensor:
+        """Products ``[M, K, M]`` of rows ``[M, 0]`` with all, from the first and last positions ``[L, C, K, P W]``."""
         L, C, K = first.shape[:3]
         products, (direct, *crossed) = first.new_empty(L, C, L, C, K), self._sums
         products[0] = direct.view(C, C, L, K).transpose(1, 2)
         products[1:, :, 0, :, 0] = products[0, :, 1:, :, 0].permute(1, 2, 0)
+        lost, both = self._differences(first, last)
+        differences = product(lost[:, :, 0].flatten(0, 1), both.flatten(0, 2).T).view(L - 1, C, L - 1, C, K)
         for i in range(1, L):
             for k in range(1, K):
                 products[i, :, 0, :, k] = crossed.pop(0)
-            block = products[i, :, 1:].flatten(1)
-            torch.addmm(
-                products[i - 1, :, :-1].flatten(1), first[i - 1, :, 0], first[:-1].flatten(0, 2).T, alpha=-1, out=block
-            )
-            block.addmm_(last[i, :, 0], last[1:].flatten(0, 2).T)
-        out.unflatten(0, (C, L)).unflatten(2, (C, L)).copy_(products.permute(1, 0, 3, 2, 4))
+            torch.add(products[i - 1, :, :-1], differences[i - 1], out=products[i, :, 1:])
+        return products.permute(1, 0, 4, 3, 2).reshape(C * L, K, C * L)
+
+    @staticmethod
+    def _differences(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """Two sides, of which products are what a shift by one gains at the last position, less what it loses."""
+        return torch.cat([-first[:-1], last[1:]], -1), torch.cat([first[:-1], last[1:]], -1)
 
 
 def in_blocks(values: Tensor, limit: int) -> Tensor:

@@ -1,0 +1,57 @@
+"""Products of matrices, by the faster of two libraries that PyTorch brings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from curvopt.core import costs
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of matrices ``[M, K]`` and ``[K, N]``; where no graph is built, by whichever library is faster."""
+    if not by_onednn(a, len(a), *b.shape):
+        return a @ b
+    if b.shape[1] < costs.NARROW and b.shape[1] < len(a):
+        return product(b.T, a.T).T
+    return torch.ops.mkldnn._linear_pointwise(dense(a), dense(b.T), None, "none", [], "")
+
+
+def by_onednn(like: Tensor, M: int, K: int, N: int, repeated: bool = False) -> bool:
+    """Whether oneDNN shall multiply ``[M, K]`` and ``[K, N]``, which should have no gaps between their rows then.
+
+    Args:
+        like: a tensor of the same type.
+        M: rows of the first matrix.
+        K: columns of the first matrix.
+        N: columns of the second matrix.
+        repeated: there is one such product for every sample, which could be computed together otherwise.
+    """
+    if like.dtype != torch.float32 or like.device.type != "cpu" or torch.is_grad_enabled():
+        return False
+    return M * K * N >= (costs.ONEDNN_REPEATED if repeated else costs.ONEDNN_SIZE) and costs.onednn_is_faster()
+
+
+def add_product(total: Tensor | None, a: Tensor, b: Tensor, alpha: float = 1.0, overwrite: bool = False) -> Tensor:
+    """``total + alpha * a @ b``, in place.
+
+    Args:
+        total: what to add to; ``None`` for nothing.
+        a: ``[M, K]``.
+        b: ``[K, N]``.
+        alpha: scale of the product.
+        overwrite: do not add to the total, it is uninitialised.
+    """
+    if not by_onednn(a, len(a), *b.shape):
+        if total is None:
+            total, overwrite = a.new_empty(len(a), b.shape[1]), True
+        return total.addmm_(a, b, beta=not overwrite, alpha=alpha)
+    values = product(a, b)
+    if total is None:
+        return values if alpha == 1 else values.mul_(alpha)
+    return torch.mul(values, alpha, out=total) if overwrite else total.add_(values, alpha=alpha)
+
+
+def dense(matrix: Tensor) -> Tensor:
+    """Without gaps between rows (or columns), with which oneDNN is slow."""
+    return matrix if matrix.is_contiguous() or matrix.T.is_contiguous() else matrix.contiguous()
