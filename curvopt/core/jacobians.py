@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from curvopt.core import costs
-from curvopt.core.products import add_product, by_onednn, dense, product
+from curvopt.core.products import add_product, by_onednn, dense, of_dense, product
 
 Approx = Literal["expand", "reduce"]
 T = TypeVar("T")
@@ -397,7 +397,7 @@ class Outer(Jacobian):
             if per_sample:
                 rows, columns = self._sides(left, right)
                 return _products(rows.unsqueeze(0), columns).reshape(self.N, *self.shape)
-            return self._shaped(_by_feature(left) @ _by_feature(right).mT)
+            return self._shaped(_over_samples(left, right))
         s, t = self._pairs()
         twice = torch.where(s == t, 1.0, 2.0).to(left.dtype).unsqueeze(1)
         step = costs.samples_at_once(self.G * len(s) * self.I, left.device.type)
@@ -407,7 +407,7 @@ class Outer(Jacobian):
         )
         if per_sample:
             return self._shaped(torch.cat([part.mT @ right for part, right in parts]))
-        return self._shaped(reduce(torch.add, (_by_feature(part) @ _by_feature(right).mT for part, right in parts)))
+        return self._shaped(reduce(torch.add, (_over_samples(part, right) for part, right in parts)))
 
     def add_squares(self, total: Tensor | None, per_sample: bool) -> Tensor:
         """``total`` plus the squares, ``[*p]`` or, sample by sample, ``[N, *p]``; in place where no graph is built.
@@ -421,25 +421,25 @@ class Outer(Jacobian):
             like = widened(self.left.new_empty(0))
             result = costs.empty((self.N, *self.shape), like) if total is None else total.contiguous()
             for vectors, samples, products in self._by_sample(in_order=True):
-                squares, of_samples = self._squared(products, vectors, samples), result[samples]
+                weighted = self._times_weights(products, vectors, samples)
+                of_samples = result[samples].view(-1, *products.shape[1:])
                 if len(products) > len(of_samples):
-                    squares = squares.sum(0)
-                squares = squares.reshape(of_samples.shape)
+                    products = torch.mul(weighted, products, out=products).sum(0, keepdim=True)
+                    weighted = products.new_ones(())
                 if total is None and vectors.start == 0:
-                    of_samples.copy_(squares)
+                    torch.mul(weighted, products, out=of_samples)
                 else:
-                    of_samples += squares
+                    of_samples.addcmul_(weighted, products)
             return result
         squares = None
         for vectors, samples, products in self._by_sample():
             if squares is None:
                 squares = widened(torch.zeros_like(products[0]))
-            if len(products) > 1:
-                squares += self._squared(products, vectors, samples).sum(0)
-            elif self.weights is None:
-                squares.addcmul_(products[0], products[0])
+            weighted = self._times_weights(products, vectors, samples)
+            if len(products) == 1:
+                squares.addcmul_(weighted[0], products[0])
             else:
-                squares.addcmul_(self._times_weights(products, vectors, samples)[0], products[0])
+                squares += torch.mul(weighted, products, out=products).sum(0)
         assert squares is not None
         return add(total, squares.reshape(self.shape).contiguous())
 
@@ -483,9 +483,9 @@ class Outer(Jacobian):
             for v, left in enumerate(of_sample.split(step)):
                 rows = left.reshape(-1, self.S)
                 if self.transposed:
-                    products = product(right, rows.T).view(self.I, -1, self.O).transpose(0, 1)
+                    products = of_dense(right, rows.T).view(self.I, -1, self.O).transpose(0, 1)
                 else:
-                    products = product(rows, right.T).view(-1, self.O, self.I)
+                    products = of_dense(rows, right.T).view(-1, self.O, self.I)
                 yield slice(v * step, (v + 1) * step), slice(n, n + 1), products
 
     def _formed(self, in_order: bool) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -513,12 +513,6 @@ class Outer(Jacobian):
                 products = torch.bmm(rows.mT, columns, out=buffer[: len(left)]).view(-1, self.G, *sides)
                 products = products if right_first == self.transposed else products.mT
                 yield slice(v, v + 1), slice(i * step, (i + 1) * step), products
-
-    def _squared(self, products: Tensor, vectors: slice, samples: slice) -> Tensor:
-        """Weighted squares of what `_by_sample` gave, in its place where there are no weights."""
-        return (
-            products.square_() if self.weights is None else self._times_weights(products, vectors, samples) * products
-        )
 
     def _times_weights(self, products: Tensor, vectors: slice, samples: slice) -> Tensor:
         if self.weights is None:
@@ -695,6 +689,12 @@ def _products(rows: Tensor, columns: Tensor) -> Tensor:
 def _by_feature(values: Tensor) -> Tensor:
     """``[..., N, G, S, F]`` as ``[..., G, F, N S]``; what needs to be copied is copied by rows."""
     return values.movedim((-4, -2), (-2, -1)).flatten(-2)
+
+
+def _over_samples(left: Tensor, right: Tensor) -> Tensor:
+    """``sum_{n,s} l r^T`` of ``[N, G, S, O]`` and ``[N, G, S, I]``, ``[G, O, I]``."""
+    left, right = _by_feature(left), _by_feature(right)
+    return left @ right.mT if len(left) > 1 else product(left[0], right[0].mT).unsqueeze(0)
 
 
 def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:

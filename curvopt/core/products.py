@@ -10,11 +10,16 @@ from curvopt.core import costs
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` of matrices ``[M, K]`` and ``[K, N]``; where no graph is built, by whichever library is faster."""
-    if not by_onednn(a, len(a), *b.shape):
+    if not by_onednn(a, len(a), len(b), b.shape[1]):
         return a @ b
+    return of_dense(dense(a), dense(b)).contiguous()
+
+
+def of_dense(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` by oneDNN, of matrices without gaps between their rows or columns."""
     if b.shape[1] < costs.NARROW and b.shape[1] < len(a):
-        return product(b.T, a.T).T
-    return torch.ops.mkldnn._linear_pointwise(dense(a), dense(b.T), None, "none", [], "")
+        return of_dense(b.T, a.T).T
+    return torch.ops.mkldnn._linear_pointwise.default(a, b.T, None, "none", [], "")
 
 
 def by_onednn(like: Tensor, M: int, K: int, N: int, repeated: bool = False) -> bool:
@@ -42,7 +47,7 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, alpha: float = 1.0, 
         alpha: scale of the product.
         overwrite: do not add to the total, it is uninitialised.
     """
-    if not by_onednn(a, len(a), *b.shape):
+    if not by_onednn(a, len(a), len(b), b.shape[1]):
         if total is None:
             total, overwrite = a.new_empty(len(a), b.shape[1]), True
         return total.addmm_(a, b, beta=not overwrite, alpha=alpha)
