@@ -136,6 +136,13 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
             few = Outer(left, layer.patches, torch.Size((O, I)), shifts=shifts)
             numbers = tuple(dict.fromkeys((1, min(8, N), N)))
             yield Case("patches at once", f"{where} S={S} I={I}", "patches_at_once", numbers, few.right_factor)
+        if costs.has_onednn() and S * O * I >= costs.ONEDNN_REPEATED:
+            for what, call in {
+                "squares": lambda left=left, right=right: chunks(left, right, 1),
+                "moment": outer.right_factor,
+            }.items():
+                shape = f"{what} S={S} O={O} I={I}"
+                yield Case("products by oneDNN", f"{where} {shape}", "onednn_is_faster", (True, False), call)
         if S == 1:
             continue
         shape = f"S={S} O={O} I={I}"
@@ -171,7 +178,7 @@ def cases_of_networks(problem: str) -> Iterator[Case]:
 
 
 def chosen(case: Case) -> Any:
-    """What the engine answers; if it is asked more than once, what it answers first."""
+    """What the engine answers; if it is asked more than once, what it answers first; ``None`` if it is not asked."""
     answers = []
     original = getattr(costs, case.function)
 
@@ -184,9 +191,8 @@ def chosen(case: Case) -> Any:
     return answers[0] if answers else None
 
 
-def measured(case: Case, rounds: int) -> dict[str, Any]:
+def measured(case: Case, answer: Any, rounds: int) -> dict[str, Any]:
     """Milliseconds of every answer and of the engine's own, and the regret of that."""
-    answer = chosen(case)
     answers = tuple(dict.fromkeys((*case.answers, answer)))
     samples: dict[Any, list[float]] = {a: [] for a in answers}
     for _ in range(rounds):
@@ -248,14 +254,19 @@ def main() -> None:
     torch.manual_seed(0)
     results = []
     bar = tqdm(settings.problem)
+
+    def measure(case: Case) -> None:
+        bar.set_postfix_str(case.where)
+        answer = chosen(case)
+        if answer is not None:
+            results.append(measured(case, answer, settings.rounds))
+
     for problem in bar:
         with torch.no_grad():
             for case in cases_of_layers(problem):
-                bar.set_postfix_str(case.where)
-                results.append(measured(case, settings.rounds))
+                measure(case)
         for case in cases_of_networks(problem):
-            bar.set_postfix_str(case.where)
-            results.append(measured(case, settings.rounds))
+            measure(case)
     print("\n| choice | cases | right | worst regret |\n|---|---|---|---|")
     for choice in dict.fromkeys(result["choice"] for result in results):
         regrets = [result["regret"] for result in results if result["choice"] == choice]

@@ -18,6 +18,7 @@ from curvopt import backpack, extend
 from curvopt.core import costs
 from curvopt.core.derivatives import rule_for
 from curvopt.core.jacobians import Dense, Jacobian, Outer, Squares
+from curvopt.core.products import add_product, product
 from curvopt.core.sweep import Pass
 from curvopt.core.uses import KEY
 from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact
@@ -185,6 +186,38 @@ def test_symmetric_products_by_blocks(G: int, dtype: torch.dtype, monkeypatch: p
     monkeypatch.setattr(costs, "by_blocks", lambda F, K: True)
     with torch.no_grad():
         assert_same([jacobian.left_factor(), jacobian.right_factor()], expected)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["", "graph"])
+def test_products_of_matrices_of_any_layout(grad: bool, dtype: torch.dtype):
+    wide = torch.randn(200, 300).to(dtype)
+    layouts = [wide[:70, :80], wide[:80, :70].T, wide[:70, :80].contiguous(), wide[:80, :70].contiguous().T]
+    with torch.set_grad_enabled(grad):
+        for a in layouts:
+            for columns in (70, 3):
+                for b in (layout.T[:, :columns] for layout in layouts):
+                    expected, total = torch.einsum("mk,kn->mn", a, b), torch.randn(70, columns).to(dtype)
+                    assert_same(product(a, b), expected)
+                    assert_same(add_product(None, a, b, 0.5), expected / 2)
+                    assert_same(add_product(total.clone(), a, b, 2.0), total + 2 * expected)
+                    assert_same(add_product(total.fill_(torch.nan), a, b, overwrite=True), expected)
+                    assert product(a, b).is_contiguous()
+
+
+@pytest.mark.skipif(not costs.has_onednn(), reason="about oneDNN")
+@pytest.mark.parametrize(("blas", "faster"), [(1.5, True), (1.3, False)])
+def test_libraries_are_compared_whatever_the_defaults(blas: float, faster: bool, monkeypatch: pytest.MonkeyPatch):
+    results: list[Tensor] = []
+
+    def seconds(call: Callable[[], Tensor]) -> float:
+        results.append(call())
+        return blas if len(results) <= 5 else 1.0
+
+    monkeypatch.setattr(costs, "_seconds", seconds)
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        assert costs.onednn_is_faster.__wrapped__() == faster
+    assert {(result.dtype, result.device.type) for result in results} == {(torch.float32, "cpu")}
+    assert_close(results[0], results[-1])
 
 
 @pytest.mark.parametrize("step", [1, 3, 99])

@@ -43,7 +43,8 @@ KEPT_BLOCK, KEPT_BYTES = 32 << 20, 128 << 20
 
 def has_onednn() -> bool:
     """Whether oneDNN can be asked for a product of matrices."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    here = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return here and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @cache
@@ -54,8 +55,8 @@ def onednn_is_faster() -> bool:
     """
     if not has_onednn():
         return False
-    a = torch.ones(384, 384)
-    with torch.no_grad():
+    a = torch.ones(384, 384, dtype=torch.float32, device="cpu")
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         blas, onednn = (
             min(_seconds(multiply) for _ in range(5))
             for multiply in (lambda: a @ a.T, lambda: torch.ops.mkldnn._linear_pointwise(a, a, None, "none", [], ""))

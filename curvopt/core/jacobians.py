@@ -436,10 +436,11 @@ class Outer(Jacobian):
             if squares is None:
                 squares = widened(torch.zeros_like(products[0]))
             weighted = self._times_weights(products, vectors, samples)
-            if len(products) == 1:
-                squares.addcmul_(weighted[0], products[0])
-            else:
+            if len(products) > 1:
                 squares += torch.mul(weighted, products, out=products).sum(0)
+            else:
+                (one,) = products.unbind()
+                squares.addcmul_(one if weighted is products else weighted[0], one)
         assert squares is not None
         return add(total, squares.reshape(self.shape).contiguous())
 
@@ -480,7 +481,7 @@ class Outer(Jacobian):
         lefts = self.left.mT.transpose(0, 1).unbind()
         for n, (of_sample, seen) in enumerate(zip(lefts, windows, strict=True)):
             right = dense(seen.reshape(self.I, self.S))
-            for v, left in enumerate(of_sample.split(step)):
+            for v, left in enumerate(of_sample.split(step) if step < self.V else [of_sample]):
                 rows = left.reshape(-1, self.S)
                 if self.transposed:
                     products = of_dense(right, rows.T).view(self.I, -1, self.O).transpose(0, 1)
