@@ -107,11 +107,11 @@ def gradient(module: nn.Module, x: Tensor) -> Tensor | None:
     return module.get_parameter("weight").grad
 
 
-def chunks(left: Tensor, right: Tensor, columns: int) -> Any:
+def chunks(left: Tensor, right: Tensor | Patches, shape: torch.Size, columns: int) -> Any:
     """Squares of columns that come one by one, as in a sweep of a large network."""
     squares = Squares()
     for _ in range(columns):
-        outer = Outer(left, right, torch.Size((left.shape[-1], right.shape[-1])))
+        outer = Outer(left, right, shape)
         outer.columns = columns
         squares.add(outer)
     return squares.total()
@@ -123,23 +123,24 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
         N, _, S, I = right.shape  # noqa: E741 - the reserved letters
         O = layer.shape[0]  # noqa: E741
         left = torch.randn(1, N, 1, S, O)
-        outer = Outer(left, right, torch.Size((O, I)))
+        matrix = torch.Size((O, I))
+        outer = Outer(left, right, matrix)
         if I >= costs.SYMMETRIC_BLOCK:
             yield Case("symmetric products by blocks", f"{where} F={I}", "by_blocks", (True, False), outer.right_factor)
         if shifts:
-            shape, shifted = f"{shifts} I={I}", Outer(left, right, torch.Size((O, I)), shifts=shifts)
+            shape, shifted = f"{shifts} I={I}", Outer(left, right, matrix, shifts=shifts)
             yield Case("moments by shifts", f"{where} {shape}", "by_shifts", (True, False), shifted.right_factor)
-            if len(shifts) == 2 and costs.by_shifts(*shifts[-1], N * S):
+            if len(shifts) == 2 and costs.by_shifts(*shifts[-1], N * S, I):
                 choice = "moments by shifts along two axes"
                 yield Case(choice, f"{where} {shape}", "by_two_shifts", (True, False), shifted.right_factor)
         if layer.patches is not None:
-            few = Outer(left, layer.patches, torch.Size((O, I)), shifts=shifts)
+            few = Outer(left, layer.patches, matrix, shifts=shifts)
             numbers = tuple(dict.fromkeys((1, min(8, N), N)))
             yield Case("patches at once", f"{where} S={S} I={I}", "patches_at_once", numbers, few.right_factor)
         if costs.has_onednn() and S * O * I >= costs.ONEDNN_REPEATED:
             for what, call in {
-                "squares": lambda left=left, right=right: chunks(left, right, 1),
-                "moment": outer.right_factor,
+                "squares": partial(chunks, left, layer.patches or right, matrix, 1),
+                "moment": Outer(left, layer.patches or right, matrix, shifts=shifts).right_factor,
             }.items():
                 shape = f"{what} S={S} O={O} I={I}"
                 yield Case("products by oneDNN", f"{where} {shape}", "onednn_is_faster", (True, False), call)
@@ -154,7 +155,7 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
             f"{where} {shape}",
             "samples_at_once",
             tuple(dict.fromkeys((1, min(8, N), N))),
-            lambda left=left, right=right: chunks(left, right, 1),
+            partial(chunks, left, right, matrix, 1),
         )
         yield Case(
             "gradients as sums of products",
@@ -165,7 +166,7 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
         )
         for V in (1, PROBLEMS[problem].classes):
             if N * pairs * (O + I) < LARGEST and V <= 100:
-                call = lambda left=left, right=right, V=V: chunks(left, right, V)  # noqa: E731
+                call = partial(chunks, left, right, matrix, V)
                 yield Case("squares by pairs of positions", f"{where} V={V} {shape}", "by_pairs", (True, False), call)
 
 

@@ -118,7 +118,7 @@ def by_gram(S: int, O: int, I: int, sums: bool = False) -> bool:
         I: features on the right.
         sums: whether products that are multiplied out are the gradient, too.
     """
-    return S * (O + I) < O * I and not (sums and 4 * S * S * (O + I) > ENTRY * O * I)
+    return S * (O + I) <= O * I and not (sums and 4 * S * S * (O + I) > ENTRY * O * I)
 
 
 def spares_gradient(S: int, O: int, I: int, device: str) -> bool:
@@ -127,14 +127,17 @@ def spares_gradient(S: int, O: int, I: int, device: str) -> bool:
     return device == "cpu" and S > (ENTRY // 2 if O * I <= CACHED_ENTRIES else 2 * ENTRY)
 
 
-def by_shifts(K: int, W: int, R: int) -> bool:
+def by_shifts(K: int, W: int, R: int, I: int) -> bool:
     """Whether the second moment of patches is cheaper by shifts of one of K entries along an axis.
 
     Args:
         K: entries of the kernel along the axis.
         W: positions along the axis.
         R: positions of all samples.
+        I: entries of the patches.
     """
+    if I < 2 * NARROW and onednn_is_faster():
+        return False  # it is at its best with all rows at once
     # entries are copied one by one: they cost more than a product over few positions
     shifted, mirrored = R * (1 / K + (K - 1) / (K * W)) + 2.5 * ENTRY, 0.6 * R
     return shifted < 0.9 * mirrored
@@ -148,8 +151,8 @@ def by_two_shifts(L: int, H: int, K: int) -> bool:
 
 def by_blocks(F: int, K: int) -> bool:
     """Whether a symmetric product of ``[F, K]`` is worth computing block by block, above the diagonal only."""
-    calls = 4 if onednn_is_faster() else 2
-    return F * F * (K - calls * ENTRY) >= 1 << 23  # entries below are copied column by column, and calls cost something
+    mirrored = (4 if onednn_is_faster() else 2) * ENTRY
+    return F * F * (K - mirrored) >= 1 << 23  # entries below are copied column by column, and calls cost something
 
 
 def apart(rows: Tensor) -> Tensor:

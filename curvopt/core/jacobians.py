@@ -331,7 +331,7 @@ class Outer(Jacobian):
         scale = 1 / max(R, 1)
         if limit is not None and self.I > limit:
             return reduce(add, (_second_moment(part, limit, scale) for part in parts))
-        if not self.shifts or not costs.by_shifts(*self.shifts[-1], R):
+        if not self.shifts or not costs.by_shifts(*self.shifts[-1], R, self.I):
             return _moment_of_parts(parts, R, scale)
         moments = [_ShiftedMoment(self.shifts) for _ in range(self.G)]
         for part in parts:
