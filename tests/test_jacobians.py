@@ -188,6 +188,25 @@ def test_symmetric_products_by_blocks(G: int, dtype: torch.dtype, monkeypatch: p
         assert_same([jacobian.left_factor(), jacobian.right_factor()], expected)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_of_sides_of_any_layout(transposed: bool, dtype: torch.dtype):
+    """Gradients of sums are expanded, those of slices lie apart."""
+    values, features = torch.randn(2, 5, 1, 4, 6).to(dtype), torch.randn(2, 5, 1, 6, 4).to(dtype).mT
+    shape = torch.Size((4, 3) if transposed else (3, 4))
+    for left in (
+        values[..., 1:4],
+        features[..., 1:4],
+        values[..., :1].expand(-1, -1, -1, -1, 3),
+        values[:, :, :, :1, :3].expand(-1, -1, -1, 4, -1),
+        values[:1, :1, :, :1, :1].expand(2, 5, 1, 4, 3),
+    ):
+        for right in (values[0, ..., 2:], features[0, ..., 2:], values[0, :1, ..., 2:].expand(5, -1, -1, -1)):
+            jacobian = Outer(left, right, shape, transposed)
+            with torch.no_grad():
+                for name in REDUCTIONS:
+                    assert_same(getattr(jacobian, name)(), getattr(multiplied(jacobian), name)())
+
+
 @pytest.mark.parametrize("grad", [False, True], ids=["", "graph"])
 def test_products_of_matrices_of_any_layout(grad: bool, dtype: torch.dtype):
     wide = torch.randn(200, 300).to(dtype)

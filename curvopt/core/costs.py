@@ -1,7 +1,8 @@
-"""Which of several equal algorithms is used: every such choice of the engine is made here, from sizes alone.
+"""Which of several equal algorithms is used: every such choice of the engine is made here, from sizes.
 
-Costs are counted in multiply-adds of a large matrix product, with constants that were measured on single CPU cores; the
-page "Internals" of the documentation explains them. Letters as in `curvopt.core.jacobians`.
+Costs are counted in multiply-adds of a large matrix product, with constants that were measured on single CPU cores;
+the page "Internals" of the documentation explains them. Which library multiplies is measured where the code runs.
+Letters as in `curvopt.core.jacobians`.
 """
 
 # ruff: noqa: E741 - the reserved letters

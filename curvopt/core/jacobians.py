@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from curvopt.core import costs
-from curvopt.core.products import add_product, by_onednn, dense, of_dense, product
+from curvopt.core.products import add_product, by_onednn, gapless, of_gapless, product
 
 Approx = Literal["expand", "reduce"]
 T = TypeVar("T")
@@ -480,13 +480,13 @@ class Outer(Jacobian):
         windows = self._right.windows if isinstance(self._right, Patches) else self._right.mT
         lefts = self.left.mT.transpose(0, 1).unbind()
         for n, (of_sample, seen) in enumerate(zip(lefts, windows, strict=True)):
-            right = dense(seen.reshape(self.I, self.S))
+            right = gapless(seen.reshape(self.I, self.S))
             for v, left in enumerate(of_sample.split(step) if step < self.V else [of_sample]):
-                rows = left.reshape(-1, self.S)
+                rows = gapless(left.reshape(-1, self.S))
                 if self.transposed:
-                    products = of_dense(right, rows.T).view(self.I, -1, self.O).transpose(0, 1)
+                    products = of_gapless(right, rows.T).view(self.I, -1, self.O).transpose(0, 1)
                 else:
-                    products = of_dense(rows, right.T).view(-1, self.O, self.I)
+                    products = of_gapless(rows, right.T).view(-1, self.O, self.I)
                 yield slice(v * step, (v + 1) * step), slice(n, n + 1), products
 
     def _formed(self, in_order: bool) -> Iterator[tuple[slice, slice, Tensor]]:

@@ -12,13 +12,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` of matrices ``[M, K]`` and ``[K, N]``; where no graph is built, by whichever library is faster."""
     if not by_onednn(a, len(a), len(b), b.shape[1]):
         return a @ b
-    return of_dense(dense(a), dense(b)).contiguous()
+    return of_gapless(gapless(a), gapless(b)).contiguous()
 
 
-def of_dense(a: Tensor, b: Tensor) -> Tensor:
+def of_gapless(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` by oneDNN, of matrices without gaps between their rows or columns."""
     if b.shape[1] < costs.NARROW and b.shape[1] < len(a):
-        return of_dense(b.T, a.T).T
+        return of_gapless(b.T, a.T).T
     return torch.ops.mkldnn._linear_pointwise.default(a, b.T, None, "none", [], "")
 
 
@@ -57,6 +57,6 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, alpha: float = 1.0, 
     return torch.mul(values, alpha, out=total) if overwrite else total.add_(values, alpha=alpha)
 
 
-def dense(matrix: Tensor) -> Tensor:
-    """Without gaps between rows (or columns), with which oneDNN is slow."""
+def gapless(matrix: Tensor) -> Tensor:
+    """The same without gaps between rows (or columns) in memory: with them oneDNN is a thousand times slower."""
     return matrix if matrix.is_contiguous() or matrix.T.is_contiguous() else matrix.contiguous()
