@@ -35,7 +35,7 @@ SYMMETRIC_BLOCK = 192
 #: Rows and entries of the patches that are put together at once for a second moment, at least.
 PATCH_ROWS, PATCH_ENTRIES = 1 << 10, 1 << 20
 #: Multiply-adds of the least product that oneDNN is called for, alone or for every sample, and how much faster it is.
-ONEDNN_SIZE, ONEDNN_REPEATED, ONEDNN_GAIN = 1 << 19, 1 << 20, 1.4
+ONEDNN_SIZE, ONEDNN_REPEATED, ONEDNN_GAIN = 1 << 19, 3 << 20, 1.4
 #: Columns below which it is better at the transposed product.
 NARROW = 64
 #: Bytes of the largest block that glibc keeps when it is freed (it allows no more), and of all that it keeps.
