@@ -25,7 +25,7 @@ from benchmarks.problems import PROBLEMS
 from benchmarks.tables import Choice
 from benchmarks.timing import RESULTS, machine, save, seconds
 from curvopt import backpack, extend
-from curvopt.core import costs
+from curvopt.core import costs, onednn
 from curvopt.core.derivatives.rules import AffineRule, rule_for
 from curvopt.core.jacobians import Outer, Patches, Squares
 from curvopt.extensions import SumGradSquared
@@ -125,6 +125,7 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
         left = torch.randn(1, N, 1, S, O)
         matrix = torch.Size((O, I))
         outer = Outer(left, right, matrix)
+        in_use = Outer(left, layer.patches or right, matrix, shifts=shifts)
         if I >= costs.SYMMETRIC_BLOCK:
             yield Case("symmetric products by blocks", f"{where} F={I}", "by_blocks", (True, False), outer.right_factor)
         if shifts:
@@ -134,13 +135,12 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
                 choice = "moments by shifts along two axes"
                 yield Case(choice, f"{where} {shape}", "by_two_shifts", (True, False), shifted.right_factor)
         if layer.patches is not None:
-            few = Outer(left, layer.patches, matrix, shifts=shifts)
             numbers = tuple(dict.fromkeys((1, min(8, N), N)))
-            yield Case("patches at once", f"{where} S={S} I={I}", "patches_at_once", numbers, few.right_factor)
-        if costs.has_onednn() and S * O * I >= costs.ONEDNN_REPEATED:
+            yield Case("patches at once", f"{where} S={S} I={I}", "patches_at_once", numbers, in_use.right_factor)
+        if onednn.available() and S * O * I >= costs.ONEDNN_REPEATED:
             for what, call in {
                 "squares": partial(chunks, left, layer.patches or right, matrix, 1),
-                "moment": Outer(left, layer.patches or right, matrix, shifts=shifts).right_factor,
+                "moment": in_use.right_factor,
             }.items():
                 shape = f"{what} S={S} O={O} I={I}"
                 yield Case("products by oneDNN", f"{where} {shape}", "onednn_is_faster", (True, False), call)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from curvopt import backpack, extend
-from curvopt.core import costs
+from curvopt.core import costs, onednn
 from curvopt.core.derivatives import rule_for
 from curvopt.core.jacobians import Dense, Jacobian, Outer, Squares
 from curvopt.core.products import add_product, product
@@ -28,7 +28,7 @@ from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """Double precision, and single precision by oneDNN, where it is, however small the products."""
     if request.param == torch.float32:
-        if not costs.has_onednn():
+        if not onednn.available():
             pytest.skip("PyTorch has no oneDNN here")
         for name, value in {"onednn_is_faster": lambda: True, "ONEDNN_SIZE": 1, "ONEDNN_REPEATED": 1}.items():
             monkeypatch.setattr(costs, name, value)
@@ -223,13 +223,13 @@ def test_products_of_matrices_of_any_layout(grad: bool, dtype: torch.dtype):
                     assert product(a, b).is_contiguous()
 
 
-@pytest.mark.skipif(not costs.has_onednn(), reason="about oneDNN")
+@pytest.mark.skipif(not onednn.available(), reason="about oneDNN")
 @pytest.mark.parametrize(("blas", "faster"), [(1.5, True), (1.3, False)])
 def test_libraries_are_compared_whatever_the_defaults(blas: float, faster: bool, monkeypatch: pytest.MonkeyPatch):
     results: list[Tensor] = []
 
-    def seconds(call: Callable[[], Tensor]) -> float:
-        results.append(call())
+    def seconds(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor) -> float:
+        results.append(multiply(a, a.T))
         return blas if len(results) <= 5 else 1.0
 
     monkeypatch.setattr(costs, "_seconds", seconds)

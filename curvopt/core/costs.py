@@ -22,6 +22,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from curvopt.core import onednn
+
 #: Multiply-adds that take as long as one entry of a temporary that is written and read once.
 ENTRY = 40
 #: Entries a temporary may hold before a reduction works through the samples in pieces: what fits into a core's cache.
@@ -42,32 +44,23 @@ NARROW = 64
 KEPT_BLOCK, KEPT_BYTES = 32 << 20, 128 << 20
 
 
-def has_onednn() -> bool:
-    """Whether oneDNN can be asked for a product of matrices."""
-    here = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    return here and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
 @cache
 def onednn_is_faster() -> bool:
     """Whether oneDNN multiplies much faster than the BLAS library, which may leave vector units alone (MKL on AMD's).
 
     Measured, once.
     """
-    if not has_onednn():
+    if not onednn.available():
         return False
     a = torch.ones(384, 384, dtype=torch.float32, device="cpu")
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        blas, onednn = (
-            min(_seconds(multiply) for _ in range(5))
-            for multiply in (lambda: a @ a.T, lambda: torch.ops.mkldnn._linear_pointwise(a, a, None, "none", [], ""))
-        )
-    return blas > ONEDNN_GAIN * onednn
+        blas, other = (min(_seconds(multiply, a) for _ in range(5)) for multiply in (torch.mm, onednn.multiply))
+    return blas > ONEDNN_GAIN * other
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _seconds(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor) -> float:
     start = perf_counter()
-    call()
+    multiply(a, a.T)
     return perf_counter() - start
 
 

@@ -271,7 +271,7 @@ class Outer(Jacobian):
         return products
 
     def sum_batch(self) -> Tensor:
-        return self._shaped(_by_feature(self.left) @ _by_feature(self.right).mT)
+        return self._shaped(_over_samples(self.left, self.right))
 
     def squares(self) -> Tensor:
         return Squares().add(self).total()
@@ -291,7 +291,8 @@ class Outer(Jacobian):
         norms = self.left.new_empty(self.V, self.N)
         for vectors, samples, products in self._by_sample():
             values = products.square_().sum([*range(1, products.dim())])
-            norms[vectors, samples] = values if len(values) == 1 else values.view_as(norms[vectors, samples])
+            part = norms[vectors, samples]
+            part.copy_(values.view_as(part))
         return norms
 
     def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
@@ -439,8 +440,7 @@ class Outer(Jacobian):
             if len(products) > 1:
                 squares += torch.mul(weighted, products, out=products).sum(0)
             else:
-                (one,) = products.unbind()
-                squares.addcmul_(one if weighted is products else weighted[0], one)
+                squares.addcmul_(weighted[0], products[0])
         assert squares is not None
         return add(total, squares.reshape(self.shape).contiguous())
 
@@ -693,9 +693,12 @@ def _by_feature(values: Tensor) -> Tensor:
 
 
 def _over_samples(left: Tensor, right: Tensor) -> Tensor:
-    """``sum_{n,s} l r^T`` of ``[N, G, S, O]`` and ``[N, G, S, I]``, ``[G, O, I]``."""
-    left, right = _by_feature(left), _by_feature(right)
-    return left @ right.mT if len(left) > 1 else product(left[0], right[0].mT).unsqueeze(0)
+    """``sum_{n,s} l r^T`` of ``[..., N, G, S, O]`` and ``[N, G, S, I]``, ``[..., G, O, I]``."""
+    left, right = _by_feature(left), _by_feature(right).mT
+    batch = left.shape[:-2]
+    if batch.numel() != 1:
+        return left @ right
+    return product(left.reshape(left.shape[-2:]), right[0]).reshape(*batch, left.shape[-2], -1)
 
 
 def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvopt.core import costs
+from curvopt.core import costs, onednn
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def of_gapless(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` by oneDNN, of matrices without gaps between their rows or columns."""
     if b.shape[1] < costs.NARROW and b.shape[1] < len(a):
         return of_gapless(b.T, a.T).T
-    return torch.ops.mkldnn._linear_pointwise.default(a, b.T, None, "none", [], "")
+    return onednn.multiply(a, b)
 
 
 def by_onednn(like: Tensor, M: int, K: int, N: int, repeated: bool = False) -> bool:
@@ -58,5 +58,5 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, alpha: float = 1.0, 
 
 
 def gapless(matrix: Tensor) -> Tensor:
-    """The same without gaps between rows (or columns) in memory: with them oneDNN is a thousand times slower."""
+    """The same without gaps between rows (or columns) in memory: see `onednn.multiply`."""
     return matrix if matrix.is_contiguous() or matrix.T.is_contiguous() else matrix.contiguous()
