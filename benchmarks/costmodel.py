@@ -107,12 +107,12 @@ def gradient(module: nn.Module, x: Tensor) -> Tensor | None:
     return module.get_parameter("weight").grad
 
 
-def chunks(left: Tensor, right: Tensor | Patches, shape: torch.Size, columns: int) -> Any:
-    """Squares of columns that come one by one, as in a sweep of a large network."""
+def chunks(left: Tensor, right: Tensor | Patches, shape: torch.Size, columns: int, kept: int = 1) -> Any:
+    """Squares of columns that come one by one, as in a sweep of a large network, with memory for some."""
     squares = Squares()
     for _ in range(columns):
         outer = Outer(left, right, shape)
-        outer.columns = columns
+        outer.columns, outer.kept = columns, kept
         squares.add(outer)
     return squares.total()
 
@@ -122,7 +122,7 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
         where, right, shifts = f"{problem} {layer.name}", layer.right, layer.shifts
         N, _, S, I = right.shape  # noqa: E741 - the reserved letters
         O = layer.shape[0]  # noqa: E741
-        left = torch.randn(1, N, 1, S, O)
+        left = torch.randn(1, N, 1, S, O) if layer.patches is None else torch.randn(1, N, 1, O, S).mT
         matrix = torch.Size((O, I))
         outer = Outer(left, right, matrix)
         in_use = Outer(left, layer.patches or right, matrix, shifts=shifts)
@@ -147,6 +147,9 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
         if S == 1:
             continue
         shape = f"S={S} O={O} I={I}"
+        if 3 * left.numel() <= costs.KEPT_ENTRIES:
+            call = partial(chunks, left, layer.patches or right, matrix, 6, kept=3)
+            yield Case("columns kept for later", f"{where} {shape}", "vectors_worth_keeping", (1, 3), call)
         pairs = S * (S + 1) // 2
         if 2 * N * S * S < LARGEST and N * O * I < LARGEST:
             yield Case("norms by Gram matrices", f"{where} {shape}", "by_gram", (True, False), outer.norms2)

@@ -164,18 +164,47 @@ def test_convolutions_by_views_of_their_input(
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
-@pytest.mark.parametrize("pairs", [False, True])
-def test_squares_of_chunks(pairs: bool, per_sample: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("pairs", "kept"), [(True, 1), (False, 1), (False, 3), (False, 1000)])
+def test_squares_of_chunks(
+    pairs: bool, kept: int, per_sample: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
     """Chunks that share their right side, then some with another, some multiplied out, and the first kind again."""
     monkeypatch.setattr(costs, "by_pairs", lambda *sizes: pairs)
-    first, other = outer(2, 3, 4, 2), outer(1, 2, 4, 2)
-    more = [Outer(torch.randn_like(first.left), first.right, first.shape) for _ in range(3)]
-    chunks: list[Jacobian] = [first, more[0], other, Dense(torch.randn(2, 5, 4, 2).double()), *more[1:]]
-    squares, expected = Squares(per_sample), torch.zeros((5, 4, 2) if per_sample else (4, 2)).double()
-    for chunk in chunks:
-        squares.add(chunk)
-        expected += chunk.dense().square().sum(0 if per_sample else (0, 1))
+    first, other = outer(2, 3, 4, 2, dtype=dtype), outer(1, 2, 4, 2, dtype=dtype)
+    more = [Outer(torch.randn_like(first.left), first.right, first.shape) for _ in range(4)]
+    more[2].weights, more[3].weights = torch.randn(2, 2, 5).to(dtype)
+    chunks: list[Jacobian] = [first, more[0], other, Dense(torch.randn(2, 5, 4, 2).to(dtype)), *more[1:]]
+    squares, expected = Squares(per_sample), torch.zeros((5, 4, 2) if per_sample else (4, 2)).to(dtype)
+    with torch.no_grad():
+        for i, chunk in enumerate(chunks):
+            chunk.kept = kept
+            squares.add(chunk)
+            values = chunk.dense().square() * (1 if chunk.weights is None else chunk.weights[..., None, None])
+            expected += values.sum(0 if per_sample else (0, 1))
+            if i in (1, 5):
+                assert_same(squares.total(), expected)
     assert_same(squares.total(), expected)
+
+
+@pytest.mark.parametrize("kept", [1, 3, 1000])
+def test_exact_diagonals_with_columns_kept(kept: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """Of several layers, of groups, of one used twice; columns come one by one."""
+    x, y = torch.randn(3, 4, 6, 6).to(dtype), torch.tensor([0, 3, 4])
+    shared = nn.Conv2d(4, 4, 3, padding=1)
+    layers = [shared, nn.ReLU(), shared, nn.ConvTranspose2d(4, 6, 2), nn.Tanh(), nn.Conv2d(6, 4, 2, groups=2)]
+    model = extend(nn.Sequential(*layers, nn.Flatten(), nn.Linear(144, 5)).to(dtype))
+    lossfunc = extend(nn.CrossEntropyLoss())
+
+    def diagonals() -> list[Tensor]:
+        with backpack(DiagGGNExact(), BatchDiagGGNExact()):
+            lossfunc(model(x), y).backward()
+        return [field for p in model.parameters() for field in (p.diag_ggn_exact, p.diag_ggn_exact_batch)]
+
+    expected = diagonals()
+    monkeypatch.setattr(costs, "by_pairs", lambda *sizes: False)
+    monkeypatch.setattr(costs, "columns_at_once", lambda *sizes: 1)
+    monkeypatch.setattr(costs, "columns_to_keep", lambda *sizes: kept)
+    assert_same(diagonals(), expected)
 
 
 @pytest.mark.parametrize("G", [1, 3])

@@ -38,6 +38,10 @@ SYMMETRIC_BLOCK = 192
 PATCH_ROWS, PATCH_ENTRIES = 1 << 10, 1 << 20
 #: Multiply-adds of the least product that oneDNN is called for, alone or for every sample, and how much faster it is.
 ONEDNN_SIZE, ONEDNN_REPEATED, ONEDNN_GAIN = 1 << 19, 3 << 20, 1.4
+#: Multiply-adds that take as long as a call of it from Python and what belongs to it.
+CALL = 2 << 20
+#: Activation entries that columns kept for later may hold.
+KEPT_ENTRIES = 20 << 20
 #: Columns below which it is better at the transposed product.
 NARROW = 64
 #: Bytes of the largest block that glibc keeps when it is freed (it allows no more), and of all that it keeps.
@@ -84,9 +88,32 @@ def patches_at_once(S: int, I: int) -> int:
     return -(-max(PATCH_ROWS, PATCH_ENTRIES // I) // S)
 
 
-def vectors_at_once(entries: int) -> int:
-    """How many vectors to multiply with one sample together if the product with one has so many entries."""
-    return max(1, (CACHED_ENTRIES >> 1) // entries)
+def even_share(total: int, most: int) -> int:
+    """The size of the fewest parts of about the same size, at most ``most``."""
+    return -(-total // -(-total // most))
+
+
+def vectors_at_once(entries: int, V: int) -> int:
+    """How many of V vectors to multiply with one sample together if the product with one has so many entries."""
+    return even_share(V, max(1, (CACHED_ENTRIES >> 1) // entries))
+
+
+def columns_to_keep(entries: int, device: str) -> int:
+    """How many columns to have in memory that were pulled back one by one, if one fills so many entries."""
+    return max(1, KEPT_ENTRIES // max(entries, 1)) if device == "cpu" else 1
+
+
+def vectors_worth_keeping(S: int, O: int, I: int) -> int:
+    """How many vectors to keep, memory allowing, so as to multiply them with each sample's patches together.
+
+    So many that the calls and putting patches together take less than a tenth of the products' time.
+    """
+    return -(-10 * (CALL + ENTRY * S * I) // max(S * O * I, 1))
+
+
+def adds_one_by_one(entries: int) -> bool:
+    """Whether products of so many entries are added up in less time by a call for each than by two for all."""
+    return entries >= 1 << 13
 
 
 def samples_in_vmap(entries: int, device: str) -> int:

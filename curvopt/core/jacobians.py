@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, reduce
+from itertools import chain
 from math import prod
 from typing import Any, Literal, TypeVar
 
@@ -40,6 +41,8 @@ class Jacobian(ABC):
     origin: tuple = ()
     #: Number of columns of the whole sweep, of which V are here.
     columns: int | None = None
+    #: How many columns there is memory for, if they are worth keeping.
+    kept = 1
     #: The sum over the samples, where it is known: autograd has it (see `Extension.uses_gradient`), or `sums`.
     gradient: Tensor | None = None
     #: Whether whoever multiplies out the products shall leave their sum over the samples as `gradient`.
@@ -251,6 +254,7 @@ class Outer(Jacobian):
         self.V, self.N, self.G, self.S, self.O = left.shape
         self.I = prod(shape) // (self.G * self.O)
         self._moment: Tensor | None = None
+        self._lefts = [left]
 
     @property
     def right(self) -> Tensor:
@@ -410,6 +414,27 @@ class Outer(Jacobian):
             return self._shaped(torch.cat([part.mT @ right for part, right in parts]))
         return self._shaped(reduce(torch.add, (_over_samples(part, right) for part, right in parts)))
 
+    @property
+    def vectors_to_keep(self) -> int:
+        """How many vectors' squares to add at once, taken `together`."""
+        vectors = max(1, min(self.kept, costs.vectors_worth_keeping(self.S, self.O, self.I)))
+        vectors = costs.even_share(self.columns or vectors, vectors)
+        onednn = self.G == 1 and by_onednn(self.left, vectors * self.O, self.S, self.I, repeated=True)
+        return vectors if onednn else 1
+
+    def goes_with(self, other: Outer) -> bool:
+        """Whether both may be taken `together`."""
+        return other._right is self._right and (other.weights is None) == (self.weights is None)
+
+    def together(self, others: Sequence[Outer]) -> Outer | None:
+        """One for the vectors of this and others, for `add_squares` only; left sides are not copied, so not always."""
+        result = Outer(self.left, self._right, self.shape, self.transposed)
+        result._lefts = [self.left, *(other.left for other in others)]
+        result.V = sum(len(left) for left in result._lefts)
+        if self.weights is not None:
+            result.weights = torch.cat([outer.weights for outer in (self, *others) if outer.weights is not None])
+        return result if result._by_onednn else None
+
     def add_squares(self, total: Tensor | None, per_sample: bool) -> Tensor:
         """``total`` plus the squares, ``[*p]`` or, sample by sample, ``[N, *p]``; in place where no graph is built.
 
@@ -424,10 +449,10 @@ class Outer(Jacobian):
             for vectors, samples, products in self._by_sample(in_order=True):
                 weighted = self._times_weights(products, vectors, samples)
                 of_samples = result[samples].view(-1, *products.shape[1:])
+                overwrite = total is None and vectors.start == 0
                 if len(products) > len(of_samples):
-                    products = torch.mul(weighted, products, out=products).sum(0, keepdim=True)
-                    weighted = products.new_ones(())
-                if total is None and vectors.start == 0:
+                    _add_products(of_samples[0], weighted, products, overwrite)
+                elif overwrite:
                     torch.mul(weighted, products, out=of_samples)
                 else:
                     of_samples.addcmul_(weighted, products)
@@ -436,11 +461,7 @@ class Outer(Jacobian):
         for vectors, samples, products in self._by_sample():
             if squares is None:
                 squares = widened(torch.zeros_like(products[0]))
-            weighted = self._times_weights(products, vectors, samples)
-            if len(products) > 1:
-                squares += torch.mul(weighted, products, out=products).sum(0)
-            else:
-                squares.addcmul_(weighted[0], products[0])
+            _add_products(squares, self._times_weights(products, vectors, samples), products)
         assert squares is not None
         return add(total, squares.reshape(self.shape).contiguous())
 
@@ -472,16 +493,18 @@ class Outer(Jacobian):
 
     @property
     def _by_onednn(self) -> bool:
-        """Whether oneDNN forms products, those of a sample and some vectors at a time."""
+        """Whether oneDNN forms products, those of a sample and some vectors at once."""
         return self.G == 1 and by_onednn(self.left, self.V * self.O, self.S, self.I, repeated=True)
 
     def _formed_by_onednn(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        step = costs.vectors_at_once(self.O * self.I)
+        step = costs.vectors_at_once(self.O * self.I, self.V)
         windows = self._right.windows if isinstance(self._right, Patches) else self._right.mT
-        lefts = self.left.mT.transpose(0, 1).unbind()
-        for n, (of_sample, seen) in enumerate(zip(lefts, windows, strict=True)):
+        lefts = [left.mT.transpose(0, 1).unbind() for left in self._lefts]
+        for n, (seen, *parts) in enumerate(zip(windows, *lefts, strict=True)):
             right = gapless(seen.reshape(self.I, self.S))
-            for v, left in enumerate(of_sample.split(step) if step < self.V else [of_sample]):
+            if step > 1 and len(parts) > 1:
+                parts = [torch.cat(parts)]
+            for v, left in enumerate(chain.from_iterable(part.split(step) for part in parts)):
                 rows = gapless(left.reshape(-1, self.S))
                 if self.transposed:
                     products = of_gapless(right, rows.T).view(self.I, -1, self.O).transpose(0, 1)
@@ -614,7 +637,7 @@ class Squares:
     """Squared products, summed over chunks of columns, over vectors and, unless they are kept apart, over samples.
 
     Chunks of an `Outer` share their right side. Where squares are taken by pairs of positions (or there is one position
-    only), it is multiplied once, at the end.
+    only), it is multiplied once, at the end; else with several of them together, where that is worth keeping them.
 
     Args:
         per_sample: keep samples apart.
@@ -625,6 +648,7 @@ class Squares:
         self.per_sample = per_sample
         self._value: Tensor | None = None
         self._pairs: tuple[Outer, Tensor] | None = None
+        self._kept: list[Outer] = []
         self._dtype: torch.dtype | None = None
 
     def add(self, jacobian: Jacobian) -> Squares:
@@ -640,12 +664,24 @@ class Squares:
                 self.total()
             pairs = widened(jacobian.left_pairs())  # which others may share
             self._pairs = jacobian, pairs if self._pairs is None else self._pairs[1] + pairs
-        else:
-            self._value = jacobian.add_squares(self._value, self.per_sample)
+            return self
+        if self._kept and not self._kept[0].goes_with(jacobian):
+            self._add_kept()
+        self._kept.append(jacobian)
+        if sum(kept.V for kept in self._kept) >= jacobian.vectors_to_keep:
+            self._add_kept()
         return self
+
+    def _add_kept(self) -> None:
+        kept, self._kept = self._kept, []
+        together = kept[0].together(kept[1:]) if len(kept) > 1 else None
+        for jacobian in kept if together is None else [together]:
+            self._value = jacobian.add_squares(self._value, self.per_sample)
 
     def total(self) -> Tensor:
         """What has been added, ``[*p]`` or ``[N, *p]``."""
+        if self._kept:
+            self._add_kept()
         if self._pairs is not None:
             (jacobian, left), self._pairs = self._pairs, None
             squares = jacobian.squares_of_pairs(cast(left, jacobian.left.dtype), self.per_sample)
@@ -706,6 +742,17 @@ def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:
     if weights is None:
         return values.sum(0) if len(values) > 1 else values[0]
     return torch.einsum("vn,vn...->n...", weights, values)
+
+
+def _add_products(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
+    """``total + sum_v left[v] * right[v]``, or without the total, in place; the right side is overwritten."""
+    if not costs.adds_one_by_one(total.numel()):
+        products = torch.mul(left, right, out=right)
+        torch.sum(products, 0, out=total) if overwrite else total.add_(products.sum(0))
+        return
+    for a, b in zip(left.unbind(), right.unbind(), strict=True):
+        torch.mul(a, b, out=total) if overwrite else total.addcmul_(a, b)
+        overwrite = False
 
 
 def _second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) -> Tensor:
@@ -826,9 +873,8 @@ class _ShiftedMoment:
 def in_blocks(values: Tensor, limit: int) -> Tensor:
     """The last axis ``F`` cut into the fewest pieces of at most ``limit``, ``[..., K, b]``, padded with zeros."""
     size = values.shape[-1]
-    pieces = -(-size // limit)
-    block = -(-size // pieces)
-    return torch.nn.functional.pad(values, (0, pieces * block - size)).unflatten(-1, (pieces, block))
+    block = costs.even_share(size, limit)
+    return torch.nn.functional.pad(values, (0, -size % block)).unflatten(-1, (-1, block))
 
 
 def _in_basis(rows: Tensor, basis: Tensor) -> Tensor:

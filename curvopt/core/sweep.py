@@ -479,6 +479,7 @@ class Pass:
         def reduce(p: nn.Parameter) -> None:
             jacobian = combine(parts.pop(p))
             jacobian.weights, jacobian.columns = None if weights is None else weights.to(p), columns
+            jacobian.kept = _columns_per_sweep or costs.columns_to_keep(self._column_entries, self.device)
             self._update(p, jacobian, extensions)
 
         def visit(p: nn.Parameter, jacobian: Jacobian) -> None:
@@ -595,8 +596,12 @@ class Pass:
         """Columns to sweep together, from the activations that one column fills."""
         if _columns_per_sweep is not None:
             return _columns_per_sweep
-        elements = sum(prod(shape) for entry in self.entries for shape in entry.use.shapes)
-        return costs.columns_at_once(elements, self.device)
+        return costs.columns_at_once(self._column_entries, self.device)
+
+    @cached_property
+    def _column_entries(self) -> int:
+        """Activations that one column fills."""
+        return sum(prod(shape) for entry in self.entries for shape in entry.use.shapes)
 
     def _complete(self, p: nn.Parameter, extension: Extension) -> None:
         """Set one field; call the extension hook once all fields of a module's own parameters are there."""
