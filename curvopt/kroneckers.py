@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from curvopt.core.eigen import LinAlgError, eigh
+from curvopt.core.products import product as matrix_product
+from curvopt.core.products import set_products
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +79,15 @@ def kfac_mat_prod(factors: Sequence[Tensor], sizes: Sequence[int] | None = None)
                     part, into = (each.narrow(axis, start, min(size, d - start)) for each in (y, result))
                     f = factor[:, k, : part.shape[axis], : part.shape[axis]]
                     if right == 1:  # as below
-                        into.baddbmm_(part, f.mT, beta=0)
+                        set_products(into, part, f.mT)
                     else:
-                        into.baddbmm_(f.unsqueeze(1).expand(-1, left, -1, -1).flatten(0, 1), part, beta=0)
+                        set_products(into, f.unsqueeze(1).expand(-1, left, -1, -1).flatten(0, 1), part)
                 y = result
-            elif right == 1:  # one large product instead of `left` products with a vector
+            elif factor.ndim == 2 and right == 1:  # one large product instead of `left` products with a vector
+                y = matrix_product(y.reshape(groups * left, d), factor.mT)
+            elif factor.ndim == 2 and groups * left == 1:
+                y = matrix_product(factor, y.reshape(d, right))
+            elif right == 1:
                 y = y.reshape(groups, left, d) @ factor.mT
             elif factor.ndim == 3:
                 y = factor.unsqueeze(1) @ y.reshape(groups, left, d, right)

@@ -24,17 +24,6 @@ from curvopt.core.uses import KEY
 from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["", "onednn"])
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Double precision, and single precision by oneDNN, where it is, however small the products."""
-    if request.param == torch.float32:
-        if not onednn.available():
-            pytest.skip("PyTorch has no oneDNN here")
-        for name, value in {"onednn_is_faster": lambda: True, "ONEDNN_SIZE": 1, "ONEDNN_REPEATED": 1}.items():
-            monkeypatch.setattr(costs, name, value)
-    return request.param
-
-
 def outer(
     V: int,
     S: int,

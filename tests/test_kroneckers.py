@@ -60,17 +60,25 @@ def test_dense_matrix(name: str) -> None:
 
 @pytest.mark.parametrize("columns", [None, 1, 7])
 @pytest.mark.parametrize("name", FACTORS)
-def test_product_is_the_dense_product(name: str, columns: int | None) -> None:
-    factors = FACTORS[name]()
+def test_product_is_the_dense_product(name: str, columns: int | None, dtype: torch.dtype) -> None:
+    factors = [factor.to(dtype) for factor in FACTORS[name]()]
     dense = kfacs_to_mat(factors)
-    x = torch.randn(len(dense), *([] if columns is None else [columns]), dtype=torch.float64)
-    torch.testing.assert_close(kfac_mat_prod(factors)(x), dense @ x)
-    torch.testing.assert_close(apply_kfac_mat_prod(factors, x), dense @ x)
+    x = torch.randn(len(dense), *([] if columns is None else [columns]), dtype=dtype)
+    tolerances = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}
+    with torch.no_grad():
+        torch.testing.assert_close(kfac_mat_prod(factors)(x), dense @ x, **tolerances)
+        torch.testing.assert_close(apply_kfac_mat_prod(factors, x), dense @ x, **tolerances)
 
 
 def test_product_refuses_other_sizes() -> None:
     with pytest.raises(ValueError, match=r"12 rows, got \(11,\)"):
         kfac_mat_prod([psd(3), psd(4)])(torch.ones(11, dtype=torch.float64))
+
+
+def test_product_refuses_another_precision(dtype: torch.dtype) -> None:
+    other = torch.float64 if dtype == torch.float32 else torch.float32
+    with torch.no_grad(), pytest.raises(RuntimeError, match="dtype"):
+        kfac_mat_prod([psd(3, dtype=dtype), psd(4, dtype=dtype)])(torch.ones(12, dtype=other))
 
 
 @pytest.mark.parametrize("shift", [None, 0.3, [0.2, 0.7]])

@@ -10,7 +10,7 @@ from curvopt.core import costs, onednn
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` of matrices ``[M, K]`` and ``[K, N]``; where no graph is built, by whichever library is faster."""
-    if not by_onednn(a, len(a), len(b), b.shape[1]):
+    if a.dtype != b.dtype or not by_onednn(a, len(a), len(b), b.shape[1]):
         return a @ b
     return of_gapless(gapless(a), gapless(b)).contiguous()
 
@@ -55,6 +55,15 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, alpha: float = 1.0, 
     if total is None:
         return values if alpha == 1 else values.mul_(alpha)
     return torch.mul(values, alpha, out=total) if overwrite else total.add_(values, alpha=alpha)
+
+
+def set_products(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """``out = a @ b`` of ``[B, M, K]`` and ``[B, K, N]``, in place."""
+    same = a.dtype == b.dtype == out.dtype
+    if same and len(out) == 1 and by_onednn(a, a.shape[1], a.shape[2], b.shape[2], repeated=True):
+        out.copy_(of_gapless(gapless(a[0]), gapless(b[0])))
+    else:
+        out.baddbmm_(a, b, beta=0)
 
 
 def gapless(matrix: Tensor) -> Tensor:
