@@ -136,7 +136,7 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
                 yield Case(choice, f"{where} {shape}", "by_two_shifts", (True, False), shifted.right_factor)
         if layer.patches is not None:
             numbers = tuple(dict.fromkeys((1, min(8, N), N)))
-            yield Case("patches at once", f"{where} S={S} I={I}", "patches_at_once", numbers, in_use.right_factor)
+            yield Case("rows of a moment at once", f"{where} S={S} I={I}", "rows_at_once", numbers, in_use.right_factor)
         if onednn.available() and S * O * I >= costs.ONEDNN_REPEATED:
             for what, call in {
                 "squares": partial(chunks, left, layer.patches or right, matrix, 1),

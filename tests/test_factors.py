@@ -71,7 +71,7 @@ def test_limited_factors_are_blocks_of_the_whole_ones(case, approx: str, monkeyp
     whole, limited, limit = extended(case), extended(case), 3
     with backpack(KFLR(approx=approx)):
         whole.loss().backward()
-    monkeypatch.setattr(costs, "patches_at_once", lambda *sizes: 1)
+    monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: 1)
     with backpack(KFLR(approx=approx, max_factor_size=limit)):
         limited.loss().backward()
     for p, q in zip(whole.trainable().values(), limited.trainable().values(), strict=True):

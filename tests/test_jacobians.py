@@ -301,7 +301,7 @@ def test_second_moments_of_patches_by_shifts(
         monkeypatch.setattr(costs, "by_two_shifts", lambda L, H, K: two)
         expected = outer_of(jacobian).right_factor()
         if samples is not None:
-            monkeypatch.setattr(costs, "patches_at_once", lambda *sizes: samples)
+            monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: samples)
             jacobian.share_no_patches()
         assert_same(jacobian.right_factor(), expected)
         jacobian.shifts = ()

@@ -34,8 +34,8 @@ CACHED_ENTRIES = 1 << 20
 SWEEP_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 26}
 #: Rows of a symmetric product that are computed at once.
 SYMMETRIC_BLOCK = 192
-#: Rows and entries of the patches that are put together at once for a second moment, at least.
-PATCH_ROWS, PATCH_ENTRIES = 1 << 10, 1 << 20
+#: Rows that are put together at once for a second moment, and their entries, at least.
+MOMENT_ROWS, MOMENT_ENTRIES = 1 << 10, {"cpu": 1 << 20, "cuda": 1 << 26}
 #: Multiply-adds of the least product that oneDNN is called for, alone or for every sample, and how much faster it is.
 ONEDNN_SIZE, ONEDNN_REPEATED, ONEDNN_GAIN = 1 << 19, 3 << 20, 1.4
 #: Multiply-adds that take as long as a call of it from Python and what belongs to it.
@@ -73,19 +73,20 @@ def columns_at_once(entries: int, device: str) -> int:
     return max(1, SWEEP_ENTRIES.get(device, SWEEP_ENTRIES["cpu"]) // max(entries, 1))
 
 
-def samples_at_once(entries: int, device: str, worth: int = 8) -> int:
-    """How many samples to work on together if one has so many entries; one if they are fewer than ``worth`` it."""
+def samples_at_once(entries: int, device: str) -> int:
+    """How many samples to work on together if one has so many entries; one if they are only a few."""
     samples = max(1, CHUNK_ENTRIES.get(device, CHUNK_ENTRIES["cpu"]) // max(entries, 1))
     # on a CPU a few calls cost less than the temporary of a few large samples
-    return samples if samples >= worth or device != "cpu" else 1
+    return samples if samples >= 8 or device != "cpu" else 1
 
 
-def patches_at_once(S: int, I: int) -> int:
-    """How many samples' patches of I entries at S positions to put together if only their second moment is needed.
+def rows_at_once(S: int, I: int, device: str) -> int:
+    """How many samples' rows of I entries at S positions to put together if only their second moment is needed.
 
     A product over many positions hides that the moment is read and written each time.
     """
-    return -(-max(PATCH_ROWS, PATCH_ENTRIES // I) // S)
+    entries = MOMENT_ENTRIES.get(device, MOMENT_ENTRIES["cpu"])
+    return -(-max(MOMENT_ROWS, entries // max(I, 1)) // max(S, 1))
 
 
 def even_share(total: int, most: int) -> int:

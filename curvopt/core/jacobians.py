@@ -330,7 +330,8 @@ class Outer(Jacobian):
             rows = self.right.mean(2, keepdim=True) if approx == "reduce" else self.right
             return _second_moment(rows, limit, 1 / max(rows.shape[0] * rows.shape[2], 1))
         if isinstance(right, Patches):
-            R, parts = len(right) * self.S, right.split(costs.patches_at_once(self.S, self.G * self.I))
+            step = costs.rows_at_once(self.S, self.G * self.I, self.left.device.type)
+            R, parts = len(right) * self.S, right.split(step)
         else:  # of KFRA, more positions than on the left
             R, parts = right.shape[0] * right.shape[2], _in_parts(right)
         scale = 1 / max(R, 1)
@@ -772,11 +773,11 @@ def _second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) -
 
 
 def _in_parts(rows: Tensor) -> Sequence[Tensor]:
-    """As many samples of ``[N, G, S, F]`` at a time as are sorted by features in cache; all if they are sorted."""
+    """Some samples of ``[N, G, S, F]`` at a time, which will be sorted by features; all if they are sorted."""
     N, G, S, F = rows.shape
     if rows.stride(3) == 1 or rows.stride(0) == S * rows.stride(2):
         return [rows]
-    return rows.split(costs.samples_at_once(G * S * F, rows.device.type, 1))
+    return rows.split(costs.rows_at_once(S, G * F, rows.device.type))
 
 
 def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
