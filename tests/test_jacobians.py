@@ -19,7 +19,7 @@ from curvopt.core import costs, onednn
 from curvopt.core.derivatives import rule_for
 from curvopt.core.jacobians import Dense, Jacobian, Outer, Squares
 from curvopt.core.products import add_product, product
-from curvopt.core.sweep import Pass
+from curvopt.core.sweep import Pass, set_columns_per_sweep
 from curvopt.core.uses import KEY
 from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact
 
@@ -194,6 +194,12 @@ def test_exact_diagonals_with_columns_kept(kept: int, dtype: torch.dtype, monkey
     monkeypatch.setattr(costs, "columns_at_once", lambda *sizes: 1)
     monkeypatch.setattr(costs, "columns_to_keep", lambda *sizes: kept)
     assert_same(diagonals(), expected)
+    set_columns_per_sweep(1)
+    try:
+        monkeypatch.delattr(Outer, "together")  # who bounds memory has nothing kept
+        assert_same(diagonals(), expected)
+    finally:
+        set_columns_per_sweep(None)
 
 
 @pytest.mark.parametrize("G", [1, 3])

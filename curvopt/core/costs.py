@@ -38,7 +38,7 @@ SYMMETRIC_BLOCK = 192
 MOMENT_ROWS, MOMENT_ENTRIES = 1 << 10, {"cpu": 1 << 20, "cuda": 1 << 26}
 #: Multiply-adds of the least product that oneDNN is called for, alone or for every sample, and how much faster it is.
 ONEDNN_SIZE, ONEDNN_REPEATED, ONEDNN_GAIN = 1 << 19, 3 << 20, 1.4
-#: Multiply-adds that take as long as a call of it from Python and what belongs to it.
+#: Multiply-adds of its that take as long as what is called for a sample's product.
 CALL = 2 << 20
 #: Activation entries that columns kept for later may hold.
 KEPT_ENTRIES = 20 << 20

@@ -428,7 +428,10 @@ class Outer(Jacobian):
         return other._right is self._right and (other.weights is None) == (self.weights is None)
 
     def together(self, others: Sequence[Outer]) -> Outer | None:
-        """One for the vectors of this and others, for `add_squares` only; left sides are not copied, so not always."""
+        """One for the vectors of this and others, for `add_squares` only; ``None`` where oneDNN does not form products.
+
+        Left sides stay where they are.
+        """
         result = Outer(self.left, self._right, self.shape, self.transposed)
         result._lefts = [self.left, *(other.left for other in others)]
         result.V = sum(len(left) for left in result._lefts)
@@ -749,7 +752,7 @@ def _add_products(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = 
     """``total + sum_v left[v] * right[v]``, or without the total, in place; the right side is overwritten."""
     if not costs.adds_one_by_one(total.numel()):
         products = torch.mul(left, right, out=right)
-        torch.sum(products, 0, out=total) if overwrite else total.add_(products.sum(0))
+        torch.sum(products, 0, dtype=total.dtype, out=total) if overwrite else total.add_(products.sum(0))
         return
     for a, b in zip(left.unbind(), right.unbind(), strict=True):
         torch.mul(a, b, out=total) if overwrite else total.addcmul_(a, b)

@@ -52,7 +52,7 @@ _columns_per_sweep: int | None = None
 
 
 def set_columns_per_sweep(columns: int | None) -> None:
-    """Override how many columns of the loss Hessian's root are pulled back together.
+    """Override how many columns of the loss Hessian's root are pulled back, or kept to be multiplied, together.
 
     Args:
         columns: a positive number (memory grows with it), or ``None`` to choose from the sizes of the network.
