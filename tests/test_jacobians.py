@@ -177,10 +177,16 @@ def test_squares_of_chunks(
 
 @pytest.mark.parametrize("kept", [1, 3, 1000])
 def test_exact_diagonals_with_columns_kept(kept: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    """Of several layers, of groups, of one used twice; columns come one by one."""
+    """Of several layers, of groups, of one used twice, in front of a sum; columns come one by one."""
+
+    class Residual(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(x)
+
     x, y = torch.randn(3, 4, 6, 6).to(dtype), torch.tensor([0, 3, 4])
     shared = nn.Conv2d(4, 4, 3, padding=1)
-    layers = [shared, nn.ReLU(), shared, nn.ConvTranspose2d(4, 6, 2), nn.Tanh(), nn.Conv2d(6, 4, 2, groups=2)]
+    residual = Residual(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 1))
+    layers = [shared, nn.ReLU(), shared, residual, nn.ConvTranspose2d(4, 6, 2), nn.Tanh(), nn.Conv2d(6, 4, 2, groups=2)]
     model = extend(nn.Sequential(*layers, nn.Flatten(), nn.Linear(144, 5)).to(dtype))
     lossfunc = extend(nn.CrossEntropyLoss())
 
