@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from checks import assert_same
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -50,12 +51,6 @@ def multiplied(jacobian: Outer) -> Dense:
     result = Dense(J.reshape(*J.shape[:2], *jacobian.shape))
     result.weights = jacobian.weights
     return result
-
-
-def assert_same(found: Tensor | list[Tensor], expected: Tensor | list[Tensor]) -> None:
-    """Up to rounding, of weighted sums in single precision, too."""
-    single = expected[0].dtype == torch.float32
-    assert_close(found, expected, **({"rtol": 1e-4, "atol": 1e-4} if single else {}))
 
 
 REDUCTIONS = ["dense", "sum_batch", "squares", "squares_batch", "norms2"]
@@ -173,6 +168,16 @@ def test_squares_of_chunks(
             if i in (1, 5):
                 assert_same(squares.total(), expected)
     assert_same(squares.total(), expected)
+
+
+def test_small_squares_in_half_precision_add_up(monkeypatch: pytest.MonkeyPatch):
+    """Each would round to zero."""
+    monkeypatch.setattr(costs, "by_pairs", lambda *sizes: False)
+    squares, side = Squares(), torch.full((1, 1, 1, 2, 3), 2**-7, dtype=torch.float16)
+    with torch.no_grad():
+        for _ in range(1 << 10):
+            squares.add(Outer(side, side[0], torch.Size((3, 3))))
+    assert_close(squares.total(), torch.full((3, 3), 2.0**-16, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("kept", [1, 3, 1000])

@@ -38,7 +38,7 @@ SYMMETRIC_BLOCK = 192
 MOMENT_ROWS, MOMENT_ENTRIES = 1 << 10, {"cpu": 1 << 20, "cuda": 1 << 26}
 #: Multiply-adds of the least product that oneDNN is called for, alone or for every sample, and how much faster it is.
 ONEDNN_SIZE, ONEDNN_REPEATED, ONEDNN_GAIN = 1 << 19, 3 << 20, 1.4
-#: Multiply-adds of its that take as long as what is called for a sample's product.
+#: Multiply-adds of oneDNN that take as long as the calls from Python for one product of a sample.
 CALL = 2 << 20
 #: Activation entries that columns kept for later may hold.
 KEPT_ENTRIES = 20 << 20
@@ -112,9 +112,9 @@ def vectors_worth_keeping(S: int, O: int, I: int) -> int:
     return -(-10 * (CALL + ENTRY * S * I) // max(S * O * I, 1))
 
 
-def adds_one_by_one(entries: int) -> bool:
+def adds_one_by_one(entries: int, device: str) -> bool:
     """Whether products of so many entries are added up in less time by a call for each than by two for all."""
-    return entries >= 1 << 13
+    return device == "cpu" and entries >= 1 << 13
 
 
 def samples_in_vmap(entries: int, device: str) -> int:

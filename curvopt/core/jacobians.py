@@ -262,7 +262,7 @@ class Outer(Jacobian):
         return self._right.whole if isinstance(self._right, Patches) else self._right
 
     def dense(self) -> Tensor:
-        if self._by_onednn:
+        if self._by_onednn(self.V):
             result = costs.empty((self.V, self.N, *self.shape), self.left)
             for vectors, samples, products in self._by_sample():
                 part = result[vectors, samples]
@@ -418,10 +418,9 @@ class Outer(Jacobian):
     @property
     def vectors_to_keep(self) -> int:
         """How many vectors' squares to add at once, taken `together`."""
-        vectors = max(1, min(self.kept, costs.vectors_worth_keeping(self.S, self.O, self.I)))
+        vectors = min(self.kept, costs.vectors_worth_keeping(self.S, self.O, self.I))
         vectors = costs.even_share(self.columns or vectors, vectors)
-        onednn = self.G == 1 and by_onednn(self.left, vectors * self.O, self.S, self.I, repeated=True)
-        return vectors if onednn else 1
+        return vectors if self._by_onednn(vectors) else 1
 
     def goes_with(self, other: Outer) -> bool:
         """Whether both may be taken `together`."""
@@ -437,7 +436,7 @@ class Outer(Jacobian):
         result.V = sum(len(left) for left in result._lefts)
         if self.weights is not None:
             result.weights = torch.cat([outer.weights for outer in (self, *others) if outer.weights is not None])
-        return result if result._by_onednn else None
+        return result if self._by_onednn(result.V) else None
 
     def add_squares(self, total: Tensor | None, per_sample: bool) -> Tensor:
         """``total`` plus the squares, ``[*p]`` or, sample by sample, ``[N, *p]``; in place where no graph is built.
@@ -482,7 +481,7 @@ class Outer(Jacobian):
         Args:
             in_order: entries are in the parameter's order in memory, too.
         """
-        formed = self._formed_by_onednn() if self._by_onednn else self._formed(in_order)
+        formed = self._formed_by_onednn() if self._by_onednn(self.V) else self._formed(in_order)
         if not self.sums or self.gradient is not None:
             yield from formed
             return
@@ -495,10 +494,9 @@ class Outer(Jacobian):
         assert total is not None
         self.gradient = total.reshape(self.shape).contiguous()
 
-    @property
-    def _by_onednn(self) -> bool:
-        """Whether oneDNN forms products, those of a sample and some vectors at once."""
-        return self.G == 1 and by_onednn(self.left, self.V * self.O, self.S, self.I, repeated=True)
+    def _by_onednn(self, V: int) -> bool:
+        """Whether oneDNN forms the products of V vectors, those of a sample and some vectors at once."""
+        return self.G == 1 and by_onednn(self.left, V * self.O, self.S, self.I, repeated=True)
 
     def _formed_by_onednn(self) -> Iterator[tuple[slice, slice, Tensor]]:
         step = costs.vectors_at_once(self.O * self.I, self.V)
@@ -750,7 +748,7 @@ def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:
 
 def _add_products(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
     """``total + sum_v left[v] * right[v]``, or without the total, in place; the right side is overwritten."""
-    if not costs.adds_one_by_one(total.numel()):
+    if len(right) > 1 and not costs.adds_one_by_one(total.numel(), total.device.type):
         products = torch.mul(left, right, out=right)
         torch.sum(products, 0, dtype=total.dtype, out=total) if overwrite else total.add_(products.sum(0))
         return
