@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -116,6 +117,60 @@ def test_gradient_penalty():
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     with pytest.raises(CurvoptError, match="first.*weight"), backpack(BatchGrad()):
         slope.square().sum().backward()
+
+
+class Times(torch.autograd.Function):
+    """A product that keeps things where autograd's own nodes have something else."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        ctx.variable, ctx.name, ctx.x = w, "times", x
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad * ctx.variable, (grad * ctx.x).sum(0)
+
+
+class BatchNormBackwards(Times):
+    """The same, named like a layer that mixes samples."""
+
+
+class Scale(nn.Module):
+    """A weight that enters by a function of a user."""
+
+    def __init__(self, function: type[Times]):
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.randn(4)), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("function", [Times, BatchNormBackwards])
+def test_functions_with_attributes_of_any_name(function: type[Times]):
+    net, (x, y) = Net(lambda m, x: m.scale(m.first(x))), data()
+    net.scale = Scale(function).double()
+    expected, lossfunc = individual_gradients(net, x, y), extend(nn.CrossEntropyLoss())
+    model = extend(net)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        lossfunc(model(x), y).backward()
+    for i, p in enumerate(model.parameters()):
+        torch.testing.assert_close(p.grad_batch, torch.stack([gradients[i] for gradients in expected]))
+    curvature = [p.diag_ggn_exact for p in model.parameters()]
+    with backpack(DiagGGNExact()), contextlib.suppress(CurvoptError):
+        (function.apply(lossfunc(model(x), y), torch.ones(1).double()).sum() + lossfunc(model(x), y)).backward()
+        for p, once in zip(model.parameters(), curvature, strict=True):
+            torch.testing.assert_close(p.diag_ggn_exact, 2 * once)  # unless it was refused
+
+
+def test_batch_norm_over_processes_mixes_samples():
+    class SyncBatchNorm(Times):
+        """What PyTorch calls the one that is written in Python."""
+
+    net, (x, y) = Net(lambda m, x: SyncBatchNorm.apply(m.first(x), torch.ones(4).double())), data()
+    with pytest.raises(CurvoptError, match="train-mode batch norm"), backpack(BatchGrad()):
+        extend(nn.CrossEntropyLoss())(extend(net)(x), y).backward()
 
 
 def test_samples_that_begin_to_mix():

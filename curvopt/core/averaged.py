@@ -16,7 +16,7 @@ from curvopt.core.derivatives.rules import AffineRule
 from curvopt.core.eigen import eigh
 from curvopt.core.graph import Entry
 from curvopt.core.jacobians import Jacobian
-from curvopt.core.residuals import leads_to, pull
+from curvopt.core.residuals import leads_to, name_of, pull
 from curvopt.errors import CurvoptError
 
 
@@ -50,7 +50,7 @@ def averaged_jacobians(
         shape = edge.node._input_metadata[edge.output_nr].shape
         if shape[0] != N:
             raise CurvoptError(
-                f"kfra: {edge.node.name()} has an output of shape {list(shape)}, not one row for each sample."
+                f"kfra: {name_of(edge.node)} has an output of shape {list(shape)}, not one row for each sample."
             )
         vectors = root.reshape(-1, 1, *shape[1:])
         entry = at.get((edge.node, edge.output_nr))
@@ -68,7 +68,7 @@ def averaged_jacobians(
         inputs = [e for e in _inputs(edge.node) if leads_to(e.node, nodes)]
         if len(inputs) != 1:
             raise CurvoptError(
-                f"kfra is defined for sequential networks only, but {edge.node.name()} has {len(inputs)} inputs that "
+                f"kfra is defined for sequential networks only, but {name_of(edge.node)} has {len(inputs)} inputs that "
                 "depend on parameters; use KFAC or KFLR."
             )
         pulled = pull([edge], inputs, [vectors.expand(-1, *shape)])[0]

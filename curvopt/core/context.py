@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from curvopt.core import costs
 from curvopt.core.graph import Graph, leaves_behind, records_behind
+from curvopt.core.residuals import leaf_of
 from curvopt.core.sweep import Pass, fields_of
 from curvopt.core.uses import Loss, Use, extend, listen, listeners, outside_of_graphs, unheard
 from curvopt.errors import CurvoptError
@@ -292,7 +293,7 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
             # backward(create_graph=True) is what one asks for here; fields hold no reference to .grad
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
-        plain = len(roots) == len(outputs) and not any(hasattr(root, "variable") for root in roots)
+        plain = len(roots) == len(outputs) and not any(leaf_of(root) is not None for root in roots)
         spares = plain and accumulates and not inputs and not args[2] and len(contexts) == 1
         run: Callable[[], Any] = call
         for context in reversed(contexts):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.derivatives.rules import rule_for
+from curvopt.core.residuals import name_of
 from curvopt.core.uses import Use
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def recognise(
     node: Node, position: int, p: nn.Parameter, parents: dict[Node, list[Node]], path: str
 ) -> tuple[FunctionalUse, str, GradientEdge] | None:
     """The use, the parameter's name in it and the edge of its output, if ``p`` enters a known call at ``node``."""
-    name = node.name()
+    name = name_of(node)
     if name == "EmbeddingBackward0" and not _saved(node, "scale_grad_by_freq"):
         padding = _saved(node, "padding_idx")
         module = nn.Embedding(1, 1, device="meta")
@@ -51,16 +52,16 @@ def recognise(
         product = consumers[0] if len(consumers) == 1 else None
         if product is not None and product.next_functions[-1][0] is node:
             linear = nn.Linear(1, 1, bias=False, device="meta")
-            if product.name() == "MmBackward0":
+            if name_of(product) == "MmBackward0":
                 return _use(path, linear, "weight", p, _saved(product, "self"), product)
-            if product.name() == "AddmmBackward0" and _saved(product, "alpha") == 1:
+            if name_of(product) == "AddmmBackward0" and _saved(product, "alpha") == 1:
                 return _use(path, linear, "weight", p, _saved(product, "mat1"), product)
     return None
 
 
 def _swaps(node: Node) -> bool:
     """Whether a transposition or permutation of a matrix swaps its two axes."""
-    if node.name() == "PermuteBackward0":
+    if name_of(node) == "PermuteBackward0":
         return [dim % 2 for dim in _saved(node, "dims")] == [1, 0]
     return {_saved(node, "dim0") % 2, _saved(node, "dim1") % 2} == {0, 1}
 
@@ -95,7 +96,7 @@ def added_term(node: Node, parents: dict[Node, list[Node]], dependent: set[Node]
 
 
 def _adds_scalar(node: Node) -> bool:
-    return node.name().startswith(("Add", "Sub")) and torch.Size(node._input_metadata[0].shape).numel() == 1
+    return name_of(node).startswith(("Add", "Sub")) and torch.Size(node._input_metadata[0].shape).numel() == 1
 
 
 def parents_of(nodes: Sequence[Node]) -> dict[Node, list[Node]]:

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.rules import Rule
 from curvopt.core.functional import added_term, parents_and_dependents, parents_of, recognise
-from curvopt.core.residuals import is_sink
+from curvopt.core.residuals import is_sink, leaf_of, name_of
 from curvopt.core.uses import TermUse, Use, extended_name, records_of
 from curvopt.errors import CurvoptError
 
@@ -66,7 +66,7 @@ class Graph:
         self.mixing: list[str] = []
         nodes = list(_walk(list(roots)))
         self._sinks: list[Any] = [node for node in nodes if is_sink(node)]
-        self.leaves = list(_leaves(nodes))
+        self.leaves: list[Tensor] = [leaf for leaf in map(leaf_of, nodes) if leaf is not None]
         self.custom = any(isinstance(node, BackwardCFunction) for node in nodes)
         interior = _Interior()
         terms: set[Node] = set()
@@ -81,7 +81,7 @@ class Graph:
                     entry = self.entries.get(record) or self.entries.setdefault(record, Entry(record))
                     entry.edges[index] = GradientEdge(node, output_nr)
             if _mixes_samples(node):
-                self.mixing.append(records[0][0].describe() if records else node.name())
+                self.mixing.append(records[0][0].describe() if records else name_of(node))
         self.owners: dict[nn.Parameter, tuple[Entry, str]] = {}
         for entry in self.entries.values():
             entry.use.check_settings()
@@ -144,7 +144,7 @@ class Graph:
             return
         parents, dependent = parents_and_dependents(self, nodes)
         for node, position, p in outside:
-            direct = getattr(node.next_functions[position][0], "variable", None) is p
+            direct = leaf_of(node.next_functions[position][0]) is p
             path = self.name(p).rpartition(".")[0]
             found = recognise(node, position, p, parents, path) if direct else None
             if found is not None:
@@ -160,7 +160,7 @@ class Graph:
                 entry, name = self.owners.get(p, (None, self.name(p)))
                 where = entry.use.describe() if entry is not None else "the extended model"
                 raise CurvoptError(
-                    f"{where}: parameter '{name}' is also used outside of its module (by {node.name()}), which "
+                    f"{where}: parameter '{name}' is also used outside of its module (by {name_of(node)}), which "
                     "the quantities would miss; call its module, or use it by F.linear or F.embedding, outside of what "
                     "torch.compile compiles."
                 )
@@ -191,7 +191,7 @@ class Graph:
 
 def _broadcasts(node: Node) -> bool:
     """Whether an operation does nothing to an input but add something to it, or repeat it, along new axes."""
-    name = node.name()
+    name = name_of(node)
     return name == "ExpandBackward0" or (name == "AddBackward0" and node._saved_alpha == 1)  # type: ignore[attr-defined]
 
 
@@ -211,7 +211,7 @@ class _Interior:
         for node in _walk(outputs, boundary):
             self.nodes.add(node)
             for position, (target, _) in enumerate(node.next_functions):
-                p = getattr(target, "variable", None)
+                p = leaf_of(target)
                 if p is None:
                     if target is not None:
                         parents.setdefault(target, []).append(node)
@@ -231,7 +231,7 @@ class _Interior:
         """Edges ``(node, position)`` by which a known parameter enters the graph past every use of it."""
         for node in nodes:
             for position, (target, _) in enumerate(node.next_functions):
-                p = getattr(target, "variable", None)
+                p = leaf_of(target)
                 if p is not None:
                     if (node, position) not in self.edges and known(p):
                         yield node, position, p
@@ -249,7 +249,7 @@ def structure(nodes: Iterable[Node]) -> int | None:
     """Hash of the operations of some nodes and their integer arguments, or ``None`` where tensors are arguments."""
     found: list[Any] = []
     for node in nodes:
-        name = node.name()
+        name = name_of(node)
         if name.startswith(_REORDERING) or (isinstance(node, BackwardCFunction) and not is_sink(node)):
             return None
         if name.startswith(_REDUCING) and _reduces_samples(node):
@@ -271,14 +271,14 @@ def _reduces_samples(node: Node) -> bool:
 
 def _is_weight(node: Node | None) -> bool:
     """Whether a factor of a matrix product is a constant or a parameter, transposed perhaps."""
-    while node is not None and node.name() in (
+    while node is not None and name_of(node) in (
         "TBackward0",
         "TransposeBackward0",
         "PermuteBackward0",
         "ToCopyBackward0",
     ):
         node = node.next_functions[0][0]
-    return node is None or hasattr(node, "variable")
+    return node is None or leaf_of(node) is not None
 
 
 def _is_argument(value: Any) -> bool:
@@ -304,17 +304,9 @@ def _walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node
                 stack.append(following)
 
 
-def _leaves(nodes: Iterable[Node]) -> Iterator[Tensor]:
-    """The tensors whose gradients some nodes accumulate."""
-    for node in nodes:
-        leaf = None if isinstance(node, BackwardCFunction) else getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-
-
 def leaves_behind(roots: Sequence[Node]) -> set[Tensor]:
     """All leaf tensors that a backward from some nodes reaches."""
-    return set(_leaves(_walk(list(roots))))
+    return {leaf for leaf in map(leaf_of, _walk(list(roots))) if leaf is not None}
 
 
 def records_behind(roots: list[Node], kind: type[R]) -> Iterator[tuple[R, GradientEdge]]:
@@ -327,6 +319,9 @@ def records_behind(roots: list[Node], kind: type[R]) -> Iterator[tuple[R, Gradie
 
 def _mixes_samples(node: Node) -> bool:
     """Whether a node is a batch norm that normalises over the samples (instance norm runs as one of a batch of 1)."""
-    if "BatchNorm" not in node.name() or not getattr(node, "_saved_training", True):
+    name = name_of(node)
+    if isinstance(node, BackwardCFunction):
+        return name == "SyncBatchNormBackward"  # in training only
+    if "BatchNorm" not in name or not getattr(node, "_saved_training", True):
         return False
     return node._saved_input.shape[0] > 1  # type: ignore[attr-defined]

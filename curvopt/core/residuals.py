@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ ELEMENTWISE = frozenset(
 
 def operation(node: Node) -> str:
     """Upper-case name of the operation a node differentiates, e.g. ``TANH``; functions of users keep a small letter."""
-    name = node.name().rsplit("::", 1)[-1]
+    name = name_of(node).rsplit("::", 1)[-1]
     if is_sink(node):
         return "ALIAS"
     if isinstance(node, BackwardCFunction):
@@ -64,9 +64,19 @@ def operation(node: Node) -> str:
     return re.sub(r"BACKWARD\d*$", "", name.upper())
 
 
+def name_of(node: Node) -> str:
+    """The name of a node, whose own attribute of that name is a user's if it is a user's function."""
+    return type(node).name(node)
+
+
+def leaf_of(node: Node | None) -> Any:
+    """The leaf tensor whose gradient a node accumulates, if it does; what users keep on their functions is none."""
+    return None if isinstance(node, BackwardCFunction) else getattr(node, "variable", None)
+
+
 def is_sink(node: Node) -> bool:
     """Whether a node is the identity that ``DistributedDataParallel`` may put behind the outputs of its module."""
-    return isinstance(node, BackwardCFunction) and node.name() == "_DDPSinkBackward"
+    return isinstance(node, BackwardCFunction) and name_of(node) == "_DDPSinkBackward"
 
 
 def leads_to(root: Node, targets: Collection[Node]) -> bool:

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.derivatives.losses import Bernoulli, Diagonal, LossCurvature, Softmax
 from curvopt.core.jacobians import widened
-from curvopt.core.residuals import LINEAR, MULTILINEAR, leads_to, operation, pull
+from curvopt.core.residuals import LINEAR, MULTILINEAR, leads_to, leaf_of, name_of, operation, pull
 from curvopt.core.uses import LossUse, TermUse, Use, records_of
 from curvopt.errors import CurvoptError
 
@@ -51,7 +51,7 @@ class FunctionalLoss:
 
     def describe(self) -> str:
         """What was recognised, for messages."""
-        return f"the functional loss with {self.node.name()}"
+        return f"the functional loss with {name_of(self.node)}"
 
     def slope(self, grad: Tensor) -> Tensor:
         """Gradient of the loss in z, from the gradient after the operation."""
@@ -164,7 +164,7 @@ def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[Losses
         if extended:
             losses.update(extended[:1])
             continue
-        if any(isinstance(record, TermUse) for record, *_ in records) or hasattr(node, "variable"):
+        if any(isinstance(record, TermUse) for record, *_ in records) or leaf_of(node) is not None:
             continue  # parameters alone: no sample's loss
         inputs = [following for following, _ in node.next_functions if following is not None]
         if known:
@@ -179,7 +179,7 @@ def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[Losses
             if any(isinstance(record, Use) for record, *_ in records) or not linear:
                 if not leads_to(node, uses):
                     continue
-                unknown.append(node.name())
+                unknown.append(name_of(node))
                 known = False
         if node in uses:
             continue
