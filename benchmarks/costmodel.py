@@ -131,7 +131,7 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
         if shifts:
             shape, shifted = f"{shifts} I={I}", Outer(left, right, matrix, shifts=shifts)
             yield Case("moments by shifts", f"{where} {shape}", "by_shifts", (True, False), shifted.right_factor)
-            if len(shifts) == 2 and costs.by_shifts(*shifts[-1], N * S, I):
+            if len(shifts) == 2 and costs.by_shifts(*shifts[-1], N * S, I, "cpu"):
                 choice = "moments by shifts along two axes"
                 yield Case(choice, f"{where} {shape}", "by_two_shifts", (True, False), shifted.right_factor)
         if layer.patches is not None:

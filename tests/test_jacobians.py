@@ -218,7 +218,7 @@ def test_symmetric_products_by_blocks(G: int, dtype: torch.dtype, monkeypatch: p
     jacobian = outer(2, 4, 7, 8, G, dtype=dtype)
     expected = [jacobian.left_factor(), jacobian.right_factor()]
     monkeypatch.setattr(costs, "SYMMETRIC_BLOCK", 3)
-    monkeypatch.setattr(costs, "by_blocks", lambda F, K: True)
+    monkeypatch.setattr(costs, "by_blocks", lambda *sizes: True)
     with torch.no_grad():
         assert_same([jacobian.left_factor(), jacobian.right_factor()], expected)
 
@@ -279,7 +279,7 @@ def test_libraries_are_compared_whatever_the_defaults(blas: float, faster: bool,
 def test_second_moments_of_positions(step: int, blocks: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """A few samples at a time."""
     monkeypatch.setattr(costs, "samples_at_once", lambda *args: step)
-    monkeypatch.setattr(costs, "by_blocks", lambda F, K: blocks)
+    monkeypatch.setattr(costs, "by_blocks", lambda *sizes: blocks)
     for jacobian in (outer(2, 4, 3, 2, dtype=dtype), outer(1, 3, 3, 2, 2, dtype=dtype)):
         expected = torch.einsum("vngso,vngsp->gop", jacobian.left, jacobian.left)
         with torch.no_grad():

@@ -27,19 +27,21 @@ from curvopt.core import onednn
 #: Multiply-adds that take as long as one entry of a temporary that is written and read once.
 ENTRY = 40
 #: Entries a temporary may hold before a reduction works through the samples in pieces: what fits into a core's cache.
-CHUNK_ENTRIES = {"cpu": 1 << 18, "cuda": 1 << 26}
+CHUNK_ENTRIES = {"cpu": 1 << 18, "accelerator": 1 << 26}
 #: Entries of a product that are read again from a cache, whichever.
 CACHED_ENTRIES = 1 << 20
 #: Activation entries that columns swept together may hold: together wins on small nets, one by one on large ones.
-SWEEP_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 26}
+SWEEP_ENTRIES = {"cpu": 1 << 20, "accelerator": 1 << 26}
 #: Rows of a symmetric product that are computed at once.
 SYMMETRIC_BLOCK = 192
 #: Rows that are put together at once for a second moment, and their entries, at least.
-MOMENT_ROWS, MOMENT_ENTRIES = 1 << 10, {"cpu": 1 << 20, "cuda": 1 << 26}
+MOMENT_ROWS, MOMENT_ENTRIES = 1 << 10, {"cpu": 1 << 20, "accelerator": 1 << 26}
 #: Multiply-adds of the least product that oneDNN is called for, alone or for every sample, and how much faster it is.
 ONEDNN_SIZE, ONEDNN_REPEATED, ONEDNN_GAIN = 1 << 19, 3 << 20, 1.4
 #: Multiply-adds of oneDNN that take as long as the calls from Python for one product of a sample.
 CALL = 2 << 20
+#: Multiply-adds that a large accelerator does in the time of one more call, and calls that moments by shifts take more.
+LAUNCH, SHIFT_CALLS = 1 << 27, 30
 #: Activation entries that columns kept for later may hold.
 KEPT_ENTRIES = 20 << 20
 #: Columns below which it is better at the transposed product.
@@ -68,14 +70,18 @@ def _seconds(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor) -> float:
     return perf_counter() - start
 
 
+def _limit(limits: dict[str, int], device: str) -> int:
+    return limits["cpu" if device == "cpu" else "accelerator"]
+
+
 def columns_at_once(entries: int, device: str) -> int:
     """How many columns to pull back together if one fills so many entries of activations."""
-    return max(1, SWEEP_ENTRIES.get(device, SWEEP_ENTRIES["cpu"]) // max(entries, 1))
+    return max(1, _limit(SWEEP_ENTRIES, device) // max(entries, 1))
 
 
 def samples_at_once(entries: int, device: str) -> int:
     """How many samples to work on together if one has so many entries; one if they are only a few."""
-    samples = max(1, CHUNK_ENTRIES.get(device, CHUNK_ENTRIES["cpu"]) // max(entries, 1))
+    samples = max(1, _limit(CHUNK_ENTRIES, device) // max(entries, 1))
     # on a CPU a few calls cost less than the temporary of a few large samples
     return samples if samples >= 8 or device != "cpu" else 1
 
@@ -85,7 +91,7 @@ def rows_at_once(S: int, I: int, device: str) -> int:
 
     A product over many positions hides that the moment is read and written each time.
     """
-    entries = MOMENT_ENTRIES.get(device, MOMENT_ENTRIES["cpu"])
+    entries = _limit(MOMENT_ENTRIES, device)
     return -(-max(MOMENT_ROWS, entries // max(I, 1)) // max(S, 1))
 
 
@@ -119,7 +125,7 @@ def adds_one_by_one(entries: int, device: str) -> bool:
 
 def samples_in_vmap(entries: int, device: str) -> int:
     """How many samples to differentiate together by ``torch.func``, whose calls are expensive."""
-    return max(1, 4 * CHUNK_ENTRIES.get(device, CHUNK_ENTRIES["cpu"]) // max(entries, 1))
+    return max(1, 4 * _limit(CHUNK_ENTRIES, device) // max(entries, 1))
 
 
 def by_pairs(V: int, S: int, O: int, I: int) -> bool:
@@ -149,7 +155,7 @@ def spares_gradient(S: int, O: int, I: int, device: str) -> bool:
     return device == "cpu" and S > (ENTRY // 2 if O * I <= CACHED_ENTRIES else 2 * ENTRY)
 
 
-def by_shifts(K: int, W: int, R: int, I: int) -> bool:
+def by_shifts(K: int, W: int, R: int, I: int, device: str) -> bool:
     """Whether the second moment of patches is cheaper by shifts of one of K entries along an axis.
 
     Args:
@@ -157,12 +163,16 @@ def by_shifts(K: int, W: int, R: int, I: int) -> bool:
         W: positions along the axis.
         R: positions of all samples.
         I: entries of the patches.
+        device: type of the device.
     """
+    shifted = R * (1 / K + (K - 1) / (K * W))
+    if device != "cpu":
+        return I * I * (R - shifted) > SHIFT_CALLS * LAUNCH
     if I < 2 * NARROW and onednn_is_faster():
         return False  # it is at its best with all rows at once
+    mirrored = 0.6 * R
     # entries are copied one by one: they cost more than a product over few positions
-    shifted, mirrored = R * (1 / K + (K - 1) / (K * W)) + 2.5 * ENTRY, 0.6 * R
-    return shifted < 0.9 * mirrored
+    return shifted + 2.5 * ENTRY < 0.9 * mirrored
 
 
 def by_two_shifts(L: int, H: int, K: int) -> bool:
@@ -171,8 +181,10 @@ def by_two_shifts(L: int, H: int, K: int) -> bool:
     return shifted < 0.9 * direct
 
 
-def by_blocks(F: int, K: int) -> bool:
+def by_blocks(F: int, K: int, device: str) -> bool:
     """Whether a symmetric product of ``[F, K]`` is worth computing block by block, above the diagonal only."""
+    if device != "cpu":
+        return False  # blocks leave most of an accelerator idle
     mirrored = (4 if onednn_is_faster() else 2) * ENTRY
     return F * F * (K - mirrored) >= 1 << 23  # entries below are copied column by column, and calls cost something
 

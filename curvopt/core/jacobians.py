@@ -337,7 +337,7 @@ class Outer(Jacobian):
         scale = 1 / max(R, 1)
         if limit is not None and self.I > limit:
             return reduce(add, (_second_moment(part, limit, scale) for part in parts))
-        if not self.shifts or not costs.by_shifts(*self.shifts[-1], R, self.I):
+        if not self.shifts or not costs.by_shifts(*self.shifts[-1], R, self.I, self.left.device.type):
             return _moment_of_parts(parts, R, scale)
         moments = [_ShiftedMoment(self.shifts) for _ in range(self.G)]
         for part in parts:
@@ -788,7 +788,7 @@ def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
     for part in parts:
         if not moments:
             F = part.shape[3]
-            block = min(costs.SYMMETRIC_BLOCK, -(-F // 2)) if costs.by_blocks(F, R) else F
+            block = min(costs.SYMMETRIC_BLOCK, -(-F // 2)) if costs.by_blocks(F, R, part.device.type) else F
         flat = _by_feature(part)
         moments = [_add_moment(m, x, scale, block) for m, x in zip(moments or [None] * len(flat), flat, strict=True)]
     for moment in moments:

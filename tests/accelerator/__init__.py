@@ -24,7 +24,8 @@ def load() -> Any:
     """Make the device known to PyTorch; compiled at the first time, for every version of PyTorch anew.
 
     Returns:
-        A module whose ``take_waits()`` says for what and how often something waited for the device since the last time.
+        A module whose ``take_waits()`` says for what and how often something waited for the device since the last time,
+        and ``take_launches()`` which operations it was asked for, and how often.
     """
     from torch.utils import cpp_extension  # it looks for CUDA
 

@@ -27,11 +27,16 @@ using OptionalTensor = std::optional<Tensor>;
 const c10::Device DEVICE(c10::DeviceType::PrivateUse1, 0);
 
 std::mutex mutex;
-std::map<std::string, int64_t> waits;
+std::map<std::string, int64_t> waits, launches;
 
 void count_wait(const std::string& reason) {
   std::lock_guard<std::mutex> lock(mutex);
   ++waits[reason];
+}
+
+void count_launch(const std::string& name) {
+  std::lock_guard<std::mutex> lock(mutex);
+  ++launches[name];
 }
 
 bool is_here(const Tensor& t) { return t.defined() && t.device().type() == DEVICE.type(); }
@@ -133,6 +138,7 @@ void on_aliases(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& name = op.schema().name();
   const size_t begin = stack->size() - op.schema().arguments().size();
   count_waits(name, *stack, begin);
+  count_launch(name);
 
   std::vector<std::pair<Tensor, Tensor>> aliases;
   auto there = [&](const Tensor& t) {
@@ -194,6 +200,7 @@ const Tensor& resize(const Tensor& self, c10::IntArrayRef size, std::optional<at
 }
 
 Tensor copy_from(const Tensor& self, const Tensor& dst, bool) {
+  count_launch("copy");
   if (is_here(self) != is_here(dst)) count_wait(is_here(self) ? "copy to the CPU" : "copy from the CPU");
   (is_here(dst) ? to_cpu(dst) : dst).copy_(is_here(self) ? to_cpu(self) : self);
   return dst;
@@ -336,6 +343,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", at::native::set_tensor_);
   m.impl("set_.source_Storage", at::native::set_);
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
+  for (const auto* name :
+       {"_foreach_add.List", "_foreach_add_.List", "_foreach_add_.Scalar", "_foreach_addcdiv_.ScalarList",
+        "_foreach_addcdiv_.Tensor", "_foreach_addcmul_.Scalar", "_foreach_copy_", "_foreach_div_.ScalarList",
+        "_foreach_lerp_.Scalar", "_foreach_mul_.Scalar", "_foreach_mul_.Tensor", "_foreach_norm.Scalar", "_foreach_sqrt",
+        "_foreach_zero_"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_aliases>());  // else they are taken apart
 }
 
 }  // namespace
@@ -343,6 +356,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   m.def("default_generator", [] { return default_generator(); });
+  m.def("take_launches", [] {
+    std::lock_guard<std::mutex> lock(mutex);
+    return std::exchange(launches, {});
+  });
   m.def("take_waits", [] {
     std::lock_guard<std::mutex> lock(mutex);
     return std::exchange(waits, {});

@@ -71,8 +71,8 @@ every_net = pytest.mark.parametrize("make", [mlp, cnn, Transformer])
 EXTENSIONS = [*FIRST_ORDER, KFAC, KFLR, DiagGGNExact, DiagGGNMC, BatchDiagGGNExact, DiagHessian]
 
 
-def prepared(make: Callable[[], nn.Module], device: str) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
-    x, y = torch.randn(20, 1, 8, 8, device=device), torch.randint(5, (20,), device=device)
+def prepared(make: Callable[[], nn.Module], device: str, N: int = 20) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    x, y = torch.randn(N, 1, 8, 8, device=device), torch.randint(5, (N,), device=device)
     return extend(make().to(device)), extend(nn.CrossEntropyLoss()), x, y
 
 
@@ -94,6 +94,22 @@ def test_quantities_do_not_wait(
         assert found == {"item": 1}  # whether attention, done again, gives the same
     else:  # and which operations are nonlinear somewhere, whatever the number of columns
         assert sum(found.values()) <= 10
+
+
+@every_net
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_launches_do_not_grow_with_the_batch(
+    make: Callable[[], nn.Module], extension: type[Extension], device: str, waits: Callable
+):
+    launches: list[dict[str, int]] = []
+    for N in (16, 64):
+        model, lossfunc, x, y = prepared(make, device, N)
+        for _ in range(2):
+            accelerator.load().take_launches()
+            with backpack(extension()):
+                lossfunc(model(x), y).backward()
+        launches.append(accelerator.load().take_launches())
+    assert launches[0] == launches[1]
 
 
 @every_net
