@@ -16,7 +16,9 @@ from math import isnan, prod
 import torch
 from torch import Tensor
 
+from curvopt.core import costs
 from curvopt.core.eigen import LinAlgError, eigh
+from curvopt.core.jacobians import in_pieces
 from curvopt.core.products import product as matrix_product
 from curvopt.core.products import set_products
 
@@ -72,17 +74,11 @@ def kfac_mat_prod(factors: Sequence[Tensor], sizes: Sequence[int] | None = None)
             if factor.ndim == 1:
                 y = factor[:, None] * y.reshape(groups * left, d, right)
             elif factor.ndim == 4:
-                axis = 2 if right == 1 else 1
-                y = y.reshape(groups, left, d) if right == 1 else y.reshape(groups * left, d, right)
-                result, size = torch.empty_like(y, memory_format=torch.contiguous_format), factor.shape[-1]
-                for k, start in enumerate(range(0, d, size)):
-                    part, into = (each.narrow(axis, start, min(size, d - start)) for each in (y, result))
-                    f = factor[:, k, : part.shape[axis], : part.shape[axis]]
-                    if right == 1:  # as below
-                        set_products(into, part, f.mT)
-                    else:
-                        set_products(into, f.unsqueeze(1).expand(-1, left, -1, -1).flatten(0, 1), part)
-                y = result
+                if right == 1:  # as below
+                    y = _times_blocks(factor, y.reshape(groups, left, d), 2)
+                else:
+                    of_left = factor.unsqueeze(1).expand(-1, left, -1, -1, -1).flatten(0, 1)
+                    y = _times_blocks(of_left, y.reshape(groups * left, d, right), 1)
             elif factor.ndim == 2 and right == 1:  # one large product instead of `left` products with a vector
                 y = matrix_product(y.reshape(groups * left, d), factor.mT)
             elif factor.ndim == 2 and groups * left == 1:
@@ -97,6 +93,21 @@ def kfac_mat_prod(factors: Sequence[Tensor], sizes: Sequence[int] | None = None)
         return y.reshape(x.shape)
 
     return product
+
+
+def _times_blocks(blocks: Tensor, y: Tensor, axis: int) -> Tensor:
+    """Matrices of diagonal blocks ``[B, K, b, b]`` times columns ``[B, d, M]``, or along axis 2 rows ``[B, M, d]``."""
+    d, size = y.shape[axis], blocks.shape[-1]
+    if costs.blocks_at_once(y.device.type):
+        if axis == 1:
+            return (blocks @ in_pieces(y, size, -2)).flatten(1, 2)[:, :d]
+        return (in_pieces(y, size).transpose(1, 2) @ blocks.mT).transpose(1, 2).flatten(2)[:, :, :d]
+    result = torch.empty_like(y, memory_format=torch.contiguous_format)
+    for k, start in enumerate(range(0, d, size)):
+        part, into = (each.narrow(axis, start, min(size, d - start)) for each in (y, result))
+        block = blocks[:, k, : part.shape[axis], : part.shape[axis]]
+        set_products(into, block, part) if axis == 1 else set_products(into, part, block.mT)
+    return result
 
 
 def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
@@ -129,8 +140,8 @@ def mean_diagonal(factor: Tensor) -> Tensor:
     """Mean of the diagonal of a factor: ``[]``, or ``[G]`` with groups."""
     if factor.ndim < 2:
         return factor.mean()
-    means = factor.diagonal(dim1=-2, dim2=-1).mean(-1)
-    return means.mean(1) if factor.ndim == 4 else means  # the padding of blocks is too short to matter
+    # the padding of blocks is too short to matter
+    return factor.diagonal(dim1=-2, dim2=-1).mean((1, 2) if factor.ndim == 4 else -1)
 
 
 def pi_damping(factors: Sequence[Tensor], damping: float) -> list[Tensor]:
@@ -217,6 +228,21 @@ def damped_inverses(
                     old = None if former is None else former.reshape(-1, d, d)[group]
                     target.copy_(_rescue(matrix, shift, old, names[i]))
     return inverses, failures
+
+
+def largest_condition(factors: Sequence[Tensor], shifts: Sequence[Tensor], inverses: Sequence[Tensor]) -> Tensor:
+    """Largest condition number, in the 1-norm, of the matrices ``F + shift I``; arguments as of `damped_inverses`."""
+    found = [
+        (factor + shift).abs().max() * inverse.abs().max()
+        for factor, shift, inverse in zip(factors, shifts, inverses, strict=True)
+        if factor.ndim < 2
+    ]
+    for members in _alike(factors):
+        matrices, added, inverted = (torch.stack([each[i] for i in members]) for each in (factors, shifts, inverses))
+        # the shift moves the diagonal, which is positive, and so the column sums
+        sums = matrices.abs().sum(-2) + added.unsqueeze(-1)
+        found.append((sums.amax(-1) * inverted.abs().sum(-2).amax(-1)).max())
+    return torch.stack([each.to(found[0].device) for each in found]).max()
 
 
 def eigenbases(factors: Sequence[Tensor], names: Sequence[str] | None = None) -> tuple[list[Tensor], list[Tensor]]:

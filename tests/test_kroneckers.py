@@ -18,6 +18,7 @@ from curvopt.kroneckers import (
     inv_kfacs,
     kfac_mat_prod,
     kfacs_to_mat,
+    largest_condition,
     pi_damping,
 )
 
@@ -38,6 +39,20 @@ FACTORS = {
     "scaled": lambda: [torch.tensor(2.5, dtype=torch.float64), psd(3)],
     "three": lambda: [psd(2), psd(3), psd(4)],
 }
+
+
+def test_largest_condition() -> None:
+    factors = [psd(3), psd(3), psd(2, 3), psd(1, 2, 4), torch.rand(5, dtype=torch.float64)]
+    shifts = [torch.full({3: (2,), 4: (1, 1)}.get(f.ndim, ()), 0.1 * (i + 1)).double() for i, f in enumerate(factors)]
+    conditions = []
+    for factor, shift in zip(factors, shifts, strict=True):
+        whole = torch.diag(factor) if factor.ndim == 1 else factor
+        damped = whole + shift.flatten()[0] * torch.eye(whole.shape[-1]).double()
+        conditions.append(torch.linalg.cond(damped, 1).max())
+    for chosen in ([0, 1, 2, 3, 4], [0], [1, 4], [4], [3, 2]):
+        own = [[column[i] for i in chosen] for column in (factors, shifts)]
+        largest = largest_condition(*own, damped_inverses(*own)[0])
+        torch.testing.assert_close(largest, max(conditions[i] for i in chosen))
 
 
 def block(factors: list[Tensor], group: int) -> Tensor:

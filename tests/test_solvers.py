@@ -11,6 +11,7 @@ from test_optim import SGD_LIKE, Run, Tokens, assert_close, cnn, mlp
 from torch import Tensor, nn
 
 from curvopt import backpack, extend
+from curvopt.core import costs
 from curvopt.extensions import SqrtGGNExact
 from curvopt.kroneckers import eigenbases, kfac_mat_prod, kfacs_to_mat, kron_diagonal, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, KFACAdamW, KFACPreconditioner
@@ -117,29 +118,34 @@ def test_averages_of_adam_follow_the_bases() -> None:
     torch.testing.assert_close(state["exp_avg_sq"].reshape(-1), (V.T @ U @ torch.diag(v) @ U.T @ V).diagonal())
 
 
+@pytest.mark.parametrize("at_once", [False, True], ids=["one by one", "at once"])
 @pytest.mark.parametrize("columns", [(), (2,)], ids=str)
-@pytest.mark.parametrize("shape", [(7, 5), (4, 9), (7, 9)])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("shape", [(7, 5), (4, 9), (7, 9), (8, 8)])
 def test_block_factors_multiply_as_block_diagonal_matrices(
-    shape: tuple[int, int], columns: tuple[int, ...], dtype: torch.dtype
+    shape: tuple[int, int],
+    groups: int,
+    columns: tuple[int, ...],
+    at_once: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(costs, "blocks_at_once", lambda device: at_once)
     limit, factors, dense = 4, [], []
     for d in shape:
-        if d <= limit:
-            factors.append(torch.randn(d, d, dtype=dtype))
-            dense.append(factors[-1])
-            continue
         count = -(-d // limit)
         size = -(-d // count)
-        blocks = torch.randn(1, count, size, size, dtype=dtype)
+        blocks = torch.randn(groups, count, size, size, dtype=dtype)
         rest = count * size - d
         if rest:
-            blocks[0, -1, size - rest :] = blocks[0, -1, :, size - rest :] = 0
-        factors.append(blocks)
-        dense.append(torch.block_diag(*blocks[0])[:d, :d])
-    x = torch.randn(shape[0] * shape[1], *columns, dtype=dtype)
+            blocks[:, -1, size - rest :] = blocks[:, -1, :, size - rest :] = 0
+        factors.append(blocks if d > limit else blocks[0, 0] if groups == 1 else blocks[:, 0])
+        dense.append([torch.block_diag(*of_group)[:d, :d] for of_group in blocks])
+    x = torch.randn(groups * shape[0] * shape[1], *columns, dtype=dtype)
     with torch.no_grad():
-        assert_same(kfac_mat_prod(factors, shape)(x), torch.kron(*dense) @ x)
-    assert sizes_of(factors, shape) == list(shape)
+        expected = torch.block_diag(*(torch.kron(*both) for both in zip(*dense, strict=True))) @ x
+        assert_same(kfac_mat_prod(factors, shape)(x), expected)
+    assert sizes_of(factors, (groups * shape[0], shape[1])) == list(shape)
 
 
 @pytest.mark.parametrize("d", [7, 8, 10])

@@ -189,6 +189,11 @@ def by_blocks(F: int, K: int, device: str) -> bool:
     return F * F * (K - mirrored) >= 1 << 23  # entries below are copied column by column, and calls cost something
 
 
+def blocks_at_once(device: str) -> bool:
+    """Whether to multiply by all blocks of a factor in one call, of which some may be padded."""
+    return device != "cpu"  # where each is a product for `core.products`
+
+
 def apart(rows: Tensor) -> Tensor:
     """Rows to be read across: copied to where they are not powers of two apart, which only few cache lines can hold."""
     if rows.device.type != "cpu" or rows.stride(-2) * rows.element_size() % (1 << 11):

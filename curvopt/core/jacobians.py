@@ -874,9 +874,15 @@ class _ShiftedMoment:
 
 def in_blocks(values: Tensor, limit: int) -> Tensor:
     """The last axis ``F`` cut into the fewest pieces of at most ``limit``, ``[..., K, b]``, padded with zeros."""
-    size = values.shape[-1]
-    block = costs.even_share(size, limit)
-    return torch.nn.functional.pad(values, (0, -size % block)).unflatten(-1, (-1, block))
+    return in_pieces(values, costs.even_share(values.shape[-1], limit))
+
+
+def in_pieces(values: Tensor, size: int, axis: int = -1) -> Tensor:
+    """An axis (-1, -2, ...) cut into pieces ``[..., K, size, ...]``, the last padded with zeros."""
+    missing = -values.shape[axis] % size
+    if missing:
+        values = torch.nn.functional.pad(values, (0, 0) * (-1 - axis) + (0, missing))
+    return values.unflatten(axis, (-1, size))
 
 
 def _in_basis(rows: Tensor, basis: Tensor) -> Tensor:

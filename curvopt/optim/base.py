@@ -4,12 +4,12 @@ import logging
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import inf, isfinite, nan
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: What ``state`` holds per parameter beside the state of the torch optimizer, in its own dtype.
 _STATE = ("factors", "ema_weight", "inverses", "bases", "scales", "scales_weight")
@@ -62,8 +63,8 @@ def kl_clip_factor(quadratic: Tensor, kl_clip: float | None) -> Tensor:
 def all_finite(tensors: list[Tensor]) -> list[bool]:
     """Whether all entries of a tensor are finite, for each; one transfer for all."""
     device = tensors[0].device
-    norms = torch.stack([norm.to(device, torch.float64) for norm in torch._foreach_norm(tensors)])  # pyright: ignore[reportPrivateImportUsage]
-    finite = norms.isfinite().tolist()
+    norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
+    finite = torch.stack([norm.to(device) for norm in norms]).isfinite().tolist()
     # a norm may overflow where no entry does
     return [
         ok or (tensor.numel() > 1 and bool(tensor.isfinite().all())) for ok, tensor in zip(finite, tensors, strict=True)
@@ -72,8 +73,21 @@ def all_finite(tensors: list[Tensor]) -> list[bool]:
 
 def moments(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Sums ``[3]`` of ``uᵀg``, ``uᵀu`` and ``gᵀg`` over pairs ``u, g`` of vectors."""
-    dots = [dot for u, g in pairs for dot in (u.dot(g), u.dot(u), g.dot(g))]
+    joined: list[tuple[Tensor, Tensor]] = []
+    for device, own in by_device(pairs).items():
+        # calls cost more than copies there
+        joined += own if device.type == "cpu" else [(torch.cat([u for u, _ in own]), torch.cat([g for _, g in own]))]
+    dots = [dot for u, g in joined for dot in (u.dot(g), u.dot(u), g.dot(g))]
     return torch.stack([dot.to(dots[0]) for dot in dots]).view(-1, 3).sum(0)
+
+
+def by_device(items: Iterable[T]) -> dict[torch.device, list[T]]:
+    """Tensors, or tuples of them, sorted by the device of the (first) tensor."""
+    found: dict[torch.device, list[T]] = {}
+    for item in items:
+        first: Any = item[0] if isinstance(item, tuple) else item
+        found.setdefault(first.device, []).append(item)
+    return found
 
 
 def cosine(ug: Tensor, uu: Tensor, gg: Tensor) -> Tensor:
@@ -591,10 +605,9 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             "damping": float(self.param_groups[0]["damping"]),
         }
         scale = clip / weight
-        return {
-            param: update.mul_(scale.to(update)).to(param.dtype).reshape(param.shape)
-            for param, update in updates.items()
-        }
+        for device, own in by_device(updates.values()).items():
+            torch._foreach_mul_(own, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
+        return {param: update.to(param.dtype).reshape(param.shape) for param, update in updates.items()}
 
     def _kl(self, quadratic: Tensor, updates: dict[Tensor, Tensor], weight: Tensor) -> Tensor:
         """What the KL clip bounds: the change that the averaged curvature predicts, per variable of a prediction.

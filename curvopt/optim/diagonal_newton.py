@@ -118,10 +118,8 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
     def _kl(self, quadratic: Tensor, updates: dict[Tensor, Tensor], weight: Tensor) -> Tensor:
         length = torch.zeros_like(quadratic)
         for group in self.param_groups:
-            parts = [
-                torch.linalg.vector_norm(updates[param] * self.state[param]["scales"][0], ord=1)
-                for param in group["params"]
-                if param in updates
-            ]
-            length += group["lr"] * sum(part.to(quadratic) for part in parts)
+            taken = [param for param in group["params"] if param in updates]
+            own = torch._foreach_mul([updates[p] for p in taken], [self.state[p]["scales"][0] for p in taken])  # pyright: ignore[reportPrivateImportUsage]
+            lengths = torch._foreach_norm(own, 1)  # pyright: ignore[reportPrivateImportUsage]
+            length += group["lr"] * sum(each.to(quadratic) for each in lengths)
         return (length / weight).square() / self._progress["variables"] ** 0.5

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from curvopt.distributed import share
-from curvopt.kroneckers import damped_inverses, eigenbases, kfac_mat_prod, mean_diagonal, pi_damping, sizes_of
+from curvopt.kroneckers import (
+    damped_inverses,
+    eigenbases,
+    kfac_mat_prod,
+    largest_condition,
+    mean_diagonal,
+    pi_damping,
+    sizes_of,
+)
 from curvopt.optim.base import CurvatureOptimizer
 
 
@@ -40,9 +48,7 @@ class FactoredInverse(CurvatureOptimizer):
 
         (inverses,) = share(peers, factors, invert, [lambda factor: factor.shape])
         self._metrics["fallbacks"] = float(failures if peers is None else peers.sum(failures))
-        self._metrics["condition"] = torch.stack(
-            [condition(*each).to(factors[0].device) for each in zip(factors, shifts, inverses, strict=True)]
-        ).max()
+        self._metrics["condition"] = largest_condition(factors, shifts, inverses)
 
         results = iter(inverses)
         curvature = self._progress["mean_curvature"] = mean_curvature(self.state)
@@ -71,15 +77,6 @@ def mean_curvature(states: Mapping[Tensor, dict[str, Any]]) -> Tensor:
             traces.append(prod(means[1:], start=means[0]).mean() * param.numel())
             numel += param.numel()
     return torch.stack([trace.to(traces[0]) for trace in traces]).sum() / numel
-
-
-def condition(factor: Tensor, shift: Tensor, inverse: Tensor) -> Tensor:
-    """Largest condition number, in the 1-norm, of the matrices ``factor + shift I``."""
-    if factor.ndim < 2:
-        return (factor + shift).abs().max() * inverse.abs().max()
-    # the shift moves the diagonal, which is positive, and so the column sums
-    sums = factor.abs().sum(-2) + shift.unsqueeze(-1)
-    return (sums.amax(-1) * inverse.abs().sum(-2).amax(-1)).max()
 
 
 #: Part of a factor, in its norm, that may lie off the diagonal in its former basis before a new one is computed.

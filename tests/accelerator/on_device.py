@@ -134,6 +134,30 @@ def test_optimizers_wait_once_in_a_step(
     assert max(alone[1:]) <= (2 if make_optimizer in (KFACSGD, DiagonalNewton) else 2 + 2 * layers)
 
 
+@pytest.mark.parametrize("make_optimizer", [KFACSGD, EKFACSGD, DiagonalNewton, KFACAdamW])
+def test_launches_of_a_step(make_optimizer: type, device: str, waits: Callable):
+    """They grow with the layers, not with the blocks that factors are cut down to."""
+
+    def ordinary(layers: int, size: int) -> int:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, size), *(nn.Linear(size, size) for _ in range(layers)))
+        model, lossfunc, x, y = prepared(lambda: nn.Sequential(*model, nn.Linear(size, 5)), device)
+        blocks = {} if make_optimizer is DiagonalNewton else {"max_factor_size": 10}
+        optimizer = make_optimizer(model.parameters(), lr=1e-3, **blocks)
+        found = []
+        for _ in range(12):
+            optimizer.zero_grad()
+            with optimizer.curvature():
+                lossfunc(model(x), y).backward()
+            accelerator.load().take_launches()
+            optimizer.step()
+            found.append(sum(accelerator.load().take_launches().values()))
+        return min(found)
+
+    few, many = ordinary(2, 16), ordinary(7, 16)
+    assert (many - few) / 5 <= {KFACSGD: 4, DiagonalNewton: 6, KFACAdamW: 10, EKFACSGD: 14}[make_optimizer]
+    assert ordinary(2, 45) == few
+
+
 def test_random_numbers_are_drawn_again_on_the_device(device: str):
     """Attention is done again with the dropout it had, and nothing else sees it."""
     model, lossfunc, x, y = prepared(Transformer, device)
