@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations, parametrize
 
 from curvopt import CurvoptError, L2Regularizer, backpack, extend
-from curvopt.extensions import BatchGrad, DiagGGNExact, DiagHessian
+from curvopt.core.jacobians import Outer
+from curvopt.extensions import KFAC, BatchGrad, DiagGGNExact, DiagHessian, Variance
 
 N = 4
 
@@ -173,11 +177,25 @@ def test_batch_norm_over_processes_mixes_samples():
         extend(nn.CrossEntropyLoss())(extend(net)(x), y).backward()
 
 
-def test_samples_that_begin_to_mix():
+MIXTURES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "mean": lambda h, gate: h + gate * h.mean(0, keepdim=True),
+    "manifold mixup": lambda h, gate: (1 - gate) * h + gate * h.flip(0),
+    "roll": lambda h, gate: h + gate * h.roll(1, 0),
+    "where": lambda h, gate: torch.where(torch.full_like(h, gate) > 0, h.flip(0), h),
+    "lerp": lambda h, gate: torch.lerp(h, h.flip(0), gate),
+    "slices": lambda h, gate: h + gate * torch.cat([h[1:], h[:1]]),
+    "softmax over samples": lambda h, gate: h + gate * h.T.softmax(-1).T,
+    "products of samples": lambda h, gate: h + gate * torch.einsum("nd,nm->md", h, torch.ones(N, N).double()),
+    "pool": lambda h, gate: h + gate * F.avg_pool1d(h.T.unsqueeze(0), 3, 1, 1).squeeze(0).T,
+}
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_samples_that_begin_to_mix(mixture: str):
     """A gate that opens: what was found at the first backward does not hold for ever."""
-    net = Net(lambda m, x: m.first(x) + m.gate * m.first(x).mean(0, keepdim=True))
+    net = Net(lambda m, x: MIXTURES[mixture](m.first(x), m.gate))
     model, (x, y) = extend(net), data()
-    for net.gate in (0.0, 1.0):
+    for net.gate in (0.0, 0.5):
         expected = individual_gradients(model, x, y)
         try:
             with backpack(BatchGrad()):
@@ -185,6 +203,138 @@ def test_samples_that_begin_to_mix():
         except CurvoptError:
             continue
         torch.testing.assert_close(model.first.weight.grad_batch, torch.stack([g[0] for g in expected]))
+
+
+def test_operations_that_hang_together_in_another_way():
+    def twice(h: Tensor) -> Tensor:
+        return h + h.flip(0).flip(0)
+
+    def mixed(h: Tensor) -> Tensor:
+        h = h.flip(0)
+        return h + h.flip(0)
+
+    net, (x, y) = Net(lambda m, x: m.between(m.first(x))), data()
+    model = extend(net)
+    for net.between in (twice, mixed):
+        expected = individual_gradients(model, x, y)
+        with backpack(BatchGrad()):
+            extend(nn.CrossEntropyLoss())(model(x), y).backward()
+        torch.testing.assert_close(model.first.weight.grad_batch, torch.stack([g[0] for g in expected]))
+
+
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact, KFAC])
+def test_nothing_arrives_at_layers_of_sequences_whose_rows_are_flattened(extension: type, zero: bool):
+    """As in the first step from a head of zeros."""
+    model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5), nn.Flatten(0, 1)).double()
+    if zero:
+        nn.init.zeros_(model[3].weight)
+    x, y = torch.randint(7, (3, 4)), torch.randint(5, (12,))
+    lossfunc = extend(nn.CrossEntropyLoss())
+    with backpack(extension()):
+        lossfunc(extend(model)(x), y).backward()
+    if extension is BatchGrad:
+        for n in range(3):
+            gradients = torch.autograd.grad(lossfunc(model(x[n : n + 1]), y[4 * n : 4 * n + 4]), model.parameters())
+            for p, gradient in zip(model.parameters(), gradients, strict=True):
+                torch.testing.assert_close(p.grad_batch[n], gradient / 3)
+    elif extension is DiagGGNExact:
+        assert model[0].weight.diag_ggn_exact.any() != zero and model[3].weight.diag_ggn_exact.all()
+    else:
+        assert [factor.shape[0] for factor in model[1].weight.kfac] == [6, 6]
+
+
+def convolutions() -> tuple[nn.Module, Tensor, Tensor]:
+    layers = [nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1), nn.Flatten(), nn.Linear(192, 3)]
+    return nn.Sequential(*layers).double(), torch.randn(N, 2, 8, 8).double(), torch.tensor([0, 1, 2, 0])
+
+
+def same_or_refused(model: nn.Module, x: Tensor, y: Tensor, lossfunc: nn.Module) -> bool:
+    """Whether it was answered: individual gradients, and the gradient."""
+    expected = individual_gradients(model, x, y)
+    extend(model)
+    try:
+        with backpack(BatchGrad()):
+            lossfunc(model(x), y).backward()
+    except CurvoptError:
+        return False
+    for i, p in enumerate(model.parameters()):
+        torch.testing.assert_close(p.grad_batch, torch.stack([gradients[i] for gradients in expected]))
+        torch.testing.assert_close(p.grad, sum(gradients[i] for gradients in expected))
+    return True
+
+
+@pytest.mark.parametrize("changed", [nn.Conv2d, nn.CrossEntropyLoss, ()])
+def test_hooks_for_all_modules(changed: Any):
+    """They come before all others, and may change what a module gives."""
+    model, x, y = convolutions()
+    lossfunc = extend(nn.CrossEntropyLoss())
+    hook = register_module_forward_hook(lambda module, _, out: out.sin() if isinstance(module, changed) else None)
+    try:
+        if changed is nn.CrossEntropyLoss:
+            with contextlib.suppress(CurvoptError), backpack(DiagGGNExact()):
+                lossfunc(extend(model)(x), y).backward()
+                pytest.fail("the curvature of another loss")
+        else:
+            assert same_or_refused(model, x, y, lossfunc) == (changed == ())
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["from the first", "later"])
+def test_forward_of_the_class_replaced(first: bool, monkeypatch: pytest.MonkeyPatch):
+    def standardised(module: nn.Conv2d, x: Tensor) -> Tensor:
+        weight = module.weight - module.weight.mean((1, 2, 3), keepdim=True)
+        return module._conv_forward(x, weight / weight.std((1, 2, 3), keepdim=True), module.bias)
+
+    if not first:
+        model, x, y = convolutions()
+        assert same_or_refused(model, x, y, nn.CrossEntropyLoss())
+    monkeypatch.setattr(nn.Conv2d, "forward", standardised)
+    assert same_or_refused(*convolutions(), nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "orthogonal", "spectral_norm"])
+def test_backward_where_parametrizations_are_cached(kind: str):
+    net, (x, y) = Net(lambda m, x: m.first(x)), data()
+    getattr(parametrizations, kind)(net.first)
+    net.eval()
+    with parametrize.cached():
+        assert same_or_refused(net, x, y, nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("spectral_norm", [parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_spectral_norm_in_training(spectral_norm: Callable[[nn.Module], nn.Module], times: int):
+    """Calling it again would improve its vectors once more."""
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 8)
+    nn.init.orthogonal_(linear.weight)  # close singular values, so that the vectors are long on their way
+    linear.weight.data += 0.02 * torch.randn(8, 16)
+    model = extend(nn.Sequential(spectral_norm(linear), nn.Tanh(), nn.Linear(8, 3)))
+    x, y, lossfunc = torch.randn(8, 16), torch.randint(3, (8,)), extend(nn.CrossEntropyLoss())
+    for _ in range(3):
+        vectors = [buffer.clone() for buffer in model.buffers()]
+        model.zero_grad()
+        with backpack(BatchGrad()):
+            sum(lossfunc(model(x), y) for _ in range(times)).backward()
+        assert not all(torch.equal(*both) for both in zip(vectors, model.buffers(), strict=True))
+        for p in model.parameters():
+            torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+def test_norms_by_gram_matrices_are_not_negative():
+    torch.manual_seed(0)
+    left, right = torch.randn(1, 64, 1, 3, 8), torch.randn(64, 1, 1, 8).expand(-1, -1, 3, -1)
+    left[:, :, :, 2] = -left[:, :, :, 0] - left[:, :, :, 1]  # products that sum to nothing
+    norms = Outer(left, right, torch.Size((8, 8))).norms2()
+    assert (norms >= 0).all() and norms.max() < 1e-3
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.Conv1d(2, 2, 3)])
+def test_empty_batches_without_a_known_loss(layer: nn.Module):
+    with pytest.raises(CurvoptError, match="batch is empty"), backpack(Variance()):
+        extend(layer)(torch.randn(0, *([3] if isinstance(layer, nn.Linear) else [2, 5]))).sum().backward()
 
 
 def test_mode_switched_between_forward_and_backward():

@@ -29,7 +29,7 @@ class FunctionalUse(Use):
         """Record what the node saved."""
         self.path, self.module, self.args, self.kwargs = path, module, (x,), {}
         self.versions, self.boundary, self.outputs = (x._version,), frozenset(), None
-        self.random = None
+        self.random, self.state = None, {}
         self.shapes, self.cache, self.settings, self.seen = (shape,), {}, None, tuple(module._parameters.values())
         self.rule = rule_for(module)
 

@@ -64,7 +64,7 @@ class Graph:
         self.entries: dict[Use, Entry] = {}
         self.terms: dict[TermUse, GradientEdge] = {}
         self.mixing: list[str] = []
-        nodes = list(_walk(list(roots)))
+        nodes = list(walk(list(roots)))
         self._sinks: list[Any] = [node for node in nodes if is_sink(node)]
         self.leaves: list[Tensor] = [leaf for leaf in map(leaf_of, nodes) if leaf is not None]
         self.custom = any(isinstance(node, BackwardCFunction) for node in nodes)
@@ -98,7 +98,7 @@ class Graph:
         outputs = {edge.node for entry in self.entries.values() if entry.parameters for edge in entry.edges.values()}
         self.losses, self.nonlinear = find_losses(roots, outputs | terms)
         ends = [loss.edge.node for loss in self.losses if loss.edge is not None]
-        self.structure = structure(_walk(ends))
+        self.structure = structure(ends)
         self.uses_of: dict[nn.Parameter, int] = {}
         for entry in self.entries.values():
             for p in entry.parameters.values():
@@ -128,7 +128,7 @@ class Graph:
     def inside(self, entry: Entry) -> list[Node]:
         """The nodes of an entry of one output, and those that accumulate gradients of its parameters."""
         (edge,) = entry.edges.values()
-        return list(_walk([edge.node], entry.use.boundary))
+        return list(walk([edge.node], entry.use.boundary))
 
     def name(self, p: nn.Parameter) -> str:
         """Path of a parameter in the extended model."""
@@ -208,7 +208,7 @@ class _Interior:
         known = {id(p) for p in parameters}
         parents: dict[Node, list[Node]] = {}
         reached: list[tuple[Node, nn.Parameter]] = []
-        for node in _walk(outputs, boundary):
+        for node in walk(outputs, boundary):
             self.nodes.add(node)
             for position, (target, _) in enumerate(node.next_functions):
                 p = leaf_of(target)
@@ -245,9 +245,14 @@ _REDUCING = ("Mean", "Sum", "Var", "Std", "Softmax", "LogSoftmax", "Cum", "Amax"
 _arguments: dict[str, tuple[str, ...]] = {}
 
 
-def structure(nodes: Iterable[Node]) -> int | None:
-    """Hash of the operations of some nodes and their integer arguments, or ``None`` where tensors are arguments."""
+def structure(ends: list[Node]) -> int | None:
+    """Hash of the operations behind some nodes, how they hang together, and their integer arguments.
+
+    ``None`` where tensors are arguments.
+    """
     found: list[Any] = []
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(ends))}
+    nodes = list(numbers)
     for node in nodes:
         name = name_of(node)
         if name.startswith(_REORDERING) or (isinstance(node, BackwardCFunction) and not is_sink(node)):
@@ -259,7 +264,16 @@ def structure(nodes: Iterable[Node]) -> int | None:
         if name not in _arguments:
             saved = [attribute for attribute in dir(node) if attribute.startswith("_saved_")]
             _arguments[name] = tuple(a for a in saved if _is_argument(getattr(node, a)))
-        found.append((name, *(_hashable(getattr(node, attribute)) for attribute in _arguments[name])))
+        found.append(name)
+        found += [_hashable(getattr(node, attribute)) for attribute in _arguments[name]]
+        for following, output_nr in node.next_functions:
+            if following is None:
+                found.append(None)
+                continue
+            if following not in numbers:
+                numbers[following] = len(nodes)
+                nodes.append(following)
+            found.append((numbers[following], output_nr))
     return hash(tuple(found))
 
 
@@ -291,7 +305,7 @@ def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value if isinstance(value, (int, str, tuple)) else None
 
 
-def _walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node]:
+def walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node]:
     """Every node reachable from ``roots`` without entering ``boundary``, once."""
     seen = set(roots) - boundary
     stack = list(seen)
@@ -306,12 +320,12 @@ def _walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node
 
 def leaves_behind(roots: Sequence[Node]) -> set[Tensor]:
     """All leaf tensors that a backward from some nodes reaches."""
-    return {leaf for leaf in map(leaf_of, _walk(list(roots))) if leaf is not None}
+    return {leaf for leaf in map(leaf_of, walk(list(roots))) if leaf is not None}
 
 
 def records_behind(roots: list[Node], kind: type[R]) -> Iterator[tuple[R, GradientEdge]]:
     """The records of a kind behind some nodes, and where their gradients arrive."""
-    for node in _walk(roots):
+    for node in walk(roots):
         for record, _, output_nr in records_of(node):
             if isinstance(record, kind):
                 yield record, GradientEdge(node, output_nr)

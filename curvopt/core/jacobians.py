@@ -289,7 +289,8 @@ class Outer(Jacobian):
             right = self.right
             return self.left_norms2 * (right * right).sum((1, 2, 3))
         if costs.by_gram(self.S, self.O, self.I, self.sums):
-            return ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum((2, 3, 4))
+            # terms of both signs may round to less than nothing
+            return ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum((2, 3, 4)).clamp(min=0)
         if torch.is_grad_enabled():
             return self.dense().reshape(self.V, self.N, -1).square().sum(2)
         norms = self.left.new_empty(self.V, self.N)

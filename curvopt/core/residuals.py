@@ -54,6 +54,13 @@ ELEMENTWISE = frozenset(
 )
 
 
+# Leave entries where they are.
+BY_ENTRY = ELEMENTWISE | frozenset(
+    """Abs Add Addcdiv Addcmul Alias Clamp ClampMax ClampMin Clone Contiguous Detach Div Hardsigmoid Hardtanh LeakyRelu
+    MaskedFill Maximum Minimum Mul NativeDropout Neg Prelu Relu Relu6 Rsub Sub Threshold ToCopy Where""".upper().split()
+)
+
+
 def operation(node: Node) -> str:
     """Upper-case name of the operation a node differentiates, e.g. ``TANH``; functions of users keep a small letter."""
     name = name_of(node).rsplit("::", 1)[-1]

@@ -5,13 +5,15 @@ sample). Whether that holds at a use depends on the network: a lookup of positio
 ``torch.cat([x1, x2])`` interleaves them, a sequence-first layout has them elsewhere, and custom code may mix them. So
 the first backward through a network sends back a random vector, and again with every sample scaled by a factor of its
 own. Uses at which not every share arrives scaled by exactly its sample's factor are *unaligned*: their Jacobians are
-formed sample by sample, exact whatever the layout, at N times the cost.
+formed sample by sample, exact whatever the layout, at N times the cost. What was found holds for all graphs of the same
+structure, unless zeros (of a gate that is closed yet) hide what some operation does.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -19,10 +21,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core.compare import allclose
-from curvopt.core.graph import Entry, Graph
-from curvopt.core.residuals import leads_to, pull, pull_each
+from curvopt.core.graph import Entry, Graph, walk
+from curvopt.core.residuals import BY_ENTRY, leads_to, leaf_of, operation, pull, pull_each
 from curvopt.core.uses import Loss, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
+
+EMPTY = "the batch is empty; call backward outside of the context for it."
 
 
 class Samples(NamedTuple):
@@ -48,7 +52,7 @@ def find_samples(graph: Graph, losses: Collection[Loss]) -> Samples:
     losses = [loss for loss in losses if loss.edge is not None and loss.input.dim() > 0]
     for loss in losses:
         if len(loss.input) == 0:
-            raise CurvoptError(f"{loss.describe()}: the batch is empty; call backward outside of the context for it.")
+            raise CurvoptError(f"{loss.describe()}: {EMPTY}")
     entries = [entry for entry in graph.entries.values() if entry.parameters]
     if not losses or graph.mixing:
         return _common_length(graph, losses)
@@ -66,7 +70,7 @@ def find_samples(graph: Graph, losses: Collection[Loss]) -> Samples:
                 CurvoptWarning,
                 stacklevel=2,
             )
-        if key is not None and not silent:
+        if key is not None and not (silent or _closed(losses, entries)):
             if len(_found) > 256:
                 _found.clear()
             _found[key] = found
@@ -96,6 +100,27 @@ def _search(losses: Sequence[Loss], entries: Sequence[Entry]) -> tuple[tuple[int
             strays, quiet = unaligned(fewer, losses, edges)
             return (fewer, frozenset(strays)), silent or quiet
     return (N, frozenset(strays)), silent
+
+
+def _closed(losses: Sequence[Loss], entries: Sequence[Entry]) -> bool:
+    """Whether nothing but zeros arrives at some operation that may move samples: what it does to them is not seen."""
+    generator = torch.Generator().manual_seed(0)
+    edges = [edge for entry in entries for edge in entry.edges.values()]
+    zeros: list[Tensor] = []
+
+    def arrived(grads: Sequence[Tensor | None]) -> None:
+        zeros.extend(~grad.any() for grad in grads if grad is not None)
+
+    with torch.no_grad():
+        for loss in losses:
+            assert loss.edge is not None
+            with ExitStack() as hooks:
+                for node in walk([loss.edge.node]):
+                    if leaf_of(node) is None and operation(node) not in BY_ENTRY:
+                        hooks.callback(node.register_prehook(arrived).remove)
+                seed = torch.randn(loss.input.shape, generator=generator).to(loss.input)
+                pull([loss.edge], edges, [seed.unsqueeze(0)])
+        return bool(torch.stack([zero.to(zeros[0].device) for zero in zeros]).any()) if zeros else False
 
 
 def _common_use(losses: Sequence[Loss], entries: Sequence[Entry]) -> bool:
@@ -181,8 +206,8 @@ def _probe(
     for k, (met, fits) in zip(verdicts, told, strict=True):
         if met:
             reached.add(edges[k][0])
-            if not fits:
-                strays.add(edges[k][0])
+        if not fits:  # where nothing arrives, by its shape
+            strays.add(edges[k][0])
     return strays, reached
 
 
@@ -194,7 +219,9 @@ def _common_length(graph: Graph, losses: Sequence[Loss]) -> Samples:
         return Samples(N, frozenset(use for use, length in rows.items() if length % N))
     N = min(rows.values(), default=1)
     for use, length in rows.items():
-        if length % max(N, 1):
+        if N == 0:
+            raise CurvoptError(f"{use.describe()}: {EMPTY}")
+        if length % N:
             raise CurvoptError(
                 f"{use.describe()}: batch axis of length {length}, but another part of the network sees {N} samples; "
                 "keep the samples on the first axis everywhere (expand inputs shared by all), or extend the loss."

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn.modules.module import _global_forward_hooks
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
@@ -104,6 +105,7 @@ class Use:
         "seen",
         "settings",
         "shapes",
+        "state",
         "versions",
     )
 
@@ -127,6 +129,7 @@ class Use:
         self.settings = None if self.rule.checks_outputs else _settings(module, self.rule)
         # kept to check that calling the module again, sample by sample, gives what it gave
         self.outputs = [_kept(out) for out in outputs] if self.rule.checks_outputs else None
+        self.state = self.rule.state(module) if self.rule.checks_outputs else {}
 
     @property
     def input(self) -> Tensor:
@@ -352,8 +355,8 @@ class LossRecorder(Recorder):
         if torch.compiler.is_dynamo_compiling():
             outside_of_graphs(self, module, args, kwargs, output)
             return
-        if not isinstance(output, Tensor) or output.grad_fn is None:
-            return
+        if not isinstance(output, Tensor) or output.grad_fn is None or _global_forward_hooks:
+            return  # hooks for all modules come first and may have changed it: the graph tells what it is
         _record(output.grad_fn, LossUse(self.path, module, args, kwargs), 0, output.output_nr)
 
 

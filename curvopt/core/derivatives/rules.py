@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks
+from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvopt.core import costs
@@ -31,7 +34,7 @@ Jacobians = dict[str, Jacobian]
 class Rule(ABC):
     """How one kind of module maps vectors at its outputs to Jacobians of its parameters."""
 
-    #: Whether a use keeps its (detached) outputs, for the check of `DefaultRule`.
+    #: Whether the module is called again, so that a use keeps `state`, and its (detached) outputs for a check.
     checks_outputs = False
     #: Whether the output is linear in the parameters (the input fixed), so that only operations after it add curvature.
     linear = False
@@ -43,6 +46,10 @@ class Rule(ABC):
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters this rule answers for, by their names relative to the module."""
         return owned_parameters(module)
+
+    def state(self, module: nn.Module) -> dict[str, Tensor]:
+        """What of a module's buffers its last forward computed with, if calling it again would change them."""
+        return {}
 
     def expected(self, module: Any) -> Container[str] | None:
         """Names of the parameters that the rule knows; a module with others (parametrized weights) gets the default."""
@@ -111,7 +118,8 @@ def register(*types: type[nn.Module] | str) -> Callable[[type[R]], type[R]]:
 def rule_for(module: nn.Module) -> Rule:
     """The rule of a module: that of its type if the module still computes what its type does, else the default."""
     # asked in every forward, so remembered by all that the answer depends on
-    kind = (type(module), *module._parameters, *module._modules)
+    own = type(module)
+    kind = (own, own.forward, getattr(own, "_conv_forward", None), *module._parameters, *module._modules)
     if _is_patched(module):
         return _default
     rule = _rule_of_kind.get(kind)
@@ -131,6 +139,7 @@ def _is_patched(module: nn.Module) -> bool:
         "forward" in vars(module)
         or "_conv_forward" in vars(module)
         or not (first is None or isinstance(first, Recorder))
+        or bool(_global_forward_hooks)  # which come before all others
     )
 
 
@@ -138,13 +147,18 @@ def _find_rule(module: nn.Module) -> Rule:
     for base in type(module).__mro__:
         rule = _rules.get(base) or _rules.get(f"{base.__module__}.{base.__qualname__}")
         if rule is not None:
-            kept = all(
-                getattr(type(module), f) is getattr(base, f) for f in ("forward", "_conv_forward") if hasattr(base, f)
-            )
+            forwards = [f for f in ("forward", "_conv_forward") if hasattr(base, f)]
+            kept = all(getattr(type(module), f) is getattr(base, f) and _is_original(base, f) for f in forwards)
             expected = rule.expected(module)
             plain = expected is None or all(name in expected for name in owned_parameters(module))
             return rule if kept and plain else _default
     return _default
+
+
+def _is_original(kind: type, name: str) -> bool:
+    """Whether a method was written where its class was, not put there later."""
+    owner = next(base for base in kind.__mro__ if name in vars(base))
+    return getattr(vars(owner)[name], "__globals__", {}).get("__name__") == owner.__module__
 
 
 def batch_length(use: Use) -> int:
@@ -231,6 +245,17 @@ class DefaultRule(Rule):
 
     checks_outputs = True
 
+    def state(self, module: nn.Module) -> dict[str, Tensor]:
+        # a spectral norm improves its vectors before it uses them
+        vectors: dict[str, Tensor] = {}
+        for path, child in module.named_modules():
+            if isinstance(child, parametrizations._SpectralNorm):
+                vectors |= {f"{path}.{name}": buffer for name, buffer in child.named_buffers()}
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                vectors |= {f"{hook.name}_{side}": getattr(module, f"{hook.name}_{side}") for side in "uv"}
+        return {name: vector.clone() for name, vector in vectors.items()}
+
     def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         rows = self.rows(use)
         leaves, spec = tree_flatten((use.args, use.kwargs))
@@ -249,7 +274,7 @@ class DefaultRule(Rule):
         def whole(params: dict[str, Tensor], given: list[Any]) -> list[Tensor]:
             args, kwargs = tree_unflatten(given, spec)
             # buffers are copied, since the call may count or average in them
-            state = {name: buffer.clone() for name, buffer in use.module.named_buffers()} | params
+            state = {name: buffer.clone() for name, buffer in use.module.named_buffers()} | use.state | params
             result = torch.func.functional_call(
                 _Forward(use.module), {f"module.{name}": value for name, value in state.items()}, args, kwargs
             )
@@ -363,11 +388,19 @@ class _Forward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         attributes = [(module, dict(vars(module))) for module in self.module.modules()]
+        cached, parametrize._cache_enabled = parametrize._cache_enabled, 0  # it has the weights of the forward
         try:
+            for module, _ in attributes:
+                if isinstance(module, parametrizations._SpectralNorm):
+                    module.training = False  # no further power iteration: see `state`
             for hook in self.module._forward_pre_hooks.values():
-                hook(self.module, args)  # the recorded arguments already passed through it
+                if isinstance(hook, SpectralNorm):
+                    setattr(self.module, hook.name, hook.compute_weight(self.module, do_power_iteration=False))
+                else:
+                    hook(self.module, args)  # the recorded arguments already passed through it
             return self.module.forward(*args, **kwargs)
         finally:
+            parametrize._cache_enabled = cached
             for module, before in attributes:  # weights that a hook computed and the like belong to this call alone
                 vars(module).clear()
                 vars(module).update(before)
