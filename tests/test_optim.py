@@ -786,6 +786,15 @@ def test_parameters_added_during_training(make: Callable) -> None:
     assert not any(torch.equal(p, q) for p, q in zip(late, before, strict=True))
 
 
+@every_optimizer
+def test_a_group_without_gradients_stays(make: Callable) -> None:
+    run = Run(lambda params, **options: make([{"params": each} for each in params], **options))
+    weight, bias = run.model[1].weight.requires_grad_(False), run.model[1].bias
+    before, moved = weight.clone(), bias.clone()
+    run.train(2)
+    assert torch.equal(weight, before) and not torch.equal(bias, moved)
+
+
 def test_a_frozen_parameter_stays() -> None:
     run = Run(KFACSGD)
     run.model[1].weight.requires_grad_(False)

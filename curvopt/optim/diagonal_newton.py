@@ -119,6 +119,8 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         length = torch.zeros_like(quadratic)
         for group in self.param_groups:
             taken = [param for param in group["params"] if param in updates]
+            if not taken:
+                continue
             own = torch._foreach_mul([updates[p] for p in taken], [self.state[p]["scales"][0] for p in taken])  # pyright: ignore[reportPrivateImportUsage]
             lengths = torch._foreach_norm(own, 1)  # pyright: ignore[reportPrivateImportUsage]
             length += group["lr"] * sum(each.to(quadratic) for each in lengths)
