@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from curvopt import CurvoptError, backpack, extend
-from curvopt.extensions import BatchGrad
+from curvopt.extensions import KFLR, BatchGrad
 from curvopt.hessianfree import ggn_vector_product
 from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
@@ -210,7 +210,7 @@ def test_diagonal_step_is_the_elementwise_quotient() -> None:
 
 def test_the_exact_factors_are_those_of_the_extension() -> None:
     from curvopt import backpack
-    from curvopt.extensions import KFLR, DiagGGNExact
+    from curvopt.extensions import DiagGGNExact
 
     for make, extension in (
         (OPTIMIZERS["KFACSGD exact"], KFLR()),
@@ -784,6 +784,78 @@ def test_parameters_added_during_training(make: Callable) -> None:
     run.train(range(12, 13))
     assert list(run.optimizer.coverage().values()).count("none") == 0
     assert not any(torch.equal(p, q) for p, q in zip(late, before, strict=True))
+
+
+class TiedHeads(nn.Module):
+    """One matrix as an embedding, and as a linear layer on what it embeds or on features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(4, 4), nn.Linear(4, 4)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) if x.is_floating_point() else self.table(x)
+
+
+@pytest.mark.parametrize("accumulated", [True, False])
+@pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, KFACAdamW])
+def test_a_weight_of_two_kinds_of_use_is_refused(make: Callable, accumulated: bool) -> None:
+    model, lossfunc = extend(TiedHeads()), extend(nn.CrossEntropyLoss())
+    optimizer = make(model.parameters(), fisher="exact")
+    inputs, y = (torch.randn(8, 4), torch.randint(4, (8,))), torch.randint(4, (8,))
+    with pytest.raises(CurvoptError, match="uses of different kinds"):
+        for x in inputs:
+            if not accumulated:
+                optimizer.zero_grad()
+            with optimizer.curvature():
+                lossfunc(model(x), y).backward()
+            if not accumulated:
+                optimizer.step()
+                before = [factor.clone() for factor in optimizer.state[model.table.weight]["factors"]]
+    if not accumulated:
+        assert all(map(torch.equal, before, optimizer.state[model.table.weight]["factors"]))
+
+
+def test_losses_by_two_kinds_of_use_are_refused() -> None:
+    model, lossfunc = extend(TiedHeads()), extend(nn.CrossEntropyLoss())
+    x, indices, y = torch.randn(8, 4), torch.randint(4, (8,)), torch.randint(4, (8,))
+    with pytest.raises(CurvoptError, match=r"weight: .*uses of different kinds.*kflr"), backpack(KFLR()):
+        (lossfunc(model(x), y) + lossfunc(model(indices), y)).backward()
+
+
+@pytest.mark.parametrize("make", [KFACSGD, EKFACSGD])
+def test_no_damping_leaves_out_directions_without_curvature(make: Callable) -> None:
+    run = Run(make, damping=0.0, fisher="exact")  # some pixels are zero everywhere
+    run.train(1)
+    assert max(weights.abs().max() for weights in run.weights()) < 1e4
+
+
+@every_optimizer
+def test_parameters_without_curvature_may_have_another_dtype(make: Callable) -> None:
+    other = nn.Parameter(torch.ones(2).double())
+    run = Run(lambda params, **options: make([*params, other], **options))
+    run.backward(0)
+    other.grad = torch.ones(2).double()
+    run.optimizer.step()
+    assert other.dtype == torch.float64 and (other < 1).all()
+
+
+@pytest.mark.parametrize("change", [{"max_factor_size": 8}, {"dtype": torch.float64}], ids=str)
+def test_state_of_other_options_is_refused(change: dict[str, Any]) -> None:
+    state = Run(KFACSGD).train(1).optimizer.state_dict()
+    run = Run(KFACSGD, **change)
+    run.optimizer.load_state_dict(state)
+    weights = run.weights()
+    with pytest.raises(CurvoptError, match="build the optimizer with the same options"):
+        run.train(1)
+    assert all(map(torch.equal, weights, run.weights()))
+
+
+@every_optimizer
+def test_complex_parameters_are_refused(make: Callable) -> None:
+    with pytest.raises(CurvoptError, match="complex"):
+        make([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
 
 
 @every_optimizer

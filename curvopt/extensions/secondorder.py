@@ -16,7 +16,8 @@ from torch import Tensor
 
 from curvopt.core.jacobians import Approx, Dense, Jacobian, Squares, add, widened
 from curvopt.core.sweep import Averaged, Empirical, Exact, MonteCarlo
-from curvopt.errors import CurvoptWarning
+from curvopt.core.uses import extended_name
+from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions.base import Extension, indices
 
 
@@ -151,6 +152,14 @@ class _Factors:
     rights: dict[tuple, Tensor | None] = dataclasses.field(default_factory=dict)
 
 
+def _different_kinds(field: str, jacobian: Jacobian) -> CurvoptError:
+    name = "a parameter" if jacobian.parameter is None else extended_name(jacobian.parameter) or "a parameter"
+    return CurvoptError(
+        f"{name}: losses reach it by uses of different kinds (an embedding and a linear layer, say), of which {field} "
+        "do not add up; compute the losses from one output, untie it, or ask for a diagonal (DiagonalNewton)."
+    )
+
+
 class _Kronecker(Extension):
     """Kronecker factors: ``[B, A]`` with ``G ≈ B ⊗ A`` of ``[O, I]`` matrices, a single factor for other parameters."""
 
@@ -168,6 +177,8 @@ class _Kronecker(Extension):
     def update(self, total: _Factors | None, jacobian: Jacobian) -> _Factors:
         left = jacobian.left_factor(self.approx, self.limit)
         total = total or _Factors(jacobian.transposed, left.dtype)
+        if total.left is not None and (total.left.shape, total.transposed) != (left.shape, jacobian.transposed):
+            raise _different_kinds(self.field, jacobian)
         total.left = add(total.left, widened(left))
         if jacobian.origin not in total.rights:
             # once for all columns; several losses may come by different uses
@@ -295,6 +306,8 @@ class EigenDiagonal(Extension):
     def update(self, total: Tensor | None, jacobian: Jacobian) -> Tensor | None:
         assert jacobian.parameter is not None
         bases = self.bases.get(jacobian.parameter)
+        if bases is not None and len(bases) != (1 if isinstance(jacobian, Dense) else 2):
+            raise _different_kinds("bases", jacobian)
         return None if bases is None else add(total, jacobian.rotated(bases).squares().reshape(-1))
 
     def regularize(self, total: Tensor | None, weight: Tensor, p: Tensor, N: int) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from curvopt import backpack
 from curvopt.core.context import attach, heard
 from curvopt.core.jacobians import widened
-from curvopt.core.uses import outside_of_graphs, owned_parameters
+from curvopt.core.uses import extended_name, outside_of_graphs, owned_parameters
 from curvopt.distributed import Peers, peers_of, refuse_sharded
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.kroneckers import kfac_mat_prod, sizes_of
@@ -95,9 +95,37 @@ def cosine(ug: Tensor, uu: Tensor, gg: Tensor) -> Tensor:
     return ug / (uu.sqrt() * gg.sqrt()).clamp(min=torch.finfo(uu.dtype).tiny)
 
 
+def refuse_complex(param_group: dict[str, Any], optimizer: str) -> None:
+    """Refuse a param group with a complex parameter, before it is added.
+
+    Raises:
+        CurvoptError: if there is one.
+    """
+    params = param_group["params"]
+    members = [params] if isinstance(params, Tensor) else params if isinstance(params, (list, tuple)) else []
+    if any((p[-1] if isinstance(p, tuple) else p).is_complex() for p in members):  # perhaps with names
+        raise CurvoptError(f"{optimizer} got a complex parameter; use two real ones.")
+
+
 def pop_field(param: Tensor, name: str) -> Any:
     """Take a quantity off a parameter; ``None`` if there is none."""
     return vars(param).pop(name, None)
+
+
+def check_forms(name: str | None, known: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    """Refuse to add curvature to what a parameter has if it comes in another form.
+
+    Raises:
+        CurvoptError: for other shapes or another dtype.
+    """
+    before, now = ([(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in each] for each in (known, new))
+    if before != now:
+        raise CurvoptError(
+            f"{name or 'a parameter'}: its curvature is kept as {before}, but comes as {now}. If losses reach it by "
+            "uses of different kinds (an embedding and a linear layer, say), compute them from one output, untie it, "
+            "or use DiagonalNewton; if the state was loaded, build the optimizer with the same options, for parameters "
+            "of the same dtype. Parameters and state are unchanged."
+        )
 
 
 @dataclass
@@ -175,6 +203,7 @@ class Collection:
         self.variables = max(self.variables, other.variables)
         for param, curvature in other.curvature.items():
             if param in self.curvature:
+                check_forms(extended_name(param), self.curvature[param].sums, curvature.sums)
                 self.curvature[param].add(curvature)
             else:
                 self.curvature[param] = curvature
@@ -277,6 +306,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             raise ValueError(f"damping must be at least 0, got {param_group['damping']}")
         if not 0 <= param_group["ema"] < 1:
             raise ValueError(f"ema must be in [0, 1), got {param_group['ema']}")
+        refuse_complex(param_group, type(self).__name__)
         super().add_param_group(param_group)
         refuse_sharded(self._names(), type(self).__name__)
         self._progress["next_refresh"] = self._progress["step"]  # new parameters do not wait for the interval
@@ -518,6 +548,9 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         params = list(grads)
         # not finite if the loss weighs nothing
         new = {param: curvature.mean(pending.weight) for param, curvature in pending.curvature.items()}
+        for param, tensors in new.items():
+            known = self.state[param].get("factors", [])
+            check_forms(self._names()[param], known, tensors[: len(known)])
         owners = [param for param, tensors in new.items() for _ in tensors]
         tensors = [*grads.values(), *(tensor for tensors in new.values() for tensor in tensors)]
         if new:  # else its weight is no number of the device
@@ -586,7 +619,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             for param in group["params"]:
                 if param in grads:
                     grad = widened(grads[param].reshape(-1))
-                    updates[param] = update = self._solve(param, grad, group["damping"])
+                    update = self._solve(param, grad, group["damping"])
+                    updates[param] = update = update.clone() if update is grad else update
                     pairs.append((update, grad))
             if pairs:
                 total = moments(pairs)

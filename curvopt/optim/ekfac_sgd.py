@@ -125,7 +125,11 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
     def _solve(self, param: Tensor, grad: Tensor, damping: float) -> Tensor:
         bases = self.state[param]["bases"]
         scales = self.state[param]["scales"] if bases else self._progress["mean_curvature"].to(grad)
-        scales = (scales + damping).clamp(min=torch.finfo(scales.dtype).tiny)
+        info = torch.finfo(scales.dtype)
+        if damping > 0:
+            scales = (scales + damping).clamp(min=info.tiny)
+        else:  # directions without curvature are left out
+            scales = scales.masked_fill(scales <= info.eps * scales.max(), torch.inf)
         if not bases:
             return grad / scales
         sizes = sizes_of(bases, param.shape)

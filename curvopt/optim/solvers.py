@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvopt.core.jacobians import widened
 from curvopt.distributed import share
 from curvopt.kroneckers import (
     damped_inverses,
@@ -60,7 +61,7 @@ class FactoredInverse(CurvatureOptimizer):
                 else:
                     tiny = torch.finfo(curvature.dtype).tiny
                     scale = (curvature + group["damping"]).clamp(min=tiny).reciprocal()
-                    state["inverses"] = [scale.to(param.device)]
+                    state["inverses"] = [scale.to(widened(param.new_empty(0)))]
 
     def _solve(self, param: Tensor, grad: Tensor, damping: float) -> Tensor:
         inverses = self.state[param]["inverses"]
