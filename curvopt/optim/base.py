@@ -533,6 +533,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
 
     def _check(self, grads: dict[Tensor, Tensor], pending: Collection) -> dict[Tensor, list[Tensor]]:
         """Refuse a step that cannot be taken; return the mean curvature of the parameters for which it is finite."""
+        names = self._names()
         for i, group in enumerate(self.param_groups):
             if not group["damping"] >= 0:  # false for nan
                 raise CurvoptError(
@@ -542,7 +543,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         sparse = [param for param, grad in grads.items() if grad.layout != torch.strided]
         if sparse:
             raise CurvoptError(
-                f"{self._names()[sparse[0]]}: {type(self).__name__} needs a dense gradient, got one with layout "
+                f"{names[sparse[0]]}: {type(self).__name__} needs a dense gradient, got one with layout "
                 f"{sparse[0].grad.layout}; build the embedding with sparse=False."  # type: ignore[union-attr]
             )
         params = list(grads)
@@ -550,7 +551,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         new = {param: curvature.mean(pending.weight) for param, curvature in pending.curvature.items()}
         for param, tensors in new.items():
             known = self.state[param].get("factors", [])
-            check_forms(self._names()[param], known, tensors[: len(known)])
+            check_forms(names[param], known, tensors[: len(known)])
         owners = [param for param, tensors in new.items() for _ in tensors]
         tensors = [*grads.values(), *(tensor for tensors in new.values() for tensor in tensors)]
         if new:  # else its weight is no number of the device
@@ -560,7 +561,6 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
 
         bad = [param for param, ok in zip(params, finite, strict=False) if not ok]
         if bad:
-            names = self._names()
             raise CurvoptError(
                 f"gradient of {', '.join(names[param] for param in bad[:5])}"
                 f"{f' and {len(bad) - 5} more' if len(bad) > 5 else ''} is not finite (inf or nan). Parameters "
@@ -573,7 +573,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         if new and not finite[-1]:
             rejected = set(new)
         for param in rejected:
-            logger.warning("%s: new curvature is not finite and was dropped", self._names()[param])
+            logger.warning("%s: new curvature is not finite and was dropped", names[param])
 
         known = any("factors" in state for state in self.state.values())
         if not known and len(rejected) == len(new):
