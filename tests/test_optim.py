@@ -856,6 +856,10 @@ def test_state_of_other_options_is_refused(change: dict[str, Any]) -> None:
 def test_complex_parameters_are_refused(make: Callable) -> None:
     with pytest.raises(CurvoptError, match="complex"):
         make([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    optimizer = make([nn.Parameter(torch.ones(2))])
+    with pytest.raises(CurvoptError, match="complex"):
+        optimizer.add_param_group({"params": iter([nn.Parameter(torch.ones(2, dtype=torch.complex64))])})
+    assert len(optimizer.param_groups) == 1
 
 
 @every_optimizer

@@ -95,16 +95,21 @@ def cosine(ug: Tensor, uu: Tensor, gg: Tensor) -> Tensor:
     return ug / (uu.sqrt() * gg.sqrt()).clamp(min=torch.finfo(uu.dtype).tiny)
 
 
-def refuse_complex(param_group: dict[str, Any], optimizer: str) -> None:
-    """Refuse a param group with a complex parameter, before it is added.
+def check_new_group(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
+    """Refuse sharded and complex parameters; the param group that was added last is taken out again.
 
     Raises:
         CurvoptError: if there is one.
     """
-    params = param_group["params"]
-    members = [params] if isinstance(params, Tensor) else params if isinstance(params, (list, tuple)) else []
-    if any((p[-1] if isinstance(p, tuple) else p).is_complex() for p in members):  # perhaps with names
-        raise CurvoptError(f"{optimizer} got a complex parameter; use two real ones.")
+    who = type(optimizer).__name__
+    try:
+        refuse_sharded(names, who)
+        for p, name in names.items():
+            if p.is_complex():
+                raise CurvoptError(f"{name}: {who} got a complex parameter; use two real ones.")
+    except CurvoptError:
+        optimizer.param_groups.pop()
+        raise
 
 
 def pop_field(param: Tensor, name: str) -> Any:
@@ -306,9 +311,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             raise ValueError(f"damping must be at least 0, got {param_group['damping']}")
         if not 0 <= param_group["ema"] < 1:
             raise ValueError(f"ema must be in [0, 1), got {param_group['ema']}")
-        refuse_complex(param_group, type(self).__name__)
         super().add_param_group(param_group)
-        refuse_sharded(self._names(), type(self).__name__)
+        check_new_group(self, self._names())
         self._progress["next_refresh"] = self._progress["step"]  # new parameters do not wait for the interval
 
     # --- collecting curvature -----------------------------------------------------------------------------------

@@ -24,11 +24,11 @@ from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.graph import records_behind
 from curvopt.core.uses import Loss, TermUse, listen, unheard
-from curvopt.distributed import Peers, peers_of, refuse_sharded
+from curvopt.distributed import Peers, peers_of
 from curvopt.errors import CurvoptError
 from curvopt.hessianfree.cg import Product, Solution, cg
 from curvopt.hessianfree.rop import linearise
-from curvopt.optim.base import CurvatureOptimizer
+from curvopt.optim.base import CurvatureOptimizer, check_new_group
 from curvopt.optim.closures import Closure
 
 if TYPE_CHECKING:
@@ -464,10 +464,7 @@ class HessianFree(torch.optim.Optimizer):
             if not value >= 0:
                 raise ValueError(f"{name} must be at least 0, got {value}")
         super().add_param_group(param_group)
-        refuse_sharded(self._names(), "HessianFree")
-        for p, name in self._names().items():
-            if p.is_complex():
-                raise CurvoptError(f"{name}: HessianFree got a complex parameter; use two real ones.")
+        check_new_group(self, self._names())
 
     @torch.no_grad()
     @sdpa_kernel(SDPBackend.MATH)  # no other has a second derivative
