@@ -6,12 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import LAYERS, Case, Problem, cross_entropy, labels, mlp, mse, normal, values
 from checks import BY_NAME, by_case, check, check_all, compare, extended
 from reference import Reference, jacobian, reference
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from curvopt import backpack, extend, set_columns_per_sweep
+from curvopt.core import residuals
+from curvopt.core.uses import records_of
 from curvopt.errors import CurvoptError
 from curvopt.extensions import (
     GGNMP,
@@ -23,6 +27,7 @@ from curvopt.extensions import (
     DiagGGNExact,
     DiagHessian,
 )
+from curvopt.hessianfree import hessian_vector_product
 
 # Parameters that are used several times, or by a rule that does not promise to be linear in them, owe their curvature
 # not only to operations after them, so there is no part of it to replace: pchmp refuses such nets.
@@ -106,7 +111,7 @@ def test_positive_curvature_is_the_hessian_with_parts_replaced(case: Case):
             assert torch.linalg.eigvalsh(larger - smaller).min() >= -1e-10 * size, name
 
 
-# PyTorch's double backward of fused weight normalisation returns a matrix that is not symmetric
+# PyTorch's double backward of fused weight normalisation is wrong
 NO_SECOND_DERIVATIVE = {"weight-norm", "weight-norm-conv"}
 
 
@@ -133,6 +138,46 @@ def test_every_quantity_of_every_layer(case: Case):
                 compare(p.kflr[0].diagonal(), p.diag_ggn_exact.flatten(), name)
             elif p.kflr[0].dim() < 3:
                 assert rows == p.numel(), name
+
+
+class OfOneTrunk(nn.Module):
+    """Two branches of one trunk, the second of which gives the weight of an operation on the first."""
+
+    def __init__(self, operation: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.trunk, self.first, self.second, self.out = (nn.Linear(a, b) for a, b in [(3, 4), (4, 4), (4, 4), (4, 2)])
+        self.operation = operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.trunk(x))
+        return self.out(self.operation(self.first(h), self.second(h)))
+
+
+def fixed_batch_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.batch_norm(x, x.new_zeros(4), x.new_ones(4), weight[0], weight[0])
+
+
+def weight_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return torch._weight_norm(x.view(2, 2), weight.view(2, 2)[:, :1].contiguous(), 0).view(1, 4)
+
+
+@pytest.mark.parametrize("operation", [fixed_batch_norm, lambda x, weight: F.prelu(x, weight[0])])
+def test_operations_whose_weight_depends_on_parameters_are_not_linear(operation: Callable[[Tensor, Tensor], Tensor]):
+    check_all(extended(Case("", lambda: OfOneTrunk(operation), lambda: normal(1, 3)(), mse(), values)))
+
+
+def test_a_wrong_second_derivative_is_refused_at_its_name():
+    problem = extended(Case("", lambda: OfOneTrunk(weight_norm), lambda: normal(1, 3)(), mse(), values))
+    with pytest.raises(CurvoptError, match="weight norm is wrong"), backpack(DiagHessian()):
+        problem.loss().backward()
+    # a row of one entry has a symmetric Hessian, right or wrong
+    problem = extended(Case("", lambda: parametrizations.weight_norm(nn.Linear(1, 2)), normal(3, 1), mse(), values))
+    with pytest.raises(CurvoptError, match="original0: PyTorch's second derivative of weight norm"):
+        with backpack(HMP()):
+            problem.loss().backward()
+    parameters = list(problem.model.parameters())
+    with pytest.raises(CurvoptError, match="weight norm is wrong"):
+        hessian_vector_product(problem.loss(), parameters, parameters)
 
 
 # ------------------------------------------------------------------------- positive curvature from its definition
@@ -237,8 +282,22 @@ PIECEWISE_LINEAR = [
     nn.Hardsigmoid,  # has no second derivative in PyTorch
     nn.Hardshrink,
     nn.Softshrink,
+    nn.PReLU,
     nn.Identity,
 ]
+
+
+def test_names_of_operations_are_those_of_pytorch():
+    known = {name.upper().partition("BACKWARD")[0] for name in dir(torch._C._functions)}
+    assert known >= residuals.LINEAR | residuals.MULTILINEAR | residuals.ELEMENTWISE | residuals.BY_ENTRY
+
+
+@pytest.mark.parametrize("activation", PIECEWISE_LINEAR, ids=lambda activation: activation.__name__)
+def test_piecewise_linear_operations_add_nothing(activation: type[nn.Module]):
+    problem = extended(Case("", lambda: mlp(4, 6, 3, activation=activation), lambda: normal(5, 4)(), mse(), values))
+    z = problem.model(problem.x)
+    uses = {node for node in residuals.walk([z.grad_fn]) if records_of(node)}
+    assert uses and not residuals.nonlinear_operations(z.grad_fn, uses)
 
 
 @pytest.mark.parametrize("activation", PIECEWISE_LINEAR, ids=lambda activation: activation.__name__)

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.rules import Rule
 from curvopt.core.functional import added_term, parents_and_dependents, parents_of, recognise
-from curvopt.core.residuals import is_sink, leaf_of, name_of
+from curvopt.core.residuals import is_sink, leaf_of, name_of, walk
 from curvopt.core.uses import TermUse, Use, extended_name, records_of
 from curvopt.errors import CurvoptError
 
@@ -303,19 +303,6 @@ def _is_argument(value: Any) -> bool:
 
 def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value if isinstance(value, (int, str, tuple)) else None
-
-
-def walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node]:
-    """Every node reachable from ``roots`` without entering ``boundary``, once."""
-    seen = set(roots) - boundary
-    stack = list(seen)
-    while stack:
-        node = stack.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen and following not in boundary:
-                seen.add(following)
-                stack.append(following)
 
 
 def leaves_behind(roots: Sequence[Node]) -> set[Tensor]:

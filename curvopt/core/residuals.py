@@ -26,38 +26,39 @@ Modify = Literal["clip", "abs"] | None
 
 # Names of autograd nodes. Linear or piecewise linear in all of their inputs together:
 LINEAR = frozenset(
-    """Abs Add Alias Amax Amin AsStrided Cat ChannelShuffle Clamp ClampMax ClampMin Clone ConstantPadNd Contiguous
-    Cumsum Diagonal Embedding Expand FFTC2C FFTC2R FFTR2C Flip Fold Gather Hardshrink Hardsigmoid Hardtanh Im2Col
-    Col2Im Index IndexPut IndexSelect LeakyRelu LogicalNot MaskedFill MaskedSelect Max Maximum Mean Median Min
-    Minimum Narrow NativeDropout Neg PadSequence Permute PixelShuffle PixelUnshuffle Real Imag ViewAsComplex
-    ViewAsReal Conj ConjPhysical ReflectionPad1D ReflectionPad2D ReflectionPad3D Relu Relu6 Repeat RepeatInterleave
-    ReplicationPad1D ReplicationPad2D ReplicationPad3D ReshapeAlias Roll Rot90 Rsub Scatter ScatterAdd Select
-    SelectScatter Slice SliceScatter Softshrink Sort Split SplitWithSizes Squeeze Stack Sub Sum Swapaxes T Threshold
-    ToCopy ToDtype Topk Trace Transpose Tril Triu Unbind Unfold UnsafeSplit UnsafeView Unsqueeze UnsqueezeNested
-    UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D
-    UpsampleTrilinear3D View Where
-    AdaptiveAvgPool1D AdaptiveAvgPool2D AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D AvgPool1D AvgPool2D AvgPool3D
-    AdaptiveMaxPool2D AdaptiveMaxPool3D MaxPool2D MaxPool2DWithIndices MaxPool3D MaxPool3DWithIndices
-    MaxUnpool2D MaxUnpool3D Prelu RreluWithNoise FractionalMaxPool2D FractionalMaxPool3D
-    NativeBatchNorm CudnnBatchNorm MiopenBatchNorm""".upper().split()
+    """Abs Add Alias Amax Amin AsStrided BlockDiag Cat ChannelShuffle Clamp ClampMax ClampMin Clone ConstantPadNd Cummax
+    Cummin Cumsum Diagonal DiagEmbed Embedding Expand FFTC2C FFTC2R FFTR2C Flip Gather Hardshrink Hardsigmoid Hardtanh
+    Im2Col Col2Im Index IndexAdd IndexCopy IndexFill IndexPut IndexSelect Kthvalue LeakyRelu MaskedFill MaskedScatter
+    MaskedSelect Max Maximum Mean Median Min Minimum NanToNum Nansum NativeDropout Neg Permute PixelShuffle
+    PixelUnshuffle ViewAsComplex ViewAsReal Conj ConjPhysical ReflectionPad1D ReflectionPad2D ReflectionPad3D Relu
+    Repeat ReplicationPad1D ReplicationPad2D ReplicationPad3D ReshapeAlias Roll Rot90 Rsub Scatter ScatterAdd Select
+    SelectScatter Slice SliceScatter Softshrink Sort Split SplitWithSizes Squeeze Stack Sub Sum T Take Threshold
+    ToCopy Topk Trace Transpose Tril Triu Unbind Unfold UnsafeSplit UnsafeView Unsqueeze UpsampleNearest1D
+    UpsampleNearest2D UpsampleNearest3D UpsampleNearestExact1D UpsampleNearestExact2D UpsampleNearestExact3D
+    UpsampleLinear1D UpsampleBilinear2D UpsampleBilinear2DAA UpsampleBicubic2D UpsampleBicubic2DAA UpsampleTrilinear3D
+    View Where
+    AdaptiveAvgPool2D AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D AvgPool2D AvgPool3D AdaptiveMaxPool2D
+    AdaptiveMaxPool3D MaxPool2D MaxPool2DWithIndices MaxPool3DWithIndices MaxUnpool2D MaxUnpool3D RreluWithNoise
+    FractionalMaxPool2D FractionalMaxPool3D""".upper().split()
 )
 # Linear in each input by itself: nothing is added while only one of them depends on parameters upstream.
 MULTILINEAR = frozenset(
-    """Addbmm Addcmul Addmm Addmv Addr Baddbmm Bilinear Bmm Convolution ConvolutionOverrideable CudnnConvolution Dot
-    Mkldnnconvolution MkldnnConvolution Mm Mul Mv SlowConv2D Trilinear Lerp""".upper().split()
+    """Addbmm Addcmul Addmm Addmv Addr Baddbmm Bmm Convolution ConvolutionOverrideable CudnnConvolution Dot Lerp Linear
+    MkldnnConvolution Mm Mul Mv PreluKernel SlowConv2D Trilinear
+    NativeBatchNorm CudnnBatchNorm MiopenBatchNorm""".upper().split()
 )
 # Functions of single entries: the residual is diagonal.
 ELEMENTWISE = frozenset(
     """Celu Cos Cosh Elu Erf Erfc Exp Exp2 Expm1 Gelu Hardswish Log Log10 Log1P Log2 LogSigmoid
-    Logit Mish Pow Reciprocal Rsqrt Sigmoid Silu Sin Sinc Sinh Softplus Sqrt Square Tan Tanh
+    Logit Mish Pow Reciprocal Rsqrt Sigmoid Silu Sin Sinc Sinh Softplus Sqrt Tan Tanh
     Atan Asin Acos Asinh Acosh Atanh Digamma Lgamma""".upper().split()
 )
 
 
 # Leave entries where they are.
 BY_ENTRY = ELEMENTWISE | frozenset(
-    """Abs Add Addcdiv Addcmul Alias Clamp ClampMax ClampMin Clone Contiguous Detach Div Hardsigmoid Hardtanh LeakyRelu
-    MaskedFill Maximum Minimum Mul NativeDropout Neg Prelu Relu Relu6 Rsub Sub Threshold ToCopy Where""".upper().split()
+    """Abs Add Addcdiv Addcmul Alias Clamp ClampMax ClampMin Clone Div Hardsigmoid Hardtanh LeakyRelu MaskedFill Maximum
+    Minimum Mul NativeDropout Neg PreluKernel Relu Rsub Sub Threshold ToCopy Where""".upper().split()
 )
 
 
@@ -86,18 +87,27 @@ def is_sink(node: Node) -> bool:
     return isinstance(node, BackwardCFunction) and name_of(node) == "_DDPSinkBackward"
 
 
-def leads_to(root: Node, targets: Collection[Node]) -> bool:
-    """Whether any of some nodes lies behind ``root``, or is it."""
-    seen, stack = {root}, [root]
+def walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node]:
+    """Every node reachable from ``roots`` without entering ``boundary``, once."""
+    seen = set(roots) - boundary
+    stack = list(seen)
     while stack:
         node = stack.pop()
-        if node in targets:
-            return True
+        yield node
         for following, _ in node.next_functions:
-            if following is not None and following not in seen:
+            if following is not None and following not in seen and following not in boundary:
                 seen.add(following)
                 stack.append(following)
-    return False
+
+
+def leads_to(root: Node, targets: Collection[Node]) -> bool:
+    """Whether any of some nodes lies behind ``root``, or is it."""
+    return any(node in targets for node in walk([root]))
+
+
+def wrong_twice(root: Node) -> Node | None:
+    """A node behind ``root`` whose second derivative is wrong in PyTorch: weight norm, as if norms were fixed."""
+    return next((node for node in walk([root]) if name_of(node) == "WeightNormInterfaceBackward0"), None)
 
 
 class Residual(NamedTuple):
@@ -147,7 +157,8 @@ def nonlinear_operations(root: Node, uses: set[Node]) -> list[Residual]:
         if inputs or node in uses:
             dependent.add(node)
         name = operation(node)
-        if not inputs or (name in LINEAR and not _curved(node, name)) or (name in MULTILINEAR and links == 1):
+        linear = name in LINEAR or (name in MULTILINEAR and links == 1)
+        if not inputs or (linear and not _curved(node, name)):
             continue
         if name == "DIV" and links == 1 and node.next_functions[0][0] in dependent:
             continue  # linear in the numerator
@@ -157,7 +168,7 @@ def nonlinear_operations(root: Node, uses: set[Node]) -> list[Residual]:
 
 
 def _curved(node: Node, name: str) -> bool:
-    """Whether an operation is nonlinear although its name is among the linear ones."""
+    """Whether an operation is nonlinear although its name is among the linear or multilinear ones."""
     if name == "ABS":  # of complex numbers
         following, nr = node.next_functions[0]
         return following is not None and following._input_metadata[nr].dtype.is_complex

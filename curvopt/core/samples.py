@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core.compare import allclose
-from curvopt.core.graph import Entry, Graph, walk
-from curvopt.core.residuals import BY_ENTRY, leads_to, leaf_of, operation, pull, pull_each
+from curvopt.core.graph import Entry, Graph
+from curvopt.core.residuals import BY_ENTRY, leads_to, leaf_of, operation, pull, pull_each, walk
 from curvopt.core.uses import Loss, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 

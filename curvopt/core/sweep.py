@@ -26,7 +26,7 @@ from curvopt.core.averaged import averaged_jacobians
 from curvopt.core.compare import allclose
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.derivatives.rules import AffineRule
-from curvopt.core.graph import Entry, Graph
+from curvopt.core.graph import Entry, Graph, leaves_behind
 from curvopt.core.jacobians import Dense, Jacobian, cast, combine, stack_samples
 from curvopt.core.residuals import (
     Modify,
@@ -37,6 +37,7 @@ from curvopt.core.residuals import (
     pull_each,
     residual_columns,
     unit_vectors,
+    wrong_twice,
 )
 from curvopt.core.samples import find_samples, only, unaligned
 from curvopt.core.uses import Loss, TermUse, Use, is_hooked
@@ -503,6 +504,15 @@ class Pass:
     def _residuals(self, use: Loss, grad: Tensor, modify: Modify, extensions: Sequence[Extension]) -> None:
         """What nonlinear operations between the loss and the parameters add to the curvature."""
         assert use.edge is not None
+        wrong = wrong_twice(use.edge.node)
+        behind = set() if wrong is None else leaves_behind([wrong])
+        for p in self.graph.owners:
+            if p in behind:
+                raise CurvoptError(
+                    f"{self.graph.name(p)}: PyTorch's second derivative of weight norm is wrong, so "
+                    f"{fields_of(extensions)} cannot be had; normalise by other operations "
+                    "(`g * v / v.norm(dim=1, keepdim=True)`), or use a GGN quantity."
+                )
         N, entries, size = self.samples.N, self.entries, self._chunk_size
         # a parameter used twice, or in a way that is not linear in it, is met by more than the operations after it
         uses: dict[nn.Parameter, int] = {}

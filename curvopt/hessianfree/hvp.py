@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from curvopt.core.residuals import wrong_twice
 from curvopt.core.uses import unheard
+from curvopt.errors import CurvoptError
 from curvopt.hessianfree.lop import L_op, as_list, check_differentiable, check_shapes
 
 
@@ -33,11 +35,17 @@ def hessian_vector_product(
         Tensors like ``params``.
 
     Raises:
-        CurvoptError: if a function between them is marked as differentiable only once.
+        CurvoptError: if a function between them is marked as differentiable only once, or PyTorch's second derivative
+            of an operation is wrong.
     """
     params, v = as_list(params), as_list(v)
     check_shapes("hessian_vector_product: v", v, params)
     check_differentiable("hessian_vector_product", [f])
+    if f.grad_fn is not None and wrong_twice(f.grad_fn) is not None:
+        raise CurvoptError(
+            "hessian_vector_product: PyTorch's second derivative of weight norm is wrong; normalise by other "
+            "operations (`g * v / v.norm(dim=1, keepdim=True)`)."
+        )
     if grad_params is None:
         with unheard():
             grad_params = torch.autograd.grad(f, params, create_graph=True, materialize_grads=True)

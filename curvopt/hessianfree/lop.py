@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
+from curvopt.core.residuals import walk
 from curvopt.core.uses import unheard
 from curvopt.errors import CurvoptError
 
@@ -57,10 +58,7 @@ _once_differentiable = torch.autograd.function.once_differentiable(lambda ctx, g
 
 def check_differentiable(what: str, ys: Sequence[Tensor] | Sequence[GradientEdge]) -> None:
     """Raise if a function behind ``ys`` is marked as differentiable only once, which autograd.grad takes for linear."""
-    stack = [node for y in ys if (node := y.node if isinstance(y, GradientEdge) else y.grad_fn) is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
+    for node in walk([node for y in ys if (node := y.node if isinstance(y, GradientEdge) else y.grad_fn) is not None]):
         if isinstance(node, BackwardCFunction):
             function = node._forward_cls  # type: ignore[attr-defined]
             if getattr(function.backward, "__code__", None) is _once_differentiable:
@@ -68,7 +66,3 @@ def check_differentiable(what: str, ys: Sequence[Tensor] | Sequence[GradientEdge
                     f"{what}: {function.__name__} is marked as once_differentiable, so PyTorch has no second "
                     "derivative of it; write its backward in operations that are differentiable."
                 )
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
