@@ -180,6 +180,24 @@ def test_a_wrong_second_derivative_is_refused_at_its_name():
         hessian_vector_product(problem.loss(), parameters, parameters)
 
 
+class Alone(OfOneTrunk):
+    """Sample by sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.trunk(x))
+        parts = [self.operation(*pair) for pair in zip(self.first(h).split(1), self.second(h).split(1), strict=True)]
+        return self.out(torch.cat(parts))
+
+
+def test_rounding_errors_are_no_wrong_second_derivative():
+    case = Case("", lambda: Alone(lambda x, y: torch.polar(x.abs(), y).real), normal(3, 3), mse(), values)
+    problem, ref = extended(case), reference(case)
+    with backpack(DiagHessian()):
+        problem.loss().backward()
+    for name, p in problem.trainable().items():
+        compare(p.diag_h.flatten(), ref.hessian(name).diagonal(), name)
+
+
 # ------------------------------------------------------------------------- positive curvature from its definition
 
 

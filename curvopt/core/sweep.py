@@ -574,7 +574,7 @@ class Pass:
         N, size = self.samples.N, self._chunk_size
         samples = range(N) if any(e.per_sample for e in extensions) else [None]
         for p in parameters:
-            images = []
+            images, noise = [], p.new_zeros(())
             for n in samples:
                 seed = slope if n is None else only(slope, 0, n, N)
                 with torch.enable_grad():
@@ -582,6 +582,10 @@ class Pass:
                     gradient = None if gradient is None else gradient[0]
                 image = torch.zeros(p.numel(), p.numel(), dtype=p.dtype, device=p.device)
                 if gradient is not None and gradient.requires_grad:
+                    # where second derivatives are zero, they come out as rounding errors
+                    info = torch.finfo(p.dtype)
+                    scale = gradient.detach().abs().max() / p.detach().abs().max().clamp(min=info.tiny)
+                    noise = torch.maximum(noise, 100 * info.eps * scale)
                     units = torch.eye(p.numel(), dtype=p.dtype, device=p.device).reshape(-1, *p.shape).split(size)
                     with cut([seed.grad_fn]):
                         pulled = [pull([gradient], [p], [unit])[0] for unit in units]
@@ -590,7 +594,7 @@ class Pass:
                     )
                 images.append(image.reshape(p.numel(), p.numel()))
             products = torch.stack(images, 1)
-            if not allclose(products, products.transpose(0, 2), 0, 1e-2 * products.detach().abs().max()):
+            if not allclose(products, products.transpose(0, 2), 0, noise + 1e-2 * products.detach().abs().max()):
                 raise CurvoptError(
                     f"{self.graph.name(p)}: PyTorch's second derivative of an operation on the way is wrong "
                     f"(its Hessian is not symmetric), so {fields_of(extensions)} cannot be had; use a GGN quantity."
