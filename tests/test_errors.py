@@ -432,6 +432,30 @@ def test_a_module_without_a_rule_that_mixes_samples(extension: type[Extension]):
         loss.backward()
 
 
+class KnowsItsBatch(nn.Module):
+    """Takes the batch that it was written for, and says so or fails at it."""
+
+    def __init__(self, checks: bool):
+        super().__init__()
+        self.scale, self.checks = nn.Parameter(torch.ones(5)), checks
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not self.checks or len(x) == 4
+        return (x * self.scale).view(4, 5)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@every_extension
+def test_a_module_without_a_rule_that_takes_no_single_sample(extension: type[Extension], checks: bool):
+    it = problem(Block(KnowsItsBatch(checks)))
+    loss = it.loss()
+    with (
+        refused(it.model, "body.1 (KnowsItsBatch)", extension.field, "single sample", "submodules", midway=True),
+        backpack(extension()),
+    ):
+        loss.backward()
+
+
 class DropsInside(nn.Module):
     """Draws random numbers in a forward that owns parameters."""
 

@@ -205,6 +205,28 @@ def test_samples_that_begin_to_mix(mixture: str):
         torch.testing.assert_close(model.first.weight.grad_batch, torch.stack([g[0] for g in expected]))
 
 
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda a, h: a @ h,
+    "einsum": lambda a, h: torch.einsum("nm,md->nd", a, h),
+    "halves": lambda a, h: torch.cat([*(a @ torch.stack(h.split(2, 1)))], 1),
+    "sparse": lambda a, h: torch.sparse.mm(a.to_sparse(), h),
+    "columns": lambda a, h: torch.stack([a @ column for column in h.unbind(1)], 1),
+    "solve": torch.linalg.solve,
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_matrix_of_samples_that_is_diagonal_at_first(product: str):
+    """A graph of which the nodes are samples and have no edges yet."""
+    net, (x, y) = Net(lambda m, x: PRODUCTS[product](m.matrix, m.first(x))), data()
+    model = extend(net)
+    for net.matrix in (torch.eye(N).double(), torch.eye(N).double() + torch.ones(N, N).double() / N):
+        expected = individual_gradients(model, x, y)
+        with backpack(BatchGrad()):
+            extend(nn.CrossEntropyLoss())(model(x), y).backward()
+        torch.testing.assert_close(model.first.weight.grad_batch, torch.stack([g[0] for g in expected]))
+
+
 def test_operations_that_hang_together_in_another_way():
     def twice(h: Tensor) -> Tensor:
         return h + h.flip(0).flip(0)

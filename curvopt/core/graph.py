@@ -98,7 +98,8 @@ class Graph:
         outputs = {edge.node for entry in self.entries.values() if entry.parameters for edge in entry.edges.values()}
         self.losses, self.nonlinear = find_losses(roots, outputs | terms)
         ends = [loss.edge.node for loss in self.losses if loss.edge is not None]
-        self.structure = structure(ends)
+        rows = {entry.rows for entry in self.entries.values() if entry.parameters}
+        self.structure = structure(ends, rows | {len(loss.input) for loss in self.losses if loss.input.dim()})
         self.uses_of: dict[nn.Parameter, int] = {}
         for entry in self.entries.values():
             for p in entry.parameters.values():
@@ -240,15 +241,22 @@ class _Interior:
 
 
 # operations that move entries to where the values of a tensor say, among samples perhaps, or sum over them
-_REORDERING = ("Index", "Gather", "Scatter", "Sort", "Topk", "Take", "MaskedSelect", "RepeatInterleave", "Put")
+_REORDERING = (
+    *("Index", "Gather", "Scatter", "Sort", "Topk", "Take", "MaskedSelect", "RepeatInterleave", "Put"),
+    *("Sparse", "LinalgSolve"),
+)
 _REDUCING = ("Mean", "Sum", "Var", "Std", "Softmax", "LogSoftmax", "Cum", "Amax", "Amin", "Logsumexp", "Norm", "Prod")
 _arguments: dict[str, tuple[str, ...]] = {}
 
 
-def structure(ends: list[Node]) -> int | None:
+def structure(ends: list[Node], rows: set[int]) -> int | None:
     """Hash of the operations behind some nodes, how they hang together, and their integer arguments.
 
     ``None`` where tensors are arguments.
+
+    Args:
+        ends: the nodes.
+        rows: lengths of first axes, which hold samples.
     """
     found: list[Any] = []
     numbers = {node: number for number, node in enumerate(dict.fromkeys(ends))}
@@ -259,8 +267,8 @@ def structure(ends: list[Node]) -> int | None:
             return None
         if name.startswith(_REDUCING) and _reduces_samples(node):
             return None
-        if name in ("MmBackward0", "AddmmBackward0") and not _is_weight(node.next_functions[-1][0]):
-            return None  # a product from the left, which may be any mixture of rows
+        if name in _PRODUCTS and _mixes_rows(node, rows):
+            return None
         if name not in _arguments:
             saved = [attribute for attribute in dir(node) if attribute.startswith("_saved_")]
             _arguments[name] = tuple(a for a in saved if _is_argument(getattr(node, a)))
@@ -283,16 +291,23 @@ def _reduces_samples(node: Node) -> bool:
     return dims is None or 0 in (dims if isinstance(dims, (tuple, list)) else (dims,))
 
 
-def _is_weight(node: Node | None) -> bool:
-    """Whether a factor of a matrix product is a constant or a parameter, transposed perhaps."""
-    while node is not None and name_of(node) in (
-        "TBackward0",
-        "TransposeBackward0",
-        "PermuteBackward0",
-        "ToCopyBackward0",
-    ):
-        node = node.next_functions[0][0]
-    return node is None or leaf_of(node) is not None
+_PRODUCTS = frozenset(["MmBackward0", "AddmmBackward0", "BmmBackward0", "MvBackward0", "AddmvBackward0"])
+_SHAPING = ("TBackward", "Transpose", "Permute", "ToCopy", "View", "Reshape", "UnsafeView", "Unsqueeze", "Expand")
+
+
+def _mixes_rows(node: Node, rows: set[int]) -> bool:
+    """Whether a product multiplies from the left what may have samples for rows, and not for batches."""
+    right, nr = node.next_functions[-1]
+    if right is None:
+        return False
+    shape = right._input_metadata[nr].shape  # type: ignore[attr-defined]
+    length = shape[-2] if len(shape) > 1 else shape[0]
+    batched = len(shape) == 3 and any(row and shape[0] % row == 0 for row in rows)
+    if batched or length == 0 or all(row % length for row in rows):
+        return False
+    while right is not None and name_of(right).startswith(_SHAPING):
+        right = right.next_functions[0][0]
+    return right is not None and leaf_of(right) is None
 
 
 def _is_argument(value: Any) -> bool:

@@ -303,7 +303,7 @@ class DefaultRule(Rule):
                 total = vjp([grad[0] for grad in arrived])[0]
                 if not all(_same_sum(values[name][0], total[name]) for name in parameters):
                     values, results = self._loop(outputs, parameters, samples, arrived, use)
-            except RuntimeError as error:
+            except Exception as error:
                 if "randomness" in str(error):
                     raise CurvoptError(
                         f"{use.describe()}: its forward draws random numbers (dropout?) that cannot be drawn again; "
@@ -321,8 +321,14 @@ class DefaultRule(Rule):
         state = RandomState([arrived[0].device])
         values, results = [], []
         for n in range(arrived[0].shape[1]):
-            with torch.enable_grad():
-                result = outputs(parameters, [sample[n] for sample in samples])
+            try:
+                with torch.enable_grad():
+                    result = outputs(parameters, [sample[n] for sample in samples])
+            except Exception as error:
+                raise CurvoptError(
+                    f"{use.describe()}: its forward fails on a single sample ({error}); let it take a batch of any "
+                    "size, or move its parameters into submodules that do."
+                ) from error
             pulled = [
                 torch.autograd.grad(
                     result,
