@@ -189,8 +189,12 @@ class Alone(OfOneTrunk):
         return self.out(torch.cat(parts))
 
 
+def times(x: Tensor, y: Tensor) -> Tensor:
+    return x.scatter_reduce(1, torch.tensor([[0, 0, 1, 2]], device=x.device), y, "prod")
+
+
 def test_rounding_errors_are_no_wrong_second_derivative():
-    case = Case("", lambda: Alone(lambda x, y: torch.polar(x.abs(), y).real), normal(3, 3), mse(), values)
+    case = Case("", lambda: Alone(times), normal(3, 3), mse(), values)
     problem, ref = extended(case), reference(case)
     with backpack(DiagHessian()):
         problem.loss().backward()
