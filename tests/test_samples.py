@@ -146,3 +146,55 @@ def test_right_or_refused(
                 assert not hasattr(p, field)
             elif field != "kflr" or parameter != "positions.weight":  # factors of embeddings are another chapter
                 assert same(getattr(p, field), getattr(ref, field)(parameter)), f"{parameter}.{field}"
+
+
+class Routed(nn.Module):
+    """Experts, each for some samples, or for none."""
+
+    def __init__(self, routes: list[list[int]]):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in routes)
+        self.routes = routes
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(len(x), 2)
+        for expert, route in zip(self.experts, self.routes, strict=True):
+            out = out.index_add(0, torch.tensor(route, dtype=torch.long), expert(x[route]))
+        return out
+
+
+class TimeFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.mean(0)
+
+
+FEWER_ROWS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "one sample for each expert": (lambda: Routed([[0], [1], [2], [3]]), (4, 3)),
+    "two samples for each expert": (lambda: Routed([[0, 2], [3, 1]]), (4, 3)),
+    "an idle expert": (lambda: Routed([[0, 1, 2, 3], [], []]), (4, 3)),
+    "time first": (TimeFirst, (4, 2, 3)),
+    "time first, as many steps as samples": (TimeFirst, (4, 4, 3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("name", FEWER_ROWS)
+def test_rows_of_layers_are_no_samples_because_they_are_fewer(name: str):
+    make, shape = FEWER_ROWS[name]
+    model, x = make().double(), torch.randn(shape).double()
+    y = torch.randn(4, model(x).shape[1]).double()
+    losses = (model(x) - y).square().mean(1) / 4
+    expected = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    extend(model)
+    with backpack(BatchGrad(), Variance()):
+        extend(nn.MSELoss())(model(x), y).backward()
+    for p, *gradients in zip(model.parameters(), *expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
+        torch.testing.assert_close(p.variance, torch.stack(gradients).var(0, correction=0))

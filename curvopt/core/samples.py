@@ -80,7 +80,7 @@ def find_samples(graph: Graph, losses: Collection[Loss]) -> Samples:
 def _search(losses: Sequence[Loss], entries: Sequence[Entry]) -> tuple[tuple[int, frozenset[int]], bool]:
     """The number of samples and the indices of unaligned uses, and whether no gradient arrived at some use.
 
-    A sample is a row of the loss, unless most uses take several rows together for one (flattened sequences).
+    A sample is a row of the loss, unless most uses have several of its rows in one (flattened sequences).
     """
     lengths = {len(loss.input) for loss in losses}
     N = min(lengths)
@@ -93,12 +93,13 @@ def _search(losses: Sequence[Loss], entries: Sequence[Entry]) -> tuple[tuple[int
         for i, entry in enumerate(entries)
         for index, edge in entry.edges.items()
     ]
-    strays, silent = unaligned(N, losses, edges)
+    strays, silent, shared = unaligned(N, losses, edges)
     rows = [entries[i].rows for i in strays]
-    for fewer in sorted({r for r in rows if 0 < r < N and N % r == 0}, reverse=True):
-        if 2 * rows.count(fewer) > len(entries):
-            strays, quiet = unaligned(fewer, losses, edges)
-            return (fewer, frozenset(strays)), silent or quiet
+    for fewer in sorted({entries[i].rows for i in shared}, reverse=True):
+        if N % fewer == 0 and 2 * rows.count(fewer) > len(entries):
+            left, quiet, _ = unaligned(fewer, losses, edges)
+            if not any(entries[i].rows == fewer for i in left):
+                return (fewer, frozenset(left)), silent or quiet
     return (N, frozenset(strays)), silent
 
 
@@ -148,16 +149,28 @@ def aligned(grad: Tensor, scaled: Tensor, axis: int | None, factors: Tensor) -> 
         return grad.new_zeros((), dtype=torch.bool)
     along = factors.repeat_interleave(grad.shape[axis] // N).to(grad)
     along = along.view([-1 if a == axis % grad.dim() else 1 for a in range(grad.dim())])
+    if grad.numel() == 0:
+        return grad.new_ones((), dtype=torch.bool)
     atol = 1e-5 * torch.maximum(grad.max(), -grad.min())
     # a few rows at a time: nothing else of a first backward needs as much memory
     rows = [tensor.split(max(1, grad.shape[axis] // 8), axis) for tensor in (scaled, along, grad)]
     return torch.stack([allclose(s / f, g, 1e-3, atol) for s, f, g in zip(*rows, strict=True)]).all()
 
 
+def _shared(grad: Tensor, scaled: Tensor, axis: int) -> Tensor:
+    """Whether a row of an axis got gradients of several samples: then its entries are not all scaled by one factor."""
+    grad, scaled = (each.movedim(axis, 0).flatten(1).double() for each in (grad, scaled))
+    factors = (scaled / grad).masked_fill(grad == 0, torch.nan)
+    least, most = factors.nan_to_num(torch.inf).amin(1), factors.nan_to_num(-torch.inf).amax(1)
+    return (most > 1.001 * least).any()
+
+
 def unaligned(
     N: int, losses: Sequence[Loss], edges: Sequence[tuple[int, GradientEdge, int | None]]
-) -> tuple[set[int], bool]:
+) -> tuple[set[int], bool, set[int]]:
     """Indices of uses where N samples do not arrive each in its share, and whether at some use nothing arrived at all.
+
+    Besides, the uses of fewer rows than samples, some of which share one.
 
     Args:
         N: number of samples.
@@ -167,12 +180,13 @@ def unaligned(
     generator = torch.Generator().manual_seed(0)
     strays: set[int] = set()
     reached: set[int] = set()
+    shared: set[int] = set()
     with torch.no_grad():
         for loss in losses:
             if loss.edge is not None:
-                found, met = _probe(loss.input, loss.edge, N, edges, generator)
-                strays, reached = strays | found, reached | met
-    return strays, len(reached) < len({i for i, _, _ in edges})
+                found, met, several = _probe(loss.input, loss.edge, N, edges, generator)
+                strays, reached, shared = strays | found, reached | met, shared | several
+    return strays, len(reached) < len({i for i, _, _ in edges}), shared
 
 
 def _probe(
@@ -181,8 +195,8 @@ def _probe(
     N: int,
     edges: Sequence[tuple[int, GradientEdge, int | None]],
     generator: torch.Generator,
-) -> tuple[set[int], set[int]]:
-    """The same for one loss of z, which lies ``at`` an edge, then the uses where something arrived or nothing could."""
+) -> tuple[set[int], set[int], set[int]]:
+    """The same for one loss of z, which lies ``at`` an edge, with the uses where something arrived or nothing could."""
     seed = torch.randn(z.shape, generator=generator).to(z)
     # powers of two, so that products with them are exact; samples that trade places or mix betray themselves
     most = 12 if z.dtype == torch.float16 else 64
@@ -197,18 +211,25 @@ def _probe(
     def compare(k: int, scaled: Tensor) -> None:
         grad, arrived[k] = arrived[k], None
         if grad is not None:
-            verdict = torch.stack([grad.any(), aligned(grad[0], scaled[0], edges[k][2], factors.to(grad.device))])
+            axis, grad, scaled = edges[k][2], grad[0], scaled[0]
+            share = grad.new_zeros((), dtype=torch.bool)
+            if axis is not None and grad.dim() > 1 and grad.numel() and grad.shape[axis] < N:
+                share = _shared(grad, scaled, axis)
+            verdict = torch.stack([grad.any(), aligned(grad, scaled, axis, factors.to(grad.device)), share])
             verdicts[k] = verdict.to(z.device)
 
     pull_each([at], inputs, [(seed * along).unsqueeze(0)], compare)
     strays: set[int] = set()
+    shared: set[int] = set()
     told: list[list[bool]] = torch.stack([*verdicts.values()]).tolist() if verdicts else []  # one transfer for all
-    for k, (met, fits) in zip(verdicts, told, strict=True):
+    for k, (met, fits, several) in zip(verdicts, told, strict=True):
         if met:
             reached.add(edges[k][0])
         if not fits:  # where nothing arrives, by its shape
             strays.add(edges[k][0])
-    return strays, reached
+        if several:
+            shared.add(edges[k][0])
+    return strays, reached, shared
 
 
 def _common_length(graph: Graph, losses: Sequence[Loss]) -> Samples:
