@@ -55,7 +55,7 @@ class Normed(nn.Module):
 
 
 class Custom(nn.Module):
-    """A module that nobody has a rule for."""
+    """A module that nobody has a rule for, with parameters in operations that the graph shows."""
 
     def __init__(self):
         super().__init__()
@@ -63,6 +63,13 @@ class Custom(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sigmoid(self.gate) * x + self.power * x**2
+
+
+class Powers(Custom):
+    """The same with parameters in other operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.pow(x.abs() + 1, self.gate) ** self.power
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,8 @@ LAYERS = [
     ),
     Layer("Linear with a parametrization of one's own", lambda: parametrized(nn.Linear(3, 2), Normed()), normal(3)),
     Layer("Linear, a subclass of it", lambda: Scaled(3, 2), normal(3)),
-    Layer("a module of one's own", Custom, normal(3)),
+    Layer("a module of one's own that adds, scales or repeats", Custom, normal(3)),
+    Layer("a module of one's own", Powers, normal(3)),
 ]
 
 

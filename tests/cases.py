@@ -275,20 +275,20 @@ class KeywordArguments(nn.Module):
 class Shifted(nn.Module):
     """An unknown module that is given a tensor without a batch dimension beside its input."""
 
-    def __init__(self, features: int):
+    def __init__(self, features: int, times: Callable[[Tensor, Tensor], Tensor]):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(features))
+        self.weight, self.times = nn.Parameter(torch.randn(features)), times
 
     def forward(self, x: Tensor, shift: Tensor) -> Tensor:
-        return torch.tanh(x + shift * self.weight)
+        return torch.tanh(x + self.times(shift, self.weight))
 
 
 class Positions(nn.Module):
     """Tokens that get a constant shift per position, ``[N, T, F]`` and ``[T, F]``."""
 
-    def __init__(self, tokens: int):
+    def __init__(self, tokens: int, times: Callable[[Tensor, Tensor], Tensor] = torch.mul):
         super().__init__()
-        self.first, self.shifted, self.out = nn.Linear(4, 3), Shifted(3), nn.Linear(3, 2)
+        self.first, self.shifted, self.out = nn.Linear(4, 3), Shifted(3, times), nn.Linear(3, 2)
         self.register_buffer("shift", torch.randn(tokens, 3))
 
     def forward(self, x: Tensor) -> Tensor:

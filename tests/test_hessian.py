@@ -35,9 +35,6 @@ NO_PCHMP = {
     "used-twice",
     "used-on-tokens-and-pool",
     "conv-used-twice",
-    "own-parameters-and-children",
-    "argument-without-batch",
-    "keyword-arguments",
     "mixer",
     "subclass",
 }

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class FunctionalUse(Use):
-    """A functional call read off the graph; the module stands in for the one that would compute the same."""
+    """An operation read off the graph, of a module or of one that stands in, since it would compute the same."""
 
-    def __init__(self, path: str, module: nn.Module, x: Tensor, shape: torch.Size):
+    def __init__(self, path: str, module: nn.Module, args: tuple[Tensor, ...], shape: torch.Size):
         """Record what the node saved."""
-        self.path, self.module, self.args, self.kwargs = path, module, (x,), {}
-        self.versions, self.boundary, self.outputs = (x._version,), frozenset(), None
+        self.path, self.module, self.args, self.kwargs = path, module, args, {}
+        self.versions, self.boundary, self.outputs = tuple([x._version for x in args]), frozenset(), None
         self.random, self.state = None, {}
         self.shapes, self.cache, self.settings, self.seen = (shape,), {}, None, tuple(module._parameters.values())
         self.rule = rule_for(module)
@@ -71,7 +71,7 @@ def _use(
 ) -> tuple[FunctionalUse, str, GradientEdge]:
     module._parameters[name] = p
     shape = torch.Size(node._input_metadata[0].shape)  # type: ignore[attr-defined]
-    return FunctionalUse(path, module, x, shape), name, GradientEdge(node, 0)
+    return FunctionalUse(path, module, (x,), shape), name, GradientEdge(node, 0)
 
 
 def _saved(node: Node, name: str) -> Any:

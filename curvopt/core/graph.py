@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -12,8 +12,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.derivatives.functional_losses import find_losses
-from curvopt.core.derivatives.rules import Rule
+from curvopt.core.derivatives.rules import DefaultRule, Rule
 from curvopt.core.functional import added_term, parents_and_dependents, parents_of, recognise
+from curvopt.core.repeated import repeated
 from curvopt.core.residuals import is_sink, leaf_of, name_of, walk
 from curvopt.core.uses import TermUse, Use, extended_name, records_of
 from curvopt.errors import CurvoptError
@@ -24,10 +25,10 @@ R = TypeVar("R")
 class Entry:
     """A use in the graph: its rule, the parameters it answers for, and where its outputs lie."""
 
-    def __init__(self, use: Use, parameters: dict[str, nn.Parameter] | None = None):
-        """Look up, unless told, the trainable parameters."""
+    def __init__(self, use: Use, parameters: dict[str, nn.Parameter] | None = None, rule: Rule | None = None):
+        """Look up, unless told, the trainable parameters and the rule."""
         self.use = use
-        self.rule: Rule = use.rule
+        self.rule: Rule = use.rule if rule is None else rule
         if parameters is None:
             parameters = {name: p for name, p in self.rule.parameters(use.module).items() if p.requires_grad}
         self.parameters = parameters
@@ -83,12 +84,26 @@ class Graph:
             if _mixes_samples(node):
                 self.mixing.append(records[0][0].describe() if records else name_of(node))
         self.owners: dict[nn.Parameter, tuple[Entry, str]] = {}
-        for entry in self.entries.values():
+        between: set[Node] = set()
+        parents: dict[Node, list[Node]] = {}
+        for entry in list(self.entries.values()):
             entry.use.check_settings()
             entry.use.check_inputs()
-            interior.add(
-                [edge.node for edge in entry.edges.values()], entry.use.boundary, list(entry.parameters.values())
-            )
+            part = [edge.node for edge in entry.edges.values()], entry.use.boundary, list(entry.parameters.values())
+            if entry.parameters and isinstance(entry.rule, DefaultRule):
+                parents = parents or parents_of(nodes)
+                inside = _Interior()
+                inside.add(*part)
+                found = repeated(entry, inside.edges, parents)
+                if found is not None:
+                    meetings, passed = found
+                    interior.edges |= inside.edges
+                    between |= passed
+                    del self.entries[entry.use]
+                    for (node, _), (use, rule, name) in meetings.items():
+                        self._add(use, name, entry.parameters[name], GradientEdge(node, 0), rule)
+                    continue
+            interior.add(*part)
             for name, p in entry.parameters.items():
                 self.owners.setdefault(p, (entry, name))
         self.functional: list[Entry] = []
@@ -99,7 +114,7 @@ class Graph:
         self.losses, self.nonlinear = find_losses(roots, outputs | terms)
         ends = [loss.edge.node for loss in self.losses if loss.edge is not None]
         rows = {entry.rows for entry in self.entries.values() if entry.parameters}
-        self.structure = structure(ends, rows | {len(loss.input) for loss in self.losses if loss.input.dim()})
+        self.structure = structure(ends, rows | {len(loss.input) for loss in self.losses if loss.input.dim()}, between)
         self.uses_of: dict[nn.Parameter, int] = {}
         for entry in self.entries.values():
             for p in entry.parameters.values():
@@ -138,6 +153,13 @@ class Graph:
         entry, name = self.owners[p]
         return f"{entry.use.path}.{name}".lstrip(".")
 
+    def _add(self, use: Use, name: str, p: nn.Parameter, edge: GradientEdge, rule: Rule | None = None) -> Entry:
+        """A use that was read off the graph."""
+        entry = self.entries[use] = Entry(use, {name: p}, rule)
+        entry.edges[0] = edge
+        self.owners.setdefault(p, (entry, name))
+        return entry
+
     def _read_outside(self, nodes: list[Node], interior: _Interior) -> None:
         """Recognise, note or refuse every way to an extended parameter that lies in no use of it."""
         outside = list(interior.ways_around(nodes, lambda p: p in self.owners or extended_name(p) is not None))
@@ -150,11 +172,7 @@ class Graph:
             found = recognise(node, position, p, parents, path) if direct else None
             if found is not None:
                 use, name, edge = found
-                functional = Entry(use, {name: p})
-                functional.edges[0] = edge
-                self.entries[use] = functional
-                self.functional.append(functional)
-                self.owners.setdefault(p, (functional, name))
+                self.functional.append(self._add(use, name, p, edge))
             elif added_term(node, parents, dependent):
                 self.outside.append(self.name(p))
             else:
@@ -249,7 +267,7 @@ _REDUCING = ("Mean", "Sum", "Var", "Std", "Softmax", "LogSoftmax", "Cum", "Amax"
 _arguments: dict[str, tuple[str, ...]] = {}
 
 
-def structure(ends: list[Node], rows: set[int]) -> int | None:
+def structure(ends: list[Node], rows: set[int], passed_over: Collection[Node]) -> int | None:
     """Hash of the operations behind some nodes, how they hang together, and their integer arguments.
 
     ``None`` where tensors are arguments.
@@ -257,6 +275,7 @@ def structure(ends: list[Node], rows: set[int]) -> int | None:
     Args:
         ends: the nodes.
         rows: lengths of first axes, which hold samples.
+        passed_over: nodes that no sample has a part in, nor what lies behind them.
     """
     found: list[Any] = []
     numbers = {node: number for number, node in enumerate(dict.fromkeys(ends))}
@@ -275,7 +294,7 @@ def structure(ends: list[Node], rows: set[int]) -> int | None:
         found.append(name)
         found += [_hashable(getattr(node, attribute)) for attribute in _arguments[name]]
         for following, output_nr in node.next_functions:
-            if following is None:
+            if following is None or following in passed_over:
                 found.append(None)
                 continue
             if following not in numbers:
