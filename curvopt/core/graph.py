@@ -261,7 +261,7 @@ class _Interior:
 # operations that move entries to where the values of a tensor say, among samples perhaps, or sum over them
 _REORDERING = (
     *("Index", "Gather", "Scatter", "Sort", "Topk", "Take", "MaskedSelect", "RepeatInterleave", "Put"),
-    *("Sparse", "LinalgSolve"),
+    *("Sparse", "LinalgSolve", "MaskedScatter"),
 )
 _REDUCING = ("Mean", "Sum", "Var", "Std", "Softmax", "LogSoftmax", "Cum", "Amax", "Amin", "Logsumexp", "Norm", "Prod")
 _arguments: dict[str, tuple[str, ...]] = {}
@@ -287,6 +287,8 @@ def structure(ends: list[Node], rows: set[int], passed_over: Collection[Node]) -
         if name.startswith(_REDUCING) and _reduces_samples(node):
             return None
         if name in _PRODUCTS and _mixes_rows(node, rows):
+            return None
+        if name.startswith("Embedding") and leaf_of(node.next_functions[0][0]) is None:
             return None
         if name not in _arguments:
             saved = [attribute for attribute in dir(node) if attribute.startswith("_saved_")]
