@@ -198,3 +198,44 @@ def test_rows_of_layers_are_no_samples_because_they_are_fewer(name: str):
     for p, *gradients in zip(model.parameters(), *expected, strict=True):
         torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
         torch.testing.assert_close(p.variance, torch.stack(gradients).var(0, correction=0))
+
+
+UNKNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "huber": lambda z, y: F.huber_loss(z, y, reduction="none").mean(1),
+    "by hand": lambda z, y: (z - y).abs().pow(3).sum(1),
+    "known and unknown": lambda z, y: F.mse_loss(z, y, reduction="none").sum(1) + z.exp().sum(1),
+    "none": lambda z, y: z.sum(1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("loss", UNKNOWN)
+@pytest.mark.parametrize("name", ["shuffled", "time first", "two views", "positions without batch"])
+def test_first_order_quantities_of_an_unknown_loss(name: str, loss: str):
+    """A row of the last layer's output is a sample; those before it may have them elsewhere."""
+    model, x, y = Around(REARRANGED[name]).double(), torch.randn(4, 4, 3).double(), torch.randn(4, 2).double()
+    losses = UNKNOWN[loss](model(x), y)
+    expected = [
+        torch.autograd.grad(one, list(model.parameters()), retain_graph=True, materialize_grads=True) for one in losses
+    ]
+    extend(model)
+    with backpack(BatchGrad(), BatchL2Grad()):
+        UNKNOWN[loss](model(x), y).sum().backward()
+    for p, *gradients in zip(model.parameters(), *expected, strict=True):
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
+            torch.testing.assert_close(p.batch_l2, torch.stack(gradients).square().flatten(1).sum(1))
+
+
+def test_an_unknown_term_of_another_batch_is_refused():
+    model, x, more = extend(nn.Linear(3, 2)), torch.randn(4, 3), torch.randn(6, 3)
+    with pytest.raises(CurvoptError, match=r"\[4, 6\] samples"), backpack(BatchGrad()):
+        (F.cross_entropy(model(x), torch.zeros(4, dtype=torch.long)) + model(more).exp().sum()).backward()
+
+
+def test_rows_of_a_layer_that_the_loss_sees_beside_the_last_are_refused_elsewhere():
+    model, x = extend(Around(REARRANGED["shuffled"])), torch.randn(4, 4, 3)
+    hidden: list[Tensor] = []
+    model.into.register_forward_hook(lambda module, args, output: hidden.append(output))
+    with pytest.raises(CurvoptError, match="no known loss"), backpack(BatchGrad()):
+        (model(x).exp().sum() + hidden[0].abs().sum()).backward()

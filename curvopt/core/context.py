@@ -157,6 +157,9 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 handles.append(listen(edge, functools.partial(self._tell, Pass.term, term)))
             for loss, edge in graph.losses.items():
                 handles.append(listen(edge, functools.partial(self._tell, _loss, loss)))
+            for ending in graph.heads if pending.samples.unaligned and graph.heads is not graph.losses else ():
+                if ending.edge is not None:
+                    handles.append(listen(ending.edge, functools.partial(self._tell, Pass.ending, ending)))
             for entry in pending.listening():
                 for index, edge in entry.edges.items():
                     handles.append(listen(edge, functools.partial(self._tell, Pass.gradient, entry.use, index)))

@@ -16,7 +16,7 @@ from curvopt.core.derivatives.rules import DefaultRule, Rule
 from curvopt.core.functional import added_term, parents_and_dependents, parents_of, recognise
 from curvopt.core.repeated import repeated
 from curvopt.core.residuals import is_sink, leaf_of, name_of, walk
-from curvopt.core.uses import TermUse, Use, extended_name, records_of
+from curvopt.core.uses import Loss, TermUse, Use, extended_name, records_of
 from curvopt.errors import CurvoptError
 
 R = TypeVar("R")
@@ -39,6 +39,28 @@ class Entry:
         self.rows = self.rule.rows(use) if self.parameters else 0
 
 
+class Ending:
+    """A use after which no other comes before a loss that is not known: a row of its output is a sample, or a part."""
+
+    def __init__(self, use: Use, edge: GradientEdge):
+        """Remember the place."""
+        metadata: Any = edge.node._input_metadata[edge.output_nr]  # type: ignore[attr-defined]
+        self.use, self.edge = use, edge
+        self.input = torch.zeros((), dtype=metadata.dtype, device=metadata.device).expand(metadata.shape)
+
+    def describe(self) -> str:
+        """Path and type of the module, for messages."""
+        return self.use.describe()
+
+    def slope(self, grad: Tensor) -> Tensor:
+        """Gradient of the loss in the output."""
+        return grad
+
+    def curvature(self, grad: Tensor) -> Any:
+        """Nobody knows it."""
+        raise NotImplementedError
+
+
 class Graph:
     """What lies behind a node of the autograd graph.
 
@@ -48,6 +70,7 @@ class Graph:
         leaves: the tensors whose gradients are accumulated.
         custom: whether there are functions of users, who may ask what is differentiated.
         losses: the extended and functional losses, and where their gradients arrive.
+        heads: where the samples are known: the losses if there are no others, else the last uses before them.
         nonlinear: names of operations through which the differentiated scalar depends on more than the sum of them.
         terms: regularizers, and where their gradients arrive.
         mixing: descriptions of modules that mix samples (train-mode batch norm).
@@ -112,13 +135,28 @@ class Graph:
         self._follow_shared_lookups(nodes)
         outputs = {edge.node for entry in self.entries.values() if entry.parameters for edge in entry.edges.values()}
         self.losses, self.nonlinear = find_losses(roots, outputs | terms)
-        ends = [loss.edge.node for loss in self.losses if loss.edge is not None]
+        known = self.losses and not self.nonlinear
+        self.heads: Collection[Loss] = self.losses if known else self._endings(roots)
+        ends = [loss.edge.node for loss in self.heads if loss.edge is not None]
         rows = {entry.rows for entry in self.entries.values() if entry.parameters}
-        self.structure = structure(ends, rows | {len(loss.input) for loss in self.losses if loss.input.dim()}, between)
+        self.structure = structure(ends, rows | {len(loss.input) for loss in self.heads if loss.input.dim()}, between)
         self.uses_of: dict[nn.Parameter, int] = {}
         for entry in self.entries.values():
             for p in entry.parameters.values():
                 self.uses_of[p] = self.uses_of.get(p, 0) + len(entry.edges)
+
+    def _endings(self, roots: Sequence[Node]) -> list[Ending]:
+        """The uses that are met first from some nodes; none if samples cannot lie on the first axis of one."""
+        outputs = {
+            edge.node: (entry, index, edge)
+            for entry in self.entries.values()
+            if entry.parameters
+            for index, edge in entry.edges.items()
+        }
+        met = [outputs[node] for node in walk(list(roots), last=outputs) if node in outputs]
+        endings = [Ending(entry.use, edge) for entry, _, edge in met]
+        on_first_axis = all(entry.rule.output_axis(entry.use, index) == 0 for entry, index, _ in met)
+        return endings if on_first_axis and all(ending.input.dim() for ending in endings) else []
 
     @property
     def empty(self) -> bool:

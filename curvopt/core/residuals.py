@@ -87,14 +87,14 @@ def is_sink(node: Node) -> bool:
     return isinstance(node, BackwardCFunction) and name_of(node) == "_DDPSinkBackward"
 
 
-def walk(roots: list[Node], boundary: frozenset = frozenset()) -> Iterator[Node]:
-    """Every node reachable from ``roots`` without entering ``boundary``, once."""
+def walk(roots: list[Node], boundary: frozenset = frozenset(), last: Collection[Node] = ()) -> Iterator[Node]:
+    """Every node reachable from ``roots``, once; nodes of ``boundary`` are not entered, those of ``last`` not left."""
     seen = set(roots) - boundary
     stack = list(seen)
     while stack:
         node = stack.pop()
         yield node
-        for following, _ in node.next_functions:
+        for following, _ in () if node in last else node.next_functions:
             if following is not None and following not in seen and following not in boundary:
                 seen.add(following)
                 stack.append(following)

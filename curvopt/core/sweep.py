@@ -31,6 +31,7 @@ from curvopt.core.jacobians import Dense, Jacobian, cast, combine, stack_samples
 from curvopt.core.residuals import (
     Modify,
     cut,
+    leads_to,
     nonlinear_operations,
     polarize,
     pull,
@@ -197,14 +198,18 @@ class Pass:
         self.losses_left = len(graph.losses)
         self._check(graph)
         with self._named():
-            self.samples = find_samples(graph, graph.losses)
+            self.samples = find_samples(graph, graph.heads)
         #: Parameters whose gradients come from here, as sums of products, and where the backward has to come for them.
         self.spared = dict(self._spared() if spares else ())
         self.awaited = frozenset(self.awaiting())
         for extension in extensions:
             self._check_subsampling(extension, self.samples.N)
-        if self.samples.unaligned and graph.nonlinear:
-            self._refuse_nonlinear(graph)
+        if self.samples.unaligned and graph.heads is not graph.losses:
+            nodes = {head.edge.node for head in graph.heads if head.edge is not None}
+            if not nodes or any(
+                leads_to(node, nodes - {node}) for node in nodes
+            ):  # what arrives at one holds another's
+                self._refuse_nonlinear(graph)
 
     def begin(self) -> None:
         """The backward has begun."""
@@ -273,17 +278,23 @@ class Pass:
             self.terms[p] = self.terms.get(p, 0) + grad * use.weight
 
     @_without_autocast
-    def loss(self, use: Loss, grad: Tensor) -> None:
-        """A loss has been reached: pull the columns of its Hessian's root back, and what nonlinear operations add."""
-        if use.edge is None:
-            return
-        if self.first_order and self.samples.unaligned:
+    def ending(self, use: Loss, grad: Tensor) -> None:
+        """Where the samples are known has been reached: pull them back one by one to where they lie elsewhere."""
+        if self.first_order and self.samples.unaligned and use.edge is not None:
             slope = use.slope(grad).to(use.input.dtype).unsqueeze(0)
 
             def visit(p: nn.Parameter, jacobian: Jacobian) -> None:
                 self.parts.setdefault(p, []).append(jacobian)
 
             self._jacobians([use.edge], [slope], visit, self.samples.unaligned)
+
+    @_without_autocast
+    def loss(self, use: Loss, grad: Tensor) -> None:
+        """A loss has been reached: pull the columns of its Hessian's root back, and what nonlinear operations add."""
+        if use.edge is None:
+            return
+        if self.graph.heads is self.graph.losses:
+            self.ending(use, grad)
         if self.second_order:
             with self._named():
                 curvature, scale = use.curvature(grad)
