@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import warnings
@@ -16,7 +17,7 @@ from curvopt import CurvoptError, backpack, extend
 from curvopt.core.derivatives.losses import Diagonal, Softmax, curvature_of, draw, register_loss
 from curvopt.core.uses import LossUse
 from curvopt.errors import CurvoptWarning
-from curvopt.extensions import GGNMP, KFLR, DiagGGNExact, DiagGGNMC
+from curvopt.extensions import GGNMP, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC
 
 ONE = torch.ones((), dtype=torch.float64)
 
@@ -302,6 +303,37 @@ def test_gaussian_likelihood_with_given_variance():
     assert_close(dense(curved.root(0, 3)), hessian(nn.GaussianNLLLoss(), z, y, var))
     with pytest.raises(CurvoptError, match="only the first argument"):
         curvature(nn.GaussianNLLLoss(), z, y, var.requires_grad_())
+
+
+VIEWS = torch.tensor([2, 0, 3, 1])
+
+
+@pytest.mark.parametrize(
+    ("lossfunc", "arguments"),
+    [
+        (nn.CosineEmbeddingLoss, lambda f, x, y: (*f(torch.cat([x, y])).chunk(2), x.new_tensor([1, -1, 1, -1]))),
+        (nn.TripletMarginLoss, lambda f, x, y: (f(x), f(y), f(x)[VIEWS])),
+        (nn.MSELoss, lambda f, x, y: (f(x), f(torch.stack([x, y])).mean(0))),
+        (nn.GaussianNLLLoss, lambda f, x, y: (f(x), y[:, :3], f(y.expand(2, 4, 4)).exp().prod(0))),
+        (nn.MSELoss, lambda f, x, y: (f(x), f(x[:1]))),
+    ],
+)
+def test_losses_of_several_predictions(lossfunc, arguments):
+    """Row n of every argument is sample n, wherever the network has it; second order is refused."""
+    model = extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double())
+    data = torch.randn(2, 4, 4, dtype=torch.float64)
+    z = arguments(model, *data)
+    for columns in (BatchGrad(), DiagGGNExact()):
+        refused = len(z[1]) == 1 or not isinstance(columns, BatchGrad)
+        with warnings.catch_warnings(), backpack(columns):
+            warnings.simplefilter("ignore", CurvoptWarning)
+            with pytest.raises(CurvoptError, match="argument") if refused else contextlib.nullcontext():
+                extend(lossfunc())(*arguments(model, *data)).backward()
+    if len(z[1]) == 1:
+        return
+    parts = lossfunc(reduction="none")(*z).reshape(4, -1).mean(1) / 4
+    for p in model.parameters():
+        assert_close(p.grad_batch, torch.stack([torch.autograd.grad(part, p, retain_graph=True)[0] for part in parts]))
 
 
 def test_marked_loss_fills_the_fields():

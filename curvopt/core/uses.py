@@ -210,17 +210,23 @@ class TermUse:
 class LossUse:
     """One call of an extended loss: its module, its input (the network's output) and its other arguments."""
 
-    __slots__ = ("__weakref__", "args", "edge", "input", "kwargs", "module", "path", "target", "version")
+    __slots__ = ("__weakref__", "args", "edge", "further", "input", "kwargs", "module", "path", "target", "version")
 
     def __init__(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         """Record the arguments of the loss, given by position or by name: first the input, then the target if any."""
         self.path, self.module = path, module
         self.args, self.kwargs = args, kwargs
         given = [*args, *kwargs.values()]
-        self.input: Tensor = args[0] if args else kwargs.get("input", given[0])
         self.target: Any = kwargs.get("target", given[1] if len(given) > 1 else None)
-        self.version = version(self.input)
-        self.edge = get_gradient_edge(self.input) if self.input.requires_grad else None
+        self._look_at(args[0] if args else kwargs.get("input", given[0]))
+        others = {id(other): other for other in self.others if other.requires_grad}
+        #: The same call for each other argument that requires gradients.
+        self.further = [copy.copy(self)._look_at(other) for other in others.values()]
+
+    def _look_at(self, argument: Tensor) -> LossUse:
+        self.input, self.version = argument, version(argument)
+        self.edge = get_gradient_edge(argument) if argument.requires_grad else None
+        return self
 
     @property
     def others(self) -> list[Tensor]:
@@ -229,8 +235,8 @@ class LossUse:
 
     def again(self, z: Tensor) -> Tensor:
         """The value of the loss at another input."""
-        replaced = [z if arg is self.input else arg for arg in self.args]
-        return self.module(*replaced, **{k: z if arg is self.input else arg for k, arg in self.kwargs.items()})
+        args, kwargs = tree_map_only(Tensor, lambda arg: z if arg is self.input else arg, (self.args, self.kwargs))
+        return self.module(*args, **kwargs)
 
     def slope(self, grad: Tensor) -> Tensor:
         """Gradient of the loss in its input, from the gradient of its value."""

@@ -9,7 +9,7 @@ linear, which the names of the nodes tell. The same holds for squared errors and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -133,6 +133,20 @@ def _recognise(node: Node) -> FunctionalLoss | None:
     return FunctionalLoss(node, edges[0])
 
 
+def _by_argument(loss: LossUse, uses: Collection[Node]) -> Iterator[LossUse]:
+    """An extended loss, and the same for each other argument that depends on a use."""
+    yield loss
+    for further in loss.further:
+        if further.edge is None or not leads_to(further.edge.node, uses):
+            continue
+        if further.input.shape[:1] != loss.input.shape[:1]:
+            raise CurvoptError(
+                f"{loss.describe()}: arguments of shapes {list(loss.input.shape)} and {list(further.input.shape)} both "
+                "depend on parameters; give each of them a row for each sample (expand what all samples share)."
+            )
+        yield further
+
+
 Losses = dict[LossUse | FunctionalLoss, GradientEdge]
 
 
@@ -162,7 +176,7 @@ def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[Losses
             if isinstance(record, LossUse) and getattr(record.module, "reduction", "") != "none"
         ]
         if extended:
-            losses.update(extended[:1])
+            losses.update((use, extended[0][1]) for use in _by_argument(extended[0][0], uses))
             continue
         if any(isinstance(record, TermUse) for record, *_ in records) or leaf_of(node) is not None:
             continue  # parameters alone: no sample's loss
