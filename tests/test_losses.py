@@ -336,6 +336,31 @@ def test_losses_of_several_predictions(lossfunc, arguments):
         assert_close(p.grad_batch, torch.stack([torch.autograd.grad(part, p, retain_graph=True)[0] for part in parts]))
 
 
+def test_losses_of_containers_are_read_off_the_graph():
+    class MultiTask(nn.modules.loss._Loss):
+        def forward(self, outputs: dict[str, Tensor]) -> Tensor:
+            return F.mse_loss(outputs["z"], torch.ones(4, 2))
+
+    x, model = torch.randn(4, 3), nn.ModuleDict({"net": nn.Linear(3, 2), "criterion": MultiTask()})
+    found = []
+    for lossfunc in (
+        extend(model)["criterion"],
+        lambda outputs: extend(nn.MSELoss())(outputs["z"], torch.ones(4, 2)),
+    ):
+        with backpack(DiagGGNExact(), BatchGrad()):
+            lossfunc({"z": model["net"](x)}).backward()
+        found.append((model["net"].weight.diag_ggn_exact, model["net"].weight.grad_batch))
+    assert_close(*found)
+
+
+def test_losses_without_arguments_are_no_matter():
+    class Penalty(nn.modules.loss._Loss):
+        def forward(self) -> Tensor:
+            return torch.ones((), requires_grad=True).exp()
+
+    assert extend(Penalty())().requires_grad
+
+
 def test_marked_loss_fills_the_fields():
     model, lossfunc = extend(nn.Linear(4, 3).double()), extend(LogSumExp(), loss=True)
     lossfunc = pickle.loads(pickle.dumps(copy.deepcopy(lossfunc)))

@@ -218,7 +218,7 @@ class LossUse:
         self.args, self.kwargs = args, kwargs
         given = [*args, *kwargs.values()]
         self.target: Any = kwargs.get("target", given[1] if len(given) > 1 else None)
-        self._look_at(args[0] if args else kwargs.get("input", given[0]))
+        self._look_at(_first(args, kwargs))
         others = {id(other): other for other in self.others if other.requires_grad}
         #: The same call for each other argument that requires gradients.
         self.further = [copy.copy(self)._look_at(other) for other in others.values()]
@@ -258,6 +258,11 @@ class LossUse:
     def describe(self) -> str:
         """Path and type of the loss module, for messages."""
         return describe(self.path, self.module)
+
+
+def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The argument of a loss that is the network's output, ``None`` if there are no arguments."""
+    return args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
 
 
 # random numbers before forwards that draw, until their use is recorded
@@ -363,6 +368,8 @@ class LossRecorder(Recorder):
             return
         if not isinstance(output, Tensor) or output.grad_fn is None or _global_forward_hooks:
             return  # hooks for all modules come first and may have changed it: the graph tells what it is
+        if not isinstance(_first(args, kwargs), Tensor):
+            return  # outputs in a container: the graph tells what it makes of each
         _record(output.grad_fn, LossUse(self.path, module, args, kwargs), 0, output.output_nr)
 
 
