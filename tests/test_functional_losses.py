@@ -308,6 +308,16 @@ def test_output_that_is_broadcast_to_the_target_is_refused():
         F.mse_loss(model(X)[:, 0], REAL[:, :1]).backward()
 
 
+@pytest.mark.parametrize("lossfunc", [F.mse_loss, extend(nn.MSELoss()), F.binary_cross_entropy_with_logits])
+def test_loss_of_a_single_number_is_refused(lossfunc: Callable[..., Tensor]):
+    model = extend(mlp())
+    with pytest.raises(CurvoptError, match="(?i)loss.*single number, but diag_h need a row"), backpack(DiagHessian()):
+        lossfunc(model(X).mean(), REAL[0, 0]).backward()
+    with backpack(BatchGrad()):
+        lossfunc(model(X).mean(), REAL[0, 0]).backward()
+    assert_close(model[2].bias.grad_batch.sum(0), model[2].bias.grad)
+
+
 def test_loss_inside_of_a_module_with_parameters_is_refused():
     model = extend(nn.Sequential(mlp(), EndsWithLogSoftmax()))
     with pytest.raises(CurvoptError, match="LogSoftmaxBackward0.*extend"), backpack(DiagGGNExact()):

@@ -665,6 +665,12 @@ class Pass:
                 raise CurvoptError(
                     f"{use.describe()}: only the first argument of a loss may depend on parameters; swap the arguments."
                 )
+            if self.second_order and use.edge is not None and use.input.dim() == 0:
+                raise CurvoptError(
+                    f"{use.describe()}: its input is a single number, but {fields_of(self.second_order)} need a row "
+                    "for each sample; give the loss the outputs of all samples, not their mean (of a single sample, "
+                    "unsqueeze(0) output and target)."
+                )
         if graph.mixing:
             refused = [e for e in self.extensions if e.needs_independent_samples]
             if refused:
