@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from curvopt import CurvoptError, backpack, extend
 from curvopt.extensions import (
@@ -306,6 +307,23 @@ def test_output_that_is_broadcast_to_the_target_is_refused():
     model = extend(mlp())
     with pytest.raises(CurvoptError, match="MseLossBackward0.*extend"), backpack(DiagGGNExact()):
         F.mse_loss(model(X)[:, 0], REAL[:, :1]).backward()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z: F.cross_entropy(z, Y),
+        lambda z: F.mse_loss(z, REAL),
+        lambda z: F.binary_cross_entropy_with_logits(z, REAL, W, pos_weight=W),
+    ],
+)
+def test_losses_under_checkpointing(loss: Loss):
+    """What their nodes saved is computed again, and can be had once in each backward."""
+    plain = fields(mlp, loss)
+    again = fields(mlp, lambda z: checkpoint(loss, z, use_reentrant=False))
+    assert plain.keys() == again.keys()
+    for name, field in plain.items():
+        assert_close(again[name], field)
 
 
 @pytest.mark.parametrize("lossfunc", [F.mse_loss, extend(nn.MSELoss()), F.binary_cross_entropy_with_logits])

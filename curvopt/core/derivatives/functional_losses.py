@@ -10,6 +10,7 @@ linear, which the names of the nodes tell. The same holds for squared errors and
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class FunctionalLoss:
         Raises:
             CurvoptError: if the loss weighs some entries negatively.
         """
-        weight, build = _KINDS[operation(self.node)](self.node, grad)
+        weight, build = _KINDS[operation(self.node)](_saved(self.node, grad), grad)
         negative = weight < -1e3 * torch.finfo(weight.dtype).eps * grad.abs().max()
         # elsewhere than on a CPU, whoever asks waits for the device: there the weights are nan
         if weight.device.type == "cpu" and bool(negative.any()):
@@ -80,27 +81,28 @@ class FunctionalLoss:
 Kind = tuple[Tensor, Callable[[Tensor], LossCurvature]]
 
 
-def _log_softmax(node: Any, grad: Tensor) -> Kind:
-    dim = _class_axis(node)
-    return -widened(grad).sum(dim), lambda mass: Softmax(widened(node._saved_result).exp(), mass, dim)
+def _log_softmax(saved: Any, grad: Tensor) -> Kind:
+    dim = _class_axis(saved.dim, saved.result.dim())
+    return -widened(grad).sum(dim), lambda mass: Softmax(widened(saved.result).exp(), mass, dim)
 
 
-def _squared_error(node: Any, grad: Tensor) -> Kind:
-    z = widened(node._saved_self)
-    return (2 * _by_entry(node, grad)).expand(z.shape), lambda root: Diagonal(root, root.square() / 2)
+def _squared_error(saved: Any, grad: Tensor) -> Kind:
+    z = widened(saved.self)
+    return (2 * _by_entry(saved, grad)).expand(z.shape), lambda root: Diagonal(root, root.square() / 2)
 
 
-def _bce_with_logits(node: Any, grad: Tensor) -> Kind:
-    z, y = widened(node._saved_self), widened(node._saved_target)
-    weight = _by_entry(node, grad)
-    if node._saved_pos_weight is not None:
-        weight = weight * (1 + (node._saved_pos_weight - 1) * y)
-    if node._saved_weight is not None:
-        weight = weight * node._saved_weight
+def _bce_with_logits(saved: Any, grad: Tensor) -> Kind:
+    z, y = widened(saved.self), widened(saved.target)
+    weight = _by_entry(saved, grad)
+    if saved.pos_weight is not None:
+        weight = weight * (1 + (saved.pos_weight - 1) * y)
+    if saved.weight is not None:
+        weight = weight * saved.weight
     return weight.expand(z.shape), lambda root: Bernoulli(z, root)
 
 
-#: Operation to what it makes of the gradient: the weight of its entries, and the curvature for the root of the weight.
+#: Operation to what it makes of what it saved and of the gradient: the weight of its entries, and the curvature for the
+#: root of the weight.
 _KINDS: dict[str, Callable[[Any, Tensor], Kind]] = {
     "LOGSOFTMAX": _log_softmax,
     "MSELOSS": _squared_error,
@@ -108,15 +110,26 @@ _KINDS: dict[str, Callable[[Any, Tensor], Kind]] = {
 }
 
 
-def _by_entry(node: Any, grad: Tensor) -> Tensor:
+def _by_entry(saved: Any, grad: Tensor) -> Tensor:
     """What arrives at every entry of an elementwise loss before its reduction."""
     grad = widened(grad)
-    return grad / node._saved_self.numel() if node._saved_reduction == 1 else grad
+    return grad / saved.self.numel() if saved.reduction == 1 else grad
 
 
-def _class_axis(node: Any) -> int:
-    dim, dims = node._saved_dim, node._saved_result.dim()
+def _class_axis(dim: int, dims: int) -> int:
     return (dim - 2**64 if dim >= 2**63 else dim) % max(dims, 1)  # a negative axis is saved as an unsigned number
+
+
+def _saved(node: Node, like: Tensor) -> SimpleNamespace:
+    """What a node saved, read in a backward of its own: under checkpointing it can be had once in each backward."""
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    saved = SimpleNamespace()
+    with torch.enable_grad():
+        x = torch.empty_like(like, requires_grad=True)
+        y = x.view_as(x)
+    y.register_hook(lambda _: vars(saved).update({name[len("_saved_") :]: getattr(node, name) for name in names}))
+    pull([y], [x], [like.unsqueeze(0)])
+    return saved
 
 
 def _recognise(node: Node) -> FunctionalLoss | None:
@@ -124,7 +137,7 @@ def _recognise(node: Node) -> FunctionalLoss | None:
     edges = [GradientEdge(following, nr) for following, nr in node.next_functions if following is not None]
     if kind not in _KINDS or len(edges) != 1:
         return None  # unknown, or the target depends on parameters, too
-    if kind == "LOGSOFTMAX" and _class_axis(node) == 0:
+    if kind == "LOGSOFTMAX" and _class_axis(node._saved_dim, len(node._input_metadata[0].shape)) == 0:  # type: ignore[attr-defined]
         return None  # no batch axis
     if kind != "LOGSOFTMAX" and operation(edges[0].node) == "EXPAND":
         return None  # broadcast to the target: rows are no samples
