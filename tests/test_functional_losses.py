@@ -342,6 +342,27 @@ def test_loss_inside_of_a_module_with_parameters_is_refused():
         F.nll_loss(model(X), Y).backward()
 
 
+def test_extended_loss_inside_of_a_module_with_parameters_is_refused():
+    class Owner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp, self.lossfunc, self.scale = mlp(), nn.CrossEntropyLoss(), nn.Parameter(torch.ones(3).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lossfunc(self.mlp(x) * self.scale, Y)
+
+    model = extend(Owner())
+    with pytest.raises(CurvoptError, match="extended Owner .*submodule"), backpack(DiagGGNExact()):
+        model(X).backward()
+    model.scale.requires_grad_(False)
+    with backpack(DiagGGNExact()):
+        model(X).backward()
+    assert_close(
+        model.mlp[2].bias.diag_ggn_exact,
+        fields(mlp, lambda z: F.cross_entropy(z, Y), [DiagGGNExact])["2.bias diag_ggn_exact 0"],
+    )
+
+
 def test_negative_factor_is_refused():
     model = extend(mlp())
     for loss in [lambda z: -F.cross_entropy(z, Y), lambda z: F.cross_entropy(z, Y) - 2 * F.mse_loss(z, REAL)]:

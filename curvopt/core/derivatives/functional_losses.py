@@ -188,14 +188,15 @@ def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[Losses
             for record, _, output_nr in records
             if isinstance(record, LossUse) and getattr(record.module, "reduction", "") != "none"
         ]
-        if extended:
+        if extended and node not in uses:
             losses.update((use, extended[0][1]) for use in _by_argument(extended[0][0], uses))
             continue
         if any(isinstance(record, TermUse) for record, *_ in records) or leaf_of(node) is not None:
             continue  # parameters alone: no sample's loss
         inputs = [following for following, _ in node.next_functions if following is not None]
         if known:
-            functional = None if any(isinstance(record, Use) for record, *_ in records) else _recognise(node)
+            inside = [record.describe() for record, *_ in records if isinstance(record, Use)]
+            functional = None if inside else _recognise(node)
             if functional is not None:
                 if leads_to(functional.edge.node, uses):
                     losses[functional] = GradientEdge(node, 0)
@@ -203,10 +204,11 @@ def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[Losses
             name = operation(node)
             linear = name in _LINEAR and not (name in _ONE_OPERAND and len(inputs) > 1)
             linear = linear and not (name == "DIV" and node.next_functions[0][0] is None)
-            if any(isinstance(record, Use) for record, *_ in records) or not linear:
+            if inside or not linear:
                 if not leads_to(node, uses):
                     continue
-                unknown.append(name_of(node))
+                where = f" inside of {inside[0]} (move its parameters into a submodule)" if inside and extended else ""
+                unknown.append(name_of(node) + where)
                 known = False
         if node in uses:
             continue
