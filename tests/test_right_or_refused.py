@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize
 
-from curvopt import CurvoptError, L2Regularizer, backpack, extend
+from curvopt import CurvoptError, CurvoptWarning, L2Regularizer, backpack, extend
 from curvopt.core.jacobians import Outer
 from curvopt.extensions import KFAC, BatchGrad, DiagGGNExact, DiagHessian, Variance
 
@@ -442,3 +442,17 @@ def test_functional_call_that_the_backward_meets_first():
     with backpack(BatchGrad()):
         model(x).sin().sum().backward()
     torch.testing.assert_close(weight.grad_batch, expected)
+
+
+@pytest.mark.parametrize("inner", [nn.Linear(3, 4), nn.Embedding(5, 4)])
+def test_means_over_positions_of_samples_that_are_scattered(inner: nn.Module):
+    """Each sample's own positions are not known there: `approx="reduce"` is refused."""
+    model = extend(Net(lambda net, q: net.first(q.transpose(0, 1)).mean(0), inner))
+    q = torch.randn(N, 5, 3).double() if isinstance(inner, nn.Linear) else torch.randint(5, (N, 6))
+    lossfunc, y = nn.CrossEntropyLoss(), data()[1]
+    with pytest.warns(CurvoptWarning, match="one after the other"), backpack(KFAC(approx="expand")):
+        lossfunc(model(q), y).backward()
+    with pytest.raises(CurvoptError, match="first .*kfac with approx='reduce'.*batch-first"):
+        with backpack(KFAC(approx="reduce")):
+            lossfunc(model(q), y).backward()
+    assert not hasattr(model.last.weight, "kfac")

@@ -41,6 +41,8 @@ class Jacobian(ABC):
     origin: tuple = ()
     #: Number of columns of the whole sweep, of which V are here.
     columns: int | None = None
+    #: Whether some positions may be those of other samples, where these do not lie one after the other.
+    positions_of_all = False
     #: How many columns there is memory for, if they are worth keeping.
     kept = 1
     #: The sum over the samples, where it is known: autograd has it (see `Extension.uses_gradient`), or `sums`.
@@ -906,6 +908,7 @@ def combine(parts: Sequence[Jacobian]) -> Jacobian:
         return parts[0]
     result = _concatenate(parts)
     result.origin = tuple(use for part in parts for use in part.origin)
+    result.positions_of_all = any(part.positions_of_all for part in parts)
     return result
 
 
@@ -915,10 +918,12 @@ def stack_samples(parts: Sequence[Jacobian]) -> Jacobian:
     if isinstance(first, Outer):
         left = torch.cat([part.left for part in parts if isinstance(part, Outer)], 1)
         result: Jacobian = Outer(left, first.right.expand(len(parts), -1, -1, -1), first.shape, first.transposed)
+        result.positions_of_all = first.S > 1
     elif isinstance(first, Lookup):
         left = torch.cat([part.left for part in parts if isinstance(part, Lookup)], 1)
         samples = torch.arange(len(parts), device=left.device).repeat_interleave(len(first.rows))
         result = Lookup(left, first.rows.repeat(len(parts)), samples, len(parts), first.shape)
+        result.positions_of_all = len(first.rows) > 1
     else:
         result = Dense(torch.cat([part.dense() for part in parts], 1))
     result.origin = first.origin

@@ -175,6 +175,12 @@ class _Kronecker(Extension):
         self.approx, self.limit = approx, limit
 
     def update(self, total: _Factors | None, jacobian: Jacobian) -> _Factors:
+        if self.approx == "reduce" and jacobian.positions_of_all:
+            raise CurvoptError(
+                f"{jacobian.origin[0].describe()}: {self.field} with approx='reduce' averages the positions of each "
+                "sample, but its first axis does not hold the samples one after the other; use approx='expand' or a "
+                "batch-first layout."
+            )
         left = jacobian.left_factor(self.approx, self.limit)
         total = total or _Factors(jacobian.transposed, left.dtype)
         if total.left is not None and (total.left.shape, total.transposed) != (left.shape, jacobian.transposed):
