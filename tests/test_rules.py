@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ def check_reductions(jacobian: Jacobian) -> None:
     assert_close(jacobian.sum_batch(), J.sum(1))
     assert_close(jacobian.squares(), J.square().sum((0, 1)))
     assert_close(jacobian.squares_batch(), J.square().sum(0))
-    assert_close(jacobian.norms2(), J.flatten(2).square().sum(2))
+    assert_close(jacobian.norms2(), J.reshape(V, n, -1).square().sum(2))
 
 
 def cases(**calls: Call):
@@ -487,6 +488,13 @@ class Lists(nn.Module):
         return x
 
 
+def biased(shape: tuple[int, ...]) -> nn.Module:
+    """A linear layer with a bias that is broadcast."""
+    module = nn.Linear(4, 3)
+    module.bias = nn.Parameter(torch.ones(shape))
+    return module
+
+
 def old_weight_norm() -> nn.Module:
     with pytest.warns(FutureWarning):
         return nn.utils.weight_norm(nn.Linear(4, 3).double())
@@ -502,6 +510,7 @@ def old_weight_norm() -> nn.Module:
     spectral_norm=one(lambda: parametrizations.spectral_norm(nn.Linear(4, 3)).eval(), N, 4, default=True),
     orthogonal=one(lambda: parametrizations.orthogonal(nn.Linear(4, 4)), N, 4, default=True),
     old_weight_norm=one(old_weight_norm, N, 4, default=True),
+    **{f"bias_of_shape_{shape}": one(partial(biased, shape), N, 2, 4, default=True) for shape in [(), (1,), (1, 3)]},
 )
 def test_default(call: Call):
     check(call)
@@ -735,8 +744,9 @@ def test_inputs_without_a_batch_axis_are_refused(module: nn.Module, shape: tuple
         (nn.Embedding(3, 2, scale_grad_by_freq=True), (torch.ones(2, 3, dtype=torch.long),), "scale_grad_by_freq"),
         (nn.EmbeddingBag(3, 2, mode="max"), (torch.ones(2, 3, dtype=torch.long),), "amax"),
         (nn.LSTM(3, 3, 2, dropout=0.5), (torch.ones(2, 3, 3),), "dropout"),
+        (biased((2, 3)), (torch.ones(2, 4),), "fails on a single sample"),
     ],
-    ids=["scale-by-frequency", "bag-max", "recurrent-dropout"],
+    ids=["scale-by-frequency", "bag-max", "recurrent-dropout", "bias-for-each-sample"],
 )
 def test_calls_that_cannot_be_answered_are_refused(module: nn.Module, inputs: tuple, message: str):
     extend(module)

@@ -29,6 +29,12 @@ class Linear(AffineRule):
     def fold(self, module: nn.Module, grad: Tensor, x: Tensor) -> Tensor:
         return grad.reshape(*grad.shape[:2], 1, prod(grad.shape[2:-1]), grad.shape[-1])
 
+    def fits(self, module: nn.Linear) -> bool:
+        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        if weight is None or weight.dim() < 2:
+            return False
+        return bias is None or bias.shape == (weight.shape[1 if self.transposed else 0],)  # others are broadcast
+
     def least_dims(self, module: nn.Linear) -> int:
         return 2
 

@@ -55,6 +55,10 @@ class Rule(ABC):
         """Names of the parameters that the rule knows; a module with others (parametrized weights) gets the default."""
         return None
 
+    def fits(self, module: Any) -> bool:
+        """Whether the parameters have the shapes that the rule knows, where the module's forward takes others, too."""
+        return True
+
     def least_dims(self, module: Any) -> int:
         """Number of axes that an input with a batch axis has at least."""
         return 1
@@ -125,7 +129,7 @@ def rule_for(module: nn.Module) -> Rule:
     rule = _rule_of_kind.get(kind)
     if rule is None:
         rule = _rule_of_kind[kind] = _find_rule(module)
-    return rule
+    return rule if rule.fits(module) else _default
 
 
 Use.rule_for = rule_for
