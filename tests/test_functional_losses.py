@@ -363,6 +363,30 @@ def test_extended_loss_inside_of_a_module_with_parameters_is_refused():
     )
 
 
+@pytest.mark.parametrize("extended", [False, True])
+@pytest.mark.parametrize("steps", [3, 4, 8])
+def test_ctc_has_time_first(steps: int, extended: bool):
+    """Its log-probabilities are ``[T, N, C]``: right behind a network that is batch-first, else refused."""
+    x, targets, steps_of, lengths = torch.randn(4, steps, 4).double(), 1 + Y[:, None] % 2, [steps] * 4, [1] * 4
+    lossfunc = extend(nn.CTCLoss()) if extended else F.ctc_loss
+
+    def log_probs(first: int = 0) -> Tensor:
+        return model(x.transpose(0, first)).log_softmax(2).transpose(0, 1 - first)
+
+    model = extend(mlp())
+    with pytest.raises(CurvoptError, match=r"4 samples of .*batch-first"), backpack(BatchGrad()):
+        lossfunc(log_probs(first=1), targets, steps_of, lengths).backward()
+    refused = pytest.raises(CurvoptError, match="CtcLoss") if steps == 4 else nullcontext()
+    with refused, backpack(BatchGrad()):
+        lossfunc(log_probs(), targets, steps_of, lengths).backward()
+    with pytest.raises(CurvoptError, match="CtcLoss"), backpack(DiagGGNExact()):
+        lossfunc(log_probs(), targets, steps_of, lengths).backward()
+    if steps != 4:
+        terms = F.ctc_loss(log_probs(), targets, steps_of, lengths, reduction="none")
+        expected = [torch.autograd.grad(term / 4, model[0].weight, retain_graph=True)[0] for term in terms]
+        assert_close(model[0].weight.grad_batch, torch.stack(expected))
+
+
 def test_negative_factor_is_refused():
     model = extend(mlp())
     for loss in [lambda z: -F.cross_entropy(z, Y), lambda z: F.cross_entropy(z, Y) - 2 * F.mse_loss(z, REAL)]:

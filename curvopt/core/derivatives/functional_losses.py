@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.derivatives.losses import Bernoulli, Diagonal, LossCurvature, Softmax
@@ -160,6 +160,22 @@ def _by_argument(loss: LossUse, uses: Collection[Node]) -> Iterator[LossUse]:
         yield further
 
 
+def _check_time_last(node: Node, uses: Collection[Node]) -> None:
+    """Refuse a CTC loss, which takes ``[T, N, C]``, of a network that may not have the samples on the first axis."""
+    following, nr = node.next_functions[0]
+    assert following is not None
+    T, *rest = following._input_metadata[nr].shape
+    N = rest[0] if len(rest) == 2 else 1
+    shapes = {use: use._input_metadata[0].shape for use in uses}
+    others = {use for use, shape in shapes.items() if N and shape and (shape[0] % N or shape[0] == T)}
+    if leads_to(node, others):
+        raise CurvoptError(
+            f"{name_of(node)}: the CTC loss sees {N} samples of {T} steps, but a layer has an output of "
+            f"shape {list(shapes[others.pop()])}; use a batch-first layout in the network, log_probs.transpose(0, 1) "
+            "in front of the loss, and another number of steps than samples."
+        )
+
+
 Losses = dict[LossUse | FunctionalLoss, GradientEdge]
 
 
@@ -186,7 +202,9 @@ def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[Losses
         extended = [
             (record, GradientEdge(node, output_nr))
             for record, _, output_nr in records
-            if isinstance(record, LossUse) and getattr(record.module, "reduction", "") != "none"
+            if isinstance(record, LossUse)
+            and getattr(record.module, "reduction", "") != "none"
+            and not isinstance(record.module, nn.CTCLoss)
         ]
         if extended and node not in uses:
             losses.update((use, extended[0][1]) for use in _by_argument(extended[0][0], uses))
@@ -194,6 +212,8 @@ def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[Losses
         if any(isinstance(record, TermUse) for record, *_ in records) or leaf_of(node) is not None:
             continue  # parameters alone: no sample's loss
         inputs = [following for following, _ in node.next_functions if following is not None]
+        if operation(node).endswith("CTCLOSS"):
+            _check_time_last(node, uses)
         if known:
             inside = [record.describe() for record, *_ in records if isinstance(record, Use)]
             functional = None if inside else _recognise(node)
