@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from curvopt import CurvoptError, CurvoptWarning, L2Regularizer, backpack, extend
 from curvopt.core.jacobians import Outer
-from curvopt.extensions import KFAC, BatchGrad, DiagGGNExact, DiagHessian, Variance
+from curvopt.extensions import KFAC, KFRA, BatchGrad, DiagGGNExact, DiagHessian, Variance
 
 N = 4
 
@@ -456,3 +456,13 @@ def test_means_over_positions_of_samples_that_are_scattered(inner: nn.Module):
         with backpack(KFAC(approx="reduce")):
             lossfunc(model(q), y).backward()
     assert not hasattr(model.last.weight, "kfac")
+
+
+@pytest.mark.parametrize(
+    "mix", [lambda h: torch.ones(N, N).double() @ h, lambda h: h.cumsum(0), lambda h: h.softmax(0)]
+)
+def test_averages_over_samples_that_meet_are_refused(mix: Callable[[Tensor], Tensor]):
+    model, (x, y) = extend(Net(lambda net, x: mix(net.first(x)))), data()
+    with pytest.warns(CurvoptWarning), pytest.raises(CurvoptError, match="first .*kfra is not defined; use KF"):
+        with backpack(KFRA()):
+            nn.CrossEntropyLoss()(model(x), y).backward()

@@ -206,10 +206,16 @@ class Pass:
             self._check_subsampling(extension, self.samples.N)
         if self.samples.unaligned and graph.heads is not graph.losses:
             nodes = {head.edge.node for head in graph.heads if head.edge is not None}
-            if not nodes or any(
-                leads_to(node, nodes - {node}) for node in nodes
-            ):  # what arrives at one holds another's
+            # what arrives at one must not hold what arrives at another
+            if not nodes or any(leads_to(node, nodes - {node}) for node in nodes):
                 self._refuse_nonlinear(graph)
+        averaged = [e for e in extensions if isinstance(e.columns, Averaged)]
+        if self.samples.unaligned and averaged:
+            where = ", ".join(use.describe() for use in self.samples.unaligned)
+            raise CurvoptError(
+                f"{where}: the samples meet, or trade places, on the way to the loss, where "
+                f"{fields_of(averaged)} is not defined; use KFAC or KFLR."
+            )
 
     def begin(self) -> None:
         """The backward has begun."""
