@@ -466,3 +466,19 @@ def test_averages_over_samples_that_meet_are_refused(mix: Callable[[Tensor], Ten
     with pytest.warns(CurvoptWarning), pytest.raises(CurvoptError, match="first .*kfra is not defined; use KF"):
         with backpack(KFRA()):
             nn.CrossEntropyLoss()(model(x), y).backward()
+
+
+@pytest.mark.parametrize("steps", [N - 1, N])
+def test_module_without_a_rule_that_returns_time_first(steps: int):
+    class TimeFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.transpose(0, 1) @ self.weight
+
+    model = extend(Net(lambda net, x: net.first(x).mean(0), TimeFirst()))
+    with pytest.warns(CurvoptWarning), backpack(BatchGrad()):
+        with pytest.raises(CurvoptError, match="first .*does not keep the batch axis"):
+            nn.CrossEntropyLoss()(model(torch.randn(N, steps, 3).double()), data()[1]).backward()

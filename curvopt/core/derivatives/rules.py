@@ -269,11 +269,7 @@ class DefaultRule(Rule):
         parameters = {name: p for name, p in self.parameters(use.module).items() if name in names}
         for i, grad in zip(wanted, arrived, strict=True):
             if grad.shape[1:2] != (rows,):
-                raise CurvoptError(
-                    f"{use.describe()}: output {i} of shape {list(grad.shape[1:])} does not keep the batch axis of "
-                    f"its input (length {rows}) in front; let the module return it there, or move its parameters to a "
-                    "submodule that does."
-                )
+                raise _no_batch_axis(use, i, grad)
 
         def whole(params: dict[str, Tensor], given: list[Any]) -> list[Tensor]:
             args, kwargs = tree_unflatten(given, spec)
@@ -333,6 +329,9 @@ class DefaultRule(Rule):
                     f"{use.describe()}: its forward fails on a single sample ({error}); let it take a batch of any "
                     "size, or move its parameters into submodules that do."
                 ) from error
+            for i, (out, grad) in enumerate(zip(result, arrived, strict=True)):
+                if out.shape != grad.shape[2:]:
+                    raise _no_batch_axis(use, i, grad)
             pulled = [
                 torch.autograd.grad(
                     result,
@@ -353,6 +352,14 @@ class DefaultRule(Rule):
             )
         stacked = [torch.stack(column, 1) for column in zip(*values, strict=True)]
         return dict(zip(names, stacked, strict=True)), [torch.stack(column) for column in zip(*results, strict=True)]
+
+
+def _no_batch_axis(use: Use, index: int, grad: Tensor) -> CurvoptError:
+    return CurvoptError(
+        f"{use.describe()}: output {index} of shape {list(grad.shape[1:])} does not keep the batch axis of its input "
+        f"(length {use.rule.rows(use)}) in front; let the module return it there, or move its parameters to a "
+        "submodule that does."
+    )
 
 
 def check_outputs(use: Use, results: Sequence[Tensor | None], how: str) -> None:
