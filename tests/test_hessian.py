@@ -190,8 +190,23 @@ def times(x: Tensor, y: Tensor) -> Tensor:
     return x.scatter_reduce(1, torch.tensor([[0, 0, 1, 2]], device=x.device), y, "prod")
 
 
-def test_rounding_errors_are_no_wrong_second_derivative():
-    case = Case("", lambda: Alone(times), normal(3, 3), mse(), values)
+class SharedAttention(nn.Module):
+    """Two layers of one attention, which does not depend on the bias of its keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.out = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, h: Tensor) -> Tensor:
+        for _ in range(2):
+            h = h + (self.q(h) @ self.k(h).mT).softmax(-1) @ h
+        return self.out(h.mean(1))
+
+
+@pytest.mark.parametrize("make", [lambda: Alone(times), SharedAttention])
+def test_rounding_errors_are_no_wrong_second_derivative(make: Callable[[], nn.Module]):
+    shape = (3, 4, 3) if make is SharedAttention else (3, 3)
+    case = Case("", make, normal(*shape), mse(), values)
     problem, ref = extended(case), reference(case)
     with backpack(DiagHessian()):
         problem.loss().backward()

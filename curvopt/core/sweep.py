@@ -590,6 +590,9 @@ class Pass:
         assert use.edge is not None
         N, size = self.samples.N, self._chunk_size
         samples = range(N) if any(e.per_sample for e in extensions) else [None]
+        with torch.no_grad():  # some parameter's own gradient may be nothing but rounding errors, too
+            reached = pull([use.edge], parameters, [slope.detach().unsqueeze(0)])
+        largest = max((float(g.abs().max()) for g in reached if g is not None), default=0.0)
         for p in parameters:
             images, noise = [], p.new_zeros(())
             for n in samples:
@@ -601,7 +604,9 @@ class Pass:
                 if gradient is not None and gradient.requires_grad:
                     # where second derivatives are zero, they come out as rounding errors
                     info = torch.finfo(p.dtype)
-                    scale = gradient.detach().abs().max() / p.detach().abs().max().clamp(min=info.tiny)
+                    scale = gradient.detach().abs().max().clamp(min=largest) / p.detach().abs().max().clamp(
+                        min=info.tiny
+                    )
                     noise = torch.maximum(noise, 100 * info.eps * scale)
                     units = torch.eye(p.numel(), dtype=p.dtype, device=p.device).reshape(-1, *p.shape).split(size)
                     with cut([seed.grad_fn]):
