@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -482,3 +483,13 @@ def test_module_without_a_rule_that_returns_time_first(steps: int):
     with pytest.warns(CurvoptWarning), backpack(BatchGrad()):
         with pytest.raises(CurvoptError, match="first .*does not keep the batch axis"):
             nn.CrossEntropyLoss()(model(torch.randn(N, steps, 3).double()), data()[1]).backward()
+
+
+def test_nested_tensors_are_refused():
+    model = extend(nn.Linear(3, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are a prototype
+        x = torch.nested.nested_tensor([torch.randn(n, 3) for n in (2, 1)], layout=torch.jagged)
+    z = torch.stack([rows.mean(0) for rows in model(x).unbind()])
+    with pytest.raises(CurvoptError, match="Linear was called with a nested tensor.*pad it"), backpack(BatchGrad()):
+        z.square().sum().backward()

@@ -75,8 +75,13 @@ class Rule(ABC):
         """Length of the batch axis of the use's input.
 
         Raises:
-            CurvoptError: for an input without a batch axis.
+            CurvoptError: for an input without a batch axis, or a nested tensor.
         """
+        if any(isinstance(x, Tensor) and x.is_nested for x in (*use.args, *use.kwargs.values())):
+            raise CurvoptError(
+                f"{use.describe()} was called with a nested tensor, whose samples cannot be told apart; pad it "
+                "(x.to_padded_tensor(0)), or call the module on each part."
+            )
         if self.least_dims(use.module) == 1:
             return batch_length(use)
         x = tensors(use)[0]
