@@ -7,6 +7,7 @@ import functools
 import io
 import logging
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -560,6 +561,19 @@ def test_copies_continue_alike(make: Callable) -> None:
     run = Run(make, curvature_every=3).train(5)
     twin = copy.deepcopy(run)
     assert_equal(run.train(range(5, 10)).weights(), twin.train(range(5, 10)).weights())
+
+
+@every_optimizer
+def test_parameters_without_gradients_go_into_checkpoints_and_copies(make: Callable) -> None:
+    """Whatever the curvature of the others makes of them, it is no state of the torch optimizer."""
+    run = Run(make, curvature_every=3)
+    run.model[1].requires_grad_(False)
+    twin = copy.deepcopy(run.train(4))
+    loaded = pickle.loads(pickle.dumps(run))
+    loaded.optimizer.load_state_dict(torch.load(checkpoint(run.optimizer), weights_only=True))
+    run.train(range(4, 8))
+    for other in (twin, loaded):
+        assert_equal(other.train(range(4, 8)).weights(), run.weights())
 
 
 def test_half_precision_parameters_keep_their_averages_through_a_checkpoint() -> None:

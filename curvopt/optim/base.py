@@ -117,6 +117,17 @@ def pop_field(param: Tensor, name: str) -> Any:
     return vars(param).pop(name, None)
 
 
+@contextmanager
+def without_curvature(states: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Inside, states are those of torch optimizers alone, which take one that is not empty for one of their own."""
+    own = [(state, {name: state.pop(name) for name in _STATE if name in state}) for state in states]
+    try:
+        yield
+    finally:
+        for state, ours in own:
+            state.update(ours)
+
+
 def check_forms(name: str | None, known: Sequence[Tensor], new: Sequence[Tensor]) -> None:
     """Refuse to add curvature to what a parameter has if it comes in another form.
 
@@ -671,18 +682,15 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         while getattr(torch_step, "hooked", False):  # step hooks of users run around our step already
             torch_step = torch_step.__wrapped__
         decays = [group.get("weight_decay") for group in self.param_groups]
-        # optimizers take a state that is not empty for one of their own
-        own = {param: {k: self.state[param].pop(k) for k in _STATE if k in self.state[param]} for param in update}
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):
                 if decay is not None:
                     group["weight_decay"] = 0
             for param, value in update.items():
                 param.grad = value
-            torch_step(self)
+            with without_curvature(self.state[param] for param in update):
+                torch_step(self)
         finally:
-            for param, state in own.items():
-                self.state[param].update(state)
             if self._restores_gradients:
                 for param, grad in grads.items():
                     param.grad = grad
@@ -822,7 +830,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         exported = state.pop("curvature", None)
-        super().__setstate__(state)
+        with without_curvature(state["state"].get(p, {}) for group in state["param_groups"] for p in group["params"]):
+            super().__setstate__(state)
         if exported is not None:  # unpickled or copied; load_state_dict() imports by itself
             self._fresh, self._arrived, self._pending = None, {}, Collection()
             self._knows_scale = True
