@@ -586,6 +586,41 @@ def test_half_precision_parameters_keep_their_averages_through_a_checkpoint() ->
 
 
 @every_optimizer
+def test_models_in_half_precision_resume_bit_for_bit(make: Callable) -> None:
+    first, second = (Run(make, dtype=torch.bfloat16, curvature_every=3) for _ in range(2))
+    second.model.load_state_dict(first.train(5).model.state_dict())
+    second.optimizer.load_state_dict(torch.load(checkpoint(first.optimizer), weights_only=True))
+    torch.testing.assert_close(first.optimizer.state_dict(), second.optimizer.state_dict(), rtol=0, atol=0)
+    assert_equal(first.train(range(5, 10)).weights(), second.train(range(5, 10)).weights())
+
+
+@every_optimizer
+def test_hooks_see_and_change_all_of_a_checkpoint(make: Callable) -> None:
+    """One that is loaded by names, say, as the parameters come in another order."""
+
+    def build(order: int) -> Run:
+        return Run(lambda params, **options: make(list(params)[::order], **options), curvature_every=3)
+
+    def reverse(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        own, last = optimizer.state_dict(), len(state["state"]) - 1
+        assert state["own"] and own["own"]
+        states = {last - index: values for index, values in state["state"].items()}
+        return {"param_groups": own["param_groups"], "state": states, "curvature": state["curvature"]}
+
+    seen: list[int] = []
+    first, second = build(1).train(5), build(-1)
+    for run in (first, second):
+        run.optimizer.register_state_dict_post_hook(lambda _, state: state.update(own="curvature" in state))
+    second.optimizer.register_load_state_dict_pre_hook(reverse)
+    second.optimizer.register_load_state_dict_post_hook(lambda optimizer: seen.append(optimizer._progress["step"]))
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    assert seen == [5]
+    for p, q in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        torch.testing.assert_close(first.optimizer.state[p], second.optimizer.state[q], rtol=0, atol=0)
+
+
+@every_optimizer
 def test_state_of_another_optimizer_is_refused(make: Callable) -> None:
     run, other = Run(make), Run(torch.optim.SGD)
     with pytest.raises(CurvoptError, match="state of another optimizer"):

@@ -800,23 +800,57 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """State of the torch optimizer plus all that a run needs to continue bit for bit."""
-        return {**super().state_dict(), "curvature": self._export()}
+        # a hook before those of users, which see all of it
+        handle = self.register_state_dict_post_hook(lambda _, state: {**state, "curvature": self._export()}, True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict()`` returned; factors and inverses keep their own dtype."""
-        if "curvature" not in state_dict:
-            raise CurvoptError(
-                f'{type(self).__name__}.load_state_dict(): no "curvature" entry, so this is the state of another '
-                "optimizer."
-            )
-        super().load_state_dict(state_dict)
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for index, param in zip(saved, self._params(), strict=True):
-            for name in _STATE:
-                value = state_dict["state"].get(index, {}).get(name)
-                if isinstance(value, list):  # torch has cast them to the dtype of the parameter
-                    self.state[param][name] = [tensor.to(param.device) for tensor in value]
-        self._import(state_dict["curvature"])
+        """Load what ``state_dict()`` returned; factors and inverses keep their own dtype.
+
+        Raises:
+            CurvoptError: if it is the state of another optimizer. Nothing has changed then.
+        """
+        ours: list[dict[str, Any]] = []
+        curvature: dict[str, Any] = {}
+
+        def take_ours(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+            if "curvature" not in loaded:
+                raise CurvoptError(
+                    f'{type(self).__name__}.load_state_dict(): no "curvature" entry, so this is the state of another '
+                    "optimizer."
+                )
+            curvature.update(loaded["curvature"])
+            states = dict(loaded["state"])
+            for index in (index for group in loaded["param_groups"] for index in group["params"]):
+                state = states.get(index, {})
+                ours.append({name: state[name] for name in _STATE if name in state})
+                if index in states:  # torch would cast ours to the dtype of the parameter
+                    states[index] = {name: state[name] for name in state if name not in _STATE}
+            return {**loaded, "state": states}
+
+        def put_back(_: Any) -> None:
+            for param, state in zip(self._params(), ours, strict=True):
+                for name, value in state.items():
+                    if isinstance(value, Tensor):
+                        value = value.to(param.device)
+                    elif isinstance(value, list):
+                        value = [tensor.to(param.device) for tensor in value]
+                    self.state[param][name] = value
+            self._import(curvature)
+
+        # after the hooks of users, which may make another state of it, and before those that see what is loaded
+        handles = (
+            self.register_load_state_dict_pre_hook(take_ours),
+            self.register_load_state_dict_post_hook(put_back, True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("kl_clip", "curvature_every", "inverse_every", "adaptive_damping", "_group_defaults", "_options")
