@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from test_optim import OPTIMIZERS, Run, assert_close, assert_equal, cnn, exact_o
 from torch import Tensor, nn
 
 from curvopt.errors import CurvoptWarning
-from curvopt.optim import EKFACSGD, KFACSGD
+from curvopt.optim import EKFACSGD, KFACSGD, HessianFree, KFACPreconditioner
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -124,6 +126,52 @@ def test_damping_does_not_depend_on_the_scale(make: Callable):
     )
     for other in others:
         assert_close(first, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [*OPTIMIZERS.values(), torch.optim.SGD], ids=[*OPTIMIZERS, "a preconditioner"])
+def test_a_step_inside_of_autocast_is_that_outside(make: Callable):
+    def train(whole: bool) -> Run:
+        run = Run(make)
+        collecting: Any = KFACPreconditioner(run.model) if make is torch.optim.SGD else run.optimizer
+        collecting.attach(run.model, run.lossfunc)
+        for step in range(3):
+            run.optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=whole):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = run.loss(step)
+                loss.backward()
+                collecting.step()
+                if collecting is not run.optimizer:
+                    run.optimizer.step()
+        return run
+
+    assert_equal(train(True).weights(), train(False).weights())
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("name", ["KFACSGD", "HessianFree"])
+def test_closures_inside_of_autocast_see_the_parameters_move(name: str, inner: bool):
+    """Autocast keeps the weights that it has cast; a closure runs under it as the caller does, or opens its own."""
+
+    def train(whole: bool) -> Run:
+        run = Run(HessianFree if name == "HessianFree" else functools.partial(KFACSGD, adaptive_damping=True))
+        for _ in range(3):
+
+            def closure() -> Tensor:
+                run.optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16) if inner or not whole else contextlib.nullcontext():
+                    loss = run.loss(0)
+                loss.backward()
+                return loss
+
+            with torch.autocast("cpu", torch.bfloat16, enabled=whole):
+                run.optimizer.step(closure)
+        return run
+
+    plain, inside = train(False), train(True)
+    assert_equal(inside.weights(), plain.weights())
+    assert inside.optimizer.metrics() == plain.optimizer.metrics()
+    assert plain.optimizer.metrics()["reduction_ratio"] > 0.3
 
 
 def test_attached_is_the_same():

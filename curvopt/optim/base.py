@@ -21,7 +21,7 @@ from curvopt.core.uses import extended_name, outside_of_graphs, owned_parameters
 from curvopt.distributed import Peers, peers_of, refuse_sharded
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.kroneckers import kfac_mat_prod, sizes_of
-from curvopt.optim.closures import Closure
+from curvopt.optim.closures import Closure, without_autocast
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -475,6 +475,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
     # --- the step -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @without_autocast
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one step.
 

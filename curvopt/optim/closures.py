@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,32 @@ from curvopt.core.context import engine
 from curvopt.core.randomness import RandomState
 from curvopt.core.uses import listeners
 from curvopt.errors import CurvoptError
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+
+
+def without_autocast(step: Step) -> Step:
+    """Mixed precision is for the network: a step leaves ``torch.autocast`` where it is inside, its closure does not."""
+
+    @wraps(step)
+    def call(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return step(self, closure)
+        kinds = {p.device.type for group in self.param_groups for p in group["params"]}
+        dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+        if not dtypes:
+            return step(self, closure)
+
+        def run(call: Callable[..., Any], *args: Any, enabled: bool) -> Any:
+            with ExitStack() as stack:
+                for kind, dtype in dtypes.items():
+                    stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
+                return call(*args)
+
+        inside = None if closure is None else lambda: run(closure, enabled=True)
+        return run(step, self, inside, enabled=False)
+
+    return call  # pyright: ignore[reportReturnType]
 
 
 class Closure:
@@ -123,6 +150,7 @@ class Closure:
         """Random numbers are those at θ, and buffers and gradients are copies or none, inside; outside all stays."""
         buffers = {module: dict(module._buffers) for module in self._buffers}
         grads = [p.grad for p in self.parameters]
+        torch.clear_autocast_cache()  # of weights as they were, and of those without a graph, below
         with self._random.again():
             try:
                 for module, originals in buffers.items():
@@ -135,6 +163,7 @@ class Closure:
                     module._buffers.update(originals)
                 for p, grad in zip(self.parameters, grads, strict=True):
                     p.grad = grad
+                torch.clear_autocast_cache()
 
 
 def _cotangents(outputs: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor]:

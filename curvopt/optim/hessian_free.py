@@ -29,7 +29,7 @@ from curvopt.errors import CurvoptError
 from curvopt.hessianfree.cg import Product, Solution, cg
 from curvopt.hessianfree.rop import linearise
 from curvopt.optim.base import CurvatureOptimizer, check_new_group
-from curvopt.optim.closures import Closure
+from curvopt.optim.closures import Closure, without_autocast
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -468,6 +468,7 @@ class HessianFree(torch.optim.Optimizer):
 
     @torch.no_grad()
     @sdpa_kernel(SDPBackend.MATH)  # no other has a second derivative
+    @without_autocast
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one step.
 
