@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_optim import Run, assert_close, assert_equal, cnn, digits, every_optimizer, exact_optimizer, mlp
+from test_optim import OPTIMIZERS, Run, assert_close, assert_equal, cnn, digits, every_optimizer, exact_optimizer, mlp
 from torch import Tensor, nn
 
 from curvopt import CurvoptError, backpack, extend
@@ -228,6 +228,25 @@ def test_two_optimizers_share_a_model() -> None:
         together.optimizer.step()
     assert_close(run(kfac, kfac), together.weights())
     run(EKFACSGD, lambda params: DiagonalNewton(params, curvature="diag_h"))
+
+
+@pytest.mark.parametrize("other", ["attached", "of torch"])
+@pytest.mark.parametrize("name", ["KFACSGD exact", "EKFACSGD exact", "DiagonalNewton exact"])
+def test_models_whose_losses_are_added_up_train_as_alone(name: str, other: str) -> None:
+    """Each optimizer counts the losses that reach its parameters: a factor of another one is none of its business."""
+    alone, joint, second = (attached(OPTIMIZERS[name], seed=seed, dtype=torch.float64) for seed in (0, 0, 1))
+    if other == "of torch":
+        second = Run(torch.optim.SGD, seed=1, dtype=torch.float64, lr=1e-6)
+    train(alone, range(4))
+    for step in range(4):
+        for run in (joint, second):
+            run.optimizer.zero_grad()
+        penalty = nn.functional.mse_loss(second.model(second.x[:64]), torch.zeros(64, 10, dtype=torch.float64))
+        (joint.loss(step) + 100 * (second.loss(step) + penalty)).backward()
+        for run in (joint, second):
+            run.optimizer.step()
+    assert_close(joint.weights(), alone.weights())
+    torch.testing.assert_close(joint.optimizer.metrics(), alone.optimizer.metrics())
 
 
 def test_a_context_of_the_user() -> None:

@@ -78,6 +78,9 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         self.loss_weight: Tensor | float = 0.0
         #: Called at the end of each backward with this weight, and with the number of variables of a prediction.
         self.finished: Callable[[Tensor | float, int], None] | None = None
+        #: If set, only losses that reach one of these tensors count in the weight: the optimizer's, whose step has to
+        #: be the same whatever is added to its loss.
+        self.counted: set[Tensor] | None = None
         #: Whether backwards of empty batches are let through, without fields; else they are refused.
         self.skips_empty = False
         self._passes: dict[int, Pass] = {}  # by graph task: a backward started inside a backward is another pass
@@ -150,7 +153,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             with unheard():
                 return call()
         with graph.own_backwards():
-            pending = self._pending = Pass(self.extensions, self.extension_hook, graph, partial, spares)
+            pending = self._pending = Pass(self.extensions, self.extension_hook, graph, partial, spares, self.counted)
         try:
             # not in the forward: a model that is extended but not asked should cost nothing
             for term, edge in graph.terms.items():

@@ -32,12 +32,14 @@ from curvopt.core.residuals import (
     Modify,
     cut,
     leads_to,
+    leaf_of,
     nonlinear_operations,
     polarize,
     pull,
     pull_each,
     residual_columns,
     unit_vectors,
+    walk,
     wrong_twice,
 )
 from curvopt.core.samples import find_samples, only, unaligned
@@ -164,6 +166,7 @@ class Pass:
         graph: the graph of this backward.
         partial: whether the backward goes to some inputs only, and so perhaps past some uses of a parameter.
         spares: whether gradients of parameters may come from here instead of from autograd.
+        counted: losses that reach none of these do not count in the weight; ``None`` if all do.
 
     Raises:
         CurvoptError: for every request that this graph would answer wrongly, before anything is computed.
@@ -176,6 +179,7 @@ class Pass:
         graph: Graph,
         partial: bool = False,
         spares: bool = False,
+        counted: set[Tensor] | None = None,
     ):
         """Check the request against the graph, and find out where the samples lie."""
         self.extensions, self.extension_hook, self.graph, self.partial = extensions, extension_hook, graph, partial
@@ -196,6 +200,7 @@ class Pass:
         self.create_graph = False
         self.device = next(iter(graph.owners)).device.type if graph.owners else "cpu"
         self.losses_left = len(graph.losses)
+        self.losses_of_others = set() if counted is None else self._losses_of_others(counted)
         self._check(graph)
         with self._named():
             self.samples = find_samples(graph, graph.heads)
@@ -261,6 +266,15 @@ class Pass:
             passed = [GradientEdge(node, 0) for node in nodes if node is nodes[0] or len(node.next_functions) > 1]
             yield from ((p, passed) for p in parameters)
 
+    def _losses_of_others(self, parameters: set[Tensor]) -> set[Loss]:
+        """The losses of a sum that reach none of some parameters."""
+        losses = self.graph.losses
+        if len(losses) == 1 or parameters.issuperset(self.graph.leaves):
+            return set()
+        return {
+            loss for loss, edge in losses.items() if not any(leaf_of(node) in parameters for node in walk([edge.node]))
+        }
+
     @_without_autocast
     def gradient(self, use: Use, index: int, grad: Tensor) -> None:
         """The gradient of one output of a use: reduce it, or keep it until the parameter's other uses have theirs."""
@@ -306,8 +320,9 @@ class Pass:
                 curvature, scale = use.curvature(grad)
             assert curvature.weights is not None
             weights = curvature.weights * scale.square()
-            self.weight = self.weight + weights.detach().sum()
-            self.variables = max(self.variables, curvature.variables)
+            if use not in self.losses_of_others:
+                self.weight = self.weight + weights.detach().sum()
+                self.variables = max(self.variables, curvature.variables)
             self._gauss_newton(use, use.edge, curvature, scale)
             empirical = [e for e in self.second_order if isinstance(e.columns, Empirical)]
             if empirical:

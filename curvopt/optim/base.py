@@ -388,7 +388,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         self._fresh, self._strangers = Collection(), 0
         context = backpack(*self._extensions(), extension_hook=self._collect)
         alone = self._peers() is None
-        context.skips_empty = not alone
+        context.skips_empty, context.counted = not alone, set(self._params())
         context.finished = lambda weight, variables: self._absorb(weight, variables, scale)
         try:
             with context:
