@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -244,6 +245,21 @@ def test_a_scaler_that_nobody_told_of(told: str):
             scaler.step(run.optimizer)
     found = [str(warning.message) for warning in caught if issubclass(warning.category, CurvoptWarning)]
     assert len(found) == (told == "no") and all("attach(model, scaler=scaler)" in message for message in found)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))])
+def test_copies_ask_no_copy_of_the_scaler(duplicate: Callable):
+    """Nobody would update it; that a scaler is in use, they notice."""
+    run, scaler = Run(KFACSGD), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    run.optimizer.attach(run.model, run.lossfunc, scaler=scaler)
+    for told in (False, True):
+        twin = duplicate(run)
+        if told:
+            twin.optimizer.attach(twin.model, twin.lossfunc, scaler=scaler)
+        scaler.scale(twin.loss(0)).backward()
+        with contextlib.nullcontext() if told else pytest.warns(CurvoptWarning, match="attach"):
+            scaler.step(twin.optimizer)
+        scaler.update()
 
 
 def test_a_scale_beyond_the_range_of_float16_reaches_no_column():

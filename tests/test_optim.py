@@ -835,6 +835,22 @@ def test_parameters_added_during_training(make: Callable) -> None:
     assert not any(torch.equal(p, q) for p, q in zip(late, before, strict=True))
 
 
+@every_optimizer
+def test_the_first_group_may_be_empty(make: Callable) -> None:
+    grouped, plain = Run(lambda params, **options: make([{"params": []}, {"params": params}], **options)), Run(make)
+    assert_equal(grouped.train(3).weights(), plain.train(3).weights())
+
+
+@every_optimizer
+def test_an_emptied_state_is_filled_again(make: Callable) -> None:
+    run = Run(make).train(7)
+    run.optimizer.state.clear()
+    run.train(range(7, 8))
+    assert "none" not in run.optimizer.coverage().values()
+    before = run.full_loss()
+    assert run.train(range(8, 40)).full_loss() < before
+
+
 class TiedHeads(nn.Module):
     """One matrix as an embedding, and as a linear layer on what it embeds or on features."""
 

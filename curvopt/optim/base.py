@@ -341,7 +341,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             model: is extended. If it is compiled by ``torch.compile``, attach before its first forward pass.
             lossfunc: is extended; not needed for the functional losses of PyTorch, or inside of the model.
             scaler: the ``torch.amp.GradScaler`` in use, if any (anything with ``get_scale()``); then
-                ``curvature()`` without a ``loss_scale`` asks it, too.
+                ``curvature()`` without a ``loss_scale`` asks it, too. Copies of the optimizer are not told of it.
 
         Raises:
             CurvoptError: no parameter of this optimizer belongs to the model.
@@ -421,7 +421,12 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         return False
 
     def _due(self) -> bool:
-        return heard() and self._progress["step"] >= self._progress["next_refresh"]
+        due = self._progress["step"] >= self._progress["next_refresh"]
+        # a state that was emptied has to be filled again
+        return heard() and (due or not self._knows_curvature())
+
+    def _knows_curvature(self) -> bool:
+        return any("factors" in state for state in self.state.values())
 
     @torch.no_grad()
     def _collect(self, module: torch.nn.Module) -> None:
@@ -591,8 +596,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         for param in rejected:
             logger.warning("%s: new curvature is not finite and was dropped", names[param])
 
-        known = any("factors" in state for state in self.state.values())
-        if not known and len(rejected) == len(new):
+        if not self._knows_curvature() and len(rejected) == len(new):
             reason = "all curvature so far was not finite" if rejected else "no curvature was computed so far"
             raise CurvoptError(
                 f"{type(self).__name__}.step(): {reason}. Wrap the backward pass: `with optimizer.curvature(): "
@@ -763,7 +767,11 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
 
     def _peers(self) -> Peers | None:
         """The other ranks, if any."""
-        return peers_of(self.process_group, self.param_groups[0]["params"][0].device)
+        return peers_of(self.process_group, self._device())
+
+    def _device(self) -> torch.device:
+        """Where small numbers are exchanged and samples drawn."""
+        return next((param.device for param in self._params()), torch.device("cpu"))
 
     def _names(self) -> dict[Tensor, str]:
         names = {}
@@ -785,7 +793,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         key = f"{self._seed} {self._draws} {0 if peers is None else peers.rank}"
         self._draws += 1
         digest = blake2b(key.encode(), digest_size=7).digest()
-        return torch.Generator(self.param_groups[0]["params"][0].device).manual_seed(int.from_bytes(digest))
+        return torch.Generator(self._device()).manual_seed(int.from_bytes(digest))
 
     def _export(self) -> dict[str, Any]:
         # some are measured only now and then: whoever logs them finds them after a resumption, too
@@ -855,7 +863,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("kl_clip", "curvature_every", "inverse_every", "adaptive_damping", "_group_defaults", "_options")
-        own += ("_scaler", "_attached")
+        own += ("_attached",)
         return {
             **super().__getstate__(),
             **{name: self.__dict__[name] for name in own if name in self.__dict__},
@@ -869,7 +877,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             super().__setstate__(state)
         if exported is not None:  # unpickled or copied; load_state_dict() imports by itself
             self._fresh, self._arrived, self._pending = None, {}, Collection()
-            self._knows_scale = True
+            self._scaler, self._knows_scale = None, True
             self._progress = {name: exported[name] for name in exported if name not in ("sampler", "metrics")}
             self._import(exported)
             if self._attached:
