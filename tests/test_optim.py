@@ -551,7 +551,7 @@ def test_metrics_are_there_after_a_resumption(make: Callable) -> None:
     assert second.optimizer.metrics() == first.optimizer.metrics()
     assert first.train(range(25, 26)).optimizer.metrics() == second.train(range(25, 26)).optimizer.metrics()
     state = first.optimizer.state_dict()
-    del state["curvature"]["metrics"]  # as written before they were kept
+    del state["curvature"]["metrics"], state["curvature"]["closure_weight"]  # as written before they were kept
     second.optimizer.load_state_dict(state)
     assert second.optimizer.metrics() == {}
 
@@ -1013,6 +1013,28 @@ def test_adaptive_damping_follows_the_reduction_ratio(make: Callable) -> None:
         expected = 0.95**5 if ratio > 0.75 else 0.95**-5 if ratio < 0.25 else 1.0
         assert after == pytest.approx(damping * expected)
     assert len(changes) > 1
+
+
+@pytest.mark.parametrize("name", ["KFACSGD exact", "EKFACSGD exact", "DiagonalNewton exact"])
+def test_adaptive_damping_by_the_last_of_accumulated_backwards(name: str) -> None:
+    """As Lightning has it: the closure is that of one part, be it of the whole batch."""
+    whole, parts = (Run(OPTIMIZERS[name], adaptive_damping=True, dtype=torch.float64, batch=256) for _ in range(2))
+    for step in range(7):
+        whole.optimizer.step(closure_of(whole, step))
+        parts.optimizer.zero_grad()
+        for _ in range(7):
+            with parts.optimizer.curvature():
+                (parts.loss(step) / 8).backward()
+
+        def closure(step: int = step) -> Tensor:
+            loss = parts.loss(step) / 8
+            loss.backward()
+            return loss
+
+        parts.optimizer.step(closure)
+        keys = ("reduction_ratio", "damping")
+        (left, right) = ([run.optimizer.metrics()[key] for key in keys] for run in (parts, whole))
+        assert left == pytest.approx(right, rel=1e-6)
 
 
 @sgd_like

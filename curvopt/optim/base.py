@@ -180,6 +180,7 @@ class Collection:
         curvature: by parameter.
         weight: of the losses that were differentiated.
         step_weight: the same, in units of the gradients that reach ``step()`` (without the scale of a ``GradScaler``).
+        closure_weight: the part of ``step_weight`` that the closure of the step has brought.
         strangers: how many parameters of others received curvature where none of ours did; -1 if some did, or if there
             was no backward at all.
         variables: largest number of variables of a prediction, see `curvopt.core.derivatives.losses.LossCurvature`.
@@ -188,6 +189,7 @@ class Collection:
     curvature: dict[Tensor, Curvature] = field(default_factory=dict)
     weight: Tensor = field(default_factory=lambda: torch.zeros(()))
     step_weight: Tensor = field(default_factory=lambda: torch.zeros(()))
+    closure_weight: Tensor = field(default_factory=lambda: torch.zeros(()))
     strangers: int = -1
     variables: int = 1
 
@@ -201,13 +203,14 @@ class Collection:
         """
         device = params[0].device
         # of one dtype, whatever that of the losses: a rank may have none
-        tensors = [self.weight.to(device, torch.float64), self.step_weight.to(device, torch.float64)]
+        tensors = [w.to(device, torch.float64) for w in (self.weight, self.step_weight, self.closure_weight)]
         for i, (shapes, dtype, of_input) in forms.items():
             zeros = [torch.zeros(shape, dtype=getattr(torch, dtype), device=params[i].device) for shape in shapes]
             own = self.curvature.get(params[i], Curvature(zeros, of_input, torch.zeros((), device=params[i].device)))
             tensors += [*own.sums, own.weight.to(torch.float64)]
-        weight, step_weight, *means = peers.mean(tensors)
-        result, rest = Collection({}, weight, step_weight, variables=self.variables), iter(means)
+        weight, step_weight, closure_weight, *means = peers.mean(tensors)
+        result = Collection({}, weight, step_weight, closure_weight, variables=self.variables)
+        rest = iter(means)
         for i, (shapes, _, of_input) in forms.items():
             sums = [next(rest) for _ in shapes]
             result.curvature[params[i]] = Curvature(sums, of_input, next(rest))
@@ -300,6 +303,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             "next_inverse": 0,
             "stale": False,
             "step_weight": torch.ones(()),
+            "closure_weight": torch.zeros(()),
             "variables": 1,
             "mean_curvature": torch.zeros(()),
         }
@@ -486,7 +490,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
 
         Args:
             closure: computes gradients and returns the loss; called with gradients enabled, inside ``curvature()``.
-                With ``adaptive_damping`` it is called once more every fifth step, with the same random numbers.
+                With ``adaptive_damping`` it is called once more every fifth step, with the same random numbers. Where
+                backwards accumulate it may be the last of them alone.
 
         Raises:
             CurvoptError: a gradient is not finite or sparse, a damping is negative or nan, no curvature was ever
@@ -505,9 +510,13 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             if self.adaptive_damping and self._progress["step"] % ADAPT_EVERY == 0:
                 objective = Closure(closure, self._params())
                 closure = objective.first
+            earlier, weight = self._pending, self._pending.step_weight
             # an attached one is told by itself, also of a backward inside of a context of the closure's own
             with torch.enable_grad(), nullcontext() if self._attached else self.curvature():
                 loss = closure()
+            own = self._pending.step_weight
+            # the rest is of accumulated backwards before it, unless their gradients were reset
+            self._pending.closure_weight = own - weight.to(own) if self._pending is earlier else own
 
         pending, self._pending = self._pending, Collection()
         peers = self._peers()
@@ -611,7 +620,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         if accepted:
             progress["next_refresh"] = progress["step"] + annealed_interval(progress["step"], self.curvature_every)
             progress["stale"] = True
-            progress["step_weight"], progress["variables"] = pending.step_weight, pending.variables
+            progress |= {name: getattr(pending, name) for name in ("step_weight", "closure_weight", "variables")}
         for group in self.param_groups:
             for param in group["params"]:
                 if param in accepted:
@@ -708,8 +717,12 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
 
         The model's prediction ``gᵀδ + ½ δᵀ(F + λ I)δ`` is that of the averaged factors, for the whole step ``δ``. Where
         momentum led uphill in the model it predicts no decrease, and so says nothing of itself: then damping rises if
-        the loss rose, as steps that long lead out of control, and stays if it did not.
+        the loss rose, as steps that long lead out of control, and stays if it did not. Of accumulated backwards the
+        closure may bring the last alone: both are per unit of weight. Nothing is done where its weight is not known.
         """
+        weight = float(self._progress["closure_weight"])
+        if not weight > 0:
+            return
         terms = []
         for group in self.param_groups:
             for param in group["params"]:
@@ -725,7 +738,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         change, peers = objective.again() - objective.start, self._peers()
         if peers is not None:
             change = float(peers.mean([torch.tensor(change, device=peers.device)])[0])
-        actual = sign * change / float(self._progress["step_weight"])
+        actual = sign * change / weight
         actual = actual if isfinite(actual) else inf
         ratio = actual / predicted if predicted < 0 else nan
         factor = 1 / ADAPT_FACTOR if ratio < 1 / 4 or actual > 0 else ADAPT_FACTOR if ratio > 3 / 4 else 1.0
@@ -801,7 +814,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         return {**self._progress, "sampler": (self._seed, self._draws), "metrics": metrics}
 
     def _import(self, exported: dict[str, Any]) -> None:
-        self._progress = {name: exported[name] for name in self._progress}
+        self._progress = {name: exported[name] for name in exported if name not in ("sampler", "metrics")}
+        self._progress.setdefault("closure_weight", exported["step_weight"])
         self._seed, self._draws = exported["sampler"]
         self._metrics = dict(exported.get("metrics", {}))
         self._met = False
@@ -878,7 +892,6 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         if exported is not None:  # unpickled or copied; load_state_dict() imports by itself
             self._fresh, self._arrived, self._pending = None, {}, Collection()
             self._scaler, self._knows_scale = None, True
-            self._progress = {name: exported[name] for name in exported if name not in ("sampler", "metrics")}
             self._import(exported)
             if self._attached:
                 attach(self)
