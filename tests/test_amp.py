@@ -15,7 +15,7 @@ import torch
 from test_optim import OPTIMIZERS, Run, assert_close, assert_equal, cnn, exact_optimizer, mlp
 from torch import Tensor, nn
 
-from curvopt.errors import CurvoptWarning
+from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.optim import EKFACSGD, KFACSGD, HessianFree, KFACPreconditioner
 
 HALF = [torch.bfloat16, torch.float16]
@@ -260,6 +260,42 @@ def test_copies_ask_no_copy_of_the_scaler(duplicate: Callable):
         with contextlib.nullcontext() if told else pytest.warns(CurvoptWarning, match="attach"):
             scaler.step(twin.optimizer)
         scaler.update()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_preconditioner_leaves_an_overflow_to_the_scaler(known: bool):
+    run = Run(torch.optim.SGD, lr=0.01)
+    preconditioner, scaler = KFACPreconditioner(run.model), torch.amp.GradScaler("cpu", init_scale=2.0**26)
+    preconditioner.attach(run.model, scaler=scaler if known else None)
+    weights = run.weights()
+    for _ in range(12):
+        run.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = run.loss(0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(run.optimizer)
+        if not known:
+            with pytest.raises(CurvoptError, match="is not finite"):
+                preconditioner.step()
+            break
+        preconditioner.step()
+        scaler.step(run.optimizer)
+        if scaler.get_scale() == 2.0**26:
+            assert_equal(run.weights(), weights)
+        scaler.update()
+    else:
+        assert scaler.get_scale() < 2.0**26 and 0 < preconditioner._progress["step"] < 12
+        assert all(weight.isfinite().all() for weight in run.weights())
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "Adam" not in name])
+def test_gradients_may_have_another_dtype_than_their_parameters(name: str):
+    first, second = (Run(OPTIMIZERS[name], dtype=torch.bfloat16) for _ in range(2))
+    for p in second.model.parameters():
+        p.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+    second.train(3)
+    start, moved = flat(Run(OPTIMIZERS[name], dtype=torch.bfloat16).weights()), flat(first.train(3).weights())
+    assert (flat(second.weights()) - moved).norm() < 0.1 * (moved - start).norm()
 
 
 def test_a_scale_beyond_the_range_of_float16_reaches_no_column():

@@ -230,6 +230,10 @@ class Collection:
         self.step_weight = self.step_weight.to(other.step_weight) + other.step_weight
 
 
+class Overflow(CurvoptError):
+    """A gradient is not finite."""
+
+
 class CurvatureOptimizer(torch.optim.Optimizer, ABC):
     """Preconditions gradients by damped curvature, then takes the step of the torch optimizer it is mixed into.
 
@@ -591,7 +595,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
 
         bad = [param for param, ok in zip(params, finite, strict=False) if not ok]
         if bad:
-            raise CurvoptError(
+            raise Overflow(
                 f"gradient of {', '.join(names[param] for param in bad[:5])}"
                 f"{f' and {len(bad) - 5} more' if len(bad) > 5 else ''} is not finite (inf or nan). Parameters "
                 "and state are unchanged. Call zero_grad() and skip this batch, or lower lr, raise damping, or use "
@@ -670,7 +674,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         scale = clip / weight
         for device, own in by_device(updates.values()).items():
             torch._foreach_mul_(own, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
-        return {param: update.to(param.dtype).reshape(param.shape) for param, update in updates.items()}
+        # like the gradient, which may be kept in another dtype than the parameter
+        return {param: update.to(grads[param].dtype).reshape(param.shape) for param, update in updates.items()}
 
     def _kl(self, quadratic: Tensor, updates: dict[Tensor, Tensor], weight: Tensor) -> Tensor:
         """What the KL clip bounds: the change that the averaged curvature predicts, per variable of a prediction.

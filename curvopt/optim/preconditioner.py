@@ -1,10 +1,14 @@
 """Kronecker-factored curvature in front of any optimizer."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
 from curvopt import extend
 from curvopt.core.jacobians import Approx
+from curvopt.optim.base import Overflow
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.solvers import FactoredInverse
 
@@ -32,7 +36,8 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
 
     It is an optimizer itself, whose step changes gradients instead of parameters: ``attach()``, ``coverage()``,
     ``metrics()``, ``state_dict()`` and ``param_groups`` are as in ``KFACSGD``. To have both steps taken by one call,
-    ``optimizer.register_step_pre_hook(lambda *_: preconditioner.step())``.
+    ``optimizer.register_step_pre_hook(lambda *_: preconditioner.step())``. With a ``GradScaler`` that was given to
+    ``attach()``, call ``scaler.unscale_(optimizer)`` before; gradients that overflow stay, so that it skips the step.
 
     Args:
         model: the model, which is extended; all its parameters that require gradients are preconditioned.
@@ -77,3 +82,11 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
         )
         parameters = [(name, p) for name, p in extend(model).named_parameters() if p.requires_grad]
         super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Exchange the gradients; see `curvopt.optim.base.CurvatureOptimizer.step`."""
+        try:
+            return super().step(closure)
+        except Overflow:
+            if self._scaler is None or not getattr(self._scaler, "is_enabled", lambda: True)():
+                raise
