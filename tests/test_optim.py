@@ -755,6 +755,8 @@ def test_unknown_kinds_of_curvature_are_refused() -> None:
         EKFACSGD(parameters, max_factor_size=0)
     with pytest.raises(ValueError, match="curvature"):
         DiagonalNewton(parameters, curvature="variance")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="mc_samples"):
+        DiagonalNewton(parameters, mc_samples=0)
     with pytest.raises(ValueError, match="modify"):
         DiagonalNewton(parameters, modify="square")  # pyright: ignore[reportArgumentType]
 
@@ -972,6 +974,39 @@ def test_a_damping_that_leaves_its_range_changes_nothing(make: Callable, damping
     with pytest.raises(CurvoptError, match=rf"damping of param group 0 is {damping}.*at least 0"):
         run.train(range(2, 3))
     assert_equal(run.weights(), weights)
+
+
+@every_optimizer
+@pytest.mark.parametrize(
+    ("name", "value", "range_"), [("kl_clip", -1.0, "positive"), ("kl_clip", math.nan, "positive"), ("ema", 1.5, "in")]
+)
+def test_options_that_leave_their_range_change_nothing(make: Callable, name: str, value: float, range_: str) -> None:
+    run = Run(make).train(2)
+    weights, state = run.weights(), copy.deepcopy(run.optimizer.state_dict()["state"])
+    if name == "ema":
+        run.optimizer.param_groups[0]["ema"] = value
+    else:
+        run.optimizer.kl_clip = value
+    with pytest.raises(CurvoptError, match=rf"{name}.* is {value}, but must be {range_}"):
+        run.train(range(2, 3))
+    assert_equal(run.weights(), weights)
+    torch.testing.assert_close(run.optimizer.state_dict()["state"], state, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*enter the loss by an added term")
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("name", EXACT)
+def test_parameters_without_entries(name: str, used: bool) -> None:
+    run, other = (Run(OPTIMIZERS[name], cnn, dtype=torch.float64) for _ in range(2))
+    empty = nn.Parameter(torch.empty(0))
+    run.model.register_parameter("empty", empty)
+    run.optimizer.add_param_group({"params": [empty]})
+    run.optimizer.attach(run.model)
+    for step in range(3):
+        run.optimizer.zero_grad()
+        (run.loss(step) + (empty.sum() if used else 0.0)).backward()
+        run.optimizer.step()
+    assert_close(run.weights()[1:], other.train(3).weights())
 
 
 # ----------------------------------------------------------------------------------------------------- adaptive damping

@@ -442,7 +442,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         mine = set(self._params())
         for param in owned_parameters(module).values():
             taken = self._take(param)
-            if taken is None:
+            if taken is None or not param.numel():
                 continue
             if param in mine:
                 # bfloat16 or half factors would lose the average and break the inverse
@@ -498,7 +498,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
                 backwards accumulate it may be the last of them alone.
 
         Raises:
-            CurvoptError: a gradient is not finite or sparse, a damping is negative or nan, no curvature was ever
+            CurvoptError: a gradient is not finite or sparse, an option has left its range, no curvature was ever
                 computed, or ``adaptive_damping`` has no closure. Nothing has changed then, but the curvature collected
                 for this step is dropped.
         """
@@ -568,12 +568,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
     def _check(self, grads: dict[Tensor, Tensor], pending: Collection) -> dict[Tensor, list[Tensor]]:
         """Refuse a step that cannot be taken; return the mean curvature of the parameters for which it is finite."""
         names = self._names()
-        for i, group in enumerate(self.param_groups):
-            if not group["damping"] >= 0:  # false for nan
-                raise CurvoptError(
-                    f"{type(self).__name__}.step(): damping of param group {i} is {group['damping']}, but must be at "
-                    "least 0; look at what changes it (a schedule?). Parameters and state are unchanged."
-                )
+        self._check_options()
         sparse = [param for param, grad in grads.items() if grad.layout != torch.strided]
         if sparse:
             raise CurvoptError(
@@ -617,6 +612,21 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
                 "`optimizer.attach(model, lossfunc)` once."
             )
         return {param: tensors for param, tensors in new.items() if param not in rejected}
+
+    def _check_options(self) -> None:
+        """Refuse what was set after the constructor had looked; comparisons with nan are false."""
+        options = [("kl_clip", self.kl_clip, self.kl_clip is None or self.kl_clip > 0, "positive or None")]
+        for i, group in enumerate(self.param_groups):
+            options += [
+                (f"damping of param group {i}", group["damping"], group["damping"] >= 0, "at least 0"),
+                (f"ema of param group {i}", group["ema"], 0 <= group["ema"] < 1, "in [0, 1)"),
+            ]
+        for name, value, valid, range_ in options:
+            if not valid:
+                raise CurvoptError(
+                    f"{type(self).__name__}.step(): {name} is {value}, but must be {range_}; look at what changes it "
+                    "(a schedule?). Parameters and state are unchanged."
+                )
 
     def _refresh(self, pending: Collection, accepted: dict[Tensor, list[Tensor]]) -> None:
         """Move new factors into the averages, and renew what is made of them if it is due."""

@@ -73,6 +73,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
             raise ValueError(f'curvature must be "diag_ggn_mc", "diag_ggn_exact" or "diag_h", got {curvature!r}')
         if modify not in ("abs", "clip"):
             raise ValueError(f'modify must be "abs" or "clip", got {modify!r}')
+        DiagGGNMC(mc_samples)  # checks it
         self._options = {"field": curvature, "modify": modify, "mc_samples": mc_samples}
         self._configure(
             damping=damping,
