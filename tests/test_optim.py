@@ -8,6 +8,7 @@ import io
 import logging
 import math
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from curvopt import CurvoptError, backpack, extend
+from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.extensions import KFLR, BatchGrad
 from curvopt.hessianfree import ggn_vector_product
 from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat, sizes_of
@@ -628,6 +629,21 @@ def test_state_of_another_optimizer_is_refused(make: Callable) -> None:
 
 
 @every_optimizer
+def test_state_of_other_shapes_is_refused(make: Callable) -> None:
+    """Of as many entries, even."""
+    for change in (lambda p: p.mT, lambda p: p[:-1]):
+        other = Run(make, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        weight = other.model[1].weight
+        weight.data = change(weight.data).contiguous()
+        state = Run(make, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10))).train(1).optimizer.state_dict()
+        if isinstance(other.optimizer, DiagonalNewton) and len(weight) == 64:
+            continue  # a diagonal is flat
+        with pytest.raises(CurvoptError, match=r"0\.0 has shape \[\d+, \d+\], but curvature of another one"):
+            other.optimizer.load_state_dict(state)
+        assert not other.optimizer.state and other.optimizer._progress["step"] == 0
+
+
+@every_optimizer
 def test_sampling_leaves_the_global_generator_alone(make: Callable) -> None:
     run = Run(make)
     before = torch.get_rng_state()
@@ -783,7 +799,8 @@ def test_coverage_and_a_parameter_without_curvature() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     with optimizer.curvature():
         lossfunc(model(x[:64]), y[:64]).backward()
-    optimizer.step()
+    with pytest.warns(CurvoptWarning, match="head.weight, head.bias: of no extended module"):
+        optimizer.step()
     assert optimizer.coverage() == {
         "body.1.weight": "kronecker",
         "body.1.bias": "dense",
@@ -851,6 +868,24 @@ def test_an_emptied_state_is_filled_again(make: Callable) -> None:
     assert "none" not in run.optimizer.coverage().values()
     before = run.full_loss()
     assert run.train(range(8, 40)).full_loss() < before
+
+
+@every_optimizer
+def test_parameters_of_no_extended_module_are_told_of_once(make: Callable) -> None:
+    run = Run(make).train(5)
+    run.model[5] = nn.Linear(32, 10)
+    run.optimizer.add_param_group({"params": list(run.model[5].parameters())})
+    with pytest.warns(CurvoptWarning, match=r"1\.0, 1\.1: of no extended module.*attach\(model\)"):
+        run.train(range(5, 6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.train(range(6, 20))
+        extend(run.model)
+        run.train(range(20, 40))
+        covered = Run(make).train(3)
+        covered.model[1].requires_grad_(False)
+        covered.train(range(3, 6))
+    assert list(run.optimizer.coverage().values())[-2:] != ["none", "none"]
 
 
 class TiedHeads(nn.Module):

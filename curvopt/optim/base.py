@@ -144,6 +144,15 @@ def check_forms(name: str | None, known: Sequence[Tensor], new: Sequence[Tensor]
         )
 
 
+def fits(factors: Sequence[Tensor], shape: Sequence[int]) -> bool:
+    """Whether a factor list may be that of a parameter of some shape."""
+    if not factors or (len(factors) > 1 and len(shape) < 2):
+        return not factors
+    pairs = list(zip(factors, sizes_of(factors, shape), strict=True))
+    # blocks are padded
+    return all(f.shape[-1] == d if f.ndim < 4 else 0 <= f.shape[-3] * f.shape[-1] - d < f.shape[-1] for f, d in pairs)
+
+
 @dataclass
 class Curvature:
     """Sums over backwards of what one parameter received.
@@ -530,7 +539,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         if not grads:
             return loss
         accepted = self._check(grads, pending)
-        self._refresh(pending, accepted)
+        self._refresh(grads, pending, accepted)
         before = {param: param.clone() for param in grads} if objective is not None else {}
         update = self._precondition(grads)
         self._decay(grads)
@@ -628,7 +637,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
                     "(a schedule?). Parameters and state are unchanged."
                 )
 
-    def _refresh(self, pending: Collection, accepted: dict[Tensor, list[Tensor]]) -> None:
+    def _refresh(self, grads: dict[Tensor, Tensor], pending: Collection, accepted: dict[Tensor, list[Tensor]]) -> None:
         """Move new factors into the averages, and renew what is made of them if it is due."""
         progress = self._progress
         if accepted:
@@ -639,7 +648,17 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             for param in group["params"]:
                 if param in accepted:
                     self._average(self.state[param], accepted[param], group["ema"])
-        unknown = any(not self.state[p].keys() & {"inverses", "bases"} for p in self._params())
+        unknown = [p for p in self._params() if not self.state[p].keys() & {"inverses", "bases"}]
+        strangers = [p for p in unknown if p in grads and "factors" not in self.state[p] and extended_name(p) is None]
+        if strangers:
+            names = [name for p, name in self._names().items() if p in set(strangers)]
+            warnings.warn(
+                f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}: of no extended "
+                f"module, so {type(self).__name__} takes the mean curvature of other parameters for theirs. Where "
+                "modules were added or replaced, call optimizer.attach(model) (or extend(model)) again.",
+                CurvoptWarning,
+                stacklevel=5,
+            )
         if unknown or (progress["stale"] and progress["step"] >= progress["next_inverse"]):
             self._renew()
             progress["next_inverse"] = progress["step"] + annealed_interval(progress["step"], self.inverse_every)
@@ -768,7 +787,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
 
         Parameters are called by name if the optimizer was given ``model.named_parameters()``, else
         ``group.index``. Before the first step all are ``"none"``: they are known once curvature was computed. A
-        parameter that stays so is trained as if it had the mean curvature of the others.
+        parameter that stays so is trained as if it had the mean curvature of the others; if it belongs to no extended
+        module, its first step warns of that.
         """
         kinds = {}
         for param, name in self._names().items():
@@ -849,7 +869,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         """Load what ``state_dict()`` returned; factors and inverses keep their own dtype.
 
         Raises:
-            CurvoptError: if it is the state of another optimizer. Nothing has changed then.
+            CurvoptError: if it is the state of another optimizer, or of parameters of other shapes. Nothing has changed
+                then.
         """
         ours: list[dict[str, Any]] = []
         curvature: dict[str, Any] = {}
@@ -867,6 +888,13 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
                 ours.append({name: state[name] for name in _STATE if name in state})
                 if index in states:  # torch would cast ours to the dtype of the parameter
                     states[index] = {name: state[name] for name in state if name not in _STATE}
+            for (param, name), state in zip(self._names().items(), ours, strict=False):
+                if not fits(state.get("factors", []), param.shape):
+                    raise CurvoptError(
+                        f"{type(self).__name__}.load_state_dict(): {name} has shape {list(param.shape)}, but curvature "
+                        f"of another one was saved ({[list(factor.shape) for factor in state['factors']]}); load the "
+                        "state of the same model, whose parameters come in the same order. Nothing has changed."
+                    )
             return {**loaded, "state": states}
 
         def put_back(_: Any) -> None:
