@@ -10,10 +10,12 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -593,6 +595,24 @@ def test_models_in_half_precision_resume_bit_for_bit(make: Callable) -> None:
     second.optimizer.load_state_dict(torch.load(checkpoint(first.optimizer), weights_only=True))
     torch.testing.assert_close(first.optimizer.state_dict(), second.optimizer.state_dict(), rtol=0, atol=0)
     assert_equal(first.train(range(5, 10)).weights(), second.train(range(5, 10)).weights())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@every_optimizer
+def test_checkpoints_that_are_loaded_into_tensors(make: Callable, tmp_path: Path) -> None:
+    """As torch.distributed.checkpoint does."""
+    first, second = Run(make).train(7), Run(make).train(1)
+    dcp.save({"state": first.optimizer.state_dict()["state"]}, checkpoint_id=tmp_path, no_dist=True)
+    into = {"state": second.optimizer.state_dict()["state"]}
+    dcp.load(into, checkpoint_id=tmp_path, no_dist=True)
+    for p, q in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        torch.testing.assert_close(first.optimizer.state[p], second.optimizer.state[q], rtol=0, atol=0)
+    state = first.optimizer.state_dict()
+    for values in state["state"].values():  # as written before they were tensors
+        values |= {name: float(values[name]) for name in ("ema_weight", "scales_weight") if name in values}
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(copy.deepcopy(state))
+    assert_equal(first.train(range(7, 12)).weights(), second.train(range(7, 12)).weights())
 
 
 @every_optimizer

@@ -53,6 +53,11 @@ def ema_update(average: list[Tensor], weight: float, new: Sequence[Tensor], deca
     return weight
 
 
+def number(value: float) -> Tensor:
+    """A number of a parameter's state, on the CPU: torch.distributed.checkpoint loads into tensors alone."""
+    return torch.tensor(value, dtype=torch.float64)
+
+
 def kl_clip_factor(quadratic: Tensor, kl_clip: float | None) -> Tensor:
     """``ν = min(1, √(κ / Σ lr² uᵀg))`` bounds the KL change predicted for a step by ``κ`` (Ba et al. 2017, sec. 5)."""
     if kl_clip is None:
@@ -667,10 +672,10 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
     def _average(self, state: dict[str, Any], new: list[Tensor], ema: float) -> None:
         """Move a parameter's new factors into their average."""
         if "factors" in state:
-            state["ema_weight"] = ema_update(state["factors"], state["ema_weight"], new, ema)
+            state["ema_weight"] = number(ema_update(state["factors"], float(state["ema_weight"]), new, ema))
         else:
             state["factors"] = [factor.clone() for factor in new]
-            state["ema_weight"] = 1 - ema
+            state["ema_weight"] = number(1 - ema)
 
     def _precondition(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """The preconditioned gradients, scaled by the KL clip; records the metrics."""
@@ -900,7 +905,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         def put_back(_: Any) -> None:
             for param, state in zip(self._params(), ours, strict=True):
                 for name, value in state.items():
-                    if isinstance(value, Tensor):
+                    if isinstance(value, Tensor) and value.ndim:
                         value = value.to(param.device)
                     elif isinstance(value, list):
                         value = [tensor.to(param.device) for tensor in value]

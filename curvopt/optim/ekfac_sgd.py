@@ -8,7 +8,7 @@ from torch import Tensor
 from curvopt.core.jacobians import Approx
 from curvopt.extensions import EigenDiagonal
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
-from curvopt.optim.base import ema_update, pop_field
+from curvopt.optim.base import ema_update, number, pop_field
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.solvers import Eigenbasis, squared, transposed, turns
 
@@ -111,7 +111,8 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
     def _average(self, state: dict[str, Any], new: list[Tensor], ema: float) -> None:
         factors = len(state.get("factors", new))
         if len(new) > factors:
-            state["scales_weight"] = ema_update([state["scales"]], state["scales_weight"], new[factors:], ema)
+            weight = ema_update([state["scales"]], float(state["scales_weight"]), new[factors:], ema)
+            state["scales_weight"] = number(weight)
         super()._average(state, new[:factors], ema)
 
     def _turn(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
@@ -120,7 +121,7 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
             state["scales"] = kfac_mat_prod(squared(turns(state["bases"], old)), sizes)(state["scales"])
         else:
             state["scales"] = kron_diagonal([spectrum for spectrum in spectra if spectrum is not None], sizes)
-            state["scales_weight"] = state["ema_weight"]
+            state["scales_weight"] = number(float(state["ema_weight"]))
 
     def _solve(self, param: Tensor, grad: Tensor, damping: float) -> Tensor:
         bases = self.state[param]["bases"]
