@@ -342,16 +342,31 @@ def test_loss_inside_of_a_module_with_parameters_is_refused():
         F.nll_loss(model(X), Y).backward()
 
 
-def test_extended_loss_inside_of_a_module_with_parameters_is_refused():
+def test_extended_loss_inside_of_a_module_with_parameters():
+    """Right where the graph shows how its parameters are used, else refused."""
+
     class Owner(nn.Module):
-        def __init__(self):
+        def __init__(self, times: Callable[[Tensor, Tensor], Tensor]):
             super().__init__()
             self.mlp, self.lossfunc, self.scale = mlp(), nn.CrossEntropyLoss(), nn.Parameter(torch.ones(3).double())
+            self.times = times
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.lossfunc(self.mlp(x) * self.scale, Y)
+            return self.lossfunc(self.times(self.mlp(x), self.scale), Y)
 
-    model = extend(Owner())
+    model = extend(Owner(torch.mul))
+    with backpack(DiagGGNExact(), DiagHessian()):
+        model(X).backward()
+    z = model.mlp(X).detach()
+
+    def loss(scale: Tensor) -> Tensor:
+        return F.cross_entropy(z * scale, Y)
+
+    hessian = torch.autograd.functional.hessian(loss, model.scale.detach())
+    assert_close(model.scale.diag_h, hessian.diagonal())
+    assert_close(model.scale.diag_ggn_exact, hessian.diagonal())  # the scale enters linearly
+
+    model = extend(Owner(lambda z, scale: torch.addcmul(torch.zeros_like(z), z, scale)))
     with pytest.raises(CurvoptError, match="extended Owner .*submodule"), backpack(DiagGGNExact()):
         model(X).backward()
     model.scale.requires_grad_(False)

@@ -599,7 +599,7 @@ def test_models_in_half_precision_resume_bit_for_bit(make: Callable) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @every_optimizer
-def test_checkpoints_that_are_loaded_into_tensors(make: Callable, tmp_path: Path) -> None:
+def test_resumption_by_checkpoints_that_are_loaded_into_tensors(make: Callable, tmp_path: Path) -> None:
     """As torch.distributed.checkpoint does."""
     first, second = Run(make).train(7), Run(make).train(1)
     dcp.save({"state": first.optimizer.state_dict()["state"]}, checkpoint_id=tmp_path, no_dist=True)

@@ -605,11 +605,14 @@ class Pass:
         assert use.edge is not None
         N, size = self.samples.N, self._chunk_size
         samples = range(N) if any(e.per_sample for e in extensions) else [None]
-        with torch.no_grad():  # some parameter's own gradient may be nothing but rounding errors, too
+        with torch.no_grad():  # of all: a parameter's own gradient may be nothing but rounding errors, too
             reached = pull([use.edge], parameters, [slope.detach().unsqueeze(0)])
-        largest = max((float(g.abs().max()) for g in reached if g is not None), default=0.0)
+        largest = torch.stack([slope.new_zeros(()), *(g.abs().max().to(slope) for g in reached if g is not None)]).max()
         for p in parameters:
-            images, noise = [], p.new_zeros(())
+            # where second derivatives are zero, they come out as rounding errors
+            info = torch.finfo(p.dtype)
+            noise = 100 * info.eps * largest.to(p) / p.detach().abs().max().clamp(min=info.tiny)
+            images = []
             for n in samples:
                 seed = slope if n is None else only(slope, 0, n, N)
                 with torch.enable_grad():
@@ -617,12 +620,6 @@ class Pass:
                     gradient = None if gradient is None else gradient[0]
                 image = torch.zeros(p.numel(), p.numel(), dtype=p.dtype, device=p.device)
                 if gradient is not None and gradient.requires_grad:
-                    # where second derivatives are zero, they come out as rounding errors
-                    info = torch.finfo(p.dtype)
-                    scale = gradient.detach().abs().max().clamp(min=largest) / p.detach().abs().max().clamp(
-                        min=info.tiny
-                    )
-                    noise = torch.maximum(noise, 100 * info.eps * scale)
                     units = torch.eye(p.numel(), dtype=p.dtype, device=p.device).reshape(-1, *p.shape).split(size)
                     with cut([seed.grad_fn]):
                         pulled = [pull([gradient], [p], [unit])[0] for unit in units]
