@@ -617,3 +617,30 @@ def test_vectors_of_one_layer_at_a_time(extension: type[Extension], columns: int
         set_columns_per_sweep(None)
     column = ["arrived 2", "used 2", "arrived 1", "used 1", "arrived 0", "used 0"]
     assert [event for event in events if event != "arrived 3"][-3 - 6 * columns : -3] == columns * column
+
+
+def test_parameters_without_entries_get_no_fields():
+    """An adapter of rank zero, as where its rank is an option."""
+
+    class Adapted(nn.Module):
+        def __init__(self, rank: int | None):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+            layers = [] if rank is None else [nn.Linear(4, rank), nn.Linear(rank, 4, bias=False)]
+            self.adapter = nn.Sequential(*layers)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x))
+            return self.last(h + self.adapter(h) if len(self.adapter) else h)
+
+    x, y = torch.randn(5, 3).double(), torch.randint(2, (5,))
+    fields = []
+    for rank in (None, 0):
+        model = extend(Adapted(rank).double())
+        with backpack(BatchGrad(), DiagGGNExact(), DiagHessian(), KFLR()):
+            extend(nn.CrossEntropyLoss())(model(x), y).backward()
+        p = model.first.weight
+        fields.append([p.grad_batch, p.diag_ggn_exact, p.diag_h, *p.kflr])
+    torch.testing.assert_close(*fields)
+    assert not any(hasattr(p, "kflr") for p in model.adapter.parameters())

@@ -30,7 +30,8 @@ class Entry:
         self.use = use
         self.rule: Rule = use.rule if rule is None else rule
         if parameters is None:
-            parameters = {name: p for name, p in self.rule.parameters(use.module).items() if p.requires_grad}
+            trainable = self.rule.parameters(use.module).items()
+            parameters = {name: p for name, p in trainable if p.requires_grad and p.numel()}  # nothing of no entries
         self.parameters = parameters
         self.edges: dict[int, GradientEdge] = {}
         for name, p in self.parameters.items():
@@ -200,7 +201,8 @@ class Graph:
 
     def _read_outside(self, nodes: list[Node], interior: _Interior) -> None:
         """Recognise, note or refuse every way to an extended parameter that lies in no use of it."""
-        outside = list(interior.ways_around(nodes, lambda p: p in self.owners or extended_name(p) is not None))
+        known = interior.ways_around(nodes, lambda p: p in self.owners or extended_name(p) is not None)
+        outside = [(node, position, p) for node, position, p in known if p.numel()]
         if not outside:
             return
         parents, dependent = parents_and_dependents(self, nodes)
