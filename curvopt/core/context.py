@@ -19,7 +19,7 @@ from curvopt.core import costs
 from curvopt.core.graph import Graph, leaves_behind, records_behind
 from curvopt.core.residuals import leaf_of
 from curvopt.core.sweep import Pass, fields_of
-from curvopt.core.uses import Loss, Use, extend, listen, listeners, outside_of_graphs, unheard
+from curvopt.core.uses import Use, extend, listen, listeners, outside_of_graphs, unheard
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
@@ -159,10 +159,9 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             for term, edge in graph.terms.items():
                 handles.append(listen(edge, functools.partial(self._tell, Pass.term, term)))
             for loss, edge in graph.losses.items():
-                handles.append(listen(edge, functools.partial(self._tell, _loss, loss)))
-            for ending in graph.heads if pending.samples.unaligned and graph.heads is not graph.losses else ():
-                if ending.edge is not None:
-                    handles.append(listen(ending.edge, functools.partial(self._tell, Pass.ending, ending)))
+                handles.append(listen(edge, functools.partial(self._tell, functools.partial(_own, Pass.loss), loss)))
+            for head, edge in graph.heads.items() if pending.samples.unaligned else ():
+                handles.append(listen(edge, functools.partial(self._tell, functools.partial(_own, Pass.head), head)))
             for entry in pending.listening():
                 for index, edge in entry.edges.items():
                     handles.append(listen(edge, functools.partial(self._tell, Pass.gradient, entry.use, index)))
@@ -181,9 +180,10 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 handle.remove()
 
 
-def _loss(current: Pass, loss: Loss, grad: Tensor) -> None:
+def _own(event: Callable[..., None], current: Pass, *what: Any) -> None:
+    """An event that has the engine start backwards."""
     with current.graph.own_backwards():
-        current.loss(loss, grad)
+        event(current, *what)
 
 
 class _Together:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from curvopt.core.derivatives.rules import DefaultRule, Rule
 from curvopt.core.functional import added_term, parents_and_dependents, parents_of, recognise
 from curvopt.core.repeated import repeated
 from curvopt.core.residuals import is_sink, leaf_of, name_of, walk
-from curvopt.core.uses import Loss, TermUse, Use, extended_name, records_of
+from curvopt.core.uses import TermUse, Use, extended_name, records_of
 from curvopt.errors import CurvoptError
 
 R = TypeVar("R")
@@ -39,6 +39,11 @@ class Entry:
                 raise CurvoptError(f"{use.describe()}: parameter '{name}' is complex; use two real ones.")
         self.rows = self.rule.rows(use) if self.parameters else 0
 
+    @property
+    def part(self) -> tuple[list[Node], frozenset, list[nn.Parameter]]:
+        """Its part of the graph: the nodes of its outputs, where it begins, and its parameters."""
+        return [edge.node for edge in self.edges.values()], self.use.boundary, list(self.parameters.values())
+
 
 class Ending:
     """A use after which no other comes before a loss that is not known: a row of its output is a sample, or a part."""
@@ -57,10 +62,6 @@ class Ending:
         """Gradient of the loss in the output."""
         return grad
 
-    def curvature(self, grad: Tensor) -> Any:
-        """Nobody knows it."""
-        raise NotImplementedError
-
 
 class Graph:
     """What lies behind a node of the autograd graph.
@@ -71,7 +72,8 @@ class Graph:
         leaves: the tensors whose gradients are accumulated.
         custom: whether there are functions of users, who may ask what is differentiated.
         losses: the extended and functional losses, and where their gradients arrive.
-        heads: where the samples are known: the losses if there are no others, else the last uses before them.
+        heads: where the samples are known, and where its gradient arrives: the losses if there are no others, else the
+            last uses before them.
         nonlinear: names of operations through which the differentiated scalar depends on more than the sum of them.
         terms: regularizers, and where their gradients arrive.
         mixing: descriptions of modules that mix samples (train-mode batch norm).
@@ -113,21 +115,13 @@ class Graph:
         for entry in list(self.entries.values()):
             entry.use.check_settings()
             entry.use.check_inputs()
-            part = [edge.node for edge in entry.edges.values()], entry.use.boundary, list(entry.parameters.values())
             if entry.parameters and isinstance(entry.rule, DefaultRule):
                 parents = parents or parents_of(nodes)
-                inside = _Interior()
-                inside.add(*part)
-                found = repeated(entry, inside.edges, parents)
-                if found is not None:
-                    meetings, passed = found
-                    interior.edges |= inside.edges
+                passed = self._read_inside(entry, interior, parents)
+                if passed is not None:
                     between |= passed
-                    del self.entries[entry.use]
-                    for (node, _), (use, rule, name) in meetings.items():
-                        self._add(use, name, entry.parameters[name], GradientEdge(node, 0), rule)
                     continue
-            interior.add(*part)
+            interior.add(*entry.part)
             for name, p in entry.parameters.items():
                 self.owners.setdefault(p, (entry, name))
         self.functional: list[Entry] = []
@@ -137,7 +131,7 @@ class Graph:
         outputs = {edge.node for entry in self.entries.values() if entry.parameters for edge in entry.edges.values()}
         self.losses, self.nonlinear = find_losses(roots, outputs | terms)
         known = self.losses and not self.nonlinear
-        self.heads: Collection[Loss] = self.losses if known else self._endings(roots)
+        self.heads: Mapping[Any, GradientEdge] = self.losses if known else self._endings(roots)
         ends = [loss.edge.node for loss in self.heads if loss.edge is not None]
         rows = {entry.rows for entry in self.entries.values() if entry.parameters}
         self.structure = structure(ends, rows | {len(loss.input) for loss in self.heads if loss.input.dim()}, between)
@@ -146,7 +140,7 @@ class Graph:
             for p in entry.parameters.values():
                 self.uses_of[p] = self.uses_of.get(p, 0) + len(entry.edges)
 
-    def _endings(self, roots: Sequence[Node]) -> list[Ending]:
+    def _endings(self, roots: Sequence[Node]) -> dict[Ending, GradientEdge]:
         """The uses that are met first from some nodes; none if samples cannot lie on the first axis of one."""
         outputs = {
             edge.node: (entry, index, edge)
@@ -155,9 +149,9 @@ class Graph:
             for index, edge in entry.edges.items()
         }
         met = [outputs[node] for node in walk(list(roots), last=outputs) if node in outputs]
-        endings = [Ending(entry.use, edge) for entry, _, edge in met]
+        endings = {Ending(entry.use, edge): edge for entry, _, edge in met}
         on_first_axis = all(entry.rule.output_axis(entry.use, index) == 0 for entry, index, _ in met)
-        return endings if on_first_axis and all(ending.input.dim() for ending in endings) else []
+        return endings if on_first_axis and all(ending.input.dim() for ending in endings) else {}
 
     @property
     def empty(self) -> bool:
@@ -198,6 +192,24 @@ class Graph:
         entry.edges[0] = edge
         self.owners.setdefault(p, (entry, name))
         return entry
+
+    def _read_inside(self, entry: Entry, interior: _Interior, parents: dict[Node, list[Node]]) -> set[Node] | None:
+        """Put uses by operations in the place of that of a module without a rule, if they are known ones.
+
+        Returns:
+            The nodes between parameters and these operations; ``None`` if the module has to be called again.
+        """
+        inside = _Interior()
+        inside.add(*entry.part)
+        found = repeated(entry, inside.edges, parents)
+        if found is None:
+            return None
+        meetings, between = found
+        interior.edges |= inside.edges
+        del self.entries[entry.use]
+        for (node, _), (use, rule, name) in meetings.items():
+            self._add(use, name, entry.parameters[name], GradientEdge(node, 0), rule)
+        return between
 
     def _read_outside(self, nodes: list[Node], interior: _Interior) -> None:
         """Recognise, note or refuse every way to an extended parameter that lies in no use of it."""

@@ -795,7 +795,7 @@ def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
         flat = _by_feature(part)
         moments = [_add_moment(m, x, scale, block) for m, x in zip(moments or [None] * len(flat), flat, strict=True)]
     for moment in moments:
-        for i in range(0, F - block, max(block, 1)):
+        for i in range(0, F - block, block):
             j = i + block
             moment[j:, i:j] = costs.apart(moment[i:j, j:]).mT
     return moments[0] if len(moments) == 1 else torch.stack(moments)

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 from curvopt.core.compare import allclose
 from curvopt.core.graph import Entry, Graph
 from curvopt.core.residuals import BY_ENTRY, leads_to, leaf_of, operation, pull, pull_each, walk
-from curvopt.core.uses import Loss, Use
+from curvopt.core.uses import Head, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 EMPTY = "the batch is empty; call backward outside of the context for it."
@@ -40,7 +40,7 @@ class Samples(NamedTuple):
 _found: dict[int, tuple[int, frozenset[int]]] = {}
 
 
-def find_samples(graph: Graph, losses: Collection[Loss]) -> Samples:
+def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     """Find out where the samples lie in a graph.
 
     Without a loss whose input is known, or where batch norm mixes samples anyway, every first axis must be N or a
@@ -77,7 +77,7 @@ def find_samples(graph: Graph, losses: Collection[Loss]) -> Samples:
     return Samples(found[0], frozenset(entries[i].use for i in found[1]))
 
 
-def _search(losses: Sequence[Loss], entries: Sequence[Entry]) -> tuple[tuple[int, frozenset[int]], bool]:
+def _search(losses: Sequence[Head], entries: Sequence[Entry]) -> tuple[tuple[int, frozenset[int]], bool]:
     """The number of samples and the indices of unaligned uses, and whether no gradient arrived at some use.
 
     A sample is a row of the loss, unless most uses have several of its rows in one (flattened sequences).
@@ -103,7 +103,7 @@ def _search(losses: Sequence[Loss], entries: Sequence[Entry]) -> tuple[tuple[int
     return (N, frozenset(strays)), silent
 
 
-def _closed(losses: Sequence[Loss], entries: Sequence[Entry]) -> bool:
+def _closed(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
     """Whether nothing but zeros arrives at some operation that may move samples: what it does to them is not seen."""
     generator = torch.Generator().manual_seed(0)
     edges = [edge for entry in entries for edge in entry.edges.values()]
@@ -124,7 +124,7 @@ def _closed(losses: Sequence[Loss], entries: Sequence[Entry]) -> bool:
         return bool(torch.stack([zero.to(zeros[0].device) for zero in zeros]).any()) if zeros else False
 
 
-def _common_use(losses: Sequence[Loss], entries: Sequence[Entry]) -> bool:
+def _common_use(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
     """Whether some use lies behind all of the losses."""
     return any(
         all(
@@ -166,7 +166,7 @@ def _shared(grad: Tensor, scaled: Tensor, axis: int) -> Tensor:
 
 
 def unaligned(
-    N: int, losses: Sequence[Loss], edges: Sequence[tuple[int, GradientEdge, int | None]]
+    N: int, losses: Sequence[Head], edges: Sequence[tuple[int, GradientEdge, int | None]]
 ) -> tuple[set[int], bool, set[int]]:
     """Indices of uses where N samples do not arrive each in its share, and whether at some use nothing arrived at all.
 
@@ -232,7 +232,7 @@ def _probe(
     return strays, reached, shared
 
 
-def _common_length(graph: Graph, losses: Sequence[Loss]) -> Samples:
+def _common_length(graph: Graph, losses: Sequence[Head]) -> Samples:
     """The number of samples by shapes alone."""
     rows = {entry.use: entry.rows for entry in graph.entries.values() if entry.parameters}
     if losses:

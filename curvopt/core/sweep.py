@@ -43,7 +43,7 @@ from curvopt.core.residuals import (
     wrong_twice,
 )
 from curvopt.core.samples import find_samples, only, unaligned
-from curvopt.core.uses import Loss, TermUse, Use, is_hooked
+from curvopt.core.uses import Head, Loss, TermUse, Use, is_hooked
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
@@ -298,23 +298,21 @@ class Pass:
             self.terms[p] = self.terms.get(p, 0) + grad * use.weight
 
     @_without_autocast
-    def ending(self, use: Loss, grad: Tensor) -> None:
+    def head(self, head: Head, grad: Tensor) -> None:
         """Where the samples are known has been reached: pull them back one by one to where they lie elsewhere."""
-        if self.first_order and self.samples.unaligned and use.edge is not None:
-            slope = use.slope(grad).to(use.input.dtype).unsqueeze(0)
+        if self.first_order and head.edge is not None:
+            slope = head.slope(grad).to(head.input.dtype).unsqueeze(0)
 
             def visit(p: nn.Parameter, jacobian: Jacobian) -> None:
                 self.parts.setdefault(p, []).append(jacobian)
 
-            self._jacobians([use.edge], [slope], visit, self.samples.unaligned)
+            self._jacobians([head.edge], [slope], visit, self.samples.unaligned)
 
     @_without_autocast
     def loss(self, use: Loss, grad: Tensor) -> None:
         """A loss has been reached: pull the columns of its Hessian's root back, and what nonlinear operations add."""
         if use.edge is None:
             return
-        if self.graph.heads is self.graph.losses:
-            self.ending(use, grad)
         if self.second_order:
             with self._named():
                 curvature, scale = use.curvature(grad)

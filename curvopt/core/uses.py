@@ -33,8 +33,8 @@ KEY = "curvopt"
 _recording = True
 
 
-class Loss(Protocol):
-    """A term of what is differentiated, as a function of the network's output z."""
+class Head(Protocol):
+    """An output z of the network whose rows are the samples, or parts of them."""
 
     @property
     def edge(self) -> GradientEdge | None:
@@ -53,6 +53,10 @@ class Loss(Protocol):
     def slope(self, grad: Tensor) -> Tensor:
         """Gradient in z, from what arrived; differentiable if gradients are enabled."""
         ...
+
+
+class Loss(Head, Protocol):
+    """A term of what is differentiated, as a function of z."""
 
     def curvature(self, grad: Tensor) -> tuple[LossCurvature, Tensor]:
         """The Hessian in z up to a factor, from what arrived, and the root of the factor."""

@@ -456,7 +456,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         mine = set(self._params())
         for param in owned_parameters(module).values():
             taken = self._take(param)
-            if taken is None or not param.numel():
+            if taken is None:
                 continue
             if param in mine:
                 # bfloat16 or half factors would lose the average and break the inverse

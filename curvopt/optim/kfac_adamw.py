@@ -85,7 +85,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
 
     def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
         taken = super()._take(param)
-        if taken is None or param.ndim > 1 or taken[0][0].ndim < 2 or not param.numel():
+        if taken is None or param.ndim > 1 or taken[0][0].ndim < 2:
             return taken
         (factor,), of_input = taken
         return [kron_diagonal([factor.diagonal(dim1=-2, dim2=-1)], sizes_of([factor], param.shape))], of_input
