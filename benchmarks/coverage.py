@@ -65,8 +65,19 @@ class Custom(nn.Module):
         return torch.sigmoid(self.gate) * x + self.power * x**2
 
 
+class Multiplying(nn.Module):
+    """Another, with matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.W, self.b = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.W + self.b
+
+
 class Powers(Custom):
-    """The same with parameters in other operations."""
+    """Another, with operations that are not known."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.pow(x.abs() + 1, self.gate) ** self.power
@@ -146,8 +157,9 @@ LAYERS = [
     ),
     Layer("Linear with a parametrization of one's own", lambda: parametrized(nn.Linear(3, 2), Normed()), normal(3)),
     Layer("Linear, a subclass of it", lambda: Scaled(3, 2), normal(3)),
+    Layer("a module of one's own that multiplies by matrices", Multiplying, normal(3)),
     Layer("a module of one's own that adds, scales or repeats", Custom, normal(3)),
-    Layer("a module of one's own", Powers, normal(3)),
+    Layer("a module of one's own, other operations", Powers, normal(3)),
 ]
 
 

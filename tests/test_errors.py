@@ -338,10 +338,11 @@ OUTSIDE: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
     "before the module": lambda layer, x: layer(x @ layer.weight),
     "transposed": lambda layer, x: F.linear(torch.tanh(layer(x)), layer.weight.T),
     "elementwise": lambda layer, x: x * layer.weight.mean(),
+    "distances": lambda layer, x: torch.cdist(x, layer.weight),
     "functional_call": lambda layer, x: torch.func.functional_call(layer, {"weight": 2 * layer.weight}, (x,)),
 }
 # what there can be no rule for
-HOPELESS = {"elementwise"}
+HOPELESS = {"distances"}
 
 
 @pytest.mark.parametrize("use", OUTSIDE)

@@ -1,122 +1,297 @@
-"""Parameters used outside of their module's forward: tied heads, and terms that are added to the loss.
+"""Operations that were read off the graph, as uses of the parameters that enter them.
 
-``F.linear(x, embedding.weight)``, ``x @ W.T`` and ``F.embedding`` are recognised in the graph and become uses of the
-parameter like any other. A term of the loss that sees parameters only (weight decay written by hand) is no part of any
-sample; it gets a warning. Everything else is refused.
+Products, convolutions and lookups are calls of a layer, by whichever function they were made: ``F.linear(x, W)``,
+``x @ W``, ``torch.einsum``. Others repeat what they get for the samples: ``x * p``, ``x + p``, ``p.expand(N, ...)``,
+the bias of a convolution, the scale of a norm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
-from curvopt.core.derivatives.rules import rule_for
+from curvopt.core.derivatives.affine import Conv, ConvTranspose
+from curvopt.core.derivatives.embedding import Embedding
+from curvopt.core.derivatives.operations import Product
+from curvopt.core.derivatives.rules import Rule
 from curvopt.core.residuals import name_of
 from curvopt.core.uses import Use
 
-if TYPE_CHECKING:
-    from curvopt.core.graph import Graph
-
 
 class FunctionalUse(Use):
-    """An operation read off the graph, of a module or of one that stands in, since it would compute the same."""
+    """An operation read off the graph.
 
-    def __init__(self, path: str, module: nn.Module, args: tuple[Tensor, ...], shape: torch.Size):
+    Args:
+        path: of the module in which it was called.
+        module: for the rule: one that would compute the same.
+        args: what the node saved.
+        shape: of the output.
+        owner: the module in which it was called.
+        boundary: where the operands come from that are no parameters.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        args: tuple[Tensor, ...],
+        shape: torch.Size,
+        owner: nn.Module,
+        boundary: frozenset[Node] = frozenset(),
+    ):
         """Record what the node saved."""
-        self.path, self.module, self.args, self.kwargs = path, module, args, {}
-        self.versions, self.boundary, self.outputs = tuple([x._version for x in args]), frozenset(), None
+        self.path, self.module, self.args, self.kwargs, self._owner = path, module, args, {}, owner
+        self.versions, self.boundary, self.outputs = tuple([x._version for x in args]), boundary, None
         self.random, self.state = None, {}
         self.shapes, self.cache, self.settings, self.seen = (shape,), {}, None, tuple(module._parameters.values())
-        self.rule = rule_for(module)
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module in which the operation was called."""
+        return self._owner
 
 
-def recognise(
-    node: Node, position: int, p: nn.Parameter, parents: dict[Node, list[Node]], path: str
-) -> tuple[FunctionalUse, str, GradientEdge] | None:
-    """The use, the parameter's name in it and the edge of its output, if ``p`` enters a known call at ``node``."""
-    name = name_of(node)
-    if name == "EmbeddingBackward0" and not _saved(node, "scale_grad_by_freq"):
-        padding = _saved(node, "padding_idx")
+class Way(NamedTuple):
+    """How a parameter comes to an operation.
+
+    Attributes:
+        node: of the operation.
+        position: of the operand.
+        passed: the operations before it, from the parameter on; ``None`` if they have other operands, too.
+    """
+
+    node: Node
+    position: int
+    passed: tuple[Node, ...] | None = ()
+
+    @property
+    def operand(self) -> tuple[Node, int]:
+        """The node of the operand, and which output of it that is."""
+        return self.node.next_functions[self.position]  # type: ignore[return-value]
+
+
+def seen_of(p: nn.Parameter, way: Way) -> Tensor | None:
+    """What an operation sees of a parameter, without values: its strides tell which entries are which.
+
+    ``None`` if that is not all entries, each as it is.
+    """
+    seen = torch.empty(p.shape, device="meta")
+    for node in way.passed or ():
+        name = name_of(node)
+        if name == "TBackward0":
+            seen = seen.t()
+        elif name == "TransposeBackward0":
+            seen = seen.transpose(_axis(node._saved_dim0), _axis(node._saved_dim1))  # type: ignore[attr-defined]
+        elif name == "PermuteBackward0":
+            seen = seen.permute([_axis(dim) for dim in node._saved_dims])  # type: ignore[attr-defined]
+        elif name in _VIEWS:
+            shape = node._input_metadata[0].shape  # type: ignore[attr-defined]
+            try:
+                seen = seen.expand(shape) if name == "ExpandBackward0" else seen.view(shape)
+            except RuntimeError:  # the entries were copied
+                return None
+        else:
+            return None
+    return None if way.passed is None else seen
+
+
+_VIEWS = frozenset(
+    [
+        *(f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias")),
+        *("SqueezeBackward1", "SqueezeBackward2", "ToCopyBackward0", "ExpandBackward0"),
+    ]
+)
+
+
+def _axis(dim: int) -> int:
+    """An axis as a node has it, where negative ones are kept as unsigned numbers."""
+    return dim - 2**64 if dim >= 2**63 else dim
+
+
+class _Saved:
+    """What a node saved, by name."""
+
+    def __init__(self, node: Node):
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, f"_saved_{name}")
+
+
+class LayerCall(NamedTuple):
+    """An operation as a call of a layer.
+
+    Attributes:
+        rule: of the layer.
+        module: with the settings that the rule reads, without parameters.
+        input: the input.
+        other: the input's position among the operands, if it is one.
+    """
+
+    rule: Rule
+    module: nn.Module
+    input: Tensor
+    other: int | None
+
+
+def layer_call(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
+    """An operation as a call of a layer, ``None`` if it is none.
+
+    Args:
+        node: of the operation.
+        position: of the operand that is the weight.
+        weight: what the operation sees of it, without values.
+        shape: shape of the parameter of which the operation sees this.
+    """
+    name, saved = name_of(node), _Saved(node)
+    if name in _PRODUCTS:
+        first, *sides = _PRODUCTS[name]
+        from_left = position == first
+        if position < first or (first and saved.alpha != 1) or (from_left and name == "MvBackward0"):
+            return None
+        kind = _matrices(weight if weight.dim() > 1 else weight.unsqueeze(1), shape, from_left)
+        if kind is None:
+            return None
+        return LayerCall(Product(from_left, *kind), nn.Module(), getattr(saved, sides[from_left]), first + from_left)
+    if name == "ConvolutionBackward0" and position == 1 and weight.is_contiguous() and weight.numel() == shape.numel():
+        rule = ConvTranspose() if saved.transposed else Conv()
+        return LayerCall(rule, _convolution(saved, weight.shape), saved.input, 0)
+    if name == "EmbeddingBackward0" and not saved.scale_grad_by_freq and weight.shape == shape:
         module = nn.Embedding(1, 1, device="meta")
-        module.padding_idx = padding if padding is not None and 0 <= padding < len(p) else None
-        return _use(path, module, "weight", p, _saved(node, "indices"), node)
-    if name == "AddmmBackward0" and position == 0 and p.dim() == 1 and _saved(node, "beta") == 1:
-        rows = node._input_metadata[0].shape[0]  # type: ignore[attr-defined]
-        return _use(path, nn.Linear(1, 1, device="meta"), "bias", p, p.new_empty(rows, 1), node)
-    if name == "TBackward0" or (name in ("PermuteBackward0", "TransposeBackward0") and p.dim() == 2 and _swaps(node)):
-        consumers = parents.get(node, [])
-        product = consumers[0] if len(consumers) == 1 else None
-        if product is not None and product.next_functions[-1][0] is node:
-            linear = nn.Linear(1, 1, bias=False, device="meta")
-            if name_of(product) == "MmBackward0":
-                return _use(path, linear, "weight", p, _saved(product, "self"), product)
-            if name_of(product) == "AddmmBackward0" and _saved(product, "alpha") == 1:
-                return _use(path, linear, "weight", p, _saved(product, "mat1"), product)
+        padding = saved.padding_idx
+        module.padding_idx = padding if padding is not None and 0 <= padding < len(weight) else None
+        return LayerCall(Embedding(), module, saved.indices, None)
     return None
 
 
-def _swaps(node: Node) -> bool:
-    """Whether a transposition or permutation of a matrix swaps its two axes."""
-    if name_of(node) == "PermuteBackward0":
-        return [dim % 2 for dim in _saved(node, "dims")] == [1, 0]
-    return {_saved(node, "dim0") % 2, _saved(node, "dim1") % 2} == {0, 1}
+def constants_of(node: Node) -> list[Tensor]:
+    """What a layer is applied to, where that is a constant for autograd; nothing for other operations."""
+    name, saved = name_of(node), _Saved(node)
+    if name == "EmbeddingBackward0":
+        return [saved.indices]
+    if name in _PRODUCTS:
+        first, *sides = _PRODUCTS[name]
+        found = [getattr(saved, side) for i, side in enumerate(sides, first) if node.next_functions[i][0] is None]
+    elif name in ("ConvolutionBackward0", "NativeLayerNormBackward0") and node.next_functions[0][0] is None:
+        found = [saved.input]
+    else:
+        return []
+    return [x for x in found if x is not None]
 
 
-def _use(
-    path: str, module: nn.Module, name: str, p: nn.Parameter, x: Tensor, node: Node
-) -> tuple[FunctionalUse, str, GradientEdge]:
-    module._parameters[name] = p
-    shape = torch.Size(node._input_metadata[0].shape)  # type: ignore[attr-defined]
-    return FunctionalUse(path, module, (x,), shape), name, GradientEdge(node, 0)
+#: Position of the first of two matrices, and the names by which they are saved.
+_PRODUCTS = {
+    "MmBackward0": (0, "self", "mat2"),
+    "MvBackward0": (0, "self", "vec"),
+    "AddmmBackward0": (1, "mat1", "mat2"),
+    "BmmBackward0": (0, "self", "mat2"),
+    "BaddbmmBackward0": (1, "batch1", "batch2"),
+}
 
 
-def _saved(node: Node, name: str) -> Any:
-    return getattr(node, f"_saved_{name}")
+def _matrices(weight: Tensor, shape: torch.Size, from_left: bool) -> tuple[bool, bool] | None:
+    """Whether a batch of matrices is one that is repeated, and whether a parameter of some shape has O axes last."""
+    G, *sizes = weight.shape if weight.dim() == 3 else (1, *weight.shape)
+    (O, I), (by_O, by_I) = (  # noqa: E741
+        pair if from_left else pair[::-1] for pair in (sizes, weight.stride()[-2:])
+    )
+    shared = G > 1 and weight.stride(0) == 0
+    if (1 if shared else G) * O * I != shape.numel() or not (shared or G == 1 or weight.stride(0) == O * I):
+        return None
+    plain, transposed = (
+        (b == 1 or by_b == 1) and (a == 1 or by_a == b) for a, b, by_a, by_b in ((O, I, by_O, by_I), (I, O, by_I, by_O))
+    )
+    if plain and transposed:
+        transposed = shape[0] == I != O
+    return (shared, transposed) if plain or transposed else None
 
 
-def added_term(node: Node, parents: dict[Node, list[Node]], dependent: set[Node]) -> bool:
-    """Whether what ``node`` computes from parameters alone meets the data only as a scalar summand of the loss."""
-    stack, seen = [node], {node}
-    if node in dependent:
-        return _adds_scalar(node)
-    while stack:
-        for parent in parents.get(stack.pop(), ()):
-            if parent in seen:
-                continue
-            seen.add(parent)
-            if parent not in dependent:
-                stack.append(parent)
-            elif not _adds_scalar(parent):
-                return False
-    return True
+def _convolution(saved: _Saved, shape: torch.Size) -> nn.Module:
+    """A convolution with the settings that a node saved, for a weight of some shape."""
+    plain = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    kinds: Any = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d) if saved.transposed else plain
+    sides = (shape[0], shape[1] * saved.groups)
+    settings = {name: getattr(saved, name) for name in ("stride", "padding", "dilation", "groups")}
+    channels = sides if saved.transposed else sides[::-1]
+    return kinds[len(shape) - 3](*channels, tuple(shape[2:]), bias=False, device="meta", **settings)
 
 
-def _adds_scalar(node: Node) -> bool:
-    return name_of(node).startswith(("Add", "Sub")) and torch.Size(node._input_metadata[0].shape).numel() == 1
+class Repetition(NamedTuple):
+    """What an operation does to what it repeats: a number, and a factor that is computed from tensors."""
+
+    scale: float = 1.0
+    factor: Callable[..., Tensor] | None = None
+    args: tuple[Tensor, ...] = ()
 
 
-def parents_of(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Who consumes each node."""
-    parents: dict[Node, list[Node]] = {}
-    for node in nodes:
-        for following, _ in node.next_functions:
-            if following is not None:
-                parents.setdefault(following, []).append(node)
-    return parents
+def repetition(node: Node, position: int) -> Repetition | None:
+    """What an operation does to an operand that it repeats; ``None`` if that is not known."""
+    name, saved = name_of(node), _Saved(node)
+    if name in ("ExpandBackward0", "RepeatBackward0"):
+        return Repetition()
+    if name == "AddBackward0":
+        return Repetition(saved.alpha if position else 1.0)
+    if name == "SubBackward0":
+        return Repetition(-saved.alpha if position else 1.0)
+    if name == "MulBackward0":
+        return Repetition(1.0, _itself, (saved.self if position else saved.other,))
+    if name == "WhereBackward0":
+        return Repetition(1.0, _itself, (~saved.condition if position else saved.condition,))
+    if name in ("AddmmBackward0", "BaddbmmBackward0") and position == 0:
+        return Repetition(saved.beta)
+    if name == "PreluKernelBackward0" and position == 1:
+        return Repetition(1.0, partial(torch.clamp, max=0), (saved.self,))
+    if name in _BIASED and position == 2:
+        return Repetition()
+    if name in _BIASED and position == 1 and name != "ConvolutionBackward0":
+        return _scale_of_norm(name, saved)
+    return None
 
 
-def parents_and_dependents(graph: Graph, nodes: Sequence[Node]) -> tuple[dict[Node, list[Node]], set[Node]]:
-    """Who consumes each node, and which nodes depend on the output of a use."""
-    parents = parents_of(nodes)
-    dependent = {edge.node for entry in graph.entries.values() for edge in entry.edges.values()}
-    stack = list(dependent)
-    while stack:
-        for parent in parents.get(stack.pop(), ()):
-            if parent not in dependent:
-                dependent.add(parent)
-                stack.append(parent)
-    return parents, dependent
+def shape_among(node: Node, shape: torch.Size) -> torch.Size:
+    """The shape of an operand as it is repeated, whose axes are the last ones of the output."""
+    dims = len(node._input_metadata[0].shape)  # type: ignore[attr-defined]
+    return torch.Size([*shape, *[1] * (dims - 2)]) if name_of(node) in _BY_CHANNELS else shape
+
+
+#: Operations whose second operand is a weight, and the third a bias; either lies along axis 1, or along the last axes.
+_BY_CHANNELS = frozenset(["ConvolutionBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0"])
+_BIASED = _BY_CHANNELS | {"NativeLayerNormBackward0"}
+
+
+def _scale_of_norm(name: str, saved: _Saved) -> Repetition:
+    x = saved.input
+    if name == "NativeBatchNormBackward0" and not saved.training:
+        return Repetition(1.0, partial(_with_statistics, eps=saved.eps), (x, saved.running_mean, saved.running_var))
+    if name == "NativeLayerNormBackward0":
+        shape, axes = (*x.shape[: x.dim() - len(saved.normalized_shape)], -1), [-1]
+    elif name == "NativeGroupNormBackward0":
+        shape, axes = (len(x), saved.group, -1), [-1]
+    else:
+        shape, axes = x.shape, [0, *range(2, x.dim())]
+    return Repetition(1.0, partial(_normalised, shape=shape, axes=axes), (x, saved.result2))
+
+
+def _itself(factor: Tensor) -> Tensor:
+    return factor
+
+
+def _with_statistics(x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    return F.batch_norm(x, mean, variance, eps=eps)
+
+
+def _normalised(x: Tensor, inverse: Tensor, shape: Sequence[int], axes: list[int]) -> Tensor:
+    """Values less their mean along some axes of another shape, times the inverse of their standard deviation."""
+    x_shape, x = x.shape, x.reshape(shape)
+    mean = x.mean(axes, keepdim=True)
+    centred, inverse = x - mean, inverse.detach().reshape(mean.shape)
+    if torch.is_grad_enabled():  # as a function of x: what was added to the variance is known from the inverse
+        variance = centred.square().mean(axes, keepdim=True)
+        inverse = (variance + (inverse**-2 - variance).detach()).rsqrt()
+    return (centred * inverse).reshape(x_shape)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils._pytree import tree_leaves
 
 from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.rules import DefaultRule, Rule
-from curvopt.core.functional import added_term, parents_and_dependents, parents_of, recognise
-from curvopt.core.repeated import repeated
+from curvopt.core.functional import Way
+from curvopt.core.meetings import Data, Meeting, Meetings, added_term, dependents, parents_of
 from curvopt.core.residuals import is_sink, leaf_of, name_of, walk
 from curvopt.core.uses import TermUse, Use, extended_name, records_of
 from curvopt.errors import CurvoptError
@@ -43,6 +45,12 @@ class Entry:
     def part(self) -> tuple[list[Node], frozenset, list[nn.Parameter]]:
         """Its part of the graph: the nodes of its outputs, where it begins, and its parameters."""
         return [edge.node for edge in self.edges.values()], self.use.boundary, list(self.parameters.values())
+
+    def gives_samples(self, edge: GradientEdge) -> bool:
+        """Whether an output may hold the samples along its first axis, as that of a module of parameters may not."""
+        shape = edge.node._input_metadata[edge.output_nr].shape  # type: ignore[attr-defined]
+        called = isinstance(self.rule, DefaultRule) and self.rows > 0
+        return not called or (len(shape) > 0 and shape[0] % self.rows == 0)
 
 
 class Ending:
@@ -110,31 +118,31 @@ class Graph:
             if _mixes_samples(node):
                 self.mixing.append(records[0][0].describe() if records else name_of(node))
         self.owners: dict[nn.Parameter, tuple[Entry, str]] = {}
-        between: set[Node] = set()
-        parents: dict[Node, list[Node]] = {}
+        #: Nodes between parameters and the operations in which they meet the samples.
+        self._between: set[Node] = set()
+        self._nodes = nodes
         for entry in list(self.entries.values()):
             entry.use.check_settings()
             entry.use.check_inputs()
-            if entry.parameters and isinstance(entry.rule, DefaultRule):
-                parents = parents or parents_of(nodes)
-                passed = self._read_inside(entry, interior, parents)
-                if passed is not None:
-                    between |= passed
-                    continue
+            if entry.parameters and isinstance(entry.rule, DefaultRule) and self._read_inside(entry, interior):
+                continue
             interior.add(*entry.part)
             for name, p in entry.parameters.items():
                 self.owners.setdefault(p, (entry, name))
         self.functional: list[Entry] = []
         self.outside: list[str] = []
-        self._read_outside(nodes, interior)
-        self._follow_shared_lookups(nodes)
+        self._read_outside(interior)
+        self._follow_shared_lookups()
+        del self._nodes
         outputs = {edge.node for entry in self.entries.values() if entry.parameters for edge in entry.edges.values()}
         self.losses, self.nonlinear = find_losses(roots, outputs | terms)
         known = self.losses and not self.nonlinear
         self.heads: Mapping[Any, GradientEdge] = self.losses if known else self._endings(roots)
         ends = [loss.edge.node for loss in self.heads if loss.edge is not None]
         rows = {entry.rows for entry in self.entries.values() if entry.parameters}
-        self.structure = structure(ends, rows | {len(loss.input) for loss in self.heads if loss.input.dim()}, between)
+        self.structure = structure(
+            ends, rows | {len(loss.input) for loss in self.heads if loss.input.dim()}, self._between
+        )
         self.uses_of: dict[nn.Parameter, int] = {}
         for entry in self.entries.values():
             for p in entry.parameters.values():
@@ -186,57 +194,89 @@ class Graph:
         entry, name = self.owners[p]
         return f"{entry.use.path}.{name}".lstrip(".")
 
-    def _add(self, use: Use, name: str, p: nn.Parameter, edge: GradientEdge, rule: Rule | None = None) -> Entry:
-        """A use that was read off the graph."""
-        entry = self.entries[use] = Entry(use, {name: p}, rule)
-        entry.edges[0] = edge
-        self.owners.setdefault(p, (entry, name))
-        return entry
+    @cached_property
+    def _parents(self) -> dict[Node, list[Node]]:
+        return parents_of(self._nodes)
 
-    def _read_inside(self, entry: Entry, interior: _Interior, parents: dict[Node, list[Node]]) -> set[Node] | None:
-        """Put uses by operations in the place of that of a module without a rule, if they are known ones.
+    def _outputs(self) -> Iterator[Node]:
+        """Where the samples are given by uses."""
+        for entry in self.entries.values():
+            yield from (edge.node for edge in entry.edges.values() if entry.gives_samples(edge))
 
-        Returns:
-            The nodes between parameters and these operations; ``None`` if the module has to be called again.
-        """
+    @cached_property
+    def _data(self) -> Data:
+        entries = [entry for entry in self.entries.values() if entry.parameters]
+        called = [(entry.use.args, entry.use.kwargs) for entry in entries if isinstance(entry.rule, DefaultRule)]
+        given = [x for x in tree_leaves(called) if isinstance(x, Tensor) and not x.is_nested]
+        return Data({entry.rows for entry in entries}, given, strict=bool(self.mixing and called))
+
+    @cached_property
+    def _dependent(self) -> set[Node]:
+        """The nodes that depend on the samples, as far as that can be told."""
+        entering = [node for node in self._nodes if self._data.enter(node)]
+        return dependents([*self._outputs(), *entering], self._parents)
+
+    def _add(self, meetings: Iterable[Meeting], p: nn.Parameter, name: str) -> Iterator[Entry]:
+        """Uses of a parameter that were read off the graph."""
+        for node, use, rule, source in meetings:
+            entry = self.entries[use] = Entry(use, {"weight": p}, rule)
+            entry.edges[0] = GradientEdge(node, 0)
+            self.owners.setdefault(p, (entry, name))
+            if source is not None:
+                self._between |= set(walk([source.node]))
+            yield entry
+
+    def _read_inside(self, entry: Entry, interior: _Interior) -> bool:
+        """Put uses by operations in the place of that of a module without a rule, if they are known ones."""
         inside = _Interior()
         inside.add(*entry.part)
-        found = repeated(entry, inside.edges, parents)
-        if found is None:
-            return None
-        meetings, between = found
+        use = entry.use
+        search = Meetings(use.path, use.module, self._data, self._parents, self._dependent)
+        names = {p: name for name, p in entry.parameters.items()}
+        ways: dict[nn.Parameter, list[Way]] = {p: [] for p in names}
+        for node, position in inside.edges:
+            ways[leaf_of(node.next_functions[position][0])].append(Way(node, position))
+        found = {p: search.of(p, ways[p]) for p in names}
+        if any(meetings is None for meetings in found.values()):
+            return False
         interior.edges |= inside.edges
-        del self.entries[entry.use]
-        for (node, _), (use, rule, name) in meetings.items():
-            self._add(use, name, entry.parameters[name], GradientEdge(node, 0), rule)
-        return between
+        del self.entries[use]
+        for p, meetings in found.items():
+            list(self._add(meetings or (), p, names[p]))
+        return True
 
-    def _read_outside(self, nodes: list[Node], interior: _Interior) -> None:
+    def _read_outside(self, interior: _Interior) -> None:
         """Recognise, note or refuse every way to an extended parameter that lies in no use of it."""
-        known = interior.ways_around(nodes, lambda p: p in self.owners or extended_name(p) is not None)
-        outside = [(node, position, p) for node, position, p in known if p.numel()]
-        if not outside:
-            return
-        parents, dependent = parents_and_dependents(self, nodes)
-        for node, position, p in outside:
-            direct = leaf_of(node.next_functions[position][0]) is p
-            path = self.name(p).rpartition(".")[0]
-            found = recognise(node, position, p, parents, path) if direct else None
-            if found is not None:
-                use, name, edge = found
-                self.functional.append(self._add(use, name, p, edge))
-            elif added_term(node, parents, dependent):
+        known = interior.ways_around(self._nodes, lambda p: p in self.owners or extended_name(p) is not None)
+        ways: dict[nn.Parameter, list[Way]] = {}
+        dependent: set[Node] = set()
+        for node, position, p in known:
+            if not p.numel():
+                continue
+            dependent = dependent or dependents(self._outputs(), self._parents)
+            if added_term(node, self._parents, dependent):
                 self.outside.append(self.name(p))
             else:
-                entry, name = self.owners.get(p, (None, self.name(p)))
+                passed = () if leaf_of(node.next_functions[position][0]) is p else None
+                ways.setdefault(p, []).append(Way(node, position, passed))
+        for p in ways:
+            path, _, name = self.name(p).rpartition(".")
+            entry = self.owners[p][0] if p in self.owners else None
+            found = None
+            if not any(way.operand[0] in self._dependent for way in ways[p]):
+                module = nn.Module() if entry is None else entry.use.owner
+                found = Meetings(path, module, self._data, self._parents, self._dependent).of(p, ways[p])
+            if found is None:
                 where = entry.use.describe() if entry is not None else "the extended model"
+                operations = ", ".join(dict.fromkeys(name_of(way.node) for way in ways[p]))
                 raise CurvoptError(
-                    f"{where}: parameter '{name}' is also used outside of its module (by {name_of(node)}), which "
-                    "the quantities would miss; call its module, or use it by F.linear or F.embedding, outside of what "
-                    "torch.compile compiles."
+                    f"{where}: parameter '{name}' is also used outside of its module (by {operations}) in a way that "
+                    "is not known, which the quantities would miss; call its module, or use it by F.linear or "
+                    "F.embedding, outside of what torch.compile compiles."
                 )
+            self.functional += self._add(found, p, name)
 
-    def _follow_shared_lookups(self, nodes: list[Node]) -> None:
+    def _follow_shared_lookups(self) -> None:
         """Embeddings of positions, shared by all samples: see them where they are added to every sample.
 
         What arrives there is not yet summed over the samples. The call is the same as on indices expanded to [N, ...].
@@ -246,9 +286,8 @@ class Graph:
             for entry in self.entries.values()
             if entry.parameters and entry.use.is_lookup and len(entry.use.shapes) == len(entry.edges) == 1
         ]
-        parents = parents_of(nodes) if lookups else {}
         for entry in lookups:
-            above = parents.get(entry.edges[0].node, [])
+            above = self._parents.get(entry.edges[0].node, [])
             if len(above) != 1 or not _broadcasts(above[0]):
                 continue
             out, own = torch.Size(above[0]._input_metadata[0].shape), entry.use.shapes[0]  # type: ignore[attr-defined]

@@ -656,10 +656,10 @@ class Pass:
             total = extension.regularize(total, self.terms[p], p, self.samples.N)
         setattr(p, extension.field, extension.finish(total))
         self.done.setdefault(p, set()).add(extension)
-        module = self.graph.owners[p][0].use.module
+        module = self.graph.owners[p][0].use.owner
         if self.extension_hook is None or module in self.hooked:
             return
-        wanted = {q for entry in self.entries if entry.use.module is module for q in entry.parameters.values()}
+        wanted = {q for entry in self.entries if entry.use.owner is module for q in entry.parameters.values()}
         if all(len(self.done.get(q, ())) == len(self.extensions) for q in wanted):
             self.hooked.add(module)
             self.extension_hook(module)

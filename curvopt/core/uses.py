@@ -140,9 +140,14 @@ class Use:
         """The first input of the call, given by position or by name."""
         return self.args[0] if self.args else next(iter(self.kwargs.values()))
 
+    @property
+    def owner(self) -> nn.Module:
+        """The module that was called, or in which an operation was."""
+        return self.module
+
     def describe(self) -> str:
         """Path and type of the module, for messages."""
-        return describe(self.path, self.module)
+        return describe(self.path, self.owner)
 
     def in_precision(self, dtype: torch.dtype) -> Use:
         """The same call on inputs of at least the precision of ``dtype`` (autocast feeds modules lower ones)."""

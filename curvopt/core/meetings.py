@@ -1,0 +1,244 @@
+"""Where a parameter meets the samples, in code that calls no module with a rule: read off the graph.
+
+``F.linear(x, W)``, ``x @ W``, ``torch.einsum``, convolutions and lookups become uses like those of modules; ``x * p``,
+``x + p``, ``p.expand(N, ...)`` and scales of functional norms repeat what they get for the samples. That may be the
+parameter itself or what is computed from it: ``p.exp()``, a part of a table, a normalised or masked weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+from curvopt.core.derivatives.operations import Derived, Repeated
+from curvopt.core.derivatives.rules import Rule
+from curvopt.core.functional import FunctionalUse, Way, constants_of, layer_call, repetition, seen_of, shape_among
+from curvopt.core.residuals import leaf_of, name_of, walk
+
+#: Operations between a parameter and the samples that are followed.
+LONGEST = 30
+
+
+class Meeting(NamedTuple):
+    """A use of a parameter by an operation.
+
+    Attributes:
+        node: of the operation.
+        use: what it was called with.
+        rule: its rule, which calls the parameter ``weight``.
+        source: where the operand was computed from the parameter; ``None`` if it is a view of it.
+    """
+
+    node: Node
+    use: FunctionalUse
+    rule: Rule
+    source: GradientEdge | None
+
+
+Place = tuple[Node, int]
+Found = dict[Place, Meeting]
+
+
+class Data:
+    """What is known of the samples before they meet a parameter: autograd knows them as constants like any others.
+
+    Args:
+        rows: the lengths of axes along which they may lie.
+        given: what modules were called with.
+        strict: whether a constant as long as the batch may be something else, as where nothing will tell afterwards.
+    """
+
+    def __init__(self, rows: Collection[int], given: Sequence[Tensor], strict: bool):
+        """Remember shapes and places in memory."""
+        self.rows, self.strict = [row for row in rows if row > 0], strict
+        self._shapes = {(x.dim(), len(x)) for x in given if x.dim() and len(x) in self.rows}
+        self._places = {x.untyped_storage().data_ptr() for x in given}
+
+    def may_lie_along(self, lengths: Iterable[int]) -> bool:
+        """Whether samples may lie along one of some axes."""
+        return any(length > 0 and length % row == 0 for length in lengths for row in self.rows)
+
+    def may_be(self, constant: Tensor) -> bool:
+        """Whether a layer that is applied to a constant is applied to samples."""
+        return not self.strict or constant.untyped_storage().data_ptr() in self._places
+
+    def enter(self, node: Node) -> bool:
+        """Whether they are a constant operand of an operation."""
+        if all(following is not None for following, _ in node.next_functions):
+            return False
+        shape = node._input_metadata[0].shape  # type: ignore[attr-defined]
+        if len(shape) and (len(shape), shape[0]) in self._shapes:
+            return True
+        return self.may_lie_along(shape[:1]) and any(self.may_be(x) for x in constants_of(node))
+
+
+class Meetings:
+    """The search for the meetings of the parameters of a module, or of a model.
+
+    Args:
+        path: of the module.
+        module: the module, for messages and hooks.
+        data: what is known of the samples.
+        parents: who consumes each node.
+        dependent: the nodes that depend on the samples.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        data: Data,
+        parents: dict[Node, list[Node]],
+        dependent: Collection[Node],
+    ):
+        """Keep them."""
+        self.path, self.module, self.data, self.parents, self.dependent = path, module, data, parents, dependent
+
+    def of(self, p: nn.Parameter, ways: Iterable[Way]) -> list[Meeting] | None:
+        """The meetings of a parameter that starts on some ways; ``None`` if an operation is not known."""
+        known: dict[Place, Found | None] = {}
+        found: Found = {}
+        for way in ways:
+            met = self._follow(p, way, known, LONGEST)
+            if met is None:
+                return None
+            found |= met
+        nodes = {meeting.node for meeting in found.values()}
+        for meeting in found.values():
+            if meeting.source is not None and not nodes.isdisjoint(walk([meeting.source.node])):
+                return None  # one counts in another
+        return list(found.values())
+
+    def _follow(self, p: nn.Parameter, way: Way, known: dict[Place, Found | None], left: int) -> Found | None:
+        """The meetings by what an operation makes of a parameter, or by itself if there are none further on."""
+        place = way.node, way.position
+        if place not in known:
+            known[place] = self._met(p, way, known, left)
+        return known[place]
+
+    def _met(self, p: nn.Parameter, way: Way, known: dict[Place, Found | None], left: int) -> Found | None:
+        node = way.node
+        try:
+            product = self._product(p, way)
+            meeting = product or self._repetition(p, way)
+        except RuntimeError:  # of a graph that is gone, or computed again in the backward
+            return None
+        here = None if meeting is None else {(node, way.position): meeting}
+        others = [other for i, (other, _) in enumerate(node.next_functions) if other is not None and i != way.position]
+        above = [
+            (up, i) for up in self.parents.get(node, ()) for i, (b, _) in enumerate(up.next_functions) if b is node
+        ]
+        if product is not None or not above or not left or node in self.dependent:
+            return here
+        # as far from the parameter as possible: what meets a constant first may look like samples
+        passed = None if others or way.passed is None else (*way.passed, node)
+        found = [self._follow(p, Way(up, i, passed), known, left - 1) for up, i in above]
+        if None in found:
+            return here
+        return dict(item for meetings in found if meetings for item in meetings.items())
+
+    def _product(self, p: nn.Parameter, way: Way) -> Meeting | None:
+        """The use of a parameter, or of what was computed from it, as the weight of a layer applied to samples."""
+        node, source = way.node, None
+        seen = seen_of(p, way)
+        call = None if seen is None else layer_call(node, way.position, seen, p.shape)
+        if call is None:
+            if leaf_of(way.operand[0]) is p:
+                return None
+            source, seen = GradientEdge(*way.operand), _operand(p, way)
+            call = layer_call(node, way.position, seen, seen.shape)
+        if call is None:
+            return None
+        before = None if call.other is None else node.next_functions[call.other][0]
+        leaf = leaf_of(before)
+        if before is not None and before not in self.dependent and (leaf is None or isinstance(leaf, nn.Parameter)):
+            return None  # multiplied with what was computed from parameters alone
+        if before is None and not self.data.may_be(call.input):
+            return None
+        rule = call.rule
+        if source is None and p.dim() > 1:
+            call.module._parameters["weight"] = p
+        else:
+            like = p.detach() if source is None or seen is None else seen
+            call.module._parameters["weight"] = nn.Parameter(like, requires_grad=False)
+            rule = Derived(rule, p, source)
+        use = self._use(node, call.module, (call.input,), frozenset() if before is None else frozenset([before]))
+        return Meeting(node, use, rule, source) if self.data.may_lie_along([rule.rows(use)]) else None
+
+    def _repetition(self, p: nn.Parameter, way: Way) -> Meeting | None:
+        """The use of a parameter by an operation, if that repeats for the samples what was computed from it."""
+        node = way.node
+        found = repetition(node, way.position)
+        if found is None:
+            return None
+        source = None if leaf_of(way.operand[0]) is p else GradientEdge(*way.operand)
+        metadata: Any = node._input_metadata[0]  # type: ignore[attr-defined]
+        shape, out = shape_among(node, _operand(p, way).shape), torch.Size(metadata.shape)
+        sizes = [1] * (len(out) - len(shape)) + list(shape)
+        if any(size not in (1, length) for size, length in zip(sizes, out, strict=True)) or metadata.dtype.is_complex:
+            return None
+        own = source is None and len(sizes) > 0 and sizes[0] == out[0] in self.data.rows  # one for each sample
+        if not own and not self.data.may_lie_along(b for a, b in zip(sizes, out, strict=True) if a == 1):
+            return None
+        use = self._use(node, self.module, found.args)
+        return Meeting(node, use, Repeated(p, source, shape, found.scale, found.factor), source)
+
+    def _use(
+        self, node: Node, module: nn.Module, args: tuple[Tensor, ...], boundary: frozenset[Node] = frozenset()
+    ) -> FunctionalUse:
+        shape = torch.Size(node._input_metadata[0].shape)  # type: ignore[attr-defined]
+        return FunctionalUse(self.path, module, args, shape, self.module, boundary)
+
+
+def _operand(p: nn.Parameter, way: Way) -> Tensor:
+    """What an operation gets of a parameter, without values."""
+    below, nr = way.operand
+    shape = p.shape if leaf_of(below) is p else below._input_metadata[nr].shape  # type: ignore[attr-defined]
+    return torch.empty(shape, device="meta")
+
+
+def added_term(node: Node, parents: dict[Node, list[Node]], dependent: set[Node]) -> bool:
+    """Whether what ``node`` computes from parameters alone meets the data only as a scalar summand of the loss."""
+    stack, seen = [node], {node}
+    if node in dependent:
+        return _adds_scalar(node)
+    while stack:
+        for parent in parents.get(stack.pop(), ()):
+            if parent in seen:
+                continue
+            seen.add(parent)
+            if parent not in dependent:
+                stack.append(parent)
+            elif not _adds_scalar(parent):
+                return False
+    return True
+
+
+def _adds_scalar(node: Node) -> bool:
+    return name_of(node).startswith(("Add", "Sub")) and torch.Size(node._input_metadata[0].shape).numel() == 1
+
+
+def parents_of(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
+    """Who consumes each node."""
+    parents: dict[Node, list[Node]] = {}
+    for node in nodes:
+        for following, _ in node.next_functions:
+            if following is not None:
+                parents.setdefault(following, []).append(node)
+    return parents
+
+
+def dependents(found: Iterable[Node], parents: dict[Node, list[Node]]) -> set[Node]:
+    """The nodes that depend on some others, or are among them."""
+    stack = list(found)
+    dependent = set(stack)
+    while stack:
+        for parent in parents.get(stack.pop(), ()):
+            if parent not in dependent:
+                dependent.add(parent)
+                stack.append(parent)
+    return dependent

@@ -1,0 +1,325 @@
+"""Parameters of modules without a rule in operations that are known: read off the graph, right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import Case, cross_entropy, labels, normal
+from checks import check_all, extended
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from curvopt import backpack, extend
+from curvopt.core.derivatives.rules import DefaultRule
+from curvopt.extensions import KFAC, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, KFACEmpirical
+
+N = 3
+TOKENS = 4
+
+
+class Own(nn.Module):
+    """A layer perhaps, something done to its output with two parameters of one's own, and a head."""
+
+    def __init__(
+        self,
+        use: Callable[[Own, Tensor], Tensor],
+        shape: tuple[int, ...],
+        other: tuple[int, ...] = (),
+        on_data: bool = False,
+    ):
+        super().__init__()
+        self.first, self.head = nn.Identity() if on_data else nn.Linear(4, 4), nn.Linear(4, 2)
+        self.p, self.q = nn.Parameter(torch.randn(shape) / 2), nn.Parameter(torch.randn(other) / 2)
+        self.register_buffer("constant", torch.randn(TOKENS, 4))
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.use(self, self.first(x)))).flatten(1)
+
+
+def class_token(m: Own, h: Tensor) -> Tensor:
+    return torch.cat([m.p.expand(len(h), -1, -1), h], 1) + m.q
+
+
+def windows(m: Own, h: Tensor) -> Tensor:
+    """Attention with a learned bias for every distance."""
+    distances = torch.arange(TOKENS).unsqueeze(1) - torch.arange(TOKENS) + TOKENS - 1
+    scores = h @ h.mT + m.p[distances.flatten().to(h.device)].view(TOKENS, TOKENS, 1).permute(2, 0, 1).contiguous()
+    return scores.softmax(-1) @ h + m.q
+
+
+def in_place(m: Own, h: Tensor) -> Tensor:
+    h = h * 1
+    h.mul_(m.p)
+    h += m.q
+    return h
+
+
+def recurrence(m: Own, h: Tensor) -> Tensor:
+    states = [torch.zeros_like(h[:, 0])]
+    for x in h.unbind(1):
+        states.append(torch.tanh(x @ m.p + F.linear(states[-1], m.q)))
+    return torch.stack(states[1:], 1)
+
+
+def low_rank(m: Own, h: Tensor) -> Tensor:
+    return F.linear(h, torch.eye(4).to(h) + m.p @ m.q)
+
+
+def standardised(m: Own, h: Tensor) -> Tensor:
+    weight = (m.p - m.p.mean((1, 2), keepdim=True)) / (m.p.std((1, 2), keepdim=True) + 0.1)
+    return F.conv1d(h.mT, weight, m.q, padding=1).mT
+
+
+def spectral(m: Own, h: Tensor) -> Tensor:
+    return h @ (m.p / (m.constant[0] @ m.p @ m.constant[1])) * m.q
+
+
+def attention(m: Own, h: Tensor) -> Tensor:
+    q, k = h @ m.p, torch.einsum("ntf,hfd->nthd", h, m.q).flatten(2)
+    return (q @ k.mT).softmax(-1) @ h
+
+
+def joined(m: Own, h: Tensor) -> Tensor:
+    """What is repeated meets the samples in two places, and one of them by another way, too."""
+    repeated = m.p.expand(len(h), 1, 4)
+    longer = torch.cat([h, h[:, : 2 * N - TOKENS]], 1)
+    return (longer * (repeated.exp() + m.p))[:, :TOKENS] + repeated.tanh() * h * m.q
+
+
+#: what is done with p and q, and their shapes
+PRODUCTS: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
+    "linear": (lambda m, h: F.linear(h, m.p, m.q), (4, 4), (4,)),
+    "matmul": (lambda m, h: h @ m.p + m.q, (4, 4), (4,)),
+    "addmm": (lambda m, h: torch.addmm(m.q, h.flatten(0, 1), m.p, beta=0.5).view_as(h), (4, 4), (4,)),
+    "baddbmm": (lambda m, h: torch.baddbmm(m.q, h, m.p.expand(len(h), 4, 4), beta=2), (4, 4), (1, 1, 4)),
+    "from the left": (lambda m, h: (m.p @ h.mT).mT * m.q, (4, 4), ()),
+    "mixes tokens": (lambda m, h: m.p @ h + m.q, (TOKENS, TOKENS), (TOKENS, 1)),
+    "einsum": (lambda m, h: torch.einsum("ntf,of->nto", h, m.p) + m.q, (4, 4), ()),
+    "einsum from the left": (lambda m, h: torch.einsum("of,ntf->nto", m.p, h) + m.q, (4, 4), ()),
+    "heads": (lambda m, h: torch.einsum("ntf,fhd->nthd", h, m.p).flatten(2) + m.q, (4, 2, 2), ()),
+    "heads first": (lambda m, h: torch.einsum("ntf,hfd->nthd", h, m.p).flatten(2) + m.q, (2, 4, 2), ()),
+    "matrix of each head": (
+        lambda m, h: torch.einsum("nthd,hde->nthe", h.unflatten(2, (2, 2)), m.p).flatten(2) + m.q,
+        (2, 2, 2),
+        (),
+    ),
+    "vector": (lambda m, h: h + (h @ m.p).unsqueeze(2) * m.q, (4,), ()),
+    "convolution": (lambda m, h: F.conv1d(h.mT, m.p, m.q, padding=1, groups=2).mT, (4, 2, 3), (4,)),
+    "strided convolution": (lambda m, h: F.conv1d(h, m.p, m.q, stride=2, padding=3), (4, TOKENS, 3), (4,)),
+    "transposed convolution": (lambda m, h: F.conv_transpose1d(h.mT, m.p, m.q, padding=1).mT, (4, 4, 3), (4,)),
+    "masked": (lambda m, h: F.linear(h, m.p * (m.constant > 0), m.q), (4, 4), (4,)),
+    "normalised": (lambda m, h: F.linear(h, F.normalize(m.p, dim=1)) * m.q, (4, 4), ()),
+    "standardised": (standardised, (4, 4, 3), (4,)),
+    "low rank": (low_rank, (4, 2), (2, 4)),
+    "adapter": (lambda m, h: h + h @ m.p @ m.q, (4, 2), (2, 4)),
+    "tied": (lambda m, h: torch.tanh(h @ m.p) @ m.p.T * m.q, (4, 2), ()),
+    "square": (lambda m, h: h @ (m.p @ m.p) + m.q, (4, 4), ()),
+    "spectral norm": (spectral, (4, 4), ()),
+    "part": (lambda m, h: torch.cat([h @ m.p[:, :2], F.linear(h, m.p[:2])], 2) * m.q, (4, 4), ()),
+    "packed": (lambda m, h: sum((h @ p for p in m.p.chunk(2, 1)), m.q), (4, 8), ()),
+    "recurrence": (recurrence, (4, 4), (4, 4)),
+    "attention": (attention, (4, 4), (2, 4, 2)),
+    "layer norm": (lambda m, h: F.layer_norm(h, (4,), m.p, m.q), (4,), (4,)),
+    "layer norm of all": (lambda m, h: F.layer_norm(h, (TOKENS, 4), m.p, m.q), (TOKENS, 4), (TOKENS, 4)),
+    "group norm": (lambda m, h: F.group_norm(h.mT, 2, m.p, m.q).mT, (4,), (4,)),
+    "batch norm": (lambda m, h: F.batch_norm(h, m.constant[0], m.constant[1] ** 2, m.p, m.q), (4,), (TOKENS,)),
+    "rms norm": (lambda m, h: F.rms_norm(h, (4,), m.p) * m.q, (4,), ()),
+    "prelu": (lambda m, h: F.prelu(h, m.p) * F.prelu(h, m.q), (TOKENS,), (1,)),
+    "lookup": (lambda m, h: h + F.embedding(h.argmax(2), m.p) + m.q, (4, 4), ()),
+    "positions": (lambda m, h: h + F.embedding(torch.arange(TOKENS, device=h.device), m.p) * m.q, (6, 4), (4,)),
+    "joined": (joined, (4,), ()),
+    "features first": (lambda m, h: (m.p @ h.flatten(0, 1).T).T.view_as(h) + m.q, (4, 4), ()),
+    "sequence first": (lambda m, h: (h.transpose(0, 1) @ m.p + m.q).transpose(0, 1), (4, 4), (4,)),
+    "two layers": (lambda m, h: torch.tanh(h @ m.p) @ m.q, (4, 12), (12, 4)),
+}
+USES: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
+    "scale and shift": (lambda m, h: h * m.p + m.q, (4,), (4,)),
+    "from the left": (lambda m, h: m.q - m.p * h, (4,), (1, TOKENS, 1)),
+    "multiples": (lambda m, h: torch.sub(torch.add(h, m.p, alpha=2), m.q, alpha=0.5), (4,), ()),
+    "in place": (in_place, (4,), (TOKENS, 4)),
+    "class token and positions": (class_token, (1, 1, 4), (1, TOKENS + 1, 4)),
+    "repeat": (lambda m, h: h + m.p.repeat(len(h), TOKENS, 1) + m.q.repeat(len(h), 1, 1), (1, 4), (1, TOKENS, 4)),
+    "temperature": (lambda m, h: h * m.p.exp() + F.softplus(m.q), (), (4,)),
+    "norm of a parameter": (lambda m, h: h * (m.p / 2).tanh().square() + m.q, (TOKENS, 1), (4,)),
+    "residual": (lambda m, h: h + m.p * torch.tanh(h) + m.q * h, (4,), ()),
+    "used twice": (lambda m, h: (h * m.p + m.p.sin()) * m.q, (4,), (4,)),
+    "a part": (lambda m, h: h + m.p[:TOKENS] + m.q[None, :, None, None][:, :TOKENS, 0], (TOKENS + 2, 4), (9,)),
+    "a constant": (lambda m, h: h + m.constant * m.p + (m.q + 1), (4,), (4,)),
+    "as long as the batch": (lambda m, h: h + (m.constant[:N] * m.p).sum(0) + m.q, (4,), ()),
+    "of its own for each sample": (lambda m, h: h * m.p + m.q, (N, 1, 4), (N, TOKENS, 4)),
+    "mask": (lambda m, h: torch.where(h.detach() > 0, m.p, h) + torch.where(h.detach() < 0, h, m.q), (4,), ()),
+    "bias of distances": (windows, (2 * TOKENS - 1, 1), ()),
+    "samples trade places": (lambda m, h: (h.flip(0) * m.p).roll(1, 0) + m.q, (4,), (4,)),
+    "samples mix": (lambda m, h: (h - h.mean(0)) * m.p + m.q, (4,), (4,)),
+    "sequence first": (lambda m, h: (h.transpose(0, 1) * m.p + m.q).transpose(0, 1), (4,), (TOKENS, 1, 4)),
+    "statistics of the batch": (lambda m, h: (h - (h.detach() * m.p).mean(0)) * m.q, (4,), (4,)),
+    "power": (lambda m, h: (h * m.p).abs().add(1) ** m.q, (4,), (4,)),
+}
+#: of which a parameter meets the samples in another operation
+CALLED_AGAIN = {"power", "joined"}
+
+
+def calls_of_default_rule(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    called: list[str] = []
+    jac_t = DefaultRule.jac_t
+    monkeypatch.setattr(DefaultRule, "jac_t", lambda *a: (called.append(a[1].path), jac_t(*a))[1])
+    return called
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("on_data", [False, True])
+@pytest.mark.parametrize("name", USES | PRODUCTS)
+def test_quantities_equal_the_dense_reference(name: str, on_data: bool, monkeypatch: pytest.MonkeyPatch):
+    use, shape, other = (USES | PRODUCTS)[name]
+    called = calls_of_default_rule(monkeypatch)
+    model = partial(Own, use, shape, other, on_data)
+    check_all(extended(Case("", model, normal(N, TOKENS, 4), cross_entropy(), labels)))
+    assert bool(called) == (name in CALLED_AGAIN)
+
+
+class Block(nn.Module):
+    """A residual block with a scale for its branch, which is dropped for some samples, as ConvNeXt has it."""
+
+    def __init__(self, drop: float, times: Callable[[Tensor, Tensor], Tensor] = torch.mul):
+        super().__init__()
+        self.inner, self.scale, self.drop, self.times = nn.Linear(4, 4), nn.Parameter(torch.rand(4)), drop, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.times(torch.tanh(self.inner(x)), self.scale)
+        return x + (branch * (torch.rand(len(x), 1, device=x.device) > self.drop) if self.drop else branch)
+
+
+def network(*blocks: nn.Module) -> nn.Sequential:
+    return extend(nn.Sequential(nn.Linear(3, 4), *blocks, nn.Linear(4, 2)).double())
+
+
+def test_blocks_that_draw_random_numbers():
+    model, x, y = network(Block(0.3), Block(0.3)), torch.randn(6, 3).double(), torch.randint(2, (6,))
+    torch.manual_seed(0)
+    losses = F.cross_entropy(model(x), y, reduction="none") / 6
+    expected = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    torch.manual_seed(0)
+    with backpack(BatchGrad(), KFAC()):
+        F.cross_entropy(model(x), y).backward()
+    for p, *gradients in zip(model.parameters(), *expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
+        assert all(factor.isfinite().all() for factor in p.kfac)
+
+
+def test_factors_are_those_of_a_module_that_is_called_again():
+    x, y = torch.randn(6, 3).double(), torch.randint(2, (6,))
+    model = network(Block(0), Block(0, lambda x, p: torch.addcmul(torch.zeros_like(x), x, p)))
+    model[2].load_state_dict(model[1].state_dict())
+    factors = []
+    for block in (model[1], model[2]):
+        with backpack(KFLR(), KFACEmpirical()):
+            F.cross_entropy(nn.Sequential(model[0], block, model[3])(x), y).backward()
+        factors.append([*block.scale.kflr, *block.scale.kfac_empirical])
+    for read_off, called in zip(*factors, strict=True):
+        torch.testing.assert_close(read_off, called)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_fields_and_hooks_of_blocks_that_are_computed_twice(checkpointed: bool):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, x, use_reentrant=False) if checkpointed else self.block(x)
+
+    model, x, y = network(Checkpointed()), torch.randn(6, 3).double(), torch.randint(2, (6,))
+    hooked: list[nn.Module] = []
+    with backpack(BatchGrad(), DiagGGNExact(), extension_hook=hooked.append):
+        F.cross_entropy(model(x), y).backward()
+    block = model[1].block
+    assert sorted(map(id, hooked)) == sorted(map(id, (model[0], model[2], block, block.inner)))
+    torch.testing.assert_close(block.scale.grad_batch.sum(0), block.scale.grad)
+    assert block.scale.diag_ggn_exact.shape == (4,)
+
+
+class Layer(nn.Module):
+    """What a layer of PyTorch does, by functions."""
+
+    def __init__(self, layer: nn.Module, call: Callable[[Tensor, Tensor, Tensor], Tensor], transposed: bool = False):
+        super().__init__()
+        weight, self.b = layer.weight.detach(), nn.Parameter(layer.bias.detach().clone())
+        self.W, self.call = nn.Parameter(weight.mT.clone() if transposed else weight.clone()), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x, self.W, self.b)
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Layer], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(4, 5), lambda layer: Layer(layer, F.linear), (4,)),
+    "linear on tokens": (lambda: nn.Linear(4, 5), lambda layer: Layer(layer, F.linear), (TOKENS, 4)),
+    "matmul": (lambda: nn.Linear(4, 5), lambda layer: Layer(layer, lambda x, W, b: x @ W + b, True), (TOKENS, 4)),
+    "einsum": (
+        lambda: nn.Linear(4, 5),
+        lambda layer: Layer(layer, lambda x, W, b: torch.einsum("nti,oi->nto", x, W) + b),
+        (TOKENS, 4),
+    ),
+    "convolution": (
+        lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2),
+        lambda layer: Layer(layer, partial(F.conv2d, stride=2, padding=1, groups=2)),
+        (4, 5, 6),
+    ),
+    "transposed convolution": (
+        lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, groups=2),
+        lambda layer: Layer(layer, partial(F.conv_transpose2d, stride=2, padding=1, groups=2)),
+        (4, 3, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_factors_are_those_of_the_layer(name: str, approx: Literal["expand", "reduce"]):
+    make, by_functions, shape = LAYERS[name]
+    torch.manual_seed(0)
+    layer, rest = make().double(), nn.Sequential(nn.Tanh(), nn.Flatten(), nn.LazyLinear(2)).double()
+    x, y = torch.randn(6, *shape).double(), torch.randint(2, (6,))
+    own = by_functions(layer)
+    for first in (layer, own):
+        model = extend(nn.Sequential(first, *rest))
+        model(x)  # makes the lazy layer
+        torch.manual_seed(1)
+        with backpack(KFLR(approx=approx), KFAC(approx=approx), KFACEmpirical(approx=approx)):
+            F.cross_entropy(model(x), y).backward()
+    for mine, its in ((own.W, layer.weight), (own.b, layer.bias)):
+        for field in ("kflr", "kfac", "kfac_empirical"):
+            factors = getattr(mine, field)
+            expected = getattr(its, field)[::-1] if name == "matmul" else getattr(its, field)
+            torch.testing.assert_close(factors, expected)
+
+
+class Table(nn.Module):
+    """Adds a learned map of a fixed table, with a row for each of as many tokens as there are samples."""
+
+    def __init__(self, expanded: bool):
+        super().__init__()
+        self.W, self.expanded = nn.Parameter(torch.randn(4, 4)), expanded
+        self.register_buffer("table", torch.randn(N, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.table.expand(len(x), -1, -1) if self.expanded else self.table) @ self.W
+
+
+def test_a_fixed_table_is_not_taken_for_samples_where_batch_norm_mixes_them():
+    torch.manual_seed(0)
+    x, y, found = torch.randn(N, N, 4).double(), torch.randint(2, (N,)), []
+    model = extend(nn.Sequential(Table(False), nn.BatchNorm1d(N), nn.Flatten(), nn.Linear(4 * N, 2)).double())
+    for expanded in (False, True):
+        model[0].expanded = expanded
+        torch.manual_seed(1)
+        with backpack(DiagGGNMC(3)):
+            F.cross_entropy(model(x), y).backward()
+        found.append(model[0].W.diag_ggn_mc)
+    torch.testing.assert_close(*found)
