@@ -170,6 +170,12 @@ def layer_call(node: Node, position: int, weight: Tensor, shape: torch.Size) -> 
     return None
 
 
+def is_layer(node: Node) -> bool:
+    """Whether an operation may be a call of a layer."""
+    name = name_of(node)
+    return name in _PRODUCTS or name in ("ConvolutionBackward0", "EmbeddingBackward0")
+
+
 def constants_of(node: Node) -> list[Tensor]:
     """What a layer is applied to, where that is a constant for autograd; nothing for other operations."""
     name, saved = name_of(node), _Saved(node)
@@ -230,6 +236,11 @@ class Repetition(NamedTuple):
     args: tuple[Tensor, ...] = ()
 
 
+def repeats(node: Node) -> bool:
+    """Whether an operation may repeat an operand."""
+    return name_of(node) in _REPEATING
+
+
 def repetition(node: Node, position: int) -> Repetition | None:
     """What an operation does to an operand that it repeats; ``None`` if that is not known."""
     name, saved = name_of(node), _Saved(node)
@@ -254,6 +265,14 @@ def repetition(node: Node, position: int) -> Repetition | None:
     return None
 
 
+def is_bias(node: Node, position: int, p: Tensor) -> bool:
+    """Whether an operand has an entry for each output of a layer with rows for samples."""
+    name = name_of(node)
+    if name == "AddmmBackward0":
+        return position == 0 and p.shape == node._input_metadata[0].shape[1:] and _Saved(node).beta == 1  # type: ignore[attr-defined]
+    return name == "ConvolutionBackward0" and position == 2
+
+
 def shape_among(node: Node, shape: torch.Size) -> torch.Size:
     """The shape of an operand as it is repeated, whose axes are the last ones of the output."""
     dims = len(node._input_metadata[0].shape)  # type: ignore[attr-defined]
@@ -263,6 +282,14 @@ def shape_among(node: Node, shape: torch.Size) -> torch.Size:
 #: Operations whose second operand is a weight, and the third a bias; either lies along axis 1, or along the last axes.
 _BY_CHANNELS = frozenset(["ConvolutionBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0"])
 _BIASED = _BY_CHANNELS | {"NativeLayerNormBackward0"}
+
+
+_REPEATING = _BIASED | {
+    *(
+        f"{name}Backward0"
+        for name in ("Expand", "Repeat", "Add", "Sub", "Mul", "Where", "Addmm", "Baddbmm", "PreluKernel")
+    )
+}
 
 
 def _scale_of_norm(name: str, saved: _Saved) -> Repetition:

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import tree_leaves
 
 from curvopt.core.derivatives.functional_losses import find_losses
-from curvopt.core.derivatives.rules import DefaultRule, Rule
+from curvopt.core.derivatives.rules import AffineRule, DefaultRule, Rule
 from curvopt.core.functional import Way
 from curvopt.core.meetings import Data, Meeting, Meetings, added_term, dependents, parents_of
 from curvopt.core.residuals import is_sink, leaf_of, name_of, walk
@@ -216,15 +216,26 @@ class Graph:
         entering = [node for node in self._nodes if self._data.enter(node)]
         return dependents([*self._outputs(), *entering], self._parents)
 
-    def _add(self, meetings: Iterable[Meeting], p: nn.Parameter, name: str) -> Iterator[Entry]:
-        """Uses of a parameter that were read off the graph."""
-        for node, use, rule, source in meetings:
-            entry = self.entries[use] = Entry(use, {"weight": p}, rule)
-            entry.edges[0] = GradientEdge(node, 0)
-            self.owners.setdefault(p, (entry, name))
+    def _add(self, found: dict[nn.Parameter, list[Meeting]], names: dict[nn.Parameter, str]) -> list[Entry]:
+        """Uses of parameters that were read off the graph; the bias of a layer goes with its weight."""
+        layers: dict[Node, Entry] = {}
+        added: list[Entry] = []
+        meetings = [(meeting, p) for p, of_p in found.items() for meeting in of_p]
+        for (node, use, rule, role, source), p in sorted(meetings, key=lambda item: item[0].role == "bias"):
+            entry = layers.get(node) if role == "bias" else None
+            if entry is not None:
+                entry.parameters[role] = entry.use.module._parameters[role] = p
+                entry.use.seen = tuple(entry.use.module._parameters.values())
+            else:
+                entry = self.entries[use] = Entry(use, {"weight": p}, rule)
+                entry.edges[0] = GradientEdge(node, 0)
+                added.append(entry)
+                if isinstance(rule, AffineRule):
+                    layers[node] = entry
+            self.owners.setdefault(p, (entry, names[p]))
             if source is not None:
                 self._between |= set(walk([source.node]))
-            yield entry
+        return added
 
     def _read_inside(self, entry: Entry, interior: _Interior) -> bool:
         """Put uses by operations in the place of that of a module without a rule, if they are known ones."""
@@ -236,13 +247,15 @@ class Graph:
         ways: dict[nn.Parameter, list[Way]] = {p: [] for p in names}
         for node, position in inside.edges:
             ways[leaf_of(node.next_functions[position][0])].append(Way(node, position))
-        found = {p: search.of(p, ways[p]) for p in names}
-        if any(meetings is None for meetings in found.values()):
-            return False
+        found: dict[nn.Parameter, list[Meeting]] = {}
+        for p in names:
+            meetings = search.of(p, ways[p])
+            if meetings is None:
+                return False
+            found[p] = meetings
         interior.edges |= inside.edges
         del self.entries[use]
-        for p, meetings in found.items():
-            list(self._add(meetings or (), p, names[p]))
+        self._add(found, names)
         return True
 
     def _read_outside(self, interior: _Interior) -> None:
@@ -259,22 +272,25 @@ class Graph:
             else:
                 passed = () if leaf_of(node.next_functions[position][0]) is p else None
                 ways.setdefault(p, []).append(Way(node, position, passed))
+        found: dict[nn.Parameter, list[Meeting]] = {}
+        names: dict[nn.Parameter, str] = {}
         for p in ways:
-            path, _, name = self.name(p).rpartition(".")
+            path, _, names[p] = self.name(p).rpartition(".")
             entry = self.owners[p][0] if p in self.owners else None
-            found = None
+            meetings = None
             if not any(way.operand[0] in self._dependent for way in ways[p]):
                 module = nn.Module() if entry is None else entry.use.owner
-                found = Meetings(path, module, self._data, self._parents, self._dependent).of(p, ways[p])
-            if found is None:
+                meetings = Meetings(path, module, self._data, self._parents, self._dependent).of(p, ways[p])
+            if meetings is None:
                 where = entry.use.describe() if entry is not None else "the extended model"
                 operations = ", ".join(dict.fromkeys(name_of(way.node) for way in ways[p]))
                 raise CurvoptError(
-                    f"{where}: parameter '{name}' is also used outside of its module (by {operations}) in a way that "
-                    "is not known, which the quantities would miss; call its module, or use it by F.linear or "
+                    f"{where}: parameter '{names[p]}' is also used outside of its module (by {operations}) in a way "
+                    "that is not known, which the quantities would miss; call its module, or use it by F.linear or "
                     "F.embedding, outside of what torch.compile compiles."
                 )
-            self.functional += self._add(found, p, name)
+            found[p] = meetings
+        self.functional += self._add(found, names)
 
     def _follow_shared_lookups(self) -> None:
         """Embeddings of positions, shared by all samples: see them where they are added to every sample.
@@ -310,7 +326,7 @@ class _Interior:
 
     def __init__(self) -> None:
         self.nodes: set[Node] = set()
-        self.edges: set[tuple[Node, int]] = set()
+        self.edges: dict[tuple[Node, int], None] = {}
         self.leading: dict[Node, nn.Parameter] = {}  # nodes inside, outputs excepted, that depend on a parameter
 
     def add(self, outputs: list[Node], boundary: frozenset, parameters: Sequence[nn.Parameter]) -> None:
@@ -326,7 +342,7 @@ class _Interior:
                     if target is not None:
                         parents.setdefault(target, []).append(node)
                 elif id(p) in known:
-                    self.edges.add((node, position))
+                    self.edges[node, position] = None
                     reached.append((node, p))
         ends = set(outputs)
         while reached:

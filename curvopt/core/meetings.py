@@ -16,7 +16,18 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.derivatives.operations import Derived, Repeated
 from curvopt.core.derivatives.rules import Rule
-from curvopt.core.functional import FunctionalUse, Way, constants_of, layer_call, repetition, seen_of, shape_among
+from curvopt.core.functional import (
+    FunctionalUse,
+    Way,
+    constants_of,
+    is_bias,
+    is_layer,
+    layer_call,
+    repeats,
+    repetition,
+    seen_of,
+    shape_among,
+)
 from curvopt.core.residuals import leaf_of, name_of, walk
 
 #: Operations between a parameter and the samples that are followed.
@@ -29,13 +40,15 @@ class Meeting(NamedTuple):
     Attributes:
         node: of the operation.
         use: what it was called with.
-        rule: its rule, which calls the parameter ``weight``.
+        rule: its rule.
+        role: the parameter's name in the rule, or in that of the layer which it belongs to if that is there, too.
         source: where the operand was computed from the parameter; ``None`` if it is a view of it.
     """
 
     node: Node
     use: FunctionalUse
     rule: Rule
+    role: str
     source: GradientEdge | None
 
 
@@ -144,6 +157,8 @@ class Meetings:
     def _product(self, p: nn.Parameter, way: Way) -> Meeting | None:
         """The use of a parameter, or of what was computed from it, as the weight of a layer applied to samples."""
         node, source = way.node, None
+        if not is_layer(node):
+            return None
         seen = seen_of(p, way)
         call = None if seen is None else layer_call(node, way.position, seen, p.shape)
         if call is None:
@@ -167,25 +182,30 @@ class Meetings:
             call.module._parameters["weight"] = nn.Parameter(like, requires_grad=False)
             rule = Derived(rule, p, source)
         use = self._use(node, call.module, (call.input,), frozenset() if before is None else frozenset([before]))
-        return Meeting(node, use, rule, source) if self.data.may_lie_along([rule.rows(use)]) else None
+        return Meeting(node, use, rule, "weight", source) if self.data.may_lie_along([rule.rows(use)]) else None
 
     def _repetition(self, p: nn.Parameter, way: Way) -> Meeting | None:
         """The use of a parameter by an operation, if that repeats for the samples what was computed from it."""
         node = way.node
-        found = repetition(node, way.position)
-        if found is None:
+        if not repeats(node):
             return None
         source = None if leaf_of(way.operand[0]) is p else GradientEdge(*way.operand)
         metadata: Any = node._input_metadata[0]  # type: ignore[attr-defined]
         shape, out = shape_among(node, _operand(p, way).shape), torch.Size(metadata.shape)
         sizes = [1] * (len(out) - len(shape)) + list(shape)
-        if any(size not in (1, length) for size, length in zip(sizes, out, strict=True)) or metadata.dtype.is_complex:
+        if len(sizes) > len(out) or metadata.dtype.is_complex:
+            return None
+        if any(size not in (1, length) for size, length in zip(sizes, out, strict=True)):
             return None
         own = source is None and len(sizes) > 0 and sizes[0] == out[0] in self.data.rows  # one for each sample
         if not own and not self.data.may_lie_along(b for a, b in zip(sizes, out, strict=True) if a == 1):
             return None
+        found = repetition(node, way.position)
+        if found is None:
+            return None
         use = self._use(node, self.module, found.args)
-        return Meeting(node, use, Repeated(p, source, shape, found.scale, found.factor), source)
+        role = "bias" if source is None and is_bias(node, way.position, p) else "weight"
+        return Meeting(node, use, Repeated(p, source, shape, found.scale, found.factor), role, source)
 
     def _use(
         self, node: Node, module: nn.Module, args: tuple[Tensor, ...], boundary: frozenset[Node] = frozenset()

@@ -89,8 +89,8 @@ def is_sink(node: Node) -> bool:
 
 def walk(roots: list[Node], boundary: frozenset = frozenset(), last: Collection[Node] = ()) -> Iterator[Node]:
     """Every node reachable from ``roots``, once; nodes of ``boundary`` are not entered, those of ``last`` not left."""
-    seen = set(roots) - boundary
-    stack = list(seen)
+    stack = [root for root in dict.fromkeys(roots) if root not in boundary]
+    seen = set(stack)
     while stack:
         node = stack.pop()
         yield node

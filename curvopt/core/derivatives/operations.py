@@ -78,7 +78,7 @@ class Repeated(Rule):
             grad = grad * self.factor(*use.args).to(grad.dtype)
         sizes = [1] * (grad.dim() - 1 - len(self.shape)) + list(self.shape)
         if sizes[0] == 1:
-            values = grad.unflatten(1, (N, -1)).sum(2, keepdim=True)
+            values = grad.unflatten(1, (N, -1))
         else:  # rows of its own for each sample, or for the only one
             values = grad.new_zeros(len(grad), N, *grad.shape[1:])
             for n, rows in enumerate(grad.split(grad.shape[1] // N, 1)):
