@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.packages import EXACT, KRONECKER, PRODUCTS, Method, Values, direction, method
-from benchmarks.problems import Problem, Task
+from benchmarks.problems import Affine, Problem, Task
 
 #: What a comparison is made with: nothing depends on more.
 SAMPLES, CLASSES = 3, 10
@@ -156,7 +156,7 @@ class Definitions:
 
             return hook
 
-        layers = {n: m for n, m in self.task.model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+        layers = {n: m for n, m in self.task.model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d, Affine))}
         handles = [module.register_forward_hook(keep(name)) for name, module in layers.items()]
         z = self.task.model(self.task.x)
         for handle in handles:

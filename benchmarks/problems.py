@@ -1,4 +1,4 @@
-"""What is measured: five networks with random data, and a tiny one for tests."""
+"""What is measured: six networks with random data, and a tiny one for tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments import models
@@ -68,6 +69,23 @@ def all_cnn_c(classes: int) -> nn.Module:
     return model
 
 
+class Affine(nn.Module):
+    """A layer of one's own, which computes what an ``nn.Linear`` does."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def mlp_of_functions(classes: int) -> nn.Module:
+    """The MLP, of layers that no package knows."""
+    model = models.mlp(784, 512, 256, classes)
+    return nn.Sequential(*(Affine(layer) if isinstance(layer, nn.Linear) else layer for layer in model))
+
+
 def tiny(classes: int) -> nn.Module:
     """For tests."""
     convolution = nn.Conv2d(1, 3, 3, padding=1)
@@ -76,6 +94,7 @@ def tiny(classes: int) -> nn.Module:
 
 PROBLEMS = {
     "mlp": Problem(partial(models.mlp, 784, 512, 256), classes=10, N=128, inputs=(784,)),
+    "functions": Problem(mlp_of_functions, classes=10, N=128, inputs=(784,)),
     "3c3d": Problem(models.c3d3, classes=10, N=64, inputs=(3, 32, 32)),
     "allcnnc": Problem(all_cnn_c, classes=100, N=16, inputs=(3, 32, 32)),
     "resnet18": Problem(models.resnet18, classes=10, N=16, inputs=(3, 32, 32)),

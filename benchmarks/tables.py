@@ -47,8 +47,8 @@ class Choice:
     """What is measured."""
 
     problem: tuple[ProblemName, ...] = tuple(name for name in PROBLEMS if name != "tiny")
-    """Networks: mlp 784-512-256-10 with N=128, 3c3d CIFAR-10 N=64, allcnnc CIFAR-100 N=16, resnet18 N=16, batch norm
-    in eval mode, transformer of 2 layers, N=8, 64 tokens."""
+    """Networks: mlp 784-512-256-10 with N=128, functions (the same of layers of one's own, by F.linear), 3c3d CIFAR-10
+    N=64, allcnnc CIFAR-100 N=16, resnet18 N=16, batch norm in eval mode, transformer of 2 layers, N=8, 64 tokens."""
     quantity: tuple[QuantityName, ...] = tuple(USUAL)
     """Extensions; Idle is the gradient of an extended network while nothing is asked for."""
     package: tuple[PackageName, ...] = tuple(PACKAGES)

@@ -323,3 +323,29 @@ def test_a_fixed_table_is_not_taken_for_samples_where_batch_norm_mixes_them():
             F.cross_entropy(model(x), y).backward()
         found.append(model[0].W.diag_ggn_mc)
     torch.testing.assert_close(*found)
+
+
+class Turned(nn.Module):
+    """One matrix in many products, in one of which the samples trade places."""
+
+    def __init__(self):
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(4, 4) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(8):
+            x = torch.tanh((x.flip(0) @ self.W).flip(0) if i == 5 else x @ self.W)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+def test_what_was_found_of_the_samples_is_remembered_of_the_same_operations():
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(Turned(), nn.Linear(4, 2)).double(), torch.randn(N, 4).double(), torch.randint(2, (N,))
+    losses = F.cross_entropy(model(x), y, reduction="none") / N
+    expected = torch.stack([torch.autograd.grad(loss, model[0].W, retain_graph=True)[0] for loss in losses])
+    extend(model)
+    for _ in range(10):
+        with backpack(BatchGrad()):
+            F.cross_entropy(model(x), y).backward()
+        torch.testing.assert_close(model[0].W.grad_batch, expected)
