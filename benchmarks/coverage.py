@@ -76,11 +76,11 @@ class Multiplying(nn.Module):
         return x @ self.W + self.b
 
 
-class Powers(Custom):
+class Logarithm(Custom):
     """Another, with operations that are not known."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.pow(x.abs() + 1, self.gate) ** self.power
+        return torch.logaddexp(x, self.gate) + torch.atan2(x, self.power)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ LAYERS = [
     Layer("Linear, a subclass of it", lambda: Scaled(3, 2), normal(3)),
     Layer("a module of one's own that multiplies by matrices", Multiplying, normal(3)),
     Layer("a module of one's own that adds, scales or repeats", Custom, normal(3)),
-    Layer("a module of one's own, other operations", Powers, normal(3)),
+    Layer("a module of one's own, other operations", Logarithm, normal(3)),
 ]
 
 

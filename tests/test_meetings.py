@@ -160,9 +160,13 @@ USES: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tuple[in
     "sequence first": (lambda m, h: (h.transpose(0, 1) * m.p + m.q).transpose(0, 1), (4,), (TOKENS, 1, 4)),
     "statistics of the batch": (lambda m, h: (h - (h.detach() * m.p).mean(0)) * m.q, (4,), (4,)),
     "power": (lambda m, h: (h * m.p).abs().add(1) ** m.q, (4,), (4,)),
+    "base": (lambda m, h: h + m.p.exp() ** h.tanh() * m.q.abs() ** h.abs(), (4,), (TOKENS, 1)),
+    "quotient": (lambda m, h: h / (m.p.exp() + 0.1) + m.q / h.exp(), (4,), ()),
+    "pooling": (lambda m, h: (h.square() ** m.p.exp() + 0.1).sum(1, True) ** (1 / m.p.exp()) * m.q + h, (), ()),
+    "in a logarithm": (lambda m, h: torch.logaddexp(h, m.p) * m.q, (4,), ()),
 }
 #: of which a parameter meets the samples in another operation
-CALLED_AGAIN = {"power", "joined"}
+CALLED_AGAIN = {"in a logarithm", "joined"}
 
 
 def calls_of_default_rule(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -484,7 +484,7 @@ class TimeFirst(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.transpose(0, 1)
-        return x @ self.weight if self.known else (x.unsqueeze(3) ** self.weight.abs()).sum(2)
+        return x @ self.weight if self.known else torch.logaddexp(x.unsqueeze(3), self.weight).sum(2)
 
 
 @pytest.mark.parametrize("steps", [N - 1, N])

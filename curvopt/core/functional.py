@@ -229,11 +229,19 @@ def _convolution(saved: _Saved, shape: torch.Size) -> nn.Module:
 
 
 class Repetition(NamedTuple):
-    """What an operation does to what it repeats: a number, and a factor that is computed from tensors."""
+    """The derivative of an operation in what it repeats.
+
+    Attributes:
+        scale: a number.
+        factor: computes a factor from tensors.
+        args: these tensors.
+        linear: whether the operation is linear in what it repeats.
+    """
 
     scale: float = 1.0
     factor: Callable[..., Tensor] | None = None
     args: tuple[Tensor, ...] = ()
+    linear: bool = True
 
 
 def repeats(node: Node) -> bool:
@@ -252,6 +260,13 @@ def repetition(node: Node, position: int) -> Repetition | None:
         return Repetition(-saved.alpha if position else 1.0)
     if name == "MulBackward0":
         return Repetition(1.0, _itself, (saved.self if position else saved.other,))
+    if name == "DivBackward0":
+        if position == 0:
+            return Repetition(1.0, torch.reciprocal, (saved.other,))
+        return Repetition(-1.0, _slope_of_quotient, (saved.self, saved.other), linear=False)
+    if name == "PowBackward1":
+        slope = _slope_in_exponent if position else _slope_in_base
+        return Repetition(1.0, slope, (saved.self, saved.exponent), linear=False)
     if name == "WhereBackward0":
         return Repetition(1.0, _itself, (~saved.condition if position else saved.condition,))
     if name in ("AddmmBackward0", "BaddbmmBackward0") and position == 0:
@@ -285,10 +300,11 @@ _BIASED = _BY_CHANNELS | {"NativeLayerNormBackward0"}
 
 
 _REPEATING = _BIASED | {
+    "PowBackward1",
     *(
         f"{name}Backward0"
-        for name in ("Expand", "Repeat", "Add", "Sub", "Mul", "Where", "Addmm", "Baddbmm", "PreluKernel")
-    )
+        for name in ("Expand", "Repeat", "Add", "Sub", "Mul", "Div", "Where", "Addmm", "Baddbmm", "PreluKernel")
+    ),
 }
 
 
@@ -303,6 +319,18 @@ def _scale_of_norm(name: str, saved: _Saved) -> Repetition:
     else:
         shape, axes = x.shape, [0, *range(2, x.dim())]
     return Repetition(1.0, partial(_normalised, shape=shape, axes=axes), (x, saved.result2))
+
+
+def _slope_of_quotient(x: Tensor, divisor: Tensor) -> Tensor:
+    return x / divisor.square()
+
+
+def _slope_in_base(x: Tensor, exponent: Tensor) -> Tensor:
+    return torch.where(exponent == 0, 0, exponent * x ** (exponent - 1))
+
+
+def _slope_in_exponent(x: Tensor, exponent: Tensor) -> Tensor:
+    return x**exponent * torch.where(x == 0, 1, x).log()
 
 
 def _itself(factor: Tensor) -> Tensor:

@@ -205,7 +205,8 @@ class Meetings:
             return None
         use = self._use(node, self.module, found.args)
         role = "bias" if source is None and is_bias(node, way.position, p) else "weight"
-        return Meeting(node, use, Repeated(p, source, shape, found.scale, found.factor), role, source)
+        rule = Repeated(p, source, shape, found.scale, found.factor, found.linear)
+        return Meeting(node, use, rule, role, source)
 
     def _use(
         self, node: Node, module: nn.Module, args: tuple[Tensor, ...], boundary: frozenset[Node] = frozenset()

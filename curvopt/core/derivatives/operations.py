@@ -54,6 +54,7 @@ class Repeated(Rule):
         shape: shape of what is repeated.
         scale: the number.
         factor: computes the factor from the tensors of the use.
+        linear: whether the operation is linear in what it repeats.
     """
 
     def __init__(
@@ -63,10 +64,11 @@ class Repeated(Rule):
         shape: Sequence[int],
         scale: float = 1.0,
         factor: Callable[..., Tensor] | None = None,
+        linear: bool = True,
     ):
         """Keep them."""
         self.p, self.source, self.shape, self.scale, self.factor = p, source, tuple(shape), scale, factor
-        self.linear = source is None or _is_linear(source, p)
+        self.linear = linear and (source is None or _is_linear(source, p))
 
     def rows(self, use: Use) -> int:
         return use.shapes[0][0]
