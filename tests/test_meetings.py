@@ -129,6 +129,11 @@ PRODUCTS: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tupl
     "layer norm of all": (lambda m, h: F.layer_norm(h, (TOKENS, 4), m.p, m.q), (TOKENS, 4), (TOKENS, 4)),
     "group norm": (lambda m, h: F.group_norm(h.mT, 2, m.p, m.q).mT, (4,), (4,)),
     "batch norm": (lambda m, h: F.batch_norm(h, m.constant[0], m.constant[1] ** 2, m.p, m.q), (4,), (TOKENS,)),
+    "scale and shift by channels": (
+        lambda m, h: F.batch_norm(h, m.constant[0], m.constant[1] ** 2, m.p.exp(), m.q[:TOKENS]),
+        (4,),
+        (TOKENS + 1,),
+    ),
     "rms norm": (lambda m, h: F.rms_norm(h, (4,), m.p) * m.q, (4,), ()),
     "prelu": (lambda m, h: F.prelu(h, m.p) * F.prelu(h, m.q), (TOKENS,), (1,)),
     "lookup": (lambda m, h: h + F.embedding(h.argmax(2), m.p) + m.q, (4, 4), ()),

@@ -119,7 +119,8 @@ def _through(source: GradientEdge | None, p: nn.Parameter, values: Tensor) -> De
     """Products ``[V, N, *shape]`` with respect to what was computed from a parameter, as those of the parameter."""
     V, N = values.shape[:2]
     if source is not None:
-        (found,) = pull([source], [p], [values.flatten(0, 1)])
+        shape = source.node._input_metadata[source.output_nr].shape  # type: ignore[attr-defined]
+        (found,) = pull([source], [p], [values.reshape(V * N, *shape)])
         values = p.new_zeros(V * N, *p.shape) if found is None else found
     return Dense(values.reshape(V, N, *p.shape))
 
