@@ -14,7 +14,7 @@ from checks import check_all, extended
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from curvopt import backpack, extend
+from curvopt import CurvoptWarning, backpack, extend
 from curvopt.core.derivatives.rules import DefaultRule
 from curvopt.extensions import KFAC, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, KFACEmpirical
 
@@ -358,3 +358,31 @@ def test_what_was_found_of_the_samples_is_remembered_of_the_same_operations():
         with backpack(BatchGrad()):
             F.cross_entropy(model(x), y).backward()
         torch.testing.assert_close(model[0].W.grad_batch, expected)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda z, y: (z.sin() * y.unsqueeze(-1)).sum()], ids=["known", "not"])
+@pytest.mark.parametrize("name", ["linear", "linear on tokens", "matmul"])
+def test_samples_are_those_of_the_layer(name: str, loss: Callable[[Tensor, Tensor], Tensor]):
+    """Each a sequence, of which the loss sees a row for each token."""
+    by_functions, found = LAYERS[name][1], []
+    layers = [nn.Linear(4, 5).double(), nn.Tanh(), nn.Linear(5, 3).double()]
+    x, y = torch.randn(2, TOKENS, 4).double(), torch.randint(3, (2, TOKENS))
+    for change in (lambda layer: layer, lambda layer: by_functions(layer) if isinstance(layer, nn.Linear) else layer):
+        model = extend(nn.Sequential(*map(change, layers)))
+        with backpack(BatchGrad()):
+            loss(model(x).flatten(0, 1), y.flatten()).backward()
+        found.append([p.grad_batch for layer in model for p in sorted(layer.parameters(), key=Tensor.dim)])
+    for its, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine.mT if name == "matmul" and its.dim() == 3 else mine, its)
+
+
+def test_operations_with_another_axis_first_are_not_taken_for_one_sample():
+    def repeated(m: Own, h: Tensor) -> Tensor:
+        return h + m.p.repeat_interleave(len(h), 0) + m.q.repeat_interleave(len(h), 0)
+
+    model, x = extend(Own(repeated, (1, 4), (1, 4), on_data=True).double()), torch.randn(N, 4).double()
+    model.head.requires_grad_(False)
+    expected = [torch.autograd.grad(model(x)[n].sin().sum(), [model.p, model.q]) for n in range(N)]
+    with pytest.warns(CurvoptWarning, match="sample by sample"), backpack(BatchGrad()):
+        extend(nn.MSELoss(reduction="sum"))(model(x), torch.zeros(N, 2).double()).backward()
+    assert len(model.p.grad_batch) == len(expected) == N

@@ -77,6 +77,7 @@ class Graph:
     Attributes:
         entries: the uses of parameters, by extended modules and by functional calls on their parameters.
         functional: the entries of functional calls.
+        calls: those of modules in which entries of operations were found instead.
         leaves: the tensors whose gradients are accumulated.
         custom: whether there are functions of users, who may ask what is differentiated.
         losses: the extended and functional losses, and where their gradients arrive.
@@ -97,6 +98,7 @@ class Graph:
     def __init__(self, roots: Sequence[Node]):
         """Walk the graph from ``roots`` to its leaves once."""
         self.entries: dict[Use, Entry] = {}
+        self.calls: list[Entry] = []
         self.terms: dict[TermUse, GradientEdge] = {}
         self.mixing: list[str] = []
         nodes = list(walk(list(roots)))
@@ -152,9 +154,10 @@ class Graph:
         """The uses that are met first from some nodes; none if samples cannot lie on the first axis of one."""
         outputs = {
             edge.node: (entry, index, edge)
-            for entry in self.entries.values()
+            for entry in (*self.entries.values(), *self.calls)
             if entry.parameters
             for index, edge in entry.edges.items()
+            if entry not in self.calls or entry.gives_samples(edge)
         }
         met = [outputs[node] for node in walk(list(roots), last=outputs) if node in outputs]
         endings = {Ending(entry.use, edge): edge for entry, _, edge in met}
@@ -254,7 +257,7 @@ class Graph:
                 return False
             found[p] = meetings
         interior.edges |= inside.edges
-        del self.entries[use]
+        self.calls.append(self.entries.pop(use))
         self._add(found, names)
         return True
 

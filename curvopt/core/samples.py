@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core.compare import allclose
+from curvopt.core.functional import FunctionalUse
 from curvopt.core.graph import Entry, Graph
 from curvopt.core.residuals import BY_ENTRY, leads_to, leaf_of, operation, pull, pull_each, walk
 from curvopt.core.uses import Head, Use
@@ -57,12 +58,13 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     if not losses or graph.mixing:
         return _common_length(graph, losses)
     shapes = [*(loss.input.shape for loss in losses), *(entry.use.shapes for entry in entries)]
+    shapes += [(entry.rows, *entry.use.shapes) for entry in graph.calls]
     key = None if graph.structure is None else hash((graph.structure, *shapes))
     found = None if key is None else _found.get(key)
     if found is None:
-        found, silent = _search(losses, entries)
+        found, silent = _search(losses, entries, graph.calls)
         if found[1]:
-            names = ", ".join(entries[i].use.describe() for i in sorted(found[1]))
+            names = ", ".join(dict.fromkeys(entries[i].use.describe() for i in sorted(found[1])))
             warnings.warn(
                 f"the first axis does not hold the {found[0]} samples one after the other at {names}: computing their "
                 f"quantities sample by sample, {found[0]} times the cost. Expanding shared inputs to [N, ...], a "
@@ -77,10 +79,13 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     return Samples(found[0], frozenset(entries[i].use for i in found[1]))
 
 
-def _search(losses: Sequence[Head], entries: Sequence[Entry]) -> tuple[tuple[int, frozenset[int]], bool]:
+def _search(
+    losses: Sequence[Head], entries: Sequence[Entry], calls: Sequence[Entry]
+) -> tuple[tuple[int, frozenset[int]], bool]:
     """The number of samples and the indices of unaligned uses, and whether no gradient arrived at some use.
 
-    A sample is a row of the loss, unless most uses have several of its rows in one (flattened sequences).
+    A sample is a row of the loss, unless most calls of modules have several of its rows in one (flattened sequences).
+    Operations may have any axis first.
     """
     lengths = {len(loss.input) for loss in losses}
     N = min(lengths)
@@ -88,19 +93,22 @@ def _search(losses: Sequence[Head], entries: Sequence[Entry]) -> tuple[tuple[int
         raise CurvoptError(
             f"{losses[0].describe()}: the losses see {sorted(lengths)} samples; call backward for each batch by itself."
         )
+    everything = [*entries, *calls]
     edges = [
         (i, edge, entry.rule.output_axis(entry.use, index))
-        for i, entry in enumerate(entries)
+        for i, entry in enumerate(everything)
         for index, edge in entry.edges.items()
     ]
+    rows = {i: entry.rows for i, entry in enumerate(everything) if not isinstance(entry.use, FunctionalUse)}
     strays, silent, shared = unaligned(N, losses, edges)
-    rows = [entries[i].rows for i in strays]
-    for fewer in sorted({entries[i].rows for i in shared}, reverse=True):
-        if N % fewer == 0 and 2 * rows.count(fewer) > len(entries):
+    for fewer in sorted({rows[i] for i in shared if i in rows}, reverse=True):
+        having = {i for i in rows if rows[i] == fewer}
+        if N % fewer == 0 and 2 * len(having & strays) > len(rows):
             left, quiet, _ = unaligned(fewer, losses, edges)
-            if not any(entries[i].rows == fewer for i in left):
-                return (fewer, frozenset(left)), silent or quiet
-    return (N, frozenset(strays)), silent
+            if having.isdisjoint(left):
+                strays, silent, N = left, silent or quiet, fewer
+                break
+    return (N, frozenset(i for i in strays if i < len(entries))), silent
 
 
 def _closed(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
@@ -238,7 +246,8 @@ def _common_length(graph: Graph, losses: Sequence[Head]) -> Samples:
     if losses:
         N = min(len(loss.input) for loss in losses)
         return Samples(N, frozenset(use for use, length in rows.items() if length % N))
-    N = min(rows.values(), default=1)
+    called = [*graph.calls, *(entry for entry in graph.entries.values() if not isinstance(entry.use, FunctionalUse))]
+    N = min([entry.rows for entry in called if entry.parameters] or rows.values(), default=1)
     for use, length in rows.items():
         if N == 0:
             raise CurvoptError(f"{use.describe()}: {EMPTY}")
