@@ -781,16 +781,17 @@ def test_passing_an_integer_input_through_is_no_in_place_operation():
 class OwnPReLU(nn.Module):
     """``F.prelu`` on a parameter: its batching rule in PyTorch has been wrong for a single vector."""
 
-    def __init__(self):
+    def __init__(self, slopes: int):
         super().__init__()
-        self.slope = nn.Parameter(torch.tensor([0.3, -0.2, 0.7]))
+        self.scale, self.slope = nn.Parameter(torch.rand(3)), nn.Parameter(torch.tensor([0.3, -0.2, 0.7])[:slopes])
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.prelu(x, self.slope)
+        return F.prelu(x * self.scale, self.slope)
 
 
-def test_default_rule_does_not_trust_the_batching_rules_of_operators():
-    check(Call(OwnPReLU, lambda: (normal(N, 3),), default=True), V=1)
+@pytest.mark.parametrize("slopes", [1, 3])
+def test_default_rule_does_not_trust_the_batching_rules_of_operators(slopes: int):
+    check(Call(partial(OwnPReLU, slopes), lambda: (normal(N, 3, 3).abs(),), default=True), V=1)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])

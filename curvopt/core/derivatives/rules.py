@@ -303,10 +303,11 @@ class DefaultRule(Rule):
                 chunk = costs.samples_in_vmap(elements, arrived[0].device.type)
                 mapped = torch.func.vmap(products, (0, 1), (1, 0), chunk_size=chunk)
                 values, results = mapped(samples, arrived)
-                # some operators have wrong batching rules in PyTorch: the sum over samples is known without any
+                # some operators have wrong batching rules in PyTorch: a weighted sum is known without any
                 _, vjp, *_ = torch.func.vjp(partial(whole, given=leaves), parameters)
-                total = vjp([grad[0] for grad in arrived])[0]
-                if not all(_same_sum(values[name][0], total[name]) for name in parameters):
+                weights = _weights(len(arrived[0]), rows, arrived[0])
+                total = vjp([torch.einsum("vn,vn...->n...", weights.to(grad.dtype), grad) for grad in arrived])[0]
+                if not all(_same_sum(values[name], weights, total[name]) for name in parameters):
                     values, results = self._loop(outputs, parameters, samples, arrived, use)
             except Exception as error:
                 if "randomness" in str(error):
@@ -397,8 +398,16 @@ def check_outputs(use: Use, results: Sequence[Tensor | None], how: str) -> None:
     use.cache["checked"] = True
 
 
-def _same_sum(values: Tensor, total: Tensor) -> bool:
-    return not total.numel() or bool(allclose(values.sum(0), total, 1e-2, 1e-3 * total.abs().max()))
+def _weights(V: int, rows: int, like: Tensor) -> Tensor:
+    """A positive number for each vector and each sample, so that no two trade places unnoticed."""
+    return (torch.arange(V * rows, dtype=torch.float64).cos() + 1.5).reshape(V, rows).to(like.device)
+
+
+def _same_sum(values: Tensor, weights: Tensor, total: Tensor) -> bool:
+    if values.shape != (*weights.shape, *total.shape):
+        return False
+    found = torch.einsum("vn,vn...->...", weights.to(values.dtype), values)
+    return not total.numel() or bool(allclose(found, total, 1e-2, 1e-3 * total.abs().max()))
 
 
 class _Forward(nn.Module):
