@@ -162,7 +162,12 @@ def layer_call(node: Node, position: int, weight: Tensor, shape: torch.Size) -> 
     if name == "ConvolutionBackward0" and position == 1 and weight.is_contiguous() and weight.numel() == shape.numel():
         rule = ConvTranspose() if saved.transposed else Conv()
         return LayerCall(rule, _convolution(saved, weight.shape), saved.input, 0)
-    if name == "EmbeddingBackward0" and not saved.scale_grad_by_freq and weight.shape == shape:
+    if (
+        name == "EmbeddingBackward0"
+        and not saved.scale_grad_by_freq
+        and weight.shape == shape
+        and weight.is_contiguous()
+    ):
         module = nn.Embedding(1, 1, device="meta")
         padding = saved.padding_idx
         module.padding_idx = padding if padding is not None and 0 <= padding < len(weight) else None

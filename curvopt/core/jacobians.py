@@ -932,10 +932,10 @@ def stack_samples(parts: Sequence[Jacobian]) -> Jacobian:
 
 def _concatenate(parts: Sequence[Jacobian]) -> Jacobian:
     first = parts[0]
-    if isinstance(first, Outer) and all(isinstance(p, Outer) and p.transposed == first.transposed for p in parts):
-        outers = [part for part in parts if isinstance(part, Outer)]
+    outers = [part for part in parts if isinstance(part, Outer)]
+    if len(outers) == len(parts) and len({(part.transposed, part.G, part.O) for part in outers}) == 1:
         left, right = torch.cat([o.left for o in outers], 3), torch.cat([o.right for o in outers], 2)
-        return Outer(left, right, first.shape, first.transposed)
+        return Outer(left, right, first.shape, outers[0].transposed)
     if all(isinstance(part, Lookup) for part in parts):
         lookups = [part for part in parts if isinstance(part, Lookup)]
         left = torch.cat([lookup.left for lookup in lookups], 1)
