@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from curvopt import CurvoptWarning, backpack, extend
 from curvopt.core.derivatives.rules import DefaultRule
+from curvopt.core.graph import Graph
 from curvopt.extensions import KFAC, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, KFACEmpirical
 
 N = 3
@@ -362,9 +363,6 @@ def test_what_was_found_of_the_samples_is_remembered_of_the_same_operations():
         torch.testing.assert_close(model[0].W.grad_batch, expected)
 
 
-@pytest.mark.parametrize("loss", [F.cross_entropy, lambda z, y: (z.sin() * y.unsqueeze(-1)).sum()], ids=["known", "not"])
-
-
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("name", ["linear", "linear on tokens", "matmul"])
 def test_samples_are_those_of_the_layer(name: str, known: bool):
@@ -392,3 +390,29 @@ def test_operations_with_another_axis_first_are_not_taken_for_one_sample():
     with pytest.warns(CurvoptWarning, match="sample by sample"), backpack(BatchGrad()):
         extend(nn.MSELoss(reduction="sum"))(model(x), torch.zeros(N, 2).double()).backward()
     assert len(model.p.grad_batch) == len(expected) == N
+
+
+ELSEWHERE: dict[str, Callable[[Own, Tensor], Tensor]] = {
+    "sequence first": lambda m, h: (h.transpose(0, 1) @ m.p + m.q).transpose(0, 1),
+    "features first": lambda m, h: (m.p @ h.flatten(0, 1).T * m.q.unsqueeze(1)).T.view_as(h),
+    "joined batches": lambda m, h: sum((torch.cat([h, h.sin()]) @ m.p).split(len(h)), m.q),
+    "repeated": lambda m, h: (h * m.q.view(1, 1, 4).repeat_interleave(len(h), 0)) @ m.p,
+}
+
+
+@pytest.mark.parametrize("on_data", [False, True])
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_samples_elsewhere_in_operations_where_batch_norm_mixes_them(
+    name: str, on_data: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The numbers are those of the module called again."""
+    model = extend(nn.Sequential(Own(ELSEWHERE[name], (4, 4), (4,), on_data), nn.BatchNorm1d(2 * N)).double())
+    x, y, found = torch.randn(N, N, 4).double(), torch.randint(2 * N, (N,)), []
+    for read_off in (True, False):
+        if not read_off:
+            monkeypatch.setattr(Graph, "_read_inside", lambda *_: False)
+        torch.manual_seed(1)
+        with backpack(DiagGGNMC(3)):
+            F.cross_entropy(model(x), y).backward()
+        found.append([p.diag_ggn_mc for p in model.parameters()])
+    torch.testing.assert_close(*found)

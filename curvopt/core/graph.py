@@ -77,7 +77,7 @@ class Graph:
     Attributes:
         entries: the uses of parameters, by extended modules and by functional calls on their parameters.
         functional: the entries of functional calls.
-        calls: those of modules in which entries of operations were found instead.
+        calls: those of modules, with the entries of operations that were found in them instead.
         leaves: the tensors whose gradients are accumulated.
         custom: whether there are functions of users, who may ask what is differentiated.
         losses: the extended and functional losses, and where their gradients arrive.
@@ -85,7 +85,7 @@ class Graph:
             last uses before them.
         nonlinear: names of operations through which the differentiated scalar depends on more than the sum of them.
         terms: regularizers, and where their gradients arrive.
-        mixing: descriptions of modules that mix samples (train-mode batch norm).
+        mixing: operations that mix samples (train-mode batch norm), and descriptions of their modules.
         outside: names of parameters that enter the loss by an added term, which no quantity contains.
         owners: the extended module that owns each parameter, and the parameter's name in it.
         structure: hash of the operations up to the losses and their arguments, ``None`` if the values of tensors may
@@ -98,9 +98,9 @@ class Graph:
     def __init__(self, roots: Sequence[Node]):
         """Walk the graph from ``roots`` to its leaves once."""
         self.entries: dict[Use, Entry] = {}
-        self.calls: list[Entry] = []
+        self.calls: dict[Entry, list[Entry]] = {}
         self.terms: dict[TermUse, GradientEdge] = {}
-        self.mixing: list[str] = []
+        self.mixing: dict[Node, str] = {}
         nodes = list(walk(list(roots)))
         self._sinks: list[Any] = [node for node in nodes if is_sink(node)]
         self.leaves: list[Tensor] = [leaf for leaf in map(leaf_of, nodes) if leaf is not None]
@@ -118,7 +118,7 @@ class Graph:
                     entry = self.entries.get(record) or self.entries.setdefault(record, Entry(record))
                     entry.edges[index] = GradientEdge(node, output_nr)
             if _mixes_samples(node):
-                self.mixing.append(records[0][0].describe() if records else name_of(node))
+                self.mixing[node] = records[0][0].describe() if records else name_of(node)
         self.owners: dict[nn.Parameter, tuple[Entry, str]] = {}
         #: Nodes between parameters and the operations in which they meet the samples.
         self._between: set[Node] = set()
@@ -145,10 +145,6 @@ class Graph:
         self.structure = structure(
             ends, rows | {len(loss.input) for loss in self.heads if loss.input.dim()}, self._between
         )
-        self.uses_of: dict[nn.Parameter, int] = {}
-        for entry in self.entries.values():
-            for p in entry.parameters.values():
-                self.uses_of[p] = self.uses_of.get(p, 0) + len(entry.edges)
 
     def _endings(self, roots: Sequence[Node]) -> dict[Ending, GradientEdge]:
         """The uses that are met first from some nodes; none if samples cannot lie on the first axis of one."""
@@ -196,6 +192,15 @@ class Graph:
             return extended_name(p) or "a parameter"
         entry, name = self.owners[p]
         return f"{entry.use.path}.{name}".lstrip(".")
+
+    @cached_property
+    def uses_of(self) -> dict[nn.Parameter, int]:
+        """How many outputs of uses each parameter has a part in."""
+        found: dict[nn.Parameter, int] = {}
+        for entry in self.entries.values():
+            for p in entry.parameters.values():
+                found[p] = found.get(p, 0) + len(entry.edges)
+        return found
 
     @cached_property
     def _parents(self) -> dict[Node, list[Node]]:
@@ -256,10 +261,19 @@ class Graph:
             if meetings is None:
                 return False
             found[p] = meetings
+        nodes = {meeting.node for meetings in found.values() for meeting in meetings}
+        if self.mixing and not nodes <= inside.nodes:
+            return False  # the module may have to be called again
         interior.edges |= inside.edges
-        self.calls.append(self.entries.pop(use))
-        self._add(found, names)
+        del self.entries[use]
+        self.calls[entry] = self._add(found, names)
         return True
+
+    def call_again(self, call: Entry) -> None:
+        """Put the call of a module in the place of the operations in it."""
+        for entry in self.calls.pop(call):
+            del self.entries[entry.use]
+        self.entries[call.use] = call
 
     def _read_outside(self, interior: _Interior) -> None:
         """Recognise, note or refuse every way to an extended parameter that lies in no use of it."""

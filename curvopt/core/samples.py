@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.compare import allclose
 from curvopt.core.functional import FunctionalUse
-from curvopt.core.graph import Entry, Graph
+from curvopt.core.graph import Ending, Entry, Graph
 from curvopt.core.residuals import BY_ENTRY, leads_to, leaf_of, operation, pull, pull_each, walk
 from curvopt.core.uses import Head, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
@@ -45,7 +45,7 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     """Find out where the samples lie in a graph.
 
     Without a loss whose input is known, or where batch norm mixes samples anyway, every first axis must be N or a
-    multiple of it.
+    multiple of it; a module in whose operations samples lie elsewhere is called again.
 
     Raises:
         CurvoptError: if then they are not.
@@ -62,7 +62,7 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     key = None if graph.structure is None else hash((graph.structure, *shapes))
     found = None if key is None else _found.get(key)
     if found is None:
-        found, silent = _search(losses, entries, graph.calls)
+        found, silent = _search(losses, entries, list(graph.calls))
         if found[1]:
             names = ", ".join(dict.fromkeys(entries[i].use.describe() for i in sorted(found[1])))
             warnings.warn(
@@ -242,12 +242,15 @@ def _probe(
 
 def _common_length(graph: Graph, losses: Sequence[Head]) -> Samples:
     """The number of samples by shapes alone."""
+    entries = [entry for entry in (*graph.entries.values(), *graph.calls) if entry.parameters]
+    called = [entry.rows for entry in entries if not isinstance(entry.use, FunctionalUse)]
+    N = min([len(loss.input) for loss in losses] or called or [entry.rows for entry in entries], default=1)
+    for call, operations in list(graph.calls.items()):
+        if N and _scattered(N, call, operations, graph.mixing):
+            graph.call_again(call)
     rows = {entry.use: entry.rows for entry in graph.entries.values() if entry.parameters}
     if losses:
-        N = min(len(loss.input) for loss in losses)
         return Samples(N, frozenset(use for use, length in rows.items() if length % N))
-    called = [*graph.calls, *(entry for entry in graph.entries.values() if not isinstance(entry.use, FunctionalUse))]
-    N = min([entry.rows for entry in called if entry.parameters] or rows.values(), default=1)
     for use, length in rows.items():
         if N == 0:
             raise CurvoptError(f"{use.describe()}: {EMPTY}")
@@ -257,3 +260,24 @@ def _common_length(graph: Graph, losses: Sequence[Head]) -> Samples:
                 "keep the samples on the first axis everywhere (expand inputs shared by all), or extend the loss."
             )
     return Samples(N, frozenset())
+
+
+def _scattered(N: int, call: Entry, operations: Sequence[Entry], mixing: Collection[Node]) -> bool:
+    """Whether N samples at the outputs of a module are elsewhere in operations in it, where batch norm mixes them."""
+    outputs = [Ending(call.use, edge) for edge in call.edges.values()]
+    if any(output.input.dim() == 0 or len(output.input) % N for output in outputs):
+        return True
+    edges = [
+        (i, edge, entry.rule.output_axis(entry.use, 0))
+        for i, entry in enumerate(operations)
+        for edge in entry.edges.values()
+    ]
+    with ExitStack() as hooks:
+        for node in mixing:
+            hooks.callback(node.register_hook(_as_identity).remove)
+        return bool(unaligned(N, outputs, edges)[0])
+
+
+def _as_identity(grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """What a batch norm's node gives, had it left its input as it was."""
+    return (grads[0] if grads[0] is None else arrived[0], *grads[1:])

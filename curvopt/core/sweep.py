@@ -186,8 +186,6 @@ class Pass:
         self.first_order = [e for e in extensions if isinstance(e.columns, Gradient)]
         self.second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
         self.reads_inputs_once = all(e.reads_inputs_once for e in extensions)
-        self.entries = [entry for entry in graph.entries.values() if entry.parameters]
-        self.entries_of = Counter(p for entry in self.entries for p in entry.parameters.values())
         self.parts: dict[nn.Parameter, list[Jacobian]] = {}
         self.totals: dict[tuple[nn.Parameter, Extension], Any] = {}
         self.terms: dict[nn.Parameter, Tensor] = {}
@@ -204,6 +202,8 @@ class Pass:
         self._check(graph)
         with self._named():
             self.samples = find_samples(graph, graph.heads)
+        self.entries = [entry for entry in graph.entries.values() if entry.parameters]
+        self.entries_of = Counter(p for entry in self.entries for p in entry.parameters.values())
         #: Parameters whose gradients come from here, as sums of products, and where the backward has to come for them.
         self.spared = dict(self._spared() if spares else ())
         self.awaited = frozenset(self.awaiting())
@@ -695,8 +695,9 @@ class Pass:
         if graph.mixing:
             refused = [e for e in self.extensions if e.needs_independent_samples]
             if refused:
+                mixing = next(iter(graph.mixing.values()))
                 raise CurvoptError(
-                    f"{graph.mixing[0]}: {fields_of(refused)} need independent samples, but train-mode batch norm "
+                    f"{mixing}: {fields_of(refused)} need independent samples, but train-mode batch norm "
                     "mixes them; call model.eval() or use a Monte-Carlo quantity (KFAC, DiagGGNMC)."
                 )
         if graph.outside:
