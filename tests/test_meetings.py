@@ -14,10 +14,10 @@ from checks import check_all, extended
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from curvopt import CurvoptWarning, backpack, extend
+from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.core.derivatives.rules import DefaultRule
 from curvopt.core.graph import Graph
-from curvopt.extensions import KFAC, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, KFACEmpirical
+from curvopt.extensions import KFAC, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, DiagHessian, KFACEmpirical
 
 N = 3
 TOKENS = 4
@@ -416,3 +416,24 @@ def test_samples_elsewhere_in_operations_where_batch_norm_mixes_them(
             F.cross_entropy(model(x), y).backward()
         found.append([p.diag_ggn_mc for p in model.parameters()])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+def test_second_derivatives_that_pytorch_drops_are_refused(norm: str):
+    """Of a bias that a norm without a weight adds, where they are asked of autograd."""
+
+    def normalised(m: Own, h: Tensor, bias: Tensor | None) -> Tensor:
+        if norm == "layer":
+            return F.layer_norm(h, (4,), None, bias)
+        return F.batch_norm(h.mT, m.constant[0], m.constant[1] ** 2, None, bias).mT
+
+    model, found = extend(Own(lambda m, h: h, (4,)).double()), []
+    x, y = torch.randn(N, TOKENS, 4).double(), torch.randint(2, (N,))
+    for model.use in (lambda m, h: normalised(m, h, m.p), lambda m, h: normalised(m, h, None) + m.p):
+        with backpack(DiagHessian()):
+            F.cross_entropy(model(x), y).backward()
+        found.append(model.p.diag_h)
+    torch.testing.assert_close(*found)
+    model.use = lambda m, h: normalised(m, h, m.p) * m.p
+    with pytest.raises(CurvoptError, match="p: .*bias and no weight"), backpack(DiagHessian()):
+        F.cross_entropy(model(x), y).backward()

@@ -110,6 +110,13 @@ def wrong_twice(root: Node) -> Node | None:
     return next((node for node in walk([root]) if name_of(node) == "WeightNormInterfaceBackward0"), None)
 
 
+def lone_biases(root: Node) -> list[Node]:
+    """Where biases come from of norms behind ``root`` without a weight: PyTorch drops second derivatives in them."""
+    norms = ("NativeLayerNormBackward0", "NativeBatchNormBackward0")
+    found = [node for node in walk([root]) if name_of(node) in norms and node._saved_weight is None]  # type: ignore[attr-defined]
+    return [bias for node in found if (bias := node.next_functions[2][0]) is not None]
+
+
 class Residual(NamedTuple):
     """A nonlinear operation: its node, the edges of its inputs that depend on parameters, and whether R is diagonal."""
 

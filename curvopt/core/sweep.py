@@ -33,6 +33,7 @@ from curvopt.core.residuals import (
     cut,
     leads_to,
     leaf_of,
+    lone_biases,
     nonlinear_operations,
     polarize,
     pull,
@@ -565,6 +566,12 @@ class Pass:
             direct, operations = set(uses), []
         if not operations and not direct:
             return
+        dropped = leaves_behind(lone_biases(use.edge.node)) if direct else set()
+        for p in direct & dropped:
+            raise CurvoptError(
+                f"{self.graph.name(p)}: PyTorch's second derivative of norms with a bias and no weight is wrong, so "
+                f"{fields_of(extensions)} cannot be had; add the bias by `+`, or use a GGN quantity."
+            )
         slope = use.slope(grad).to(use.input.dtype)
         outputs = [GradientEdge(op.node, nr) for op in operations for nr in op.outputs]
         arrived = iter(pull([use.edge], outputs, [slope.unsqueeze(0)]) if outputs else ())
