@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from cases import Case, cross_entropy, labels, normal
 from checks import check_all, extended
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
@@ -437,3 +439,43 @@ def test_second_derivatives_that_pytorch_drops_are_refused(norm: str):
     model.use = lambda m, h: normalised(m, h, m.p) * m.p
     with pytest.raises(CurvoptError, match="p: .*bias and no weight"), backpack(DiagHessian()):
         F.cross_entropy(model(x), y).backward()
+
+
+@pytest.mark.parametrize("on_data", [False, True])
+@pytest.mark.parametrize("name", ["orthogonal", "table"])
+def test_buffers_as_long_as_the_batch_are_no_samples(name: str, on_data: bool):
+    """A table of tokens, and the matrix that an orthogonal parametrization multiplies with."""
+    model = Own(lambda m, h: h + m.constant @ m.p if name == "table" else m.inner(h), (4, 4), (), on_data).double()
+    model.inner = parametrizations.orthogonal(nn.Linear(4, 4)).double()
+    model.head.requires_grad_(False)
+    x, y = torch.randn(TOKENS, TOKENS, 4).double(), torch.randint(2, (TOKENS,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvoptWarning)
+        with backpack(BatchGrad()):
+            F.cross_entropy(extend(model)(x), y).backward()
+    changed = model.p if name == "table" else model.inner.parametrizations.weight.original
+    losses = F.cross_entropy(model(x), y, reduction="none") / TOKENS
+    expected = [torch.autograd.grad(loss, changed, retain_graph=True)[0] for loss in losses]
+    torch.testing.assert_close(changed.grad_batch, torch.stack(expected))
+
+
+class Convolved(nn.Module):
+    """A layer on a graph whose nodes are the samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return torch.tanh(torch.sparse.mm(edges, x @ self.W))
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+def test_modules_that_are_called_with_sparse_tensors():
+    model, x, y = extend(Convolved().double()), torch.randn(N, 4).double(), torch.randint(2, (N,))
+    edges = torch.rand(N, N).double().to_sparse()
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(x, edges), y).backward()
+    losses = F.cross_entropy(model(x, edges), y, reduction="none") / N
+    expected = [torch.autograd.grad(loss, model.W, retain_graph=True)[0] for loss in losses]
+    torch.testing.assert_close(model.W.grad_batch, torch.stack(expected))

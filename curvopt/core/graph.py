@@ -214,9 +214,11 @@ class Graph:
     @cached_property
     def _data(self) -> Data:
         entries = [entry for entry in self.entries.values() if entry.parameters]
-        called = [(entry.use.args, entry.use.kwargs) for entry in entries if isinstance(entry.rule, DefaultRule)]
-        given = [x for x in tree_leaves(called) if isinstance(x, Tensor) and not x.is_nested]
-        return Data({entry.rows for entry in entries}, given, strict=bool(self.mixing and called))
+        called = [entry.use for entry in entries if isinstance(entry.rule, DefaultRule)]
+        given = [x for x in tree_leaves([(use.args, use.kwargs) for use in called]) if isinstance(x, Tensor)]
+        fixed = [buffer for use in called for buffer in use.module.buffers()]
+        given, fixed = ([x for x in each if x.layout == torch.strided and not x.is_nested] for each in (given, fixed))
+        return Data({entry.rows for entry in entries}, given, fixed, strict=bool(self.mixing and called))
 
     @cached_property
     def _dependent(self) -> set[Node]:

@@ -62,14 +62,15 @@ class Data:
     Args:
         rows: the lengths of axes along which they may lie.
         given: what modules were called with.
+        fixed: their buffers, which hold none.
         strict: whether a constant as long as the batch may be something else, as where nothing will tell afterwards.
     """
 
-    def __init__(self, rows: Collection[int], given: Sequence[Tensor], strict: bool):
+    def __init__(self, rows: Collection[int], given: Sequence[Tensor], fixed: Sequence[Tensor], strict: bool):
         """Remember shapes and places in memory."""
         self.rows, self.strict = [row for row in rows if row > 0], strict
         self._shapes = {(x.dim(), len(x)) for x in given if x.dim() and len(x) in self.rows}
-        self._places = {x.untyped_storage().data_ptr() for x in given}
+        self._places, self._fixed = ({x.untyped_storage().data_ptr() for x in each} for each in (given, fixed))
 
     def may_lie_along(self, lengths: Iterable[int]) -> bool:
         """Whether samples may lie along one of some axes."""
@@ -77,7 +78,10 @@ class Data:
 
     def may_be(self, constant: Tensor) -> bool:
         """Whether a layer that is applied to a constant is applied to samples."""
-        return not self.strict or constant.untyped_storage().data_ptr() in self._places
+        if constant.layout != torch.strided:
+            return False
+        place = constant.untyped_storage().data_ptr()
+        return place in self._places or not (self.strict or place in self._fixed)
 
     def enter(self, node: Node) -> bool:
         """Whether they are a constant operand of an operation."""
