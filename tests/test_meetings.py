@@ -116,6 +116,8 @@ PRODUCTS: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tupl
     "convolution": (lambda m, h: F.conv1d(h.mT, m.p, m.q, padding=1, groups=2).mT, (4, 2, 3), (4,)),
     "strided convolution": (lambda m, h: F.conv1d(h, m.p, m.q, stride=2, padding=3), (4, TOKENS, 3), (4,)),
     "transposed convolution": (lambda m, h: F.conv_transpose1d(h.mT, m.p, m.q, padding=1).mT, (4, 4, 3), (4,)),
+    "bias that is a column": (lambda m, h: F.conv1d(h.mT, m.p, m.q[:, 0], padding=1).mT, (4, 4, 3), (4, 2)),
+    "computed scale and bias": (lambda m, h: F.group_norm(h.mT, 2, m.p.exp(), m.q.tanh()).mT, (4,), (4,)),
     "masked": (lambda m, h: F.linear(h, m.p * (m.constant > 0), m.q), (4, 4), (4,)),
     "normalised": (lambda m, h: F.linear(h, F.normalize(m.p, dim=1)) * m.q, (4, 4), ()),
     "standardised": (standardised, (4, 4, 3), (4,)),
