@@ -200,6 +200,36 @@ def test_rows_of_layers_are_no_samples_because_they_are_fewer(name: str):
         torch.testing.assert_close(p.variance, torch.stack(gradients).var(0, correction=0))
 
 
+class Language(nn.Module):
+    """Attention among tokens, by matrices of one's own and with a bias for every distance."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.distances = nn.Embedding(5, 4), nn.Embedding(4, 1)
+        self.p, self.q, self.b = (nn.Parameter(torch.randn(shape) / 2) for shape in ((4, 4), (4, 4), (4,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, at = self.tokens(x), torch.arange(4)
+        h = F.linear(h, self.p, self.b)
+        scores = h @ h.mT + self.distances((at - at.unsqueeze(1)).abs()).squeeze(2)
+        h = torch.addmm(self.b, (scores.softmax(-1) @ h).view(-1, 4), self.q).view(h.shape)
+        return F.linear(torch.tanh(h), self.tokens.weight)
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("N", [3, 4])
+def test_samples_are_sequences_where_products_are_of_all_tokens(N: int):
+    torch.manual_seed(0)
+    model, x, y = Language().double(), torch.randint(5, (N, 4)), torch.randint(5, (N, 4))
+    losses = F.cross_entropy(model(x).mT, y, reduction="none").mean(1) / N
+    expected = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    extend(model)
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    for p, *gradients in zip(model.parameters(), *expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
+
+
 UNKNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "huber": lambda z, y: F.huber_loss(z, y, reduction="none").mean(1),
     "by hand": lambda z, y: (z - y).abs().pow(3).sum(1),

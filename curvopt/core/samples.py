@@ -105,7 +105,7 @@ def _search(
         having = {i for i in rows if rows[i] == fewer}
         if N % fewer == 0 and 2 * len(having & strays) > len(rows):
             left, quiet, _ = unaligned(fewer, losses, edges)
-            if having.isdisjoint(left):
+            if 2 * len(having - left) > len(rows):
                 strays, silent, N = left, silent or quiet, fewer
                 break
     return (N, frozenset(i for i in strays if i < len(entries))), silent
