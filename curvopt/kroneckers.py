@@ -26,9 +26,23 @@ logger = logging.getLogger(__name__)
 
 
 def sizes_of(factors: Sequence[Tensor], shape: Sequence[int]) -> list[int]:
-    """The sizes d of the factors of a parameter: axis 0 belongs to the first factor, all others to the second."""
+    """The sizes d of the factors of a parameter: the first axes belong to the first factor, all others to the second.
+
+    That is axis 0, or more where the factors say so: those of groups and inputs of a parameter ``[G, I, O]``.
+    """
+    if len(factors) == 1:
+        return [prod(shape)]
     groups = max((factor.shape[0] for factor in factors if factor.ndim > 2), default=1)
-    return [prod(shape)] if len(factors) == 1 else [shape[0] // groups, prod(shape[1:])]
+    sides = [(prod(shape[:k]) // groups, prod(shape[k:])) for k in range(1, len(shape))]
+    fitting = (sizes for sizes in sides if all(map(_has_size, factors, sizes)))
+    return list(next(fitting, sides[0]))
+
+
+def _has_size(factor: Tensor, d: int) -> bool:
+    """Whether a factor, which may be of blocks, is one of ``d`` rows."""
+    if factor.ndim == 4:
+        return (factor.shape[1] - 1) * factor.shape[2] < d <= factor.shape[1] * factor.shape[2]
+    return factor.ndim == 0 or factor.shape[-1] == d
 
 
 def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:

@@ -20,6 +20,8 @@ from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.core.derivatives.rules import DefaultRule
 from curvopt.core.graph import Graph
 from curvopt.extensions import KFAC, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, DiagHessian, KFACEmpirical
+from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat, sizes_of
+from curvopt.optim import EKFACSGD, KFACSGD, KFACAdamW
 
 N = 3
 TOKENS = 4
@@ -314,6 +316,58 @@ def test_factors_are_those_of_the_layer(name: str, approx: Literal["expand", "re
             factors = getattr(mine, field)
             expected = getattr(its, field)[::-1] if name == "matmul" else getattr(its, field)
             torch.testing.assert_close(factors, expected)
+
+
+#: Products with a parameter of three axes, of which the first or the last two belong together, or which has groups.
+OF_THREE_AXES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "heads of outputs": ("nti,ihd->nthd", (4, 3, 2)),
+    "heads of outputs first": ("nti,hdi->nthd", (3, 2, 4)),
+    "heads of inputs": ("nthd,hdo->nto", (2, 2, 3)),
+    "heads of inputs last": ("nthd,ohd->nto", (3, 2, 2)),
+    "a matrix for each head": ("nthi,hio->ntho", (2, 2, 3)),
+    "a matrix for each head, outputs first": ("nthi,hoi->ntho", (2, 3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", OF_THREE_AXES)
+def test_factors_of_parameters_of_three_axes(name: str):
+    equation, shape = OF_THREE_AXES[name]
+    inputs = (2, 2) if equation[:4] in ("nthd", "nthi") else (4,)
+    torch.manual_seed(0)
+    model = Own(lambda m, h: torch.einsum(equation, h.unflatten(2, inputs), m.p).flatten(2)[..., :4], shape)
+    model.head = nn.LazyLinear(2)
+    x, y = torch.randn(1, 1, 4), torch.randint(2, (1,))
+    model(x)  # makes the lazy layer
+    extend(model.double())
+    with backpack(KFLR(), DiagGGNExact()):
+        F.cross_entropy(model(x.double()), y).backward()
+    factors, v = model.p.kflr, torch.randn(model.p.numel()).double()
+    torch.testing.assert_close(kfacs_to_mat(factors).diagonal(), model.p.diag_ggn_exact.flatten())
+    product = kfac_mat_prod(factors, sizes_of(factors, shape))(v)
+    torch.testing.assert_close(product, kfacs_to_mat(factors) @ v)
+
+
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW])
+@pytest.mark.parametrize("max_factor_size", [3, 128])
+@pytest.mark.parametrize("name", OF_THREE_AXES)
+def test_optimizers_of_parameters_of_three_axes(name: str, max_factor_size: int, kind: type[KFACSGD]):
+    equation, shape = OF_THREE_AXES[name]
+    inputs = (2, 2) if equation[:4] in ("nthd", "nthi") else (4,)
+    torch.manual_seed(0)
+    model = Own(
+        lambda m, h: F.pad(torch.einsum(equation, h.unflatten(2, inputs), m.p).flatten(2), (0, 1))[..., :4], shape
+    )
+    x, y = torch.randn(N, TOKENS, 4), torch.randint(2 * TOKENS, (N,))
+    optimizer = kind(model.parameters(), max_factor_size=max_factor_size)
+    optimizer.attach(model)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
 
 
 class Table(nn.Module):
