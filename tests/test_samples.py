@@ -12,8 +12,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import Case, cross_entropy, labels, normal
+from checks import check_all, extended
 from reference import Reference
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from curvopt import backpack, extend
 from curvopt.errors import CurvoptError, CurvoptWarning
@@ -228,6 +231,87 @@ def test_samples_are_sequences_where_products_are_of_all_tokens(N: int):
         F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
     for p, *gradients in zip(model.parameters(), *expected, strict=True):
         torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
+
+
+class Common(nn.Module):
+    """Attention whose queries, keys or scores have a part that is the same for all samples."""
+
+    def __init__(self, use: Callable[[Common, Tensor], Tensor]):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(3, 16), nn.Linear(16, 16), nn.Linear(16, 2)
+        self.shared = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
+        self.distances, self.prompt = nn.Embedding(4, 1), nn.Linear(16, 16)
+        self.register_buffer("table", (torch.arange(4.0) - torch.arange(4.0).unsqueeze(1)).unsqueeze(2))
+        self.register_buffer("rows", torch.randn(2, 16))
+        self.use = use
+
+    def attention(self, h: Tensor, bias: Tensor) -> Tensor:
+        return (torch.tanh(self.second(h)) @ h.mT + bias).softmax(-1) @ h
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.use(self, self.first(x))).mean(1)
+
+
+def bias_of_two(m: Common, h: Tensor) -> Tensor:
+    bias = m.distances(m.table.squeeze(2).abs().long()).permute(2, 0, 1)
+    return m.attention(m.attention(h, bias), 2 * bias)
+
+
+def bias_of_each(m: Common, h: Tensor) -> Tensor:
+    bias = m.distances(m.table.squeeze(2).abs().long()).squeeze(2)
+    return m.attention(m.attention(h, bias), m.shared(m.table).squeeze(2).sigmoid())
+
+
+def prompted(m: Common, h: Tensor) -> Tensor:
+    prompt = m.prompt(torch.tanh(m.prompt(m.rows)))
+    return m.attention(torch.cat([prompt.unsqueeze(0).repeat(len(h), 1, 1), h], 1), torch.zeros(()))
+
+
+def in_checkpoints(m: Common, h: Tensor) -> Tensor:
+    bias = m.shared(m.table).squeeze(2)
+
+    def gated(h: Tensor) -> Tensor:
+        return m.attention(h * bias.mean(), bias)
+
+    return checkpoint(gated, checkpoint(gated, h, use_reentrant=False), use_reentrant=False)
+
+
+#: what is done, and with which modules
+COMMON: dict[str, tuple[Callable[[Common, Tensor], Tensor], set[str]]] = {
+    "a bias of two layers": (bias_of_two, {"distances"}),
+    "a bias of each layer": (bias_of_each, {"distances", "shared"}),
+    "prompts": (prompted, {"prompt"}),
+}
+
+
+def common(name: str) -> Common:
+    use, modules = COMMON[name]
+    model = Common(use)
+    for other in {"distances", "shared", "prompt"} - modules:
+        model.get_submodule(other).requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("N", [3, 4])
+@pytest.mark.parametrize("name", COMMON)
+def test_what_all_samples_share_is_pulled_back_from_where_it_meets_them(name: str, N: int):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvoptWarning)
+        check_all(extended(Case("", lambda: common(name), normal(N, 4, 3), cross_entropy(), labels)))
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+def test_what_all_samples_share_may_meet_them_in_checkpoints():
+    model = lambda: Common(in_checkpoints)  # noqa: E731
+    problem = extended(Case("", model, normal(3, 4, 3), cross_entropy(), labels))
+    for unused in (problem.model.distances, problem.model.prompt):
+        unused.requires_grad_(False)
+    expected = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        problem.loss().backward()
+    for name, p in problem.trainable().items():
+        torch.testing.assert_close(p.grad_batch, expected.grad_batch(name))
+        torch.testing.assert_close(p.diag_ggn_exact, expected.diag_ggn_exact(name))
 
 
 UNKNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

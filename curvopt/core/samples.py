@@ -12,17 +12,19 @@ structure, unless zeros (of a gate that is closed yet) hide what some operation 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.compare import allclose
 from curvopt.core.functional import FunctionalUse
 from curvopt.core.graph import Ending, Entry, Graph
+from curvopt.core.meetings import Place, dependents, parents_of
 from curvopt.core.residuals import BY_ENTRY, leads_to, leaf_of, operation, pull, pull_each, walk
 from curvopt.core.uses import Head, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
@@ -31,14 +33,21 @@ EMPTY = "the batch is empty; call backward outside of the context for it."
 
 
 class Samples(NamedTuple):
-    """Number of samples, and the uses whose first axis does not hold them in equal contiguous shares."""
+    """Where the samples are.
+
+    Attributes:
+        N: their number.
+        unaligned: the uses whose first axis does not hold them in equal contiguous shares.
+        met: of those of them that see what all samples share, the operands by which their outputs meet the samples.
+    """
 
     N: int
     unaligned: frozenset[Use]
+    met: Mapping[Use, Collection[Place]] = {}
 
 
 # what was found for a network, by its structure; bounded
-_found: dict[int, tuple[int, frozenset[int]]] = {}
+_found: dict[int, tuple[int, frozenset[int], frozenset[int]]] = {}
 
 
 def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
@@ -62,9 +71,17 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     key = None if graph.structure is None else hash((graph.structure, *shapes))
     found = None if key is None else _found.get(key)
     if found is None:
-        found, silent = _search(losses, entries, list(graph.calls))
-        if found[1]:
-            names = ", ".join(dict.fromkeys(entries[i].use.describe() for i in sorted(found[1])))
+        (N, strays), silent = _search(losses, entries, list(graph.calls))
+        places = _meetings(losses, entries, strays)
+        distinct = list(dict.fromkeys(node for each in places.values() for node, _ in each))
+        above = [(i, GradientEdge(node, 0), 0) for i, node in enumerate(distinct)]
+        wrong, quiet, _ = unaligned(N, losses, above) if above else (set(), False, set())
+        silent = silent or quiet
+        passing = frozenset(i for i in places if not any(distinct.index(node) in wrong for node, _ in places[i]))
+        found = N, strays, passing
+        dear = strays - passing if _is_small(passing, strays, N, entries) else strays
+        if dear:
+            names = ", ".join(dict.fromkeys(entries[i].use.describe() for i in sorted(dear)))
             warnings.warn(
                 f"the first axis does not hold the {found[0]} samples one after the other at {names}: computing their "
                 f"quantities sample by sample, {found[0]} times the cost. Expanding shared inputs to [N, ...], a "
@@ -76,7 +93,63 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
             if len(_found) > 256:
                 _found.clear()
             _found[key] = found
-    return Samples(found[0], frozenset(entries[i].use for i in found[1]))
+    N, strays, passing = found
+    places = _meetings(losses, entries, strays) if passing else {}
+    met = {entries[i].use: places[i] for i in passing & places.keys()}
+    return Samples(N, frozenset(entries[i].use for i in strays), met)
+
+
+def _is_small(some: Collection[int], strays: Collection[int], N: int, entries: Sequence[Entry]) -> bool:
+    """Whether some strays, N times, have no more outputs than all uses that are none."""
+    sizes = [sum(shape.numel() for shape in entry.use.shapes) for entry in entries]
+    return N * sum(sizes[i] for i in some) <= sum(size for i, size in enumerate(sizes) if i not in strays)
+
+
+def _meetings(losses: Sequence[Head], entries: Sequence[Entry], strays: Collection[int]) -> dict[int, set[Place]]:
+    """By the index of a stray, the first operands above it in plain operations that depend on uses that are none.
+
+    Strays without such operands everywhere are left out.
+    """
+    if not strays:
+        return {}
+    ends = [loss.edge.node for loss in losses if loss.edge is not None]
+    parents = parents_of(list(walk(ends)))
+    given = [edge.node for i, entry in enumerate(entries) if i not in strays for edge in entry.edges.values()]
+    dependent = dependents(given, parents)
+    places: dict[int, set[Place]] = {}
+    for i in strays:
+        found = _met_above([edge.node for edge in entries[i].edges.values()], parents, dependent, ends)
+        if found:
+            places[i] = found
+    return places
+
+
+def _met_above(
+    nodes: list[Node], parents: dict[Node, list[Node]], dependent: Collection[Node], ends: Collection[Node]
+) -> set[Place]:
+    """The first operands above some nodes in operations that depend on samples; none if not all ways lead to such."""
+    stack, seen, found = list(nodes), set(nodes), set()
+    while stack:
+        node = stack.pop()
+        above = parents.get(node, ())
+        if not above or node in dependent or node in ends:
+            return set()
+        for up in above:
+            if up in dependent:
+                if not _is_plain(up):
+                    return set()
+                found |= {(up, i) for i, (operand, _) in enumerate(up.next_functions) if operand is node}
+            elif up not in seen:
+                seen.add(up)
+                stack.append(up)
+    return found
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether an operation has one output and keeps no tensors, which checkpoints give out once in a backward."""
+    if isinstance(node, BackwardCFunction) or len(node._input_metadata) != 1:  # type: ignore[attr-defined]
+        return False
+    return not any(attribute.startswith("_raw_saved_") for attribute in dir(node))
 
 
 def _search(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core import costs
 from curvopt.core.averaged import averaged_jacobians
@@ -447,7 +447,10 @@ class Pass:
             uses: the uses asked for, ``None`` for all.
             last: no vectors follow, so what is shared among them may go.
         """
-        N, unaligned = self.samples
+        N, unaligned, met = self.samples
+        heads = {head.edge.node for head in self.graph.heads if head.edge is not None}
+        if torch.is_grad_enabled() or not all(edge.node in heads for edge in outputs):
+            met = {}
 
         def arrived(entry: Entry, grads: list[Tensor | None]) -> None:
             for p, jacobian in self._jac_t(entry, grads, N, last):
@@ -455,14 +458,25 @@ class Pass:
 
         wanted = [entry for entry in self.entries if uses is None or entry.use in uses]
         self._arrivals(outputs, vectors, [entry for entry in wanted if entry.use not in unaligned], arrived)
-        apart = [entry for entry in wanted if entry.use in unaligned]
-        if not apart:
+        near = [entry for entry in wanted if entry.use in met]
+        far = [entry for entry in wanted if entry.use in unaligned and entry.use not in met]
+        if not near and not far:
             return
+        places = list(dict.fromkeys(place for entry in near for place in met[entry.use]))
+        nodes = list(dict.fromkeys(node for node, _ in places))
+        there = pull(outputs, [GradientEdge(node, 0) for node in nodes], vectors) if nodes else []
         by_sample: dict[tuple[Use, nn.Parameter], list[Jacobian]] = {}
         for n in range(N):
             grads_of: dict[Entry, list[Tensor | None]] = {}
-            self._arrivals(outputs, [only(v, 1, n, N) for v in vectors], apart, grads_of.__setitem__)
-            for entry in apart:
+            if far:
+                self._arrivals(outputs, [only(v, 1, n, N) for v in vectors], far, grads_of.__setitem__)
+            own = {node: only(v, 1, n, N) for node, v in zip(nodes, there, strict=True) if v is not None}
+            operands = [(node, i) for node, i in places if node in own]
+            if operands:
+                below = [GradientEdge(*node.next_functions[i]) for node, i in operands]  # type: ignore[arg-type]
+                passed = [_through(node, i, own[node]) for node, i in operands]
+                self._arrivals(below, passed, near, grads_of.__setitem__)
+            for entry in [*far, *near]:
                 if entry not in grads_of:  # nothing arrives: zeros at one output
                     first = min(entry.edges)
                     grads_of[entry] = [None] * len(entry.use.shapes)
@@ -744,6 +758,18 @@ class Pass:
 
     def _naming_fields(self, error: CurvoptError) -> CurvoptError:
         return CurvoptError(f"{fields_of(self.extensions)}: {error}")
+
+
+def _through(node: Node, position: int, vectors: Tensor) -> Tensor:
+    """Vectors ``[v, *out]`` at an operation of one output, pulled back to one of its operands and no further."""
+    below, nr = node.next_functions[position]
+    metadata: Any = below._input_metadata[nr]  # type: ignore[union-attr]
+    pulled = []
+    for vector in vectors:
+        grads = node(vector)  # type: ignore[operator]
+        grad = grads[position] if isinstance(grads, tuple) else grads
+        pulled.append(grad.sum_to_size(metadata.shape).to(metadata.dtype))
+    return torch.stack(pulled)
 
 
 def _in_several_processes() -> bool:
