@@ -263,6 +263,18 @@ def test_fields_and_hooks_of_blocks_that_are_computed_twice(checkpointed: bool):
     assert block.scale.diag_ggn_exact.shape == (4,)
 
 
+def test_uses_of_a_parameter_are_summed_in_the_same_order_every_time():
+    torch.manual_seed(0)
+    steps = lambda m, h: sum((torch.tanh(h * i * m.p.exp() + m.q) for i in range(20)), h)  # noqa: E731
+    model, x, y = extend(Own(steps, (4,), (4,))), torch.randn(N, TOKENS, 4), torch.randint(2 * TOKENS, (N,))
+    found = []
+    for _ in range(5):
+        with backpack(BatchGrad(), KFLR()):
+            F.cross_entropy(model(x), y).backward()
+        found.append(torch.cat([x.flatten() for p in (model.p, model.q) for x in (p.grad_batch, *p.kflr)]))
+    assert all(torch.equal(other, found[0]) for other in found)
+
+
 class Layer(nn.Module):
     """What a layer of PyTorch does, by functions."""
 

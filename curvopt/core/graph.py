@@ -345,7 +345,7 @@ class _Interior:
 
     def __init__(self) -> None:
         self.nodes: set[Node] = set()
-        self.edges: dict[tuple[Node, int], None] = {}
+        self.edges: dict[tuple[Node, int], None] = {}  # in the order of the graph, so that sums are the same again
         self.leading: dict[Node, nn.Parameter] = {}  # nodes inside, outputs excepted, that depend on a parameter
 
     def add(self, outputs: list[Node], boundary: frozenset, parameters: Sequence[nn.Parameter]) -> None:

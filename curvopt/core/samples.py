@@ -105,7 +105,7 @@ def _is_small(some: Collection[int], strays: Collection[int], N: int, entries: S
     return N * sum(sizes[i] for i in some) <= sum(size for i, size in enumerate(sizes) if i not in strays)
 
 
-def _meetings(losses: Sequence[Head], entries: Sequence[Entry], strays: Collection[int]) -> dict[int, set[Place]]:
+def _meetings(losses: Sequence[Head], entries: Sequence[Entry], strays: Collection[int]) -> dict[int, list[Place]]:
     """By the index of a stray, the first operands above it in plain operations that depend on uses that are none.
 
     Strays without such operands everywhere are left out.
@@ -116,7 +116,7 @@ def _meetings(losses: Sequence[Head], entries: Sequence[Entry], strays: Collecti
     parents = parents_of(list(walk(ends)))
     given = [edge.node for i, entry in enumerate(entries) if i not in strays for edge in entry.edges.values()]
     dependent = dependents(given, parents)
-    places: dict[int, set[Place]] = {}
+    places: dict[int, list[Place]] = {}
     for i in strays:
         found = _met_above([edge.node for edge in entries[i].edges.values()], parents, dependent, ends)
         if found:
@@ -126,23 +126,24 @@ def _meetings(losses: Sequence[Head], entries: Sequence[Entry], strays: Collecti
 
 def _met_above(
     nodes: list[Node], parents: dict[Node, list[Node]], dependent: Collection[Node], ends: Collection[Node]
-) -> set[Place]:
+) -> list[Place]:
     """The first operands above some nodes in operations that depend on samples; none if not all ways lead to such."""
-    stack, seen, found = list(nodes), set(nodes), set()
+    stack, seen = list(nodes), set(nodes)
+    found: dict[Place, None] = {}  # in the order of the graph
     while stack:
         node = stack.pop()
         above = parents.get(node, ())
         if not above or node in dependent or node in ends:
-            return set()
+            return []
         for up in above:
             if up in dependent:
                 if not _is_plain(up):
-                    return set()
-                found |= {(up, i) for i, (operand, _) in enumerate(up.next_functions) if operand is node}
+                    return []
+                found |= {(up, i): None for i, (operand, _) in enumerate(up.next_functions) if operand is node}
             elif up not in seen:
                 seen.add(up)
                 stack.append(up)
-    return found
+    return list(found)
 
 
 def _is_plain(node: Node) -> bool:
