@@ -281,7 +281,8 @@ def _probe(
     """The same for one loss of z, which lies ``at`` an edge, with the uses where something arrived or nothing could."""
     seed = torch.randn(z.shape, generator=generator).to(z)
     # powers of two, so that products with them are exact; samples that trade places or mix betray themselves
-    most = 12 if z.dtype == torch.float16 else 64
+    dtypes = {z.dtype, *(edge.node._input_metadata[edge.output_nr].dtype for _, edge, _ in edges)}  # type: ignore[attr-defined]
+    most = 12 if torch.float16 in dtypes else 64
     exponents = torch.cat([torch.randperm(most, generator=generator) for _ in range(-(-N // most))])[:N]
     factors = (2.0 ** (exponents - most // 2)).to(z.device)
     along = factors.repeat_interleave(len(z) // N).to(z).view(-1, *[1] * (z.dim() - 1))
