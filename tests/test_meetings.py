@@ -547,3 +547,11 @@ def test_modules_that_are_called_with_sparse_tensors():
     losses = F.cross_entropy(model(x, edges), y, reduction="none") / N
     expected = [torch.autograd.grad(loss, model.W, retain_graph=True)[0] for loss in losses]
     torch.testing.assert_close(model.W.grad_batch, torch.stack(expected))
+
+
+@pytest.mark.parametrize("name", ["standardised", "spectral norm", "normalised", "masked"])
+def test_weights_with_as_many_rows_as_there_are_samples_are_no_samples(name: str, monkeypatch: pytest.MonkeyPatch):
+    use, shape, other = PRODUCTS[name]
+    called = calls_of_default_rule(monkeypatch)
+    check_all(extended(Case("", partial(Own, use, shape, other), normal(4, TOKENS, 4), cross_entropy(), labels)))
+    assert not called

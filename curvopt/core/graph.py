@@ -218,7 +218,7 @@ class Graph:
         given = [x for x in tree_leaves([(use.args, use.kwargs) for use in called]) if isinstance(x, Tensor)]
         fixed = [buffer for use in called for buffer in use.module.buffers()]
         given, fixed = ([x for x in each if x.layout == torch.strided and not x.is_nested] for each in (given, fixed))
-        return Data({entry.rows for entry in entries}, given, fixed, strict=bool(self.mixing and called))
+        return Data({entry.rows for entry in entries}, given, fixed)
 
     @cached_property
     def _dependent(self) -> set[Node]:

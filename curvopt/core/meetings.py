@@ -63,12 +63,11 @@ class Data:
         rows: the lengths of axes along which they may lie.
         given: what modules were called with.
         fixed: their buffers, which hold none.
-        strict: whether a constant as long as the batch may be something else, as where nothing will tell afterwards.
     """
 
-    def __init__(self, rows: Collection[int], given: Sequence[Tensor], fixed: Sequence[Tensor], strict: bool):
+    def __init__(self, rows: Collection[int], given: Sequence[Tensor], fixed: Sequence[Tensor]):
         """Remember shapes and places in memory."""
-        self.rows, self.strict = [row for row in rows if row > 0], strict
+        self.rows = [row for row in rows if row > 0]
         self._shapes = {(x.dim(), len(x)) for x in given if x.dim() and len(x) in self.rows}
         self._places, self._fixed = ({x.untyped_storage().data_ptr() for x in each} for each in (given, fixed))
 
@@ -81,15 +80,23 @@ class Data:
         if constant.layout != torch.strided:
             return False
         place = constant.untyped_storage().data_ptr()
-        return place in self._places or not (self.strict or place in self._fixed)
+        return place in self._places or place not in self._fixed
 
     def enter(self, node: Node) -> bool:
         """Whether they are a constant operand of an operation."""
-        if all(following is not None for following, _ in node.next_functions):
+        operands: list[Any] = [
+            below._input_metadata[nr].shape  # type: ignore[attr-defined]
+            for below, nr in node.next_functions
+            if below is not None
+        ]
+        if len(operands) == len(node.next_functions):
             return False
         shape = node._input_metadata[0].shape  # type: ignore[attr-defined]
         if len(shape) and (len(shape), shape[0]) in self._shapes:
-            return True
+            # a number that is added to something as long brings nothing
+            as_long = any(len(other) == len(shape) and other[0] == shape[0] for other in operands)
+            if not as_long or name_of(node).startswith(("Cat", "Stack")):
+                return True
         return self.may_lie_along(shape[:1]) and any(self.may_be(x) for x in constants_of(node))
 
 
