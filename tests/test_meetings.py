@@ -309,6 +309,14 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Layer], t
 }
 
 
+@pytest.mark.parametrize("name", ["linear", "linear on tokens", "convolution", "transposed convolution"])
+def test_biases_go_with_their_weights(name: str):
+    make, by_functions, shape = LAYERS[name]
+    model = extend(by_functions(make()))
+    (entry,) = Graph([model(torch.randn(2, *shape)).square().sum().grad_fn]).entries.values()
+    assert list(entry.parameters.values()) == [model.W, model.b]
+
+
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_factors_are_those_of_the_layer(name: str, approx: Literal["expand", "reduce"]):

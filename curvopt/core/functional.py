@@ -288,8 +288,9 @@ def repetition(node: Node, position: int) -> Repetition | None:
 def is_bias(node: Node, position: int, p: Tensor) -> bool:
     """Whether an operand has an entry for each output of a layer with rows for samples."""
     name = name_of(node)
-    if name == "AddmmBackward0":
-        return position == 0 and p.shape == node._input_metadata[0].shape[1:] and _Saved(node).beta == 1  # type: ignore[attr-defined]
+    if name == "AddmmBackward0" and position == 0:
+        shape = torch.Size(node._input_metadata[0].shape)  # type: ignore[attr-defined]
+        return p.shape == shape[1:] and _Saved(node).beta == 1
     return name == "ConvolutionBackward0" and position == 2
 
 
