@@ -76,6 +76,16 @@ class Way(NamedTuple):
         return self.node.next_functions[self.position]  # type: ignore[return-value]
 
 
+class _Saved:
+    """What a node saved, by name."""
+
+    def __init__(self, node: Node):
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, f"_saved_{name}")
+
+
 def seen_of(p: nn.Parameter, way: Way) -> Tensor | None:
     """What an operation sees of a parameter, without values: its strides tell which entries are which.
 
@@ -83,13 +93,13 @@ def seen_of(p: nn.Parameter, way: Way) -> Tensor | None:
     """
     seen = torch.empty(p.shape, device="meta")
     for node in way.passed or ():
-        name = name_of(node)
+        name, saved = name_of(node), _Saved(node)
         if name == "TBackward0":
             seen = seen.t()
         elif name == "TransposeBackward0":
-            seen = seen.transpose(_axis(node._saved_dim0), _axis(node._saved_dim1))  # type: ignore[attr-defined]
+            seen = seen.transpose(_axis(saved.dim0), _axis(saved.dim1))
         elif name == "PermuteBackward0":
-            seen = seen.permute([_axis(dim) for dim in node._saved_dims])  # type: ignore[attr-defined]
+            seen = seen.permute([_axis(dim) for dim in saved.dims])
         elif name in _VIEWS:
             shape = node._input_metadata[0].shape  # type: ignore[attr-defined]
             try:
@@ -112,16 +122,6 @@ _VIEWS = frozenset(
 def _axis(dim: int) -> int:
     """An axis as a node has it, where negative ones are kept as unsigned numbers."""
     return dim - 2**64 if dim >= 2**63 else dim
-
-
-class _Saved:
-    """What a node saved, by name."""
-
-    def __init__(self, node: Node):
-        self._node = node
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._node, f"_saved_{name}")
 
 
 class LayerCall(NamedTuple):
@@ -149,36 +149,12 @@ def layer_call(node: Node, position: int, weight: Tensor, shape: torch.Size) -> 
         weight: what the operation sees of it, without values.
         shape: shape of the parameter of which the operation sees this.
     """
-    name, saved = name_of(node), _Saved(node)
-    if name in _PRODUCTS:
-        first, *sides = _PRODUCTS[name]
-        from_left = position == first
-        if position < first or (first and saved.alpha != 1) or (from_left and name == "MvBackward0"):
-            return None
-        kind = _matrices(weight if weight.dim() > 1 else weight.unsqueeze(1), shape, from_left)
-        if kind is None:
-            return None
-        return LayerCall(Product(from_left, *kind), nn.Module(), getattr(saved, sides[from_left]), first + from_left)
-    if name == "ConvolutionBackward0" and position == 1 and weight.is_contiguous() and weight.numel() == shape.numel():
-        rule = ConvTranspose() if saved.transposed else Conv()
-        return LayerCall(rule, _convolution(saved, weight.shape), saved.input, 0)
-    if (
-        name == "EmbeddingBackward0"
-        and not saved.scale_grad_by_freq
-        and weight.shape == shape
-        and weight.is_contiguous()
-    ):
-        module = nn.Embedding(1, 1, device="meta")
-        padding = saved.padding_idx
-        module.padding_idx = padding if padding is not None and 0 <= padding < len(weight) else None
-        return LayerCall(Embedding(), module, saved.indices, None)
-    return None
+    return _LAYERS[name_of(node)](node, position, weight, shape) if is_layer(node) else None
 
 
 def is_layer(node: Node) -> bool:
     """Whether an operation may be a call of a layer."""
-    name = name_of(node)
-    return name in _PRODUCTS or name in ("ConvolutionBackward0", "EmbeddingBackward0")
+    return name_of(node) in _LAYERS
 
 
 def constants_of(node: Node) -> list[Tensor]:
@@ -223,14 +199,44 @@ def _matrices(weight: Tensor, shape: torch.Size, from_left: bool) -> tuple[bool,
     return (shared, transposed) if plain or transposed else None
 
 
-def _convolution(saved: _Saved, shape: torch.Size) -> nn.Module:
-    """A convolution with the settings that a node saved, for a weight of some shape."""
+def _product(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
+    (first, *sides), saved = _PRODUCTS[name_of(node)], _Saved(node)
+    from_left = position == first
+    if position < first or (first and saved.alpha != 1) or (from_left and name_of(node) == "MvBackward0"):
+        return None
+    kind = _matrices(weight if weight.dim() > 1 else weight.unsqueeze(1), shape, from_left)
+    if kind is None:
+        return None
+    return LayerCall(Product(from_left, *kind), nn.Module(), getattr(saved, sides[from_left]), first + from_left)
+
+
+def _convolution(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
+    if position != 1 or not weight.is_contiguous() or weight.numel() != shape.numel():
+        return None
+    saved, (first, second, *kernel) = _Saved(node), weight.shape
     plain = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     kinds: Any = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d) if saved.transposed else plain
-    sides = (shape[0], shape[1] * saved.groups)
-    settings = {name: getattr(saved, name) for name in ("stride", "padding", "dilation", "groups")}
+    sides = (first, second * saved.groups)
     channels = sides if saved.transposed else sides[::-1]
-    return kinds[len(shape) - 3](*channels, tuple(shape[2:]), bias=False, device="meta", **settings)
+    settings = {name: getattr(saved, name) for name in ("stride", "padding", "dilation", "groups")}
+    module = kinds[len(kernel) - 1](*channels, tuple(kernel), bias=False, device="meta", **settings)
+    return LayerCall(ConvTranspose() if saved.transposed else Conv(), module, saved.input, 0)
+
+
+def _lookup(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
+    saved = _Saved(node)
+    if saved.scale_grad_by_freq or weight.shape != shape or not weight.is_contiguous():
+        return None
+    module, padding = nn.Embedding(1, 1, device="meta"), saved.padding_idx
+    module.padding_idx = padding if padding is not None and 0 <= padding < len(weight) else None
+    return LayerCall(Embedding(), module, saved.indices, None)
+
+
+_LAYERS: dict[str, Callable[[Node, int, Tensor, torch.Size], LayerCall | None]] = {
+    **dict.fromkeys(_PRODUCTS, _product),
+    "ConvolutionBackward0": _convolution,
+    "EmbeddingBackward0": _lookup,
+}
 
 
 class Repetition(NamedTuple):
@@ -251,38 +257,12 @@ class Repetition(NamedTuple):
 
 def repeats(node: Node) -> bool:
     """Whether an operation may repeat an operand."""
-    return name_of(node) in _REPEATING
+    return name_of(node) in _REPETITIONS
 
 
 def repetition(node: Node, position: int) -> Repetition | None:
-    """What an operation does to an operand that it repeats; ``None`` if that is not known."""
-    name, saved = name_of(node), _Saved(node)
-    if name in ("ExpandBackward0", "RepeatBackward0"):
-        return Repetition()
-    if name == "AddBackward0":
-        return Repetition(saved.alpha if position else 1.0)
-    if name == "SubBackward0":
-        return Repetition(-saved.alpha if position else 1.0)
-    if name == "MulBackward0":
-        return Repetition(1.0, _itself, (saved.self if position else saved.other,))
-    if name == "DivBackward0":
-        if position == 0:
-            return Repetition(1.0, torch.reciprocal, (saved.other,))
-        return Repetition(-1.0, _slope_of_quotient, (saved.self, saved.other), linear=False)
-    if name == "PowBackward1":
-        slope = _slope_in_exponent if position else _slope_in_base
-        return Repetition(1.0, slope, (saved.self, saved.exponent), linear=False)
-    if name == "WhereBackward0":
-        return Repetition(1.0, _itself, (~saved.condition if position else saved.condition,))
-    if name in ("AddmmBackward0", "BaddbmmBackward0") and position == 0:
-        return Repetition(saved.beta)
-    if name == "PreluKernelBackward0" and position == 1:
-        return Repetition(1.0, partial(torch.clamp, max=0), (saved.self,))
-    if name in _BIASED and position == 2:
-        return Repetition()
-    if name in _BIASED and position == 1 and name != "ConvolutionBackward0":
-        return _scale_of_norm(name, saved)
-    return None
+    """What an operation that `repeats` does to an operand; ``None`` if it does not repeat that."""
+    return _REPETITIONS[name_of(node)](_Saved(node), position)
 
 
 def is_bias(node: Node, position: int, p: Tensor) -> bool:
@@ -300,31 +280,51 @@ def shape_among(node: Node, shape: torch.Size) -> torch.Size:
     return torch.Size([*shape, *[1] * (dims - 2)]) if name_of(node) in _BY_CHANNELS else shape
 
 
-#: Operations whose second operand is a weight, and the third a bias; either lies along axis 1, or along the last axes.
+#: Operations whose weight and bias lie along axis 1.
 _BY_CHANNELS = frozenset(["ConvolutionBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0"])
-_BIASED = _BY_CHANNELS | {"NativeLayerNormBackward0"}
 
 
-_REPEATING = _BIASED | {
-    "PowBackward1",
-    *(
-        f"{name}Backward0"
-        for name in ("Expand", "Repeat", "Add", "Sub", "Mul", "Div", "Where", "Addmm", "Baddbmm", "PreluKernel")
-    ),
-}
+def _quotient(saved: _Saved, position: int) -> Repetition:
+    if position == 0:
+        return Repetition(1.0, torch.reciprocal, (saved.other,))
+    return Repetition(-1.0, _slope_of_quotient, (saved.self, saved.other), linear=False)
 
 
-def _scale_of_norm(name: str, saved: _Saved) -> Repetition:
+def _power(saved: _Saved, position: int) -> Repetition:
+    slope = _slope_in_exponent if position else _slope_in_base
+    return Repetition(1.0, slope, (saved.self, saved.exponent), linear=False)
+
+
+def _summand_of_product(saved: _Saved, position: int) -> Repetition | None:
+    return Repetition(saved.beta) if position == 0 else None
+
+
+def _bias(saved: _Saved, position: int) -> Repetition | None:
+    return Repetition() if position == 2 else None
+
+
+def _norm(scale: Callable[[_Saved], Repetition]) -> Callable[[_Saved, int], Repetition | None]:
+    """An operation with a scale, and a bias behind it."""
+    return lambda saved, position: scale(saved) if position == 1 else _bias(saved, position)
+
+
+def _scale_of_layer_norm(saved: _Saved) -> Repetition:
     x = saved.input
-    if name == "NativeBatchNormBackward0" and not saved.training:
-        return Repetition(1.0, partial(_with_statistics, eps=saved.eps), (x, saved.running_mean, saved.running_var))
-    if name == "NativeLayerNormBackward0":
-        shape, axes = (*x.shape[: x.dim() - len(saved.normalized_shape)], -1), [-1]
-    elif name == "NativeGroupNormBackward0":
-        shape, axes = (len(x), saved.group, -1), [-1]
-    else:
-        shape, axes = x.shape, [0, *range(2, x.dim())]
-    return Repetition(1.0, partial(_normalised, shape=shape, axes=axes), (x, saved.result2))
+    shape = (*x.shape[: x.dim() - len(saved.normalized_shape)], -1)
+    return Repetition(1.0, partial(_normalised, shape=shape, axes=[-1]), (x, saved.result2))
+
+
+def _scale_of_group_norm(saved: _Saved) -> Repetition:
+    x = saved.input
+    return Repetition(1.0, partial(_normalised, shape=(len(x), saved.group, -1), axes=[-1]), (x, saved.result2))
+
+
+def _scale_of_batch_norm(saved: _Saved) -> Repetition:
+    x = saved.input
+    if not saved.training:
+        return Repetition(1.0, partial(F.batch_norm, eps=saved.eps), (x, saved.running_mean, saved.running_var))
+    axes = [0, *range(2, x.dim())]
+    return Repetition(1.0, partial(_normalised, shape=x.shape, axes=axes), (x, saved.result2))
 
 
 def _slope_of_quotient(x: Tensor, divisor: Tensor) -> Tensor:
@@ -343,10 +343,6 @@ def _itself(factor: Tensor) -> Tensor:
     return factor
 
 
-def _with_statistics(x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
-    return F.batch_norm(x, mean, variance, eps=eps)
-
-
 def _normalised(x: Tensor, inverse: Tensor, shape: Sequence[int], axes: list[int]) -> Tensor:
     """Values less their mean along some axes of another shape, times the inverse of their standard deviation."""
     x_shape, x = x.shape, x.reshape(shape)
@@ -356,3 +352,26 @@ def _normalised(x: Tensor, inverse: Tensor, shape: Sequence[int], axes: list[int
         variance = centred.square().mean(axes, keepdim=True)
         inverse = (variance + (inverse**-2 - variance).detach()).rsqrt()
     return (centred * inverse).reshape(x_shape)
+
+
+_REPETITIONS: dict[str, Callable[[_Saved, int], Repetition | None]] = {
+    "ExpandBackward0": lambda saved, position: Repetition(),
+    "RepeatBackward0": lambda saved, position: Repetition(),
+    "AddBackward0": lambda saved, position: Repetition(saved.alpha if position else 1.0),
+    "SubBackward0": lambda saved, position: Repetition(-saved.alpha if position else 1.0),
+    "MulBackward0": lambda saved, position: Repetition(1.0, _itself, (saved.self if position else saved.other,)),
+    "DivBackward0": _quotient,
+    "PowBackward1": _power,
+    "WhereBackward0": lambda saved, position: Repetition(
+        1.0, _itself, (~saved.condition if position else saved.condition,)
+    ),
+    "PreluKernelBackward0": lambda saved, position: (
+        Repetition(1.0, partial(torch.clamp, max=0), (saved.self,)) if position == 1 else None
+    ),
+    "AddmmBackward0": _summand_of_product,
+    "BaddbmmBackward0": _summand_of_product,
+    "ConvolutionBackward0": _bias,
+    "NativeLayerNormBackward0": _norm(_scale_of_layer_norm),
+    "NativeGroupNormBackward0": _norm(_scale_of_group_norm),
+    "NativeBatchNormBackward0": _norm(_scale_of_batch_norm),
+}

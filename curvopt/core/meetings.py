@@ -175,9 +175,10 @@ class Meetings:
         if call is None:
             if leaf_of(way.operand[0]) is p:
                 return None
-            source, seen = GradientEdge(*way.operand), _operand(p, way)
-            call = layer_call(node, way.position, seen, seen.shape)
-        if call is None:
+            shape = _shape_of_operand(p, way)
+            source, seen = GradientEdge(*way.operand), torch.empty(shape, device="meta")
+            call = layer_call(node, way.position, seen, shape)
+        if call is None or seen is None:
             return None
         before = None if call.other is None else node.next_functions[call.other][0]
         leaf = leaf_of(before)
@@ -185,13 +186,8 @@ class Meetings:
             return None  # multiplied with what was computed from parameters alone
         if before is None and not self.data.may_be(call.input):
             return None
-        rule = call.rule
-        if source is None and p.dim() > 1:
-            call.module._parameters["weight"] = p
-        else:
-            like = p.detach() if source is None or seen is None else seen
-            call.module._parameters["weight"] = nn.Parameter(like, requires_grad=False)
-            rule = Derived(rule, p, source)
+        call.module._parameters["weight"] = p if source is None else nn.Parameter(seen, requires_grad=False)
+        rule = call.rule if source is None and p.dim() > 1 else Derived(call.rule, p, source)
         use = self._use(node, call.module, (call.input,), frozenset() if before is None else frozenset([before]))
         return Meeting(node, use, rule, "weight", source) if self.data.may_lie_along([rule.rows(use)]) else None
 
@@ -202,7 +198,7 @@ class Meetings:
             return None
         source = None if leaf_of(way.operand[0]) is p else GradientEdge(*way.operand)
         metadata: Any = node._input_metadata[0]  # type: ignore[attr-defined]
-        shape, out = shape_among(node, _operand(p, way).shape), torch.Size(metadata.shape)
+        shape, out = shape_among(node, _shape_of_operand(p, way)), torch.Size(metadata.shape)
         sizes = [1] * (len(out) - len(shape)) + list(shape)
         if len(sizes) > len(out) or metadata.dtype.is_complex:
             return None
@@ -226,11 +222,10 @@ class Meetings:
         return FunctionalUse(self.path, module, args, shape, self.module, boundary)
 
 
-def _operand(p: nn.Parameter, way: Way) -> Tensor:
-    """What an operation gets of a parameter, without values."""
+def _shape_of_operand(p: nn.Parameter, way: Way) -> torch.Size:
+    """Shape of what an operation gets of a parameter."""
     below, nr = way.operand
-    shape = p.shape if leaf_of(below) is p else below._input_metadata[nr].shape  # type: ignore[attr-defined]
-    return torch.empty(shape, device="meta")
+    return p.shape if leaf_of(below) is p else torch.Size(below._input_metadata[nr].shape)  # type: ignore[attr-defined]
 
 
 def added_term(node: Node, parents: dict[Node, list[Node]], dependent: set[Node]) -> bool:

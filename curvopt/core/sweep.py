@@ -448,9 +448,9 @@ class Pass:
             last: no vectors follow, so what is shared among them may go.
         """
         N, unaligned, met = self.samples
-        heads = {head.edge.node for head in self.graph.heads if head.edge is not None}
-        if torch.is_grad_enabled() or not all(edge.node in heads for edge in outputs):
-            met = {}
+        if met:
+            heads = {edge.node for edge in self.graph.heads.values()}
+            met = {} if torch.is_grad_enabled() or any(edge.node not in heads for edge in outputs) else met
 
         def arrived(entry: Entry, grads: list[Tensor | None]) -> None:
             for p, jacobian in self._jac_t(entry, grads, N, last):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
@@ -68,7 +69,11 @@ class Repeated(Rule):
     ):
         """Keep them."""
         self.p, self.source, self.shape, self.scale, self.factor = p, source, tuple(shape), scale, factor
-        self.linear = linear and (source is None or _is_linear(source, p))
+        self._in_operand = linear
+
+    @cached_property
+    def linear(self) -> bool:  # type: ignore[override]
+        return self._in_operand and _is_linear(self.source, self.p)
 
     def rows(self, use: Use) -> int:
         return use.shapes[0][0]
@@ -102,7 +107,10 @@ class Derived(Rule):
     def __init__(self, rule: Rule, p: nn.Parameter, source: GradientEdge | None):
         """Keep them."""
         self.rule, self.p, self.source = rule, p, source
-        self.linear = rule.linear and (source is None or _is_linear(source, p))
+
+    @cached_property
+    def linear(self) -> bool:  # type: ignore[override]
+        return self.rule.linear and _is_linear(self.source, self.p)
 
     def rows(self, use: Use) -> int:
         return self.rule.rows(use)
@@ -125,7 +133,9 @@ def _through(source: GradientEdge | None, p: nn.Parameter, values: Tensor) -> De
     return Dense(values.reshape(V, N, *p.shape))
 
 
-def _is_linear(source: GradientEdge, p: nn.Parameter) -> bool:
-    """Whether what was computed at an edge is linear in a parameter."""
+def _is_linear(source: GradientEdge | None, p: nn.Parameter) -> bool:
+    """Whether what was computed at an edge is linear in a parameter; ``None`` for the parameter itself."""
+    if source is None:
+        return True
     leaves = {node for node in walk([source.node]) if leaf_of(node) is p}
     return not nonlinear_operations(source.node, leaves)
