@@ -220,7 +220,7 @@ class ConvolutionUsedTwice(nn.Module):
 
 
 class Mixer(nn.Module):
-    """No rule knows this: a matrix, a vector and a scalar parameter around an einsum."""
+    """No rule knows this: a causal matrix, a vector and a scalar parameter around an einsum."""
 
     def __init__(self, tokens: int, features: int):
         super().__init__()
@@ -229,7 +229,7 @@ class Mixer(nn.Module):
         self.temperature = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("st,ntf->nsf", self.mix * self.temperature, x) * torch.sigmoid(self.gate)
+        return torch.einsum("st,ntf->nsf", self.mix.tril() * self.temperature, x) * torch.sigmoid(self.gate)
 
 
 class OwnParametersAndChildren(nn.Module):

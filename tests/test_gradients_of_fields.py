@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import Mixer, Residual, UsedOnTokensAndPool, UsedTwice, channels_first, mlp
 from torch import Tensor, einsum, nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
@@ -147,6 +148,24 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "without a rule": (lambda: nn.Sequential(nn.Linear(4, 3), Mixer(2, 3), nn.Flatten()), (3, 2, 4)),
     "convolution": (lambda: nn.Sequential(nn.Conv2d(2, 4, 2, groups=2), nn.Sigmoid(), nn.Flatten()), (3, 2, 3, 3)),
 }
+
+
+class ComputedWeights(nn.Module):
+    """Layers whose weights are computed: entry by entry, from products of matrices, and by rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.masked, self.rows = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(3, 4))
+        self.up, self.down = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(F.linear(x, self.masked.exp() * self.masked, self.bias))
+        h = torch.tanh(F.linear(h, torch.eye(4).to(h) + self.up @ self.down / 2))
+        return F.linear(h, F.normalize(self.rows, dim=1)).flatten(1)
+
+
+MODELS |= {"computed weights": (ComputedWeights, (4, 4)), "computed weights on tokens": (ComputedWeights, (3, 2, 4))}
 by_model = pytest.mark.parametrize("name", MODELS)
 
 

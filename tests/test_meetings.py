@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from curvopt import CurvoptError, CurvoptWarning, backpack, extend
+from curvopt import CurvoptError, CurvoptWarning, L2Regularizer, backpack, extend
+from curvopt.core import costs, jacobians
 from curvopt.core.derivatives.rules import DefaultRule
 from curvopt.core.graph import Graph
-from curvopt.extensions import KFAC, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, DiagHessian, KFACEmpirical
+from curvopt.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, DiagHessian, KFACEmpirical
 from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, KFACAdamW
 
@@ -76,6 +77,11 @@ def low_rank(m: Own, h: Tensor) -> Tensor:
     return F.linear(h, torch.eye(4).to(h) + m.p @ m.q)
 
 
+def merged(m: Own, h: Tensor) -> Tensor:
+    weight = m.constant + 0.5 * (m.p @ m.q)
+    return F.linear(h, m.constant[:, :1] * weight / weight.detach().norm(dim=1, keepdim=True))
+
+
 def standardised(m: Own, h: Tensor) -> Tensor:
     weight = (m.p - m.p.mean((1, 2), keepdim=True)) / (m.p.std((1, 2), keepdim=True) + 0.1)
     return F.conv1d(h.mT, weight, m.q, padding=1).mT
@@ -124,6 +130,44 @@ PRODUCTS: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tupl
     "normalised": (lambda m, h: F.linear(h, F.normalize(m.p, dim=1)) * m.q, (4, 4), ()),
     "standardised": (standardised, (4, 4, 3), (4,)),
     "low rank": (low_rank, (4, 2), (2, 4)),
+    "merged adapter": (merged, (4, 2), (2, 4)),
+    "merged adapter of columns": (lambda m, h: h @ (m.constant + m.p @ m.q / 2), (4, 2), (2, 4)),
+    "merged adapter of a convolution": (
+        lambda m, h: F.conv1d(h.mT, 2 * (m.p @ m.q).view(4, 2, 3) - 1, padding=1, groups=2).mT,
+        (4, 2),
+        (2, 6),
+    ),
+    "adapter of kernels": (
+        lambda m, h: F.conv1d(h.mT, (m.q.T @ m.p.T).T.reshape(4, 4, 3), padding=1).mT,
+        (4, 2),
+        (2, 12),
+    ),
+    "scaled rows and columns": (
+        lambda m, h: F.linear(h, m.constant[:, :1] * m.p / m.constant[0].exp()) @ (m.q * 0.5).T,
+        (4, 4),
+        (4, 4),
+    ),
+    "scaled rows and columns of the transpose": (
+        lambda m, h: F.linear(h, (m.constant[:, :1] * m.p / m.constant[0].exp()).T) @ (m.q.T / m.constant[1, 1]),
+        (4, 4),
+        (4, 4),
+    ),
+    "scaled kernels": (
+        lambda m, h: F.conv1d(F.conv1d(h.mT, m.p * m.constant[:, :2, None], groups=2).tanh(), m.q / m.constant[0]).mT,
+        (4, 2, 1),
+        (4, 4, 4),
+    ),
+    "entry by entry": (
+        lambda m, h: F.conv1d(F.linear(h, m.p.tanh() * m.p).mT, m.q.exp().clamp(max=1) - 1, padding=1).mT,
+        (4, 4),
+        (4, 4, 3),
+    ),
+    "straight through": (
+        lambda m, h: F.linear(h, m.p + (m.p.round() - m.p).detach()) * m.q,
+        (4, 4),
+        (),
+    ),
+    "magnitudes": (lambda m, h: F.linear(h, m.p * m.q / m.p.norm(dim=1, keepdim=True)), (4, 4), (4, 1)),
     "adapter": (lambda m, h: h + h @ m.p @ m.q, (4, 2), (2, 4)),
     "tied": (lambda m, h: torch.tanh(h @ m.p) @ m.p.T * m.q, (4, 2), ()),
     "of two shapes": (lambda m, h: torch.tanh(h @ m.p.flatten(1)) @ m.p.flatten(0, 1) * m.q, (4, 4, 4), ()),
@@ -336,6 +380,63 @@ def test_factors_are_those_of_the_layer(name: str, approx: Literal["expand", "re
             factors = getattr(mine, field)
             expected = getattr(its, field)[::-1] if name == "matmul" else getattr(its, field)
             torch.testing.assert_close(factors, expected)
+
+
+#: In which what was computed is pulled back to a parameter, or is multiplied entry by entry.
+COMPUTED = ["normalised", "standardised", "magnitudes", "spectral norm", "masked", "entry by entry"]
+
+
+@pytest.mark.filterwarnings("ignore:kflr of a matrix leaves the L2Regularizer out")
+@pytest.mark.parametrize("name", COMPUTED)
+def test_computed_weights_a_few_samples_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch):
+    use, shape, other = PRODUCTS[name]
+    model = partial(Own, use, shape, other)
+    entries = 40  # of the products of a few samples that are pulled back together
+    monkeypatch.setattr(costs, "CHUNK_ENTRIES", {"cpu": entries, "accelerator": entries})
+    check_all(extended(Case("", model, normal(5, TOKENS, 4), cross_entropy(), labels)))
+    problem = extended(Case("", model, normal(5, TOKENS, 4), cross_entropy(), labels))
+    monkeypatch.setattr(jacobians, "DENSE_BLOCK_LIMIT", 4)
+    with backpack(KFLR(), DiagGGNExact(), BatchGrad(), BatchL2Grad()):
+        (problem.loss() + L2Regularizer(problem.model.parameters(), 0.1)()).backward()
+    for p in problem.trainable().values():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+        torch.testing.assert_close(p.grad_batch.reshape(5, -1).square().sum(1), p.batch_l2)
+    for p in (problem.model.p, problem.model.q):
+        if len(p.kflr) == 1 and p.numel() > 4:
+            torch.testing.assert_close(p.kflr[0], p.diag_ggn_exact.flatten())
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_factors_of_a_merged_adapter_are_those_of_its_layers(approx: Literal["expand", "reduce"]):
+    uses = [
+        lambda m, h: F.linear(h, m.constant + 0.5 * (m.p @ m.q)),
+        lambda m, h: F.linear(h, m.constant) + 0.5 * F.linear(F.linear(h, m.q), m.p),
+    ]
+    models = [extend(Own(use, (4, 2), (2, 4))).double() for use in uses]
+    models[1].load_state_dict(models[0].state_dict())
+    x, y, lossfunc = torch.randn(6, TOKENS, 4).double(), torch.randint(2 * TOKENS, (6,)), extend(nn.CrossEntropyLoss())
+    for model in models:
+        with backpack(KFLR(approx=approx), BatchGrad()):
+            lossfunc(model(x), y).backward()
+    for merged, apart in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(merged.grad_batch, apart.grad_batch)
+        torch.testing.assert_close(merged.kflr, apart.kflr)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_vectors_of_a_spectral_norm_are_no_samples(training: bool, monkeypatch: pytest.MonkeyPatch):
+    called = calls_of_default_rule(monkeypatch)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), parametrizations.spectral_norm(nn.Linear(8, 4))).double()
+    model = extend(model.train(training))
+    x, y = torch.randn(4, 3).double(), torch.randint(4, (4,))  # as many as outputs, and half as many as inputs
+    output = model(x)
+    losses = F.cross_entropy(output, y, reduction="none") / 4
+    weight = model[2].parametrizations.weight.original
+    expected = torch.stack([torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in losses])
+    with backpack(BatchGrad()):
+        F.cross_entropy(output, y).backward()
+    torch.testing.assert_close(weight.grad_batch, expected)
+    assert not called
 
 
 #: Products with a parameter of three axes, of which the first or the last two belong together, or which has groups.

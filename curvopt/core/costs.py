@@ -86,6 +86,11 @@ def samples_at_once(entries: int, device: str) -> int:
     return samples if samples >= 8 or device != "cpu" else 1
 
 
+def samples_to_pull(entries: int, device: str) -> int:
+    """How many samples to pull back together if one has so many entries: for few calls, but in a core's cache."""
+    return max(1, _limit(CHUNK_ENTRIES, device) // max(entries, 1))
+
+
 def rows_at_once(S: int, I: int, device: str) -> int:
     """How many samples' rows of I entries at S positions to put together if only their second moment is needed.
 

@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from curvopt.core.derivatives.affine import Conv, ConvTranspose
+from curvopt.core.derivatives.affine import Conv, ConvTranspose, Product
 from curvopt.core.derivatives.embedding import Embedding
-from curvopt.core.derivatives.operations import Product
 from curvopt.core.derivatives.rules import Rule
-from curvopt.core.residuals import name_of
+from curvopt.core.residuals import name_of, shape_of
 from curvopt.core.uses import Use
 
 
@@ -76,7 +75,7 @@ class Way(NamedTuple):
         return self.node.next_functions[self.position]  # type: ignore[return-value]
 
 
-class _Saved:
+class Saved:
     """What a node saved, by name."""
 
     def __init__(self, node: Node):
@@ -91,24 +90,30 @@ def seen_of(p: nn.Parameter, way: Way) -> Tensor | None:
 
     ``None`` if that is not all entries, each as it is.
     """
-    seen = torch.empty(p.shape, device="meta")
-    for node in way.passed or ():
-        name, saved = name_of(node), _Saved(node)
-        if name == "TBackward0":
-            seen = seen.t()
-        elif name == "TransposeBackward0":
-            seen = seen.transpose(_axis(saved.dim0), _axis(saved.dim1))
-        elif name == "PermuteBackward0":
-            seen = seen.permute([_axis(dim) for dim in saved.dims])
-        elif name in _VIEWS:
-            shape = node._input_metadata[0].shape  # type: ignore[attr-defined]
-            try:
-                seen = seen.expand(shape) if name == "ExpandBackward0" else seen.view(shape)
-            except RuntimeError:  # the entries were copied
-                return None
-        else:
-            return None
-    return None if way.passed is None else seen
+    if way.passed is None:
+        return None
+    seen: Tensor | None = torch.empty(p.shape, device="meta")
+    for node in way.passed:
+        seen = None if seen is None else viewed(node, seen)
+    return seen
+
+
+def viewed(node: Node, x: Tensor) -> Tensor | None:
+    """What an operation that moves entries makes of a tensor without values; ``None`` if it does anything else."""
+    name, saved = name_of(node), Saved(node)
+    if name == "TBackward0":
+        return x.t()
+    if name == "TransposeBackward0":
+        return x.transpose(_axis(saved.dim0), _axis(saved.dim1))
+    if name == "PermuteBackward0":
+        return x.permute([_axis(dim) for dim in saved.dims])
+    if name not in _VIEWS:
+        return None
+    shape = shape_of(node)
+    try:
+        return x.expand(shape) if name == "ExpandBackward0" else x.view(shape)
+    except RuntimeError:  # the entries were copied
+        return None
 
 
 _VIEWS = frozenset(
@@ -159,7 +164,7 @@ def is_layer(node: Node) -> bool:
 
 def constants_of(node: Node) -> list[Tensor]:
     """What a layer is applied to, where that is a constant for autograd; nothing for other operations."""
-    name, saved = name_of(node), _Saved(node)
+    name, saved = name_of(node), Saved(node)
     if name == "EmbeddingBackward0":
         return [saved.indices]
     if name in _PRODUCTS:
@@ -200,7 +205,7 @@ def _matrices(weight: Tensor, shape: torch.Size, from_left: bool) -> tuple[bool,
 
 
 def _product(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
-    (first, *sides), saved = _PRODUCTS[name_of(node)], _Saved(node)
+    (first, *sides), saved = _PRODUCTS[name_of(node)], Saved(node)
     from_left = position == first
     if position < first or (first and saved.alpha != 1) or (from_left and name_of(node) == "MvBackward0"):
         return None
@@ -213,7 +218,7 @@ def _product(node: Node, position: int, weight: Tensor, shape: torch.Size) -> La
 def _convolution(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
     if position != 1 or not weight.is_contiguous() or weight.numel() != shape.numel():
         return None
-    saved, (first, second, *kernel) = _Saved(node), weight.shape
+    saved, (first, second, *kernel) = Saved(node), weight.shape
     plain = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     kinds: Any = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d) if saved.transposed else plain
     sides = (first, second * saved.groups)
@@ -224,7 +229,7 @@ def _convolution(node: Node, position: int, weight: Tensor, shape: torch.Size) -
 
 
 def _lookup(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
-    saved = _Saved(node)
+    saved = Saved(node)
     if saved.scale_grad_by_freq or weight.shape != shape or not weight.is_contiguous():
         return None
     module, padding = nn.Embedding(1, 1, device="meta"), saved.padding_idx
@@ -262,7 +267,7 @@ def repeats(node: Node) -> bool:
 
 def repetition(node: Node, position: int) -> Repetition | None:
     """What an operation that `repeats` does to an operand; ``None`` if it does not repeat that."""
-    return _REPETITIONS[name_of(node)](_Saved(node), position)
+    return _REPETITIONS[name_of(node)](Saved(node), position)
 
 
 def is_bias(node: Node, position: int, p: Tensor) -> bool:
@@ -270,7 +275,7 @@ def is_bias(node: Node, position: int, p: Tensor) -> bool:
     name = name_of(node)
     if name == "AddmmBackward0" and position == 0:
         shape = torch.Size(node._input_metadata[0].shape)  # type: ignore[attr-defined]
-        return p.shape == shape[1:] and _Saved(node).beta == 1
+        return p.shape == shape[1:] and Saved(node).beta == 1
     return name == "ConvolutionBackward0" and position == 2
 
 
@@ -284,42 +289,42 @@ def shape_among(node: Node, shape: torch.Size) -> torch.Size:
 _BY_CHANNELS = frozenset(["ConvolutionBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0"])
 
 
-def _quotient(saved: _Saved, position: int) -> Repetition:
+def _quotient(saved: Saved, position: int) -> Repetition:
     if position == 0:
         return Repetition(1.0, torch.reciprocal, (saved.other,))
     return Repetition(-1.0, _slope_of_quotient, (saved.self, saved.other), linear=False)
 
 
-def _power(saved: _Saved, position: int) -> Repetition:
+def _power(saved: Saved, position: int) -> Repetition:
     slope = _slope_in_exponent if position else _slope_in_base
     return Repetition(1.0, slope, (saved.self, saved.exponent), linear=False)
 
 
-def _summand_of_product(saved: _Saved, position: int) -> Repetition | None:
+def _summand_of_product(saved: Saved, position: int) -> Repetition | None:
     return Repetition(saved.beta) if position == 0 else None
 
 
-def _bias(saved: _Saved, position: int) -> Repetition | None:
+def _bias(saved: Saved, position: int) -> Repetition | None:
     return Repetition() if position == 2 else None
 
 
-def _norm(scale: Callable[[_Saved], Repetition]) -> Callable[[_Saved, int], Repetition | None]:
+def _norm(scale: Callable[[Saved], Repetition]) -> Callable[[Saved, int], Repetition | None]:
     """An operation with a scale, and a bias behind it."""
     return lambda saved, position: scale(saved) if position == 1 else _bias(saved, position)
 
 
-def _scale_of_layer_norm(saved: _Saved) -> Repetition:
+def _scale_of_layer_norm(saved: Saved) -> Repetition:
     x = saved.input
     shape = (*x.shape[: x.dim() - len(saved.normalized_shape)], -1)
     return Repetition(1.0, partial(_normalised, shape=shape, axes=[-1]), (x, saved.result2))
 
 
-def _scale_of_group_norm(saved: _Saved) -> Repetition:
+def _scale_of_group_norm(saved: Saved) -> Repetition:
     x = saved.input
     return Repetition(1.0, partial(_normalised, shape=(len(x), saved.group, -1), axes=[-1]), (x, saved.result2))
 
 
-def _scale_of_batch_norm(saved: _Saved) -> Repetition:
+def _scale_of_batch_norm(saved: Saved) -> Repetition:
     x = saved.input
     if not saved.training:
         return Repetition(1.0, partial(F.batch_norm, eps=saved.eps), (x, saved.running_mean, saved.running_var))
@@ -354,7 +359,7 @@ def _normalised(x: Tensor, inverse: Tensor, shape: Sequence[int], axes: list[int
     return (centred * inverse).reshape(x_shape)
 
 
-_REPETITIONS: dict[str, Callable[[_Saved, int], Repetition | None]] = {
+_REPETITIONS: dict[str, Callable[[Saved, int], Repetition | None]] = {
     "ExpandBackward0": lambda saved, position: Repetition(),
     "RepeatBackward0": lambda saved, position: Repetition(),
     "AddBackward0": lambda saved, position: Repetition(saved.alpha if position else 1.0),

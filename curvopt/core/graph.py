@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.rules import AffineRule, DefaultRule, Rule
 from curvopt.core.functional import Way
-from curvopt.core.meetings import Data, Meeting, Meetings, added_term, dependents, parents_of
-from curvopt.core.residuals import is_sink, leaf_of, name_of, walk
+from curvopt.core.meetings import Data, Meeting, Meetings, added_term
+from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, parents_of, walk
 from curvopt.core.uses import TermUse, Use, extended_name, records_of
 from curvopt.errors import CurvoptError
 

@@ -33,6 +33,8 @@ class Jacobian(ABC):
     shape: torch.Size
     V: int
     N: int
+    #: Whether the parameter has two Kronecker factors.
+    factored = True
     #: Whether axis 0 of the parameter belongs to `right_factor` (``[I, O]``: transposed convolutions, embeddings).
     transposed = False
     #: Signed weight of every vector in the sums of squares and products, ``[V, N]``; ``None`` for ones.
@@ -117,6 +119,10 @@ class Jacobian(ABC):
         """The same, sharing no memory with the network's activations."""
         return self
 
+    def settled(self) -> Jacobian:
+        """The same, needing no more of the network's graph."""
+        return self
+
     def share_no_patches(self) -> None:  # noqa: B027 - few have any
         """Let patches that are put together for this one go with it."""
 
@@ -133,6 +139,8 @@ class Dense(Jacobian):
         values: ``[V, N, *p]``.
         left_of: products of one position whose left side has the same values, so that both share what is made of it.
     """
+
+    factored = False
 
     def __init__(self, values: Tensor, left_of: Outer | None = None):
         """Keep the values."""
@@ -361,8 +369,14 @@ class Outer(Jacobian):
             return self
         return Outer(self.left[:, list(samples)], self.right[list(samples)], self.shape, self.transposed)
 
+    def with_sides(self, left: Tensor, right: Tensor | None, shape: torch.Size, transposed: bool) -> Outer:
+        """The same, of another left side and another right one perhaps."""
+        if right is None:
+            return Outer(left, self._right, shape, transposed, self.shifts)
+        return Outer(left, right, shape, transposed)
+
     def project(self, directions: Tensor) -> Tensor:
-        return torch.einsum("vngso,kngso->kvn", self.left, self.right @ self._matrices(directions).mT)
+        return torch.einsum("vngso,kngso->kvn", self.left, self.right @ self.matrices(directions).mT)
 
     def expand(self, coefficients: Tensor) -> Tensor:
         left = torch.einsum("kvn,vngso->kgnso", coefficients, self.left).flatten(2, 3)
@@ -377,7 +391,7 @@ class Outer(Jacobian):
         result.weights = self.weights
         return result
 
-    def _matrices(self, directions: Tensor) -> Tensor:
+    def matrices(self, directions: Tensor) -> Tensor:
         """``[K, *p]`` as ``[K, 1, G, O, I]``, the inverse of `_shaped`."""
         matrices = directions.reshape(-1, 1, self.G, *self._sides(self.O, self.I))
         return matrices.mT if self.transposed else matrices
@@ -550,6 +564,105 @@ class Outer(Jacobian):
 
     def _pairs(self) -> Tensor:
         return torch.triu_indices(self.S, self.S, device=self.left.device)
+
+
+class Computed(Jacobian):
+    """Products with respect to what was computed from a parameter, pulled back to it a few samples at a time.
+
+    Args:
+        inner: the products.
+        pull: pulls ``[v, *computed]`` back to ``[v, *p]``.
+        p: the parameter.
+    """
+
+    factored = False
+
+    def __init__(self, inner: Jacobian, pull: Callable[[Tensor], Tensor], p: Tensor):
+        """Keep them."""
+        self.inner, self.pull, self.p = inner if isinstance(inner, Outer) else Dense(inner.dense()), pull, p
+        self.V, self.N, self.shape = inner.V, inner.N, p.shape
+
+    def dense(self) -> Tensor:
+        return torch.cat([values for _, values in self._parts()], 1)
+
+    def sum_batch(self) -> Tensor:
+        return self.pull(self.inner.sum_batch())
+
+    def squares(self) -> Tensor:
+        total = Squares()
+        for samples, values in self._parts():
+            part = Dense(values)
+            part.weights = None if self.weights is None else self.weights[:, samples]
+            total.add(part)
+        return total.total()
+
+    def squares_batch(self) -> Tensor:
+        parts = self._parts()
+        weights = self.weights
+        return torch.cat([_weighted(v.square(), None if weights is None else weights[:, n]) for n, v in parts])
+
+    def norms2(self) -> Tensor:
+        return torch.cat([Dense(values).norms2() for _, values in self._parts()], 1)
+
+    def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+        if self.shape.numel() > DENSE_BLOCK_LIMIT:
+            return self.squares().flatten()
+        return self.settled().left_factor(approx, limit)
+
+    def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
+        return None
+
+    def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
+        return self if bases[0].dim() == 1 else self.settled().rotated(bases)
+
+    def expand(self, coefficients: Tensor) -> Tensor:
+        return self.pull(self.inner.expand(coefficients))
+
+    def settled(self) -> Jacobian:
+        result = Dense(self.dense())
+        result.weights = self.weights
+        return result
+
+    def owned(self) -> Jacobian:
+        return self.settled()
+
+    def _parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """Some samples, and their products ``[V, n, *p]``."""
+        entries = self.V * max(self.shape.numel(), self.inner.shape.numel())
+        step = costs.samples_to_pull(entries, self.p.device.type)
+        for n in range(0, self.N, step):
+            samples = range(n, min(n + step, self.N))
+            values = self.inner.select(samples).dense()
+            pulled = self.pull(values.flatten(0, 1)).reshape(*values.shape[:2], *self.shape)
+            yield slice(samples.start, samples.stop), pulled
+
+
+class Scaled(Computed):
+    """The same, of what was computed entry by entry.
+
+    Args:
+        inner: the products.
+        factor: by which each entry is multiplied, ``[*p]``.
+    """
+
+    def __init__(self, inner: Outer, factor: Tensor):
+        """Keep them."""
+        super().__init__(inner, factor.mul, factor)
+        self.outer, self.factor = inner, factor
+
+    def squares(self) -> Tensor:
+        self.outer.weights = self.weights
+        return self.outer.squares() * self.factor.square()
+
+    def squares_batch(self) -> Tensor:
+        self.outer.weights = self.weights
+        return self.outer.squares_batch() * self.factor.square()
+
+    def norms2(self) -> Tensor:
+        left, right = self.outer.left, self.outer.right
+        if self.outer.S > 1:
+            return super().norms2()
+        return (((left * left) @ self.outer.matrices(self.factor.square())) * (right * right)).sum((2, 3, 4))
 
 
 class Lookup(Jacobian):

@@ -28,7 +28,7 @@ from curvopt.core.functional import (
     seen_of,
     shape_among,
 )
-from curvopt.core.residuals import leaf_of, name_of, walk
+from curvopt.core.residuals import leaf_of, name_of, shape_of, walk
 
 #: Operations between a parameter and the samples that are followed.
 LONGEST = 30
@@ -69,7 +69,8 @@ class Data:
         """Remember shapes and places in memory."""
         self.rows = [row for row in rows if row > 0]
         self._shapes = {(x.dim(), len(x)) for x in given if x.dim() and len(x) in self.rows}
-        self._places, self._fixed = ({x.untyped_storage().data_ptr() for x in each} for each in (given, fixed))
+        self._places, self._held = ({x.untyped_storage().data_ptr() for x in each} for each in (given, fixed))
+        self._fixed = fixed
 
     def may_lie_along(self, lengths: Iterable[int]) -> bool:
         """Whether samples may lie along one of some axes."""
@@ -80,7 +81,10 @@ class Data:
         if constant.layout != torch.strided:
             return False
         place = constant.untyped_storage().data_ptr()
-        return place in self._places or place not in self._fixed
+        if place in self._places or place in self._held:
+            return place in self._places
+        kind = (constant.shape, constant.dtype, constant.device)
+        return not any((x.shape, x.dtype, x.device) == kind and torch.equal(x, constant) for x in self._fixed)
 
     def enter(self, node: Node) -> bool:
         """Whether they are a constant operand of an operation."""
@@ -175,7 +179,7 @@ class Meetings:
         if call is None:
             if leaf_of(way.operand[0]) is p:
                 return None
-            shape = _shape_of_operand(p, way)
+            shape = shape_of(*way.operand)
             source, seen = GradientEdge(*way.operand), torch.empty(shape, device="meta")
             call = layer_call(node, way.position, seen, shape)
         if call is None or seen is None:
@@ -198,7 +202,7 @@ class Meetings:
             return None
         source = None if leaf_of(way.operand[0]) is p else GradientEdge(*way.operand)
         metadata: Any = node._input_metadata[0]  # type: ignore[attr-defined]
-        shape, out = shape_among(node, _shape_of_operand(p, way)), torch.Size(metadata.shape)
+        shape, out = shape_among(node, shape_of(*way.operand)), torch.Size(metadata.shape)
         sizes = [1] * (len(out) - len(shape)) + list(shape)
         if len(sizes) > len(out) or metadata.dtype.is_complex:
             return None
@@ -222,12 +226,6 @@ class Meetings:
         return FunctionalUse(self.path, module, args, shape, self.module, boundary)
 
 
-def _shape_of_operand(p: nn.Parameter, way: Way) -> torch.Size:
-    """Shape of what an operation gets of a parameter."""
-    below, nr = way.operand
-    return p.shape if leaf_of(below) is p else torch.Size(below._input_metadata[nr].shape)  # type: ignore[attr-defined]
-
-
 def added_term(node: Node, parents: dict[Node, list[Node]], dependent: set[Node]) -> bool:
     """Whether what ``node`` computes from parameters alone meets the data only as a scalar summand of the loss."""
     stack, seen = [node], {node}
@@ -247,25 +245,3 @@ def added_term(node: Node, parents: dict[Node, list[Node]], dependent: set[Node]
 
 def _adds_scalar(node: Node) -> bool:
     return name_of(node).startswith(("Add", "Sub")) and torch.Size(node._input_metadata[0].shape).numel() == 1
-
-
-def parents_of(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Who consumes each node."""
-    parents: dict[Node, list[Node]] = {}
-    for node in nodes:
-        for following, _ in node.next_functions:
-            if following is not None:
-                parents.setdefault(following, []).append(node)
-    return parents
-
-
-def dependents(found: Iterable[Node], parents: dict[Node, list[Node]]) -> set[Node]:
-    """The nodes that depend on some others, or are among them."""
-    stack = list(found)
-    dependent = set(stack)
-    while stack:
-        for parent in parents.get(stack.pop(), ()):
-            if parent not in dependent:
-                dependent.add(parent)
-                stack.append(parent)
-    return dependent

@@ -9,7 +9,7 @@ backward, and travels on as columns ``u`` with weights: ``R = sum_v w_v u_v u_v^
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -103,6 +103,33 @@ def walk(roots: list[Node], boundary: frozenset = frozenset(), last: Collection[
 def leads_to(root: Node, targets: Collection[Node]) -> bool:
     """Whether any of some nodes lies behind ``root``, or is it."""
     return any(node in targets for node in walk([root]))
+
+
+def parents_of(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
+    """Who consumes each node."""
+    parents: dict[Node, list[Node]] = {}
+    for node in nodes:
+        for following, _ in node.next_functions:
+            if following is not None:
+                parents.setdefault(following, []).append(node)
+    return parents
+
+
+def dependents(found: Iterable[Node], parents: dict[Node, list[Node]]) -> set[Node]:
+    """The nodes that depend on some others, or are among them."""
+    stack = list(found)
+    dependent = set(stack)
+    while stack:
+        for parent in parents.get(stack.pop(), ()):
+            if parent not in dependent:
+                dependent.add(parent)
+                stack.append(parent)
+    return dependent
+
+
+def shape_of(node: Any, nr: int = 0) -> torch.Size:
+    """Shape of an output of a node."""
+    return torch.Size(node._input_metadata[nr].shape)
 
 
 def wrong_twice(root: Node) -> Node | None:

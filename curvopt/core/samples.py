@@ -24,8 +24,8 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.compare import allclose
 from curvopt.core.functional import FunctionalUse
 from curvopt.core.graph import Ending, Entry, Graph
-from curvopt.core.meetings import Place, dependents, parents_of
-from curvopt.core.residuals import BY_ENTRY, leads_to, leaf_of, operation, pull, pull_each, walk
+from curvopt.core.meetings import Place
+from curvopt.core.residuals import BY_ENTRY, dependents, leads_to, leaf_of, operation, parents_of, pull, pull_each, walk
 from curvopt.core.uses import Head, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 

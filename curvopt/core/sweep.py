@@ -238,7 +238,9 @@ class Pass:
         wanted = any(e.uses_gradient for e in self.first_order)
         if not wanted or self.partial or self.graph.terms or self.graph.outside:
             return []
-        return [p for p in self.graph.owners if not p._backward_hooks and p not in self.spared]
+        # what is computed from a parameter is pulled back before the backward has passed and freed it
+        computed = {p for entry in self.entries if entry.rule.source is not None for p in entry.parameters.values()}
+        return [p for p in self.graph.owners if not p._backward_hooks and p not in self.spared and p not in computed]
 
     def _spared(self) -> Iterator[tuple[nn.Parameter, list[GradientEdge]]]:
         """Parameters whose gradient costs less as a sum of what is multiplied out here, and the nodes of their use."""
@@ -286,6 +288,8 @@ class Pass:
             parts.append(jacobian)
             if not self.graph.terms and len(parts) == self.graph.uses_of[p] and p not in self.awaited:
                 self._reduce_gradient(p)
+            else:
+                parts[-1] = jacobian.settled()
 
     @_without_autocast
     def accumulated(self, p: nn.Parameter, grad: Tensor) -> None:

@@ -312,7 +312,7 @@ class EigenDiagonal(Extension):
     def update(self, total: Tensor | None, jacobian: Jacobian) -> Tensor | None:
         assert jacobian.parameter is not None
         bases = self.bases.get(jacobian.parameter)
-        if bases is not None and len(bases) != (1 if isinstance(jacobian, Dense) else 2):
+        if bases is not None and len(bases) != (2 if jacobian.factored else 1):
             raise _different_kinds("bases", jacobian)
         return None if bases is None else add(total, jacobian.rotated(bases).squares().reshape(-1))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from curvopt.core import costs
 from curvopt.core.derivatives.rules import AffineRule, register
 from curvopt.core.jacobians import Patches
+from curvopt.core.uses import Use
 
 
 @register(nn.Linear)
@@ -146,3 +147,35 @@ def windows(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilati
     shift = dilation[0] * prod(x.shape[x.dim() - dim + 1 :])
     x = x.reshape(*x.shape[:2], prod(kernel_size[1:]), -1)
     return x.unfold(-1, x.shape[-1] - shift * (kernel_size[0] - 1), shift).transpose(2, 3)
+
+
+class Product(AffineRule):
+    """A product of matrices, or of batches of them, one of which are parameters ``[G, O, I]`` as seen by the product.
+
+    Args:
+        from_left: ``W x``, with samples in the columns, instead of ``x W^T``.
+        shared: the batch holds the samples, which share one matrix; else it holds groups.
+        transposed: the parameter is a reshaped ``[G, I, O]``.
+    """
+
+    def __init__(self, from_left: bool, shared: bool, transposed: bool):
+        """Keep them."""
+        self.from_left, self.shared, self.transposed = from_left, shared, transposed
+
+    def unfold(self, module: nn.Module, x: Tensor) -> Tensor:
+        x = x.mT if self.from_left else x
+        x = x if x.dim() == 3 else x.unsqueeze(0)
+        return x.unsqueeze(1) if self.shared else x.transpose(0, 1).unsqueeze(2)
+
+    def fold(self, module: nn.Module, grad: Tensor, x: Tensor) -> Tensor:
+        if grad.dim() == 2:  # of a matrix and a vector
+            grad = grad.unsqueeze(2)
+        grad = grad.mT if self.from_left else grad
+        grad = grad if grad.dim() == 4 else grad.unsqueeze(1)
+        return grad.unsqueeze(2) if self.shared else grad.transpose(1, 2).unsqueeze(3)
+
+    def rows(self, use: Use) -> int:
+        return use.shapes[0][self.output_axis(use, 0)]
+
+    def output_axis(self, use: Use, index: int) -> int:
+        return 0 if self.shared else max(0, len(use.shapes[0]) - (1 if self.from_left else 2))

@@ -3,47 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.derivatives.rules import AffineRule, Jacobians, Rule
-from curvopt.core.jacobians import Dense
-from curvopt.core.residuals import leaf_of, nonlinear_operations, pull, walk
+from curvopt.core.derivatives.rules import Jacobians, Rule
+from curvopt.core.functional import Repetition, Saved, repeats, repetition, viewed
+from curvopt.core.jacobians import Computed, Dense, Jacobian, Outer, Scaled
+from curvopt.core.residuals import (
+    BY_ENTRY,
+    dependents,
+    leaf_of,
+    name_of,
+    nonlinear_operations,
+    operation,
+    parents_of,
+    pull,
+    shape_of,
+    walk,
+)
 from curvopt.core.uses import Use
 
-
-class Product(AffineRule):
-    """A product of matrices, or of batches of them, one of which are parameters ``[G, O, I]`` as seen by the product.
-
-    Args:
-        from_left: ``W x``, with samples in the columns, instead of ``x W^T``.
-        shared: the batch holds the samples, which share one matrix; else it holds groups.
-        transposed: the parameter is a reshaped ``[G, I, O]``.
-    """
-
-    def __init__(self, from_left: bool, shared: bool, transposed: bool):
-        """Keep them."""
-        self.from_left, self.shared, self.transposed = from_left, shared, transposed
-
-    def unfold(self, module: nn.Module, x: Tensor) -> Tensor:
-        x = x.mT if self.from_left else x
-        x = x if x.dim() == 3 else x.unsqueeze(0)
-        return x.unsqueeze(1) if self.shared else x.transpose(0, 1).unsqueeze(2)
-
-    def fold(self, module: nn.Module, grad: Tensor, x: Tensor) -> Tensor:
-        if grad.dim() == 2:  # of a matrix and a vector
-            grad = grad.unsqueeze(2)
-        grad = grad.mT if self.from_left else grad
-        grad = grad if grad.dim() == 4 else grad.unsqueeze(1)
-        return grad.unsqueeze(2) if self.shared else grad.transpose(1, 2).unsqueeze(3)
-
-    def rows(self, use: Use) -> int:
-        return use.shapes[0][self.output_axis(use, 0)]
-
-    def output_axis(self, use: Use, index: int) -> int:
-        return 0 if self.shared else max(0, len(use.shapes[0]) - (1 if self.from_left else 2))
+#: A product with a side.
+Step = tuple[Callable[[Tensor, Tensor], Tensor], Tensor]
 
 
 class Repeated(Rule):
@@ -92,7 +77,8 @@ class Repeated(Rule):
                 values[:, n, n * rows.shape[1] : (n + 1) * rows.shape[1]] = rows
         axes = [i for i, size in enumerate(sizes, 2) if size == 1]
         values = (values.sum(axes) if axes else values) * self.scale
-        return {name: _through(self.source, self.p, values.reshape(len(grad), N, *self.shape)) for name in names}
+        jacobian = Dense(values.reshape(len(grad), N, *self.shape))
+        return dict.fromkeys(names, _through(self.source, self.p, jacobian))
 
 
 class Derived(Rule):
@@ -119,18 +105,143 @@ class Derived(Rule):
         return self.rule.output_axis(use, index)
 
     def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
-        values = self.rule.jac_t(use, grads, ["weight"], N)["weight"].dense()
-        return {name: _through(self.source, self.p, values) for name in names}
+        jacobian, source = self.rule.jac_t(use, grads, ["weight"], N)["weight"], self.source
+        if source is not None and isinstance(jacobian, Outer):
+            if "sides" not in use.cache:
+                use.cache["sides"] = Sides(source, self.p, jacobian)
+            sides = use.cache["sides"]
+            jacobian, source = sides(jacobian), sides.source
+        return dict.fromkeys(names, _through(source, self.p, jacobian))
 
 
-def _through(source: GradientEdge | None, p: nn.Parameter, values: Tensor) -> Dense:
-    """Products ``[V, N, *shape]`` with respect to what was computed from a parameter, as those of the parameter."""
-    V, N = values.shape[:2]
-    if source is not None:
-        shape = source.node._input_metadata[source.output_nr].shape  # type: ignore[attr-defined]
-        (found,) = pull([source], [p], [values.reshape(V * N, *shape)])
-        values = p.new_zeros(V * N, *p.shape) if found is None else found
-    return Dense(values.reshape(V, N, *p.shape))
+class Sides:
+    """The way from a weight back to the parameter, as far as it acts on the sides of outer products by themselves.
+
+    Numbers, factors that are one for a whole row or column, products with other matrices, and views do.
+
+    Args:
+        source: where the weight was computed.
+        p: the parameter.
+        outer: products with respect to the weight.
+
+    Attributes:
+        source: where the rest was computed; ``None`` if nothing is left.
+    """
+
+    def __init__(self, source: GradientEdge, p: nn.Parameter, outer: Outer):
+        """Go that way."""
+        self.source: GradientEdge | None = source
+        self._shape, self._transposed, self._sizes = outer.shape, outer.transposed, [outer.O, outer.I]
+        self._has_groups = outer.G > 1
+        self._steps: tuple[list[Step], list[Step]] = [], []
+        self._right, self._one = None, outer.left.new_ones(())
+        between = _between(source.node, p)
+        while self.source is not None:
+            node = self.source.node
+            positions = [i for i, (below, _) in enumerate(node.next_functions) if below in between]
+            if len(positions) != 1 or not self._pass(node, positions[0]):
+                break
+            below: Any = node.next_functions[positions[0]]
+            self.source = None if leaf_of(below[0]) is p else GradientEdge(*below)
+
+    def __call__(self, outer: Outer) -> Outer:
+        """The products with respect to where the rest of the way begins."""
+        left = _apply(self._steps[0], outer.left)
+        if self._steps[1] and self._right is None:
+            self._right = _apply(self._steps[1], outer.right)
+        return outer.with_sides(left, self._right, self._shape, self._transposed)
+
+    def _pass(self, node: Node, position: int) -> bool:
+        """Remember how an operation acts on the sides, if it does."""
+        shape = shape_of(*node.next_functions[position])
+        if name_of(node) == "MmBackward0":
+            return self._pass_product(Saved(node), position, shape)
+        if repeats(node) and shape == self._shape:
+            found = repetition(node, position)
+            return found is not None and self._pass_factor(found)
+        seen = viewed(node, torch.empty(shape, device="meta"))
+        if seen is None or seen.shape != self._shape or not (seen.is_contiguous() or seen.mT.is_contiguous()):
+            return False
+        if not seen.is_contiguous():
+            if not self._is_matrix:
+                return False
+            self._transposed = not self._transposed
+        self._shape = shape
+        return True
+
+    def _pass_product(self, saved: Saved, position: int, shape: torch.Size) -> bool:
+        if not self._is_matrix:
+            return False
+        # what a matrix is multiplied with from the right acts on the side of its columns
+        side, other = self._sides[1 - position], saved.self if position else saved.mat2.mT
+        self._steps[side].append((torch.matmul, other))
+        self._sizes[side], self._shape = other.shape[1], shape
+        return True
+
+    def _pass_factor(self, found: Repetition) -> bool:
+        factor = found.scale * (self._one if found.factor is None else found.factor(*found.args))
+        lengths = [*[1] * (len(self._shape) - factor.dim()), *factor.shape]
+        rows, columns = self._sides
+        if factor.numel() == 1:
+            side, factor = 0, factor.reshape(())
+        elif self._has_groups or self._shape[0] != self._sizes[rows]:
+            return False
+        elif lengths[0] == factor.numel():
+            side, factor = rows, factor.flatten()
+        elif lengths[0] == 1:
+            side, factor = columns, factor.expand(1, *self._shape[1:]).flatten()
+        else:
+            return False
+        self._steps[side].append((torch.mul, factor))
+        return True
+
+    @property
+    def _sides(self) -> tuple[int, int]:
+        """The sides, 0 for the left one, of the first axis and of the others."""
+        return (1, 0) if self._transposed else (0, 1)
+
+    @property
+    def _is_matrix(self) -> bool:
+        return not self._has_groups and list(self._shape) == [self._sizes[side] for side in self._sides]
+
+
+def _apply(steps: Sequence[Step], side: Tensor) -> Tensor:
+    for multiply, other in steps:
+        side = multiply(side, other.to(side))
+    return side
+
+
+def _through(source: GradientEdge | None, p: nn.Parameter, jacobian: Jacobian) -> Jacobian:
+    """Products with respect to what was computed from a parameter, as those of the parameter."""
+    shape = (jacobian.V, jacobian.N, *p.shape)
+    if source is None:
+        return jacobian if isinstance(jacobian, Outer) and p.dim() > 1 else Dense(jacobian.dense().reshape(shape))
+    pulled = partial(_pull, source, p)
+    if not _is_by_entry(source, p):
+        return Computed(jacobian, pulled, p)
+    factor = pulled(torch.ones_like(p))[0]
+    return Scaled(jacobian, factor) if isinstance(jacobian, Outer) else Dense(jacobian.dense().reshape(shape) * factor)
+
+
+def _pull(source: GradientEdge, p: nn.Parameter, vectors: Tensor) -> Tensor:
+    shape = shape_of(source.node, source.output_nr)
+    (found,) = pull([source], [p], [vectors.reshape(-1, *shape)])
+    return p.new_zeros(len(vectors), *p.shape) if found is None else found
+
+
+def _is_by_entry(source: GradientEdge, p: nn.Parameter) -> bool:
+    """Whether each entry of what was computed at an edge is a function of that entry of a parameter."""
+    between = _between(source.node, p)
+    operations = [node for node in between if leaf_of(node) is not p]
+    inputs = [at for node in operations for at in node.next_functions if at[0] in between]
+    shapes = {shape_of(*at) for at in [(source.node, source.output_nr), *inputs]}
+    return shapes == {p.shape} and all(operation(node) in BY_ENTRY for node in operations)
+
+
+def _between(root: Node, p: nn.Parameter) -> set[Node]:
+    """The nodes on the ways from a root to a parameter."""
+    nodes = list(walk([root]))
+    return dependents([node for node in nodes if leaf_of(node) is p], parents_of(nodes))
 
 
 def _is_linear(source: GradientEdge | None, p: nn.Parameter) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import _global_forward_hooks
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -38,6 +39,8 @@ class Rule(ABC):
     checks_outputs = False
     #: Whether the output is linear in the parameters (the input fixed), so that only operations after it add curvature.
     linear = False
+    #: Where what the rule knows was computed from the parameter: the graph behind it is needed.
+    source: GradientEdge | None = None
     #: Attributes of the module that the rule reads; ``None`` for any number, flag or name among them but ``training``.
     reads: tuple[str, ...] | None = None
     #: Whether the rule looks at ``module.training``.
