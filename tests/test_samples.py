@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from curvopt import backpack, extend
+from curvopt.core import sweep
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, Extension, SumGradSquared, Variance
 
@@ -241,6 +242,7 @@ class Common(nn.Module):
         self.first, self.second, self.head = nn.Linear(3, 16), nn.Linear(16, 16), nn.Linear(16, 2)
         self.shared = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
         self.distances, self.prompt = nn.Embedding(4, 1), nn.Linear(16, 16)
+        self.latents = nn.Parameter(torch.randn(2, 16))
         self.register_buffer("table", (torch.arange(4.0) - torch.arange(4.0).unsqueeze(1)).unsqueeze(2))
         self.register_buffer("rows", torch.randn(2, 16))
         self.use = use
@@ -267,6 +269,12 @@ def prompted(m: Common, h: Tensor) -> Tensor:
     return m.attention(torch.cat([prompt.unsqueeze(0).repeat(len(h), 1, 1), h], 1), torch.zeros(()))
 
 
+def latents(m: Common, h: Tensor) -> Tensor:
+    """Of own parameters, through layers first."""
+    queries = torch.tanh(m.prompt(m.latents)).expand(len(h), -1, -1)
+    return (queries @ h.mT).softmax(-1) @ h + m.latents
+
+
 def in_checkpoints(m: Common, h: Tensor) -> Tensor:
     bias = m.shared(m.table).squeeze(2)
 
@@ -287,24 +295,34 @@ COMMON: dict[str, tuple[Callable[[Common, Tensor], Tensor], set[str]]] = {
 def common(name: str) -> Common:
     use, modules = COMMON[name]
     model = Common(use)
-    for other in {"distances", "shared", "prompt"} - modules:
-        model.get_submodule(other).requires_grad_(False)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.split(".")[0] in {"first", "second", "head"} | modules)
     return model
+
+
+def one_by_one(*args: object) -> Tensor:
+    raise AssertionError("samples are pulled back one by one")
 
 
 @pytest.mark.parametrize("N", [3, 4])
 @pytest.mark.parametrize("name", COMMON)
-def test_what_all_samples_share_is_pulled_back_from_where_it_meets_them(name: str, N: int):
-    with warnings.catch_warnings():
+def test_what_all_samples_share_is_pulled_back_from_where_it_meets_them(
+    name: str, N: int, monkeypatch: pytest.MonkeyPatch
+):
+    problem = extended(Case("", lambda: common(name), normal(N, 4, 3), cross_entropy(), labels))
+    with warnings.catch_warnings(), monkeypatch.context() as patch:
         warnings.simplefilter("error", CurvoptWarning)
-        check_all(extended(Case("", lambda: common(name), normal(N, 4, 3), cross_entropy(), labels)))
+        patch.setattr(sweep, "only", one_by_one)
+        with backpack(BatchGrad(), DiagGGNExact()):
+            problem.loss().backward()
+    check_all(problem)
 
 
 @pytest.mark.filterwarnings("ignore:the first axis does not hold")
 def test_what_all_samples_share_may_meet_them_in_checkpoints():
     model = lambda: Common(in_checkpoints)  # noqa: E731
     problem = extended(Case("", model, normal(3, 4, 3), cross_entropy(), labels))
-    for unused in (problem.model.distances, problem.model.prompt):
+    for unused in (problem.model.distances, problem.model.prompt, problem.model.latents):
         unused.requires_grad_(False)
     expected = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
     with backpack(BatchGrad(), DiagGGNExact()):

@@ -270,6 +270,31 @@ def repetition(node: Node, position: int) -> Repetition | None:
     return _REPETITIONS[name_of(node)](Saved(node), position)
 
 
+def spreads(node: Node, position: int) -> bool:
+    """Whether an operation that keeps no tensors repeats an operand along the first axis."""
+    if name_of(node) not in ("ExpandBackward0", "RepeatBackward0", "AddBackward0", "SubBackward0"):
+        return False
+    sizes, out = _sizes_among(node, position), shape_of(node)
+    repeated = name_of(node) != "RepeatBackward0" or sizes[1:] == list(out[1:])
+    return len(out) > 0 and sizes[0] == 1 and repeated
+
+
+def of_each_sample(node: Node, position: int, vectors: Tensor, N: int) -> Tensor:
+    """Vectors ``[v, *out]`` at an operation that `spreads` an operand, pulled back for each: ``[v N, *operand]``."""
+    found, below = repetition(node, position), node.next_functions[position]
+    assert found is not None
+    metadata: Any = below[0]._input_metadata[below[1]]  # type: ignore[union-attr]
+    vectors = found.scale * vectors.unflatten(1, (N, -1)).flatten(0, 1)
+    axes = [axis for axis, size in enumerate(_sizes_among(node, position), 1) if size == 1]
+    return vectors.sum(axes, dtype=metadata.dtype).reshape(-1, *metadata.shape)
+
+
+def _sizes_among(node: Node, position: int) -> list[int]:
+    """Lengths of an operand along the axes of the output."""
+    shape = shape_of(*node.next_functions[position])
+    return [1] * (len(shape_of(node)) - len(shape)) + list(shape)
+
+
 def is_bias(node: Node, position: int, p: Tensor) -> bool:
     """Whether an operand has an entry for each output of a layer with rows for samples."""
     name = name_of(node)

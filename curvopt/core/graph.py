@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import tree_leaves
 
 from curvopt.core.derivatives.functional_losses import find_losses
-from curvopt.core.derivatives.rules import AffineRule, DefaultRule, Rule
+from curvopt.core.derivatives.rules import AffineRule, DefaultRule, Rule, tensors
 from curvopt.core.functional import Way
 from curvopt.core.meetings import Data, Meeting, Meetings, added_term
 from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, parents_of, walk
@@ -207,9 +207,19 @@ class Graph:
         return parents_of(self._nodes)
 
     def _outputs(self) -> Iterator[Node]:
-        """Where the samples are given by uses."""
+        """Where the samples are given by uses, but those of what was computed from parameters alone."""
+        constant = [
+            node
+            for node in self._nodes
+            if any(below is None for below, _ in node.next_functions)
+            or not isinstance(leaf_of(node), (nn.Parameter, type(None)))
+        ]
+        of_constants = dependents(constant, self._parents)
         for entry in self.entries.values():
-            yield from (edge.node for edge in entry.edges.values() if entry.gives_samples(edge))
+            indices = not all(x.is_floating_point() for x in tensors(entry.use))
+            for edge in entry.edges.values():
+                if (indices or edge.node in of_constants) and entry.gives_samples(edge):
+                    yield edge.node
 
     @cached_property
     def _data(self) -> Data:

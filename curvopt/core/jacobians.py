@@ -1025,21 +1025,20 @@ def combine(parts: Sequence[Jacobian]) -> Jacobian:
     return result
 
 
-def stack_samples(parts: Sequence[Jacobian]) -> Jacobian:
-    """One Jacobian of N samples from N of one sample each, which share their right side if they have one."""
-    first = parts[0]
-    if isinstance(first, Outer):
-        left = torch.cat([part.left for part in parts if isinstance(part, Outer)], 1)
-        result: Jacobian = Outer(left, first.right.expand(len(parts), -1, -1, -1), first.shape, first.transposed)
-        result.positions_of_all = first.S > 1
-    elif isinstance(first, Lookup):
-        left = torch.cat([part.left for part in parts if isinstance(part, Lookup)], 1)
-        samples = torch.arange(len(parts), device=left.device).repeat_interleave(len(first.rows))
-        result = Lookup(left, first.rows.repeat(len(parts)), samples, len(parts), first.shape)
-        result.positions_of_all = len(first.rows) > 1
+def of_samples(jacobian: Jacobian, N: int) -> Jacobian:
+    """One Jacobian of V vectors and N samples from one of one sample, whose vectors are those of N samples in turn."""
+    if isinstance(jacobian, Outer):
+        left, right = jacobian.left.flatten(0, 1).unflatten(0, (-1, N)), jacobian.right.expand(N, -1, -1, -1)
+        result: Jacobian = Outer(left, right, jacobian.shape, jacobian.transposed)
+        result.positions_of_all = jacobian.S > 1
+    elif isinstance(jacobian, Lookup):
+        rows, left = jacobian.rows, jacobian.left.unflatten(0, (-1, N)).flatten(1, 2)
+        samples = torch.arange(N, device=rows.device).repeat_interleave(len(rows))
+        result = Lookup(left, rows.repeat(N), samples, N, jacobian.shape)
+        result.positions_of_all = len(rows) > 1
     else:
-        result = Dense(torch.cat([part.dense() for part in parts], 1))
-    result.origin = first.origin
+        result = Dense(jacobian.dense().flatten(0, 1).unflatten(0, (-1, N)))
+    result.origin = jacobian.origin
     return result
 
 

@@ -18,11 +18,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.compare import allclose
-from curvopt.core.functional import FunctionalUse
+from curvopt.core.functional import FunctionalUse, spreads
 from curvopt.core.graph import Ending, Entry, Graph
 from curvopt.core.meetings import Place
 from curvopt.core.residuals import BY_ENTRY, dependents, leads_to, leaf_of, operation, parents_of, pull, pull_each, walk
@@ -38,7 +37,7 @@ class Samples(NamedTuple):
     Attributes:
         N: their number.
         unaligned: the uses whose first axis does not hold them in equal contiguous shares.
-        met: of those of them that see what all samples share, the operands by which their outputs meet the samples.
+        met: of those of them that see what all samples share, the operands that are repeated for the samples.
     """
 
     N: int
@@ -106,51 +105,41 @@ def _is_small(some: Collection[int], strays: Collection[int], N: int, entries: S
 
 
 def _meetings(losses: Sequence[Head], entries: Sequence[Entry], strays: Collection[int]) -> dict[int, list[Place]]:
-    """By the index of a stray, the first operands above it in plain operations that depend on uses that are none.
+    """By the index of a stray, the first operands above it that are repeated for the samples.
 
-    Strays without such operands everywhere are left out.
+    Strays of which some way leads elsewhere are left out.
     """
     if not strays:
         return {}
     ends = [loss.edge.node for loss in losses if loss.edge is not None]
     parents = parents_of(list(walk(ends)))
     given = [edge.node for i, entry in enumerate(entries) if i not in strays for edge in entry.edges.values()]
-    dependent = dependents(given, parents)
+    stop = dependents(given, parents).union(ends)
     places: dict[int, list[Place]] = {}
     for i in strays:
-        found = _met_above([edge.node for edge in entries[i].edges.values()], parents, dependent, ends)
+        found = _met_above([edge.node for edge in entries[i].edges.values()], parents, stop)
         if found:
             places[i] = found
     return places
 
 
-def _met_above(
-    nodes: list[Node], parents: dict[Node, list[Node]], dependent: Collection[Node], ends: Collection[Node]
-) -> list[Place]:
-    """The first operands above some nodes in operations that depend on samples; none if not all ways lead to such."""
+def _met_above(nodes: list[Node], parents: dict[Node, list[Node]], stop: Collection[Node]) -> list[Place]:
+    """The first operands above some nodes that are repeated along the first axis; none if not all ways lead to such."""
     stack, seen = list(nodes), set(nodes)
     found: dict[Place, None] = {}  # in the order of the graph
     while stack:
         node = stack.pop()
         above = parents.get(node, ())
-        if not above or node in dependent or node in ends:
+        if not above or node in stop:
             return []
         for up in above:
-            if up in dependent:
-                if not _is_plain(up):
-                    return []
-                found |= {(up, i): None for i, (operand, _) in enumerate(up.next_functions) if operand is node}
+            places = [(up, i) for i, (operand, _) in enumerate(up.next_functions) if operand is node]
+            if all(spreads(*place) for place in places):
+                found |= dict.fromkeys(places)
             elif up not in seen:
                 seen.add(up)
                 stack.append(up)
     return list(found)
-
-
-def _is_plain(node: Node) -> bool:
-    """Whether an operation has one output and keeps no tensors, which checkpoints give out once in a backward."""
-    if isinstance(node, BackwardCFunction) or len(node._input_metadata) != 1:  # type: ignore[attr-defined]
-        return False
-    return not any(attribute.startswith("_raw_saved_") for attribute in dir(node))
 
 
 def _search(

@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from curvopt.core import costs
 from curvopt.core.averaged import averaged_jacobians
 from curvopt.core.compare import allclose
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.derivatives.rules import AffineRule
+from curvopt.core.functional import of_each_sample
 from curvopt.core.graph import Entry, Graph, leaves_behind
-from curvopt.core.jacobians import Dense, Jacobian, cast, combine, stack_samples
+from curvopt.core.jacobians import Dense, Jacobian, cast, combine, of_samples
 from curvopt.core.residuals import (
     Modify,
     cut,
@@ -453,7 +454,7 @@ class Pass:
         """
         N, unaligned, met = self.samples
         if met:
-            heads = {edge.node for edge in self.graph.heads.values()}
+            heads = {head.edge.node for head in self.graph.heads if head.edge is not None}
             met = {} if torch.is_grad_enabled() or any(edge.node not in heads for edge in outputs) else met
 
         def arrived(entry: Entry, grads: list[Tensor | None]) -> None:
@@ -466,29 +467,30 @@ class Pass:
         far = [entry for entry in wanted if entry.use in unaligned and entry.use not in met]
         if not near and not far:
             return
+        columns: dict[Entry, list[Tensor | None]] = {}  # of all samples, [v N, *out]
         places = list(dict.fromkeys(place for entry in near for place in met[entry.use]))
-        nodes = list(dict.fromkeys(node for node, _ in places))
-        there = pull(outputs, [GradientEdge(node, 0) for node in nodes], vectors) if nodes else []
-        by_sample: dict[tuple[Use, nn.Parameter], list[Jacobian]] = {}
-        for n in range(N):
-            grads_of: dict[Entry, list[Tensor | None]] = {}
-            if far:
-                self._arrivals(outputs, [only(v, 1, n, N) for v in vectors], far, grads_of.__setitem__)
-            own = {node: only(v, 1, n, N) for node, v in zip(nodes, there, strict=True) if v is not None}
-            operands = [(node, i) for node, i in places if node in own]
-            if operands:
-                below = [GradientEdge(*node.next_functions[i]) for node, i in operands]  # type: ignore[arg-type]
-                passed = [_through(node, i, own[node]) for node, i in operands]
-                self._arrivals(below, passed, near, grads_of.__setitem__)
-            for entry in [*far, *near]:
-                if entry not in grads_of:  # nothing arrives: zeros at one output
-                    first = min(entry.edges)
-                    grads_of[entry] = [None] * len(entry.use.shapes)
-                    grads_of[entry][first] = vectors[0].new_zeros(len(vectors[0]), *entry.use.shapes[first])
-                for p, jacobian in self._jac_t(entry, grads_of[entry], 1):
-                    by_sample.setdefault((entry.use, p), []).append(jacobian)
-        for (_, p), jacobians in by_sample.items():
-            visit(p, stack_samples(jacobians))
+        if places:
+            nodes = list(dict.fromkeys(node for node, _ in places))
+            there = zip(nodes, pull(outputs, [GradientEdge(node, 0) for node in nodes], vectors), strict=True)
+            reached = {node: found for node, found in there if found is not None}
+            places = [(node, i) for node, i in places if node in reached]
+            below = [GradientEdge(*node.next_functions[i]) for node, i in places]  # type: ignore[arg-type]
+            if places:
+                passed = [of_each_sample(node, i, reached[node], N) for node, i in places]
+                self._arrivals(below, passed, near, columns.__setitem__)
+        one_by_one: dict[Entry, list[list[Tensor | None]]] = {}
+        for n in range(N) if far else ():
+            alone = [only(v, 1, n, N) for v in vectors]
+            self._arrivals(outputs, alone, far, lambda entry, grads: one_by_one.setdefault(entry, []).append(grads))
+        for entry, found in one_by_one.items():
+            columns[entry] = [_stacked(grads) for grads in zip(*found, strict=True)]
+        for entry in [*far, *near]:
+            if entry not in columns:  # nothing arrives: zeros at one output
+                first = min(entry.edges)
+                columns[entry] = [None] * len(entry.use.shapes)
+                columns[entry][first] = vectors[0].new_zeros(len(vectors[0]) * N, *entry.use.shapes[first])
+            for p, jacobian in self._jac_t(entry, columns.pop(entry), 1):
+                visit(p, of_samples(jacobian, N))
 
     def _arrivals(
         self,
@@ -764,16 +766,9 @@ class Pass:
         return CurvoptError(f"{fields_of(self.extensions)}: {error}")
 
 
-def _through(node: Node, position: int, vectors: Tensor) -> Tensor:
-    """Vectors ``[v, *out]`` at an operation of one output, pulled back to one of its operands and no further."""
-    below, nr = node.next_functions[position]
-    metadata: Any = below._input_metadata[nr]  # type: ignore[union-attr]
-    pulled = []
-    for vector in vectors:
-        grads = node(vector)  # type: ignore[operator]
-        grad = grads[position] if isinstance(grads, tuple) else grads
-        pulled.append(grad.sum_to_size(metadata.shape).to(metadata.dtype))
-    return torch.stack(pulled)
+def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:
+    """Vectors ``[v, *out]`` of each sample, as ``[v N, *out]``."""
+    return None if grads[0] is None else torch.stack([grad for grad in grads if grad is not None], 1).flatten(0, 1)
 
 
 def _in_several_processes() -> bool:
