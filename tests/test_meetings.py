@@ -664,3 +664,58 @@ def test_weights_with_as_many_rows_as_there_are_samples_are_no_samples(name: str
     called = calls_of_default_rule(monkeypatch)
     check_all(extended(Case("", partial(Own, use, shape, other), normal(4, TOKENS, 4), cross_entropy(), labels)))
     assert not called
+
+
+def recurrent(m: Own, h: Tensor) -> Tensor:
+    """From a state that is learned."""
+    states = [m.q[0].expand(len(h), 4)]
+    for x in h.unbind(1):
+        states.append(torch.tanh(x + states[-1] @ m.p))
+    return torch.stack(states[1:], 1)
+
+
+#: what is done with p, which gets two factors, and q, and their shapes
+OF_ANY_SIZE: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
+    "learned state": (recurrent, (4, 4), (1, 4)),
+    "learned queries": (
+        lambda m, h: (F.linear(m.q.expand(len(h), -1, -1), m.p) @ h.mT).softmax(-1) @ h,
+        (4, 4),
+        (1, TOKENS, 4),
+    ),
+    "experts": (
+        lambda m, h: torch.bmm(torch.tanh(torch.bmm(h.flatten(0, 1).expand(2, -1, -1), m.q)), m.p).sum(0).view_as(h),
+        (2, 3, 4),
+        (2, 4, 3),
+    ),
+    "heads": (
+        lambda m, h: torch.einsum("nthd,hdo->nto", torch.tanh(torch.einsum("ntf,fhd->nthd", h, m.p)), m.q),
+        (4, 2, 3),
+        (2, 3, 4),
+    ),
+    "positions": (
+        lambda m, h: h * m.q + F.embedding(torch.arange(TOKENS, device=h.device), m.p),
+        (TOKENS, 4),
+        (4,),
+    ),
+    "looked up by the data": (
+        lambda m, h: torch.tanh(F.embedding(h.detach().argmax(2), m.q) @ m.p) + h,
+        (4, 4),
+        (4, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("on_data", [False, True])
+@pytest.mark.parametrize("name", OF_ANY_SIZE)
+def test_factors_have_the_same_form_for_batches_of_any_size(name: str, on_data: bool, monkeypatch: pytest.MonkeyPatch):
+    use, shape, other = OF_ANY_SIZE[name]
+    called = calls_of_default_rule(monkeypatch)
+    model = extend(Own(use, shape, other, on_data))
+    for size in (7, 1, TOKENS, 2):
+        with backpack(KFLR()):
+            F.cross_entropy(model(torch.randn(size, TOKENS, 4)), torch.zeros(size, dtype=torch.long)).backward()
+        assert len(model.p.kflr) == 2
+    assert not called
+    check_all(
+        extended(Case("", partial(Own, use, shape, other, on_data), normal(N, TOKENS, 4), cross_entropy(), labels))
+    )

@@ -162,19 +162,25 @@ def is_layer(node: Node) -> bool:
     return name_of(node) in _LAYERS
 
 
-def constants_of(node: Node) -> list[Tensor]:
-    """What a layer is applied to, where that is a constant for autograd; nothing for other operations."""
+def constants_of(node: Node) -> list[tuple[Tensor, Sequence[int]]]:
+    """What a layer is applied to, where that is a constant for autograd, with the lengths of axes that it keeps.
+
+    Nothing for other operations.
+    """
     name, saved = name_of(node), Saved(node)
+    found: list[tuple[Tensor | None, Sequence[int]]] = []
     if name == "EmbeddingBackward0":
-        return [saved.indices]
-    if name in _PRODUCTS:
+        found = [(saved.indices, saved.indices.shape)]
+    elif name in _PRODUCTS:
         first, *sides = _PRODUCTS[name]
-        found = [getattr(saved, side) for i, side in enumerate(sides, first) if node.next_functions[i][0] is None]
+        for i, side in enumerate(sides):
+            x: Tensor | None = getattr(saved, side) if node.next_functions[first + i][0] is None else None
+            if x is not None:
+                summed = x.dim() - 1 - i if x.dim() > 1 else 0
+                found.append((x, [length for axis, length in enumerate(x.shape) if axis != summed]))
     elif name in ("ConvolutionBackward0", "NativeLayerNormBackward0") and node.next_functions[0][0] is None:
-        found = [saved.input]
-    else:
-        return []
-    return [x for x in found if x is not None]
+        found = [(saved.input, saved.input.shape[:1])]
+    return [(x, lengths) for x, lengths in found if x is not None]
 
 
 #: Position of the first of two matrices, and the names by which they are saved.

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.rules import AffineRule, DefaultRule, Rule, tensors
 from curvopt.core.functional import Way
-from curvopt.core.meetings import Data, Meeting, Meetings, added_term
+from curvopt.core.meetings import Data, Meeting, Meetings, added_term, repeats_for_samples
 from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, parents_of, walk
 from curvopt.core.uses import TermUse, Use, extended_name, records_of
 from curvopt.errors import CurvoptError
@@ -236,6 +236,11 @@ class Graph:
         entering = [node for node in self._nodes if self._data.enter(node)]
         return dependents([*self._outputs(), *entering], self._parents)
 
+    @cached_property
+    def _repeated(self) -> set[Node]:
+        """The nodes that depend on what was repeated for every sample."""
+        return dependents([node for node in self._nodes if self._data.repeats(node)], self._parents)
+
     def _add(self, found: dict[nn.Parameter, list[Meeting]], names: dict[nn.Parameter, str]) -> list[Entry]:
         """Uses of parameters that were read off the graph; the bias of a layer goes with its weight."""
         layers: dict[Node, Entry] = {}
@@ -262,7 +267,7 @@ class Graph:
         inside = _Interior()
         inside.add(*entry.part)
         use = entry.use
-        search = Meetings(use.path, use.module, self._data, self._parents, self._dependent)
+        search = Meetings(use.path, use.module, self._data, self._parents, self._dependent, self._repeated)
         names = {p: name for name, p in entry.parameters.items()}
         ways: dict[nn.Parameter, list[Way]] = {p: [] for p in names}
         for node, position in inside.edges:
@@ -309,7 +314,8 @@ class Graph:
             meetings = None
             if not any(way.operand[0] in self._dependent for way in ways[p]):
                 module = nn.Module() if entry is None else entry.use.owner
-                meetings = Meetings(path, module, self._data, self._parents, self._dependent).of(p, ways[p])
+                search = Meetings(path, module, self._data, self._parents, self._dependent, self._repeated)
+                meetings = search.of(p, ways[p])
             if meetings is None:
                 where = entry.use.describe() if entry is not None else "the extended model"
                 operations = ", ".join(dict.fromkeys(name_of(way.node) for way in ways[p]))
@@ -332,22 +338,14 @@ class Graph:
             if entry.parameters and entry.use.is_lookup and len(entry.use.shapes) == len(entry.edges) == 1
         ]
         for entry in lookups:
-            above = self._parents.get(entry.edges[0].node, [])
-            if len(above) != 1 or not _broadcasts(above[0]):
-                continue
-            out, own = torch.Size(above[0]._input_metadata[0].shape), entry.use.shapes[0]  # type: ignore[attr-defined]
-            if len(out) > 0 and out[0] > 1 and own in (out[1:], torch.Size([1, *out[1:]])):
+            above = repeats_for_samples(entry.edges[0].node, self._parents)
+            if above is not None:
+                out: Any = torch.Size(above._input_metadata[0].shape)  # type: ignore[attr-defined]
                 del self.entries[entry.use]
-                entry.use = entry.use.expanded(out, shared=own == out[1:])
+                entry.use = entry.use.expanded(out, shared=entry.use.shapes[0] == out[1:])
                 self.entries[entry.use] = entry
-                entry.edges[0] = GradientEdge(above[0], 0)
+                entry.edges[0] = GradientEdge(above, 0)
                 entry.rows = out[0]
-
-
-def _broadcasts(node: Node) -> bool:
-    """Whether an operation does nothing to an input but add something to it, or repeat it, along new axes."""
-    name = name_of(node)
-    return name == "ExpandBackward0" or (name == "AddBackward0" and node._saved_alpha == 1)  # type: ignore[attr-defined]
 
 
 class _Interior:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from curvopt.core.derivatives.embedding import Embedding
 from curvopt.core.derivatives.operations import Derived, Repeated
 from curvopt.core.derivatives.rules import Rule
 from curvopt.core.functional import (
@@ -86,22 +87,30 @@ class Data:
         kind = (constant.shape, constant.dtype, constant.device)
         return not any((x.shape, x.dtype, x.device) == kind and torch.equal(x, constant) for x in self._fixed)
 
+    def repeats(self, node: Node) -> bool:
+        """Whether an operation repeats what it is called with for every sample."""
+        if not name_of(node).startswith(("Expand", "Repeat")):
+            return False
+        ((below, nr),) = node.next_functions
+        shape = node._input_metadata[0].shape  # type: ignore[attr-defined]
+        before: Any = () if below is None else below._input_metadata[nr].shape  # type: ignore[attr-defined]
+        return len(shape) > 0 and shape[0] in self.rows and (len(before) < len(shape) or before[0] == 1)
+
     def enter(self, node: Node) -> bool:
         """Whether they are a constant operand of an operation."""
+        if any(self.may_lie_along(lengths) and self.may_be(x) for x, lengths in constants_of(node)):
+            return True
         operands: list[Any] = [
             below._input_metadata[nr].shape  # type: ignore[attr-defined]
             for below, nr in node.next_functions
             if below is not None
         ]
-        if len(operands) == len(node.next_functions):
-            return False
         shape = node._input_metadata[0].shape  # type: ignore[attr-defined]
-        if len(shape) and (len(shape), shape[0]) in self._shapes:
-            # a number that is added to something as long brings nothing
-            as_long = any(len(other) == len(shape) and other[0] == shape[0] for other in operands)
-            if not as_long or name_of(node).startswith(("Cat", "Stack")):
-                return True
-        return self.may_lie_along(shape[:1]) and any(self.may_be(x) for x in constants_of(node))
+        if len(operands) == len(node.next_functions) or (len(shape), *shape[:1]) not in self._shapes:
+            return False
+        # a number that is added to something as long brings nothing
+        as_long = any(len(other) == len(shape) and other[0] == shape[0] for other in operands)
+        return not as_long or name_of(node).startswith(("Cat", "Stack"))
 
 
 class Meetings:
@@ -113,6 +122,7 @@ class Meetings:
         data: what is known of the samples.
         parents: who consumes each node.
         dependent: the nodes that depend on the samples.
+        repeated: those that depend on what was repeated for every sample.
     """
 
     def __init__(
@@ -122,9 +132,11 @@ class Meetings:
         data: Data,
         parents: dict[Node, list[Node]],
         dependent: Collection[Node],
+        repeated: Collection[Node],
     ):
         """Keep them."""
-        self.path, self.module, self.data, self.parents, self.dependent = path, module, data, parents, dependent
+        self.path, self.module, self.data, self.parents = path, module, data, parents
+        self.dependent, self.repeated = dependent, repeated
 
     def of(self, p: nn.Parameter, ways: Iterable[Way]) -> list[Meeting] | None:
         """The meetings of a parameter that starts on some ways; ``None`` if an operation is not known."""
@@ -177,7 +189,7 @@ class Meetings:
         seen = seen_of(p, way)
         call = None if seen is None else layer_call(node, way.position, seen, p.shape)
         if call is None:
-            if leaf_of(way.operand[0]) is p:
+            if leaf_of(way.operand[0]) is p or way.operand[0] in self.repeated:
                 return None
             shape = shape_of(*way.operand)
             source, seen = GradientEdge(*way.operand), torch.empty(shape, device="meta")
@@ -186,14 +198,18 @@ class Meetings:
             return None
         before = None if call.other is None else node.next_functions[call.other][0]
         leaf = leaf_of(before)
-        if before is not None and before not in self.dependent and (leaf is None or isinstance(leaf, nn.Parameter)):
+        of_parameters = leaf is None or isinstance(leaf, nn.Parameter)
+        if before is not None and of_parameters and before not in self.dependent and before not in self.repeated:
             return None  # multiplied with what was computed from parameters alone
         if before is None and not self.data.may_be(call.input):
             return None
         call.module._parameters["weight"] = p if source is None else nn.Parameter(seen, requires_grad=False)
         rule = call.rule if source is None and p.dim() > 1 else Derived(call.rule, p, source)
         use = self._use(node, call.module, (call.input,), frozenset() if before is None else frozenset([before]))
-        return Meeting(node, use, rule, "weight", source) if self.data.may_lie_along([rule.rows(use)]) else None
+        shared = isinstance(call.rule, Embedding) and repeats_for_samples(node, self.parents) is not None
+        if not shared and not self.data.may_lie_along([rule.rows(use)]):
+            return None
+        return Meeting(node, use, rule, "weight", source)
 
     def _repetition(self, p: nn.Parameter, way: Way) -> Meeting | None:
         """The use of a parameter by an operation, if that repeats for the samples what was computed from it."""
@@ -224,6 +240,19 @@ class Meetings:
     ) -> FunctionalUse:
         shape = torch.Size(node._input_metadata[0].shape)  # type: ignore[attr-defined]
         return FunctionalUse(self.path, module, args, shape, self.module, boundary)
+
+
+def repeats_for_samples(node: Node, parents: dict[Node, list[Node]]) -> Node | None:
+    """The only operation above one, if that adds it to something for every sample, or repeats it: nothing else."""
+    above = parents.get(node, [])
+    if len(above) != 1:
+        return None
+    own, out = (torch.Size(each._input_metadata[0].shape) for each in (node, above[0]))  # type: ignore[attr-defined]
+    broadcasts = name_of(above[0]) == "ExpandBackward0" or (
+        name_of(above[0]) == "AddBackward0" and above[0]._saved_alpha == 1  # type: ignore[attr-defined]
+    )
+    shared = len(out) > 0 and out[0] > 1 and own in (out[1:], torch.Size([1, *out[1:]]))
+    return above[0] if broadcasts and shared else None
 
 
 def added_term(node: Node, parents: dict[Node, list[Node]], dependent: set[Node]) -> bool:
