@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -697,6 +698,11 @@ OF_ANY_SIZE: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], t
         (TOKENS, 4),
         (4,),
     ),
+    "centres": (
+        lambda m, h: (-(h.unsqueeze(2) - m.q).square().sum(3)).exp() @ m.p,
+        (3, 4),
+        (3, 4),
+    ),
     "looked up by the data": (
         lambda m, h: torch.tanh(F.embedding(h.detach().argmax(2), m.q) @ m.p) + h,
         (4, 4),
@@ -711,11 +717,25 @@ def test_factors_have_the_same_form_for_batches_of_any_size(name: str, on_data: 
     use, shape, other = OF_ANY_SIZE[name]
     called = calls_of_default_rule(monkeypatch)
     model = extend(Own(use, shape, other, on_data))
-    for size in (7, 1, TOKENS, 2):
+    for size, requires_grad in itertools.product((7, 1, TOKENS, 2), (False, True)):
+        x = torch.randn(size, TOKENS, 4, requires_grad=requires_grad)
         with backpack(KFLR()):
-            F.cross_entropy(model(torch.randn(size, TOKENS, 4)), torch.zeros(size, dtype=torch.long)).backward()
+            F.cross_entropy(model(x), torch.zeros(size, dtype=torch.long)).backward()
         assert len(model.p.kflr) == 2
     assert not called
     check_all(
         extended(Case("", partial(Own, use, shape, other, on_data), normal(N, TOKENS, 4), cross_entropy(), labels))
     )
+
+
+@pytest.mark.parametrize("perturbed", [False, True])
+def test_a_functional_batch_norm_of_inputs_that_require_a_gradient(perturbed: bool):
+    norm = lambda m, h: F.batch_norm(F.conv1d(h.mT, m.p), None, None, m.q, training=True)  # noqa: E731
+    x = torch.randn(6, TOKENS, 4)
+    given = x + torch.zeros_like(x, requires_grad=True) if perturbed else x.clone().requires_grad_()
+    model, y, factors = extend(Own(norm, (4, 4, 1), (4,), on_data=True)), torch.randint(2 * TOKENS, (6,)), []
+    for inputs in (x, given):
+        with backpack(KFACEmpirical()):
+            F.cross_entropy(model(inputs), y).backward()
+        factors.append([*model.p.kfac_empirical, *model.q.kfac_empirical])
+    torch.testing.assert_close(*factors)

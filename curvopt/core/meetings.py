@@ -87,6 +87,10 @@ class Data:
         kind = (constant.shape, constant.dtype, constant.device)
         return not any((x.shape, x.dtype, x.device) == kind and torch.equal(x, constant) for x in self._fixed)
 
+    def _are(self, leaf: Tensor) -> bool:
+        given = leaf.layout == torch.strided and leaf.untyped_storage().data_ptr() in self._places
+        return given or (leaf.dim(), *leaf.shape[:1]) in self._shapes
+
     def repeats(self, node: Node) -> bool:
         """Whether an operation repeats what it is called with for every sample."""
         if not name_of(node).startswith(("Expand", "Repeat")):
@@ -97,7 +101,10 @@ class Data:
         return len(shape) > 0 and shape[0] in self.rows and (len(before) < len(shape) or before[0] == 1)
 
     def enter(self, node: Node) -> bool:
-        """Whether they are a constant operand of an operation."""
+        """Whether they are a constant operand of an operation, or the leaf whose gradient a node accumulates."""
+        leaf = leaf_of(node)
+        if leaf is not None:
+            return not isinstance(leaf, nn.Parameter) and self._are(leaf)
         if any(self.may_lie_along(lengths) and self.may_be(x) for x, lengths in constants_of(node)):
             return True
         operands: list[Any] = [
@@ -106,11 +113,13 @@ class Data:
             if below is not None
         ]
         shape = node._input_metadata[0].shape  # type: ignore[attr-defined]
-        if len(operands) == len(node.next_functions) or (len(shape), *shape[:1]) not in self._shapes:
+        if len(operands) == len(node.next_functions) or not len(shape):
             return False
+        known = (len(shape), shape[0]) in self._shapes
         # a number that is added to something as long brings nothing
-        as_long = any(len(other) == len(shape) and other[0] == shape[0] for other in operands)
-        return not as_long or name_of(node).startswith(("Cat", "Stack"))
+        if any(len(other) == len(shape) and other[0] == shape[0] for other in operands):
+            return known and name_of(node).startswith(("Cat", "Stack"))
+        return known or shape[0] in self.rows
 
 
 class Meetings:
