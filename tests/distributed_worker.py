@@ -313,6 +313,63 @@ def options_of_ddp_and_orders_of_extend() -> None:
                 assert torch.allclose(a, b, rtol=0, atol=1e-6), (options, order)
 
 
+class SyncBatchNorm(torch.autograd.Function):
+    """What `nn.SyncBatchNorm` calls, which PyTorch has for accelerators only; it saves the same tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        rows = x.transpose(0, 1).flatten(1)
+        sums = torch.stack([rows.sum(1), rows.square().sum(1), torch.full_like(weight, rows.shape[1])])
+        dist.all_reduce(sums)
+        mean, square, count = sums[0] / sums[2], sums[1] / sums[2], sums[2]
+        inverse = (square - mean.square() + 1e-5).rsqrt()
+        ctx.save_for_backward(x, weight, mean, inverse, count)
+        return ((rows.T - mean) * inverse * weight + bias).T.unflatten(1, x.transpose(0, 1).shape[1:]).transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        normed = (x.movedim(1, -1) - mean) * inverse
+        rows = grad.movedim(1, -1)
+        own = torch.stack([(rows * normed).flatten(0, -2).sum(0), rows.flatten(0, -2).sum(0)])
+        sums = own.clone()
+        dist.all_reduce(sums)
+        above = (rows - (normed * sums[0] + sums[1]) / count) * weight * inverse
+        return above.movedim(-1, 1), own[0], own[1]
+
+
+class Normed(nn.Module):
+    """A network of functions with a batch norm."""
+
+    def __init__(self, synced: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.out = nn.Parameter(torch.randn(4, 1, 3, 3)), nn.Parameter(torch.randn(4, 5))
+        self.weight, self.bias, self.synced = nn.Parameter(torch.rand(4)), nn.Parameter(torch.randn(4)), synced
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scale = nn.functional.conv2d(x, self.conv), (self.weight, self.bias)
+        h = SyncBatchNorm.apply(x, *scale) if self.synced else nn.functional.batch_norm(x, None, None, *scale, True)
+        return torch.tanh(h).mean((2, 3)) @ self.out
+
+
+@check
+@mock.patch("torch.nn.modules._functions.SyncBatchNorm", SyncBatchNorm)
+def synchronised_batch_norm() -> None:
+    for make in (KFACSGD, EKFACSGD):
+        together, alone = Run(make, net=lambda: Normed(True)), Run(make, True, lambda: Normed(False))
+        for step in range(4):
+            x, y = part(batch(step), [0, *range(25, 25 + dist.get_world_size() - 1), 60])
+            together.optimizer.zero_grad()
+            with together.optimizer.curvature():
+                of_total(together, x, y, 60).backward()
+            together.optimizer.step()
+            alone.train(batch, range(step, step + 1))
+            assert_close(together, alone)
+        assert_alike(together)
+
+
 class WithLoss(nn.Module):
     """Returns its loss, as models of transformers do."""
 

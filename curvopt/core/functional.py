@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.modules import _functions
 
 from curvopt.core.derivatives.affine import Conv, ConvTranspose, Product
 from curvopt.core.derivatives.embedding import Embedding
@@ -83,6 +84,11 @@ class Saved:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._node, f"_saved_{name}")
+
+    def of_function(self, function: type[torch.autograd.Function]) -> tuple[Tensor, ...] | None:
+        """What a function that is written in Python saved, in order; ``None`` if it is another."""
+        node: Any = self._node
+        return node.saved_tensors if node._forward_cls is function else None
 
 
 def seen_of(p: nn.Parameter, way: Way) -> Tensor | None:
@@ -317,7 +323,9 @@ def shape_among(node: Node, shape: torch.Size) -> torch.Size:
 
 
 #: Operations whose weight and bias lie along axis 1.
-_BY_CHANNELS = frozenset(["ConvolutionBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0"])
+_BY_CHANNELS = frozenset(
+    ["ConvolutionBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0", "SyncBatchNormBackward"]
+)
 
 
 def _quotient(saved: Saved, position: int) -> Repetition:
@@ -363,6 +371,14 @@ def _scale_of_batch_norm(saved: Saved) -> Repetition:
     return Repetition(1.0, partial(_normalised, shape=x.shape, axes=axes), (x, saved.result2))
 
 
+def _sync_batch_norm(saved: _Saved, position: int) -> Repetition | None:
+    tensors = saved.of_function(_functions.SyncBatchNorm)
+    if tensors is None or position != 1:
+        return None if tensors is None else _bias(saved, position)
+    x, _, mean, inverse, *_ = tensors
+    return Repetition(1.0, _standardised, (x, mean, inverse))
+
+
 def _slope_of_quotient(x: Tensor, divisor: Tensor) -> Tensor:
     return x / divisor.square()
 
@@ -377,6 +393,12 @@ def _slope_in_exponent(x: Tensor, exponent: Tensor) -> Tensor:
 
 def _itself(factor: Tensor) -> Tensor:
     return factor
+
+
+def _standardised(x: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
+    """Values by channels less their mean, times the inverse of their standard deviation."""
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    return (x - mean.view(shape)) * inverse.view(shape)
 
 
 def _normalised(x: Tensor, inverse: Tensor, shape: Sequence[int], axes: list[int]) -> Tensor:
@@ -410,4 +432,5 @@ _REPETITIONS: dict[str, Callable[[Saved, int], Repetition | None]] = {
     "NativeLayerNormBackward0": _norm(_scale_of_layer_norm),
     "NativeGroupNormBackward0": _norm(_scale_of_group_norm),
     "NativeBatchNormBackward0": _norm(_scale_of_batch_norm),
+    "SyncBatchNormBackward": _sync_batch_norm,
 }
