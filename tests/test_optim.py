@@ -1213,3 +1213,31 @@ def test_adaptive_damping_needs_a_closure() -> None:
     run.backward(0)
     with pytest.raises(CurvoptError, match=r"step\(closure\)"):
         run.optimizer.step()
+
+
+@pytest.mark.parametrize("seed", [2, 4, 6])
+def test_a_diagonal_bounds_steps_where_there_is_no_curvature(seed: int) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(6, 2)
+    y = x.sum(1, keepdim=True).sin()
+    torch.manual_seed(seed)
+    centres, output = nn.Parameter(3 * torch.randn(5, 2)), nn.Parameter(torch.randn(5, 1) / 10)
+
+    class Radial(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.centres, self.widths, self.output = centres, nn.Parameter(torch.zeros(5)), output
+
+        def forward(self, x: Tensor) -> Tensor:
+            squares = (x.unsqueeze(1) - self.centres).square().sum(2)
+            return (-squares * self.widths.exp()).exp() @ self.output
+
+    model, lossfunc = Radial(), nn.MSELoss()
+    optimizer = DiagonalNewton(model.parameters(), curvature="diag_ggn_exact", damping=0.001, kl_clip=0.1)
+    optimizer.attach(model, lossfunc)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = lossfunc(model(x), y)
+        loss.backward()
+        optimizer.step()
+        assert 0.001 * optimizer.metrics()["step_norm"] ** 2 < 0.1 * 1.01

@@ -19,7 +19,8 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
     The diagonal knows nothing of how parameters act together: of the change ``δᵀGδ`` that a step ``δ`` makes, it
     predicts a small part ``Σ hᵢδᵢ²``, one in hundreds or thousands for usual networks. So the clip bounds the largest
     change that a matrix with this diagonal allows: ``δᵀGδ ≤ (Σ √hᵢ |δᵢ|)²`` for every positive semi-definite ``G``,
-    by the Cauchy-Schwarz inequality.
+    by the Cauchy-Schwarz inequality; or what the damped diagonal predicts, where that is more: in directions without
+    curvature.
 
     Args:
         params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, ``damping``,
@@ -31,9 +32,9 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
             (``"clip"``).
         damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
         ema: decay of the average per refresh, bias-corrected.
-        kl_clip: bound ``κ`` on ``lr² (Σ √hᵢ |uᵢ|)² / √V`` of a step ``u`` over all groups, with ``V`` the number of
-            variables that a prediction has (1 for a class, a sample's entries for element-wise losses); ``None`` for
-            none. The root is by experience.
+        kl_clip: bound ``κ`` on ``lr² (Σ √hᵢ |uᵢ|)² / √V``, and on ``lr² uᵀ g / V``, of a step ``u`` over all groups,
+            with ``V`` the number of variables that a prediction has (1 for a class, a sample's entries for
+            element-wise losses); ``None`` for none. The root is by experience.
         curvature_every: steps between refreshes of the diagonal, reached gradually from 1.
         adaptive_damping: every fifth step, multiply ``damping`` by (19/20)^5 or its inverse if the change of the loss
             was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``. No step is taken back: from a
@@ -125,4 +126,5 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
             own = torch._foreach_mul([updates[p] for p in taken], [self.state[p]["scales"][0] for p in taken])  # pyright: ignore[reportPrivateImportUsage]
             lengths = torch._foreach_norm(own, 1)  # pyright: ignore[reportPrivateImportUsage]
             length += group["lr"] * sum(each.to(quadratic) for each in lengths)
-        return (length / weight).square() / self._progress["variables"] ** 0.5
+        bound = (length / weight).square() / self._progress["variables"] ** 0.5
+        return torch.maximum(bound, super()._kl(quadratic, updates, weight))  # where there is damping and no curvature
