@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from cases import Positions, Problem, mlp
 from reference import Reference
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from curvopt import backpack, disable, extend
 from curvopt.errors import CurvoptError, CurvoptWarning
@@ -29,6 +30,7 @@ from curvopt.extensions import (
     SumGradSquared,
     Variance,
 )
+from curvopt.optim import KFACSGD
 
 FIRST_ORDER: list[type[Extension]] = [BatchGrad, BatchL2Grad, SumGradSquared, Variance]
 EXACT: list[type[Extension]] = [DiagGGNExact, KFLR]
@@ -499,3 +501,15 @@ def test_a_backward_inside_of_a_backward(extension: type[Extension]):
     loss = it.lossfunc(it.model[1:](hidden), it.y)
     with refused(it.model, extension.field, "use_reentrant=False", midway=True), backpack(extension()):
         loss.backward()
+
+
+def test_a_reentrant_checkpoint_of_the_whole_model():
+    it = problem()
+    loss = it.lossfunc(checkpoint(it.model, it.x.requires_grad_(), use_reentrant=True), it.y)
+    with pytest.raises(CurvoptError, match="use_reentrant=False"), backpack(KFAC()):
+        loss.backward()
+    optimizer = KFACSGD(it.model.parameters())
+    optimizer.attach(it.model, it.lossfunc)
+    it.lossfunc(checkpoint(it.model, it.x, use_reentrant=True), it.y).backward()
+    with pytest.raises(CurvoptError, match="use_reentrant=False"):
+        optimizer.step()

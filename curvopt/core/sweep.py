@@ -698,7 +698,8 @@ class Pass:
             raise CurvoptError(
                 f"{fields_of(self.extensions)}: no extended module took part in this backward; call extend(model) "
                 "before the forward pass (and outside of curvopt.disable()), before the first one if it is compiled. A "
-                "backward that is not meant (of a penalty alone, say) goes inside of `with backpack():`."
+                "backward that is not meant (of a penalty alone, say) goes inside of `with backpack():`. A "
+                "torch.utils.checkpoint of the whole model needs use_reentrant=False."
             )
         if self.second_order and graph.nonlinear:
             self._refuse_nonlinear(graph)

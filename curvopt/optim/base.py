@@ -623,7 +623,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             raise CurvoptError(
                 f"{type(self).__name__}.step(): {reason}. Wrap the backward pass: `with optimizer.curvature(): "
                 "loss.backward()`, with the model and the loss function extended by extend(...); or "
-                "`optimizer.attach(model, lossfunc)` once."
+                "`optimizer.attach(model, lossfunc)` once. A torch.utils.checkpoint of the whole model needs "
+                "use_reentrant=False."
             )
         return {param: tensors for param, tensors in new.items() if param not in rejected}
 
