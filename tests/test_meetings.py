@@ -739,3 +739,64 @@ def test_a_functional_batch_norm_of_inputs_that_require_a_gradient(perturbed: bo
             F.cross_entropy(model(inputs), y).backward()
         factors.append([*model.p.kfac_empirical, *model.q.kfac_empirical])
     torch.testing.assert_close(*factors)
+
+
+class Head(nn.Module):
+    """Owns the bias of the layer that it calls, as heads of language models do, and may use it by itself, too."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.decoder, self.use = nn.Linear(4, 2), use
+        self.bias = self.decoder.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.decoder(x), self.bias)
+
+
+class Cell(nn.Module):
+    """Keeps its state between the calls."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor] = torch.matmul):
+        super().__init__()
+        self.W, self.U, self.use = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4)), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = torch.tanh(x @ self.W + self.use(self.state, self.U))
+        return self.state
+
+
+class Recurrent(nn.Module):
+    def __init__(self, cell: nn.Module):
+        super().__init__()
+        self.cell, self.head = cell, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cell.state = torch.zeros_like(x[:, 0])
+        return self.head([self.cell(step) for step in x.unbind(1)][-1])
+
+
+NESTED: dict[str, Callable[[], nn.Module]] = {
+    "head": lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Tanh(), Head(lambda z, bias: z)),
+    "head with a use of its own": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(12, 4), nn.Tanh(), Head(lambda z, bias: z * bias.exp())
+    ),
+    "state": lambda: Recurrent(Cell()),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_what_lies_in_several_calls_counts_once(name: str):
+    check_all(extended(Case("", NESTED[name], normal(N, 3, 4), cross_entropy(), labels)))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 4), Head(torch.logaddexp)),
+        lambda: Recurrent(Cell(lambda h, U: torch.logaddexp(h, U[0]))),
+    ],
+)
+def test_what_lies_in_several_calls_and_is_not_known_is_refused(model: Callable[[], nn.Module]):
+    net = extend(model()).double()
+    with pytest.raises(CurvoptError, match="is also used by a module that it calls"), backpack(BatchGrad()):
+        F.cross_entropy(net(torch.randn(N, 3, 4).double()), torch.randint(2, (N,))).backward()

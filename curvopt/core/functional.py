@@ -371,7 +371,7 @@ def _scale_of_batch_norm(saved: Saved) -> Repetition:
     return Repetition(1.0, partial(_normalised, shape=x.shape, axes=axes), (x, saved.result2))
 
 
-def _sync_batch_norm(saved: _Saved, position: int) -> Repetition | None:
+def _sync_batch_norm(saved: Saved, position: int) -> Repetition | None:
     tensors = saved.of_function(_functions.SyncBatchNorm)
     if tensors is None or position != 1:
         return None if tensors is None else _bias(saved, position)

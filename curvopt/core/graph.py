@@ -35,6 +35,8 @@ class Entry:
             trainable = self.rule.parameters(use.module).items()
             parameters = {name: p for name, p in trainable if p.requires_grad and p.numel()}  # nothing of no entries
         self.parameters = parameters
+        #: Names of those that other uses inside of this one answer for, too.
+        self.divided: list[str] = []
         self.edges: dict[int, GradientEdge] = {}
         for name, p in self.parameters.items():
             if p.is_complex():
@@ -45,6 +47,31 @@ class Entry:
     def part(self) -> tuple[list[Node], frozenset, list[nn.Parameter]]:
         """Its part of the graph: the nodes of its outputs, where it begins, and its parameters."""
         return [edge.node for edge in self.edges.values()], self.use.boundary, list(self.parameters.values())
+
+    def leave(self, interior: _Interior, inside: _Interior) -> None:
+        """Leave to others what they answer for inside: modules that it calls, or earlier calls whose results it keeps.
+
+        Args:
+            interior: what the others answer for.
+            inside: the part of the graph that lies in this use, less that afterwards.
+        """
+        others, own = set[int](), set[int]()
+        for node, position in list(inside.edges):
+            known = (node, position) in interior.edges
+            (others if known else own).add(id(leaf_of(node.next_functions[position][0])))
+            if known:
+                del inside.edges[node, position]
+        self.parameters = {name: p for name, p in self.parameters.items() if id(p) in own or id(p) not in others}
+        self.divided = [name for name, p in self.parameters.items() if id(p) in others]
+
+    def check_alone(self) -> None:
+        """Raise if others answer for a part of a parameter's uses, all of which a call of the module would count."""
+        if self.divided:
+            raise CurvoptError(
+                f"{self.use.describe()}: parameter '{self.divided[0]}' is also used by a module that it calls, or by "
+                "an earlier call whose result it keeps, and by itself in a way that is not known, so its part cannot "
+                "be told; pass it what it keeps, or use the parameter by F.linear, products, sums or F.embedding."
+            )
 
     def gives_samples(self, edge: GradientEdge) -> bool:
         """Whether an output may hold the samples along its first axis, as that of a module of parameters may not."""
@@ -123,14 +150,20 @@ class Graph:
         #: Nodes between parameters and the operations in which they meet the samples.
         self._between: set[Node] = set()
         self._nodes = nodes
+        calls: dict[Entry, _Interior] = {}
         for entry in list(self.entries.values()):
             entry.use.check_settings()
             entry.use.check_inputs()
-            if entry.parameters and isinstance(entry.rule, DefaultRule) and self._read_inside(entry, interior):
-                continue
-            interior.add(*entry.part)
-            for name, p in entry.parameters.items():
-                self.owners.setdefault(p, (entry, name))
+            if entry.parameters and isinstance(entry.rule, DefaultRule):
+                calls[entry] = _Interior()
+                calls[entry].add(*entry.part)
+            else:
+                self._own(entry, interior)
+        for entry, inside in sorted(calls.items(), key=lambda item: len(item[1].nodes)):  # the inner ones first
+            entry.leave(interior, inside)
+            if not self._read_inside(entry, inside, interior):
+                entry.check_alone()
+                self._own(entry, interior)
         self.functional: list[Entry] = []
         self.outside: list[str] = []
         self._read_outside(interior)
@@ -262,10 +295,14 @@ class Graph:
                 self._between |= set(walk([source.node]))
         return added
 
-    def _read_inside(self, entry: Entry, interior: _Interior) -> bool:
+    def _own(self, entry: Entry, interior: _Interior) -> None:
+        """Have a use answer for its parameters in its part of the graph."""
+        interior.add(*entry.part)
+        for name, p in entry.parameters.items():
+            self.owners.setdefault(p, (entry, name))
+
+    def _read_inside(self, entry: Entry, inside: _Interior, interior: _Interior) -> bool:
         """Put uses by operations in the place of that of a module without a rule, if they are known ones."""
-        inside = _Interior()
-        inside.add(*entry.part)
         use = entry.use
         search = Meetings(use.path, use.module, self._data, self._parents, self._dependent, self._repeated)
         names = {p: name for name, p in entry.parameters.items()}
@@ -288,6 +325,7 @@ class Graph:
 
     def call_again(self, call: Entry) -> None:
         """Put the call of a module in the place of the operations in it."""
+        call.check_alone()
         for entry in self.calls.pop(call):
             del self.entries[entry.use]
         self.entries[call.use] = call
