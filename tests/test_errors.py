@@ -343,10 +343,9 @@ OUTSIDE: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
     "distances": lambda layer, x: torch.cdist(x, layer.weight),
     "functional_call": lambda layer, x: torch.func.functional_call(layer, {"weight": 2 * layer.weight}, (x,)),
 }
-# what there can be no rule for
-HOPELESS = {"distances"}
 
 
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
 @pytest.mark.parametrize("use", OUTSIDE)
 @pytest.mark.parametrize("extension", [*FIRST_ORDER, *EXACT], ids=lambda extension: extension.__name__)
 def test_a_parameter_that_is_used_outside_of_its_module_counts_or_is_refused(extension: type[Extension], use: str):
@@ -364,7 +363,6 @@ def test_a_parameter_that_is_used_outside_of_its_module_counts_or_is_refused(ext
         it.model.use = lambda layer, x: x
         works(it)
         return
-    assert use not in HOPELESS
     p, expected = it.model.block["layer"].weight, getattr(ref, extension.field)("block.layer.weight")
     if extension is KFLR:  # factors of mixed uses are a matter of definition, their product with one is not
         assert len(p.kflr) <= 2

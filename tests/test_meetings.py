@@ -800,3 +800,92 @@ def test_what_lies_in_several_calls_and_is_not_known_is_refused(model: Callable[
     net = extend(model()).double()
     with pytest.raises(CurvoptError, match="is also used by a module that it calls"), backpack(BatchGrad()):
         F.cross_entropy(net(torch.randn(N, 3, 4).double()), torch.randint(2, (N,))).backward()
+
+
+class Distances(nn.Module):
+    """A bias for every distance between tokens, as Swin has it in a module that is called with nothing, or a number."""
+
+    def __init__(self, number: bool):
+        super().__init__()
+        self.table, self.number = nn.Parameter(torch.randn(2 * TOKENS - 1)), number
+
+    def forward(self, samples: int = 0) -> Tensor:
+        steps = torch.arange(TOKENS, device=self.table.device)
+        table = self.table[steps.unsqueeze(1) - steps + TOKENS - 1]
+        return table.expand(samples, -1, -1) if self.number else table
+
+
+class Apart(nn.Module):
+    """Meets the table of a module that is called without samples, and that of an embedding that is not called."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor], number: bool = False, project: bool = False):
+        super().__init__()
+        self.distances, self.embedding, self.project = Distances(number), nn.Embedding(TOKENS + 1, 4), project
+        self.first, self.head, self.use = nn.Linear(4, 4), nn.Linear(4, 2), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, positions = self.first(x), self.embedding.weight[:TOKENS]
+        bias = self.distances(len(x)) if self.distances.number else self.distances()
+        scores = self.use(h @ h.mT, bias)
+        if self.project:
+            scores = scores + h @ self.first(positions).T
+        return self.head(scores.softmax(-1) @ self.use(h, positions)).flatten(1)
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize(
+    "model",
+    [
+        partial(Apart, torch.add),
+        partial(Apart, torch.add, number=True),
+        partial(Apart, torch.add, project=True),
+        partial(Apart, torch.mul),
+        partial(Apart, torch.logaddexp),
+        partial(Apart, torch.logaddexp, number=True),
+    ],
+)
+def test_modules_that_are_called_without_samples_and_parameters_of_those_that_are_not_called(
+    model: Callable[[], nn.Module],
+):
+    check_all(extended(Case("", model, normal(N, TOKENS, 4), cross_entropy(), labels)))
+
+
+def test_without_a_known_loss_parameters_in_unknown_operations_are_refused():
+    model, x = extend(Apart(torch.logaddexp)).double(), torch.randn(N, TOKENS, 4).double()
+    with pytest.raises(CurvoptError, match="only a known loss tells the samples apart"), backpack(BatchGrad()):
+        torch.logaddexp(model(x), model.embedding.weight[0, 0]).sum().backward()
+
+
+def test_parameters_in_unknown_operations_have_no_hooks():
+    model, x = extend(Apart(torch.logaddexp)).double(), torch.randn(N, TOKENS, 4).double()
+    model.distances.table.register_hook(lambda grad: 2 * grad)
+    with pytest.raises(CurvoptError, match="its hooks would see"), backpack(BatchGrad()):
+        F.cross_entropy(model(x), torch.randint(2, (N,))).backward()
+
+
+class Passing(nn.Module):
+    """Hands on a second argument as it came, as attention does with a bias that all layers share."""
+
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.logaddexp(x + bias, self.p), bias
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.layers = nn.ModuleList([Passing(), Passing()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.first(x)
+        for layer in self.layers:
+            x, bias = layer(x, bias)
+        return self.head(x + bias)
+
+
+def test_arguments_that_are_handed_on():
+    check_all(extended(Case("", Layers, normal(N, 4), cross_entropy(), labels)))

@@ -14,11 +14,12 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import tree_leaves
 
 from curvopt.core.derivatives.functional_losses import find_losses
-from curvopt.core.derivatives.rules import AffineRule, DefaultRule, Rule, tensors
-from curvopt.core.functional import Way
+from curvopt.core.derivatives.operations import Itself
+from curvopt.core.derivatives.rules import AffineRule, DefaultRule, Rule, has_batch, tensors
+from curvopt.core.functional import FunctionalUse, Way
 from curvopt.core.meetings import Data, Meeting, Meetings, added_term, repeats_for_samples
 from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, parents_of, walk
-from curvopt.core.uses import TermUse, Use, extended_name, records_of
+from curvopt.core.uses import TermUse, Use, describe, extended_name, records_of
 from curvopt.errors import CurvoptError
 
 R = TypeVar("R")
@@ -41,7 +42,9 @@ class Entry:
         for name, p in self.parameters.items():
             if p.is_complex():
                 raise CurvoptError(f"{use.describe()}: parameter '{name}' is complex; use two real ones.")
-        self.rows = self.rule.rows(use) if self.parameters else 0
+        #: Whether a module without a rule got nothing that may hold samples.
+        self.no_samples = isinstance(self.rule, DefaultRule) and not has_batch(use)
+        self.rows = self.rule.rows(use) if self.parameters and not self.no_samples else 0
 
     @property
     def part(self) -> tuple[list[Node], frozenset, list[nn.Parameter]]:
@@ -77,7 +80,7 @@ class Entry:
         """Whether an output may hold the samples along its first axis, as that of a module of parameters may not."""
         shape = edge.node._input_metadata[edge.output_nr].shape  # type: ignore[attr-defined]
         called = isinstance(self.rule, DefaultRule) and self.rows > 0
-        return not called or (len(shape) > 0 and shape[0] % self.rows == 0)
+        return not self.no_samples and (not called or (len(shape) > 0 and shape[0] % self.rows == 0))
 
 
 class Ending:
@@ -147,6 +150,7 @@ class Graph:
             if _mixes_samples(node):
                 self.mixing[node] = records[0][0].describe() if records else name_of(node)
         self.owners: dict[nn.Parameter, tuple[Entry, str]] = {}
+        self.functional: list[Entry] = []
         #: Nodes between parameters and the operations in which they meet the samples.
         self._between: set[Node] = set()
         self._nodes = nodes
@@ -164,7 +168,10 @@ class Graph:
             if not self._read_inside(entry, inside, interior):
                 entry.check_alone()
                 self._own(entry, interior)
-        self.functional: list[Entry] = []
+                if entry.no_samples:
+                    del self.entries[entry.use]
+                    for name, p in entry.parameters.items():
+                        self._take_itself(p, entry.use.path, name, entry.use.module)
         self.outside: list[str] = []
         self._read_outside(interior)
         self._follow_shared_lookups()
@@ -174,7 +181,7 @@ class Graph:
         known = self.losses and not self.nonlinear
         self.heads: Mapping[Any, GradientEdge] = self.losses if known else self._endings(roots)
         ends = [loss.edge.node for loss in self.heads if loss.edge is not None]
-        rows = {entry.rows for entry in self.entries.values() if entry.parameters}
+        rows = {e.rows for e in self.entries.values() if e.parameters and not isinstance(e.rule, Itself)}
         self.structure = structure(
             ends, rows | {len(loss.input) for loss in self.heads if loss.input.dim()}, self._between
         )
@@ -316,12 +323,29 @@ class Graph:
                 return False
             found[p] = meetings
         nodes = {meeting.node for meetings in found.values() for meeting in meetings}
-        if self.mixing and not nodes <= inside.nodes:
+        if self.mixing and not nodes <= inside.nodes and not entry.no_samples:
             return False  # the module may have to be called again
         interior.edges |= inside.edges
         del self.entries[use]
-        self.calls[entry] = self._add(found, names)
+        added = self._add(found, names)
+        if not entry.no_samples:
+            self.calls[entry] = added
         return True
+
+    def _take_itself(self, p: nn.Parameter, path: str, name: str, module: nn.Module) -> None:
+        """Have one use answer for all that becomes of a parameter, instead of all others."""
+        if p._backward_hooks:
+            raise CurvoptError(
+                f"{describe(path, module)}: what becomes of parameter '{name}' is not known, and its hooks would see, "
+                "and may change, what is pulled back to it for every sample; remove them."
+            )
+        for entry in (*self.entries.values(), *self.calls):
+            entry.parameters = {other: q for other, q in entry.parameters.items() if q is not p}
+        use = FunctionalUse(path, nn.Module(), (), p.shape, module)
+        entry = self.entries[use] = Entry(use, {name: p}, Itself())
+        entry.edges[0] = GradientEdge(next(node for node in self._nodes if leaf_of(node) is p), 0)
+        self.owners[p] = entry, name
+        self.functional.append(entry)
 
     def call_again(self, call: Entry) -> None:
         """Put the call of a module in the place of the operations in it."""
@@ -354,7 +378,10 @@ class Graph:
                 module = nn.Module() if entry is None else entry.use.owner
                 search = Meetings(path, module, self._data, self._parents, self._dependent, self._repeated)
                 meetings = search.of(p, ways[p])
-            if meetings is None:
+            if meetings is not None:
+                found[p] = meetings
+                continue
+            if any(isinstance(way.node, BackwardCFunction) for way in ways[p]):
                 where = entry.use.describe() if entry is not None else "the extended model"
                 operations = ", ".join(dict.fromkeys(name_of(way.node) for way in ways[p]))
                 raise CurvoptError(
@@ -362,7 +389,7 @@ class Graph:
                     "that is not known, which the quantities would miss; call its module, or use it by F.linear or "
                     "F.embedding, outside of what torch.compile compiles."
                 )
-            found[p] = meetings
+            self._take_itself(p, path, names[p], nn.Module() if entry is None else entry.use.owner)
         self.functional += self._add(found, names)
 
     def _follow_shared_lookups(self) -> None:

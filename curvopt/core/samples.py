@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.compare import allclose
+from curvopt.core.derivatives.operations import Itself
 from curvopt.core.functional import FunctionalUse, spreads
 from curvopt.core.graph import Ending, Entry, Graph
 from curvopt.core.meetings import Place
@@ -318,6 +319,11 @@ def _common_length(graph: Graph, losses: Sequence[Head]) -> Samples:
     for use, length in rows.items():
         if N == 0:
             raise CurvoptError(f"{use.describe()}: {EMPTY}")
+        if length % N and isinstance(graph.entries[use].rule, Itself):
+            raise CurvoptError(
+                f"{use.describe()}: parameter '{next(iter(graph.entries[use].parameters))}' is used in a way that is "
+                "not known, where only a known loss tells the samples apart; extend the loss, or call its module."
+            )
         if length % N:
             raise CurvoptError(
                 f"{use.describe()}: batch axis of length {length}, but another part of the network sees {N} samples; "

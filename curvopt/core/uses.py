@@ -122,8 +122,9 @@ class Use:
         self.path, self.module, self.args, self.kwargs = path, module, args, kwargs
         self.versions: tuple[int, ...] | None = tuple([version(leaf) for leaf in inputs])
         self.boundary = frozenset([leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None])
-        if self.boundary and any([out is leaf for out in outputs for leaf in inputs if leaf.grad_fn is not None]):
-            # an in-place forward: the input is gone, and holding the output would be a cycle
+        if self.boundary and len(outputs) == 1 and any([outputs[0] is leaf for leaf in inputs]):
+            # an in-place forward: the input is gone, and holding the output would be a cycle (of several, copies are
+            # handed out, and an input may be among them)
             self.args, self.kwargs, self.versions = (), {}, None
         self.random = _random_states.pop(module, None) if _random_states else None
         self.seen = tuple(module._parameters.values())  # torch.func.functional_call puts others in their place

@@ -81,6 +81,21 @@ class Repeated(Rule):
         return dict.fromkeys(names, _through(self.source, self.p, jacobian))
 
 
+class Itself(Rule):
+    """A parameter of which it is not known where it meets the samples: what arrives there, sample by sample."""
+
+    def rows(self, use: Use) -> int:
+        return 1
+
+    def output_axis(self, use: Use, index: int) -> int | None:
+        return None
+
+    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+        (grad,) = grads
+        assert grad is not None
+        return {name: Dense(grad.unsqueeze(1)) for name in names}
+
+
 class Derived(Rule):
     """An operation with a weight that was computed from the parameter.
 

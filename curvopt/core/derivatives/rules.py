@@ -173,6 +173,11 @@ def _is_original(kind: type, name: str) -> bool:
     return getattr(vars(owner)[name], "__globals__", {}).get("__name__") == owner.__module__
 
 
+def has_batch(use: Use) -> bool:
+    """Whether a tensor with axes is among the inputs."""
+    return any(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in tree_leaves((use.args, use.kwargs)))
+
+
 def batch_length(use: Use) -> int:
     """Length of the first axis of the first tensor among the inputs."""
     for leaf in tree_leaves((use.args, use.kwargs)):
