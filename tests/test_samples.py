@@ -371,3 +371,37 @@ def test_rows_of_a_layer_that_the_loss_sees_beside_the_last_are_refused_elsewher
     model.into.register_forward_hook(lambda module, args, output: hidden.append(output))
     with pytest.raises(CurvoptError, match="no known loss"), backpack(BatchGrad()):
         (model(x).exp().sum() + hidden[0].abs().sum()).backward()
+
+
+class Prompted(nn.Module):
+    """Learned prompts in front of every sequence, of a network that is frozen."""
+
+    def __init__(self, flat: bool):
+        super().__init__()
+        self.prompts, self.encoder, self.flat = nn.Embedding(2, 4), nn.Linear(4, 4), flat
+        self.frozen = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        prompts = torch.tanh(self.encoder(self.prompts(torch.arange(2).unsqueeze(0))))
+        z = self.frozen(torch.cat([prompts.repeat(len(x), 1, 1), x], 1).cumsum(1))[:, 2:]
+        return z.flatten(0, 1) if self.flat else z[:, -1]
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("flat", [True, False])
+def test_frozen_modules_tell_the_samples(flat: bool, known: bool):
+    """What is trained is shared by all samples, and has a single row."""
+    torch.manual_seed(0)
+    model, x, y = extend(Prompted(flat).double()), torch.randn(4, 5, 4).double(), torch.randint(3, (4, 5))
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        z = model(x)
+        return F.cross_entropy(z, y.flatten() if flat else y[:, 0], reduction="sum") if known else z.exp().sum()
+
+    with backpack(BatchGrad()):
+        loss(x, y).backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    expected = [torch.autograd.grad(loss(x[n : n + 1], y[n : n + 1]), trained) for n in range(4)]
+    for p, *gradients in zip(trained, *expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(gradients))

@@ -47,6 +47,11 @@ class Entry:
         self.rows = self.rule.rows(use) if self.parameters and not self.no_samples else 0
 
     @property
+    def length(self) -> int:
+        """Length of the first axis of the input, of frozen modules, too; 0 if there is none."""
+        return self.rows or (self.rule.rows(self.use) if has_batch(self.use) else 0)
+
+    @property
     def part(self) -> tuple[list[Node], frozenset, list[nn.Parameter]]:
         """Its part of the graph: the nodes of its outputs, where it begins, and its parameters."""
         return [edge.node for edge in self.edges.values()], self.use.boundary, list(self.parameters.values())
@@ -191,7 +196,6 @@ class Graph:
         outputs = {
             edge.node: (entry, index, edge)
             for entry in (*self.entries.values(), *self.calls)
-            if entry.parameters
             for index, edge in entry.edges.items()
             if entry not in self.calls or entry.gives_samples(edge)
         }

@@ -71,7 +71,8 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     key = None if graph.structure is None else hash((graph.structure, *shapes))
     found = None if key is None else _found.get(key)
     if found is None:
-        (N, strays), silent = _search(losses, entries, list(graph.calls))
+        frozen = [entry for entry in graph.entries.values() if not entry.parameters]
+        (N, strays), silent = _search(losses, entries, list(graph.calls), frozen)
         places = _meetings(losses, entries, strays)
         distinct = list(dict.fromkeys(node for each in places.values() for node, _ in each))
         above = [(i, GradientEdge(node, 0), 0) for i, node in enumerate(distinct)]
@@ -144,12 +145,12 @@ def _met_above(nodes: list[Node], parents: dict[Node, list[Node]], stop: Collect
 
 
 def _search(
-    losses: Sequence[Head], entries: Sequence[Entry], calls: Sequence[Entry]
+    losses: Sequence[Head], entries: Sequence[Entry], calls: Sequence[Entry], frozen: Sequence[Entry]
 ) -> tuple[tuple[int, frozenset[int]], bool]:
     """The number of samples and the indices of unaligned uses, and whether no gradient arrived at some use.
 
-    A sample is a row of the loss, unless most calls of modules have several of its rows in one (flattened sequences).
-    Operations may have any axis first.
+    A sample is a row of the loss, unless most calls of modules, frozen ones included, have several of its rows in one
+    (flattened sequences). Operations may have any axis first.
     """
     lengths = {len(loss.input) for loss in losses}
     N = min(lengths)
@@ -157,15 +158,20 @@ def _search(
         raise CurvoptError(
             f"{losses[0].describe()}: the losses see {sorted(lengths)} samples; call backward for each batch by itself."
         )
-    everything = [*entries, *calls]
+    everything = [*entries, *calls, *frozen]
     edges = [
         (i, edge, entry.rule.output_axis(entry.use, index))
         for i, entry in enumerate(everything)
         for index, edge in entry.edges.items()
     ]
-    rows = {i: entry.rows for i, entry in enumerate(everything) if not isinstance(entry.use, FunctionalUse)}
-    strays, silent, shared = unaligned(N, losses, edges)
-    for fewer in sorted({rows[i] for i in shared if i in rows}, reverse=True):
+    own = [edge for edge in edges if edge[0] < len(entries) + len(calls)]
+    strays, silent, shared = unaligned(N, losses, own)
+    if shared and frozen:
+        strays, _, shared = unaligned(N, losses, edges)
+    else:
+        everything, edges = everything[: len(entries) + len(calls)], own
+    rows = {i: entry.length for i, entry in enumerate(everything) if not isinstance(entry.use, FunctionalUse)}
+    for fewer in sorted({rows[i] for i in shared if rows.get(i)}, reverse=True):
         having = {i for i in rows if rows[i] == fewer}
         if N % fewer == 0 and 2 * len(having & strays) > len(rows):
             left, quiet, _ = unaligned(fewer, losses, edges)
