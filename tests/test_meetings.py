@@ -222,6 +222,10 @@ USES: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tuple[in
     "base": (lambda m, h: h + m.p.exp() ** h.tanh() * m.q.abs() ** h.abs(), (4,), (TOKENS, 1)),
     "quotient": (lambda m, h: h / (m.p.exp() + 0.1) + m.q / h.exp(), (4,), ()),
     "pooling": (lambda m, h: (h.square() ** m.p.exp() + 0.1).sum(1, True) ** (1 / m.p.exp()) * m.q + h, (), ()),
+    "sum with a product": (lambda m, h: torch.addcmul(m.q, h, m.p, value=2), (4,), (4,)),
+    "product in a sum": (lambda m, h: torch.addcmul(h, m.p, h.tanh(), value=-0.5) * m.q, (4,), ()),
+    "interpolation": (lambda m, h: torch.lerp(h, h.roll(1, 1), m.p) + torch.lerp(m.q, h, h.sigmoid()), (4,), (4,)),
+    "interpolated": (lambda m, h: torch.lerp(h, m.p, h.sigmoid()) * torch.lerp(h, m.q, 0.5), (4,), (TOKENS, 1)),
     "in a logarithm": (lambda m, h: torch.logaddexp(h, m.p) * m.q, (4,), ()),
 }
 #: of which a parameter meets the samples in another operation

@@ -339,6 +339,18 @@ def _power(saved: Saved, position: int) -> Repetition:
     return Repetition(1.0, slope, (saved.self, saved.exponent), linear=False)
 
 
+def _sum_with_product(saved: Saved, position: int) -> Repetition:
+    if position == 0:
+        return Repetition()
+    return Repetition(saved.value, _itself, (saved.tensor2 if position == 1 else saved.tensor1,))
+
+
+def _interpolation(saved: Saved, position: int) -> Repetition:
+    if position == 2:
+        return Repetition(1.0, torch.sub, (saved.end, saved.self))
+    return Repetition(1.0, partial(torch.rsub, other=1) if position == 0 else _itself, (saved.weight,))
+
+
 def _summand_of_product(saved: Saved, position: int) -> Repetition | None:
     return Repetition(saved.beta) if position == 0 else None
 
@@ -426,6 +438,9 @@ _REPETITIONS: dict[str, Callable[[Saved, int], Repetition | None]] = {
     "PreluKernelBackward0": lambda saved, position: (
         Repetition(1.0, partial(torch.clamp, max=0), (saved.self,)) if position == 1 else None
     ),
+    "AddcmulBackward0": _sum_with_product,
+    "LerpBackward0": lambda saved, position: Repetition(saved.weight if position else 1 - saved.weight),
+    "LerpBackward1": _interpolation,
     "AddmmBackward0": _summand_of_product,
     "BaddbmmBackward0": _summand_of_product,
     "ConvolutionBackward0": _bias,
