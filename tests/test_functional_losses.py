@@ -366,7 +366,7 @@ def test_extended_loss_inside_of_a_module_with_parameters():
     assert_close(model.scale.diag_h, hessian.diagonal())
     assert_close(model.scale.diag_ggn_exact, hessian.diagonal())  # the scale enters linearly
 
-    model = extend(Owner(lambda z, scale: torch.addcmul(torch.zeros_like(z), z, scale)))
+    model = extend(Owner(lambda z, scale: torch.addcdiv(torch.zeros_like(z), z, scale.reciprocal())))
     with pytest.raises(CurvoptError, match="extended Owner .*submodule"), backpack(DiagGGNExact()):
         model(X).backward()
     model.scale.requires_grad_(False)

@@ -893,3 +893,68 @@ class Layers(nn.Module):
 
 def test_arguments_that_are_handed_on():
     check_all(extended(Case("", Layers, normal(N, 4), cross_entropy(), labels)))
+
+
+class Gathered(nn.Module):
+    """A layer on a graph of some edges, which weighs what comes along each of them by both of its ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.W, self.a = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        if not len(edges) or int(edges.max()) >= len(x):
+            raise IndexError("no such node")
+        h = x @ self.W
+        source, target = h[edges[0]], h[edges[1]]
+        scale = torch.logaddexp(source + target, self.a).sum(1, keepdim=True).tanh()
+        return torch.zeros_like(h).index_add(0, edges[1], scale * source)
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_modules_whose_arguments_point_into_the_batch(graphs: bool):
+    """The samples are graphs of two nodes, or the nodes of one."""
+    torch.manual_seed(0)
+    model, x, y = extend(Gathered().double()), torch.randn(6, 4).double(), torch.randint(2, (3 if graphs else 6,))
+    edges = torch.tensor([[0, 1, 1, 2, 3, 5, 4], [1, 0, 1, 3, 3, 4, 5]])
+
+    def losses() -> Tensor:
+        z = model(x, edges)
+        return F.cross_entropy(z.unflatten(0, (3, 2)).sum(1) if graphs else z, y, reduction="none")
+
+    with backpack(BatchGrad(), DiagGGNExact(), KFLR(), KFAC()):
+        losses().sum().backward()
+    expected = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses()]
+    for p, *gradients in zip(model.parameters(), *expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.logaddexp(x, self.p)
+
+
+class Experts(nn.Module):
+    """Sends every sample to one of three modules that are called again, or to none."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.experts = nn.ModuleList([Expert(), Expert(), Expert()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for i, expert in enumerate(self.experts):
+            chosen = (torch.arange(len(x), device=x.device) % 3 == 2 * i).nonzero().flatten()
+            h = h.index_copy(0, chosen, expert(h[chosen]))
+        return self.head(h)
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+def test_experts_that_are_called_again_with_nothing():
+    check_all(extended(Case("", Experts, normal(N, 4), cross_entropy(), labels)))

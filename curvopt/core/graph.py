@@ -47,6 +47,11 @@ class Entry:
         self.rows = self.rule.rows(use) if self.parameters and not self.no_samples else 0
 
     @property
+    def takes_samples(self) -> bool:
+        """Whether a module without a rule can be called on single samples, as far as that can be told beforehand."""
+        return not isinstance(self.rule, DefaultRule) or self.rule.takes_samples(self.use, list(self.parameters))
+
+    @property
     def length(self) -> int:
         """Length of the first axis of the input, of frozen modules, too; 0 if there is none."""
         return self.rows or (self.rule.rows(self.use) if has_batch(self.use) else 0)
@@ -155,7 +160,6 @@ class Graph:
             if _mixes_samples(node):
                 self.mixing[node] = records[0][0].describe() if records else name_of(node)
         self.owners: dict[nn.Parameter, tuple[Entry, str]] = {}
-        self.functional: list[Entry] = []
         #: Nodes between parameters and the operations in which they meet the samples.
         self._between: set[Node] = set()
         self._nodes = nodes
@@ -173,10 +177,11 @@ class Graph:
             if not self._read_inside(entry, inside, interior):
                 entry.check_alone()
                 self._own(entry, interior)
-                if entry.no_samples:
+                if entry.no_samples or not entry.takes_samples:
                     del self.entries[entry.use]
                     for name, p in entry.parameters.items():
                         self._take_itself(p, entry.use.path, name, entry.use.module)
+        self.functional: list[Entry] = []
         self.outside: list[str] = []
         self._read_outside(interior)
         self._follow_shared_lookups()
@@ -336,7 +341,7 @@ class Graph:
             self.calls[entry] = added
         return True
 
-    def _take_itself(self, p: nn.Parameter, path: str, name: str, module: nn.Module) -> None:
+    def _take_itself(self, p: nn.Parameter, path: str, name: str, module: nn.Module) -> Entry:
         """Have one use answer for all that becomes of a parameter, instead of all others."""
         if p._backward_hooks:
             raise CurvoptError(
@@ -349,7 +354,7 @@ class Graph:
         entry = self.entries[use] = Entry(use, {name: p}, Itself())
         entry.edges[0] = GradientEdge(next(node for node in self._nodes if leaf_of(node) is p), 0)
         self.owners[p] = entry, name
-        self.functional.append(entry)
+        return entry
 
     def call_again(self, call: Entry) -> None:
         """Put the call of a module in the place of the operations in it."""
@@ -393,7 +398,8 @@ class Graph:
                     "that is not known, which the quantities would miss; call its module, or use it by F.linear or "
                     "F.embedding, outside of what torch.compile compiles."
                 )
-            self._take_itself(p, path, names[p], nn.Module() if entry is None else entry.use.owner)
+            owner = nn.Module() if entry is None else entry.use.owner
+            self.functional.append(self._take_itself(p, path, names[p], owner))
         self.functional += self._add(found, names)
 
     def _follow_shared_lookups(self) -> None:

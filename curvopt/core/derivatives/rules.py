@@ -7,6 +7,7 @@ the module itself, sample by sample; a registered rule is only ever a faster equ
 
 from __future__ import annotations
 
+import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
@@ -20,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import _global_forward_hooks
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from curvopt.core import costs
 from curvopt.core.compare import allclose
@@ -275,6 +276,9 @@ class DefaultRule(Rule):
 
     def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         rows = self.rows(use)
+        if rows == 0:
+            V, params = len(next(grad for grad in grads if grad is not None)), self.parameters(use.module)
+            return {name: Dense(params[name].new_zeros(V, N, *params[name].shape)) for name in names}
         leaves, spec = tree_flatten((use.args, use.kwargs))
         batched = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows]
         wanted = [i for i, grad in enumerate(grads) if grad is not None]
@@ -328,6 +332,29 @@ class DefaultRule(Rule):
         check_outputs(use, [again.get(i) for i in range(len(grads))], "called on one sample at a time")
         return {name: Dense(rearrange(value, "v (n k) ... -> v n k ...", n=N).sum(2)) for name, value in values.items()}
 
+    def takes_samples(self, use: Use, names: list[str]) -> bool:
+        """Whether the module can be called on one row alone, or gets indices that count in the whole batch (graphs)."""
+        rows, leaves = self.rows(use), [x for x in tree_leaves((use.args, use.kwargs)) if isinstance(x, Tensor)]
+        if not rows or not any(_may_index(x, rows) for x in leaves):
+            return True
+        dtype = self.parameters(use.module)[names[0]].dtype
+        first = copy.copy(use.in_precision(dtype))
+        assert use.outputs is not None
+        first.outputs, first.cache = [(out[:1], seen) for out, seen in use.outputs], {}
+        grads = [
+            torch.zeros_like(out, dtype=dtype).unsqueeze(0) if out.is_floating_point() else None
+            for out, _ in first.outputs
+        ]
+        with torch.no_grad(), RandomState([x.device for x in leaves]).again():
+            try:
+                first.args, first.kwargs = tree_map_only(
+                    Tensor, lambda x: x[:1] if x.dim() and len(x) == rows else x, (first.args, first.kwargs)
+                )
+                self.jac_t(first, grads, names, 1)
+            except (CurvoptError, RuntimeError):
+                return False
+        return True
+
     def _loop(self, outputs, parameters, samples, arrived, use):
         """The same sample by sample with plain autograd, for modules that vmap cannot enter (fused recurrent cells)."""
         create_graph = torch.is_grad_enabled()
@@ -366,6 +393,13 @@ class DefaultRule(Rule):
             )
         stacked = [torch.stack(column, 1) for column in zip(*values, strict=True)]
         return dict(zip(names, stacked, strict=True)), [torch.stack(column) for column in zip(*results, strict=True)]
+
+
+def _may_index(x: Tensor, rows: int) -> bool:
+    """Whether an argument of a module may tell by indices which rows of its input meet."""
+    if x.layout != torch.strided:
+        return True
+    return x.dim() > 0 and len(x) != rows and x.dtype in (torch.int32, torch.int64)
 
 
 def _no_batch_axis(use: Use, index: int, grad: Tensor) -> CurvoptError:
