@@ -958,3 +958,28 @@ class Experts(nn.Module):
 @pytest.mark.filterwarnings("ignore:the first axis does not hold")
 def test_experts_that_are_called_again_with_nothing():
     check_all(extended(Case("", Experts, normal(N, 4), cross_entropy(), labels)))
+
+
+class Tokens(nn.Module):
+    """Calls a module with the tokens of all sequences together."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.first, self.inner = nn.Linear(4, 4), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.first(x).flatten(0, 1)).unflatten(0, x.shape[:2]).mean(1)
+
+
+def test_modules_are_called_again_with_all_rows_of_a_sample():
+    class Chosen(Expert):
+        """Looks at values, which vmap cannot do."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(len(x))
+            return super().forward(x) if bool(x.isfinite().all()) else x
+
+    calls: list[int] = []
+    model = partial(nn.Sequential, Tokens(Chosen()), nn.Linear(4, 2))
+    check_all(extended(Case("", model, normal(N, 5, 4), cross_entropy(), labels)))
+    assert set(calls) == {5, 5 * N}

@@ -487,17 +487,10 @@ class TimeFirst(nn.Module):
         return x @ self.weight if self.known else torch.logaddexp(x.unsqueeze(3), self.weight).sum(2)
 
 
-@pytest.mark.parametrize("steps", [N - 1, N])
-def test_module_without_a_rule_that_returns_time_first(steps: int):
-    model = extend(Net(lambda net, x: net.first(x).mean(0), TimeFirst(known=False)))
-    with pytest.warns(CurvoptWarning), backpack(BatchGrad()):
-        with pytest.raises(CurvoptError, match="first .*does not keep the batch axis"):
-            nn.CrossEntropyLoss()(model(torch.rand(N, steps, 3).double()), data()[1]).backward()
-
-
+@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("steps", [1, N - 1, N, 2 * N])
-def test_known_products_in_a_module_that_returns_time_first(steps: int):
-    model = Net(lambda net, x: net.first(x).mean(0), TimeFirst(known=True))
+def test_a_module_that_returns_time_first(steps: int, known: bool):
+    model = Net(lambda net, x: net.first(x).mean(0), TimeFirst(known))
     x, y = torch.rand(N, steps, 3).double(), data()[1]
     expected = individual_gradients(model, x, y)
     with warnings.catch_warnings():

@@ -259,7 +259,10 @@ def _by_sample(sides: Tensor, N: int) -> Tensor:
 
 
 class DefaultRule(Rule):
-    """Any module with parameters: ``vmap`` of ``vjp`` over its own forward, a loop where vmap cannot."""
+    """Any module with parameters: ``vmap`` of ``vjp`` over its own forward, a loop where vmap cannot.
+
+    It is called with all rows of a sample together.
+    """
 
     checks_outputs = True
 
@@ -285,8 +288,9 @@ class DefaultRule(Rule):
         arrived = [grad for grad in grads if grad is not None]
         parameters = {name: p for name, p in self.parameters(use.module).items() if name in names}
         for i, grad in zip(wanted, arrived, strict=True):
-            if grad.shape[1:2] != (rows,):
+            if grad.dim() == 1 or (N > 1 and len(grad[0]) != rows):
                 raise _no_batch_axis(use, i, grad)
+        arrived = [grad.unflatten(1, (N, -1)) for grad in arrived]
 
         def whole(params: dict[str, Tensor], given: list[Any]) -> list[Tensor]:
             args, kwargs = tree_unflatten(given, spec)
@@ -301,14 +305,14 @@ class DefaultRule(Rule):
         def outputs(params: dict[str, Tensor], samples: list[Tensor]) -> list[Tensor]:
             full = list(leaves)
             for i, sample in zip(batched, samples, strict=True):
-                full[i] = sample.unsqueeze(0)
-            return [out.squeeze(0) for out in whole(params, full)]
+                full[i] = sample
+            return whole(params, full)
 
         def products(samples: list[Tensor], vectors: list[Tensor]):
             results, vjp, *_ = torch.func.vjp(partial(outputs, samples=samples), parameters)
             return torch.func.vmap(lambda v: vjp(v)[0])(vectors), results
 
-        samples = [leaves[i] for i in batched]
+        samples = [leaves[i].unflatten(0, (N, -1)) for i in batched]
         elements = arrived[0].shape[0] * max((p.numel() for p in parameters.values()), default=1)
         with disable():
             try:
@@ -317,8 +321,9 @@ class DefaultRule(Rule):
                 values, results = mapped(samples, arrived)
                 # some operators have wrong batching rules in PyTorch: a weighted sum is known without any
                 _, vjp, *_ = torch.func.vjp(partial(whole, given=leaves), parameters)
-                weights = _weights(len(arrived[0]), rows, arrived[0])
-                total = vjp([torch.einsum("vn,vn...->n...", weights.to(grad.dtype), grad) for grad in arrived])[0]
+                weights = _weights(len(arrived[0]), N, arrived[0])
+                sums = [torch.einsum("vn,vn...->n...", weights.to(grad.dtype), grad) for grad in arrived]
+                total = vjp([sum_.flatten(0, 1) for sum_ in sums])[0]
                 if not all(_same_sum(values[name], weights, total[name]) for name in parameters):
                     values, results = self._loop(outputs, parameters, samples, arrived, use)
             except Exception as error:
@@ -328,9 +333,9 @@ class DefaultRule(Rule):
                         "call model.eval() or move the random operation into a submodule without parameters."
                     ) from error
                 values, results = self._loop(outputs, parameters, samples, arrived, use)
-        again = dict(zip(wanted, results, strict=True))
+        again = dict(zip(wanted, (result.flatten(0, 1) for result in results), strict=True))
         check_outputs(use, [again.get(i) for i in range(len(grads))], "called on one sample at a time")
-        return {name: Dense(rearrange(value, "v (n k) ... -> v n k ...", n=N).sum(2)) for name, value in values.items()}
+        return {name: Dense(value) for name, value in values.items()}
 
     def takes_samples(self, use: Use, names: list[str]) -> bool:
         """Whether the module can be called on one row alone, or gets indices that count in the whole batch (graphs)."""
