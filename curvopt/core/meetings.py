@@ -105,7 +105,10 @@ class Data:
         leaf = leaf_of(node)
         if leaf is not None:
             return not isinstance(leaf, nn.Parameter) and self._are(leaf)
-        if any(self.may_lie_along(lengths) and self.may_be(x) for x, lengths in constants_of(node)):
+        constants = constants_of(node)
+        if constants and not any(self.may_be(x) for x, _ in constants):
+            return False
+        if any(self.may_lie_along(lengths) and self.may_be(x) for x, lengths in constants):
             return True
         operands: list[Any] = [
             below._input_metadata[nr].shape  # type: ignore[attr-defined]
