@@ -411,6 +411,36 @@ def test_computed_weights_a_few_samples_at_a_time(name: str, monkeypatch: pytest
             torch.testing.assert_close(p.kflr[0], p.diag_ggn_exact.flatten())
 
 
+class First(torch.autograd.Function):
+    """The first of two tensors; no gradient arrives at the other."""
+
+    @staticmethod
+    def forward(ctx: object, first: Tensor, other: Tensor) -> Tensor:
+        return first.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@pytest.mark.parametrize("weight", [torch.tril, torch.tanh, lambda p: p / p.norm()])
+def test_computed_weights_of_several_uses(weight: Callable[[Tensor], Tensor]):
+    def use(m: Own, h: Tensor) -> Tensor:
+        W = weight(m.p)
+        z = torch.tanh(torch.tanh(h @ W) @ W)
+        return First.apply(z, h @ W) + z @ weight(m.p.T)
+
+    torch.manual_seed(0)
+    model, x, y = extend(Own(use, (4, 4)).double()), torch.randn(N, TOKENS, 4).double(), torch.randint(8, (N,))
+    losses = F.cross_entropy(model(x), y, reduction="none") / N
+    expected = torch.stack([torch.autograd.grad(loss, model.p, retain_graph=True)[0] for loss in losses])
+    for extensions in ([BatchGrad()], [BatchGrad(), BatchL2Grad()]):
+        with backpack(*extensions):
+            F.cross_entropy(model(x), y).backward()
+        torch.testing.assert_close(model.p.grad_batch, expected)
+    torch.testing.assert_close(model.p.batch_l2, expected.square().flatten(1).sum(1))
+
+
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 def test_factors_of_a_merged_adapter_are_those_of_its_layers(approx: Literal["expand", "reduce"]):
     uses = [

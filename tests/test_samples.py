@@ -272,7 +272,7 @@ def prompted(m: Common, h: Tensor) -> Tensor:
 def latents(m: Common, h: Tensor) -> Tensor:
     """Of own parameters, through layers first."""
     queries = torch.tanh(m.prompt(m.latents)).expand(len(h), -1, -1)
-    return (queries @ h.mT).softmax(-1) @ h + m.latents
+    return (queries @ m.second(h).mT).softmax(-1) @ h + m.latents
 
 
 def in_checkpoints(m: Common, h: Tensor) -> Tensor:
@@ -289,6 +289,7 @@ COMMON: dict[str, tuple[Callable[[Common, Tensor], Tensor], set[str]]] = {
     "a bias of two layers": (bias_of_two, {"distances"}),
     "a bias of each layer": (bias_of_each, {"distances", "shared"}),
     "prompts": (prompted, {"prompt"}),
+    "latents": (latents, {"prompt", "latents"}),
 }
 
 

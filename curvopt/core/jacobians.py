@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from curvopt.core import costs
 from curvopt.core.products import add_product, by_onednn, gapless, of_gapless, product
@@ -573,14 +574,19 @@ class Computed(Jacobian):
         inner: the products.
         pull: pulls ``[v, *computed]`` back to ``[v, *p]``.
         p: the parameter.
+        source: where it was computed.
     """
 
     factored = False
 
-    def __init__(self, inner: Jacobian, pull: Callable[[Tensor], Tensor], p: Tensor):
+    def __init__(self, inner: Jacobian, pull: Callable[[Tensor], Tensor], p: Tensor, source: GradientEdge):
         """Keep them."""
         self.inner, self.pull, self.p = inner if isinstance(inner, Outer) else Dense(inner.dense()), pull, p
-        self.V, self.N, self.shape = inner.V, inner.N, p.shape
+        self.V, self.N, self.shape, self.source = inner.V, inner.N, p.shape, source
+
+    def of(self, inner: Jacobian) -> Computed:
+        """The same of other products."""
+        return Computed(inner, self.pull, self.p, self.source)
 
     def dense(self) -> Tensor:
         return torch.cat([values for _, values in self._parts()], 1)
@@ -643,12 +649,16 @@ class Scaled(Computed):
     Args:
         inner: the products.
         factor: by which each entry is multiplied, ``[*p]``.
+        source: where it was computed.
     """
 
-    def __init__(self, inner: Outer, factor: Tensor):
+    def __init__(self, inner: Outer, factor: Tensor, source: GradientEdge):
         """Keep them."""
-        super().__init__(inner, factor.mul, factor)
+        super().__init__(inner, factor.mul, factor, source)
         self.outer, self.factor = inner, factor
+
+    def of(self, inner: Jacobian) -> Computed:
+        return Scaled(inner, self.factor, self.source) if isinstance(inner, Outer) else super().of(inner)
 
     def squares(self) -> Tensor:
         self.outer.weights = self.weights
@@ -1048,6 +1058,9 @@ def _concatenate(parts: Sequence[Jacobian]) -> Jacobian:
     if len(outers) == len(parts) and len({(part.transposed, part.G, part.O) for part in outers}) == 1:
         left, right = torch.cat([o.left for o in outers], 3), torch.cat([o.right for o in outers], 2)
         return Outer(left, right, first.shape, outers[0].transposed)
+    computed = [part for part in parts if isinstance(part, Computed)]
+    if len(computed) == len(parts) and len({part.source for part in computed}) == 1:
+        return computed[0].of(_concatenate([part.inner for part in computed]))
     if all(isinstance(part, Lookup) for part in parts):
         lookups = [part for part in parts if isinstance(part, Lookup)]
         left = torch.cat([lookup.left for lookup in lookups], 1)

@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
 
 from curvopt.core import costs
 from curvopt.core.averaged import averaged_jacobians
@@ -28,7 +29,7 @@ from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.derivatives.rules import AffineRule
 from curvopt.core.functional import of_each_sample
 from curvopt.core.graph import Entry, Graph, leaves_behind
-from curvopt.core.jacobians import Dense, Jacobian, cast, combine, of_samples
+from curvopt.core.jacobians import Computed, Dense, Jacobian, cast, combine, of_samples
 from curvopt.core.residuals import (
     Modify,
     cut,
@@ -45,7 +46,7 @@ from curvopt.core.residuals import (
     wrong_twice,
 )
 from curvopt.core.samples import find_samples, only, unaligned
-from curvopt.core.uses import Head, Loss, TermUse, Use, is_hooked
+from curvopt.core.uses import Head, Loss, TermUse, Use, is_hooked, listeners
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
@@ -209,6 +210,8 @@ class Pass:
         #: Parameters whose gradients come from here, as sums of products, and where the backward has to come for them.
         self.spared = dict(self._spared() if spares else ())
         self.awaited = frozenset(self.awaiting())
+        #: Hooks on nodes where weights are computed.
+        self.settling: dict[tuple[nn.Parameter, GradientEdge], RemovableHandle] = {}
         for extension in extensions:
             self._check_subsampling(extension, self.samples.N)
         if self.samples.unaligned and graph.heads is not graph.losses:
@@ -289,8 +292,16 @@ class Pass:
             parts.append(jacobian)
             if not self.graph.terms and len(parts) == self.graph.uses_of[p] and p not in self.awaited:
                 self._reduce_gradient(p)
-            else:
-                parts[-1] = jacobian.settled()
+            elif isinstance(jacobian, Computed) and (p, jacobian.source) not in self.settling:
+                hook = partial(self._settle, p, jacobian.source)
+                self.settling[p, jacobian.source] = jacobian.source.node.register_prehook(hook)
+
+    def _settle(self, p: nn.Parameter, source: GradientEdge, grads: object) -> None:
+        """The backward has come to where a weight was computed: pull back what waits before that is freed."""
+        if listeners[-1] is not None:  # in the user's backward
+            for i, part in enumerate(parts := self.parts.get(p, [])):
+                if isinstance(part, Computed) and part.source == source:
+                    parts[i] = part.settled()
 
     @_without_autocast
     def accumulated(self, p: nn.Parameter, grad: Tensor) -> None:
@@ -366,6 +377,8 @@ class Pass:
         """Drop what uses cached for this backward."""
         for use in self.graph.entries:
             use.cache.clear()
+        for handle in self.settling.values():
+            handle.remove()
         costs.forget_unused()
 
     def undo(self) -> None:

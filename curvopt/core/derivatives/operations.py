@@ -233,9 +233,11 @@ def _through(source: GradientEdge | None, p: nn.Parameter, jacobian: Jacobian) -
         return jacobian if isinstance(jacobian, Outer) and p.dim() > 1 else Dense(jacobian.dense().reshape(shape))
     pulled = partial(_pull, source, p)
     if not _is_by_entry(source, p):
-        return Computed(jacobian, pulled, p)
+        return Computed(jacobian, pulled, p, source)
     factor = pulled(torch.ones_like(p))[0]
-    return Scaled(jacobian, factor) if isinstance(jacobian, Outer) else Dense(jacobian.dense().reshape(shape) * factor)
+    if isinstance(jacobian, Outer):
+        return Scaled(jacobian, factor, source)
+    return Dense(jacobian.dense().reshape(shape) * factor)
 
 
 def _pull(source: GradientEdge, p: nn.Parameter, vectors: Tensor) -> Tensor:
