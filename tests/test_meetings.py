@@ -411,6 +411,22 @@ def test_computed_weights_a_few_samples_at_a_time(name: str, monkeypatch: pytest
             torch.testing.assert_close(p.kflr[0], p.diag_ggn_exact.flatten())
 
 
+@pytest.mark.parametrize("name", [*COMPUTED, "merged adapter", "scaled rows and columns", "adapter of kernels"])
+def test_computed_weights_in_checkpoints(name: str):
+    use, shape, other = PRODUCTS[name]
+    block = lambda m, h: torch.tanh(use(m, h))  # noqa: E731
+    uses = [block, lambda m, h: checkpoint(partial(block, m), h, use_reentrant=False)]
+    models = [extend(Own(each, shape, other)).double() for each in uses]
+    models[1].load_state_dict(models[0].state_dict())
+    x, y, lossfunc = torch.randn(6, TOKENS, 4).double(), torch.randint(2 * TOKENS, (6,)), extend(nn.CrossEntropyLoss())
+    for model in models:
+        with backpack(KFLR(), BatchGrad(), BatchL2Grad()):
+            lossfunc(model(x), y).backward()
+    for plain, checkpointed in zip(*(model.parameters() for model in models), strict=True):
+        for field in ("kflr", "grad_batch", "batch_l2"):
+            torch.testing.assert_close(getattr(checkpointed, field), getattr(plain, field))
+
+
 class First(torch.autograd.Function):
     """The first of two tensors; no gradient arrives at the other."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -106,8 +106,9 @@ class Derived(Rule):
     """
 
     def __init__(self, rule: Rule, p: nn.Parameter, source: GradientEdge | None):
-        """Keep them."""
+        """Keep them, and read what nodes saved: while a checkpointed graph is passed, that is given out only once."""
         self.rule, self.p, self.source = rule, p, source
+        self._way = [] if source is None else _way_back(source, p)
 
     @cached_property
     def linear(self) -> bool:  # type: ignore[override]
@@ -123,10 +124,49 @@ class Derived(Rule):
         jacobian, source = self.rule.jac_t(use, grads, ["weight"], N)["weight"], self.source
         if source is not None and isinstance(jacobian, Outer):
             if "sides" not in use.cache:
-                use.cache["sides"] = Sides(source, self.p, jacobian)
+                use.cache["sides"] = Sides(source, self._way, jacobian)
             sides = use.cache["sides"]
             jacobian, source = sides(jacobian), sides.source
         return dict.fromkeys(names, _through(source, self.p, jacobian))
+
+
+class Passed(NamedTuple):
+    """An operation on the way from a weight back to a parameter.
+
+    Attributes:
+        operand: where its operand was computed; ``None`` for the parameter.
+        shape: shape of that.
+        what: what it does to that: multiply it (its position, and the other matrix), scale it, or view it.
+    """
+
+    operand: GradientEdge | None
+    shape: torch.Size
+    what: tuple[int, Tensor] | Repetition | Tensor
+
+
+def _way_back(source: GradientEdge, p: nn.Parameter) -> list[Passed]:
+    """The operations from a weight back to the parameter, as far as these are one after the other, and known."""
+    way: list[Passed] = []
+    between, at = _between(source.node, p), source
+    while at is not None:
+        node = at.node
+        positions = [i for i, (below, _) in enumerate(node.next_functions) if below in between]
+        if len(positions) != 1:
+            break
+        (position,) = positions
+        below: Any = node.next_functions[position]
+        shape, what = shape_of(*below), None
+        if name_of(node) == "MmBackward0":
+            what = position, Saved(node).self if position else Saved(node).mat2
+        elif not repeats(node):
+            what = viewed(node, torch.empty(shape, device="meta"))
+        elif shape == shape_of(node):
+            what = repetition(node, position)
+        if what is None:
+            break
+        at = None if leaf_of(below[0]) is p else GradientEdge(*below)
+        way.append(Passed(at, shape, what))
+    return way
 
 
 class Sides:
@@ -136,28 +176,24 @@ class Sides:
 
     Args:
         source: where the weight was computed.
-        p: the parameter.
+        way: the operations from there.
         outer: products with respect to the weight.
 
     Attributes:
         source: where the rest was computed; ``None`` if nothing is left.
     """
 
-    def __init__(self, source: GradientEdge, p: nn.Parameter, outer: Outer):
+    def __init__(self, source: GradientEdge, way: Sequence[Passed], outer: Outer):
         """Go that way."""
         self.source: GradientEdge | None = source
         self._shape, self._transposed, self._sizes = outer.shape, outer.transposed, [outer.O, outer.I]
         self._has_groups = outer.G > 1
         self._steps: tuple[list[Step], list[Step]] = [], []
         self._right, self._one = None, outer.left.new_ones(())
-        between = _between(source.node, p)
-        while self.source is not None:
-            node = self.source.node
-            positions = [i for i, (below, _) in enumerate(node.next_functions) if below in between]
-            if len(positions) != 1 or not self._pass(node, positions[0]):
+        for passed in way:
+            if not self._pass(passed):
                 break
-            below: Any = node.next_functions[positions[0]]
-            self.source = None if leaf_of(below[0]) is p else GradientEdge(*below)
+            self.source = passed.operand
 
     def __call__(self, outer: Outer) -> Outer:
         """The products with respect to where the rest of the way begins."""
@@ -166,31 +202,27 @@ class Sides:
             self._right = _apply(self._steps[1], outer.right)
         return outer.with_sides(left, self._right, self._shape, self._transposed)
 
-    def _pass(self, node: Node, position: int) -> bool:
+    def _pass(self, passed: Passed) -> bool:
         """Remember how an operation acts on the sides, if it does."""
-        shape = shape_of(*node.next_functions[position])
-        if name_of(node) == "MmBackward0":
-            return self._pass_product(Saved(node), position, shape)
-        if repeats(node) and shape == self._shape:
-            found = repetition(node, position)
-            return found is not None and self._pass_factor(found)
-        seen = viewed(node, torch.empty(shape, device="meta"))
-        if seen is None or seen.shape != self._shape or not (seen.is_contiguous() or seen.mT.is_contiguous()):
-            return False
-        if not seen.is_contiguous():
-            if not self._is_matrix:
+        what = passed.what
+        if isinstance(what, Repetition):
+            return self._pass_factor(what)
+        if isinstance(what, Tensor):
+            if what.shape != self._shape:
                 return False
-            self._transposed = not self._transposed
-        self._shape = shape
-        return True
-
-    def _pass_product(self, saved: Saved, position: int, shape: torch.Size) -> bool:
-        if not self._is_matrix:
+            swapped = not what.is_contiguous()
+            if swapped and not (self._is_matrix and what.mT.is_contiguous()):
+                return False
+            self._transposed = self._transposed != swapped
+        elif self._is_matrix:
+            position, other = what
+            # a matrix that is multiplied from the right acts on the side of the columns
+            side, other = self._sides[1 - position], other if position else other.mT
+            self._steps[side].append((torch.matmul, other))
+            self._sizes[side] = other.shape[1]
+        else:
             return False
-        # what a matrix is multiplied with from the right acts on the side of its columns
-        side, other = self._sides[1 - position], saved.self if position else saved.mat2.mT
-        self._steps[side].append((torch.matmul, other))
-        self._sizes[side], self._shape = other.shape[1], shape
+        self._shape = passed.shape
         return True
 
     def _pass_factor(self, found: Repetition) -> bool:
