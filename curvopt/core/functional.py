@@ -286,9 +286,13 @@ def spreads(node: Node, position: int) -> bool:
     """Whether an operation that keeps no tensors repeats an operand along the first axis."""
     if name_of(node) not in ("ExpandBackward0", "RepeatBackward0", "AddBackward0", "SubBackward0"):
         return False
-    sizes, out = _sizes_among(node, position), shape_of(node)
-    repeated = name_of(node) != "RepeatBackward0" or sizes[1:] == list(out[1:])
-    return len(out) > 0 and sizes[0] == 1 and repeated
+    along_others = name_of(node) == "RepeatBackward0" and _sizes_among(node, position)[1:] != list(shape_of(node)[1:])
+    return lacks_rows(node, position) and not along_others
+
+
+def lacks_rows(node: Node, position: int) -> bool:
+    """Whether an operand has only one row, or no axis for rows, of an output with axes."""
+    return len(shape_of(node)) > 0 and _sizes_among(node, position)[0] == 1
 
 
 def of_each_sample(node: Node, position: int, vectors: Tensor, N: int) -> Tensor:
@@ -311,14 +315,13 @@ def is_bias(node: Node, position: int, p: Tensor) -> bool:
     """Whether an operand has an entry for each output of a layer with rows for samples."""
     name = name_of(node)
     if name == "AddmmBackward0" and position == 0:
-        shape = torch.Size(node._input_metadata[0].shape)  # type: ignore[attr-defined]
-        return p.shape == shape[1:] and Saved(node).beta == 1
+        return p.shape == shape_of(node)[1:] and Saved(node).beta == 1
     return name == "ConvolutionBackward0" and position == 2
 
 
 def shape_among(node: Node, shape: torch.Size) -> torch.Size:
     """The shape of an operand as it is repeated, whose axes are the last ones of the output."""
-    dims = len(node._input_metadata[0].shape)  # type: ignore[attr-defined]
+    dims = len(shape_of(node))
     return torch.Size([*shape, *[1] * (dims - 2)]) if name_of(node) in _BY_CHANNELS else shape
 
 

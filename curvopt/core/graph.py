@@ -18,7 +18,7 @@ from curvopt.core.derivatives.operations import Itself
 from curvopt.core.derivatives.rules import AffineRule, DefaultRule, Rule, has_batch, tensors
 from curvopt.core.functional import FunctionalUse, Way
 from curvopt.core.meetings import Data, Meeting, Meetings, added_term, repeats_for_samples
-from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, parents_of, walk
+from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, parents_of, shape_of, walk
 from curvopt.core.uses import TermUse, Use, describe, extended_name, records_of
 from curvopt.errors import CurvoptError
 
@@ -88,7 +88,7 @@ class Entry:
 
     def gives_samples(self, edge: GradientEdge) -> bool:
         """Whether an output may hold the samples along its first axis, as that of a module of parameters may not."""
-        shape = edge.node._input_metadata[edge.output_nr].shape  # type: ignore[attr-defined]
+        shape = shape_of(edge.node, edge.output_nr)
         called = isinstance(self.rule, DefaultRule) and self.rows > 0
         return not self.no_samples and (not called or (len(shape) > 0 and shape[0] % self.rows == 0))
 
@@ -415,7 +415,7 @@ class Graph:
         for entry in lookups:
             above = repeats_for_samples(entry.edges[0].node, self._parents)
             if above is not None:
-                out: Any = torch.Size(above._input_metadata[0].shape)  # type: ignore[attr-defined]
+                out = shape_of(above)
                 del self.entries[entry.use]
                 entry.use = entry.use.expanded(out, shared=entry.use.shapes[0] == out[1:])
                 self.entries[entry.use] = entry
@@ -530,7 +530,7 @@ def _mixes_rows(node: Node, rows: set[int]) -> bool:
     right, nr = node.next_functions[-1]
     if right is None:
         return False
-    shape = right._input_metadata[nr].shape  # type: ignore[attr-defined]
+    shape = shape_of(right, nr)
     length = shape[-2] if len(shape) > 1 else shape[0]
     batched = len(shape) == 3 and any(row and shape[0] % row == 0 for row in rows)
     if batched or length == 0 or all(row % length for row in rows):

@@ -23,6 +23,7 @@ from curvopt.core.functional import (
     constants_of,
     is_bias,
     is_layer,
+    lacks_rows,
     layer_call,
     repeats,
     repetition,
@@ -30,6 +31,8 @@ from curvopt.core.functional import (
     shape_among,
 )
 from curvopt.core.residuals import leaf_of, name_of, shape_of, walk
+
+_EXPANDING = frozenset(["ExpandBackward0", "RepeatBackward0"])
 
 #: Operations between a parameter and the samples that are followed.
 LONGEST = 30
@@ -93,12 +96,7 @@ class Data:
 
     def repeats(self, node: Node) -> bool:
         """Whether an operation repeats what it is called with for every sample."""
-        if not name_of(node).startswith(("Expand", "Repeat")):
-            return False
-        ((below, nr),) = node.next_functions
-        shape = node._input_metadata[0].shape  # type: ignore[attr-defined]
-        before: Any = () if below is None else below._input_metadata[nr].shape  # type: ignore[attr-defined]
-        return len(shape) > 0 and shape[0] in self.rows and (len(before) < len(shape) or before[0] == 1)
+        return name_of(node) in _EXPANDING and lacks_rows(node, 0) and shape_of(node)[0] in self.rows
 
     def enter(self, node: Node) -> bool:
         """Whether they are a constant operand of an operation, or the leaf whose gradient a node accumulates."""
@@ -110,12 +108,8 @@ class Data:
             return False
         if any(self.may_lie_along(lengths) and self.may_be(x) for x, lengths in constants):
             return True
-        operands: list[Any] = [
-            below._input_metadata[nr].shape  # type: ignore[attr-defined]
-            for below, nr in node.next_functions
-            if below is not None
-        ]
-        shape = node._input_metadata[0].shape  # type: ignore[attr-defined]
+        operands = [shape_of(below, nr) for below, nr in node.next_functions if below is not None]
+        shape = shape_of(node)
         if len(operands) == len(node.next_functions) or not len(shape):
             return False
         known = (len(shape), shape[0]) in self._shapes
@@ -250,8 +244,7 @@ class Meetings:
     def _use(
         self, node: Node, module: nn.Module, args: tuple[Tensor, ...], boundary: frozenset[Node] = frozenset()
     ) -> FunctionalUse:
-        shape = torch.Size(node._input_metadata[0].shape)  # type: ignore[attr-defined]
-        return FunctionalUse(self.path, module, args, shape, self.module, boundary)
+        return FunctionalUse(self.path, module, args, shape_of(node), self.module, boundary)
 
 
 def repeats_for_samples(node: Node, parents: dict[Node, list[Node]]) -> Node | None:
@@ -259,7 +252,7 @@ def repeats_for_samples(node: Node, parents: dict[Node, list[Node]]) -> Node | N
     above = parents.get(node, [])
     if len(above) != 1:
         return None
-    own, out = (torch.Size(each._input_metadata[0].shape) for each in (node, above[0]))  # type: ignore[attr-defined]
+    own, out = shape_of(node), shape_of(above[0])
     broadcasts = name_of(above[0]) == "ExpandBackward0" or (
         name_of(above[0]) == "AddBackward0" and above[0]._saved_alpha == 1  # type: ignore[attr-defined]
     )
@@ -285,4 +278,4 @@ def added_term(node: Node, parents: dict[Node, list[Node]], dependent: set[Node]
 
 
 def _adds_scalar(node: Node) -> bool:
-    return name_of(node).startswith(("Add", "Sub")) and torch.Size(node._input_metadata[0].shape).numel() == 1
+    return name_of(node).startswith(("Add", "Sub")) and shape_of(node).numel() == 1
