@@ -191,6 +191,16 @@ PRODUCTS: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tupl
     "prelu": (lambda m, h: F.prelu(h, m.p) * F.prelu(h, m.q), (TOKENS,), (1,)),
     "lookup": (lambda m, h: h + F.embedding(h.argmax(2), m.p) + m.q, (4, 4), ()),
     "lookup of columns": (lambda m, h: h + F.embedding(h.argmax(2), m.p.T) + m.q, (4, 4), ()),
+    "indexed": (
+        lambda m, h: h + m.p[h.detach().argmax(2)] + m.q[h.detach()[..., 0].argmax(1) - TOKENS + 1][:, None, None],
+        (4, 4),
+        (TOKENS,),
+    ),
+    "rows selected": (
+        lambda m, h: h + m.p.index_select(0, h.detach().argmax(2).flatten()).view_as(h) * m.q.exp()[[2]],
+        (4, 4),
+        (4, 4),
+    ),
     "positions": (lambda m, h: h + F.embedding(torch.arange(TOKENS, device=h.device), m.p) * m.q, (6, 4), (4,)),
     "joined": (joined, (4,), ()),
     "features first": (lambda m, h: (m.p @ h.flatten(0, 1).T).T.view_as(h) + m.q, (4, 4), ()),

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from torch.nn.modules import _functions
 
 from curvopt.core.derivatives.affine import Conv, ConvTranspose, Product
-from curvopt.core.derivatives.embedding import Embedding
+from curvopt.core.derivatives.embedding import Embedding, Indexed
 from curvopt.core.derivatives.rules import Rule
 from curvopt.core.residuals import name_of, shape_of
 from curvopt.core.uses import Use
@@ -175,12 +175,16 @@ def constants_of(node: Node) -> list[tuple[Tensor, Sequence[int]]]:
     """
     name, saved = name_of(node), Saved(node)
     found: list[tuple[Tensor | None, Sequence[int]]] = []
+    x: Tensor | None
     if name == "EmbeddingBackward0":
         found = [(saved.indices, saved.indices.shape)]
+    elif name in ("IndexBackward0", "IndexSelectBackward0"):
+        x = _index(node)
+        found = [] if x is None else [(x, x.shape)]
     elif name in _PRODUCTS:
         first, *sides = _PRODUCTS[name]
         for i, side in enumerate(sides):
-            x: Tensor | None = getattr(saved, side) if node.next_functions[first + i][0] is None else None
+            x = getattr(saved, side) if node.next_functions[first + i][0] is None else None
             if x is not None:
                 summed = x.dim() - 1 - i if x.dim() > 1 else 0
                 found.append((x, [length for axis, length in enumerate(x.shape) if axis != summed]))
@@ -249,10 +253,29 @@ def _lookup(node: Node, position: int, weight: Tensor, shape: torch.Size) -> Lay
     return LayerCall(Embedding(), module, saved.indices, None)
 
 
+def _indexed(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
+    x = _index(node)
+    if x is None or weight.dim() > 2 or weight.shape != shape or not weight.is_contiguous():
+        return None
+    module = nn.Embedding(1, 1, device="meta")
+    return LayerCall(Indexed(), module, x, None)
+
+
+def _index(node: Node) -> Tensor | None:
+    """The integers by which rows are picked, and nothing else."""
+    saved = Saved(node)
+    if name_of(node) == "IndexSelectBackward0":
+        return saved.index if saved.dim == 0 else None
+    x, *others = saved.indices
+    return None if x is None or others or x.dtype not in (torch.int32, torch.int64) else x
+
+
 _LAYERS: dict[str, Callable[[Node, int, Tensor, torch.Size], LayerCall | None]] = {
     **dict.fromkeys(_PRODUCTS, _product),
     "ConvolutionBackward0": _convolution,
     "EmbeddingBackward0": _lookup,
+    "IndexBackward0": _indexed,
+    "IndexSelectBackward0": _indexed,
 }
 
 

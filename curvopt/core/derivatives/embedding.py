@@ -29,10 +29,22 @@ class Embedding(Rule):
 
     def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         _refuse_scaled_gradients(use)
-        grad, x = grads[0], use.input
+        grad, x = grads[0], self.rows_picked(use)
         assert grad is not None
         samples = torch.arange(N, device=x.device).repeat_interleave(x.numel() // N)
-        return _lookup(use, grad.reshape(grad.shape[0], x.numel(), grad.shape[-1]), x.flatten(), samples, N)
+        entries = use.module.get_parameter("weight").shape[1:].numel()
+        return _lookup(use, grad.reshape(grad.shape[0], x.numel(), entries), x.flatten(), samples, N)
+
+    def rows_picked(self, use: Use) -> Tensor:
+        """Which rows of the weight the input picks."""
+        return use.input
+
+
+class Indexed(Embedding):
+    """``W[x]`` of a tensor, where rows may be counted from the end."""
+
+    def rows_picked(self, use: Use) -> Tensor:
+        return use.input % len(use.module.get_parameter("weight"))
 
 
 @register(nn.EmbeddingBag)
