@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from curvopt import CurvoptError, CurvoptWarning, L2Regularizer, backpack, extend
+from curvopt import CurvoptError, CurvoptWarning, L2Regularizer, backpack, extend, set_columns_per_sweep
 from curvopt.core import costs, jacobians
 from curvopt.core.derivatives.rules import DefaultRule
 from curvopt.core.graph import Graph
@@ -1039,3 +1039,29 @@ def test_modules_are_called_again_with_all_rows_of_a_sample():
     model = partial(nn.Sequential, Tokens(Chosen()), nn.Linear(4, 2))
     check_all(extended(Case("", model, normal(N, 5, 4), cross_entropy(), labels)))
     assert set(calls) == {5, 5 * N}
+
+
+class Hypernetwork(nn.Module):
+    """A weight, or two, that modules compute from a parameter."""
+
+    def __init__(self, twice: bool):
+        super().__init__()
+        self.z, self.hidden, self.weights = nn.Parameter(torch.randn(1, 2)), nn.Linear(2, 3), nn.Linear(3, 12)
+        self.first, self.head, self.twice = nn.Linear(4, 4), nn.Linear(3, 2), twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weights(torch.tanh(self.hidden(self.z))).view(3, 4)
+        h = torch.tanh(F.linear(torch.tanh(self.first(x)), weight))
+        return self.head(torch.tanh(F.linear(h @ weight, weight)) if self.twice else h)
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("columns", [None, 1])
+@pytest.mark.parametrize("samples", [1, N])
+@pytest.mark.parametrize("twice", [True, False])
+def test_weights_that_modules_compute_from_parameters(twice: bool, samples: int, columns: int | None):
+    set_columns_per_sweep(columns)
+    try:
+        check_all(extended(Case("", partial(Hypernetwork, twice), normal(samples, 4), cross_entropy(), labels)))
+    finally:
+        set_columns_per_sweep(None)

@@ -264,19 +264,22 @@ def pull_each(
     nodes = {edge.node for edge in inputs}
     passed = [not together and leads_to(edge.node, nodes - {edge.node}) for edge in inputs]
     ends = [i for i, _ in enumerate(inputs) if not passed[i]]
+    tasks: list[int] = []
+
+    def passing(i: int, grad: Tensor) -> None:
+        tasks.append(torch._C._current_graph_task_id())
+        if tasks[-1] == tasks[0]:  # and not one of what is pulled back from where others arrive
+            arrived(i, grad.unsqueeze(0))
+
     with ExitStack() as hooks:
         for i, edge in enumerate(inputs):
             if passed[i]:
-                hooks.callback(listen(edge, partial(_passing, arrived, i)).remove)
+                hooks.callback(listen(edge, partial(passing, i)).remove)
         found = pull(outputs, [inputs[i] for i in ends], vectors)[::-1] if ends else []
     for i in ends:
         vector = found.pop()
         if vector is not None:
             arrived(i, vector)
-
-
-def _passing(arrived: Callable[[int, Tensor], None], i: int, grad: Tensor) -> None:
-    arrived(i, grad.unsqueeze(0))
 
 
 @contextmanager
