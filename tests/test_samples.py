@@ -6,8 +6,10 @@ The rows are common code: embeddings of positions, time-first sequences, two vie
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -406,3 +408,30 @@ def test_frozen_modules_tell_the_samples(flat: bool, known: bool):
     expected = [torch.autograd.grad(loss(x[n : n + 1], y[n : n + 1]), trained) for n in range(4)]
     for p, *gradients in zip(trained, *expected, strict=True):
         torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
+
+
+class Shared(nn.Module):
+    """More modules see the only row of what all samples share than see the samples."""
+
+    def __init__(self, meet: Callable[[Tensor, Tensor], Tensor], fixed: bool):
+        super().__init__()
+        self.z = nn.Buffer(torch.randn(1, 4)) if fixed else nn.Parameter(torch.randn(1, 4))
+        self.shared = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 16))
+        self.meet, self.head = meet, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.meet(x, self.shared(2 * self.z))))
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize(
+    ("meet", "fixed"),
+    [
+        *itertools.product([lambda x, z: x - z[0, :4], lambda x, z: x * z[:, :4]], [True, False]),
+        (lambda x, z: x @ z.view(4, 4), False),
+    ],
+)
+def test_modules_that_see_what_all_samples_share_do_not_tell_their_number(
+    meet: Callable[[Tensor, Tensor], Tensor], fixed: bool
+):
+    check_all(extended(Case("", partial(Shared, meet, fixed), normal(4, 4), cross_entropy(), labels)))

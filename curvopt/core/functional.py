@@ -305,12 +305,30 @@ def repetition(node: Node, position: int) -> Repetition | None:
     return _REPETITIONS[name_of(node)](Saved(node), position)
 
 
+def has_number(node: Node) -> bool:
+    """Whether an operation is a product with a number, as far as that is known."""
+    if name_of(node) != "MulBackward0":
+        return False
+    try:
+        other = Saved(node).self if node.next_functions[0][0] is None else Saved(node).other
+    except RuntimeError:  # of a graph that is gone, or computed again in the backward
+        return False
+    return other is not None and other.dim() == 0
+
+
 def spreads(node: Node, position: int) -> bool:
     """Whether an operation that keeps no tensors repeats an operand along the first axis."""
-    if name_of(node) not in ("ExpandBackward0", "RepeatBackward0", "AddBackward0", "SubBackward0"):
+    return name_of(node) in ("ExpandBackward0", "RepeatBackward0", "AddBackward0", "SubBackward0") and broadcasts(
+        node, position
+    )
+
+
+def broadcasts(node: Node, position: int) -> bool:
+    """Whether an operation that `repeats` does so with an operand along the first axis."""
+    if not repeats(node):
         return False
     along_others = name_of(node) == "RepeatBackward0" and _sizes_among(node, position)[1:] != list(shape_of(node)[1:])
-    return lacks_rows(node, position) and not along_others
+    return lacks_rows(node, position) and shape_of(node)[0] > 1 and not along_others
 
 
 def lacks_rows(node: Node, position: int) -> bool:

@@ -57,6 +57,11 @@ class Entry:
         return self.rows or (self.rule.rows(self.use) if has_batch(self.use) else 0)
 
     @property
+    def sees_indices(self) -> bool:
+        """Whether it was called with other than floating-point numbers."""
+        return not all(x.is_floating_point() for x in tensors(self.use))
+
+    @property
     def part(self) -> tuple[list[Node], frozenset, list[nn.Parameter]]:
         """Its part of the graph: the nodes of its outputs, where it begins, and its parameters."""
         return [edge.node for edge in self.edges.values()], self.use.boundary, list(self.parameters.values())
@@ -257,17 +262,10 @@ class Graph:
 
     def _outputs(self) -> Iterator[Node]:
         """Where the samples are given by uses, but those of what was computed from parameters alone."""
-        constant = [
-            node
-            for node in self._nodes
-            if any(below is None for below, _ in node.next_functions)
-            or not isinstance(leaf_of(node), (nn.Parameter, type(None)))
-        ]
-        of_constants = dependents(constant, self._parents)
+        of_constants = dependents([node for node in self._nodes if meets_constant(node)], self._parents)
         for entry in self.entries.values():
-            indices = not all(x.is_floating_point() for x in tensors(entry.use))
             for edge in entry.edges.values():
-                if (indices or edge.node in of_constants) and entry.gives_samples(edge):
+                if (entry.sees_indices or edge.node in of_constants) and entry.gives_samples(edge):
                     yield edge.node
 
     @cached_property
@@ -548,6 +546,21 @@ def _is_argument(value: Any) -> bool:
 
 def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value if isinstance(value, (int, str, tuple)) else None
+
+
+def meets_constant(node: Node) -> bool:
+    """Whether a node has operands that are no parameters, nor computed from any."""
+    leaf = leaf_of(node)
+    return any(below is None for below, _ in node.next_functions) or not (
+        leaf is None or isinstance(leaf, nn.Parameter)
+    )
+
+
+def keeps_others(node: Node) -> bool:
+    """Whether a node may keep what it was given beside operands: indices, masks, or anything that users keep."""
+    return isinstance(node, BackwardCFunction) or name_of(node).startswith(
+        (*_REORDERING, "Embedding", "Where", "Masked")
+    )
 
 
 def leaves_behind(roots: Sequence[Node]) -> set[Tensor]:

@@ -12,7 +12,7 @@ structure, unless zeros (of a gate that is closed yet) hide what some operation 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -22,8 +22,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.compare import allclose
 from curvopt.core.derivatives.operations import Itself
-from curvopt.core.functional import FunctionalUse, spreads
-from curvopt.core.graph import Ending, Entry, Graph
+from curvopt.core.functional import FunctionalUse, broadcasts, has_number, spreads
+from curvopt.core.graph import Ending, Entry, Graph, keeps_others, meets_constant
 from curvopt.core.meetings import Place
 from curvopt.core.residuals import BY_ENTRY, dependents, leads_to, leaf_of, operation, parents_of, pull, pull_each, walk
 from curvopt.core.uses import Head, Use
@@ -73,12 +73,8 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     if found is None:
         frozen = [entry for entry in graph.entries.values() if not entry.parameters]
         (N, strays), silent = _search(losses, entries, list(graph.calls), frozen)
-        places = _meetings(losses, entries, strays)
-        distinct = list(dict.fromkeys(node for each in places.values() for node, _ in each))
-        above = [(i, GradientEdge(node, 0), 0) for i, node in enumerate(distinct)]
-        wrong, quiet, _ = unaligned(N, losses, above) if above else (set(), False, set())
+        passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays))
         silent = silent or quiet
-        passing = frozenset(i for i in places if not any(distinct.index(node) in wrong for node, _ in places[i]))
         found = N, strays, passing
         dear = strays - passing if _is_small(passing, strays, N, entries) else strays
         if dear:
@@ -106,7 +102,12 @@ def _is_small(some: Collection[int], strays: Collection[int], N: int, entries: S
     return N * sum(sizes[i] for i in some) <= sum(size for i, size in enumerate(sizes) if i not in strays)
 
 
-def _meetings(losses: Sequence[Head], entries: Sequence[Entry], strays: Collection[int]) -> dict[int, list[Place]]:
+def _meetings(
+    losses: Sequence[Head],
+    entries: Sequence[Entry],
+    strays: Collection[int],
+    repeated: Callable[[Node, int], bool] = spreads,
+) -> dict[int, list[Place]]:
     """By the index of a stray, the first operands above it that are repeated for the samples.
 
     Strays of which some way leads elsewhere are left out.
@@ -119,13 +120,43 @@ def _meetings(losses: Sequence[Head], entries: Sequence[Entry], strays: Collecti
     stop = dependents(given, parents).union(ends)
     places: dict[int, list[Place]] = {}
     for i in strays:
-        found = _met_above([edge.node for edge in entries[i].edges.values()], parents, stop)
+        found = _met_above([edge.node for edge in entries[i].edges.values()], parents, stop, repeated)
         if found:
             places[i] = found
     return places
 
 
-def _met_above(nodes: list[Node], parents: dict[Node, list[Node]], stop: Collection[Node]) -> list[Place]:
+def _aligned_above(
+    N: int, losses: Sequence[Head], places: Mapping[int, Sequence[Place]]
+) -> tuple[frozenset[int], bool]:
+    """The strays above which all meetings are aligned, and whether nothing arrived at one."""
+    distinct = list(dict.fromkeys(node for each in places.values() for node, _ in each))
+    above = [(i, GradientEdge(node, 0), 0) for i, node in enumerate(distinct)]
+    wrong, quiet, _ = unaligned(N, losses, above) if above else (set(), False, set())
+    return frozenset(i for i in places if not any(distinct.index(node) in wrong for node, _ in places[i])), quiet
+
+
+def _of_all_samples(
+    N: int, losses: Sequence[Head], entries: Sequence[Entry], strays: Collection[int]
+) -> frozenset[int]:
+    """The strays that see nothing but parameters, or what is repeated for the samples further on."""
+    alone = [i for i in strays if _sees_parameters_only(entries[i])]
+    return _aligned_above(N, losses, _meetings(losses, entries, strays, broadcasts))[0].union(alone)
+
+
+def _sees_parameters_only(entry: Entry) -> bool:
+    behind = walk([edge.node for edge in entry.edges.values()])
+    return not entry.sees_indices and not any(
+        keeps_others(node) or (meets_constant(node) and not has_number(node)) for node in behind
+    )
+
+
+def _met_above(
+    nodes: list[Node],
+    parents: dict[Node, list[Node]],
+    stop: Collection[Node],
+    repeated: Callable[[Node, int], bool],
+) -> list[Place]:
     """The first operands above some nodes that are repeated along the first axis; none if not all ways lead to such."""
     stack, seen = list(nodes), set(nodes)
     found: dict[Place, None] = {}  # in the order of the graph
@@ -136,7 +167,7 @@ def _met_above(nodes: list[Node], parents: dict[Node, list[Node]], stop: Collect
             return []
         for up in above:
             places = [(up, i) for i, (operand, _) in enumerate(up.next_functions) if operand is node]
-            if all(spreads(*place) for place in places):
+            if all(repeated(*place) for place in places):
                 found |= dict.fromkeys(places)
             elif up not in seen:
                 seen.add(up)
@@ -171,6 +202,9 @@ def _search(
     else:
         everything, edges = everything[: len(entries) + len(calls)], own
     rows = {i: entry.length for i, entry in enumerate(everything) if not isinstance(entry.use, FunctionalUse)}
+    if not shared.isdisjoint(rows):
+        for i in _of_all_samples(N, losses, everything, strays):
+            rows.pop(i, None)
     for fewer in sorted({rows[i] for i in shared if rows.get(i)}, reverse=True):
         having = {i for i in rows if rows[i] == fewer}
         if N % fewer == 0 and 2 * len(having & strays) > len(rows):
