@@ -509,3 +509,21 @@ def test_nested_tensors_are_refused():
     z = torch.stack([rows.mean(0) for rows in model(x).unbind()])
     with pytest.raises(CurvoptError, match="Linear was called with a nested tensor.*pad it"), backpack(BatchGrad()):
         z.square().sum().backward()
+
+
+class Kept(nn.Module):
+    """A parameter that is also in a list, and taken from there."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 3)
+        self.kept = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cdist(x, self.kept[0]) + x.sort(1).values)
+
+
+def test_parameters_that_are_taken_from_elsewhere_are_right_or_refused():
+    model, x, y = extend(Kept()), torch.randn(5, 4), torch.randint(3, (5,))
+    with pytest.raises(CurvoptError, match="parameter 'weight'"), backpack(BatchGrad()):
+        F.cross_entropy(model(x), y).backward()

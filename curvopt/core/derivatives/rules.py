@@ -335,7 +335,24 @@ class DefaultRule(Rule):
                 values, results = self._loop(outputs, parameters, samples, arrived, use)
         again = dict(zip(wanted, (result.flatten(0, 1) for result in results), strict=True))
         check_outputs(use, [again.get(i) for i in range(len(grads))], "called on one sample at a time")
+        if any(not value.any() for value in values.values()) and any(grad.any() for grad in arrived):
+            given = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+            self._check_reached(use, partial(whole, given=given), parameters)
         return {name: Dense(value) for name, value in values.items()}
+
+    @staticmethod
+    def _check_reached(use: Use, call: Callable, parameters: dict[str, nn.Parameter]) -> None:
+        """Raise unless a module that is called again uses what it is given for its parameters."""
+        with disable(), torch.enable_grad():
+            results = [out for out in call({name: p.detach() for name, p in parameters.items()}) if out.requires_grad]
+        ones, held = [torch.ones_like(result) for result in results], list(parameters.values())
+        found = torch.autograd.grad(results, held, ones, allow_unused=True) if results else ()
+        for name, gradient in zip(parameters, found, strict=False):
+            if gradient is not None:
+                raise CurvoptError(
+                    f"{use.describe()}: its forward takes parameter '{name}' from elsewhere than its attribute (from a "
+                    "list or a closure that holds it, too?), so it cannot be called again; take it from there."
+                )
 
     def takes_samples(self, use: Use, names: list[str]) -> bool:
         """Whether the module can be called on one row alone, or gets indices that count in the whole batch (graphs)."""
