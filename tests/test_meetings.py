@@ -1065,3 +1065,8 @@ def test_weights_that_modules_compute_from_parameters(twice: bool, samples: int,
         check_all(extended(Case("", partial(Hypernetwork, twice), normal(samples, 4), cross_entropy(), labels)))
     finally:
         set_columns_per_sweep(None)
+
+
+def test_a_weight_of_one_repeated_entry():
+    use = lambda model, h: h @ (2 * model.p).expand(16).view(4, 4) + model.q  # noqa: E731
+    check_all(extended(Case("", partial(Own, use, (1,)), normal(N, 4), cross_entropy(), labels)))
