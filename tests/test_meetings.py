@@ -697,6 +697,28 @@ def test_buffers_as_long_as_the_batch_are_no_samples(name: str, on_data: bool):
     torch.testing.assert_close(changed.grad_batch, torch.stack(expected))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_identities_that_weights_are_computed_from_are_no_samples(frozen: bool):
+    """Householder's reflection of a weight as long as the batch."""
+
+    def reflected(m: Own, h: Tensor) -> Tensor:
+        u = (m.p / m.p.norm()).unsqueeze(1)
+        eye = torch.eye(TOKENS).to(h)
+        reflection = eye - 2 * eye @ u @ u.T
+        return F.linear(h, m.inner.weight @ reflection if frozen else reflection)
+
+    model = Own(reflected, (TOKENS,)).double()
+    model.inner = nn.Linear(TOKENS, TOKENS).double().requires_grad_(False)
+    x, y = torch.randn(TOKENS, 3, TOKENS).double(), torch.randint(2, (TOKENS,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvoptWarning)
+        with backpack(BatchGrad()):
+            F.cross_entropy(extend(model)(x), y).backward()
+    losses = F.cross_entropy(model(x), y, reduction="none") / TOKENS
+    expected = [torch.autograd.grad(loss, model.p, retain_graph=True)[0] for loss in losses]
+    torch.testing.assert_close(model.p.grad_batch, torch.stack(expected))
+
+
 class Convolved(nn.Module):
     """A layer on a graph whose nodes are the samples."""
 

@@ -273,7 +273,7 @@ class Graph:
         entries = [entry for entry in self.entries.values() if entry.parameters]
         called = [entry.use for entry in entries if isinstance(entry.rule, DefaultRule)]
         given = [x for x in tree_leaves([(use.args, use.kwargs) for use in called]) if isinstance(x, Tensor)]
-        fixed = [buffer for use in called for buffer in use.module.buffers()]
+        fixed = [x for use in called for x in (*use.module.buffers(), *use.module.parameters()) if not x.requires_grad]
         given, fixed = ([x for x in each if x.layout == torch.strided and not x.is_nested] for each in (given, fixed))
         return Data({entry.rows for entry in entries}, given, fixed)
 

@@ -66,7 +66,7 @@ class Data:
     Args:
         rows: the lengths of axes along which they may lie.
         given: what modules were called with.
-        fixed: their buffers, which hold none.
+        fixed: their buffers and frozen parameters, which hold none.
     """
 
     def __init__(self, rows: Collection[int], given: Sequence[Tensor], fixed: Sequence[Tensor]):
@@ -87,6 +87,8 @@ class Data:
         place = constant.untyped_storage().data_ptr()
         if place in self._places or place in self._held:
             return place in self._places
+        if _is_multiple_of_identity(constant):
+            return False
         kind = (constant.shape, constant.dtype, constant.device)
         return not any((x.shape, x.dtype, x.device) == kind and torch.equal(x, constant) for x in self._fixed)
 
@@ -117,6 +119,13 @@ class Data:
         if any(len(other) == len(shape) and other[0] == shape[0] for other in operands):
             return known and name_of(node).startswith(("Cat", "Stack"))
         return known or shape[0] in self.rows
+
+
+def _is_multiple_of_identity(x: Tensor) -> bool:
+    if x.dim() != 2 or not len(x) == x.shape[1] > 1:
+        return False
+    identity = torch.eye(len(x), dtype=x.dtype, device=x.device)
+    return torch.equal(x, x[0, 0] * identity) and bool(x[0, 0] != 0)
 
 
 class Meetings:
