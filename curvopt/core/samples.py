@@ -197,7 +197,7 @@ def _search(
     ]
     own = [edge for edge in edges if edge[0] < len(entries) + len(calls)]
     strays, silent, shared = unaligned(N, losses, own)
-    if shared and frozen:
+    if strays and frozen:
         strays, _, shared = unaligned(N, losses, edges)
     else:
         everything, edges = everything[: len(entries) + len(calls)], own
