@@ -435,3 +435,29 @@ def test_modules_that_see_what_all_samples_share_do_not_tell_their_number(
     meet: Callable[[Tensor, Tensor], Tensor], fixed: bool
 ):
     check_all(extended(Case("", partial(Shared, meet, fixed), normal(4, 4), cross_entropy(), labels)))
+
+
+class Steered(nn.Module):
+    """Frozen layers around what is done with a parameter that no rule knows, outside of its module."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(4, out).requires_grad_(False) for out in (4, 4, 2))
+        self.store = nn.Linear(4, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.logaddexp(torch.tanh(self.second(torch.tanh(self.first(x)))), self.store.weight)
+        return self.last(h.softmax(1) * h)
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("N", [3, 4])
+def test_frozen_modules_tell_sequences_where_nothing_else_does(N: int):
+    torch.manual_seed(0)
+    model, x, y = Steered().double(), torch.randn(N, 5, 4).double(), torch.randint(2, (N, 5))
+    losses = F.cross_entropy(model(x).mT, y, reduction="none").mean(1) / N
+    expected = [torch.autograd.grad(loss, model.store.weight, retain_graph=True)[0] for loss in losses]
+    extend(model)
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    torch.testing.assert_close(model.store.weight.grad_batch, torch.stack(expected))
