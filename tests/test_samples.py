@@ -461,3 +461,30 @@ def test_frozen_modules_tell_sequences_where_nothing_else_does(N: int):
     with backpack(BatchGrad()):
         F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
     torch.testing.assert_close(model.store.weight.grad_batch, torch.stack(expected))
+
+
+def test_samples_are_found_where_half_precision_has_its_smallest_numbers():
+    torch.manual_seed(0)
+    convolutions = (
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=2),
+        nn.ReLU(),
+    )
+    model, x = extend(nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(128, 10))), torch.randn(64, 1, 8, 8)
+    y = torch.randint(10, (64,))
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(model(x), y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvoptWarning)
+        with backpack(BatchGrad()):
+            (loss * 2.0**12).backward()
+
+
+def test_samples_that_mix_are_told_in_half_precision():
+    torch.manual_seed(0)
+    model, x, y = extend(Around(REARRANGED["shuffled"])), torch.randn(8, 4, 3), torch.randint(2, (8,))
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(model(x), y)
+    with pytest.warns(CurvoptWarning, match="one after the other"), backpack(BatchGrad()):
+        loss.backward()
