@@ -78,7 +78,7 @@ class Repeated(Rule):
         axes = [i for i, size in enumerate(sizes, 2) if size == 1]
         values = (values.sum(axes) if axes else values) * self.scale
         jacobian = Dense(values.reshape(len(grad), N, *self.shape))
-        return dict.fromkeys(names, _through(self.source, self.p, jacobian))
+        return dict.fromkeys(names, _through(use, self.source, self.p, jacobian))
 
 
 class Itself(Rule):
@@ -127,7 +127,7 @@ class Derived(Rule):
                 use.cache["sides"] = Sides(source, self._way, jacobian)
             sides = use.cache["sides"]
             jacobian, source = sides(jacobian), sides.source
-        return dict.fromkeys(names, _through(source, self.p, jacobian))
+        return dict.fromkeys(names, _through(use, source, self.p, jacobian))
 
 
 class Passed(NamedTuple):
@@ -258,18 +258,19 @@ def _apply(steps: Sequence[Step], side: Tensor) -> Tensor:
     return side
 
 
-def _through(source: GradientEdge | None, p: nn.Parameter, jacobian: Jacobian) -> Jacobian:
+def _through(use: Use, source: GradientEdge | None, p: nn.Parameter, jacobian: Jacobian) -> Jacobian:
     """Products with respect to what was computed from a parameter, as those of the parameter."""
     shape = (jacobian.V, jacobian.N, *p.shape)
     if source is None:
         return jacobian if isinstance(jacobian, Outer) and p.dim() > 1 else Dense(jacobian.dense().reshape(shape))
-    pulled = partial(_pull, source, p)
-    if not _is_by_entry(source, p):
-        return Computed(jacobian, pulled, p, source)
-    factor = pulled(torch.ones_like(p))[0]
+    if "slopes" not in use.cache:
+        use.cache["slopes"] = _pull(source, p, torch.ones_like(p))[0] if _is_by_entry(source, p) else None
+    slopes = use.cache["slopes"]
+    if slopes is None:
+        return Computed(jacobian, partial(_pull, source, p), p, source)
     if isinstance(jacobian, Outer):
-        return Scaled(jacobian, factor, source)
-    return Dense(jacobian.dense().reshape(shape) * factor)
+        return Scaled(jacobian, slopes, source)
+    return Dense(jacobian.dense().reshape(shape) * slopes)
 
 
 def _pull(source: GradientEdge, p: nn.Parameter, vectors: Tensor) -> Tensor:
