@@ -16,8 +16,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core import costs
+from curvopt.core.functional import met_by_parameters
 from curvopt.core.graph import Graph, leaves_behind, records_behind
 from curvopt.core.residuals import leaf_of
+from curvopt.core.saved import computed_once
 from curvopt.core.sweep import Pass, fields_of
 from curvopt.core.uses import Use, extend, listen, listeners, outside_of_graphs, unheard
 from curvopt.errors import CurvoptError
@@ -138,22 +140,29 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             self._passes.popitem()[1].undo()
         self._pending = None
 
+    def _read(self, roots: Sequence[Node], accumulates: bool, partial: bool, spares: bool) -> tuple[Graph, Pass | None]:
+        """The graph of a call into autograd, and what is to be done in its backward, if anything."""
+        with computed_once(roots, met_by_parameters):
+            try:
+                graph = Graph(roots)
+            except CurvoptError as error:
+                raise CurvoptError(f"{fields_of(self.extensions)}: {error}") from error
+            if not (graph.entries or accumulates) or (self.skips_empty and graph.empty):
+                return graph, None
+            with graph.own_backwards():
+                return graph, Pass(self.extensions, self.extension_hook, graph, partial, spares, self.counted)
+
     def _run(
         self, roots: Sequence[Node], call: Callable[..., Any], accumulates: bool, partial: bool, spares: bool
     ) -> Any:
         """A call into autograd, with its graph read (and the request checked) before anything is computed."""
-        handles: list[RemovableHandle] = []
-        try:
-            graph = Graph(roots)
-        except CurvoptError as error:
-            raise CurvoptError(f"{fields_of(self.extensions)}: {error}") from error
-        if not graph.entries and not accumulates:
+        graph, pending = self._read(roots, accumulates, partial, spares)
+        if pending is None and not graph.entries:
             return call()  # a gradient of something else
-        if self.skips_empty and graph.empty:
+        if pending is None:
             with unheard():
                 return call()
-        with graph.own_backwards():
-            pending = self._pending = Pass(self.extensions, self.extension_hook, graph, partial, spares, self.counted)
+        self._pending, handles = pending, list[RemovableHandle]()
         try:
             # not in the forward: a model that is extended but not asked should cost nothing
             for term, edge in graph.terms.items():

@@ -20,8 +20,9 @@ from torch.nn.modules import _functions
 from curvopt.core.derivatives.affine import Conv, ConvTranspose, Product
 from curvopt.core.derivatives.embedding import Embedding, Indexed
 from curvopt.core.derivatives.rules import Rule
-from curvopt.core.residuals import name_of, shape_of
-from curvopt.core.uses import Use
+from curvopt.core.residuals import dependents, leaf_of, name_of, parents_of, shape_of
+from curvopt.core.saved import Saved
+from curvopt.core.uses import Use, records_of
 
 
 class FunctionalUse(Use):
@@ -74,21 +75,6 @@ class Way(NamedTuple):
     def operand(self) -> tuple[Node, int]:
         """The node of the operand, and which output of it that is."""
         return self.node.next_functions[self.position]  # type: ignore[return-value]
-
-
-class Saved:
-    """What a node saved, by name."""
-
-    def __init__(self, node: Node):
-        self._node = node
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._node, f"_saved_{name}")
-
-    def of_function(self, function: type[torch.autograd.Function]) -> tuple[Tensor, ...] | None:
-        """What a function that is written in Python saved, in order; ``None`` if it is another."""
-        node: Any = self._node
-        return node.saved_tensors if node._forward_cls is function else None
 
 
 def seen_of(p: nn.Parameter, way: Way) -> Tensor | None:
@@ -293,6 +279,19 @@ class Repetition(NamedTuple):
     factor: Callable[..., Tensor] | None = None
     args: tuple[Tensor, ...] = ()
     linear: bool = True
+
+
+def met_by_parameters(nodes: Sequence[Node]) -> set[Node]:
+    """The operations among all of a graph with an operand that may be a parameter, or computed from those alone."""
+    leaves = [(node, leaf_of(node)) for node in nodes]
+    given = [node for node, leaf in leaves if leaf is not None and not isinstance(leaf, nn.Parameter)]
+    given += [node for node in nodes if records_of(node) or name_of(node).startswith("Embedding")]
+    dependent = dependents(given, parents_of(nodes))
+    return {
+        node
+        for node in nodes
+        if (is_layer(node) or repeats(node)) and any(below not in dependent for below, _ in node.next_functions)
+    }
 
 
 def repeats(node: Node) -> bool:

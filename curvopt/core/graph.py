@@ -19,6 +19,7 @@ from curvopt.core.derivatives.rules import AffineRule, DefaultRule, Rule, has_ba
 from curvopt.core.functional import FunctionalUse, Way
 from curvopt.core.meetings import Data, Meeting, Meetings, added_term, repeats_for_samples
 from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, parents_of, shape_of, walk
+from curvopt.core.saved import is_tensor, names_of
 from curvopt.core.uses import TermUse, Use, describe, extended_name, records_of
 from curvopt.errors import CurvoptError
 
@@ -498,8 +499,9 @@ def structure(ends: list[Node], rows: set[int], passed_over: Collection[Node]) -
         if name.startswith("Embedding") and leaf_of(node.next_functions[0][0]) is None:
             return None
         if name not in _arguments:
-            saved = [attribute for attribute in dir(node) if attribute.startswith("_saved_")]
-            _arguments[name] = tuple(a for a in saved if _is_argument(getattr(node, a)))
+            _arguments[name] = tuple(
+                a for a in names_of(node) if not is_tensor(node, a) and _is_argument(getattr(node, a))
+            )
         found.append(name)
         found += [_hashable(getattr(node, attribute)) for attribute in _arguments[name]]
         for following, output_nr in node.next_functions:
@@ -583,4 +585,4 @@ def _mixes_samples(node: Node) -> bool:
         return name == "SyncBatchNormBackward"  # in training only
     if "BatchNorm" not in name or not getattr(node, "_saved_training", True):
         return False
-    return node._saved_input.shape[0] > 1  # type: ignore[attr-defined]
+    return shape_of(node)[0] > 1

@@ -140,8 +140,9 @@ def wrong_twice(root: Node) -> Node | None:
 def lone_biases(root: Node) -> list[Node]:
     """Where biases come from of norms behind ``root`` without a weight: PyTorch drops second derivatives in them."""
     norms = ("NativeLayerNormBackward0", "NativeBatchNormBackward0")
-    found = [node for node in walk([root]) if name_of(node) in norms and node._saved_weight is None]  # type: ignore[attr-defined]
-    return [bias for node in found if (bias := node.next_functions[2][0]) is not None]
+    found = [node for node in walk([root]) if name_of(node) in norms and node.next_functions[1][0] is None]
+    lone = [node for node in found if node._saved_weight is None]  # type: ignore[attr-defined]
+    return [bias for node in lone if (bias := node.next_functions[2][0]) is not None]
 
 
 class Residual(NamedTuple):

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.derivatives.losses import Bernoulli, Diagonal, LossCurvature, Softmax
 from curvopt.core.jacobians import widened
 from curvopt.core.residuals import LINEAR, MULTILINEAR, leads_to, leaf_of, name_of, operation, pull
+from curvopt.core.saved import computed_once, names_of, read
 from curvopt.core.uses import LossUse, TermUse, Use, records_of
 from curvopt.errors import CurvoptError
 
@@ -66,7 +67,7 @@ class FunctionalLoss:
         Raises:
             CurvoptError: if the loss weighs some entries negatively.
         """
-        weight, build = _KINDS[operation(self.node)](_saved(self.node, grad), grad)
+        weight, build = _KINDS[operation(self.node)](_saved(self.node), grad)
         negative = weight < -1e3 * torch.finfo(weight.dtype).eps * grad.abs().max()
         # elsewhere than on a CPU, whoever asks waits for the device: there the weights are nan
         if weight.device.type == "cpu" and bool(negative.any()):
@@ -120,16 +121,10 @@ def _class_axis(dim: int, dims: int) -> int:
     return (dim - 2**64 if dim >= 2**63 else dim) % max(dims, 1)  # a negative axis is saved as an unsigned number
 
 
-def _saved(node: Node, like: Tensor) -> SimpleNamespace:
-    """What a node saved, read in a backward of its own: under checkpointing it can be had once in each backward."""
-    names = [name for name in dir(node) if name.startswith("_saved_")]
-    saved = SimpleNamespace()
-    with torch.enable_grad():
-        x = torch.empty_like(like, requires_grad=True)
-        y = x.view_as(x)
-    y.register_hook(lambda _: vars(saved).update({name[len("_saved_") :]: getattr(node, name) for name in names}))
-    pull([y], [x], [like.unsqueeze(0)])
-    return saved
+def _saved(node: Node) -> SimpleNamespace:
+    """What a node saved, by name."""
+    with computed_once([node], lambda _: [node]):
+        return SimpleNamespace(**{name.removeprefix("_saved_"): read(node, name) for name in names_of(node)})
 
 
 def _recognise(node: Node) -> FunctionalLoss | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.derivatives.rules import Jacobians, Rule
-from curvopt.core.functional import Repetition, Saved, repeats, repetition, viewed
+from curvopt.core.functional import Repetition, repeats, repetition, viewed
 from curvopt.core.jacobians import Computed, Dense, Jacobian, Outer, Scaled
 from curvopt.core.residuals import (
     BY_ENTRY,
@@ -25,6 +25,7 @@ from curvopt.core.residuals import (
     shape_of,
     walk,
 )
+from curvopt.core.saved import Saved
 from curvopt.core.uses import Use
 
 #: A product with a side.
@@ -106,7 +107,7 @@ class Derived(Rule):
     """
 
     def __init__(self, rule: Rule, p: nn.Parameter, source: GradientEdge | None):
-        """Keep them, and read what nodes saved: while a checkpointed graph is passed, that is given out only once."""
+        """Keep them, and read what nodes saved: while the graph is passed, checkpoints give that out only once."""
         self.rule, self.p, self.source = rule, p, source
         self._way = [] if source is None else _way_back(source, p)
 

@@ -1,0 +1,126 @@
+"""What nodes saved for their backward, also where an activation checkpoint has let go of it.
+
+Such a checkpoint computes its whole block again for whoever asks for one tensor of it, outside of a backward each time
+anew, and keeps the others for later. So what one block saved is taken out at once, and dropped where nobody wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+from torch.utils import checkpoint
+
+from curvopt.core.residuals import name_of, pull, walk
+
+Place = tuple[Node, str]
+
+
+class Saved:
+    """What a node saved, by name."""
+
+    def __init__(self, node: Node):
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        return read(self._node, f"_saved_{name}")
+
+    def of_function(self, function: type[torch.autograd.Function]) -> tuple[Tensor, ...] | None:
+        """What a function that is written in Python saved, in order; ``None`` if it is another."""
+        node: Any = self._node
+        return read(node, "saved_tensors") if node._forward_cls is function else None
+
+
+def read(node: Node, name: str) -> Any:
+    """An attribute by which a node gives what it saved."""
+    block = _block(node, name) if _readers else None
+    return getattr(node, name) if block is None else _readers[-1].read((node, name), block)
+
+
+def names_of(node: Node) -> tuple[str, ...]:
+    """The attributes by which a node gives what it saved."""
+    if isinstance(node, BackwardCFunction):
+        return ("saved_tensors",)
+    name = name_of(node)
+    if name not in _names:
+        _names[name] = tuple(attribute for attribute in dir(node) if attribute.startswith("_saved_"))
+    return _names[name]
+
+
+def is_tensor(node: Node, name: str) -> bool:
+    """Whether such an attribute gives tensors, told without reading it."""
+    return hasattr(node, _raw(name))
+
+
+@contextmanager
+def computed_once(roots: Sequence[Node], wanted: Callable[[Sequence[Node]], Collection[Node]]) -> Iterator[None]:
+    """Inside, the block of a checkpoint is computed again once at most for all that is read of it.
+
+    Args:
+        roots: the nodes behind which it lies.
+        wanted: those of all nodes that may be read.
+    """
+    _readers.append(_Reader(roots, wanted))
+    try:
+        yield
+    finally:
+        _readers.pop()
+
+
+_names: dict[str, tuple[str, ...]] = {}
+_readers: list[_Reader] = []
+
+
+class _Reader:
+    def __init__(self, roots: Sequence[Node], wanted: Callable[[Sequence[Node]], Collection[Node]]):
+        self._find, self._nodes = wanted, walk(list(roots))
+        self._kept: dict[Place, Any] = {}
+
+    @cached_property
+    def _blocks(self) -> dict[Any, list[tuple[Node, str, bool]]]:
+        """What each block saved, and whether it may be read."""
+        nodes = list(self._nodes)
+        wanted = self._find(nodes)
+        found: dict[Any, list[tuple[Node, str, bool]]] = {}
+        for node in nodes:
+            for name in names_of(node):
+                block = _block(node, name)
+                if block is not None:
+                    found.setdefault(block, []).append((node, name, node in wanted))
+        return found
+
+    def read(self, place: Place, block: Any) -> Any:
+        if place not in self._kept:
+            x = torch.zeros((), requires_grad=True)
+            with torch.enable_grad():
+                y = x.view_as(x)
+            # in a backward, in which the block is computed again for the first of them only
+            y.register_hook(lambda _: self._take_out(place, block))
+            pull([y], [x], [torch.zeros(1)])
+        return self._kept[place]
+
+    def _take_out(self, asked: Place, block: Any) -> None:
+        for node, name, wanted in self._blocks[block]:
+            value = getattr(node, name)
+            if wanted or (node, name) == asked:
+                self._kept[node, name] = value
+
+
+def _raw(name: str) -> str:
+    return f"_raw_{name.lstrip('_')}"
+
+
+def _block(node: Node, name: str) -> Any:
+    """What tells the block of a checkpoint that has to be computed again for a tensor; ``None`` if none has to."""
+    raw = getattr(node, _raw(name), None)
+    for each in raw if isinstance(raw, tuple) else (raw,):
+        hook = getattr(each, "unpack_hook", None)
+        if hook is not None and hook.__module__ == checkpoint.__name__:
+            return hook
+    return None
