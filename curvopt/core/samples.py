@@ -25,7 +25,7 @@ from curvopt.core.derivatives.operations import Itself
 from curvopt.core.functional import FunctionalUse, broadcasts, has_number, spreads
 from curvopt.core.graph import Ending, Entry, Graph, keeps_others, meets_constant
 from curvopt.core.meetings import Place
-from curvopt.core.residuals import BY_ENTRY, dependents, leads_to, leaf_of, operation, parents_of, pull, pull_each, walk
+from curvopt.core.residuals import BY_ENTRY, dependents, leads_to, leaf_of, operation, parents_of, pull_each, walk
 from curvopt.core.uses import Head, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 
@@ -232,7 +232,7 @@ def _closed(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
                     if leaf_of(node) is None and operation(node) not in BY_ENTRY:
                         hooks.callback(node.register_prehook(arrived).remove)
                 seed = torch.randn(loss.input.shape, generator=generator).to(loss.input)
-                pull([loss.edge], edges, [seed.unsqueeze(0)])
+                pull_each([loss.edge], edges, [seed.unsqueeze(0)], lambda *_: None)
         return bool(torch.stack([zero.to(zeros[0].device) for zero in zeros]).any()) if zeros else False
 
 
@@ -274,6 +274,21 @@ def aligned(grad: Tensor, scaled: Tensor, axis: int | None, factors: Tensor) -> 
             for s, f, g in zip(*rows, strict=True)
         ]
     ).all()
+
+
+def _sampled(grad: Tensor, axis: int | None, N: int) -> tuple[Tensor, int | None]:
+    """What is kept of a gradient to compare another one with it: of each sample a few sums with random signs."""
+    few = 64
+    if axis is None or grad.dim() == 0 or grad.shape[axis] % N or grad.numel() < 4 * few * N:
+        return grad, axis
+    if grad.dtype not in (torch.float32, torch.float64):  # rounded, where the numbers of half precision end
+        return grad, axis
+    entries = grad.movedim(axis, 0).reshape(N, -1)
+    long = entries.shape[1] // few
+    generator = torch.Generator().manual_seed(1)
+    signs = (torch.randint(2, (few, long), generator=generator) * 2 - 1).to(grad)
+    sums = torch.einsum("nfl,fl->nf", entries[:, : few * long].view(N, few, long), signs)
+    return torch.cat([sums, entries[:, few * long :]], 1), 0
 
 
 def _shared(grad: Tensor, scaled: Tensor, axis: int) -> Tensor:
@@ -324,20 +339,23 @@ def _probe(
     factors = (2.0 ** (exponents - most // 2)).to(z.device)
     along = factors.repeat_interleave(len(z) // N).to(z).view(-1, *[1] * (z.dim() - 1))
     inputs = [edge for _, edge, _ in edges]
-    arrived = pull([at], inputs, [seed.unsqueeze(0)])
-    reached = {i for (i, _, _), grad in zip(edges, arrived, strict=True) if grad is None}  # whatever the values
+    arrived: dict[int, tuple[Tensor, Tensor]] = {}
     verdicts: dict[int, Tensor] = {}
 
-    def compare(k: int, scaled: Tensor) -> None:
-        grad, arrived[k] = arrived[k], None
-        if grad is not None:
-            axis, grad, scaled = edges[k][2], grad[0], scaled[0]
-            share = grad.new_zeros((), dtype=torch.bool)
-            if axis is not None and grad.dim() > 1 and grad.numel() and grad.shape[axis] < N:
-                share = _shared(grad, scaled, axis)
-            verdict = torch.stack([grad.any(), aligned(grad, scaled, axis, factors.to(grad.device)), share])
-            verdicts[k] = verdict.to(z.device)
+    def keep(k: int, grad: Tensor) -> None:
+        arrived[k] = grad.any(), _sampled(grad[0], edges[k][2], N)[0]
 
+    def compare(k: int, scaled: Tensor) -> None:
+        met, grad = arrived.pop(k)
+        scaled, axis = _sampled(scaled[0], edges[k][2], N)
+        share = grad.new_zeros((), dtype=torch.bool)
+        if axis is not None and grad.dim() > 1 and grad.numel() and grad.shape[axis] < N:
+            share = _shared(grad, scaled, axis)
+        verdict = torch.stack([met, aligned(grad, scaled, axis, factors.to(grad.device)), share])
+        verdicts[k] = verdict.to(z.device)
+
+    pull_each([at], inputs, [seed.unsqueeze(0)], keep)
+    reached = {i for k, (i, _, _) in enumerate(edges) if k not in arrived}  # whatever the values
     pull_each([at], inputs, [(seed * along).unsqueeze(0)], compare)
     strays: set[int] = set()
     shared: set[int] = set()
