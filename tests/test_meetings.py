@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from collections.abc import Callable
@@ -395,6 +396,44 @@ def test_factors_are_those_of_the_layer(name: str, approx: Literal["expand", "re
             factors = getattr(mine, field)
             expected = getattr(its, field)[::-1] if name == "matmul" else getattr(its, field)
             torch.testing.assert_close(factors, expected)
+
+
+class LayersForSome(nn.Module):
+    """Layers that see the samples that are sent to them."""
+
+    def __init__(self, experts: list[nn.Module]):
+        super().__init__()
+        self.first, self.experts, self.last = nn.Linear(4, 4), nn.ModuleList(experts), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        x, out = torch.tanh(self.first(x)), x.new_zeros(len(x), 4)
+        for i, expert in enumerate(self.experts):
+            rows = (experts == i).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]))
+        return self.last(torch.tanh(out))
+
+
+@pytest.mark.filterwarnings("ignore:.*the first axis does not hold")
+@pytest.mark.parametrize("call", [F.linear, lambda x, W, b: x @ W.T + b], ids=["linear", "matmul"])
+@pytest.mark.parametrize("counts", [(3, 2, 1), (4, 2, 0), (1, 1, 4)], ids=str)
+def test_factors_of_experts_do_not_depend_on_how_many_samples_they_see(
+    counts: tuple[int, ...], call: Callable[[Tensor, Tensor, Tensor], Tensor]
+):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in counts]
+    model = LayersForSome(layers).double()
+    functional = copy.deepcopy(model)
+    functional.experts = nn.ModuleList([Layer(layer, call) for layer in layers])
+    x, y = torch.randn(6, 4).double(), torch.randint(2, (6,))
+    experts = torch.arange(3).repeat_interleave(torch.tensor(counts))
+    for each in (model, functional):
+        extend(each)
+        torch.manual_seed(1)
+        with backpack(KFLR(), KFAC()):
+            F.cross_entropy(each(x, experts), y).backward()
+    for layer, own in zip(model.experts, functional.experts, strict=True):
+        for mine, its in ((own.W, layer.weight), (own.b, layer.bias)):
+            torch.testing.assert_close([*mine.kflr, *mine.kfac], [*its.kflr, *its.kfac])
 
 
 #: In which what was computed is pulled back to a parameter, or is multiplied entry by entry.

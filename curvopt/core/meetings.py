@@ -222,7 +222,8 @@ class Meetings:
         rule = call.rule if source is None and p.dim() > 1 else Derived(call.rule, p, source)
         use = self._use(node, call.module, (call.input,), frozenset() if before is None else frozenset([before]))
         shared = isinstance(call.rule, Embedding) and repeats_for_samples(node, self.parents) is not None
-        if not shared and not self.data.may_lie_along([rule.rows(use)]):
+        # experts, say, are called with as many samples as are sent to them
+        if not shared and before not in self.dependent and not self.data.may_lie_along([rule.rows(use)]):
             return None
         return Meeting(node, use, rule, "weight", source)
 
@@ -240,7 +241,8 @@ class Meetings:
         if any(size not in (1, length) for size, length in zip(sizes, out, strict=True)):
             return None
         own = source is None and len(sizes) > 0 and sizes[0] == out[0] in self.data.rows  # one for each sample
-        if not own and not self.data.may_lie_along(b for a, b in zip(sizes, out, strict=True) if a == 1):
+        of_samples = own or (node in self.dependent and sizes[:1] == [1])
+        if not of_samples and not self.data.may_lie_along(b for a, b in zip(sizes, out, strict=True) if a == 1):
             return None
         found = repetition(node, way.position)
         if found is None:
