@@ -356,6 +356,23 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Layer], t
         lambda layer: Layer(layer, lambda x, W, b: torch.einsum("nti,oi->nto", x, W) + b),
         (TOKENS, 4),
     ),
+    "einsum over two axes": (
+        lambda: nn.Linear(6, 5),
+        lambda layer: Layer(
+            layer, lambda x, W, b: torch.einsum("nthd,ohd->nto", x.unflatten(2, (2, 3)), W.unflatten(1, (2, 3))) + b
+        ),
+        (TOKENS, 6),
+    ),
+    "einsum that moves axes": (
+        lambda: nn.Linear(6, 6),
+        lambda layer: Layer(
+            layer,
+            lambda x, W, b: (
+                torch.einsum("nthd,ophd->ntpo", x.unflatten(2, (2, 3)), W.view(2, 3, 2, 3)).mT.flatten(2) + b
+            ),
+        ),
+        (TOKENS, 6),
+    ),
     "convolution": (
         lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2),
         lambda layer: Layer(layer, partial(F.conv2d, stride=2, padding=1, groups=2)),

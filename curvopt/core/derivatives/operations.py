@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -159,6 +161,8 @@ def _way_back(source: GradientEdge, p: nn.Parameter) -> list[Passed]:
         shape, what = shape_of(*below), None
         if name_of(node) == "MmBackward0":
             what = position, Saved(node).self if position else Saved(node).mat2
+        elif name_of(node) == "CloneBackward0":
+            what = torch.empty(shape, device="meta")
         elif not repeats(node):
             what = viewed(node, torch.empty(shape, device="meta"))
         elif shape == shape_of(node):
@@ -173,7 +177,8 @@ def _way_back(source: GradientEdge, p: nn.Parameter) -> list[Passed]:
 class Sides:
     """The way from a weight back to the parameter, as far as it acts on the sides of outer products by themselves.
 
-    Numbers, factors that are one for a whole row or column, products with other matrices, and views do.
+    Numbers, factors that are one for a whole row or column, products with other matrices, and views do; so does what
+    moves the entries of rows, or of columns, alone.
 
     Args:
         source: where the weight was computed.
@@ -191,6 +196,8 @@ class Sides:
         self._has_groups = outer.G > 1
         self._steps: tuple[list[Step], list[Step]] = [], []
         self._right, self._one = None, outer.left.new_ones(())
+        if self._move(way):
+            return
         for passed in way:
             if not self._pass(passed):
                 break
@@ -202,6 +209,38 @@ class Sides:
         if self._steps[1] and self._right is None:
             self._right = _apply(self._steps[1], outer.right)
         return outer.with_sides(left, self._right, self._shape, self._transposed)
+
+    def _move(self, way: Sequence[Passed]) -> bool:
+        """Remember in which order the sides have the entries of the parameter, if the way does nothing but move these.
+
+        ``torch.einsum`` copies a weight whose axes it sums over in another order.
+        """
+        if self._has_groups or not way or way[-1].operand is not None:
+            return False
+        pieces = [_Piece(self._sizes[side], side, 1) for side in self._sides]
+        axes = _in_axes(pieces, self._shape)
+        for _, shape, what in way:
+            if axes is None or not isinstance(what, Tensor) or what.numel() != prod(shape):
+                return False
+            moved = sorted(range(what.dim()), key=what.stride, reverse=True)
+            axes = _in_axes([piece for axis in moved for piece in axes[axis]], shape)
+        if axes is None:
+            return False
+        pieces = [piece for axis in axes for piece in axis]
+        order = [side for side, _ in itertools.groupby(piece.side for piece in pieces)]
+        if len(order) > 2:
+            return False
+        for side in (0, 1):
+            own = [piece for piece in pieces if piece.side == side]
+            if own != sorted(own, key=lambda piece: piece.stride, reverse=True):
+                places = torch.zeros(1, dtype=torch.long, device=self._one.device)
+                for length, _, stride in own:
+                    steps = torch.arange(length, device=places.device) * stride
+                    places = (places[:, None] + steps).flatten()
+                self._steps[side].append((_in_order, places))
+        self._shape, self.source, (O, I) = way[-1].shape, None, self._sizes  # noqa: E741
+        self._transposed = order == [1, 0] if len(order) == 2 else self._shape[0] == I != O
+        return True
 
     def _pass(self, passed: Passed) -> bool:
         """Remember how an operation acts on the sides, if it does."""
@@ -253,10 +292,42 @@ class Sides:
         return not self._has_groups and list(self._shape) == [self._sizes[side] for side in self._sides]
 
 
+class _Piece(NamedTuple):
+    """A part of an axis: its length, the side of an outer product to which it belongs, and the stride there."""
+
+    length: int
+    side: int
+    stride: int
+
+
+def _in_axes(pieces: Sequence[_Piece], shape: Sequence[int]) -> list[list[_Piece]] | None:
+    """Pieces put together, and split, to axes of some lengths; ``None`` where they cannot be."""
+    rest = [piece for piece in pieces if piece.length > 1][::-1]
+    axes: list[list[_Piece]] = []
+    for length in shape:
+        axes.append([])
+        while length > 1:
+            n, side, stride = rest.pop()
+            if n > length:
+                if n % length:
+                    return None
+                rest.append(_Piece(n // length, side, stride))
+                n, stride = length, stride * (n // length)
+            if length % n:
+                return None
+            axes[-1].append(_Piece(n, side, stride))
+            length //= n  # noqa: PLW2901 - what is left of it
+    return axes
+
+
 def _apply(steps: Sequence[Step], side: Tensor) -> Tensor:
     for multiply, other in steps:
-        side = multiply(side, other.to(side))
+        side = multiply(side, other.to(side) if other.is_floating_point() else other)
     return side
+
+
+def _in_order(side: Tensor, order: Tensor) -> Tensor:
+    return side[..., order]
 
 
 def _through(use: Use, source: GradientEdge | None, p: nn.Parameter, jacobian: Jacobian) -> Jacobian:
