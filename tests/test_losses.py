@@ -17,7 +17,7 @@ from curvopt import CurvoptError, backpack, extend
 from curvopt.core.derivatives.losses import Diagonal, Softmax, curvature_of, draw, register_loss
 from curvopt.core.uses import LossUse
 from curvopt.errors import CurvoptWarning
-from curvopt.extensions import GGNMP, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC
+from curvopt.extensions import GGNMP, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, DiagHessian, KFACEmpirical
 
 ONE = torch.ones((), dtype=torch.float64)
 
@@ -279,6 +279,35 @@ def test_lower_precision(name: str, dtype: torch.dtype):
     assert root.dtype == torch.float32
     y = y.to(dtype).double() if y.is_floating_point() else y
     assert_close(dense(root.double()), hessian(module, low.double(), y), atol=1e-6, rtol=1e-4)
+
+
+class Weighted(nn.Module):
+    """Of one's own, with weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return ((z - y).pow(4) @ self.weight).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("extension", [KFLR, KFACEmpirical, DiagHessian])
+@pytest.mark.parametrize(
+    "lossfunc", [nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])), nn.HuberLoss(), Weighted()]
+)
+def test_weights_and_targets_in_lower_precision(lossfunc: nn.Module, extension: type, dtype: torch.dtype):
+    y = torch.tensor([0, 2, 1, 1]) if isinstance(lossfunc, nn.CrossEntropyLoss) else torch.rand(4, 3).bfloat16()
+    base, x, found = nn.Linear(5, 3).bfloat16(), torch.randn(4, 5).bfloat16(), []
+    for precision in (dtype, torch.float64):
+        model, loss = (extend(copy.deepcopy(part).to(precision), loss=part is lossfunc) for part in (base, lossfunc))
+        with backpack(extension()):
+            loss(model(x.to(precision)), y.to(precision) if y.is_floating_point() else y).backward()
+        value = getattr(model.weight, extension().field)
+        found.append([each.double() for each in (value if isinstance(value, list) else [value])])
+    for half, full in zip(*found, strict=True):
+        assert (half - full).norm() < 0.03 * full.norm()
 
 
 @pytest.mark.parametrize("lossfunc", [nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss])

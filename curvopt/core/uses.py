@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from curvopt.core.jacobians import widened
 from curvopt.core.randomness import RandomState
 from curvopt.errors import CurvoptError
 
@@ -244,9 +245,12 @@ class LossUse:
         return [leaf for leaf in _tensors((self.args, self.kwargs)) if leaf is not self.input]
 
     def again(self, z: Tensor) -> Tensor:
-        """The value of the loss at another input."""
-        args, kwargs = tree_map_only(Tensor, lambda arg: z if arg is self.input else arg, (self.args, self.kwargs))
-        return self.module(*args, **kwargs)
+        """The value of the loss at another input, in float32 at least."""
+        given = (self.args, self.kwargs)
+        args, kwargs = tree_map_only(Tensor, lambda arg: z if arg is self.input else widened(arg), given)
+        held = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        wide = {name: widened(tensor) for name, tensor in held.items() if widened(tensor) is not tensor}
+        return torch.func.functional_call(self.module, wide, args, kwargs) if wide else self.module(*args, **kwargs)
 
     def slope(self, grad: Tensor) -> Tensor:
         """Gradient of the loss in its input, from the gradient of its value."""
