@@ -214,6 +214,25 @@ def test_rounding_errors_are_no_wrong_second_derivative(make: Callable[[], nn.Mo
         compare(p.diag_h.flatten(), ref.hessian(name).diagonal(), name)
 
 
+def test_rounding_errors_of_autocast_are_no_wrong_second_derivative():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.randn(shape) * 0.6) for shape in ((6, 2), (2, 6)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.a @ self.b
+            return F.linear(torch.tanh(F.linear(x, weight)), weight)
+
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model, lossfunc = extend(Twice()), extend(nn.CrossEntropyLoss())
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = lossfunc(model(torch.randn(4, 6)), torch.tensor([0, 1, 2, 0]))
+        with backpack(DiagHessian()):
+            loss.backward()
+
+
 # ------------------------------------------------------------------------- positive curvature from its definition
 
 

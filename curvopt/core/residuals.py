@@ -132,6 +132,16 @@ def shape_of(node: Any, nr: int = 0) -> torch.Size:
     return torch.Size(node._input_metadata[nr].shape)
 
 
+def precisions(nodes: list[Node]) -> set[torch.dtype]:
+    """The floating dtypes behind some nodes: under autocast others than those of parameters and outputs."""
+    return {
+        metadata.dtype
+        for node in walk(nodes)
+        for metadata in node._input_metadata  # type: ignore[attr-defined]
+        if metadata.dtype.is_floating_point
+    }
+
+
 def wrong_twice(root: Node) -> Node | None:
     """A node behind ``root`` whose second derivative is wrong in PyTorch: weight norm, as if norms were fixed."""
     return next((node for node in walk([root]) if name_of(node) == "WeightNormInterfaceBackward0"), None)

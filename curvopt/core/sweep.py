@@ -38,6 +38,7 @@ from curvopt.core.residuals import (
     lone_biases,
     nonlinear_operations,
     polarize,
+    precisions,
     pull,
     pull_each,
     residual_columns,
@@ -646,10 +647,10 @@ class Pass:
         with torch.no_grad():  # of all: a parameter's own gradient may be nothing but rounding errors, too
             reached = pull([use.edge], parameters, [slope.detach().unsqueeze(0)])
         largest = torch.stack([slope.new_zeros(()), *(g.abs().max().to(slope) for g in reached if g is not None)]).max()
+        eps = max(torch.finfo(dtype).eps for dtype in precisions([use.edge.node]))
         for p in parameters:
             # where second derivatives are zero, they come out as rounding errors
-            info = torch.finfo(p.dtype)
-            noise = 100 * info.eps * largest.to(p) / p.detach().abs().max().clamp(min=info.tiny)
+            noise = 100 * eps * largest.to(p) / p.detach().abs().max().clamp(min=torch.finfo(p.dtype).tiny)
             images = []
             for n in samples:
                 seed = slope if n is None else only(slope, 0, n, N)

@@ -10,19 +10,20 @@ off the graph of the closure's loss, and a product with B costs about 4/3 gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf, isfinite, isnan, nan
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.graph import records_behind
+from curvopt.core.residuals import precisions
 from curvopt.core.uses import Loss, TermUse, listen, unheard
 from curvopt.distributed import Peers, peers_of
 from curvopt.errors import CurvoptError
@@ -168,7 +169,7 @@ class QuadraticModel:
         u = [slope.detach().to(z.dtype) for slope, z in zip(self._slopes, self._inputs, strict=True)]
         Jtu = self._pulled_back(u)
         left, right = _dot(u, Jv), _dot(v, Jtu)
-        eps = max(torch.finfo(dtype).eps for dtype in _precisions(edge.node for edge in self._edges))
+        eps = max(torch.finfo(dtype).eps for dtype in precisions([edge.node for edge in self._edges]))
         rounding = 100 * eps * (_dot(v, v) * _dot(Jtu, Jtu)) ** 0.5
         if abs(left - right) > eps**0.3 * max(abs(left), abs(right)) + rounding:
             raise CurvoptError(
@@ -196,19 +197,6 @@ class QuadraticModel:
     def _pulled_back(self, vectors: Vector) -> Sequence[Tensor]:
         with unheard():
             return torch.autograd.grad(self._edges, self.parameters, vectors, retain_graph=True, materialize_grads=True)
-
-
-def _precisions(nodes: Iterable[Node]) -> set[torch.dtype]:
-    """The floating dtypes behind some nodes of a graph: under autocast others than those of parameters and outputs."""
-    stack = list(nodes)
-    seen, found = set(stack), set()
-    while stack:
-        node = stack.pop()
-        found |= {metadata.dtype for metadata in node._input_metadata if metadata.dtype.is_floating_point}
-        following = {other for other, _ in node.next_functions if other is not None} - seen
-        seen |= following
-        stack += following
-    return found
 
 
 def _hessian_product(slope: Tensor, edge: GradientEdge, u: Tensor) -> Tensor:
