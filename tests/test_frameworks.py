@@ -497,6 +497,27 @@ def test_a_compiled_model_trains_alike():
 
 
 @compiling
+def test_compiled_batch_norm_mixes_samples():
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return extend(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double())
+
+    model, lossfunc = make(), extend(nn.CrossEntropyLoss())
+    compiled = torch.compile(model, backend="aot_eager")
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvoptWarning)
+        for net_, call in ((model, compiled), (make(), None)):
+            generator = torch.Generator().manual_seed(0)
+            found.append(fields(net_, call or net_, lossfunc, KFAC(generator=generator)))
+    assert_close(*found)
+    with pytest.raises(CurvoptError, match=r"1 \(BatchNorm1d\): grad_batch need independent samples"):
+        fields(model, compiled, lossfunc, BatchGrad())
+    model.eval()
+    assert_close(fields(model, compiled, lossfunc), fields(model, model, lossfunc))
+
+
+@compiling
 @pytest.mark.parametrize("attached", [False, True])
 def test_a_whole_compiled_step(attached: bool):
     model, plain, lossfunc = net(), net(), extend(nn.CrossEntropyLoss())

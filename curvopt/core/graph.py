@@ -163,7 +163,7 @@ class Graph:
                 elif isinstance(record, Use):
                     entry = self.entries.get(record) or self.entries.setdefault(record, Entry(record))
                     entry.edges[index] = GradientEdge(node, output_nr)
-            if _mixes_samples(node):
+            if _mixes_samples(node, records):
                 self.mixing[node] = records[0][0].describe() if records else name_of(node)
         self.owners: dict[nn.Parameter, tuple[Entry, str]] = {}
         #: Nodes between parameters and the operations in which they meet the samples.
@@ -578,11 +578,20 @@ def records_behind(roots: list[Node], kind: type[R]) -> Iterator[tuple[R, Gradie
                 yield record, GradientEdge(node, output_nr)
 
 
-def _mixes_samples(node: Node) -> bool:
+def _mixes_samples(node: Node, records: Sequence[tuple[Any, int, int]]) -> bool:
     """Whether a node is a batch norm that normalises over the samples (instance norm runs as one of a batch of 1)."""
     name = name_of(node)
-    if isinstance(node, BackwardCFunction):
-        return name == "SyncBatchNormBackward"  # in training only
+    if isinstance(node, BackwardCFunction):  # the former in training only; one of torch.compile tells nothing
+        return name == "SyncBatchNormBackward" or any(_is_batch_norm(record) for record, _, _ in records)
     if "BatchNorm" not in name or not getattr(node, "_saved_training", True):
         return False
     return shape_of(node)[0] > 1
+
+
+def _is_batch_norm(record: Any) -> bool:
+    """Whether a batch norm was called to normalise over the samples."""
+    if not isinstance(record, Use) or isinstance(record.rule, DefaultRule):
+        return False
+    module = record.module
+    batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return batch_norm and (module.training or module.running_mean is None) and len(record.input) > 1

@@ -415,4 +415,5 @@ def _scattered(N: int, call: Entry, operations: Sequence[Entry], mixing: Collect
 
 def _as_identity(grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """What a batch norm's node gives, had it left its input as it was."""
-    return (grads[0] if grads[0] is None else arrived[0], *grads[1:])
+    of_shape = {grad.shape: grad for grad in arrived if grad is not None}
+    return tuple(grad if grad is None else of_shape.get(grad.shape, grad) for grad in grads)
