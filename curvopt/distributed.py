@@ -186,14 +186,25 @@ def divide(costs: Sequence[int], ranks: int) -> list[list[int]]:
 def refuse_sharded(parameters: Mapping[Tensor, str], who: str) -> None:
     """Raise if a parameter is sharded: its Kronecker factors need the rows and columns that other ranks have."""
     module = sys.modules.get("torch.distributed.tensor")  # whoever has such parameters has imported it
+    if module is None:
+        return
+    gathered = _gathered()
     for parameter, name in parameters.items():
-        if (module is not None and isinstance(parameter, module.DTensor)) or hasattr(parameter, "_fsdp_flattened"):
+        sharded = isinstance(parameter, module.DTensor) or hasattr(parameter, "_fsdp_flattened")
+        if sharded or id(parameter) in gathered:
             raise CurvoptError(
                 f"{who}: parameter {name} of shape {list(parameter.shape)} is sharded over ranks (fully_shard, "
-                "FullyShardedDataParallel or tensor parallelism), but its curvature takes whole parameters. Train "
+                "FullyShardedDataParallel or tensor parallelism), but whole parameters are needed. Train "
                 "with torch.nn.parallel.DistributedDataParallel, where the work of the curvature is shared out as "
                 "well; or give sharded parameters to an optimizer of torch.optim."
             )
+
+
+def _gathered() -> set[int]:
+    """The parameters that ``fully_shard`` puts in the place of sharded ones for the forward and the backward."""
+    states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
+    groups = [group for state in states.values() for group in getattr(state(), "_fsdp_param_groups", ())]
+    return {id(getattr(each, "_unsharded_param", None)) for group in groups for each in group.fsdp_params}
 
 
 def _kinds(tensors: Sequence[Tensor], chosen: Sequence[int]) -> list[list[int]]:

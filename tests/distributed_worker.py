@@ -16,10 +16,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from curvopt import CurvoptError, extend
+from curvopt import CurvoptError, backpack, extend
+from curvopt.extensions import BatchGrad
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
 
 torch.set_num_threads(1)
@@ -651,8 +654,16 @@ def sharded_parameters_are_refused() -> None:
     with raises(*words):
         attached.attach(model)
     lossfunc = extend(nn.MSELoss())
-    with raises(*words[:2]), before.curvature():
+    with raises(*words), before.curvature():
         lossfunc(model(torch.randn(4, 6)), torch.randn(4, 2)).backward()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    layers = [nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(3)]
+    parallel = parallelize_module(layers[0], mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    flat = FullyShardedDataParallel(layers[2], device_id=torch.device("cpu"), use_orig_params=True)
+    for sharded in (parallel, fully_shard(layers[1]), flat):
+        with raises(*words[:2] if sharded is flat else words), backpack(BatchGrad()):
+            lossfunc(extend(sharded)(torch.ones(4, 6)), torch.ones(4, 2)).backward()
+        assert not any(hasattr(p, "grad_batch") or p.grad is not None for p in sharded.parameters())
     late = KFACSGD([nn.Parameter(torch.ones(2))])
     with raises(*words):
         late.add_param_group({"params": list(model.parameters())})

@@ -21,6 +21,7 @@ from curvopt.core.meetings import Data, Meeting, Meetings, added_term, repeats_f
 from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, parents_of, shape_of, walk
 from curvopt.core.saved import is_tensor, names_of
 from curvopt.core.uses import TermUse, Use, describe, extended_name, records_of
+from curvopt.distributed import refuse_sharded
 from curvopt.errors import CurvoptError
 
 R = TypeVar("R")
@@ -171,6 +172,7 @@ class Graph:
         self._nodes = nodes
         calls: dict[Entry, _Interior] = {}
         for entry in list(self.entries.values()):
+            refuse_sharded({p: f"'{name}'" for name, p in entry.parameters.items()}, entry.use.describe())
             entry.use.check_settings()
             entry.use.check_inputs()
             if entry.parameters and isinstance(entry.rule, DefaultRule):
