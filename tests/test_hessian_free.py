@@ -789,6 +789,16 @@ def test_candidates_that_are_not_finite_are_passed_over() -> None:
     assert 0 < moved <= 0.5 and small.optimizer.metrics()["loss_after"] < small.optimizer.metrics()["loss_before"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_squares_may_leave_the_range_of_float16(dtype: torch.dtype) -> None:
+    """The gradient is in its range, its squared norm is not."""
+    model = nn.Linear(1, 1).to(dtype)
+    optimizer, x = HessianFree(model.parameters()), torch.ones(1, 1, dtype=dtype)
+    for _ in range(5):
+        optimizer.step(lambda: F.mse_loss(model(x), 150 * x))
+    assert (model(x) - 150).abs() < 1
+
+
 def snapshot(small: Small) -> list:
     """All tensors and numbers that a checkpoint holds."""
     return copy.deepcopy(tree_leaves((small.model.state_dict(), small.optimizer.state_dict())))

@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from curvopt.core.jacobians import widened
+
 Product = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
@@ -93,4 +95,4 @@ def _quadratic(x: list[Tensor], b: list[Tensor], r: list[Tensor]) -> float:
 
 
 def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    return float(sum((s * t).sum() for s, t in zip(a, b, strict=True)))
+    return float(sum((widened(s) * widened(t)).sum() for s, t in zip(a, b, strict=True)))

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.graph import records_behind
+from curvopt.core.jacobians import widened
 from curvopt.core.residuals import precisions
 from curvopt.core.uses import Loss, TermUse, listen, unheard
 from curvopt.distributed import Peers, peers_of
@@ -295,7 +296,7 @@ def mean_of(peers: Peers | None, tensors: Sequence[Tensor]) -> Vector:
 
 
 def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    return float(sum((s * t).sum() for s, t in zip(a, b, strict=True)))
+    return float(sum((widened(s) * widened(t)).sum() for s, t in zip(a, b, strict=True)))
 
 
 # ---------------------------------------------------------------------------------------- the closure as an objective
