@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from curvopt import CurvoptError, L2Regularizer, backpack, extend
 from curvopt.extensions import DiagGGNExact
-from curvopt.optim import HessianFree
+from curvopt.hessianfree import Solution
+from curvopt.optim import HessianFree, hessian_free
 from curvopt.optim.closures import Closure
 from curvopt.optim.hessian_free import (
     Objective,
@@ -787,6 +788,19 @@ def test_candidates_that_are_not_finite_are_passed_over() -> None:
     small.optimizer.step(closure)
     moved = (weights(small.model) - before).norm()
     assert 0 < moved <= 0.5 and small.optimizer.metrics()["loss_after"] < small.optimizer.metrics()["loss_before"]
+
+
+def test_directions_that_are_not_finite_move_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def infinite(model: QuadraticModel, *_: Any) -> tuple[Solution, list]:
+        x = [torch.full_like(g, -math.inf) for g in model.gradient]
+        return Solution(x, 1, "curvature"), [x]
+
+    small = Small()
+    before = weights(small.model)
+    monkeypatch.setattr(hessian_free, "solve", infinite)
+    small.train(1)
+    assert torch.equal(weights(small.model), before)
+    assert small.optimizer.metrics()["step_norm"] == 0 and small.optimizer.metrics()["reduction_ratio"] == -math.inf
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -515,7 +515,7 @@ class HessianFree(torch.optim.Optimizer):
             slope = _dot(model.gradient, scaled(x))
             value, rate = line_search(lambda rate: objective(scaled(x, rate)), objective.start, best, slope)
             objective.return_to_start()
-            delta = scaled(x, rate)
+            delta = scaled(x, rate) if rate > 0 else [torch.zeros_like(t) for t in x]  # 0 times infinity is none
             predicted = _dot(model.gradient, delta) + _dot(delta, model.product(delta)) / 2
         except BaseException:
             objective.return_to_start()
