@@ -82,6 +82,19 @@ def test_gradient_accumulation(make: Callable) -> None:
     assert_close(whole.weights(), halves.weights())
 
 
+def test_a_state_loaded_between_accumulated_backwards_leaves_what_belongs_to_the_gradients() -> None:
+    plain, loaded = (attached(KFACSGD, fisher="exact", kl_clip=None) for _ in range(2))
+    for step in range(3):
+        for run in (plain, loaded):
+            run.optimizer.zero_grad()
+            (run.loss(step) / 2).backward()
+            if run is loaded:
+                run.optimizer.load_state_dict(run.optimizer.state_dict())
+            (run.loss(step) / 2).backward()
+            run.optimizer.step()
+    assert_equal(plain.weights(), loaded.weights())
+
+
 def test_gradients_that_the_model_discards_take_their_curvature_along() -> None:
     clean, hit = (attached(KFACSGD, fisher="exact") for _ in range(2))
     hit.model.zero_grad()

@@ -860,7 +860,6 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         self._seed, self._draws = exported["sampler"]
         self._metrics = dict(exported.get("metrics", {}))
         self._met = False
-        self._pending = Collection()
 
     def state_dict(self) -> dict[str, Any]:
         """State of the torch optimizer plus all that a run needs to continue bit for bit."""
