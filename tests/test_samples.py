@@ -481,6 +481,37 @@ def test_samples_are_found_where_half_precision_has_its_smallest_numbers():
             (loss * 2.0**12).backward()
 
 
+class Attending(nn.Module):
+    """Layers of attention with a bias for every pair of tokens, on top of each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(3))
+        self.qkv = nn.ModuleList(nn.Linear(32, 96) for _ in range(3))
+        self.biases = nn.Parameter(torch.randn(3, 4, 9, 9) * 0.1)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, qkv, bias in zip(self.norms, self.qkv, self.biases, strict=True):
+            q, k, v = qkv(norm(x)).unflatten(2, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+            x = x + ((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return self.head(x[:, 0])
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_samples_are_found_behind_sums_of_half_precision(pure: bool):
+    torch.manual_seed(0)
+    model, x, y = extend(Attending()), torch.randn(32, 9, 32), torch.randint(5, (32,))
+    if pure:
+        model, x = model.half(), x.half()
+    with torch.autocast("cpu", torch.float16, enabled=not pure):
+        loss = F.cross_entropy(model(x), y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvoptWarning)
+        with backpack(BatchGrad()):
+            loss.backward()
+
+
 def test_samples_that_mix_are_told_in_half_precision():
     torch.manual_seed(0)
     model, x, y = extend(Around(REARRANGED["shuffled"])), torch.randn(8, 4, 3), torch.randint(2, (8,))

@@ -254,8 +254,8 @@ def only(vectors: Tensor, axis: int, n: int, N: int) -> Tensor:
     return torch.zeros_like(vectors).index_add(axis, index, vectors.index_select(axis, index))
 
 
-def aligned(grad: Tensor, scaled: Tensor, axis: int | None, factors: Tensor) -> Tensor:
-    """Whether scaling every sample at the loss scaled its share of an axis, and nothing else."""
+def aligned(grad: Tensor, scaled: Tensor, axis: int | None, factors: Tensor, half: bool = False) -> Tensor:
+    """Whether scaling every sample at the loss scaled its share of an axis, and nothing else; ``half``: by float16."""
     N = len(factors)
     if axis is None or grad.dim() == 0 or grad.shape[axis] % N:
         return grad.new_zeros((), dtype=torch.bool)
@@ -264,24 +264,25 @@ def aligned(grad: Tensor, scaled: Tensor, axis: int | None, factors: Tensor) -> 
     if grad.numel() == 0:
         return grad.new_ones((), dtype=torch.bool)
     largest = torch.maximum(grad.max(), -grad.min()).to(torch.promote_types(grad.dtype, torch.float32))
-    # what is scaled down may come near the smallest numbers that half precision has
-    noise = 2.0**-18 if grad.dtype == torch.float16 else 0.0
+    # what is scaled down may come near the smallest numbers that half precision has, and so may parts of large sums
+    noise, rounding = (2.0**-18, 2e-3) if half else (0.0, 1e-5)
     # a few rows at a time: nothing else of a first backward needs as much memory
     rows = [tensor.split(max(1, grad.shape[axis] // 8), axis) for tensor in (scaled, along, grad)]
     return torch.stack(
         [
-            allclose(s / f, g, 1e-3, 1e-5 * largest + torch.minimum(noise / f, 1e-2 * largest))
+            allclose(s / f, g, 1e-3, rounding * largest + torch.minimum(noise / f, 1e-2 * largest))
             for s, f, g in zip(*rows, strict=True)
         ]
     ).all()
 
 
 def _sampled(grad: Tensor, axis: int | None, N: int) -> tuple[Tensor, int | None]:
-    """What is kept of a gradient to compare another one with it: of each sample a few sums with random signs."""
+    """What is kept of a gradient to compare another one with it: of each sample a few sums with random signs.
+
+    All of it where N is 0: parts that float16 rounds differently would add up.
+    """
     few = 64
-    if axis is None or grad.dim() == 0 or grad.shape[axis] % N or grad.numel() < 4 * few * N:
-        return grad, axis
-    if grad.dtype not in (torch.float32, torch.float64):  # rounded, where the numbers of half precision end
+    if N == 0 or axis is None or grad.dim() == 0 or grad.shape[axis] % N or grad.numel() < 4 * few * N:
         return grad, axis
     entries = grad.movedim(axis, 0).reshape(N, -1)
     long = entries.shape[1] // few
@@ -334,7 +335,8 @@ def _probe(
     seed = torch.randn(z.shape, generator=generator).to(z)
     # powers of two, so that products with them are exact; samples that trade places or mix betray themselves
     dtypes = {z.dtype, *(edge.node._input_metadata[edge.output_nr].dtype for _, edge, _ in edges)}  # type: ignore[attr-defined]
-    most = 12 if torch.float16 in dtypes else 64
+    half = torch.float16 in dtypes
+    most = 12 if half else 64
     exponents = torch.cat([torch.randperm(most, generator=generator) for _ in range(-(-N // most))])[:N]
     factors = (2.0 ** (exponents - most // 2)).to(z.device)
     along = factors.repeat_interleave(len(z) // N).to(z).view(-1, *[1] * (z.dim() - 1))
@@ -343,15 +345,15 @@ def _probe(
     verdicts: dict[int, Tensor] = {}
 
     def keep(k: int, grad: Tensor) -> None:
-        arrived[k] = grad.any(), _sampled(grad[0], edges[k][2], N)[0]
+        arrived[k] = grad.any(), _sampled(grad[0], edges[k][2], 0 if half else N)[0]
 
     def compare(k: int, scaled: Tensor) -> None:
         met, grad = arrived.pop(k)
-        scaled, axis = _sampled(scaled[0], edges[k][2], N)
+        scaled, axis = _sampled(scaled[0], edges[k][2], 0 if half else N)
         share = grad.new_zeros((), dtype=torch.bool)
         if axis is not None and grad.dim() > 1 and grad.numel() and grad.shape[axis] < N:
             share = _shared(grad, scaled, axis)
-        verdict = torch.stack([met, aligned(grad, scaled, axis, factors.to(grad.device)), share])
+        verdict = torch.stack([met, aligned(grad, scaled, axis, factors.to(grad.device), half), share])
         verdicts[k] = verdict.to(z.device)
 
     pull_each([at], inputs, [seed.unsqueeze(0)], keep)
