@@ -1,18 +1,22 @@
-"""What activation checkpoints let go of is computed again once, and let go of again."""
+"""What a graph has is not kept besides; what activation checkpoints let go of is computed again once, and let go of."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from curvopt import backpack, extend
-from curvopt.extensions import KFLR, BatchGrad, DiagGGNExact, Variance
+from curvopt.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, Variance
+from curvopt.extensions.base import Extension
 
 N, T, D = 3, 5, 4
 
@@ -100,3 +104,75 @@ def test_fields_are_those_of_the_network_without_checkpoints(outer: bool, change
     for plain, checkpointed in zip(*(model.parameters() for model in models), strict=True):
         for field in ("grad_batch", "kflr", "diag_ggn_exact") if plain.requires_grad else ():
             torch.testing.assert_close(getattr(checkpointed, field), getattr(plain, field))
+
+
+def peak(call: Callable[[], object]) -> float:
+    """MiB allocated at most while something runs, beyond what was there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes)) / 2**20
+
+
+class Frozen(nn.Module):
+    """Layers that do not train behind one that does; a GELU keeps other tensors than the layer after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 256)
+        layers = [module for _ in range(6) for module in (nn.Linear(256, 256), nn.GELU())]
+        self.rest = nn.Sequential(*layers, nn.Linear(256, 3)).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.first(x))
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*[m for _ in range(6) for m in (nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU())])
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "layers": (lambda: nn.Sequential(nn.Linear(64, 256), layers(), nn.Linear(256, 3)), (1000, 64)),
+    "frozen": (Frozen, (1000, 64)),
+    "tokens": (lambda: nn.Sequential(nn.Linear(64, 256), layers(), nn.Flatten(), nn.Linear(2560, 3)), (100, 10, 64)),
+    "convolutions": (
+        lambda: nn.Sequential(
+            *(
+                m
+                for i in (3, 16, 16, 16)
+                for m in (nn.Conv2d(i, 16, 3, padding=1), nn.GELU(), nn.BatchNorm2d(16).eval())
+            ),
+            *(nn.Flatten(), nn.Linear(16 * 64, 3)),
+        ),
+        (200, 3, 8, 8),
+    ),
+}
+
+
+def steps(model: nn.Module, shape: tuple[int, ...], number: int, *extensions: Extension) -> None:
+    """Training as most write it: the loss of a step lives until that of the next."""
+    for _ in range(number):
+        loss = F.cross_entropy(model(torch.ones(shape)), torch.zeros(shape[0], dtype=torch.long))
+        model.zero_grad()
+        with backpack(*extensions) if extensions else nullcontext():
+            loss.backward()
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_an_idle_extended_model_takes_no_more_memory(name: str):
+    make, shape = NETS[name]
+    torch.manual_seed(0)
+    model = make()
+    plain = peak(lambda: steps(model, shape, 3))
+    extend(model)
+    assert peak(lambda: steps(model, shape, 3)) < 1.01 * plain
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_first_backward_takes_little_more_memory_than_others(name: str):
+    make, shape = NETS[name]
+    model = extend(make())
+    first = peak(lambda: steps(model, shape, 1, BatchL2Grad()))
+    # a few activations, while all of them are there yet
+    assert first < 1.35 * peak(lambda: steps(model, shape, 1, BatchL2Grad()))

@@ -14,14 +14,14 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.derivatives.rules import AffineRule
 from curvopt.core.eigen import eigh
-from curvopt.core.graph import Entry
+from curvopt.core.graph import Entry, Graph
 from curvopt.core.jacobians import Jacobian
 from curvopt.core.residuals import leads_to, name_of, pull
 from curvopt.errors import CurvoptError
 
 
 def averaged_jacobians(
-    edge: GradientEdge, curvature: LossCurvature, scale: Tensor, entries: Sequence[Entry], N: int
+    edge: GradientEdge, curvature: LossCurvature, scale: Tensor, graph: Graph, entries: Sequence[Entry], N: int
 ) -> Iterator[tuple[nn.Parameter, Jacobian]]:
     """For every parameter the root of the averaged matrix at its layer's output, as Jacobian products of "one sample".
 
@@ -29,7 +29,8 @@ def averaged_jacobians(
         edge: the network's output.
         curvature: Hessian of the loss there.
         scale: root of the factor of the loss.
-        entries: the uses in the network.
+        graph: what lies behind the loss.
+        entries: the uses in it.
         N: number of samples.
 
     Raises:
@@ -57,7 +58,8 @@ def averaged_jacobians(
         if entry is not None:
             left.discard((edge.node, edge.output_nr))
             entry.use.cache.clear()  # its patches, as the positions of one sample
-            jacobians = entry.rule.jac_t(entry.use, [vectors], list(entry.parameters), 1)
+            with graph.holding(entry):
+                jacobians = entry.rule.jac_t(entry.use, [vectors], list(entry.parameters), 1)
             entry.use.cache.clear()
             for name, jacobian in jacobians.items():
                 jacobian.origin = (entry.use,)  # a second use has inputs of its own

@@ -16,10 +16,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core import costs
-from curvopt.core.functional import met_by_parameters
 from curvopt.core.graph import Graph, leaves_behind, records_behind
 from curvopt.core.residuals import leaf_of
-from curvopt.core.saved import computed_once
 from curvopt.core.sweep import Pass, fields_of
 from curvopt.core.uses import Use, extend, listen, listeners, outside_of_graphs, unheard
 from curvopt.errors import CurvoptError
@@ -142,15 +140,14 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
 
     def _read(self, roots: Sequence[Node], accumulates: bool, partial: bool, spares: bool) -> tuple[Graph, Pass | None]:
         """The graph of a call into autograd, and what is to be done in its backward, if anything."""
-        with computed_once(roots, met_by_parameters):
-            try:
-                graph = Graph(roots)
-            except CurvoptError as error:
-                raise CurvoptError(f"{fields_of(self.extensions)}: {error}") from error
-            if not (graph.entries or accumulates) or (self.skips_empty and graph.empty):
-                return graph, None
-            with graph.own_backwards():
-                return graph, Pass(self.extensions, self.extension_hook, graph, partial, spares, self.counted)
+        try:
+            graph = Graph(roots)
+        except CurvoptError as error:
+            raise CurvoptError(f"{fields_of(self.extensions)}: {error}") from error
+        if not (graph.entries or accumulates) or (self.skips_empty and graph.empty):
+            return graph, None
+        with graph.own_backwards(), graph.blocks:
+            return graph, Pass(self.extensions, self.extension_hook, graph, partial, spares, self.counted)
 
     def _run(
         self, roots: Sequence[Node], call: Callable[..., Any], accumulates: bool, partial: bool, spares: bool

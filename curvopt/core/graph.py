@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.operations import Itself
 from curvopt.core.derivatives.rules import AffineRule, DefaultRule, Rule, has_batch, tensors
-from curvopt.core.functional import FunctionalUse, Way
+from curvopt.core.functional import FunctionalUse, Way, met_by_parameters
 from curvopt.core.meetings import Data, Meeting, Meetings, added_term, repeats_for_samples
 from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, parents_of, shape_of, walk
-from curvopt.core.saved import is_tensor, names_of
+from curvopt.core.saved import Blocks, is_tensor, names_of, read
 from curvopt.core.uses import TermUse, Use, describe, extended_name, records_of
 from curvopt.distributed import refuse_sharded
 from curvopt.errors import CurvoptError
@@ -135,6 +135,7 @@ class Graph:
         mixing: operations that mix samples (train-mode batch norm), and descriptions of their modules.
         outside: names of parameters that enter the loss by an added term, which no quantity contains.
         owners: the extended module that owns each parameter, and the parameter's name in it.
+        blocks: of activation checkpoints.
         structure: hash of the operations up to the losses and their arguments, ``None`` if the values of tensors may
             decide which samples meet.
 
@@ -144,6 +145,11 @@ class Graph:
 
     def __init__(self, roots: Sequence[Node]):
         """Walk the graph from ``roots`` to its leaves once."""
+        self.blocks = Blocks(roots, met_by_parameters)
+        with self.blocks:
+            self._read(roots)
+
+    def _read(self, roots: Sequence[Node]) -> None:
         self.entries: dict[Use, Entry] = {}
         self.calls: dict[Entry, list[Entry]] = {}
         self.terms: dict[TermUse, GradientEdge] = {}
@@ -242,6 +248,27 @@ class Graph:
         """The nodes of an entry of one output, and those that accumulate gradients of its parameters."""
         (edge,) = entry.edges.values()
         return list(walk([edge.node], entry.use.boundary))
+
+    @contextmanager
+    def holding(self, entry: Entry) -> Iterator[None]:
+        """Inside, a use has its input, where that was left to the graph."""
+        left = entry.use.left
+        if left is None:
+            yield
+            return
+        (node,) = [edge.node for edge in entry.edges.values()]
+        for _ in range(left.depth):
+            node: Any = node.next_functions[0][0]
+        self.blocks.one_by_one = True
+        try:
+            with self.blocks:
+                x = read(node, left.name)
+        except RuntimeError as error:
+            if "inplace" in str(error):
+                raise entry.use.modified() from error
+            raise
+        with entry.use.holding(x):
+            yield
 
     def name(self, p: nn.Parameter) -> str:
         """Path of a parameter in the extended model."""

@@ -6,8 +6,7 @@ anew, and keeps the others for later. So what one block saved is taken out at on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +19,9 @@ from torch.utils import checkpoint
 from curvopt.core.residuals import name_of, pull, walk
 
 Place = tuple[Node, str]
+
+_names: dict[str, tuple[str, ...]] = {}
+_readers: list[Blocks] = []
 
 
 class Saved:
@@ -58,34 +60,37 @@ def is_tensor(node: Node, name: str) -> bool:
     return hasattr(node, _raw(name))
 
 
-@contextmanager
-def computed_once(roots: Sequence[Node], wanted: Callable[[Sequence[Node]], Collection[Node]]) -> Iterator[None]:
-    """Inside, the block of a checkpoint is computed again once at most for all that is read of it.
+class Blocks:
+    """A context in which the block of a checkpoint is computed again once at most for all that is read of it.
 
     Args:
         roots: the nodes behind which it lies.
         wanted: those of all nodes that may be read.
     """
-    _readers.append(_Reader(roots, wanted))
-    try:
-        yield
-    finally:
-        _readers.pop()
 
-
-_names: dict[str, tuple[str, ...]] = {}
-_readers: list[_Reader] = []
-
-
-class _Reader:
     def __init__(self, roots: Sequence[Node], wanted: Callable[[Sequence[Node]], Collection[Node]]):
-        self._find, self._nodes = wanted, walk(list(roots))
+        """Nothing has been read yet."""
+        self._find, self._roots = wanted, list(roots)
         self._kept: dict[Place, Any] = {}
+        #: Whether what was read of a block is kept only until another one is read.
+        self.one_by_one = False
+        self._last: Any = None
+
+    def __enter__(self) -> Blocks:
+        """Read by this."""
+        _readers.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop that; what was read of the last block may be read again without computing it."""
+        _readers.pop()
+        if not self.one_by_one:
+            self._kept.clear()
 
     @cached_property
     def _blocks(self) -> dict[Any, list[tuple[Node, str, bool]]]:
         """What each block saved, and whether it may be read."""
-        nodes = list(self._nodes)
+        nodes = list(walk(self._roots))
         wanted = self._find(nodes)
         found: dict[Any, list[tuple[Node, str, bool]]] = {}
         for node in nodes:
@@ -96,7 +101,11 @@ class _Reader:
         return found
 
     def read(self, place: Place, block: Any) -> Any:
+        """What a node of a block saved."""
         if place not in self._kept:
+            if self.one_by_one and block is not self._last:
+                self._kept.clear()
+            self._last = block
             x = torch.zeros((), requires_grad=True)
             with torch.enable_grad():
                 y = x.view_as(x)
@@ -107,7 +116,12 @@ class _Reader:
 
     def _take_out(self, asked: Place, block: Any) -> None:
         for node, name, wanted in self._blocks[block]:
-            value = getattr(node, name)
+            try:
+                value = getattr(node, name)
+            except RuntimeError:
+                if (node, name) == asked:
+                    raise
+                continue  # the backward has passed it
             if wanted or (node, name) == asked:
                 self._kept[node, name] = value
 

@@ -406,7 +406,7 @@ class Pass:
         only = len(groups) == 1 and self.losses_left == 1 and not several
         for columns, extensions in groups.items():
             if isinstance(columns, Averaged):
-                for p, jacobian in averaged_jacobians(edge, curvature, scale, self.entries, self.samples.N):
+                for p, jacobian in averaged_jacobians(edge, curvature, scale, self.graph, self.entries, self.samples.N):
                     self._update(p, jacobian, extensions)
                 continue
             rows = len(use.input) // self.samples.N
@@ -423,7 +423,8 @@ class Pass:
         grads = [None if grad is None else cast(grad, dtype) for grad in grads]
         try:
             entry.use.check_inputs()
-            jacobians = entry.rule.jac_t(entry.use.in_precision(dtype), grads, list(entry.parameters), N)
+            with self.graph.holding(entry):
+                jacobians = entry.rule.jac_t(entry.use.in_precision(dtype), grads, list(entry.parameters), N)
         except CurvoptError as error:
             raise self._naming_fields(error) from error
         if last:

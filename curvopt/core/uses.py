@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -102,6 +102,7 @@ class Use:
         "boundary",
         "cache",
         "kwargs",
+        "left",
         "module",
         "outputs",
         "path",
@@ -118,7 +119,7 @@ class Use:
     rule_for: ClassVar[Callable[[nn.Module], Rule]]
 
     def __init__(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: list[Tensor]):
-        """Record what the call got; ``outputs`` only lends shapes and, for modules without a rule, detached values."""
+        """Record what the call got, unless the graph has it; of ``outputs`` shapes, and values if there is no rule."""
         inputs = _tensors((args, kwargs)) if kwargs or len(args) != 1 else _tensors(args[0])
         self.path, self.module, self.args, self.kwargs = path, module, args, kwargs
         self.versions: tuple[int, ...] | None = tuple([version(leaf) for leaf in inputs])
@@ -133,14 +134,37 @@ class Use:
         self.cache: dict[str, Any] = {}  # what several columns and quantities share; emptied after each backward
         self.rule = Use.rule_for(module)
         self.settings = None if self.rule.checks_outputs else _settings(module, self.rule)
-        # kept to check that calling the module again, sample by sample, gives what it gave
-        self.outputs = [_kept(out) for out in outputs] if self.rule.checks_outputs else None
-        self.state = self.rule.state(module) if self.rule.checks_outputs else {}
+        self.outputs, self.state = None, {}
+        #: Where the graph has the input, so that memory is free again with it.
+        self.left: Left | None = None
+        frozen = not (module._modules or any([p is not None and p.requires_grad for p in self.seen]))
+        if not frozen and self.rule.checks_outputs:
+            # kept to check that calling the module again, sample by sample, gives what it gave
+            self.outputs, self.state = [_kept(out) for out in outputs], self.rule.state(module)
+        elif not frozen and len(inputs) == len(outputs) == 1 and self.rule.leaves_input(module):
+            self.left = _place_of(inputs[0], outputs[0].grad_fn)
+        if self.versions is not None and (frozen or self.left is not None):
+            self._hold(_without_entries)
 
     @property
     def input(self) -> Tensor:
         """The first input of the call, given by position or by name."""
         return self.args[0] if self.args else next(iter(self.kwargs.values()))
+
+    def _hold(self, what: Callable[[Tensor], Tensor]) -> None:
+        """Put something in the place of each input."""
+        self.args, self.kwargs = tree_map_only(Tensor, what, (self.args, self.kwargs))
+        self.versions = tuple([version(leaf) for leaf in _tensors((self.args, self.kwargs))])
+
+    @contextmanager
+    def holding(self, x: Tensor) -> Iterator[None]:
+        """Inside, the use has its input, which the graph has."""
+        shape = self.input.shape
+        self._hold(lambda _: x.view(shape))
+        try:
+            yield
+        finally:
+            self._hold(_without_entries)
 
     @property
     def owner(self) -> nn.Module:
@@ -194,10 +218,59 @@ class Use:
                     "on it. In several processes, train with DistributedDataParallel, which does not shard parameters."
                 )
         if self.versions != tuple([version(leaf) for leaf in _tensors((self.args, self.kwargs))]):
-            raise CurvoptError(
-                f"{self.describe()}: an input was modified in place, by the module itself or after it, so its Jacobian "
-                "cannot be formed; give the in-place operation a copy (`x = x.clone()`)."
-            )
+            raise self.modified()
+
+    def modified(self) -> CurvoptError:
+        """The error where an input is not what it was."""
+        return CurvoptError(
+            f"{self.describe()}: an input was modified in place, by the module itself or after it, so its Jacobian "
+            "cannot be formed; give the in-place operation a copy (`x = x.clone()`)."
+        )
+
+
+class Left(NamedTuple):
+    """Where the graph has the input of a module.
+
+    Attributes:
+        depth: number of nodes to pass from that of the output.
+        name: by which the node there has it.
+    """
+
+    depth: int
+    name: str
+
+
+#: The names by which operations keep their input.
+_KEEPING = {
+    "AddmmBackward0": "_saved_mat1",
+    "MmBackward0": "_saved_self",
+    **dict.fromkeys(
+        [f"{name}Backward0" for name in ("Convolution", "NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm")],
+        "_saved_input",
+    ),
+}
+_VIEWING = frozenset(["ViewBackward0", "UnsafeViewBackward0"])
+
+
+def _place_of(x: Tensor, node: Node | None) -> Left | None:
+    """Where the graph has the one input of a module of one operation, of which ``node`` gives the output."""
+    for depth in range(3) if x.is_floating_point() else ():
+        if node is None:
+            break
+        name = type(node).name(node)
+        if name in _KEEPING:
+            return Left(depth, _KEEPING[name])
+        if name not in _VIEWING:
+            break
+        node = node.next_functions[0][0]
+    return None
+
+
+def _without_entries(x: Tensor) -> Tensor:
+    """A tensor of the same kind that takes no memory; what were computed with its entries would be nan."""
+    if not x.is_floating_point() or x.layout != torch.strided or x.is_nested:
+        return x
+    return x.new_full((), torch.nan).expand(x.shape)
 
 
 def _kept(out: Tensor) -> tuple[Tensor, int]:

@@ -36,6 +36,9 @@ class Linear(AffineRule):
             return False
         return bias is None or bias.shape == (weight.shape[1 if self.transposed else 0],)  # others are broadcast
 
+    def leaves_input(self, module: nn.Linear) -> bool:
+        return module.weight.requires_grad
+
     def least_dims(self, module: nn.Linear) -> int:
         return 2
 
@@ -85,6 +88,9 @@ class Conv(AffineRule):
         steady = takewhile(lambda axis: axis[2] == axis[3] == 1, reversed(axes))
         return [axis[:2] for axis in steady][1::-1]
 
+    def leaves_input(self, module: nn.Conv2d) -> bool:
+        return module.weight.requires_grad and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+
     def least_dims(self, module: nn.Conv2d) -> int:
         return 2 + len(module.kernel_size)
 
@@ -115,6 +121,9 @@ class ConvTranspose(AffineRule):
 
     def bias(self, grad: Tensor, left: Tensor) -> Tensor:
         return grad.flatten(3).sum(3).unflatten(1, (left.shape[1], -1)).sum(2)
+
+    def leaves_input(self, module: nn.ConvTranspose2d) -> bool:
+        return module.weight.requires_grad
 
     def least_dims(self, module: nn.ConvTranspose2d) -> int:
         return 2 + len(module.kernel_size)

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.derivatives.losses import Bernoulli, Diagonal, LossCurvature, Softmax
 from curvopt.core.jacobians import widened
 from curvopt.core.residuals import LINEAR, MULTILINEAR, leads_to, leaf_of, name_of, operation, pull
-from curvopt.core.saved import computed_once, names_of, read
+from curvopt.core.saved import Blocks, names_of, read
 from curvopt.core.uses import LossUse, TermUse, Use, records_of
 from curvopt.errors import CurvoptError
 
@@ -123,7 +123,7 @@ def _class_axis(dim: int, dims: int) -> int:
 
 def _saved(node: Node) -> SimpleNamespace:
     """What a node saved, by name."""
-    with computed_once([node], lambda _: [node]):
+    with Blocks([node], lambda _: [node]):
         return SimpleNamespace(**{name.removeprefix("_saved_"): read(node, name) for name in names_of(node)})
 
 

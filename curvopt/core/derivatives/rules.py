@@ -63,6 +63,10 @@ class Rule(ABC):
         """Whether the parameters have the shapes that the rule knows, where the module's forward takes others, too."""
         return True
 
+    def leaves_input(self, module: Any) -> bool:
+        """Whether the module is one operation, which keeps the input as it is for its backward."""
+        return False
+
     def least_dims(self, module: Any) -> int:
         """Number of axes that an input with a batch axis has at least."""
         return 1

@@ -27,6 +27,9 @@ class ScaleRule(Rule):
         """Whether the parameters lie along the last axes, not along axis 1."""
         return False
 
+    def leaves_input(self, module: Any) -> bool:
+        return True
+
     def expected(self, module: Any) -> Container[str]:
         return ("weight", "bias")
 
