@@ -20,6 +20,7 @@ from curvopt.core import costs, onednn
 from curvopt.core.derivatives import rule_for
 from curvopt.core.jacobians import Dense, Jacobian, Outer, Squares
 from curvopt.core.products import add_product, product
+from curvopt.core.saved import inputs_left
 from curvopt.core.sweep import Pass, set_columns_per_sweep
 from curvopt.core.uses import KEY
 from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact
@@ -126,9 +127,11 @@ def test_convolutions_by_views_of_their_input(
     monkeypatch.setattr(costs, "CHUNK_ENTRIES", {"cpu": 1})
     conv = extend(conv.to(dtype))
     x = torch.randn(3, conv.weight.shape[1] * conv.groups, *shape).to(dtype)
-    use = conv(x).grad_fn.metadata[KEY][0][0]
+    z = conv(x)
+    use = z.grad_fn.metadata[KEY][0][0]
     vectors = torch.randn(2, *use.shapes[0]).to(dtype)
-    jacobian = rule_for(conv).jac_t(use, [vectors], ["weight"], 3)["weight"]
+    with use.holding(inputs_left(use, z.grad_fn)):
+        jacobian = rule_for(conv).jac_t(use, [vectors], ["weight"], 3)["weight"]
     jacobian.weights = torch.randn(2, 3).to(dtype) if weighted else None
     J = torch.stack(
         [
@@ -312,7 +315,8 @@ def test_second_moments_of_patches_by_shifts(
     assert z.grad_fn is not None
     use = z.grad_fn.metadata[KEY][0][0]
     with torch.no_grad():
-        jacobian = rule_for(conv).jac_t(use, [torch.ones_like(z)[None]], ["weight"], 4 // rows)["weight"]
+        with use.holding(inputs_left(use, z.grad_fn)):
+            jacobian = rule_for(conv).jac_t(use, [torch.ones_like(z)[None]], ["weight"], 4 // rows)["weight"]
         assert isinstance(jacobian, Outer) and jacobian.shifts
         monkeypatch.setattr(costs, "by_shifts", lambda *sizes: True)
         monkeypatch.setattr(costs, "by_two_shifts", lambda L, H, K: two)

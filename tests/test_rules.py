@@ -24,6 +24,7 @@ from curvopt import backpack, extend
 from curvopt.core.derivatives import rule_for
 from curvopt.core.derivatives.rules import DefaultRule, Rule
 from curvopt.core.jacobians import Dense, Jacobian, Lookup, Outer, combine
+from curvopt.core.saved import inputs_left
 from curvopt.core.uses import KEY, Use
 from curvopt.errors import CurvoptError
 from curvopt.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, SumGradSquared, Variance
@@ -98,7 +99,7 @@ def check(call: Call, V: int = 2) -> None:
     for wanted in {tuple(real), *((i,) for i in real)}:
         vectors = [normal(V, *out.shape) if i in wanted else None for i, out in enumerate(outputs)]
         expected = sample_by_sample(module, outputs, vectors, axes)
-        with torch.no_grad():
+        with torch.no_grad(), use.holding(inputs_left(use, outputs[0].grad_fn)):
             jacobians = rule.jac_t(use, vectors, list(expected), N)
         assert jacobians.keys() == expected.keys()
         for name, jacobian in jacobians.items():
@@ -314,7 +315,9 @@ def test_train_mode_batchnorm_takes_statistics_as_constants():
     x, vectors = normal(N, 2, 3, 4), normal(2, N, 2, 3, 4)
     out = module(x)
     running = copy.deepcopy(module.state_dict())
-    jacobians = rule_for(module).jac_t(out.grad_fn.metadata[KEY][0][0], [vectors], ["weight", "bias"], N)
+    use = out.grad_fn.metadata[KEY][0][0]
+    with use.holding(inputs_left(use, out.grad_fn)):
+        jacobians = rule_for(module).jac_t(use, [vectors], ["weight", "bias"], N)
     assert_close(jacobians["weight"].dense(), (vectors * out.detach()).sum((3, 4)))  # fresh: weight 1, bias 0
     assert_close(jacobians["bias"].dense(), vectors.sum((3, 4)))
     assert_close(module.state_dict(), running)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 from collections.abc import Callable
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from curvopt import backpack, extend
-from curvopt.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, Variance
+from curvopt import CurvoptError, backpack, extend
+from curvopt.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, Variance
 from curvopt.extensions.base import Extension
 
 N, T, D = 3, 5, 4
@@ -70,7 +71,7 @@ def blocks_of(model: nn.Module) -> list[Block]:
 
 
 @pytest.mark.parametrize("outer", [False, True])
-def test_blocks_run_once_more_than_for_the_gradient_and_for_blocks_inside(outer: bool):
+def test_blocks_run_once_more_than_for_the_gradient_and_twice_for_blocks_inside(outer: bool):
     model = network(True, outer)
     for _ in range(2):  # the network's first backward looks for the samples, too
         for block in blocks_of(model):
@@ -78,7 +79,7 @@ def test_blocks_run_once_more_than_for_the_gradient_and_for_blocks_inside(outer:
         value = loss(model)
         with backpack(BatchGrad(), Variance()):
             value.backward()
-    assert [block.runs for block in blocks_of(model)] == [3 + outer] * 3
+    assert [block.runs for block in blocks_of(model)] == [3 + 2 * outer] * 3
 
 
 @pytest.mark.parametrize("outer", [False, True])
@@ -108,6 +109,7 @@ def test_fields_are_those_of_the_network_without_checkpoints(outer: bool, change
 
 def peak(call: Callable[[], object]) -> float:
     """MiB allocated at most while something runs, beyond what was there before."""
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -176,3 +178,125 @@ def test_a_first_backward_takes_little_more_memory_than_others(name: str):
     first = peak(lambda: steps(model, shape, 1, BatchL2Grad()))
     # a few activations, while all of them are there yet
     assert first < 1.35 * peak(lambda: steps(model, shape, 1, BatchL2Grad()))
+
+
+class Scale(nn.Module):
+    """The norm of a LLaMA."""
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(features) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5))
+
+
+class Adapted(nn.Module):
+    """A frozen weight and a low-rank one."""
+
+    def __init__(self, features: int, out: int):
+        super().__init__()
+        self.frozen = nn.Parameter(torch.randn(out, features) / features**0.5, requires_grad=False)
+        self.a = nn.Parameter(torch.randn(2, features) / features**0.5)
+        self.b = nn.Parameter(torch.randn(out, 2) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.frozen) + F.linear(x, self.a) @ self.b.T
+
+
+class Gated(nn.Module):
+    """A block of modules with and without a rule."""
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.norm, self.up, self.gate = (
+            Scale(features),
+            nn.Linear(features, 2 * features),
+            Adapted(features, 2 * features),
+        )
+        self.down, self.after = nn.Linear(2 * features, features), nn.LayerNorm(features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return self.after(x + self.down(self.up(h) * F.silu(self.gate(h))))
+
+
+class Stack(nn.Module):
+    """Blocks, checkpointed or not."""
+
+    def __init__(self, features: int, depth: int, checkpointed: bool):
+        super().__init__()
+        self.first, self.checkpointed = nn.Linear(features, features), checkpointed
+        self.blocks = nn.ModuleList(Gated(features) for _ in range(depth))
+        self.out = nn.Linear(features, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.out(x.mean(1))
+
+
+def test_what_is_needed_of_checkpointed_blocks_is_there_for_one_block_at_a_time():
+    torch.manual_seed(0)
+    model, shape = Stack(64, 8, True), (16, 16, 64)
+
+    def settled(*extensions: Extension) -> float:
+        for _ in range(2):
+            found = peak(lambda: steps(model, shape, 2, *extensions))
+        return found
+
+    plain = settled()
+    extend(model)
+    # the first step of each kind finds out that all can be read off the graph
+    assert settled(BatchL2Grad()) < 1.6 * plain and settled(DiagGGNMC()) < 2 * plain
+    assert settled() < 1.02 * plain
+    model.checkpointed = False
+    assert settled() > 4 * plain
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_fields_of_modules_in_checkpoints_in_several_steps(create_graph: bool):
+    models = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        models.append(extend(Stack(4, 2, checkpointed)).double())
+    for step in range(3):
+        torch.manual_seed(step)
+        x, y = torch.randn(N, T, D).double(), torch.randint(3, (N,))
+        for model in models:
+            with backpack(BatchGrad(), KFLR(), DiagGGNExact()):
+                F.cross_entropy(model(x), y).backward(create_graph=create_graph)
+        for plain, checkpointed in zip(*(model.parameters() for model in models), strict=True):
+            for field in ("grad_batch", "kflr", "diag_ggn_exact") if plain.requires_grad else ():
+                torch.testing.assert_close(getattr(checkpointed, field), getattr(plain, field))
+
+
+class Changing(nn.Module):
+    """Uses its parameter in a way that is known, until it does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.known = nn.Parameter(torch.randn(3, D)), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T if self.known else torch.cdist(x, self.weight)
+
+
+def test_an_input_that_was_not_kept_is_asked_for_again():
+    torch.manual_seed(0)
+    inner = Changing()
+    model, x, y = extend(nn.Sequential(nn.Linear(D, D), inner)).double(), torch.randn(N, D).double(), torch.arange(N)
+
+    def backward() -> None:
+        with backpack(BatchGrad()):
+            F.cross_entropy(checkpoint(inner, model[0](x), use_reentrant=False), y).backward()
+
+    backward()
+    backward()
+    inner.known = False
+    with pytest.raises(CurvoptError, match="run the forward pass again"):
+        backward()
+    model.zero_grad()
+    backward()
+    torch.testing.assert_close(inner.weight.grad_batch.sum(0), inner.weight.grad)

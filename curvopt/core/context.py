@@ -147,7 +147,10 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         if not (graph.entries or accumulates) or (self.skips_empty and graph.empty):
             return graph, None
         with graph.own_backwards(), graph.blocks:
-            return graph, Pass(self.extensions, self.extension_hook, graph, partial, spares, self.counted)
+            begun = Pass(self.extensions, self.extension_hook, graph, partial, spares, self.counted)
+        for call in () if graph.mixing else graph.calls:
+            call.use.was_read_off()
+        return graph, begun
 
     def _run(
         self, roots: Sequence[Node], call: Callable[..., Any], accumulates: bool, partial: bool, spares: bool

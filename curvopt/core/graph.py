@@ -19,7 +19,7 @@ from curvopt.core.derivatives.rules import AffineRule, DefaultRule, Rule, has_ba
 from curvopt.core.functional import FunctionalUse, Way, met_by_parameters
 from curvopt.core.meetings import Data, Meeting, Meetings, added_term, repeats_for_samples
 from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, parents_of, shape_of, walk
-from curvopt.core.saved import Blocks, is_tensor, names_of, read
+from curvopt.core.saved import Blocks, inputs_left, is_tensor, names_of
 from curvopt.core.uses import TermUse, Use, describe, extended_name, records_of
 from curvopt.distributed import refuse_sharded
 from curvopt.errors import CurvoptError
@@ -186,9 +186,10 @@ class Graph:
                 calls[entry].add(*entry.part)
             else:
                 self._own(entry, interior)
-        for entry, inside in sorted(calls.items(), key=lambda item: len(item[1].nodes)):  # the inner ones first
+        for entry, inside in _inner_first(calls):
             entry.leave(interior, inside)
             if not self._read_inside(entry, inside, interior):
+                entry.use.check_held()
                 entry.check_alone()
                 self._own(entry, interior)
                 if entry.no_samples or not entry.takes_samples:
@@ -252,22 +253,14 @@ class Graph:
     @contextmanager
     def holding(self, entry: Entry) -> Iterator[None]:
         """Inside, a use has its input, where that was left to the graph."""
-        left = entry.use.left
-        if left is None:
-            yield
-            return
-        (node,) = [edge.node for edge in entry.edges.values()]
-        for _ in range(left.depth):
-            node: Any = node.next_functions[0][0]
-        self.blocks.one_by_one = True
         try:
             with self.blocks:
-                x = read(node, left.name)
+                inputs = inputs_left(entry.use, next(iter(entry.edges.values())).node)
         except RuntimeError as error:
             if "inplace" in str(error):
                 raise entry.use.modified() from error
             raise
-        with entry.use.holding(x):
+        with entry.use.holding(inputs):
             yield
 
     def name(self, p: nn.Parameter) -> str:
@@ -348,7 +341,8 @@ class Graph:
     def _read_inside(self, entry: Entry, inside: _Interior, interior: _Interior) -> bool:
         """Put uses by operations in the place of that of a module without a rule, if they are known ones."""
         use = entry.use
-        search = Meetings(use.path, use.module, self._data, self._parents, self._dependent, self._repeated)
+        known = self._data, self._parents, self._dependent, self._repeated
+        search = Meetings(use.path, use.module, *known, holds=use.block is None)
         names = {p: name for name, p in entry.parameters.items()}
         ways: dict[nn.Parameter, list[Way]] = {p: [] for p in names}
         for node, position in inside.edges:
@@ -386,6 +380,7 @@ class Graph:
 
     def call_again(self, call: Entry) -> None:
         """Put the call of a module in the place of the operations in it."""
+        call.use.check_held()
         call.check_alone()
         for entry in self.calls.pop(call):
             del self.entries[entry.use]
@@ -449,6 +444,20 @@ class Graph:
                 self.entries[entry.use] = entry
                 entry.edges[0] = GradientEdge(above, 0)
                 entry.rows = out[0]
+
+
+def _inner_first(calls: dict[Entry, _Interior]) -> list[tuple[Entry, _Interior]]:
+    """Calls before those that they are in, and those in one block of a checkpoint one after the other."""
+    sizes: dict[Any, int] = {}
+    for entry, inside in calls.items():
+        sizes[entry.use.block] = max(sizes.get(entry.use.block, 0), len(inside.nodes))
+    numbers = {block: number for number, block in enumerate(sizes)}
+
+    def order(item: tuple[Entry, _Interior]) -> tuple[int, int, int]:
+        block, size = item[0].use.block, len(item[1].nodes)
+        return size if block is None else sizes[block], numbers[block], size
+
+    return sorted(calls.items(), key=order)
 
 
 class _Interior:

@@ -7,7 +7,8 @@ parameter itself or what is computed from it: ``p.exp()``, a part of a table, a 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -138,6 +139,7 @@ class Meetings:
         parents: who consumes each node.
         dependent: the nodes that depend on the samples.
         repeated: those that depend on what was repeated for every sample.
+        holds: whether uses hold their inputs, or leave them to the checkpoint in which they are.
     """
 
     def __init__(
@@ -148,8 +150,10 @@ class Meetings:
         parents: dict[Node, list[Node]],
         dependent: Collection[Node],
         repeated: Collection[Node],
+        holds: bool = True,
     ):
         """Keep them."""
+        self.holds = holds
         self.path, self.module, self.data, self.parents = path, module, data, parents
         self.dependent, self.repeated = dependent, repeated
 
@@ -202,7 +206,8 @@ class Meetings:
         if not is_layer(node):
             return None
         seen = seen_of(p, way)
-        call = None if seen is None else layer_call(node, way.position, seen, p.shape)
+        shape = p.shape
+        call = None if seen is None else layer_call(node, way.position, seen, shape)
         if call is None:
             if leaf_of(way.operand[0]) is p or way.operand[0] in self.repeated:
                 return None
@@ -220,7 +225,9 @@ class Meetings:
             return None
         call.module._parameters["weight"] = p if source is None else nn.Parameter(seen, requires_grad=False)
         rule = call.rule if source is None and p.dim() > 1 else Derived(call.rule, p, source)
-        use = self._use(node, call.module, (call.input,), frozenset() if before is None else frozenset([before]))
+        boundary = frozenset() if before is None else frozenset([before])
+        again = partial(_input, node, way.position, seen, shape)
+        use = self._use(node, call.module, (call.input,), again, boundary)
         shared = isinstance(call.rule, Embedding) and repeats_for_samples(node, self.parents) is not None
         # experts, say, are called with as many samples as are sent to them
         if not shared and before not in self.dependent and not self.data.may_lie_along([rule.rows(use)]):
@@ -247,15 +254,31 @@ class Meetings:
         found = repetition(node, way.position)
         if found is None:
             return None
-        use = self._use(node, self.module, found.args)
+        use = self._use(node, self.module, found.args, lambda: repetition(node, way.position).args)  # type: ignore[union-attr]
         role = "bias" if source is None and is_bias(node, way.position, p) else "weight"
         rule = Repeated(p, source, shape, found.scale, found.factor, found.linear)
         return Meeting(node, use, rule, role, source)
 
     def _use(
-        self, node: Node, module: nn.Module, args: tuple[Tensor, ...], boundary: frozenset[Node] = frozenset()
+        self,
+        node: Node,
+        module: nn.Module,
+        args: tuple[Tensor, ...],
+        again: Callable[[], tuple[Tensor, ...]],
+        boundary: frozenset[Node] = frozenset(),
     ) -> FunctionalUse:
-        return FunctionalUse(self.path, module, args, shape_of(node), self.module, boundary)
+        use = FunctionalUse(self.path, module, args, shape_of(node), self.module, boundary)
+        if not self.holds:
+            use.left = again
+            use.hold_nothing()
+        return use
+
+
+def _input(node: Node, position: int, weight: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """The input of a layer, read again."""
+    call = layer_call(node, position, weight, shape)
+    assert call is not None
+    return (call.input,)
 
 
 def repeats_for_samples(node: Node, parents: dict[Node, list[Node]]) -> Node | None:

@@ -17,6 +17,7 @@ from torch.autograd.graph import Node
 from torch.utils import checkpoint
 
 from curvopt.core.residuals import name_of, pull, walk
+from curvopt.core.uses import Use
 
 Place = tuple[Node, str]
 
@@ -60,6 +61,18 @@ def is_tensor(node: Node, name: str) -> bool:
     return hasattr(node, _raw(name))
 
 
+def inputs_left(use: Use, node: Any) -> tuple[Tensor, ...]:
+    """The inputs that a use left to the graph, where ``node`` gives its output."""
+    left = use.left
+    if left is None:
+        return ()
+    if callable(left):
+        return left()
+    for _ in range(left.depth):
+        node = node.next_functions[0][0]
+    return (read(node, left.name),)
+
+
 class Blocks:
     """A context in which the block of a checkpoint is computed again once at most for all that is read of it.
 
@@ -72,9 +85,7 @@ class Blocks:
         """Nothing has been read yet."""
         self._find, self._roots = wanted, list(roots)
         self._kept: dict[Place, Any] = {}
-        #: Whether what was read of a block is kept only until another one is read.
-        self.one_by_one = False
-        self._last: Any = None
+        self._last: Any = None  # the block of what is kept
 
     def __enter__(self) -> Blocks:
         """Read by this."""
@@ -82,10 +93,8 @@ class Blocks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop that; what was read of the last block may be read again without computing it."""
+        """Stop that."""
         _readers.pop()
-        if not self.one_by_one:
-            self._kept.clear()
 
     @cached_property
     def _blocks(self) -> dict[Any, list[tuple[Node, str, bool]]]:
@@ -103,7 +112,7 @@ class Blocks:
     def read(self, place: Place, block: Any) -> Any:
         """What a node of a block saved."""
         if place not in self._kept:
-            if self.one_by_one and block is not self._last:
+            if block is not self._last:
                 self._kept.clear()
             self._last = block
             x = torch.zeros((), requires_grad=True)

@@ -7,7 +7,7 @@ nothing is kept on modules or in globals. It must not hold the node or its outpu
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.modules.module import _global_forward_hooks
 from torch.nn.utils import parametrize
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
@@ -99,9 +100,11 @@ class Use:
     __slots__ = (
         "__weakref__",
         "args",
+        "block",
         "boundary",
         "cache",
         "kwargs",
+        "kind",
         "left",
         "module",
         "outputs",
@@ -136,15 +139,24 @@ class Use:
         self.settings = None if self.rule.checks_outputs else _settings(module, self.rule)
         self.outputs, self.state = None, {}
         #: Where the graph has the input, so that memory is free again with it.
-        self.left: Left | None = None
+        self.left: Left | Callable[[], tuple[Tensor, ...]] | None = None
+        #: The block of an activation checkpoint that a module without a rule is called in, and what kind of call it is.
+        self.block, self.kind = None, None
         frozen = not (module._modules or any([p is not None and p.requires_grad for p in self.seen]))
+        known = False
         if not frozen and self.rule.checks_outputs:
-            # kept to check that calling the module again, sample by sample, gives what it gave
-            self.outputs, self.state = [_kept(out) for out in outputs], self.rule.state(module)
+            self.block = _block()
+            if self.block is not None and all([leaf.requires_grad for leaf in inputs if leaf.is_floating_point()]):
+                flags = [p.requires_grad for p in module.parameters()]
+                self.kind = (module.training, *flags, *[(leaf.shape, leaf.dtype) for leaf in inputs], *self.shapes)
+                known = self.kind in _read_off.get(module, ())
+            if not known:
+                # kept to check that calling the module again, sample by sample, gives what it gave
+                self.outputs, self.state = [_kept(out) for out in outputs], self.rule.state(module)
         elif not frozen and len(inputs) == len(outputs) == 1 and self.rule.leaves_input(module):
             self.left = _place_of(inputs[0], outputs[0].grad_fn)
-        if self.versions is not None and (frozen or self.left is not None):
-            self._hold(_without_entries)
+        if self.versions is not None and (frozen or known or self.left is not None):
+            self.hold_nothing()
 
     @property
     def input(self) -> Tensor:
@@ -156,15 +168,38 @@ class Use:
         self.args, self.kwargs = tree_map_only(Tensor, what, (self.args, self.kwargs))
         self.versions = tuple([version(leaf) for leaf in _tensors((self.args, self.kwargs))])
 
+    def hold_nothing(self) -> None:
+        """Leave the inputs to the graph: what is held has their shapes."""
+        self._hold(_without_entries)
+
     @contextmanager
-    def holding(self, x: Tensor) -> Iterator[None]:
-        """Inside, the use has its input, which the graph has."""
-        shape = self.input.shape
-        self._hold(lambda _: x.view(shape))
+    def holding(self, inputs: Iterable[Tensor]) -> Iterator[None]:
+        """Inside, the use has its inputs again, if they were left to the graph."""
+        if self.left is None:
+            yield
+            return
+        given = iter(inputs)
+        self._hold(lambda blank: next(given).view(blank.shape))
         try:
             yield
         finally:
-            self._hold(_without_entries)
+            self.hold_nothing()
+
+    def was_read_off(self) -> None:
+        """Its operations were read off the graph: the next call of this kind in a checkpoint need not keep anything."""
+        if self.kind is not None:
+            kinds = _read_off.setdefault(self.module, set())
+            kinds.difference_update([] if len(kinds) < 64 else list(kinds))
+            kinds.add(self.kind)
+
+    def check_held(self) -> None:
+        """Raise if a module without a rule has to be called again, but its inputs were not kept."""
+        if self.block is not None and self.outputs is None:
+            _read_off.pop(self.module, None)
+            raise CurvoptError(
+                f"{self.describe()}: it uses its parameters in a way that is not known, unlike before, so that its "
+                "input was left to torch.utils.checkpoint; run the forward pass again, which keeps it."
+            )
 
     @property
     def owner(self) -> nn.Module:
@@ -226,6 +261,19 @@ class Use:
             f"{self.describe()}: an input was modified in place, by the module itself or after it, so its Jacobian "
             "cannot be formed; give the in-place operation a copy (`x = x.clone()`)."
         )
+
+
+# by modules without a rule the kinds of their calls in checkpoints that were read off the graph
+_read_off: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
+
+
+def _block() -> int | None:
+    """The identity of the hook by which the block of an activation checkpoint keeps its tensors, if one runs.
+
+    To hold the hook would be to hold the block's input.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    return None if hooks is None or hooks[1].__module__ != checkpoint.__name__ else id(hooks[1])
 
 
 class Left(NamedTuple):
