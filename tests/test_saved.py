@@ -300,3 +300,36 @@ def test_an_input_that_was_not_kept_is_asked_for_again():
     model.zero_grad()
     backward()
     torch.testing.assert_close(inner.weight.grad_batch.sum(0), inner.weight.grad)
+
+
+def test_an_input_that_changes_in_a_checkpoint_is_refused():
+    linear = extend(nn.Linear(D, D)).double()
+
+    def block(x: Tensor) -> Tensor:
+        h = torch.tanh(x) * 1.5
+        y = linear(h)
+        h.mul_(2)
+        return torch.tanh(y + h)
+
+    x = torch.randn(N, D).double().requires_grad_()
+    with backpack(BatchGrad()), pytest.raises(CurvoptError, match="modified in place"):
+        checkpoint(block, x, use_reentrant=False).sum().backward()
+
+
+def test_saved_tensors_may_be_packed():
+    models = [network(False), network(False)]
+    with torch.autograd.graph.save_on_cpu(), backpack(BatchGrad(), KFLR()):
+        loss(models[0]).backward()
+    with backpack(BatchGrad(), KFLR()):
+        loss(models[1]).backward()
+    for packed, plain in zip(*(model.parameters() for model in models), strict=True):
+        for field in ("grad_batch", "kflr") if plain.requires_grad else ():
+            torch.testing.assert_close(getattr(packed, field), getattr(plain, field))
+
+
+def test_a_graph_that_is_gone_is_said_to_be():
+    model = network(False)
+    value = loss(model)
+    value.backward()
+    with backpack(BatchGrad()), pytest.raises(RuntimeError, match="second time"):
+        value.backward()

@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from torch.utils import checkpoint
 
 from curvopt.core.residuals import name_of, pull, walk
-from curvopt.core.uses import Use
+from curvopt.core.uses import Use, version
 
 Place = tuple[Node, str]
 
@@ -62,7 +62,11 @@ def is_tensor(node: Node, name: str) -> bool:
 
 
 def inputs_left(use: Use, node: Any) -> tuple[Tensor, ...]:
-    """The inputs that a use left to the graph, where ``node`` gives its output."""
+    """The inputs that a use left to the graph, where ``node`` gives its output.
+
+    Raises:
+        CurvoptError: if they have changed since, which autograd does not notice where they were computed again.
+    """
     left = use.left
     if left is None:
         return ()
@@ -70,7 +74,10 @@ def inputs_left(use: Use, node: Any) -> tuple[Tensor, ...]:
         return left()
     for _ in range(left.depth):
         node = node.next_functions[0][0]
-    return (read(node, left.name),)
+    x = read(node, left.name)
+    if version(x) > left.version:  # autograd sees to that, but in checkpoints
+        raise use.modified()
+    return (x,)
 
 
 class Blocks:

@@ -282,10 +282,12 @@ class Left(NamedTuple):
     Attributes:
         depth: number of nodes to pass from that of the output.
         name: by which the node there has it.
+        version: of it.
     """
 
     depth: int
     name: str
+    version: int
 
 
 #: The names by which operations keep their input.
@@ -307,7 +309,7 @@ def _place_of(x: Tensor, node: Node | None) -> Left | None:
             break
         name = type(node).name(node)
         if name in _KEEPING:
-            return Left(depth, _KEEPING[name])
+            return Left(depth, _KEEPING[name], version(x))
         if name not in _VIEWING:
             break
         node = node.next_functions[0][0]
