@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -250,9 +250,8 @@ class Graph:
         (edge,) = entry.edges.values()
         return list(walk([edge.node], entry.use.boundary))
 
-    @contextmanager
-    def holding(self, entry: Entry) -> Iterator[None]:
-        """Inside, a use has its input, where that was left to the graph."""
+    def holding(self, entry: Entry) -> AbstractContextManager[None]:
+        """A context in which a use has its input, where that was left to the graph."""
         try:
             with self.blocks:
                 inputs = inputs_left(entry.use, next(iter(entry.edges.values())).node)
@@ -260,8 +259,7 @@ class Graph:
             if "inplace" in str(error):
                 raise entry.use.modified() from error
             raise
-        with entry.use.holding(inputs):
-            yield
+        return entry.use.holding(inputs)
 
     def name(self, p: nn.Parameter) -> str:
         """Path of a parameter in the extended model."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -165,7 +165,10 @@ class Use:
 
     def _hold(self, what: Callable[[Tensor], Tensor]) -> None:
         """Put something in the place of each input."""
-        self.args, self.kwargs = tree_map_only(Tensor, what, (self.args, self.kwargs))
+        if len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], Tensor):
+            self.args = (what(self.args[0]),)  # nearly always; a general tree takes long
+        else:
+            self.args, self.kwargs = tree_map_only(Tensor, what, (self.args, self.kwargs))
         self.versions = tuple([version(leaf) for leaf in _tensors((self.args, self.kwargs))])
 
     def hold_nothing(self) -> None:
@@ -178,12 +181,12 @@ class Use:
         if self.left is None:
             yield
             return
-        given = iter(inputs)
+        given, before = iter(inputs), (self.args, self.kwargs, self.versions)
         self._hold(lambda blank: next(given).view(blank.shape))
         try:
             yield
         finally:
-            self.hold_nothing()
+            self.args, self.kwargs, self.versions = before
 
     def was_read_off(self) -> None:
         """Its operations were read off the graph: the next call of this kind in a checkpoint need not keep anything."""
@@ -320,7 +323,12 @@ def _without_entries(x: Tensor) -> Tensor:
     """A tensor of the same kind that takes no memory; what were computed with its entries would be nan."""
     if not x.is_floating_point() or x.layout != torch.strided or x.is_nested:
         return x
-    return x.new_full((), torch.nan).expand(x.shape)
+    return _nan(x.dtype, x.device).expand(x.shape)
+
+
+@cache
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), torch.nan, dtype=dtype, device=device)
 
 
 def _kept(out: Tensor) -> tuple[Tensor, int]:
