@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -166,10 +166,11 @@ class Use:
     def _hold(self, what: Callable[[Tensor], Tensor]) -> None:
         """Put something in the place of each input."""
         if len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], Tensor):
-            self.args = (what(self.args[0]),)  # nearly always; a general tree takes long
+            held = what(self.args[0])  # nearly always; a general tree takes long
+            self.args, self.versions = (held,), (version(held),)
         else:
             self.args, self.kwargs = tree_map_only(Tensor, what, (self.args, self.kwargs))
-        self.versions = tuple([version(leaf) for leaf in _tensors((self.args, self.kwargs))])
+            self.versions = tuple([version(leaf) for leaf in _tensors((self.args, self.kwargs))])
 
     def hold_nothing(self) -> None:
         """Leave the inputs to the graph: what is held has their shapes."""
@@ -320,15 +321,15 @@ def _place_of(x: Tensor, node: Node | None) -> Left | None:
 
 
 def _without_entries(x: Tensor) -> Tensor:
-    """A tensor of the same kind that takes no memory; what were computed with its entries would be nan."""
-    if not x.is_floating_point() or x.layout != torch.strided or x.is_nested:
+    """A tensor of the same kind that takes no memory; what was computed with its entries would be nan."""
+    if x.layout != torch.strided or x.is_nested or not x.is_floating_point():
         return x
-    return _nan(x.dtype, x.device).expand(x.shape)
+    return _blank(x.shape, x.dtype, x.device)
 
 
-@cache
-def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), torch.nan, dtype=dtype, device=device)
+@lru_cache(maxsize=1000)
+def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
 def _kept(out: Tensor) -> tuple[Tensor, int]:
