@@ -16,6 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from curvopt import CurvoptError, backpack, extend
+from curvopt.core.derivatives import register
+from curvopt.core.derivatives.affine import Linear
 from curvopt.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, Variance
 from curvopt.extensions.base import Extension
 
@@ -333,3 +335,26 @@ def test_a_graph_that_is_gone_is_said_to_be():
     value.backward()
     with backpack(BatchGrad()), pytest.raises(RuntimeError, match="second time"):
         value.backward()
+
+
+class Doubled(nn.Linear):
+    """Does something to its input first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(2 * x, self.weight, self.bias)
+
+
+@register(Doubled)
+class DoubledRule(Linear):
+    """Shares the rule of linear layers."""
+
+    def unfold(self, module: nn.Module, x: Tensor) -> Tensor:
+        return super().unfold(module, 2 * x)
+
+
+def test_a_rule_may_be_shared_by_layers_that_do_something_to_their_input():
+    model, x = extend(nn.Sequential(nn.Linear(D, D), Doubled(D, 3))), torch.randn(N, D)
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(x), torch.arange(N)).backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)

@@ -154,7 +154,9 @@ class Use:
                 # kept to check that calling the module again, sample by sample, gives what it gave
                 self.outputs, self.state = [_kept(out) for out in outputs], self.rule.state(module)
         elif not frozen and len(inputs) == len(outputs) == 1 and self.rule.leaves_input(module):
-            self.left = _place_of(inputs[0], outputs[0].grad_fn)
+            # other classes may share a rule, and do something to the input first
+            if type(module).__module__.startswith("torch.nn."):
+                self.left = _place_of(inputs[0], outputs[0].grad_fn)
         if self.versions is not None and (frozen or known or self.left is not None):
             self.hold_nothing()
 
