@@ -1148,3 +1148,26 @@ def test_weights_that_modules_compute_from_parameters(twice: bool, samples: int,
 def test_a_weight_of_one_repeated_entry():
     use = lambda model, h: h @ (2 * model.p).expand(16).view(4, 4) + model.q  # noqa: E731
     check_all(extended(Case("", partial(Own, use, (1,)), normal(N, 4), cross_entropy(), labels)))
+
+
+@pytest.mark.parametrize("penalised", [False, True])
+def test_parameters_beside_modules_that_see_parameters_alone(penalised: bool):
+    """Whoever calls no module on the samples has no term added for it."""
+    torch.manual_seed(0)
+    bank = nn.Module()
+    bank.hyper, bank.latent = nn.Linear(3, 12), nn.Parameter(torch.randn(1, 3))
+    bank.p, bank.b = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(3))
+    extend(bank.double())
+    x, y = torch.randn(7, 5).double(), torch.randint(3, (7,))
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x @ bank.p, bank.hyper(bank.latent).view(3, 4), bank.b), y)
+
+    with warnings.catch_warnings(record=True) as caught, backpack(BatchGrad()):
+        warnings.simplefilter("always")
+        (loss(x, y) + bank.p.square().sum() if penalised else loss(x, y)).backward()
+    told = [str(warning.message) for warning in caught if "added term" in str(warning.message)]
+    assert [message.split(": ")[1].split(" also")[0] for message in told] == ["p"] * penalised
+    for p in bank.parameters():
+        each = [torch.autograd.grad(loss(x[n : n + 1], y[n : n + 1]) / 7, p)[0] for n in range(7)]
+        torch.testing.assert_close(p.grad_batch, torch.stack(each))

@@ -392,7 +392,8 @@ class Graph:
         for node, position, p in known:
             if not p.numel():
                 continue
-            dependent = dependent or dependents(self._outputs(), self._parents)
+            # modules that see parameters alone give no samples: then data that enters tells them
+            dependent = dependent or dependents(self._outputs(), self._parents) or self._dependent
             if added_term(node, self._parents, dependent):
                 self.outside.append(self.name(p))
             else:
