@@ -358,3 +358,14 @@ def test_a_rule_may_be_shared_by_layers_that_do_something_to_their_input():
         F.cross_entropy(model(x), torch.arange(N)).backward()
     for p in model.parameters():
         torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+def test_blocks_are_found_when_the_backward_has_passed_what_follows_them():
+    torch.manual_seed(0)
+    block, out = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)), nn.Linear(D, 3)
+    model, x, last = extend(nn.Sequential(block, out)).double(), torch.randn(N, T, D).double(), torch.arange(N)
+    with backpack(BatchGrad()):
+        h = checkpoint(block, x.requires_grad_(), use_reentrant=False)
+        F.cross_entropy(out(h)[torch.arange(N), last], torch.arange(N)).backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)

@@ -148,7 +148,10 @@ def _raw(name: str) -> str:
 
 def _block(node: Node, name: str) -> Any:
     """What tells the block of a checkpoint that has to be computed again for a tensor; ``None`` if none has to."""
-    raw = getattr(node, _raw(name), None)
+    try:
+        raw = getattr(node, _raw(name), None)
+    except RuntimeError:  # the backward has passed it
+        return None
     for each in raw if isinstance(raw, tuple) else (raw,):
         hook = getattr(each, "unpack_hook", None)
         if hook is not None and hook.__module__ == checkpoint.__name__:
