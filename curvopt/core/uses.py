@@ -154,8 +154,8 @@ class Use:
                 # kept to check that calling the module again, sample by sample, gives what it gave
                 self.outputs, self.state = [_kept(out) for out in outputs], self.rule.state(module)
         elif not frozen and len(inputs) == len(outputs) == 1 and self.rule.leaves_input(module):
-            # other classes may share a rule, and do something to the input first
-            if type(module).__module__.startswith("torch.nn."):
+            # a rule of a user's, built on one of ours, may be of a layer that does something to the input first
+            if type(self.rule).__module__.startswith("curvopt."):
                 self.left = _place_of(inputs[0], outputs[0].grad_fn)
         if self.versions is not None and (frozen or known or self.left is not None):
             self.hold_nothing()
