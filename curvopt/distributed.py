@@ -203,8 +203,11 @@ def refuse_sharded(parameters: Mapping[Tensor, str], who: str) -> None:
 def _gathered() -> set[int]:
     """The parameters that ``fully_shard`` puts in the place of sharded ones for the forward and the backward."""
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
-    groups = [group for state in states.values() for group in getattr(state(), "_fsdp_param_groups", ())]
-    return {id(getattr(each, "_unsharded_param", None)) for group in groups for each in group.fsdp_params}
+    groups: list[Any] = []
+    for state in [state() for state in states.values()]:
+        one = getattr(state, "_fsdp_param_group", None) if not hasattr(state, "_fsdp_param_groups") else None
+        groups += getattr(state, "_fsdp_param_groups", [one])  # PyTorch 2.11 has one
+    return {id(getattr(each, "_unsharded_param", None)) for group in groups if group for each in group.fsdp_params}
 
 
 def _kinds(tensors: Sequence[Tensor], chosen: Sequence[int]) -> list[list[int]]:
