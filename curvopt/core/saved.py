@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
-from torch.utils import checkpoint
 
 from curvopt.core.residuals import name_of, pull, walk
-from curvopt.core.uses import Use, version
+from curvopt.core.uses import Use, of_checkpoint, version
 
 Place = tuple[Node, str]
 
@@ -154,6 +153,6 @@ def _block(node: Node, name: str) -> Any:
         return None
     for each in raw if isinstance(raw, tuple) else (raw,):
         hook = getattr(each, "unpack_hook", None)
-        if hook is not None and hook.__module__ == checkpoint.__name__:
+        if hook is not None and of_checkpoint(hook):
             return hook
     return None

@@ -7,6 +7,7 @@ nothing is kept on modules or in globals. It must not hold the node or its outpu
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -195,7 +196,8 @@ class Use:
         """Its operations were read off the graph: the next call of this kind in a checkpoint need not keep anything."""
         if self.kind is not None:
             kinds = _read_off.setdefault(self.module, set())
-            kinds.difference_update([] if len(kinds) < 64 else list(kinds))
+            if len(kinds) >= 64:  # bounded
+                kinds.clear()
             kinds.add(self.kind)
 
     def check_held(self) -> None:
@@ -279,7 +281,12 @@ def _block() -> int | None:
     To hold the hook would be to hold the block's input.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
-    return None if hooks is None or hooks[1].__module__ != checkpoint.__name__ else id(hooks[1])
+    return None if hooks is None or not of_checkpoint(hooks[1]) else id(hooks[1])
+
+
+def of_checkpoint(hook: Callable) -> bool:
+    """Whether an activation checkpoint has put a hook where tensors are saved."""
+    return hook.__module__ == checkpoint.__name__
 
 
 class Left(NamedTuple):
@@ -382,8 +389,8 @@ class LossUse:
         """The value of the loss at another input, in float32 at least."""
         given = (self.args, self.kwargs)
         args, kwargs = tree_map_only(Tensor, lambda arg: z if arg is self.input else widened(arg), given)
-        held = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        wide = {name: widened(tensor) for name, tensor in held.items() if widened(tensor) is not tensor}
+        held = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
+        wide = {name: raised for name, tensor in held if (raised := widened(tensor)) is not tensor}
         return torch.func.functional_call(self.module, wide, args, kwargs) if wide else self.module(*args, **kwargs)
 
     def slope(self, grad: Tensor) -> Tensor:

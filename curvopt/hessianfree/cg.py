@@ -61,19 +61,19 @@ def cg(
     b = [t.detach() for t in b]
     x = [torch.zeros_like(t) for t in b] if x0 is None else [t.detach().clone() for t in x0]
     r = list(b) if x0 is None else [t - Ax for t, Ax in zip(b, A(x), strict=True)]
-    limit = max(tol * _dot(b, b) ** 0.5, atol)
+    limit = max(tol * dot(b, b) ** 0.5, atol)
     maxiter = sum(t.numel() for t in b) if maxiter is None else maxiter
     values = [_quadratic(x, b, r)]
     d: list[Tensor] = []
     rho = 1.0
     for step in range(maxiter):
-        if _dot(r, r) ** 0.5 <= limit:
+        if dot(r, r) ** 0.5 <= limit:
             return Solution(x, step, "residual")
         y = list(preconditioner(r)) if preconditioner is not None else r
-        rho, before = _dot(r, y), rho
+        rho, before = dot(r, y), rho
         d = [yi + rho / before * di for yi, di in zip(y, d, strict=True)] if d else y
         Ad = list(A(d))
-        curvature = _dot(d, Ad)
+        curvature = dot(d, Ad)
         if not 0 < curvature < float("inf"):
             return Solution(x, step, "curvature")
         alpha = rho / curvature
@@ -86,13 +86,14 @@ def cg(
             k = max(10, (step + 1) // 10)
             if step + 1 > k and values[-1] < 0 and (values[-1] - values[-1 - k]) / values[-1] < k * progress:
                 return Solution(x, step + 1, "progress")
-    return Solution(x, maxiter, "residual" if _dot(r, r) ** 0.5 <= limit else "maxiter")
+    return Solution(x, maxiter, "residual" if dot(r, r) ** 0.5 <= limit else "maxiter")
 
 
 def _quadratic(x: list[Tensor], b: list[Tensor], r: list[Tensor]) -> float:
     """``x^T A x / 2 - b^T x``, from the residual ``r = b - A x``."""
-    return -(_dot(x, b) + _dot(x, r)) / 2
+    return -(dot(x, b) + dot(x, r)) / 2
 
 
-def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+def dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """Sum of the products of all entries, in float32 at least."""
     return float(sum((widened(s) * widened(t)).sum() for s, t in zip(a, b, strict=True)))

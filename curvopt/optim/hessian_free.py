@@ -23,12 +23,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.graph import records_behind
-from curvopt.core.jacobians import widened
 from curvopt.core.residuals import precisions
 from curvopt.core.uses import Loss, TermUse, listen, unheard
 from curvopt.distributed import Peers, peers_of
 from curvopt.errors import CurvoptError
-from curvopt.hessianfree.cg import Product, Solution, cg
+from curvopt.hessianfree.cg import Product, Solution, cg, dot
 from curvopt.hessianfree.rop import linearise
 from curvopt.optim.base import CurvatureOptimizer, check_new_group
 from curvopt.optim.closures import Closure, without_autocast
@@ -169,9 +168,9 @@ class QuadraticModel:
         self._checked = True
         u = [slope.detach().to(z.dtype) for slope, z in zip(self._slopes, self._inputs, strict=True)]
         Jtu = self._pulled_back(u)
-        left, right = _dot(u, Jv), _dot(v, Jtu)
+        left, right = dot(u, Jv), dot(v, Jtu)
         eps = max(torch.finfo(dtype).eps for dtype in precisions([edge.node for edge in self._edges]))
-        rounding = 100 * eps * (_dot(v, v) * _dot(Jtu, Jtu)) ** 0.5
+        rounding = 100 * eps * (dot(v, v) * dot(Jtu, Jtu)) ** 0.5
         if abs(left - right) > eps**0.3 * max(abs(left), abs(right)) + rounding:
             raise CurvoptError(
                 "HessianFree: the Jacobian of the network by double backward is not that by backward "
@@ -293,10 +292,6 @@ def levenberg_marquardt(ratio: float) -> float:
 def mean_of(peers: Peers | None, tensors: Sequence[Tensor]) -> Vector:
     """The mean over all processes that train the model together."""
     return list(tensors) if peers is None else peers.mean(tensors)
-
-
-def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    return float(sum((widened(s) * widened(t)).sum() for s, t in zip(a, b, strict=True)))
 
 
 # ---------------------------------------------------------------------------------------- the closure as an objective
@@ -512,11 +507,11 @@ class HessianFree(torch.optim.Optimizer):
                 return [rate * lr * t for t, lr in zip(x, lrs, strict=True)]
 
             best, x = backtrack(lambda x: objective(scaled(x)), iterates)
-            slope = _dot(model.gradient, scaled(x))
+            slope = dot(model.gradient, scaled(x))
             value, rate = line_search(lambda rate: objective(scaled(x, rate)), objective.start, best, slope)
             objective.return_to_start()
             delta = scaled(x, rate) if rate > 0 else [torch.zeros_like(t) for t in x]  # 0 times infinity is none
-            predicted = _dot(model.gradient, delta) + _dot(delta, model.product(delta)) / 2
+            predicted = dot(model.gradient, delta) + dot(delta, model.product(delta)) / 2
         except BaseException:
             objective.return_to_start()
             evaluated.restore_buffers()
@@ -539,7 +534,7 @@ class HessianFree(torch.optim.Optimizer):
             "cg_reason": found.reason,
             "evaluations": objective.evaluations,
             "rate": rate,
-            "step_norm": _dot(delta, delta) ** 0.5,
+            "step_norm": dot(delta, delta) ** 0.5,
             "damping": dampings[0],
         }
         result = evaluated.result

@@ -18,11 +18,6 @@ from curvopt.core.jacobians import Patches
 from curvopt.core.uses import Use
 
 
-def _trains_weight(module: nn.Module) -> bool:
-    weight = module._parameters["weight"]
-    return weight is not None and weight.requires_grad
-
-
 @register(nn.Linear)
 class Linear(AffineRule):
     """``x W^T + b`` on the last axis, any number of shared axes before it."""
@@ -40,9 +35,6 @@ class Linear(AffineRule):
         if weight is None or weight.dim() < 2:
             return False
         return bias is None or bias.shape == (weight.shape[1 if self.transposed else 0],)  # others are broadcast
-
-    def leaves_input(self, module: nn.Linear) -> bool:
-        return _trains_weight(module)
 
     def least_dims(self, module: nn.Linear) -> int:
         return 2
@@ -94,7 +86,7 @@ class Conv(AffineRule):
         return [axis[:2] for axis in steady][1::-1]
 
     def leaves_input(self, module: nn.Conv2d) -> bool:
-        return _trains_weight(module) and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        return super().leaves_input(module) and module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
     def least_dims(self, module: nn.Conv2d) -> int:
         return 2 + len(module.kernel_size)
@@ -126,9 +118,6 @@ class ConvTranspose(AffineRule):
 
     def bias(self, grad: Tensor, left: Tensor) -> Tensor:
         return grad.flatten(3).sum(3).unflatten(1, (left.shape[1], -1)).sum(2)
-
-    def leaves_input(self, module: nn.ConvTranspose2d) -> bool:
-        return _trains_weight(module)
 
     def least_dims(self, module: nn.ConvTranspose2d) -> int:
         return 2 + len(module.kernel_size)

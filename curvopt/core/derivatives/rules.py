@@ -230,6 +230,10 @@ class AffineRule(Rule):
         """The kernel's entries and the positions along the last axes on which the one shift the other (see `Outer`)."""
         return ()
 
+    def leaves_input(self, module: Any) -> bool:
+        weight = module._parameters.get("weight")
+        return weight is not None and weight.requires_grad
+
     def expected(self, module: Any) -> Container[str]:
         return ("weight", "bias")
 
