@@ -31,7 +31,7 @@ ranks as it had.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Literal
 from zlib import crc32
@@ -183,13 +183,17 @@ def divide(costs: Sequence[int], ranks: int) -> list[list[int]]:
     return shares
 
 
-def refuse_sharded(parameters: Mapping[Tensor, str], who: str) -> None:
-    """Raise if a parameter is sharded: its Kronecker factors need the rows and columns that other ranks have."""
+def refuse_sharded(parameters: Iterable[tuple[str, str, Tensor]]) -> None:
+    """Raise if a parameter is sharded: its Kronecker factors need the rows and columns that other ranks have.
+
+    Args:
+        parameters: with who asks for each, and its name.
+    """
     module = sys.modules.get("torch.distributed.tensor")  # whoever has such parameters has imported it
     if module is None:
         return
     gathered = _gathered()
-    for parameter, name in parameters.items():
+    for who, name, parameter in parameters:
         sharded = isinstance(parameter, module.DTensor) or hasattr(parameter, "_fsdp_flattened")
         if sharded or id(parameter) in gathered:
             raise CurvoptError(

@@ -318,6 +318,8 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
 
 def _observing(stack: ExitStack, parameters: Callable[[], set[Any]]) -> list[Any]:
     """Enter the contexts of all observers that want one; return them."""
+    if not _observers:
+        return []
     outside, parameters = len(listeners), functools.cache(parameters)
     for observer in list(_observers):
         opened = observer._context_of_backward(parameters)

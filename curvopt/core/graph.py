@@ -155,9 +155,9 @@ class Graph:
         self.terms: dict[TermUse, GradientEdge] = {}
         self.mixing: dict[Node, str] = {}
         nodes = list(walk(list(roots)))
-        self._sinks: list[Any] = [node for node in nodes if is_sink(node)]
+        custom = [node for node in nodes if isinstance(node, BackwardCFunction)]
+        self.custom, self._sinks = bool(custom), list[Any](filter(is_sink, custom))
         self.leaves: list[Tensor] = [leaf for leaf in map(leaf_of, nodes) if leaf is not None]
-        self.custom = any(isinstance(node, BackwardCFunction) for node in nodes)
         interior = _Interior()
         terms: set[Node] = set()
         for node in nodes:
@@ -177,8 +177,9 @@ class Graph:
         self._between: set[Node] = set()
         self._nodes = nodes
         calls: dict[Entry, _Interior] = {}
-        for entry in list(self.entries.values()):
-            refuse_sharded({p: f"'{name}'" for name, p in entry.parameters.items()}, entry.use.describe())
+        entries = list(self.entries.values())
+        refuse_sharded((e.use.describe(), f"'{name}'", p) for e in entries for name, p in e.parameters.items())
+        for entry in entries:
             entry.use.check_settings()
             entry.use.check_inputs()
             if entry.parameters and isinstance(entry.rule, DefaultRule):

@@ -297,8 +297,7 @@ class Outer(Jacobian):
     def norms2(self) -> Tensor:
         """Squared norms ``[V, N]`` without forming the products where that is cheaper (Gram trick, Goodfellow 2015)."""
         if self.G == self.S == 1:
-            right = self.right
-            return self.left_norms2 * (right * right).sum((1, 2, 3))
+            return self.left_norms2 * _norms2(self.right)
         if costs.by_gram(self.S, self.O, self.I, self.sums):
             # terms of both signs may round to less than nothing
             return ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum((2, 3, 4)).clamp(min=0)
@@ -329,7 +328,7 @@ class Outer(Jacobian):
     @cached_property
     def left_norms2(self) -> Tensor:
         """Squared norms, ``[V, N]``."""
-        return (self.left * self.left).sum((2, 3, 4))
+        return _norms2(self.left)
 
     @cached_property
     def left_squares(self) -> Tensor:
@@ -863,6 +862,13 @@ def _over_samples(left: Tensor, right: Tensor) -> Tensor:
     if batch.numel() != 1:
         return left @ right
     return product(left.reshape(left.shape[-2:]), right[0]).reshape(*batch, left.shape[-2], -1)
+
+
+def _norms2(sides: Tensor) -> Tensor:
+    """Squared norms of sides ``[..., G, S, F]``."""
+    if torch.is_grad_enabled():  # at zero a norm has no second derivative
+        return (sides * sides).sum((-3, -2, -1))
+    return torch.linalg.vector_norm(sides, dim=(-3, -2, -1)).square_()
 
 
 def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:

@@ -23,6 +23,7 @@ from curvopt.core.eigen import eigh
 from curvopt.core.uses import listen, unheard
 
 Modify = Literal["clip", "abs"] | None
+_engine = torch.autograd.Variable._execution_engine
 
 # Names of autograd nodes. Linear or piecewise linear in all of their inputs together:
 LINEAR = frozenset(
@@ -231,26 +232,27 @@ def pull(
 
     Builds a graph of its own exactly if gradients are enabled, and leaves the network's graph alive.
     """
-
-    def grad(vectors: list[Tensor], batched: bool) -> tuple[Tensor | None, ...]:
-        with unheard():
-            return torch.autograd.grad(  # type: ignore[call-overload]
-                list(outputs),  # type: ignore[arg-type]
-                list(inputs),  # type: ignore[arg-type]
-                vectors,
-                retain_graph=True,
-                create_graph=torch.is_grad_enabled(),
-                allow_unused=True,
-                is_grads_batched=batched,
-            )
-
-    V = vectors[0].shape[0]
-    if V > 1:
-        try:
-            return list(grad(list(vectors), batched=True))
-        except RuntimeError:
-            pass  # an operation that vmap cannot enter (a custom autograd.Function): one by one
-    columns = [grad([vector[v] for vector in vectors], batched=False) for v in range(V)]
+    create_graph, V = torch.is_grad_enabled(), vectors[0].shape[0]
+    with unheard():
+        if V > 1:
+            try:
+                return list(
+                    torch.autograd.grad(  # type: ignore[call-overload]
+                        list(outputs),  # type: ignore[arg-type]
+                        list(inputs),  # type: ignore[arg-type]
+                        list(vectors),
+                        retain_graph=True,
+                        create_graph=create_graph,
+                        allow_unused=True,
+                        is_grads_batched=True,
+                    )
+                )
+            except RuntimeError:
+                pass  # an operation that vmap cannot enter (a custom autograd.Function): one by one
+        # what `torch.autograd.grad` ends in; the first call of that with a vector takes a second for imports
+        run = partial(_engine.run_backward, tuple(outputs), keep_graph=True, create_graph=create_graph)
+        run = partial(run, inputs=tuple(inputs), allow_unreachable=True, accumulate_grad=False)
+        columns = [run(tuple([vector[v] for vector in vectors])) for v in range(V)]
     if V == 1:
         return [None if found is None else found.unsqueeze(0) for found in columns[0]]
     return [None if column[0] is None else torch.stack(column) for column in zip(*columns, strict=True)]  # type: ignore[arg-type]

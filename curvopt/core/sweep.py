@@ -258,8 +258,9 @@ class Pass:
             weight, use = entry.parameters.get("weight"), entry.use
             if weight is None or not isinstance(entry.rule, AffineRule):
                 continue
-            entries, O, I = prod(use.shapes[0]), len(weight), weight[0].numel()  # noqa: E741
-            S = (use.input.numel() if entry.rule.transposed else entries) // max(self.samples.N * O, 1)
+            O = weight.shape[0]  # noqa: E741
+            I = weight.numel() // O  # noqa: E741
+            S = (use.input if entry.rule.transposed else use.shapes[0]).numel() // max(self.samples.N * O, 1)
             if not costs.spares_gradient(S, O, I, self.device):
                 continue
             parameters = list(entry.parameters.values())

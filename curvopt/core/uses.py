@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from operator import is_
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -144,7 +145,7 @@ class Use:
         #: The block of an activation checkpoint that a module without a rule is called in, and what kind of call it is.
         self.block, self.kind = None, None
         frozen = not (module._modules or any([p is not None and p.requires_grad for p in self.seen]))
-        known = False
+        known, changed = False, self.versions is None
         if not frozen and self.rule.checks_outputs:
             self.block = _block()
             if self.block is not None and all([leaf.requires_grad for leaf in inputs if leaf.is_floating_point()]):
@@ -154,11 +155,11 @@ class Use:
             if not known:
                 # kept to check that calling the module again, sample by sample, gives what it gave
                 self.outputs, self.state = [_kept(out) for out in outputs], self.rule.state(module)
-        elif not frozen and len(inputs) == len(outputs) == 1 and self.rule.leaves_input(module):
+        elif not (frozen or changed) and len(inputs) == len(outputs) == 1 and self.rule.leaves_input(module):
             # a rule of a user's, built on one of ours, may be of a layer that does something to the input first
             if type(self.rule).__module__.startswith("curvopt."):
                 self.left = _place_of(inputs[0], outputs[0].grad_fn)
-        if self.versions is not None and (frozen or known or self.left is not None):
+        if not changed and (frozen or known or self.left is not None):
             self.hold_nothing()
 
     @property
@@ -169,15 +170,17 @@ class Use:
     def _hold(self, what: Callable[[Tensor], Tensor]) -> None:
         """Put something in the place of each input."""
         if len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], Tensor):
-            held = what(self.args[0])  # nearly always; a general tree takes long
-            self.args, self.versions = (held,), (version(held),)
+            self.args = (what(self.args[0]),)  # nearly always; a general tree takes long
         else:
             self.args, self.kwargs = tree_map_only(Tensor, what, (self.args, self.kwargs))
-            self.versions = tuple([version(leaf) for leaf in _tensors((self.args, self.kwargs))])
 
     def hold_nothing(self) -> None:
         """Leave the inputs to the graph: what is held has their shapes."""
         self._hold(_without_entries)
+        self.versions = self._versions()
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple([version(leaf) for leaf in _tensors((self.args, self.kwargs))])
 
     @contextmanager
     def holding(self, inputs: Iterable[Tensor]) -> Iterator[None]:
@@ -185,12 +188,12 @@ class Use:
         if self.left is None:
             yield
             return
-        given, before = iter(inputs), (self.args, self.kwargs, self.versions)
-        self._hold(lambda blank: next(given).view(blank.shape))
+        given, before = iter(inputs), (self.args, self.kwargs)
+        self._hold(lambda blank: x if (x := next(given)).shape == blank.shape else x.view(blank.shape))
         try:
             yield
         finally:
-            self.args, self.kwargs, self.versions = before
+            self.args, self.kwargs = before
 
     def was_read_off(self) -> None:
         """Its operations were read off the graph: the next call of this kind in a checkpoint need not keep anything."""
@@ -253,14 +256,15 @@ class Use:
 
     def check_inputs(self) -> None:
         """Raise if an input changed since the forward, or it ran with other parameters than its own."""
-        for name, seen in zip(self.module._parameters, self.seen, strict=True):
-            if seen is not self.module._parameters[name]:
-                raise CurvoptError(
-                    f"{self.describe()} was called with another '{name}' than its own parameter "
-                    "(torch.func.functional_call? fully_shard?); call it with its own, so that quantities can be put "
-                    "on it. In several processes, train with DistributedDataParallel, which does not shard parameters."
-                )
-        if self.versions != tuple([version(leaf) for leaf in _tensors((self.args, self.kwargs))]):
+        own = self.module._parameters
+        if not all(map(is_, self.seen, own.values())):
+            name = next(name for name, seen in zip(own, self.seen, strict=True) if seen is not own[name])
+            raise CurvoptError(
+                f"{self.describe()} was called with another '{name}' than its own parameter "
+                "(torch.func.functional_call? fully_shard?); call it with its own, so that quantities can be put "
+                "on it. In several processes, train with DistributedDataParallel, which does not shard parameters."
+            )
+        if type(self.left) is not Left and self.versions != self._versions():
             raise self.modified()
 
     def modified(self) -> CurvoptError:
@@ -280,8 +284,13 @@ def _block() -> int | None:
 
     To hold the hook would be to hold the block's input.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    hooks = _hooks()
     return None if hooks is None or not of_checkpoint(hooks[1]) else id(hooks[1])
+
+
+def _hooks() -> tuple[Callable, Callable] | None:
+    """The hooks by which tensors are saved now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
 
 
 def of_checkpoint(hook: Callable) -> bool:
@@ -296,11 +305,13 @@ class Left(NamedTuple):
         depth: number of nodes to pass from that of the output.
         name: by which the node there has it.
         version: of it.
+        hooked: whether something decides, as checkpoints do, what becomes of what nodes save.
     """
 
     depth: int
     name: str
     version: int
+    hooked: bool
 
 
 #: The names by which operations keep their input.
@@ -322,7 +333,7 @@ def _place_of(x: Tensor, node: Node | None) -> Left | None:
             break
         name = type(node).name(node)
         if name in _KEEPING:
-            return Left(depth, _KEEPING[name], version(x))
+            return Left(depth, _KEEPING[name], version(x), _hooks() is not None)
         if name not in _VIEWING:
             break
         node = node.next_functions[0][0]

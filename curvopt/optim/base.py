@@ -108,7 +108,7 @@ def check_new_group(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) 
     """
     who = type(optimizer).__name__
     try:
-        refuse_sharded(names, who)
+        refuse_sharded((who, name, p) for p, name in names.items())
         for p, name in names.items():
             if p.is_complex():
                 raise CurvoptError(f"{name}: {who} got a complex parameter; use two real ones.")
@@ -368,7 +368,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         Raises:
             CurvoptError: no parameter of this optimizer belongs to the model.
         """
-        refuse_sharded({p: name for name, p in model.named_parameters()}, f"{type(self).__name__}.attach()")
+        who = f"{type(self).__name__}.attach()"
+        refuse_sharded((who, name, p) for name, p in model.named_parameters())
         mine = set(self._params())
         if mine.isdisjoint(model.parameters()):
             raise CurvoptError(
@@ -557,7 +558,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
     def _exchange(self, pending: Collection, peers: Peers) -> Collection:
         """The mean over the ranks of what they collected; whatever is wrong on one of them is raised on all."""
         params, progress = self._params(), self._progress
-        refuse_sharded(self._names(), type(self).__name__)
+        refuse_sharded((type(self).__name__, name, p) for p, name in self._names().items())
         indices = {param: i for i, param in enumerate(params)}
         forms = {
             indices[param]: ([list(s.shape) for s in c.sums], str(c.sums[0].dtype).removeprefix("torch."), c.of_input)

@@ -250,7 +250,7 @@ class AffineRule(Rule):
                 if isinstance(right, Patches) and len(right) != N:
                     right = right.whole
                 use.cache["right"] = _by_sample(right, N) if isinstance(right, Tensor) else right
-            shape = use.module.get_parameter("weight").shape
+            shape = use.module._parameters["weight"].shape  # type: ignore[union-attr]
             shifts = self.shifts(use.module, use.shapes[0])
             jacobians["weight"] = Outer(left, use.cache["right"], shape, self.transposed, shifts)
         if "bias" in names:
