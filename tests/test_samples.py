@@ -519,3 +519,98 @@ def test_samples_that_mix_are_told_in_half_precision():
         loss = F.cross_entropy(model(x), y)
     with pytest.warns(CurvoptWarning, match="one after the other"), backpack(BatchGrad()):
         loss.backward()
+
+
+class OneByOne(nn.Module):
+    """Calls modules on each sample by itself."""
+
+    def __init__(self, **layers: nn.Module):
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.one(row) for row in x])
+
+    def one(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+class OfImages(OneByOne):
+    def one(self, x: Tensor) -> Tensor:
+        *layers, last = self.layers.values()
+        return last(nn.Sequential(*layers)(x.unsqueeze(0)).flatten())
+
+
+class OfSequences(OneByOne):
+    def one(self, x: Tensor) -> Tensor:
+        h = self.layers["words"](torch.tensor(1)).tanh()
+        for step in x.split(2):
+            h = self.layers["cell"](step, h)
+        return self.layers["last"](h)
+
+
+SINGLE = {
+    "perceptron": lambda: OneByOne(
+        first=nn.Linear(4, 5), norm=nn.LayerNorm(5), relu=nn.PReLU(), last=nn.Linear(5, 3, bias=False)
+    ),
+    "convolutions": lambda: OfImages(
+        first=nn.Conv1d(1, 2, 3, padding=1),
+        norm=nn.InstanceNorm1d(2, affine=True),
+        up=nn.ConvTranspose1d(2, 2, 2, stride=2),
+        last=nn.Linear(16, 3),
+    ),
+    "cells": lambda: OfSequences(words=nn.Embedding(3, 5), cell=nn.GRUCell(2, 5), last=nn.Linear(5, 3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("N", [1, 3])
+@pytest.mark.parametrize("name", SINGLE)
+def test_calls_on_single_samples_without_a_batch_axis(name: str, N: int):
+    check_all(extended(Case("", SINGLE[name], normal(N, 4), cross_entropy(), labels)))
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+def test_kronecker_factors_of_calls_on_single_samples_are_those_of_the_batch():
+    problem = extended(Case("", SINGLE["perceptron"], normal(3, 4), cross_entropy(), labels))
+    found = []
+    for model in (problem.model, nn.Sequential(*problem.model.layers.values())):
+        with backpack(KFLR()):
+            problem.lossfunc(model(problem.x), problem.y).backward()
+        found.append([p.kflr for p in model.parameters()])
+    assert all(same(*pair) for pair in zip(*found, strict=True))
+
+
+def test_an_image_without_a_batch_axis_is_refused_where_the_loss_would_take_channels_for_samples():
+    model = extend(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 4, 1)))
+    out = model(torch.randn(2, 6, 6))
+    with pytest.raises(CurvoptError, match=r"Conv2d.*no batch axis.*unsqueeze"), backpack(BatchGrad()):
+        extend(nn.MSELoss())(out, torch.zeros_like(out)).backward()
+
+
+class Generated(nn.Module):
+    """A head whose weight, and a shift of whose input, a layer and a norm make of a vector that all samples share."""
+
+    def __init__(self, index: list[int] | int | None):
+        super().__init__()
+        self.index = index
+        self.first, self.norm, self.make = nn.Linear(4, 5), nn.LayerNorm(2), nn.Linear(2, 20)
+        self.vector = nn.Parameter(torch.randn(2))
+        self.tasks = nn.Embedding(3, 2) if index is not None else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        vector = self.vector if self.tasks is None else self.vector * self.tasks(torch.tensor(self.index))
+        weight, shift = self.make(self.norm(vector)).split([15, 5], -1)
+        return (self.first(x) + shift).tanh() @ weight.view(5, 3)
+
+
+@pytest.mark.parametrize("N", [1, 3])
+@pytest.mark.parametrize("index", [None, 2, [2]])
+def test_layers_that_see_a_vector_of_parameters(index: list[int] | int | None, N: int):
+    problem = extended(Case("", lambda: Generated(index), normal(N, 4), cross_entropy(), labels))
+    with warnings.catch_warnings():
+        # what an index picked might be a sample, did the data not enter elsewhere
+        warnings.simplefilter("error" if index is None else "ignore", CurvoptWarning)
+        check_all(problem)

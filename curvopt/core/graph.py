@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.operations import Itself
 from curvopt.core.derivatives.rules import AffineRule, DefaultRule, Rule, has_batch, tensors
-from curvopt.core.functional import FunctionalUse, Way, met_by_parameters
+from curvopt.core.functional import FunctionalUse, Way, has_number, met_by_parameters
 from curvopt.core.meetings import Data, Meeting, Meetings, added_term, repeats_for_samples
 from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, parents_of, shape_of, walk
 from curvopt.core.saved import Blocks, inputs_left, is_tensor, names_of
@@ -47,6 +47,8 @@ class Entry:
         #: Whether a module without a rule got nothing that may hold samples.
         self.no_samples = isinstance(self.rule, DefaultRule) and not has_batch(use)
         self.rows = self.rule.rows(use) if self.parameters and not self.no_samples else 0
+        #: Whether it is a call on a single sample without a batch axis.
+        self.single = not (self.rows or self.no_samples) and self.rule.is_single(use)
 
     @property
     def takes_samples(self) -> bool:
@@ -57,6 +59,23 @@ class Entry:
     def length(self) -> int:
         """Length of the first axis of the input, of frozen modules, too; 0 if there is none."""
         return self.rows or (self.rule.rows(self.use) if has_batch(self.use) else 0)
+
+    def axis(self, index: int) -> int | None:
+        """Axis of an output that counts the samples; ``None`` where none does, -1 where it is not there."""
+        return -1 if self.single else self.rule.output_axis(self.use, index)
+
+    @property
+    def sees_parameters_only(self) -> bool:
+        """Whether nothing behind it may hold samples."""
+        behind = walk([edge.node for edge in self.edges.values()])
+        return not self.sees_indices and not any(
+            keeps_others(node) or (meets_constant(node) and not has_number(node)) for node in behind
+        )
+
+    @property
+    def sees_data(self) -> bool:
+        """Whether a module was called with numbers that were not computed from parameters."""
+        return not (self.use.boundary or self.sees_indices or isinstance(self.use, FunctionalUse))
 
     @property
     def sees_indices(self) -> bool:
@@ -182,6 +201,9 @@ class Graph:
         for entry in entries:
             entry.use.check_settings()
             entry.use.check_inputs()
+            if entry.single and entry.parameters and entry.sees_parameters_only:
+                # no sample, but what its operations do is known
+                entry.rule, entry.no_samples, entry.single = DefaultRule(), True, False
             if entry.parameters and isinstance(entry.rule, DefaultRule):
                 calls[entry] = _Interior()
                 calls[entry].add(*entry.part)
@@ -222,7 +244,7 @@ class Graph:
         }
         met = [outputs[node] for node in walk(list(roots), last=outputs) if node in outputs]
         endings = {Ending(entry.use, edge): edge for entry, _, edge in met}
-        on_first_axis = all(entry.rule.output_axis(entry.use, index) == 0 for entry, index, _ in met)
+        on_first_axis = all(entry.axis(index) == 0 for entry, index, _ in met)
         return endings if on_first_axis and all(ending.input.dim() for ending in endings) else {}
 
     @property
@@ -443,7 +465,7 @@ class Graph:
                 entry.use = entry.use.expanded(out, shared=entry.use.shapes[0] == out[1:])
                 self.entries[entry.use] = entry
                 entry.edges[0] = GradientEdge(above, 0)
-                entry.rows = out[0]
+                entry.rows, entry.single = out[0], False
 
 
 def _inner_first(calls: dict[Entry, _Interior]) -> list[tuple[Entry, _Interior]]:

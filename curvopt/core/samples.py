@@ -22,8 +22,9 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.compare import allclose
 from curvopt.core.derivatives.operations import Itself
-from curvopt.core.functional import FunctionalUse, broadcasts, has_number, spreads
-from curvopt.core.graph import Ending, Entry, Graph, keeps_others, meets_constant
+from curvopt.core.derivatives.rules import no_batch_axis
+from curvopt.core.functional import FunctionalUse, broadcasts, spreads
+from curvopt.core.graph import Ending, Entry, Graph
 from curvopt.core.meetings import Place
 from curvopt.core.residuals import BY_ENTRY, dependents, leads_to, leaf_of, operation, parents_of, pull_each, walk
 from curvopt.core.uses import Head, Use
@@ -64,6 +65,9 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
         if len(loss.input) == 0:
             raise CurvoptError(f"{loss.describe()}: {EMPTY}")
     entries = [entry for entry in graph.entries.values() if entry.parameters]
+    single = next((entry for entry in entries if entry.single), None)
+    if single is not None and (not losses or graph.mixing or any(loss.input.dim() == 1 for loss in losses)):
+        raise no_batch_axis(single.use)
     if not losses or graph.mixing:
         return _common_length(graph, losses)
     shapes = [*(loss.input.shape for loss in losses), *(entry.use.shapes for entry in entries)]
@@ -140,15 +144,8 @@ def _of_all_samples(
     N: int, losses: Sequence[Head], entries: Sequence[Entry], strays: Collection[int]
 ) -> frozenset[int]:
     """The strays that see nothing but parameters, or what is repeated for the samples further on."""
-    alone = [i for i in strays if _sees_parameters_only(entries[i])]
+    alone = [i for i in strays if entries[i].sees_parameters_only]
     return _aligned_above(N, losses, _meetings(losses, entries, strays, broadcasts))[0].union(alone)
-
-
-def _sees_parameters_only(entry: Entry) -> bool:
-    behind = walk([edge.node for edge in entry.edges.values()])
-    return not entry.sees_indices and not any(
-        keeps_others(node) or (meets_constant(node) and not has_number(node)) for node in behind
-    )
 
 
 def _met_above(
@@ -190,11 +187,7 @@ def _search(
             f"{losses[0].describe()}: the losses see {sorted(lengths)} samples; call backward for each batch by itself."
         )
     everything = [*entries, *calls, *frozen]
-    edges = [
-        (i, edge, entry.rule.output_axis(entry.use, index))
-        for i, entry in enumerate(everything)
-        for index, edge in entry.edges.items()
-    ]
+    edges = [(i, edge, entry.axis(index)) for i, entry in enumerate(everything) for index, edge in entry.edges.items()]
     own = [edge for edge in edges if edge[0] < len(entries) + len(calls)]
     strays, silent, shared = unaligned(N, losses, own)
     if strays and frozen:
@@ -205,6 +198,11 @@ def _search(
     if not shared.isdisjoint(rows):
         for i in _of_all_samples(N, losses, everything, strays):
             rows.pop(i, None)
+    if any(i in rows and entry.sees_data for i, entry in enumerate(everything) if i not in strays):
+        shared = set()  # the data has as many rows as the loss
+    for i in shared:
+        if i in rows and everything[i].single:  # the only sample, or what all samples share?
+            raise no_batch_axis(everything[i].use)
     for fewer in sorted({rows[i] for i in shared if rows.get(i)}, reverse=True):
         having = {i for i in rows if rows[i] == fewer}
         if N % fewer == 0 and 2 * len(having & strays) > len(rows):
@@ -310,7 +308,7 @@ def unaligned(
     Args:
         N: number of samples.
         losses: where the samples are known.
-        edges: index of a use, an output of it, and the axis that should hold the samples there.
+        edges: index of a use, an output of it, and the axis that should hold the samples there (see `Entry.axis`).
     """
     generator = torch.Generator().manual_seed(0)
     strays: set[int] = set()
@@ -344,12 +342,16 @@ def _probe(
     arrived: dict[int, tuple[Tensor, Tensor]] = {}
     verdicts: dict[int, Tensor] = {}
 
+    def sampled(k: int, grad: Tensor) -> tuple[Tensor, int | None]:
+        axis = edges[k][2]
+        return _sampled(*((grad, 0) if axis == -1 else (grad[0], axis)), 0 if half else N)
+
     def keep(k: int, grad: Tensor) -> None:
-        arrived[k] = grad.any(), _sampled(grad[0], edges[k][2], 0 if half else N)[0]
+        arrived[k] = grad.any(), sampled(k, grad)[0]
 
     def compare(k: int, scaled: Tensor) -> None:
         met, grad = arrived.pop(k)
-        scaled, axis = _sampled(scaled[0], edges[k][2], 0 if half else N)
+        scaled, axis = sampled(k, scaled)
         share = grad.new_zeros((), dtype=torch.bool)
         if axis is not None and grad.dim() > 1 and grad.numel() and grad.shape[axis] < N:
             share = _shared(grad, scaled, axis)
@@ -404,11 +406,7 @@ def _scattered(N: int, call: Entry, operations: Sequence[Entry], mixing: Collect
     outputs = [Ending(call.use, edge) for edge in call.edges.values()]
     if any(output.input.dim() == 0 or len(output.input) % N for output in outputs):
         return True
-    edges = [
-        (i, edge, entry.rule.output_axis(entry.use, 0))
-        for i, entry in enumerate(operations)
-        for edge in entry.edges.values()
-    ]
+    edges = [(i, edge, entry.axis(0)) for i, entry in enumerate(operations) for edge in entry.edges.values()]
     with ExitStack() as hooks:
         for node in mixing:
             hooks.callback(node.register_hook(_as_identity).remove)

@@ -425,7 +425,10 @@ class Pass:
         try:
             entry.use.check_inputs()
             with self.graph.holding(entry):
-                jacobians = entry.rule.jac_t(entry.use.in_precision(dtype), grads, list(entry.parameters), N)
+                use = entry.use.in_precision(dtype)
+                if entry.single:
+                    use, grads = use.batched(), [None if grad is None else grad.unsqueeze(1) for grad in grads]
+                jacobians = entry.rule.jac_t(use, grads, list(entry.parameters), N)
         except CurvoptError as error:
             raise self._naming_fields(error) from error
         if last:

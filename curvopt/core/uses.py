@@ -239,6 +239,14 @@ class Use:
             return False
         return not (given[0].is_floating_point() or given[0].is_complex())
 
+    def batched(self) -> Use:
+        """The same call of a single sample, as one of a batch."""
+        use = copy.copy(self)
+        use.args, use.kwargs = tree_map_only(Tensor, lambda x: x.unsqueeze(0), (self.args, self.kwargs))
+        use.shapes = tuple([torch.Size([1, *shape]) for shape in self.shapes])
+        use.outputs = self.outputs and [(out.unsqueeze(0), seen) for out, seen in self.outputs]
+        return use
+
     def expanded(self, shape: torch.Size, shared: bool) -> Use:
         """The same lookup for each of ``shape[0]`` samples, by indices without a batch axis or with one of length 1."""
         use = copy.copy(self)

@@ -23,6 +23,7 @@ class Embedding(Rule):
     """``W[x]`` for integers x with any number of shared axes; ``padding_idx`` gets no gradient."""
 
     linear = True
+    takes_single = True
 
     def expected(self, module: nn.Embedding) -> Container[str]:
         return ("weight",)

@@ -143,6 +143,8 @@ class Recurrent(ReplayRule):
 class Cell(ReplayRule):
     """One time step; a cell that is called again and again gathers its steps as shared positions."""
 
+    takes_single = True
+
     def expected(self, module: nn.RNNCellBase) -> Container[str]:
         return ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 

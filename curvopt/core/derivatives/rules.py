@@ -40,6 +40,8 @@ class Rule(ABC):
     checks_outputs = False
     #: Whether the output is linear in the parameters (the input fixed), so that only operations after it add curvature.
     linear = False
+    #: Whether a call on a single sample without a batch axis is the same as on a batch of it.
+    takes_single = False
     #: Where what the rule knows was computed from the parameter: the graph behind it is needed.
     source: GradientEdge | None = None
     #: Attributes of the module that the rule reads; ``None`` for any number, flag or name among them but ``training``.
@@ -80,25 +82,28 @@ class Rule(ABC):
         return 0
 
     def rows(self, use: Use) -> int:
-        """Length of the batch axis of the use's input.
+        """Length of the batch axis of the use's input; 0 for a call on a single sample, which has none.
 
         Raises:
-            CurvoptError: for an input without a batch axis, or a nested tensor.
+            CurvoptError: for an input without a batch axis where the rule needs one, or a nested tensor.
         """
         if any(isinstance(x, Tensor) and x.is_nested for x in (*use.args, *use.kwargs.values())):
             raise CurvoptError(
                 f"{use.describe()} was called with a nested tensor, whose samples cannot be told apart; pad it "
                 "(x.to_padded_tensor(0)), or call the module on each part."
             )
+        if self.is_single(use):
+            return 0
         if self.least_dims(use.module) == 1:
             return batch_length(use)
         x = tensors(use)[0]
         if x.dim() < self.least_dims(use.module):
-            raise CurvoptError(
-                f"{use.describe()} was called with an input of shape {list(x.shape)}, which has no batch axis; give "
-                "it a batch of one, e.g. x.unsqueeze(0)."
-            )
+            raise no_batch_axis(use)
         return x.shape[self.batch_axis(use.module)]
+
+    def is_single(self, use: Use) -> bool:
+        """Whether it is a call on a single sample without a batch axis."""
+        return self.takes_single and tensors(use)[0].dim() == self.least_dims(use.module) - 1
 
     @abstractmethod
     def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
@@ -183,6 +188,14 @@ def has_batch(use: Use) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in tree_leaves((use.args, use.kwargs)))
 
 
+def no_batch_axis(use: Use) -> CurvoptError:
+    """The error where the samples cannot be told without one."""
+    return CurvoptError(
+        f"{use.describe()} was called with an input of shape {list(tensors(use)[0].shape)}, which has no batch axis; "
+        "give it a batch of one, e.g. x.unsqueeze(0)."
+    )
+
+
 def batch_length(use: Use) -> int:
     """Length of the first axis of the first tensor among the inputs."""
     for leaf in tree_leaves((use.args, use.kwargs)):
@@ -210,6 +223,7 @@ class AffineRule(Rule):
     """A layer ``W x + b`` at every shared position, told by two views."""
 
     linear = True
+    takes_single = True
 
     #: Whether the weight is a reshaped ``[G, I, O]``.
     transposed = False

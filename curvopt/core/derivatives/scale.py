@@ -18,6 +18,7 @@ class ScaleRule(Rule):
     """A weight (and bias) that lies along some axes of the output and is shared by the others."""
 
     linear = True
+    takes_single = True
 
     @abstractmethod
     def scaled(self, module: Any, x: Tensor) -> Tensor:
