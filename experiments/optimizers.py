@@ -22,20 +22,21 @@ from experiments.problems import PROBLEMS
 _EXCLUDED = (torch.optim.Optimizer, torch.optim.SparseAdam, torch.optim.Muon)
 # Of no use to a script that minimizes with one graph per step.
 _UNUSED = ("maximize", "differentiable", "capturable")
+_TUNED = "tuned"  # in place of a setting that is left to the problem; None is a setting of its own
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Settings of an optimizer; a tuned one is ``None`` until ``resolved``."""
+    """Settings of an optimizer; what is left to the problem is ``"tuned"`` until ``resolved``."""
 
     name: ClassVar[str]
     kind: ClassVar[type[torch.optim.Optimizer]]
 
     def resolved(self, tuned: Mapping[str, Any]) -> Self:
-        """The same settings; ``None`` is replaced by the problem's tuned value, else the optimizer's own default."""
+        """The same settings; what is left to the problem is its tuned value, else the optimizer's own default."""
         own = {name: parameter.default for name, parameter in inspect.signature(self.kind).parameters.items()}
-        missing = [name for name, value in self.settings().items() if value is None]
-        return replace(self, **{name: {**own, **tuned}[name] for name in missing})
+        left = [name for name, value in self.settings().items() if value == _TUNED]
+        return replace(self, **{name: {**own, **tuned}[name] for name in left})
 
     def settings(self) -> dict[str, Any]:
         """The settings by name."""
@@ -95,7 +96,7 @@ def _config(kind: type[torch.optim.Optimizer], name: str) -> type[OptimizerConfi
         text, default = _help(kind, option), parameter.default
         if option in tuned | {"lr"}:
             text = f"{text} (without it the problem's tuned value, else {default})"
-            hint, default = Union[hint, None], None  # noqa: UP007
+            hint, default = Union[hint, Literal["tuned"]], _TUNED  # noqa: UP007
         options.append((option, Annotated[hint, tyro.conf.arg(help=text)], field(default=default)))
     config = make_dataclass(f"{kind.__name__}Config", options, bases=(OptimizerConfig,), frozen=True)
     config.__doc__ = " ".join((kind.__doc__ or "").strip().split("\n\n")[0].replace("`", "").split())

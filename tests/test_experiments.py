@@ -471,6 +471,16 @@ def test_options_of_optimizers_are_those_of_their_signatures() -> None:
     assert tuned.lr == 0.3 and OPTIMIZERS["sgd"](lr=0.2).resolved({"lr": 0.3}).lr == 0.2  # pyright: ignore
 
 
+def test_none_is_a_setting_of_its_own() -> None:
+    arguments = ["--problem", "mnist5k-autoencoder", "kfac-sgd"]
+    left, none = (
+        parse([*arguments, *settings]).resolved().optimizer.settings()
+        for settings in ((), ("--kl-clip", "None", "--max-factor-size", "None"))
+    )
+    assert (left["kl_clip"], left["max_factor_size"], left["damping"]) == (0.0001, 128, 0.005)
+    assert none == {**left, "kl_clip": None, "max_factor_size": None}
+
+
 def test_help_lists_problems_and_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"])
