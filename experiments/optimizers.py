@@ -52,7 +52,8 @@ class OptimizerConfig:
     @property
     def needs_closure(self) -> bool:
         """Whether a step evaluates the loss several times, by a closure."""
-        return self.kind in (torch.optim.LBFGS, curvopt.optim.HessianFree)
+        adapts = self.settings().get("adaptive_damping", False)
+        return adapts or self.kind in (torch.optim.LBFGS, curvopt.optim.HessianFree)
 
     @property
     def remedy(self) -> str:

@@ -277,15 +277,19 @@ class Training:
     def step(self, x: Tensor, y: Tensor) -> dict[str, Any]:
         """One step; its row for the log. Nothing changes where the loss is not finite."""
         start = time.perf_counter()
+        losses: list[float] = []
 
         def closure() -> float:
-            return self._backward(x, y)
+            losses.append(self._backward(x, y))
+            if not math.isfinite(losses[0]):
+                raise FloatingPointError  # there are no gradients to step with
+            return losses[-1]
 
-        if self.config.optimizer.needs_closure:
-            loss = float(self.optimizer.step(closure))  # pyright: ignore[reportArgumentType]
-        else:
-            loss = closure()
-            if math.isfinite(loss):
+        with contextlib.suppress(FloatingPointError):
+            if self.config.optimizer.needs_closure:
+                self._update(closure)
+            else:
+                closure()
                 self._update()
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # so that the clock sees the step's own work
@@ -296,15 +300,15 @@ class Training:
         row = {
             "seconds": self.seconds,
             "step_seconds": took,
-            "train_loss": loss,
+            "train_loss": losses[0],
             "lr": self.optimizer.param_groups[0]["lr"],
         }
         self.scheduler.step()
         return {**row, **{name: value if isinstance(value, str) else float(value) for name, value in metrics.items()}}
 
-    def _update(self) -> None:
+    def _update(self, *closure: Callable[[], float]) -> None:
         try:
-            self.scaler.step(self.optimizer)
+            self.scaler.step(self.optimizer, *closure)
         except CurvoptError as error:
             if all(p.grad is None or p.grad.isfinite().all() for p in self.model.parameters()):
                 raise

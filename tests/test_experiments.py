@@ -144,6 +144,18 @@ def test_divergence_stops_the_run_and_says_what_to_lower(tmp_path: Path, picture
     assert (tmp_path / "curves.png").exists()
 
 
+def test_damping_follows_the_loss_where_that_is_asked_for(tmp_path: Path) -> None:
+    adaptive = OPTIMIZERS["kfac-sgd"](adaptive_damping=True)
+    rows = [row for row in read_metrics(run(tmp_path / "adaptive", adaptive)) if "damping" in row]
+    factors = {round(after["damping"] / before["damping"], 6) for before, after in zip(rows, rows[1:], strict=False)}
+    assert 1 in factors and 2 <= len(factors) and factors <= {1, round(0.95**5, 6), round(0.95**-5, 6)}
+    assert all("reduction_ratio" in row for row in rows)
+    with pytest.raises(DivergedError, match=r"kfac-sgd \(lr 1e\+30.*lower --lr or raise --damping"):
+        run(tmp_path / "diverges", replace(adaptive, lr=1e30, kl_clip=None))
+    last = [row for row in read_metrics(tmp_path / "diverges") if "train_loss" in row][-1]
+    assert last["train_loss"] is None  # the row is there
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
