@@ -161,7 +161,7 @@ def draw_spectra(histograms: Mapping[str, Tensor]) -> Figure:
 
 
 def draw_gradients(x: Tensor, y: Tensor, norms: Tensor, z: Tensor) -> Figure:
-    """Histogram of gradient norms, and the samples with the largest ones."""
+    """Histogram of gradient norms, and the samples with the largest ones: images, text, or else their labels."""
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1.6, 1))[:, 0]
     axes = above.subplots()
@@ -170,18 +170,23 @@ def draw_gradients(x: Tensor, y: Tensor, norms: Tensor, z: Tensor) -> Figure:
     axes.hist(positive.numpy(), bins=bins.tolist(), color=COLOURS[0])
     axes.set(xscale="log", xlabel="norm of a sample's gradient / (nats / parameter)", ylabel="held-out samples")
     axes.grid(alpha=0.3)
-    hardest = norms.argsort(descending=True)[:_SHOWN]
-    if x.ndim == 4:
+    hardest = norms.argsort(descending=True)[:_SHOWN].tolist()
+
+    def told(i: int) -> str:
+        if not x.is_floating_point():
+            return repr("".join(ALPHABET[code] for code in x[i]))
+        return "" if y.is_floating_point() else f"is {y[i]}, said {z[i].argmax()}"
+
+    if x.ndim == 4 and x.shape[1] in (1, 3):
         panels = below.subplots(1, _SHOWN, squeeze=False)[0]
-        for axes, i in zip(panels, hardest.tolist(), strict=False):
+        for axes, i in zip(panels, hardest, strict=False):
             image = x[i] - x.amin()
             axes.imshow((image / (x.amax() - x.amin())).permute(1, 2, 0).numpy(), cmap="gray", vmin=0, vmax=1)
-            said = "" if y.is_floating_point() else f"is {y[i]}, said {z[i].argmax()}\n"
-            axes.set_title(f"{said}norm {norms[i]:.3g}", fontsize=9)
+            axes.set_title(f"{told(i)}\nnorm {norms[i]:.3g}".lstrip(), fontsize=9)
             axes.axis("off")
     else:
-        lines = [f"{norms[i]:8.3g}  {''.join(ALPHABET[code] for code in x[i])!r}" for i in hardest.tolist()]
-        below.text(0.02, 0.95, "\n".join(["    norm  text", *lines]), va="top", family="monospace", fontsize=9)
+        lines = ["    norm  sample", *(f"{norms[i]:8.3g}  {told(i)}" for i in hardest)]
+        below.text(0.02, 0.95, "\n".join(lines), va="top", family="monospace", fontsize=9)
     return figure
 
 
