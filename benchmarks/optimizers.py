@@ -2,7 +2,7 @@
 
 Every optimizer is tuned by the same number of runs with one seed, and reported with others. The search begins at its
 defaults, and goes on next to the best settings so far: a factor of ten first, then half of that. HessianFree, which
-adapts its damping and needs minutes for a step, runs with its defaults. Seconds are CPU time of training alone, in one
+adapts its damping and needs minutes for a step, is not tuned. Seconds are CPU time of training alone, in one
 thread, corrected for what else the machine was doing: the plain gradient is timed again and again in between, and all
 are scaled to its median. Finished runs are kept by their settings and not repeated.
 """
