@@ -74,6 +74,16 @@ def test_products():
     net.loss.backward()
 
 
+@pytest.mark.parametrize("product", [R_op, L_op])
+def test_the_graph_is_freed_where_that_is_asked_for(product):
+    net = Net()
+    vectors = net.v if product is R_op else net.output.detach()
+    kept = product(net.output, net.parameters, vectors)
+    assert_close(flat(product(net.output, net.parameters, vectors, retain_graph=False)), flat(kept))
+    with pytest.raises(RuntimeError, match="a second time"):
+        product(net.output, net.parameters, vectors)
+
+
 def test_several_outputs_and_inputs():
     a, b = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     ys = [a.sin() * b, b.exp()]

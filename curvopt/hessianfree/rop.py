@@ -39,11 +39,14 @@ def R_op(  # noqa: N802 - the name in the literature
     """
     ys, xs, vs = as_list(ys), as_list(xs), as_list(vs)
     check_shapes("R_op: vs", vs, xs)
-    return linearise(ys, xs, ys)(vs, retain_graph=retain_graph, create_graph=not detach)
+    return linearise(ys, xs, ys, retain_graph)(vs, create_graph=not detach)
 
 
 def linearise(
-    ys: Sequence[Tensor] | Sequence[GradientEdge], xs: Sequence[Tensor], like: Sequence[Tensor]
+    ys: Sequence[Tensor] | Sequence[GradientEdge],
+    xs: Sequence[Tensor],
+    like: Sequence[Tensor],
+    retain_graph: bool = True,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """The map ``v -> J v`` for many vectors: the graph of ``J^T w`` is built here, once.
 
@@ -51,6 +54,7 @@ def linearise(
         ys: outputs, or where they lie in the graph.
         xs: inputs that the outputs were computed from.
         like: tensors like the outputs.
+        retain_graph: keep the graph of ``ys``, which the map does not need.
 
     Raises:
         CurvoptError: if a function between them is marked as differentiable only once.
@@ -58,10 +62,10 @@ def linearise(
     check_differentiable("R_op", ys)
     ws = [torch.zeros(y.shape, dtype=y.dtype, device=y.device, requires_grad=True) for y in like]
     with unheard(), torch.enable_grad():
-        gs = torch.autograd.grad(ys, xs, ws, retain_graph=True, create_graph=True, materialize_grads=True)
+        gs = torch.autograd.grad(ys, xs, ws, retain_graph=retain_graph, create_graph=True, materialize_grads=True)
     dependent = [g.requires_grad for g in gs]
 
-    def product(vs: Sequence[Tensor], retain_graph: bool = True, create_graph: bool = False) -> tuple[Tensor, ...]:
+    def product(vs: Sequence[Tensor], create_graph: bool = False) -> tuple[Tensor, ...]:
         if not any(dependent):
             return tuple(torch.zeros_like(w) for w in ws)
         with unheard():
@@ -69,7 +73,7 @@ def linearise(
                 list(compress(gs, dependent)),
                 ws,
                 list(compress(vs, dependent)),
-                retain_graph=retain_graph,
+                retain_graph=True,
                 create_graph=create_graph,
                 materialize_grads=True,
             )
