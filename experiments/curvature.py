@@ -52,7 +52,7 @@ def layer_statistics(
             "ggn_trace": p.diag_ggn_mc.sum().item(),
             "gradient_snr": (p.grad.square().sum() / noise.clamp(min=torch.finfo(noise.dtype).tiny)).item(),
         }
-        for letter, factor in zip("BA", p.kfac, strict=False):
+        for letter, factor in zip("AB" if p.kfac.transposed else "BA", p.kfac, strict=False):
             eigenvalues = spectrum(factor)
             tenths = torch.linspace(0, 1, 11, device=x.device, dtype=eigenvalues.dtype)
             row[f"spectrum_{letter}"] = eigenvalues.quantile(tenths).tolist()

@@ -654,6 +654,16 @@ def test_curvature_per_layer_is_what_its_names_say() -> None:
     assert layers["2.bias"]["ggn_trace"] == pytest.approx(trace.item(), rel=0.05)
 
 
+def test_factors_of_an_embedding_are_called_by_their_sides() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Flatten(), torch.nn.Linear(12, 3))
+    tokens, y = torch.randint(5, (20, 3)), torch.randint(3, (20,))
+    layers, histograms = layer_statistics(model, torch.nn.CrossEntropyLoss(), tokens, y)
+    shares = tokens.flatten().bincount(minlength=5).sort(descending=True).values / 60
+    torch.testing.assert_close(10 ** histograms["log10_eigenvalues_A/0.weight"], shares)
+    assert layers["0.weight"]["top_A"] == pytest.approx(shares[0].item())
+
+
 def test_table_counts_the_first_evaluation_at_the_target() -> None:
     def rows(*training_losses: float) -> list[dict]:
         return [
