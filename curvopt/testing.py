@@ -30,10 +30,7 @@ JACOBIAN_LIMIT = 1 << 30
 
 def jacobian(outputs: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Derivatives ``[outputs.numel(), *input]`` by one backward pass per output; zeros where there is no path."""
-    rows = []
-    for output in outputs.flatten():
-        row = torch.autograd.grad(output, inputs, retain_graph=True, allow_unused=True)
-        rows.append([torch.zeros_like(i) if r is None else r for i, r in zip(inputs, row, strict=True)])
+    rows = [torch.autograd.grad(z, inputs, retain_graph=True, materialize_grads=True) for z in outputs.flatten()]
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
@@ -159,7 +156,6 @@ class Reference:
                     list(self.parameters.values()),
                     own.reshape(self.z.shape),
                     retain_graph=True,
-                    allow_unused=True,
                     materialize_grads=True,
                 )
             )
@@ -219,9 +215,8 @@ class Reference:
 
     def _curved(self, term: Tensor) -> dict[str, Tensor]:
         """Gradients of ``term`` that can be differentiated; without a path the (zero) gradient stands alone."""
-        gradients = torch.autograd.grad(
-            term, list(self.parameters.values()), create_graph=True, allow_unused=True, materialize_grads=True
-        )
+        parameters = list(self.parameters.values())
+        gradients = torch.autograd.grad(term, parameters, create_graph=True, materialize_grads=True)
         return dict(zip(self.parameters, gradients, strict=True))
 
     @property
@@ -602,8 +597,7 @@ class _Comparison:
 
     def first(self, name: str, extension: Any, actual: Tensor) -> tuple[Tensor, Tensor]:
         expected = getattr(self.reference, extension.field)(name)
-        chosen = getattr(extension, "subsampling", None)
-        return actual, expected if chosen is None else expected[list(chosen)]
+        return actual, expected if extension.subsampling is None else expected[extension.subsampling]
 
     def diagonal(self, name: str, extension: Any, actual: Tensor) -> tuple[Tensor, Tensor]:
         return actual, self.reference.diag_ggn_exact(name)
