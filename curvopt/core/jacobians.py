@@ -172,9 +172,9 @@ class Dense(Jacobian):
         flat = self.values.reshape(self.V * self.N, -1)
         if flat.shape[1] > DENSE_BLOCK_LIMIT:
             return flat.square().sum(0)
-        if limit is not None and flat.shape[1] > limit:
+        if self.left_of is None or (limit is not None and flat.shape[1] > limit):
             return _second_moment(flat[:, None, None], limit)
-        return _second_moment(flat[:, None, None]) if self.left_of is None else self.left_of.left_moment()
+        return self.left_of.left_moment()
 
     def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
         return None

@@ -51,9 +51,9 @@ class Repeated(Rule):
         p: nn.Parameter,
         source: GradientEdge | None,
         shape: Sequence[int],
-        scale: float = 1.0,
-        factor: Callable[..., Tensor] | None = None,
-        linear: bool = True,
+        scale: float,
+        factor: Callable[..., Tensor] | None,
+        linear: bool,
     ):
         """Keep them."""
         self.p, self.source, self.shape, self.scale, self.factor = p, source, tuple(shape), scale, factor
