@@ -812,8 +812,10 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss. ``cosine``: between
         gradient and preconditioned gradient. ``damping``: of the first group. ``fallbacks``: matrices that needed more
         than the usual factorisation when it was last done. ``condition``: largest condition number of a damped factor
-        (in the 1-norm) then, where factors are inverted. ``reduction_ratio``: last one of ``adaptive_damping``,
-        nan if no decrease was predicted.
+        (in the 1-norm) then, where factors are inverted. ``new_bases``: factors whose eigenbasis was computed when
+        these were last looked at, where they are worked in. ``reduction_ratio``: last one of ``adaptive_damping``,
+        nan if no decrease was predicted. Of ``KFACAdamW``, which has no damping and no clip, ``step_norm`` and
+        ``cosine`` are those of the whole step.
         """
         return dict(self._metrics)
 
