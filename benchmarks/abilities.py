@@ -159,7 +159,8 @@ def verdict(package: str, feature: str, quantity: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--packages", nargs="+", default=[name for name in PACKAGES if name != "torch.func"])
+    names = [name for name in PACKAGES if name != "torch.func"]
+    parser.add_argument("--packages", nargs="+", choices=list(PACKAGES), default=names)
     arguments = parser.parse_args()
     packages = installed(arguments.packages)
     for quantity, title in QUANTITIES.items():

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from benchmarks.packages import method
 from benchmarks.problems import PROBLEMS
-from benchmarks.tables import Choice
+from benchmarks.tables import Choice, ProblemName
 from benchmarks.timing import RESULTS, machine, save, seconds
 from curvopt import backpack, extend
 from curvopt.core import costs, onednn
@@ -42,7 +42,7 @@ SLACK = 1.15
 class Settings:
     """What is measured, and how."""
 
-    problem: tuple[str, ...] = Choice.problem
+    problem: tuple[ProblemName, ...] = Choice.problem
     """Networks whose layers are measured."""
     rounds: int = 5
     """Times that both ways are measured, in turns."""

@@ -35,6 +35,7 @@ from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, HessianFree, KFACAd
 from experiments import models, problems
 from experiments.data import DEFAULT_ROOT, Data, Split, load, load_npz
 from experiments.problems import PROBLEMS
+from experiments.train import evaluate
 
 Settings_ = Mapping[str, float]
 Result = dict[str, Any]
@@ -241,22 +242,9 @@ class Run:
             if not loss < 3 * first:
                 break
         else:
-            rows[-1]["test_loss"], rows[-1]["accuracy"] = evaluate(self.model, self.lossfunc, self.data.test)
+            rows[-1]["test_loss"], accuracy = evaluate(self.model, self.lossfunc, self.data.test)
+            rows[-1]["accuracy"] = None if math.isnan(accuracy) else accuracy
         return rows
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, lossfunc: nn.Module, data: Split) -> tuple[float, float | None]:
-    """Mean loss in eval mode, and the accuracy if targets are labels."""
-    model.eval()
-    total, right = 0.0, 0
-    for x, y in zip(data.x.split(500), data.y.split(500), strict=True):
-        z = model(x)
-        total += lossfunc(z, y).item() * len(x)
-        if not y.is_floating_point():
-            right += (z.argmax(1) == y).float().mean().item() * len(x)
-    model.train()
-    return total / len(data.x), None if data.y.is_floating_point() else right / len(data.x)
 
 
 # ------------------------------------------------------------------------------------------------------------- all runs

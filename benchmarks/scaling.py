@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import tyro
@@ -57,12 +57,14 @@ COLUMNS = ("classes", "vocabulary")
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 LINES = {"curvopt": "-", "backpack": "--"}
 
+SizeName = str if TYPE_CHECKING else Literal[tuple(SIZES)]
+
 
 @dataclass(frozen=True)
 class Settings:
     """What is measured, and how."""
 
-    size: tuple[str, ...] = tuple(SIZES)
+    size: tuple[SizeName, ...] = tuple(SIZES)
     """What grows."""
     quantity: tuple[QuantityName, ...] = ("BatchL2Grad", "SumGradSquared", "KFAC", "DiagGGNMC", "KFLR", "DiagGGNExact")
     """Extensions."""

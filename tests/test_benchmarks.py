@@ -216,6 +216,13 @@ def test_scaling(monkeypatch, tmp_path):
     assert (tmp_path / "scaling.png").exists()
 
 
+@pytest.mark.parametrize(("module", "option"), [(scaling, "--size"), (costmodel, "--problem")])
+def test_names_that_are_not_known_are_refused(module, option, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        command(monkeypatch, module, option, "nothing")
+    assert "nothing" in capsys.readouterr().err
+
+
 def test_costmodel(monkeypatch, tmp_path, capsys):
     command(monkeypatch, costmodel, "--problem", "tiny", "--rounds", 1, "--out", tmp_path)
     results = json.loads((tmp_path / "costmodel.json").read_text())["results"]
