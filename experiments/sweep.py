@@ -62,6 +62,8 @@ def grid(sweep: Sweep) -> tuple[list[Run], str, bool]:
         name, smaller = metric["name"], metric.get("goal", "minimize") == "minimize"
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise SettingsError(f"{sweep.file} is no sweep with command, method, metric, parameters: {error!r}") from error
+    if sweep.jobs < 1:
+        raise SettingsError(f"--jobs must be at least 1, got {sweep.jobs}")
     if method != "grid":
         raise SettingsError(f"{sweep.file}: method {method} needs wandb's server; only grid runs without")
     varied = [parameter for parameter, choices in values.items() if len(choices) > 1]

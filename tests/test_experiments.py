@@ -605,6 +605,11 @@ def test_sweeps_that_cannot_run_here(changes: dict, message: str, tmp_path: Path
         grid(Sweep(sweep_file(tmp_path, **changes)))
 
 
+def test_a_sweep_of_no_jobs_is_refused() -> None:
+    with pytest.raises(SettingsError, match="--jobs must be at least 1"):
+        grid(Sweep(jobs=0))
+
+
 def test_inspect_draws_what_a_checkpoint_says(tmp_path: Path) -> None:
     pictures = inspect_checkpoint(Inspection(run(tmp_path, "kfac-sgd"), samples=100))
     assert [picture.name for picture in pictures] == ["traces.png", "spectra.png", "gradients.png", "hessian.png"]
