@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
-from curvopt import CurvoptError, L2Regularizer, backpack, extend
+from curvopt import CurvoptError, CurvoptWarning, L2Regularizer, backpack, extend
 from curvopt.extensions import DiagGGNExact
 from curvopt.hessianfree import Solution
 from curvopt.optim import HessianFree, hessian_free
@@ -172,6 +172,19 @@ def test_a_full_solve_without_damping_is_the_newton_step() -> None:
     metrics = optimizer.metrics()
     assert metrics["reduction_ratio"] == pytest.approx(1) and metrics["rate"] == 1
     assert optimizer.param_groups[0]["damping"] == 0
+
+
+def test_a_linear_loss_is_curved_by_weight_decay_alone() -> None:
+    class Weighted(nn.Module):
+        def forward(self, z: Tensor, weights: Tensor) -> Tensor:
+            return (z * weights).sum()
+
+    net, x, weights = nn.Linear(3, 2).to(float64), torch.randn(5, 3, dtype=float64), torch.randn(5, 2, dtype=float64)
+    lossfunc = extend(Weighted(), loss=True)
+    with pytest.warns(CurvoptWarning, match="curvature is zero"):
+        HessianFree(net.parameters(), damping=0.0, weight_decay=0.5).step(lambda: lossfunc(net(x), weights))
+    assert_close(net.weight.detach(), -2 * weights.T @ x)
+    assert_close(net.bias.detach(), -2 * weights.sum(0))
 
 
 def test_parameters_may_be_the_outputs() -> None:

@@ -201,6 +201,16 @@ class TestLadder:
         assert "stale" in log
         assert torch.equal(inverse, stale)
 
+    def test_no_eigenvalues(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fails(matrix: Tensor) -> None:
+            raise torch.linalg.LinAlgError("did not converge")
+
+        monkeypatch.setattr("curvopt.kroneckers.eigh", fails)
+        stale = psd(4)
+        inverse, log = self.climb(psd(4) - 100 * torch.eye(4), 0.1, caplog, stale)
+        assert "stale" in log
+        assert torch.equal(inverse, stale)
+
     def test_diagonal(self, caplog: pytest.LogCaptureFixture) -> None:
         matrix = psd(4)
         matrix[1, 2] = matrix[2, 1] = torch.nan
