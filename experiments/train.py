@@ -166,14 +166,9 @@ class Processes:
     rank: int = int(os.environ.get("RANK", 0))
     count: int = int(os.environ.get("WORLD_SIZE", 1))
 
-    def mean(self, *values: Tensor | float) -> list[float]:
+    def mean(self, *values: float) -> list[float]:
         """Means over the processes."""
-        means = torch.stack([torch.as_tensor(value, dtype=torch.float64).detach().cpu() for value in values])
-        if self.count > 1:
-            gathered: list[Any] = [None] * self.count
-            dist.all_gather_object(gathered, means)
-            means = torch.stack(gathered).mean(0)
-        return means.tolist()
+        return torch.tensor(self.gather(values), dtype=torch.float64).mean(0).tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes."""
@@ -327,7 +322,7 @@ class Training:
             with waiting:
                 with torch.autocast(self.device.type, _AMP.get(self.config.amp), enabled=self.config.amp != "off"):
                     loss = self.lossfunc(self.network(part), target) / parts
-                [value] = self.processes.mean(loss)  # of all processes, so that all of them stop
+                [value] = self.processes.mean(loss.item())  # of all processes, so that all of them stop
                 total += value
                 if not math.isfinite(total):
                     break
