@@ -13,12 +13,13 @@ import pytest
 import torch
 from checks import assert_same
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.testing import assert_close
 
 from curvopt import backpack, extend
 from curvopt.core import costs, onednn
 from curvopt.core.derivatives import rule_for
-from curvopt.core.jacobians import Dense, Jacobian, Outer, Squares
+from curvopt.core.jacobians import Computed, Dense, Jacobian, Outer, Scaled, Squares, combine
 from curvopt.core.products import add_product, product
 from curvopt.core.saved import inputs_left
 from curvopt.core.sweep import Pass, set_columns_per_sweep
@@ -71,6 +72,31 @@ CHOICES = {
     "pairs of some": {"by_pairs": lambda *sizes: True, "samples_at_once": lambda *_: 2},
     "large pages": {"KEPT_BLOCK": 0},
 }
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("S", [1, 2])
+@pytest.mark.parametrize("kind", [Computed, Scaled])
+def test_products_of_computed_weights_are_those_of_the_parameter(kind: type, S: int, weighted: bool):
+    inner = outer(3, S, 4, 2)
+    if kind is Scaled:
+        slopes = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+        jacobian: Jacobian = Scaled(inner, slopes.detach(), get_gradient_edge(slopes))
+        expected = Dense(inner.dense() * slopes.detach())
+    else:
+        A, p = torch.randn(4, 6, dtype=torch.float64), nn.Parameter(torch.randn(6, 2, dtype=torch.float64))
+        jacobian = Computed(inner, lambda vectors: A.T @ vectors, p, get_gradient_edge(p))
+        expected = Dense(A.T @ inner.dense())
+    if weighted:
+        jacobian.weights = expected.weights = torch.randn(3, 5, dtype=torch.float64)
+    for reduction in [*REDUCTIONS, "left_factor"]:
+        assert_close(getattr(jacobian, reduction)(), getattr(expected, reduction)())
+    directions = torch.randn(2, *jacobian.shape, dtype=torch.float64)
+    assert_close(jacobian.matmul(directions), expected.matmul(directions))
+    assert_close(jacobian.select([4, 0]).dense(), expected.select([4, 0]).dense())
+    twice = combine([jacobian, jacobian])
+    assert isinstance(twice, kind)
+    assert_close(twice.norms2(), 4 * expected.norms2())
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
