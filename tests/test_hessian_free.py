@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
@@ -857,6 +858,7 @@ def test_steps_that_cannot_be_taken_change_nothing() -> None:
     refuses(small, lambda: small.loss().exp(), "ExpBackward0")
     refuses(small, lambda: penalty.sum(), "contains none of")
     refuses(small, lambda: -small.loss(), "minimised")
+    refuses(small, lambda: torch.autograd.backward([get_gradient_edge(small.loss())], [torch.ones(())]), "GradientEdge")
     small.model.requires_grad_(False)
     refuses(small, small.loss, "no parameter requires a gradient")
     small.model.requires_grad_(True)
