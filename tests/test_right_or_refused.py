@@ -130,6 +130,28 @@ def test_gradient_penalty():
         torch.testing.assert_close(layer.weight.grad_batch, torch.stack(expected))
 
 
+def test_slopes_of_the_network_in_the_loss_inside_of_the_context():
+    """As in physics-informed networks: what is differentiated by the input reaches no parameter, and brings no fields."""
+    model, (x, _) = extend(Net(lambda m, x: m.first(x))), data()
+    x.requires_grad_()
+
+    def loss() -> Tensor:
+        (slopes,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return F.mse_loss(slopes, torch.ones_like(slopes))
+
+    outside = loss()
+    with backpack(DiagGGNExact(), BatchGrad()):
+        outside.backward()
+    expected = [(p.diag_ggn_exact, p.grad_batch) for p in (model.first.weight, model.last.weight)]
+    assert not hasattr(model.last.bias, "grad_batch")
+    model.zero_grad()
+    with backpack(DiagGGNExact(), BatchGrad()):
+        loss().backward()
+    found = [(p.diag_ggn_exact, p.grad_batch) for p in (model.first.weight, model.last.weight)]
+    torch.testing.assert_close(found, expected)
+    assert not hasattr(model.last.bias, "grad_batch")
+
+
 class Times(torch.autograd.Function):
     """A product that keeps things where autograd's own nodes have something else."""
 

@@ -296,7 +296,7 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
         if contexts and accumulates and any(records_behind(roots, Use)):
             raise contexts[-1]._started_inside()
         return call()
-    if not roots:
+    if not roots or (inputs and not any(_is_parameter(x) for x in inputs)):  # of slopes, say, that the loss is made of
         return call()
     with ExitStack() as stack:
         if accumulates and (contexts or not listeners):
@@ -314,6 +314,10 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
         for context in reversed(contexts):
             run = functools.partial(context._run, roots, run, accumulates, bool(inputs), spares)
         return run()
+
+
+def _is_parameter(x: Tensor | GradientEdge) -> bool:
+    return isinstance(leaf_of(x.node) if isinstance(x, GradientEdge) else x, nn.Parameter)
 
 
 def _observing(stack: ExitStack, parameters: Callable[[], set[Any]]) -> list[Any]:
