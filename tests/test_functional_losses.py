@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from curvopt import CurvoptError, backpack, extend
+from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.extensions import (
     KFAC,
     KFLR,
@@ -420,6 +420,55 @@ def test_parts_of_the_loss_without_the_network_are_no_matter():
     expected = fields(mlp, FUNCTIONAL["ce"][1], [DiagGGNExact])
     for name, p in model.named_parameters():
         assert_close(p.diag_ggn_exact, expected[f"{name} diag_ggn_exact 0"])
+
+
+WEIGHINGS: dict[str, Callable[[Tensor, list[Tensor]], Tensor]] = {
+    "log variances": lambda w, losses: sum((-w[i]).exp() * loss + w[i] for i, loss in enumerate(losses)),  # type: ignore
+    "deviations": lambda w, losses: losses[0] / (2 * w[0] ** 2) + losses[1] / w[1] ** 2 + w.square().log1p().sum(),
+    "softmax": lambda w, losses: w.softmax(0) @ torch.stack(losses),
+}
+
+
+class Weights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.tensor([0.4, 1.3], dtype=torch.float64))
+
+    def forward(self) -> Tensor:
+        return self.weights * 1.5
+
+
+@pytest.mark.parametrize("kept", ["outside", "in an extended module", "by an extended module"])
+@pytest.mark.parametrize("weigh", WEIGHINGS.values(), ids=WEIGHINGS)
+def test_learned_weights_of_losses_are_constants_for_the_network(weigh: Callable, kept: str):
+    owner = Weights()
+    weights: Callable[[], Tensor] = owner if kept.startswith("by") else lambda: owner.weights
+
+    def loss(detach: bool) -> Loss:
+        def of_output(z: Tensor) -> Tensor:
+            w = weights().detach() if detach else weights()
+            return weigh(w, [F.cross_entropy(z, Y), F.mse_loss(z, REAL)])
+
+        return of_output
+
+    extensions = [DiagGGNExact, KFLR, DiagHessian, BatchGrad]
+    expected = fields(mlp, loss(detach=True), extensions)
+    if kept != "outside":
+        extend(owner)
+    with nullcontext() if kept == "outside" else pytest.warns(CurvoptWarning, match="weights weigh the losses"):
+        found = fields(mlp, loss(detach=False), extensions)
+    assert owner.weights.grad is not None and found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert_close(found[key], value)
+
+
+def test_weights_that_the_network_sees_are_refused():
+    model = mlp()
+    model.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+    extend(model)
+    refused = pytest.raises(CurvoptError, match="MulBackward0, which is no known loss")
+    with refused, backpack(DiagGGNExact()):
+        (model.weight * F.cross_entropy(model.weight * model(X), Y)).backward()
 
 
 def test_losses_inside_of_a_loss_count_once():

@@ -131,7 +131,7 @@ def test_gradient_penalty():
 
 
 def test_slopes_of_the_network_in_the_loss_inside_of_the_context():
-    """As in physics-informed networks: what is differentiated by the input reaches no parameter, and brings no fields."""
+    """As in physics-informed networks: a gradient by the input reaches no parameter, and brings no fields."""
     model, (x, _) = extend(Net(lambda m, x: m.first(x))), data()
     x.requires_grad_()
 

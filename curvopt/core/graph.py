@@ -153,6 +153,7 @@ class Graph:
         terms: regularizers, and where their gradients arrive.
         mixing: operations that mix samples (train-mode batch norm), and descriptions of their modules.
         outside: names of parameters that enter the loss by an added term, which no quantity contains.
+        weights: names of those that weigh losses, and get none.
         owners: the extended module that owns each parameter, and the parameter's name in it.
         blocks: of activation checkpoints.
         structure: hash of the operations up to the losses and their arguments, ``None`` if the values of tensors may
@@ -226,6 +227,10 @@ class Graph:
         del self._nodes
         outputs = {edge.node for entry in self.entries.values() if entry.parameters for edge in entry.edges.values()}
         self.losses, self.nonlinear = find_losses(roots, outputs | terms)
+        self.weights: list[str] = []
+        taken = {e.edges[0].node: e for e in self.entries.values() if isinstance(e.rule, Itself)}
+        if self.nonlinear and taken:
+            self._leave_out_weights(roots, outputs | terms, taken)
         known = self.losses and not self.nonlinear
         self.heads: Mapping[Any, GradientEdge] = self.losses if known else self._endings(roots)
         ends = [loss.edge.node for loss in self.heads if loss.edge is not None]
@@ -233,6 +238,22 @@ class Graph:
         self.structure = structure(
             ends, rows | {len(loss.input) for loss in self.heads if loss.input.dim()}, self._between
         )
+
+    def _leave_out_weights(self, roots: Sequence[Node], uses: set[Node], taken: dict[Node, Entry]) -> None:
+        """Of parameters taken themselves, those that losses are multiplied by and that are behind none: constants."""
+        losses, _ = find_losses(roots, uses.difference(taken))
+        behind = set(walk([loss.edge.node for loss in losses if loss.edge is not None]))
+        weights = {node: entry for node, entry in taken.items() if node not in behind}
+        losses, nonlinear = find_losses(roots, uses.difference(weights))
+        if weights and losses and not nonlinear:
+            self.losses, self.nonlinear = losses, nonlinear
+            self.weights = [self.name(p) for entry in weights.values() for p in entry.parameters.values()]
+            self.outside = [name for name in self.outside if name not in self.weights]
+            self.functional = [entry for entry in self.functional if entry not in weights.values()]
+            for entry in weights.values():
+                del self.entries[entry.use]
+                for p in entry.parameters.values():
+                    del self.owners[p]
 
     def _endings(self, roots: Sequence[Node]) -> dict[Ending, GradientEdge]:
         """The uses that are met first from some nodes; none if samples cannot lie on the first axis of one."""

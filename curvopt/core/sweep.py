@@ -756,6 +756,14 @@ class Pass:
                 stacklevel=2,
             )
 
+        if graph.weights:
+            warnings.warn(
+                f"{fields_of(self.extensions)}: {', '.join(graph.weights)} weigh the losses: they have gradients, but "
+                "none of these quantities.",
+                CurvoptWarning,
+                stacklevel=2,
+            )
+
     @staticmethod
     def _check_subsampling(extension: Extension, N: int) -> None:
         missing = [n for n in extension.subsampling or () if not -N <= n < N]

@@ -24,7 +24,7 @@ from curvopt.core.saved import Blocks, names_of, read
 from curvopt.core.uses import LossUse, TermUse, Use, records_of
 from curvopt.errors import CurvoptError
 
-# operations that are linear in what comes from the network, while nothing else in them depends on parameters
+# operations that are linear in what comes from the network, while nothing else in them depends on its parameters
 _LINEAR = (LINEAR | MULTILINEAR | {"NLLLOSS", "NLLLOSS2D", "DIV"}) - {
     "NATIVEBATCHNORM",
     "CUDNNBATCHNORM",
@@ -217,8 +217,10 @@ def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[Losses
                     losses[functional] = GradientEdge(node, 0)
                 continue
             name = operation(node)
+            if name in _ONE_OPERAND and len(inputs) > 1:  # a weight that is learned is a constant for all others
+                inputs = [following for following in inputs if leads_to(following, uses)]
             linear = name in _LINEAR and not (name in _ONE_OPERAND and len(inputs) > 1)
-            linear = linear and not (name == "DIV" and node.next_functions[0][0] is None)
+            linear = linear and not (name == "DIV" and node.next_functions[0][0] not in inputs)
             if inside or not linear:
                 if not leads_to(node, uses):
                     continue
