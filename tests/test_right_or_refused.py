@@ -130,6 +130,42 @@ def test_gradient_penalty():
         torch.testing.assert_close(layer.weight.grad_batch, torch.stack(expected))
 
 
+CONVOLUTIONS: dict[str, Callable[[], nn.Module]] = {
+    "strided": lambda: nn.Conv1d(2, 4, 3, stride=2, padding=1),
+    "grouped, dilated": lambda: nn.Conv1d(2, 4, 3, padding=2, dilation=2, groups=2),
+    "circular": lambda: nn.Conv1d(2, 4, 3, padding=1, padding_mode="circular"),
+    "2d": lambda: nn.Sequential(nn.Unflatten(2, (2, 3)), nn.Conv2d(2, 4, 2)),
+    "transposed": lambda: nn.ConvTranspose1d(2, 4, 3, stride=2, padding=1, output_padding=1),
+    "transposed, grouped": lambda: nn.ConvTranspose1d(2, 4, 2, groups=2),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Conv1d(2, 4, 3)).eval(),
+}
+
+
+@pytest.mark.parametrize("convolution", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_gradient_penalty_of_convolutions(convolution: Callable[[], nn.Module]):
+    x = torch.randn(N, 2, 6).double().requires_grad_()
+    model = nn.Sequential(convolution(), nn.LeakyReLU(), nn.Flatten(), nn.LazyLinear(4), nn.Tanh(), nn.Linear(4, 1))
+    model.double()(x)
+    params = [p for p in extend(model).parameters() if p.dim() > 1]
+
+    def slopes() -> Tensor:
+        return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].flatten(1)
+
+    with warnings.catch_warnings(), backpack(BatchGrad()):
+        warnings.simplefilter("error", CurvoptWarning)
+        ((slopes().norm(dim=1) - 1).square() + model(x).squeeze(1)).mean().backward()
+    terms = ((slopes().norm(dim=1) - 1).square() + model(x).squeeze(1)) / N
+    expected = [torch.autograd.grad(term, params, retain_graph=True) for term in terms]
+    for p, *gradients in zip(params, *expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
+
+    with backpack(DiagGGNExact()):
+        F.mse_loss(slopes(), torch.ones(N, 12).double()).backward()
+    rows = [torch.autograd.grad(z, params, retain_graph=True) for z in slopes().flatten()]
+    for p, *row in zip(params, *rows, strict=True):
+        torch.testing.assert_close(p.diag_ggn_exact, 2 / len(row) * torch.stack(row).square().sum(0))
+
+
 def test_slopes_of_the_network_in_the_loss_inside_of_the_context():
     """As in physics-informed networks: a gradient by the input reaches no parameter, and brings no fields."""
     model, (x, _) = extend(Net(lambda m, x: m.first(x))), data()

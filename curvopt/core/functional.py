@@ -220,14 +220,33 @@ def _product(node: Node, position: int, weight: Tensor, shape: torch.Size) -> La
 def _convolution(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
     if position != 1 or not weight.is_contiguous() or weight.numel() != shape.numel():
         return None
-    saved, (first, second, *kernel) = Saved(node), weight.shape
+    saved = Saved(node)
+    rule, module = _convolution_layer(saved, saved.transposed, weight)
+    return LayerCall(rule, module, saved.input, 0)
+
+
+def _slope_of_convolution(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
+    """The gradient by a convolution's input: a transposed one, with the same weight, of what arrived at its output."""
+    saved, metadata = Saved(node), node._input_metadata  # type: ignore[attr-defined]
+    alone = not any(len(of_others.shape) for of_others in metadata[1:])  # else of the gradient by its weight, too
+    if position != 2 or not alone or not weight.is_contiguous() or weight.numel() != shape.numel():
+        return None
+    if saved.transposed and any(a >= b for a, b in zip(saved.output_padding, saved.stride, strict=True)):
+        return None  # rows that no input has painted
+    rule, module = _convolution_layer(saved, not saved.transposed, weight)
+    return LayerCall(rule, module, saved.grad_output, 0)
+
+
+def _convolution_layer(saved: Saved, transposed: bool, weight: Tensor) -> tuple[Rule, nn.Module]:
+    """Rule and settings of a convolution, or of a transposed one, with the settings that a node saved."""
+    first, second, *kernel = weight.shape
     plain = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    kinds: Any = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d) if saved.transposed else plain
+    kinds: Any = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d) if transposed else plain
     sides = (first, second * saved.groups)
-    channels = sides if saved.transposed else sides[::-1]
+    channels = sides if transposed else sides[::-1]
     settings = {name: getattr(saved, name) for name in ("stride", "padding", "dilation", "groups")}
     module = kinds[len(kernel) - 1](*channels, tuple(kernel), bias=False, device="meta", **settings)
-    return LayerCall(ConvTranspose() if saved.transposed else Conv(), module, saved.input, 0)
+    return ConvTranspose() if transposed else Conv(), module
 
 
 def _lookup(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
@@ -259,6 +278,7 @@ def _index(node: Node) -> Tensor | None:
 _LAYERS: dict[str, Callable[[Node, int, Tensor, torch.Size], LayerCall | None]] = {
     **dict.fromkeys(_PRODUCTS, _product),
     "ConvolutionBackward0": _convolution,
+    "ConvolutionBackwardBackward0": _slope_of_convolution,
     "EmbeddingBackward0": _lookup,
     "IndexBackward0": _indexed,
     "IndexSelectBackward0": _indexed,
