@@ -857,6 +857,12 @@ def test_steps_that_cannot_be_taken_change_nothing() -> None:
     refuses(small, lambda: small.loss() + penalty.exp().sum(), "ExpBackward0.*weight_decay")
     refuses(small, lambda: small.loss().exp(), "ExpBackward0")
     refuses(small, lambda: penalty.sum(), "contains none of")
+    ones = torch.ones(20, dtype=torch.long)
+
+    def ctc() -> Tensor:
+        return F.ctc_loss(small.model(small.x).log_softmax(1).unsqueeze(0), ones.unsqueeze(1), ones, ones)
+
+    refuses(small, ctc, "depends on CtcLossBackward0")
     refuses(small, lambda: -small.loss(), "minimised")
     refuses(small, lambda: torch.autograd.backward([get_gradient_edge(small.loss())], [torch.ones(())]), "GradientEdge")
     small.model.requires_grad_(False)

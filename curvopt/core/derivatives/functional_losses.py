@@ -161,7 +161,7 @@ def _check_time_last(node: Node, uses: Collection[Node]) -> None:
     assert following is not None
     T, *rest = following._input_metadata[nr].shape
     N = rest[0] if len(rest) == 2 else 1
-    shapes = {use: use._input_metadata[0].shape for use in uses}
+    shapes = {use: use._input_metadata[0].shape for use in uses if leaf_of(use) is None}  # a parameter has no samples
     others = {use for use, shape in shapes.items() if N and shape and (shape[0] % N or shape[0] == T)}
     if leads_to(node, others):
         raise CurvoptError(
