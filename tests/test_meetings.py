@@ -1171,3 +1171,54 @@ def test_parameters_beside_modules_that_see_parameters_alone(penalised: bool):
     for p in bank.parameters():
         each = [torch.autograd.grad(loss(x[n : n + 1], y[n : n + 1]) / 7, p)[0] for n in range(7)]
         torch.testing.assert_close(p.grad_batch, torch.stack(each))
+
+
+class Functional(nn.Module):
+    """A network of functions, with a list of parameters."""
+
+    def __init__(self, *shapes: tuple[int, ...]):
+        super().__init__()
+        self.p = nn.ParameterList([nn.Parameter(torch.randn(shape) / 2) for shape in shapes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.linear(x, self.p[0], self.p[1]).tanh()
+        return self.p[2] * (h @ self.p[3])
+
+
+class Prompted(nn.Module):
+    """Of its modules one is called, on a prompt; the samples come in beside its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.prompt, self.first = nn.Parameter(torch.randn(2, 4)), nn.Linear(4, 4)
+        self.head = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        prompt = self.first(self.prompt).tanh()
+        return torch.cat([prompt.expand(len(x), 2, 4), x.unsqueeze(1)], 1).tanh().mean(1) @ self.head
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("samples", [1, N, 4])
+@pytest.mark.parametrize("make", [partial(Functional, (5, 4), (5,), (3,), (5, 3)), Prompted])
+def test_networks_of_which_no_module_sees_the_samples(make: Callable[[], nn.Module], samples: int):
+    problem = extended(Case("", make, normal(samples, 4), cross_entropy(), labels))
+    # not called as a module: hooks of its own tell nothing
+    check_all(problem, lambda: problem.lossfunc(problem.model.forward(problem.x), problem.y))
+
+
+def test_lists_of_parameters_may_be_extended():
+    model = Functional((5, 4), (5,), (3,), (5, 3)).double()
+    extend(model.p)
+    x, y = torch.randn(N, 4).double(), torch.randint(3, (N,))
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(x), y).backward()
+    for p in model.p:
+        each = [torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) / N, p)[0] for n in range(N)]
+        torch.testing.assert_close(p.grad_batch, torch.stack(each))
+
+
+def test_a_penalty_alone_is_no_loss_of_samples():
+    model = extend(nn.Linear(4, 3))
+    with pytest.raises(CurvoptError, match="no extended module took part"), backpack(BatchGrad()):
+        model.weight.square().sum().backward()

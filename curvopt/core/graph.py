@@ -195,7 +195,7 @@ class Graph:
         self.owners: dict[nn.Parameter, tuple[Entry, str]] = {}
         #: Nodes between parameters and the operations in which they meet the samples.
         self._between: set[Node] = set()
-        self._nodes = nodes
+        self._nodes, self._roots = nodes, roots
         calls: dict[Entry, _Interior] = {}
         entries = list(self.entries.values())
         refuse_sharded((e.use.describe(), f"'{name}'", p) for e in entries for name, p in e.parameters.items())
@@ -224,7 +224,7 @@ class Graph:
         self.outside: list[str] = []
         self._read_outside(interior)
         self._follow_shared_lookups()
-        del self._nodes
+        del self._nodes, self._roots
         outputs = {edge.node for entry in self.entries.values() if entry.parameters for edge in entry.edges.values()}
         self.losses, self.nonlinear = find_losses(roots, outputs | terms)
         self.weights: list[str] = []
@@ -340,7 +340,20 @@ class Graph:
         given = [x for x in tree_leaves([(use.args, use.kwargs) for use in called]) if isinstance(x, Tensor)]
         fixed = [x for use in called for x in (*use.module.buffers(), *use.module.parameters()) if not x.requires_grad]
         given, fixed = ([x for x in each if x.layout == torch.strided and not x.is_nested] for each in (given, fixed))
-        return Data({entry.rows for entry in entries}, given, fixed)
+        rows = {entry.rows for entry in entries}
+        if not any(self._outputs()):
+            rows |= self._lengths_of_losses()
+        return Data(rows, given, fixed)
+
+    def _lengths_of_losses(self) -> set[int]:
+        """The lengths of what losses that see data are given."""
+        leaves = {node for node in self._nodes if isinstance(leaf_of(node), nn.Parameter)}
+        losses, _ = find_losses(self._roots, leaves)
+        return {
+            len(loss.input)
+            for loss in losses
+            if loss.edge is not None and loss.input.dim() and any(map(meets_constant, walk([loss.edge.node])))
+        }
 
     @cached_property
     def _dependent(self) -> set[Node]:

@@ -115,11 +115,10 @@ class Data:
         shape = shape_of(node)
         if len(operands) == len(node.next_functions) or not len(shape):
             return False
-        known = (len(shape), shape[0]) in self._shapes
+        known = (len(shape), shape[0]) in self._shapes or shape[0] in self.rows
         # a number that is added to something as long brings nothing
-        if any(len(other) == len(shape) and other[0] == shape[0] for other in operands):
-            return known and name_of(node).startswith(("Cat", "Stack"))
-        return known or shape[0] in self.rows
+        added = any(len(other) == len(shape) and other[0] == shape[0] for other in operands)
+        return known and (not added or name_of(node).startswith(("Cat", "Stack")))
 
 
 def _is_multiple_of_identity(x: Tensor) -> bool:

@@ -634,7 +634,8 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
     for path, child in module.named_modules():
         if any(path != outer and f"{path}.".startswith(f"{outer}." if outer else "") for outer in losses):
             continue  # part of a loss
-        if "parametrizations" in path.split(".") or isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+        held = isinstance(child, (nn.ParameterList, nn.ParameterDict))
+        if "parametrizations" in path.split(".") or (held and child is not module):
             continue  # used through the module that holds them
         if path in losses:
             recorder = LossRecorder(path)
