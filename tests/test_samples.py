@@ -614,3 +614,28 @@ def test_layers_that_see_a_vector_of_parameters(index: list[int] | int | None, N
         # what an index picked might be a sample, did the data not enter elsewhere
         warnings.simplefilter("error" if index is None else "ignore", CurvoptWarning)
         check_all(problem)
+
+
+class Filmed(nn.Module):
+    """A label for every frame of some films: a layer sees frames, the others see films."""
+
+    def __init__(self):
+        super().__init__()
+        self.frame = nn.Linear(4, 5)
+        self.film = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.frame(x.flatten(0, 1)).tanh().unflatten(0, x.shape[:2])
+        return self.film(h).flatten(0, 1)
+
+
+def test_films_are_the_samples_where_most_layers_see_films():
+    model, x, y = Filmed().double(), torch.randn(2, 3, 4).double(), torch.randint(3, (6,))
+    extend(model)
+    with warnings.catch_warnings(), backpack(BatchGrad()):
+        warnings.simplefilter("error", CurvoptWarning)
+        F.cross_entropy(model(x), y).backward()
+    films = [F.cross_entropy(model(x[i : i + 1]), y.view(2, 3)[i]) / 2 for i in range(2)]
+    for p in model.parameters():
+        expected = torch.stack([torch.autograd.grad(film, p, retain_graph=True)[0] for film in films])
+        assert same(p.grad_batch, expected)

@@ -127,13 +127,13 @@ class Use:
         """Record what the call got, unless the graph has it; of ``outputs`` shapes, and values if there is no rule."""
         inputs = _tensors((args, kwargs)) if kwargs or len(args) != 1 else _tensors(args[0])
         self.path, self.module, self.args, self.kwargs = path, module, args, kwargs
-        self.versions: tuple[int, ...] | None = tuple([version(leaf) for leaf in inputs])
         self.boundary = frozenset([leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None])
-        if self.boundary and len(outputs) == 1 and any([outputs[0] is leaf for leaf in inputs]):
-            # an in-place forward: the input is gone, and holding the output would be a cycle (of several, copies are
-            # handed out, and an input may be among them)
-            self.args, self.kwargs, self.versions = (), {}, None
-        self.random = _random_states.pop(module, None) if _random_states else None
+        # an in-place forward: the input is gone, and holding the output would be a cycle (of several, copies are handed
+        # out, and an input may be among them)
+        changed = bool(self.boundary) and len(outputs) == 1 and any([outputs[0] is leaf for leaf in inputs])
+        if changed:
+            self.args, self.kwargs = (), {}
+        self.random = _random_states.pop(module, None) if isinstance(module, nn.MultiheadAttention) else None
         self.seen = tuple(module._parameters.values())  # torch.func.functional_call puts others in their place
         self.shapes = tuple([out.shape for out in outputs])
         self.cache: dict[str, Any] = {}  # what several columns and quantities share; emptied after each backward
@@ -145,7 +145,7 @@ class Use:
         #: The block of an activation checkpoint that a module without a rule is called in, and what kind of call it is.
         self.block, self.kind = None, None
         frozen = not (module._modules or any([p is not None and p.requires_grad for p in self.seen]))
-        known, changed = False, self.versions is None
+        known = False
         if not frozen and self.rule.checks_outputs:
             self.block = _block()
             if self.block is not None and all([leaf.requires_grad for leaf in inputs if leaf.is_floating_point()]):
@@ -160,7 +160,9 @@ class Use:
             if type(self.rule).__module__.startswith("curvopt."):
                 self.left = _place_of(inputs[0], outputs[0].grad_fn)
         if not changed and (frozen or known or self.left is not None):
-            self.hold_nothing()
+            self._hold(_without_entries)
+        #: Of what is held; ``None`` if it is not what it was.
+        self.versions: tuple[int, ...] | None = None if changed else () if self.left is not None else self._versions()
 
     @property
     def input(self) -> Tensor:
