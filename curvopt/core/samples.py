@@ -148,16 +148,6 @@ def _of_all_samples(
     return _aligned_above(N, losses, _meetings(losses, entries, strays, broadcasts))[0].union(alone)
 
 
-def _beside_the_data(
-    losses: Sequence[Head], entries: Sequence[Entry], aligned: Collection[int], others: Collection[int]
-) -> set[int]:
-    """Of other uses those that do not depend on the data, if it enters in a use with as many rows as the losses."""
-    data = [edge.node for i in aligned if entries[i].sees_data for edge in entries[i].edges.values()]
-    parents = parents_of(list(walk([loss.edge.node for loss in losses if loss.edge is not None])))
-    dependent = dependents(data, parents)
-    return {i for i in others if data and dependent.isdisjoint(edge.node for edge in entries[i].edges.values())}
-
-
 def _met_above(
     nodes: list[Node],
     parents: dict[Node, list[Node]],
@@ -206,9 +196,10 @@ def _search(
         everything, edges = everything[: len(entries) + len(calls)], own
     rows = {i: entry.length for i, entry in enumerate(everything) if not isinstance(entry.use, FunctionalUse)}
     if not shared.isdisjoint(rows):
-        aside = _beside_the_data(losses, everything, rows.keys() - strays, rows.keys() & shared)
-        for i in _of_all_samples(N, losses, everything, strays) | aside:
+        for i in _of_all_samples(N, losses, everything, strays):
             rows.pop(i, None)
+    if any(i in rows and entry.sees_data for i, entry in enumerate(everything) if i not in strays):
+        shared = set()  # the data has as many rows as the loss
     for i in shared:
         if i in rows and everything[i].single:  # the only sample, or what all samples share?
             raise no_batch_axis(everything[i].use)
