@@ -639,3 +639,28 @@ def test_films_are_the_samples_where_most_layers_see_films():
     for p in model.parameters():
         expected = torch.stack([torch.autograd.grad(film, p, retain_graph=True)[0] for film in films])
         assert same(p.grad_batch, expected)
+class Skipping(nn.Module):
+    """A recurrent net on sequences, whose outputs and the inputs are put one after the other for the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.net, self.last = nn.Linear(4, 3), nn.LSTM(3, 3, batch_first=True), nn.Linear(3, 2)
+        self.norm, self.skip = nn.LayerNorm(3), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.net(self.first(x))[0])).flatten(0, 1) + self.skip(x.flatten(0, 1))
+
+
+@pytest.mark.parametrize("N", [1, 3])
+def test_sequences_are_samples_where_the_data_enters_in_flattened_rows_besides(N: int):
+    torch.manual_seed(0)
+    model, x, y = Skipping().double(), torch.randn(N, 5, 4).double(), torch.randint(2, (N, 5))
+    parameters = list(model.parameters())
+    alone = [torch.autograd.grad(F.cross_entropy(model(x[n, None]), y[n]) / N, parameters) for n in range(N)]
+    extend(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvoptWarning)
+        with backpack(BatchGrad()):
+            F.cross_entropy(model(x), y.flatten()).backward()
+    for p, *expected in zip(parameters, *alone, strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(expected))

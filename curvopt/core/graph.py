@@ -78,6 +78,11 @@ class Entry:
         return not (self.use.boundary or self.sees_indices or isinstance(self.use, FunctionalUse))
 
     @property
+    def gives_vectors(self) -> bool:
+        """Whether every output is one vector, or of a call without a batch axis."""
+        return self.single or all(shape[:-1].numel() == 1 for shape in self.use.shapes)
+
+    @property
     def sees_indices(self) -> bool:
         """Whether it was called with other than floating-point numbers."""
         return not all(x.is_floating_point() for x in tensors(self.use))

@@ -199,7 +199,8 @@ def _search(
         for i in _of_all_samples(N, losses, everything, strays):
             rows.pop(i, None)
     if any(i in rows and entry.sees_data for i, entry in enumerate(everything) if i not in strays):
-        shared = set()  # the data has as many rows as the loss
+        # the data has as many rows as the loss: one vector is for all of them, while sequences hold several each
+        shared = {i for i in shared if not everything[i].gives_vectors}
     for i in shared:
         if i in rows and everything[i].single:  # the only sample, or what all samples share?
             raise no_batch_axis(everything[i].use)
