@@ -572,6 +572,36 @@ def test_calls_on_single_samples_without_a_batch_axis(name: str, N: int):
     check_all(extended(Case("", SINGLE[name], normal(N, 4), cross_entropy(), labels)))
 
 
+class Numbers(OneByOne):
+    """A number for each sample, of layers that see a vector that all samples share, besides."""
+
+    def __init__(self, **layers: nn.Module):
+        super().__init__(**layers)
+        self.register_buffer("vector", torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.layers["first"](self.vector)[:4]).squeeze(-1)
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("N", [1, 5])
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.BCEWithLogitsLoss(reduction="sum")])
+def test_numbers_of_single_samples(loss: nn.Module, N: int):
+    def make() -> nn.Module:
+        return Numbers(first=nn.Linear(4, 5), tanh=nn.Tanh(), last=nn.Linear(5, 1))
+
+    check_all(extended(Case("", make, normal(N, 4), loss, torch.rand_like)))
+
+
+@pytest.mark.parametrize("bias", [0.0, 9.0])
+def test_the_outputs_of_one_sample_are_not_taken_for_samples(bias: float):
+    model = extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.ReLU()))
+    model[2].bias.data = torch.tensor([bias, -bias, -bias])  # where units are dead their samples are not seen
+    out = model(torch.randn(4))
+    with pytest.raises(CurvoptError, match=r"Linear.*no batch axis.*unsqueeze"), backpack(BatchGrad()):
+        extend(nn.MSELoss())(out, torch.zeros(3)).backward()
+
+
 @pytest.mark.filterwarnings("ignore:the first axis does not hold")
 def test_kronecker_factors_of_calls_on_single_samples_are_those_of_the_batch():
     problem = extended(Case("", SINGLE["perceptron"], normal(3, 4), cross_entropy(), labels))

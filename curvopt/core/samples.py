@@ -66,8 +66,10 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
             raise CurvoptError(f"{loss.describe()}: {EMPTY}")
     entries = [entry for entry in graph.entries.values() if entry.parameters]
     single = next((entry for entry in entries if entry.single), None)
-    if single is not None and (not losses or graph.mixing or any(loss.input.dim() == 1 for loss in losses)):
+    if single is not None and (not losses or graph.mixing):
         raise no_batch_axis(single.use)
+    if single is not None and (vector := _read_as_rows(graph, losses)) is not None:
+        raise no_batch_axis(vector.use)
     if not losses or graph.mixing:
         return _common_length(graph, losses)
     shapes = [*(loss.input.shape for loss in losses), *(entry.use.shapes for entry in entries)]
@@ -98,6 +100,14 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     places = _meetings(losses, entries, strays) if passing else {}
     met = {entries[i].use: places[i] for i in passing & places.keys()}
     return Samples(N, frozenset(entries[i].use for i in strays), met)
+
+
+def _read_as_rows(graph: Graph, losses: Collection[Head]) -> Entry | None:
+    """A call on a single sample whose vector a loss may take for that of all samples, each of one number."""
+    outputs = {edge.node: entry for entry in graph.entries.values() for edge in entry.edges.values()}
+    ends = [loss.edge.node for loss in losses if loss.edge is not None and loss.input.dim() == 1]
+    last = [outputs[node] for node in walk(ends, last=outputs) if node in outputs]
+    return next((entry for entry in last if entry.single and entry.use.shapes[0].numel() > 1), None)
 
 
 def _is_small(some: Collection[int], strays: Collection[int], N: int, entries: Sequence[Entry]) -> bool:
