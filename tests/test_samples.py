@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -694,3 +695,40 @@ def test_sequences_are_samples_where_the_data_enters_in_flattened_rows_besides(N
             F.cross_entropy(model(x), y.flatten()).backward()
     for p, *expected in zip(parameters, *alone, strict=True):
         torch.testing.assert_close(p.grad_batch, torch.stack(expected))
+
+
+class Steps(OneByOne):
+    """Steps through a sequence by a cell that sees no batch, with what a layer makes of a constant for its first state."""
+
+    def one(self, x: Tensor) -> Tensor:
+        h = self.layers["first"](torch.ones(2, dtype=x.dtype))
+        for step in x:
+            h = self.layers["cell"](step, h)
+        return self.layers["last"](h)
+
+
+def _calls_of_functions(function: Callable[[], None]) -> int:
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+def test_long_sequences_in_steps_take_time_in_proportion():
+    model = extend(Steps(first=nn.Linear(2, 3), cell=nn.GRUCell(1, 3), last=nn.Linear(3, 2)))
+    numbers = []
+    for length in (5, 25, 100):  # at first modules are imported
+        loss = F.cross_entropy(model(torch.randn(2, length, 1)), torch.zeros(2, dtype=torch.long))
+        with backpack(BatchGrad()):
+            numbers.append(_calls_of_functions(loss.backward))
+    assert numbers[2] < 6 * numbers[1]

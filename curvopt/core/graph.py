@@ -68,9 +68,7 @@ class Entry:
     def sees_parameters_only(self) -> bool:
         """Whether nothing behind it may hold samples."""
         behind = walk([edge.node for edge in self.edges.values()])
-        return not self.sees_indices and not any(
-            keeps_others(node) or (meets_constant(node) and not has_number(node)) for node in behind
-        )
+        return not self.sees_indices and not any(map(_may_bring_samples, behind))
 
     @property
     def sees_data(self) -> bool:
@@ -207,7 +205,7 @@ class Graph:
         for entry in entries:
             entry.use.check_settings()
             entry.use.check_inputs()
-            if entry.single and entry.parameters and entry.sees_parameters_only:
+            if entry.single and entry.parameters and not self._may_hold_samples(entry):
                 # no sample, but what its operations do is known
                 entry.rule, entry.no_samples, entry.single = DefaultRule(), True, False
             if entry.parameters and isinstance(entry.rule, DefaultRule):
@@ -329,6 +327,15 @@ class Graph:
     @cached_property
     def _parents(self) -> dict[Node, list[Node]]:
         return parents_of(self._nodes)
+
+    @cached_property
+    def _of_others(self) -> set[Node]:
+        """The nodes that see more than parameters."""
+        return dependents([node for node in self._nodes if _may_bring_samples(node)], self._parents)
+
+    def _may_hold_samples(self, entry: Entry) -> bool:
+        """The opposite of `Entry.sees_parameters_only`, of many calls in a row."""
+        return entry.sees_indices or any(edge.node in self._of_others for edge in entry.edges.values())
 
     def _outputs(self) -> Iterator[Node]:
         """Where the samples are given by uses, but those of what was computed from parameters alone."""
@@ -655,6 +662,11 @@ def meets_constant(node: Node) -> bool:
     return any(below is None for below, _ in node.next_functions) or not (
         leaf is None or isinstance(leaf, nn.Parameter)
     )
+
+
+def _may_bring_samples(node: Node) -> bool:
+    """Whether a node may have been given samples, not by its operands."""
+    return keeps_others(node) or (meets_constant(node) and not has_number(node))
 
 
 def keeps_others(node: Node) -> bool:

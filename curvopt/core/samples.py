@@ -137,6 +137,8 @@ def _meetings(
         found = _met_above([edge.node for edge in entries[i].edges.values()], parents, stop, repeated)
         if found:
             places[i] = found
+        else:
+            stop.update(edge.node for edge in entries[i].edges.values())  # nor has what leads there
     return places
 
 
