@@ -697,8 +697,30 @@ def test_sequences_are_samples_where_the_data_enters_in_flattened_rows_besides(N
         torch.testing.assert_close(p.grad_batch, torch.stack(expected))
 
 
+class Numbered(OneByOne):
+    """Cells that begin with a parameter without a batch axis, and an embedding of the sample's number."""
+
+    def __init__(self, **layers: nn.Module):
+        super().__init__(**layers)
+        self.start = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [self.layers["cell"](row, self.start) for row in x]
+        tokens = [self.layers["words"](torch.tensor(n)) for n in range(len(x))]
+        return self.layers["last"](torch.stack([row * token for row, token in zip(rows, tokens, strict=True)]))
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("N", [1, 3])
+def test_a_parameter_without_a_batch_axis_is_the_state_of_cells_of_single_samples(N: int):
+    def make() -> nn.Module:
+        return Numbered(cell=nn.GRUCell(2, 3), words=nn.Embedding(3, 3), last=nn.Linear(3, 2))
+
+    check_all(extended(Case("", make, normal(N, 2), cross_entropy(), labels)))
+
+
 class Steps(OneByOne):
-    """Steps through a sequence by a cell that sees no batch, with what a layer makes of a constant for its first state."""
+    """Steps through a sequence by a cell that sees no batch, from what a layer makes of a constant."""
 
     def one(self, x: Tensor) -> Tensor:
         h = self.layers["first"](torch.ones(2, dtype=x.dtype))

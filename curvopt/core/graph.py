@@ -219,10 +219,13 @@ class Graph:
                 entry.use.check_held()
                 entry.check_alone()
                 self._own(entry, interior)
-                if entry.no_samples or not entry.takes_samples:
+                one_by_one = not entry.no_samples and self._sees_single(inside)
+                if entry.no_samples or one_by_one or not entry.takes_samples:
                     del self.entries[entry.use]
                     for name, p in entry.parameters.items():
                         self._take_itself(p, entry.use.path, name, entry.use.module)
+                if one_by_one:
+                    self.calls[entry] = []  # it may tell where the samples are
         self.functional: list[Entry] = []
         self.outside: list[str] = []
         self._read_outside(interior)
@@ -444,6 +447,11 @@ class Graph:
         entry.edges[0] = GradientEdge(next(node for node in self._nodes if leaf_of(node) is p), 0)
         self.owners[p] = entry, name
         return entry
+
+    def _sees_single(self, inside: _Interior) -> bool:
+        """Whether some module is called on single samples in a part of the graph: what it is may depend on which."""
+        singles = [entry for entry in self.entries.values() if entry.single and entry.parameters]
+        return not inside.nodes.isdisjoint(edge.node for entry in singles for edge in entry.edges.values())
 
     def call_again(self, call: Entry) -> None:
         """Put the call of a module in the place of the operations in it."""
