@@ -20,6 +20,8 @@ from curvopt import backpack, disable, extend, set_columns_per_sweep
 from curvopt.core import costs
 from curvopt.errors import CurvoptError
 from curvopt.extensions import (
+    GGNMP,
+    HMP,
     KFAC,
     KFLR,
     KFRA,
@@ -716,6 +718,19 @@ def test_nothing_grows_over_many_steps(create_graph: bool):
     assert len(tensors_alive()) <= tensors
     # one activation of each step would be 16 MB
     assert resident_bytes() - memory < 8e6
+
+
+@pytest.mark.parametrize("product", [GGNMP, HMP])
+def test_products_hold_no_graph(product: type[Extension]):
+    """It would hold the parameter, which holds the product: a cycle that nobody collects, and that is not pickled."""
+    problem = extended(BY_NAME["mlp"])
+    with backpack(product()):
+        problem.loss().backward()
+    pickle.dumps(problem.model)
+    weight, x = weakref.ref(problem.model[0].weight), weakref.ref(problem.x)
+    del problem
+    gc.collect()
+    assert weight() is None and x() is None
 
 
 @by_varied_case

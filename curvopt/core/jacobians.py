@@ -116,9 +116,9 @@ class Jacobian(ABC):
     def _flat(self) -> Tensor:
         return self.dense().reshape(self.V, self.N, -1)
 
+    @abstractmethod
     def owned(self) -> Jacobian:
-        """The same, sharing no memory with the network's activations."""
-        return self
+        """The same, sharing nothing with the network's activations or graph."""
 
     def settled(self) -> Jacobian:
         """The same, needing no more of the network's graph."""
@@ -162,6 +162,11 @@ class Dense(Jacobian):
         if self.left_of is not None and self.left_of.weights is self.weights:
             return self.left_of.left_squares.flatten(1).clone()
         return _weighted(self.values.square(), self.weights)
+
+    def owned(self) -> Jacobian:
+        result = Dense(self.values)  # its neighbour holds the activations
+        result.weights = self.weights
+        return result
 
     def norms2(self) -> Tensor:
         if self.left_of is not None:

@@ -51,9 +51,7 @@ class _Identity:
 
 class _Product(Extension):
     def update(self, total: list[Jacobian] | None, jacobian: Jacobian) -> list[Jacobian]:
-        owned = jacobian.owned()
-        owned.origin = ()  # the use holds the activations
-        return [*(total or ()), owned]
+        return [*(total or ()), jacobian.owned()]
 
     def regularize(self, total: list[Jacobian], weight: Tensor, p: Tensor, N: int) -> list[Any]:
         return [*total, _Identity(weight, p.shape)]
