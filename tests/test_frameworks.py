@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -589,6 +590,25 @@ def test_one_graph_is_possible_where_nothing_is_recorded():
         torch.testing.assert_close(whole(X), model(X))
     with pytest.raises(torch._dynamo.exc.Unsupported, match="curvopt reads the autograd graph"):
         whole(X)
+
+
+def traced(model: nn.Module) -> Callable:
+    return torch.jit.trace(model, X)
+
+
+def exported(model: nn.Module, strict: bool) -> Callable:
+    sizes = ({0: torch.export.Dim.DYNAMIC},)
+    return torch.export.export(model, (X,), dynamic_shapes=sizes, strict=strict).module()
+
+
+@compiling
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("write_down", [traced, partial(exported, strict=False), partial(exported, strict=True)])
+def test_extended_models_are_traced_and_exported(write_down: Callable):
+    """What is written down is the model, without records."""
+    model, plain, lossfunc = extend(net()), extend(net()), nn.CrossEntropyLoss()
+    torch.testing.assert_close(write_down(model)(X), plain(X))
+    assert_close(fields(model, model, lossfunc), fields(plain, plain, lossfunc))
 
 
 @compiling

@@ -447,7 +447,7 @@ _random_states: WeakKeyDictionary[nn.Module, RandomState] = WeakKeyDictionary()
 
 def _keep_random_state(module: nn.Module, args: tuple) -> None:
     """Forward pre-hook of attention: what it takes to draw the same dropout mask again."""
-    if _recording and torch.is_grad_enabled() and module.training and module.dropout:
+    if _records() and module.training and module.dropout:
         _random_states[module] = RandomState([next(module.parameters()).device])
 
 
@@ -501,6 +501,12 @@ def _untraced(call: Callable[..., Any], *args: Any) -> Any:
     return call(*args)
 
 
+def _records() -> bool:
+    """Whether forward passes are recorded now: not where they are written down, to be run without modules."""
+    traced = torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
+    return _recording and torch.is_grad_enabled() and not traced
+
+
 class Recorder:
     """The forward hook of a module that owns parameters. Stateless: it may be copied and pickled with its module."""
 
@@ -510,7 +516,7 @@ class Recorder:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Put a `Use` on the node of each output."""
-        if not (_recording and torch.is_grad_enabled()):
+        if not _records():
             return None
         if torch.compiler.is_dynamo_compiling():
             return outside_of_graphs(self, module, args, kwargs, output)
@@ -537,7 +543,7 @@ class LossRecorder(Recorder):
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Put a `LossUse` on the node of the loss."""
-        if not (_recording and torch.is_grad_enabled()):
+        if not _records():
             return
         if torch.compiler.is_dynamo_compiling():
             outside_of_graphs(self, module, args, kwargs, output)
@@ -583,7 +589,7 @@ def is_hooked(parameters: Sequence[nn.Parameter], nodes: Sequence[Node]) -> bool
 
 def record_term(out: Tensor, parameters: Sequence[nn.Parameter], weight: float) -> None:
     """Note on the node of ``out`` that it is ``weight / 2`` times the squared norm of the parameters."""
-    if _recording and torch.is_grad_enabled() and out.grad_fn is not None:
+    if _records() and out.grad_fn is not None:
         _record(out.grad_fn, TermUse(parameters, weight), 0, out.output_nr)
 
 
