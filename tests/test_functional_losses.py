@@ -485,3 +485,14 @@ def test_losses_inside_of_a_loss_count_once():
         found = fields(mlp, lambda z, lossfunc=lossfunc: lossfunc(z, Y), [DiagGGNExact])
         for key, value in expected.items():
             assert_close(found[key], value)
+
+
+@pytest.mark.parametrize("extended", [False, True])
+@pytest.mark.parametrize("hook", [nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook])
+def test_backward_hooks_of_the_loss(hook: Callable, extended: bool):
+    """They stand between the loss and what is differentiated, or between the network and its loss."""
+    lossfunc = nn.CrossEntropyLoss()
+    expected = fields(mlp, lambda z: F.cross_entropy(z, Y))
+    hook(extend(lossfunc) if extended else lossfunc, lambda *_: None)
+    found = fields(mlp, lambda z: lossfunc(z, Y))
+    assert_close(found, expected)

@@ -66,8 +66,8 @@ BY_ENTRY = ELEMENTWISE | frozenset(
 def operation(node: Node) -> str:
     """Upper-case name of the operation a node differentiates, e.g. ``TANH``; functions of users keep a small letter."""
     name = name_of(node).rsplit("::", 1)[-1]
-    if is_sink(node):
-        return "ALIAS"
+    if is_sink(node) or (isinstance(node, BackwardCFunction) and name == "BackwardHookFunctionBackward"):
+        return "ALIAS"  # PyTorch's own functions: the latter is for full backward hooks of modules
     if isinstance(node, BackwardCFunction):
         return f"user's {name}"
     return re.sub(r"BACKWARD\d*$", "", name.upper())
