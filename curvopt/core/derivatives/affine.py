@@ -25,6 +25,7 @@ class Linear(AffineRule):
     reads = ()
 
     def unfold(self, module: nn.Module, x: Tensor) -> Tensor:
+        x = x if x.layout == torch.strided else x.to_dense()
         return x.reshape(x.shape[0], 1, prod(x.shape[1:-1]), x.shape[-1])
 
     def fold(self, module: nn.Module, grad: Tensor, x: Tensor) -> Tensor:
