@@ -299,6 +299,9 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
     if not roots or (inputs and not any(_is_parameter(x) for x in inputs)):  # of slopes, say, that the loss is made of
         return call()
     with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():  # where leaves have no nodes
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
         if accumulates and (contexts or not listeners):
             # attached optimizers first: they take their fields off, and leave those of the user
             contexts = [*_observing(stack, lambda: set(inputs) if inputs else leaves_behind(roots)), *contexts]
