@@ -585,3 +585,43 @@ def test_parameters_that_are_taken_from_elsewhere_are_right_or_refused():
     model, x, y = extend(Kept()), torch.randn(5, 4), torch.randint(3, (5,))
     with pytest.raises(CurvoptError, match="parameter 'weight'"), backpack(BatchGrad()):
         F.cross_entropy(model(x), y).backward()
+
+
+def of_mode(model: nn.Module, x: Tensor, y: Tensor, mode: Callable[[], contextlib.AbstractContextManager]) -> None:
+    """Exact fields of backwards in a mode are those of other backwards."""
+    found: list[list[Tensor]] = []
+    for active in (contextlib.nullcontext, mode):
+        loss = extend(nn.CrossEntropyLoss())(extend(model)(x), y)
+        with active(), backpack(BatchGrad(), DiagGGNExact(), DiagHessian()):
+            loss.backward()
+        found.append([field for p in model.parameters() for field in (p.grad_batch, p.diag_ggn_exact, p.diag_h)])
+    torch.testing.assert_close(*found)
+
+
+class LastStep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.steps = nn.LSTM(1, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.steps(x.unsqueeze(2))[0][:, -1]
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(3, 4), LastStep()])
+def test_anomaly_detection(layer: nn.Module):
+    """It looks at numbers, which nothing that is pulled back for several columns at once has."""
+    with warnings.catch_warnings(record=True) as caught:
+        of_mode(nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 3)).double(), *data(), torch.autograd.detect_anomaly)
+    assert not [warning for warning in caught if "Error detected" in str(warning.message)]
+
+
+def test_backward_in_inference_mode():
+    of_mode(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double(), *data(), torch.inference_mode)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("sparse", [Tensor.to_sparse, Tensor.to_sparse_csr])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_layers_of_sparse_inputs(sparse: Callable[[Tensor], Tensor], bias: bool):
+    model, (x, y) = nn.Sequential(nn.Linear(3, 4, bias), nn.Tanh(), nn.Linear(4, 3)).double(), data()
+    assert same_or_refused(model, sparse(x.relu()), y, nn.CrossEntropyLoss())

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from curvopt.core.derivatives.rules import Jacobians, Rule, check_outputs
 from curvopt.core.jacobians import Dense, Jacobian, Outer, combine
+from curvopt.core.residuals import pull
 from curvopt.core.uses import Use, disable
 
 
@@ -99,15 +100,7 @@ class ReplayRule(Rule):
             for out, grad in zip(outputs, grads, strict=True)
             if out is not None and grad is not None
         ]
-        pulled = torch.autograd.grad(
-            [out for out, _ in arrived],
-            [site.output for site in sites],
-            [grad if V > 1 else grad[0] for _, grad in arrived],
-            retain_graph=True,
-            create_graph=torch.is_grad_enabled(),
-            allow_unused=True,
-            is_grads_batched=V > 1,
-        )
+        pulled = pull([out for out, _ in arrived], [site.output for site in sites], [grad for _, grad in arrived])
         parts: dict[str, list[Jacobian]] = {name: [] for name in names}
         for site, left in zip(sites, pulled, strict=True):
             left = site.output.new_zeros(V, *site.output.shape) if left is None else left
