@@ -1173,49 +1173,52 @@ def test_parameters_beside_modules_that_see_parameters_alone(penalised: bool):
         torch.testing.assert_close(p.grad_batch, torch.stack(each))
 
 
-class Functional(nn.Module):
-    """A network of functions, with a list of parameters."""
+class Bank(nn.Module):
+    """Holds parameters, and a module perhaps, for functions of them; it cannot be called."""
 
-    def __init__(self, *shapes: tuple[int, ...]):
+    def __init__(self, **shapes: tuple[int, ...]):
         super().__init__()
-        self.p = nn.ParameterList([nn.Parameter(torch.randn(shape) / 2) for shape in shapes])
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.linear(x, self.p[0], self.p[1]).tanh()
-        return self.p[2] * (h @ self.p[3])
+        self.p = nn.ParameterDict({name: torch.randn(shape) / 2 for name, shape in shapes.items()})
+        self.layer = nn.Linear(4, 4)
 
 
-class Prompted(nn.Module):
-    """Of its modules one is called, on a prompt; the samples come in beside its output."""
+def of_functions(bank: Bank, x: Tensor) -> Tensor:
+    h = F.linear(x, bank.p["first"], bank.p["bias"]).tanh()
+    return bank.p["scale"] * (h @ bank.p["last"])
 
-    def __init__(self):
-        super().__init__()
-        self.prompt, self.first = nn.Parameter(torch.randn(2, 4)), nn.Linear(4, 4)
-        self.head = nn.Parameter(torch.randn(4, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        prompt = self.first(self.prompt).tanh()
-        return torch.cat([prompt.expand(len(x), 2, 4), x.unsqueeze(1)], 1).tanh().mean(1) @ self.head
+def of_a_prompt(bank: Bank, x: Tensor) -> Tensor:
+    prompt = bank.layer(bank.p["prompt"]).tanh()
+    return torch.cat([prompt.expand(len(x), 2, 4), x.unsqueeze(1)], 1).tanh().mean(1) @ bank.p["head"]
 
 
 @pytest.mark.filterwarnings("ignore:the first axis does not hold")
 @pytest.mark.parametrize("samples", [1, N, 4])
-@pytest.mark.parametrize("make", [partial(Functional, (5, 4), (5,), (3,), (5, 3)), Prompted])
-def test_networks_of_which_no_module_sees_the_samples(make: Callable[[], nn.Module], samples: int):
-    problem = extended(Case("", make, normal(samples, 4), cross_entropy(), labels))
-    # not called as a module: hooks of its own tell nothing
-    check_all(problem, lambda: problem.lossfunc(problem.model.forward(problem.x), problem.y))
-
-
-def test_lists_of_parameters_may_be_extended():
-    model = Functional((5, 4), (5,), (3,), (5, 3)).double()
-    extend(model.p)
-    x, y = torch.randn(N, 4).double(), torch.randint(3, (N,))
-    with backpack(BatchGrad()):
-        F.cross_entropy(model(x), y).backward()
-    for p in model.p:
-        each = [torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) / N, p)[0] for n in range(N)]
-        torch.testing.assert_close(p.grad_batch, torch.stack(each))
+@pytest.mark.parametrize(
+    "function, shapes",
+    [
+        (of_functions, {"first": (5, 4), "bias": (5,), "scale": (3,), "last": (5, 3)}),
+        (of_a_prompt, {"prompt": (2, 4), "head": (4, 3)}),
+    ],
+)
+@pytest.mark.parametrize("part", [False, True])
+def test_networks_of_which_no_module_sees_the_samples(
+    part: bool, function: Callable[[Bank, Tensor], Tensor], shapes: dict[str, tuple[int, ...]], samples: int
+):
+    bank = Bank(**shapes).double()
+    x, y = torch.randn(samples, 4).double(), torch.randint(3, (samples,))
+    extend(bank.p if part and function is of_functions else bank)
+    with warnings.catch_warnings(), backpack(BatchGrad(), DiagGGNExact()):
+        warnings.filterwarnings("error", "(?s).*added term", CurvoptWarning)
+        F.cross_entropy(z := function(bank, x), y).backward(retain_graph=True)
+    S = z.detach().softmax(1)
+    H = (torch.diag_embed(S) - S.unsqueeze(2) * S.unsqueeze(1)) / samples
+    for p in bank.p.values() if function is of_functions else bank.parameters():
+        each = [F.cross_entropy(function(bank, x[n : n + 1]), y[n : n + 1]) / samples for n in range(samples)]
+        torch.testing.assert_close(p.grad_batch, torch.stack([torch.autograd.grad(loss, p)[0] for loss in each]))
+        J = torch.stack([torch.autograd.grad(entry, p, retain_graph=True)[0] for entry in z.flatten()])
+        J = J.view(samples, 3, *p.shape)
+        torch.testing.assert_close(p.diag_ggn_exact, torch.einsum("nc...,ncd,nd...->...", J, H, J))
 
 
 def test_a_penalty_alone_is_no_loss_of_samples():

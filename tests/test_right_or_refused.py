@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from reference import Reference
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize
 
-from curvopt import CurvoptError, CurvoptWarning, L2Regularizer, backpack, extend
+from curvopt import CurvoptError, CurvoptWarning, L2Regularizer, backpack, disable, extend
 from curvopt.core.jacobians import Outer
 from curvopt.extensions import KFAC, KFRA, BatchGrad, DiagGGNExact, DiagHessian, Variance
 
@@ -625,3 +626,41 @@ def test_backward_in_inference_mode():
 def test_linear_layers_of_sparse_inputs(sparse: Callable[[Tensor], Tensor], bias: bool):
     model, (x, y) = nn.Sequential(nn.Linear(3, 4, bias), nn.Tanh(), nn.Linear(4, 3)).double(), data()
     assert same_or_refused(model, sparse(x.relu()), y, nn.CrossEntropyLoss())
+
+
+class Functional(nn.Module):
+    """Calls none of its modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 3)]).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.layers
+        return F.linear(torch.tanh(F.linear(x, first.weight, first.bias)), last.weight, last.bias)  # pyright: ignore
+
+
+def test_a_model_that_calls_none_of_its_modules():
+    model, (x, y) = Functional(), data()
+    ref = Reference(model, x, lambda z: F.cross_entropy(z, y))
+    extend(model)
+    seen: list[nn.Module] = []
+    with backpack(BatchGrad(), DiagGGNExact(), DiagHessian(), extension_hook=seen.append):
+        F.cross_entropy(model(x), y).backward()
+    assert set(seen) == set(model.layers)
+    for name, p in model.named_parameters():
+        for field in ("grad_batch", "diag_ggn_exact", "diag_h"):
+            torch.testing.assert_close(getattr(p, field), getattr(ref, field)(name))
+    with backpack(BatchGrad()), pytest.raises(CurvoptError, match="no extended module"), disable():
+        F.cross_entropy(model(x), y).backward()
+
+
+def test_an_exported_model():
+    """Its modules are there for their parameters."""
+    model, (x, y) = Functional(), data()
+    expected = individual_gradients(model, x, y)
+    exported = extend(torch.export.export(model, (x,)).module())
+    with backpack(BatchGrad()):
+        F.cross_entropy(exported(x), y).backward()
+    for i, p in enumerate(exported.parameters()):
+        torch.testing.assert_close(p.grad_batch, torch.stack([gradients[i] for gradients in expected]))

@@ -670,6 +670,8 @@ def test_films_are_the_samples_where_most_layers_see_films():
     for p in model.parameters():
         expected = torch.stack([torch.autograd.grad(film, p, retain_graph=True)[0] for film in films])
         assert same(p.grad_batch, expected)
+
+
 class Skipping(nn.Module):
     """A recurrent net on sequences, whose outputs and the inputs are put one after the other for the loss."""
 

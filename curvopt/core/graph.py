@@ -20,7 +20,7 @@ from curvopt.core.functional import FunctionalUse, Way, has_number, met_by_param
 from curvopt.core.meetings import Data, Meeting, Meetings, added_term, repeats_for_samples
 from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, parents_of, shape_of, walk
 from curvopt.core.saved import Blocks, inputs_left, is_tensor, names_of
-from curvopt.core.uses import TermUse, Use, describe, extended_name, records_of
+from curvopt.core.uses import Called, TermUse, Use, describe, extended_name, extended_owner, records_of
 from curvopt.distributed import refuse_sharded
 from curvopt.errors import CurvoptError
 
@@ -177,6 +177,7 @@ class Graph:
         self.calls: dict[Entry, list[Entry]] = {}
         self.terms: dict[TermUse, GradientEdge] = {}
         self.mixing: dict[Node, str] = {}
+        self._called = False
         nodes = list(walk(list(roots)))
         custom = [node for node in nodes if isinstance(node, BackwardCFunction)]
         self.custom, self._sinks = bool(custom), list[Any](filter(is_sink, custom))
@@ -190,6 +191,8 @@ class Graph:
                     self.terms[record] = GradientEdge(node, output_nr)
                     terms.add(node)
                     interior.add([node], record.boundary, record.parameters)
+                elif isinstance(record, Called):
+                    self._called = True
                 elif isinstance(record, Use):
                     entry = self.entries.get(record) or self.entries.setdefault(record, Entry(record))
                     entry.edges[index] = GradientEdge(node, output_nr)
@@ -273,6 +276,16 @@ class Graph:
         endings = {Ending(entry.use, edge): edge for entry, _, edge in met}
         on_first_axis = all(entry.axis(index) == 0 for entry, index, _ in met)
         return endings if on_first_axis and all(ending.input.dim() for ending in endings) else {}
+
+    @property
+    def may_be_functional(self) -> bool:
+        """Whether functions of parameters may be all there is: of a model that was called, or of lists of them.
+
+        Else the modules may have been called where nothing is recorded (`curvopt.disable`).
+        """
+        owners = [entry.use.owner for entry in self.functional]
+        called = self._called or all(type(owner).forward is nn.Module.forward for owner in owners)
+        return bool(owners and self.losses) and called
 
     @property
     def empty(self) -> bool:
@@ -483,7 +496,7 @@ class Graph:
             entry = self.owners[p][0] if p in self.owners else None
             meetings = None
             if not any(way.operand[0] in self._dependent for way in ways[p]):
-                module = nn.Module() if entry is None else entry.use.owner
+                module = extended_owner(p) if entry is None else entry.use.owner
                 search = Meetings(path, module, self._data, self._parents, self._dependent, self._repeated)
                 meetings = search.of(p, ways[p])
             if meetings is not None:
@@ -497,7 +510,7 @@ class Graph:
                     "that is not known, which the quantities would miss; call its module, or use it by F.linear or "
                     "F.embedding, outside of what torch.compile compiles."
                 )
-            owner = nn.Module() if entry is None else entry.use.owner
+            owner = extended_owner(p) if entry is None else entry.use.owner
             self.functional.append(self._take_itself(p, path, names[p], owner))
         self.functional += self._add(found, names)
 

@@ -713,7 +713,7 @@ class Pass:
     # Checks
 
     def _check(self, graph: Graph) -> None:
-        if len(graph.entries) == len(graph.functional) and not (graph.functional and graph.losses):
+        if len(graph.entries) == len(graph.functional) and not graph.may_be_functional:
             raise CurvoptError(
                 f"{fields_of(self.extensions)}: no extended module took part in this backward; call extend(model) "
                 "before the forward pass (and outside of curvopt.disable()), before the first one if it is compiled. A "

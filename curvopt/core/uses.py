@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -555,7 +556,25 @@ class LossRecorder(Recorder):
         _record(output.grad_fn, LossUse(self.path, module, args, kwargs), 0, output.output_nr)
 
 
-def _record(node: Node, record: Use | LossUse | TermUse, index: int, output_nr: int) -> None:
+class Called(NamedTuple):
+    """A call of a model without parameters of its own, for where none of its modules is called, but theirs are used."""
+
+    module: nn.Module
+
+    def describe(self) -> str:
+        """The model, for messages."""
+        return describe("", self.module)
+
+
+def _note_call(module: nn.Module, args: tuple, output: Any) -> None:
+    """The forward hook of such a model."""
+    if _records() and not torch.compiler.is_dynamo_compiling():
+        for out in _tensors(output):
+            if out.grad_fn is not None:
+                _record(out.grad_fn, Called(module), 0, out.output_nr)
+
+
+def _record(node: Node, record: Use | LossUse | TermUse | Called, index: int, output_nr: int) -> None:
     node.metadata.setdefault(KEY, []).append((record, index, output_nr))  # type: ignore[attr-defined]
 
 
@@ -606,13 +625,19 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return owned
 
 
-# names of the parameters of extended modules, to notice uses that nothing recorded
+# names of the parameters of extended modules, and the modules, to notice uses that nothing recorded
 _extended = WeakIdKeyDictionary()
 
 
 def extended_name(p: Tensor) -> str | None:
     """Path of a parameter in the model that was extended, ``None`` for other tensors."""
-    return _extended.get(p)
+    return _extended[p][0] if p in _extended else None
+
+
+def extended_owner(p: Tensor) -> nn.Module:
+    """The extended module that owns a parameter, called or not; an empty one if there is none any more."""
+    owner = _extended[p][1]() if p in _extended else None
+    return nn.Module() if owner is None else owner
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -650,9 +675,12 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
         elif owned_parameters(child) or parametrize.is_parametrized(child):
             recorder = Recorder(path)
         else:
+            calls_others = isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+            if child is module and not calls_others and _note_call not in child._forward_hooks.values():
+                child.register_forward_hook(_note_call)
             continue
         for name, p in owned_parameters(child).items():
-            _extended[p] = f"{path}.{name}".lstrip(".")
+            _extended[p] = f"{path}.{name}".lstrip("."), weakref.ref(child)
         if not any(isinstance(hook, Recorder) for hook in child._forward_hooks.values()):
             # first of all hooks: what the others make of the output is the graph's affair
             child.register_forward_hook(recorder, with_kwargs=True, prepend=True)
