@@ -152,6 +152,20 @@ def test_only_modules_are_extended(thing: object):
         extend(thing)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_programs_of_torch_jit_are_not_extended():
+    model = nn.Sequential(nn.Linear(4, 5), torch.jit.trace(nn.Linear(5, 3), torch.randn(2, 5)))
+    with pytest.raises(TypeError, match="1 .*torch.jit"):
+        extend(model)
+    assert not model[0]._forward_hooks
+
+
+def test_parameters_without_numbers():
+    model, x, y = extend(nn.Linear(4, 3)).to("meta"), torch.randn(2, 4, device="meta"), torch.zeros(2, device="meta")
+    with pytest.raises(CurvoptError, match="kfac.*weight.*meta"), backpack(KFAC()):
+        F.cross_entropy(model(x), y.long()).backward()
+
+
 # ----------------------------------------------------------------------------------------------------- the loss
 
 

@@ -44,6 +44,10 @@ class Entry:
         for name, p in self.parameters.items():
             if p.is_complex():
                 raise CurvoptError(f"{use.describe()}: parameter '{name}' is complex; use two real ones.")
+            if p.is_meta:
+                raise CurvoptError(
+                    f"{use.describe()}: parameter '{name}' is on the meta device; give it numbers first."
+                )
         #: Whether a module without a rule got nothing that may hold samples.
         self.no_samples = isinstance(self.rule, DefaultRule) and not has_batch(use)
         self.rows = self.rule.rows(use) if self.parameters and not self.no_samples else 0

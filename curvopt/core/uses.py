@@ -504,8 +504,9 @@ def _untraced(call: Callable[..., Any], *args: Any) -> Any:
 
 def _records() -> bool:
     """Whether forward passes are recorded now: not where they are written down, to be run without modules."""
-    traced = torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
-    return _recording and torch.is_grad_enabled() and not traced
+    if not (_recording and torch.is_grad_enabled()):
+        return False
+    return torch._C._get_tracing_state() is None and not torch.compiler.is_exporting()
 
 
 class Recorder:
@@ -655,7 +656,7 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
             curvature comes from autograd. PyTorch's losses are known without.
 
     Raises:
-        TypeError: if ``module`` is not an ``nn.Module``.
+        TypeError: if ``module`` is not an ``nn.Module``, or a part of it was made by ``torch.jit``.
     """
     from curvopt.core.derivatives.losses import is_loss
 
@@ -663,6 +664,12 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
         raise TypeError(
             f"extend: expected a torch.nn.Module, got {type(module).__name__}; pass the model or the loss module."
         )
+    for path, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
+            raise TypeError(
+                f"extend: {describe(path, child)} is a program of torch.jit, whose calls cannot be seen; extend the "
+                "module that it was made of (torch.compile may compile extended ones)."
+            )
     losses = [path for path, child in module.named_modules() if is_loss(child) or (loss and child is module)]
     for path, child in module.named_modules():
         if any(path != outer and f"{path}.".startswith(f"{outer}." if outer else "") for outer in losses):
