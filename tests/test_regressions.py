@@ -16,6 +16,7 @@ from reference import Reference
 from torch import Tensor, nn
 
 from curvopt import backpack, extend
+from curvopt.core.uses import listeners, unheard
 from curvopt.extensions import KFAC, PCHMP, DiagGGNExact, DiagGGNMC, DiagHessian
 
 
@@ -293,3 +294,13 @@ def pools(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
 def test_pooling_with_any_hyper_parameters(pooling: tuple[nn.Module, tuple[int, ...]]):
     pool, shape = pooling
     check_all(pooled(pool, *shape).problem())
+
+
+def test_contexts_of_two_threads_leave_nothing_behind():
+    """They belong to the process, so those of threads may end in another order than they have begun."""
+    pulling, context = unheard(), backpack(KFAC())
+    pulling.__enter__()
+    context.__enter__()
+    pulling.__exit__(None, None, None)
+    context.__exit__(None, None, None)
+    assert listeners == []

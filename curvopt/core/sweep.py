@@ -47,7 +47,7 @@ from curvopt.core.residuals import (
     wrong_twice,
 )
 from curvopt.core.samples import find_samples, only, unaligned
-from curvopt.core.uses import Head, Loss, TermUse, Use, is_hooked, listeners
+from curvopt.core.uses import Head, Loss, TermUse, Use, hears_itself, is_hooked
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ class Pass:
 
     def _settle(self, p: nn.Parameter, source: GradientEdge, grads: object) -> None:
         """The backward has come to where a weight was computed: pull back what waits before that is freed."""
-        if listeners[-1] is not None:  # in the user's backward
+        if not hears_itself():  # in the user's backward
             for i, part in enumerate(parts := self.parts.get(p, [])):
                 if isinstance(part, Computed) and part.source == source:
                     parts[i] = part.settled()

@@ -68,8 +68,17 @@ class Loss(Head, Protocol):
         ...
 
 
-#: The contexts that are told of backwards, innermost last. ``None`` while the engine pulls back itself.
+#: The contexts that are told of backwards, innermost last, and an `Engine` while it pulls back itself.
 listeners: list[Any] = []
+
+
+class Engine:
+    """Hears what it does itself."""
+
+
+def hears_itself() -> bool:
+    """Whether the engine pulls back itself."""
+    return bool(listeners) and isinstance(listeners[-1], Engine)
 
 
 @contextmanager
@@ -90,11 +99,12 @@ def disable(active: bool = True) -> Iterator[None]:
 @contextmanager
 def unheard() -> Iterator[None]:
     """Backward passes inside are the engine's own: no listener is told of them."""
-    listeners.append(None)
+    engine = Engine()
+    listeners.append(engine)
     try:
         yield
     finally:
-        listeners.pop()
+        listeners.remove(engine)  # the last one, unless another thread has added one
 
 
 class Use:

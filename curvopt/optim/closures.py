@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from curvopt.core.context import engine
 from curvopt.core.randomness import RandomState
-from curvopt.core.uses import listeners
+from curvopt.core.uses import hears_itself
 from curvopt.errors import CurvoptError
 
 Step = TypeVar("Step", bound=Callable[..., Any])
@@ -135,7 +135,7 @@ class Closure:
         called: list[Any] = []
 
         def run(original: Callable, outputs: Sequence[Any], *rest: Any, **options: Any) -> Any:
-            own = torch._C._current_graph_task_id() == -1 and not (listeners and listeners[-1] is None)
+            own = torch._C._current_graph_task_id() == -1 and not hears_itself()
             if own and options.get("accumulate_grad", False):
                 called.append(outputs)
                 return backward(original, outputs, *rest, **options)
