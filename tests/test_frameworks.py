@@ -571,7 +571,7 @@ def test_what_is_hidden_in_compiled_code_is_refused():
     late = net().first
     compiled = torch.compile(late, backend="aot_eager")
     compiled(X).sum().backward()
-    with pytest.raises(CurvoptError, match="before the first one if it is compiled"):
+    with pytest.raises(CurvoptError, match="before its first forward pass if it is compiled"):
         fields(extend(late), compiled, lossfunc, KFAC())
     part = net()
     part.first = torch.compile(part.first, backend="aot_eager")

@@ -512,7 +512,8 @@ class Graph:
                 raise CurvoptError(
                     f"{where}: parameter '{names[p]}' is also used outside of its module (by {operations}) in a way "
                     "that is not known, which the quantities would miss; call its module, or use it by F.linear or "
-                    "F.embedding, outside of what torch.compile compiles."
+                    "F.embedding, outside of what torch.compile compiles; extend the model before its first forward "
+                    "pass if it is compiled."
                 )
             owner = extended_owner(p) if entry is None else entry.use.owner
             self.functional.append(self._take_itself(p, path, names[p], owner))
