@@ -14,15 +14,18 @@ import pytest
 import torch
 
 SUITES = {
-    "quantities": "test_errors.py test_extensions.py test_functional_losses.py test_hessian.py",
+    "quantities": "test_extensions.py test_functional_losses.py test_hessian.py",
     "rules and optimizers": "accelerator/on_device.py test_hessian_free.py test_optim.py test_rules.py",
 }
 #: What the emulated device has not, ...
 ABSENT = "sparse or large_vocabulary or flash_attention or packed or two_processes or autocast"
-#: ... and tests that are long or whose subject is another one: statistics, memory, checkpoints.
+#: ... and tests that are long or whose subject is another one: statistics, memory, checkpoints, ways to call, refusals.
 LEFT_OUT = (
     "every_quantity or positive_curvature or sampled or retained or grows or survives or beat_sgd or "
-    "further_than_sgd or many_seeds or every_kind or trains_from or resume or resumption or copies or not_finite"
+    "further_than_sgd or many_seeds or every_kind or trains_from or resume or resumption or copies or not_finite or "
+    "in_half_precision or more_samples or averaged_factors_of or closures or told_of_once or emptied or options or "
+    "hooks or leaves_its_range or state_of or uphill or last_of_accumulated or first_group or damping_rises or "
+    "fit_together or other_ways or interval or no_other_quantity or nothing_replaced or number_of_columns"
 )
 
 COMPILER = shutil.which("c++") and Path(sysconfig.get_path("include"), "Python.h").exists()

@@ -14,7 +14,8 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.derivatives.rules import AffineRule
 from curvopt.core.eigen import eigh
-from curvopt.core.graph import Entry, Graph
+from curvopt.core.entries import Entry
+from curvopt.core.graph import Graph
 from curvopt.core.jacobians import Jacobian
 from curvopt.core.residuals import leads_to, name_of, pull
 from curvopt.errors import CurvoptError

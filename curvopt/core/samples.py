@@ -23,10 +23,12 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.compare import allclose
 from curvopt.core.derivatives.operations import Itself
 from curvopt.core.derivatives.rules import no_batch_axis
+from curvopt.core.entries import Ending, Entry
 from curvopt.core.functional import FunctionalUse, broadcasts, spreads
-from curvopt.core.graph import Ending, Entry, Graph
+from curvopt.core.graph import Graph
 from curvopt.core.meetings import Place
 from curvopt.core.residuals import BY_ENTRY, dependents, leads_to, leaf_of, operation, parents_of, pull_each, walk
+from curvopt.core.structure import seeing_more, structure
 from curvopt.core.uses import Head, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 
@@ -74,7 +76,9 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
         return _common_length(graph, losses)
     shapes = [*(loss.input.shape for loss in losses), *(entry.use.shapes for entry in entries)]
     shapes += [(entry.rows, *entry.use.shapes) for entry in graph.calls]
-    key = None if graph.structure is None else hash((graph.structure, *shapes))
+    rows = {len(loss.input) for loss in losses} | {e.rows for e in entries if not isinstance(e.rule, Itself)}
+    operations = structure(_ends(losses), rows, graph.between)
+    key = None if operations is None else hash((operations, *shapes))
     found = None if key is None else _found.get(key)
     if found is None:
         frozen = [entry for entry in graph.entries.values() if not entry.parameters]
@@ -102,10 +106,15 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     return Samples(N, frozenset(entries[i].use for i in strays), met)
 
 
+def _ends(losses: Collection[Head]) -> list[Node]:
+    """The nodes that give what some losses are called with."""
+    return [loss.edge.node for loss in losses if loss.edge is not None]
+
+
 def _read_as_rows(graph: Graph, losses: Collection[Head]) -> Entry | None:
     """A call on a single sample whose vector a loss may take for that of all samples, each of one number."""
     outputs = {edge.node: entry for entry in graph.entries.values() for edge in entry.edges.values()}
-    ends = [loss.edge.node for loss in losses if loss.edge is not None and loss.input.dim() == 1]
+    ends = _ends([loss for loss in losses if loss.input.dim() == 1])
     last = [outputs[node] for node in walk(ends, last=outputs) if node in outputs]
     return next((entry for entry in last if entry.single and entry.use.shapes[0].numel() > 1), None)
 
@@ -128,7 +137,7 @@ def _meetings(
     """
     if not strays:
         return {}
-    ends = [loss.edge.node for loss in losses if loss.edge is not None]
+    ends = _ends(losses)
     parents = parents_of(list(walk(ends)))
     given = [edge.node for i, entry in enumerate(entries) if i not in strays for edge in entry.edges.values()]
     stop = dependents(given, parents).union(ends)
@@ -156,7 +165,9 @@ def _of_all_samples(
     N: int, losses: Sequence[Head], entries: Sequence[Entry], strays: Collection[int]
 ) -> frozenset[int]:
     """The strays that see nothing but parameters, or what is repeated for the samples further on."""
-    alone = [i for i in strays if entries[i].sees_parameters_only]
+    nodes = list(walk(_ends(losses)))
+    seeing = seeing_more(nodes, parents_of(nodes))
+    alone = [i for i in strays if not entries[i].may_hold_samples(seeing)]
     return _aligned_above(N, losses, _meetings(losses, entries, strays, broadcasts))[0].union(alone)
 
 

@@ -27,8 +27,9 @@ from curvopt.core.averaged import averaged_jacobians
 from curvopt.core.compare import allclose
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.derivatives.rules import AffineRule
+from curvopt.core.entries import Entry
 from curvopt.core.functional import of_each_sample
-from curvopt.core.graph import Entry, Graph, leaves_behind
+from curvopt.core.graph import Graph, leaves_behind
 from curvopt.core.jacobians import Computed, Dense, Jacobian, cast, combine, of_samples
 from curvopt.core.residuals import (
     Modify,

@@ -1,0 +1,118 @@
+"""What operations may do to samples: bring them in, move them, mix them; by their names, arguments and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from curvopt.core.functional import has_number
+from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, shape_of
+from curvopt.core.saved import is_tensor, names_of
+
+# operations that move entries to where the values of a tensor say, among samples perhaps, or sum over them
+_REORDERING = (
+    *("Index", "Gather", "Scatter", "Sort", "Topk", "Take", "MaskedSelect", "RepeatInterleave", "Put"),
+    *("Sparse", "LinalgSolve", "MaskedScatter"),
+)
+# beside operands, keep indices or masks
+_KEEPING = (*_REORDERING, "Embedding", "Where", "Masked")
+_REDUCING = ("Mean", "Sum", "Var", "Std", "Softmax", "LogSoftmax", "Cum", "Amax", "Amin", "Logsumexp", "Norm", "Prod")
+_arguments: dict[str, tuple[str, ...]] = {}
+
+
+def structure(ends: list[Node], rows: set[int], passed_over: Collection[Node]) -> int | None:
+    """Hash of the operations behind some nodes, how they hang together, and their integer arguments.
+
+    ``None`` where tensors are arguments.
+
+    Args:
+        ends: the nodes.
+        rows: lengths of first axes, which hold samples.
+        passed_over: nodes that no sample has a part in, nor what lies behind them.
+    """
+    found: list[Any] = []
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(ends))}
+    nodes = list(numbers)
+    for node in nodes:
+        name = name_of(node)
+        if name.startswith(_REORDERING) or (isinstance(node, BackwardCFunction) and not is_sink(node)):
+            return None
+        if name.startswith(_REDUCING) and _reduces_samples(node):
+            return None
+        if name in _PRODUCTS and _mixes_rows(node, rows):
+            return None
+        if name.startswith("Embedding") and leaf_of(node.next_functions[0][0]) is None:
+            return None
+        if name not in _arguments:
+            _arguments[name] = tuple(
+                a for a in names_of(node) if not is_tensor(node, a) and _is_argument(getattr(node, a))
+            )
+        found.append(name)
+        found += [_hashable(getattr(node, attribute)) for attribute in _arguments[name]]
+        for following, output_nr in node.next_functions:
+            if following is None or following in passed_over:
+                found.append(None)
+                continue
+            if following not in numbers:
+                numbers[following] = len(nodes)
+                nodes.append(following)
+            found.append((numbers[following], output_nr))
+    return hash(tuple(found))
+
+
+def _reduces_samples(node: Node) -> bool:
+    """Whether a reduction goes over the first axis, or over all."""
+    dims = getattr(node, "_saved_dim", None)
+    return dims is None or 0 in (dims if isinstance(dims, (tuple, list)) else (dims,))
+
+
+_PRODUCTS = frozenset(["MmBackward0", "AddmmBackward0", "BmmBackward0", "MvBackward0", "AddmvBackward0"])
+_SHAPING = ("TBackward", "Transpose", "Permute", "ToCopy", "View", "Reshape", "UnsafeView", "Unsqueeze", "Expand")
+
+
+def _mixes_rows(node: Node, rows: set[int]) -> bool:
+    """Whether a product multiplies from the left what may have samples for rows, and not for batches."""
+    right, nr = node.next_functions[-1]
+    if right is None:
+        return False
+    shape = shape_of(right, nr)
+    length = shape[-2] if len(shape) > 1 else shape[0]
+    batched = len(shape) == 3 and any(row and shape[0] % row == 0 for row in rows)
+    if batched or length == 0 or all(row % length for row in rows):
+        return False
+    while right is not None and name_of(right).startswith(_SHAPING):
+        right = right.next_functions[0][0]
+    return right is not None and leaf_of(right) is None
+
+
+def _is_argument(value: Any) -> bool:
+    """Whether what a node saved is a number of axes, sizes or flags; not a tensor, and no factor that changes."""
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return all(isinstance(v, (int, str)) for v in values)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value if isinstance(value, (int, str, tuple)) else None
+
+
+def meets_constant(node: Node) -> bool:
+    """Whether a node has operands that are no parameters, nor computed from any."""
+    leaf = leaf_of(node)
+    return any(below is None for below, _ in node.next_functions) or not (
+        leaf is None or isinstance(leaf, nn.Parameter)
+    )
+
+
+def _may_bring_samples(node: Node) -> bool:
+    """Whether a node may have been given samples, not by its operands, or keeps anything that users do."""
+    keeping = isinstance(node, BackwardCFunction) or name_of(node).startswith(_KEEPING)
+    return keeping or (meets_constant(node) and not has_number(node))
+
+
+def seeing_more(nodes: Sequence[Node], parents: dict[Node, list[Node]]) -> set[Node]:
+    """The nodes that see more than parameters, all of which may be samples."""
+    return dependents(filter(_may_bring_samples, nodes), parents)
