@@ -516,7 +516,8 @@ def _records() -> bool:
     """Whether forward passes are recorded now: not where they are written down, to be run without modules."""
     if not (_recording and torch.is_grad_enabled()):
         return False
-    return torch._C._get_tracing_state() is None and not torch.compiler.is_exporting()
+    # not is_exporting(), which older versions of PyTorch take for true in all that they compile
+    return torch._C._get_tracing_state() is None and not torch.compiler._is_exporting_flag
 
 
 class Recorder:

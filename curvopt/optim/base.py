@@ -495,6 +495,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and drop the curvature that was collected with them."""
+        if torch.compiler.is_dynamo_compiling():
+            return outside_of_graphs(self.zero_grad, set_to_none)
         self._pending = Collection()
         if self._fresh is not None:
             self._fresh = Collection()
