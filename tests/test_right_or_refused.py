@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -310,6 +311,68 @@ def test_operations_that_hang_together_in_another_way():
         with backpack(BatchGrad()):
             extend(nn.CrossEntropyLoss())(model(x), y).backward()
         torch.testing.assert_close(model.first.weight.grad_batch, torch.stack([g[0] for g in expected]))
+
+
+def in_rows(lengths: list[int], h: Tensor) -> Tensor:
+    """Rows that are put one by one where none was yet."""
+    order, rows = [0, 1, 2, 3] if lengths[0] == 2 else [3, 1, 2, 0], torch.zeros_like(h)
+    for to, row in zip(order, h, strict=True):
+        rows[to] = row
+    return rows
+
+
+def twice(h: Tensor) -> Tensor:
+    return torch.stack([h, 2 * h], 1).flatten(0, 1)
+
+
+PLACES: dict[str, Callable[[list[int], Tensor], Tensor]] = {
+    "rows": in_rows,
+    "segments": lambda lengths, h: torch.segment_reduce(twice(h), "sum", lengths=torch.tensor(lengths)),
+    "nested": lambda lengths, h: (
+        torch.nested.nested_tensor_from_jagged(twice(h), torch.tensor([0, *lengths]).cumsum(0), max_seqlen=3)
+        .to_padded_tensor(0.0)
+        .sum(1)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("place", PLACES)
+def test_lengths_and_places_that_no_operation_tells(place: str):
+    """The same operations move rows elsewhere in the next backward."""
+    net, (x, y) = Net(lambda m, x: PLACES[place](m.lengths, m.first(x))), data()
+    model = extend(net)
+    for net.lengths in ([2, 2, 2, 2], [3, 2, 2, 1]):
+        expected = individual_gradients(model, x, y)
+        with backpack(BatchGrad()):
+            extend(nn.CrossEntropyLoss())(model(x), y).backward()
+        torch.testing.assert_close(model.first.weight.grad_batch, torch.stack([g[0] for g in expected]))
+
+
+class ByModules(nn.Module):
+    """Layers that see the samples in another order or in theirs, called as modules or by functions."""
+
+    def __init__(self, first: bool, second: bool):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.called = {self.first: first, self.second: second}
+
+    def call(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        return layer(x) if self.called[layer] else F.linear(x, layer.weight, layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.call(self.second, self.call(self.first, x.flip(0)).tanh().flip(0)))
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+def test_networks_of_the_same_operations_called_in_other_ways():
+    for called in itertools.product([True, False], repeat=2):
+        net, (x, y) = ByModules(*called).double(), data()
+        expected = individual_gradients(net, x, y)
+        with backpack(BatchGrad()):
+            extend(nn.CrossEntropyLoss())(extend(net)(x), y).backward()
+        for i, p in enumerate(net.parameters()):
+            torch.testing.assert_close(p.grad_batch, torch.stack([g[i] for g in expected]))
 
 
 @pytest.mark.parametrize("zero", [True, False])

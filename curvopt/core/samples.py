@@ -74,14 +74,19 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
         raise no_batch_axis(vector.use)
     if not losses or graph.mixing:
         return _common_length(graph, losses)
-    shapes = [*(loss.input.shape for loss in losses), *(entry.use.shapes for entry in entries)]
-    shapes += [(entry.rows, *entry.use.shapes) for entry in graph.calls]
+    frozen = [entry for entry in graph.entries.values() if not entry.parameters]
+    everything = [*entries, *graph.calls, *frozen]
+    shapes = [*(loss.input.shape for loss in losses), *(entry.use.shapes for entry in everything)]
+    kinds = [(type(e.use), type(e.rule), e.length, e.sees_data, bool(e.parameters)) for e in everything]
+    marks: dict[Node, list[tuple[int, int, int]]] = {}
+    for i, entry in enumerate(everything):
+        for index, edge in entry.edges.items():
+            marks.setdefault(edge.node, []).append((i, index, edge.output_nr))
     rows = {len(loss.input) for loss in losses} | {e.rows for e in entries if not isinstance(e.rule, Itself)}
-    operations = structure(_ends(losses), rows, graph.between)
-    key = None if operations is None else hash((operations, *shapes))
+    operations = structure(_ends(losses), rows, graph.between, marks)
+    key = None if operations is None else hash((operations, *shapes, *kinds))
     found = None if key is None else _found.get(key)
     if found is None:
-        frozen = [entry for entry in graph.entries.values() if not entry.parameters]
         (N, strays), silent = _search(losses, entries, list(graph.calls), frozen)
         passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays))
         silent = silent or quiet

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,7 @@ from curvopt.core.saved import is_tensor, names_of
 # operations that move entries to where the values of a tensor say, among samples perhaps, or sum over them
 _REORDERING = (
     *("Index", "Gather", "Scatter", "Sort", "Topk", "Take", "MaskedSelect", "RepeatInterleave", "Put"),
-    *("Sparse", "LinalgSolve", "MaskedScatter"),
+    *("Sparse", "LinalgSolve", "MaskedScatter", "SegmentReduce", "Nested"),
 )
 # beside operands, keep indices or masks
 _KEEPING = (*_REORDERING, "Embedding", "Where", "Masked")
@@ -24,7 +24,9 @@ _REDUCING = ("Mean", "Sum", "Var", "Std", "Softmax", "LogSoftmax", "Cum", "Amax"
 _arguments: dict[str, tuple[str, ...]] = {}
 
 
-def structure(ends: list[Node], rows: set[int], passed_over: Collection[Node]) -> int | None:
+def structure(
+    ends: list[Node], rows: set[int], passed_over: Collection[Node], marks: Mapping[Node, Sequence[Any]]
+) -> int | None:
     """Hash of the operations behind some nodes, how they hang together, and their integer arguments.
 
     ``None`` where tensors are arguments.
@@ -33,6 +35,7 @@ def structure(ends: list[Node], rows: set[int], passed_over: Collection[Node]) -
         ends: the nodes.
         rows: lengths of first axes, which hold samples.
         passed_over: nodes that no sample has a part in, nor what lies behind them.
+        marks: what else is to be told of nodes.
     """
     found: list[Any] = []
     numbers = {node: number for number, node in enumerate(dict.fromkeys(ends))}
@@ -45,13 +48,15 @@ def structure(ends: list[Node], rows: set[int], passed_over: Collection[Node]) -
             return None
         if name in _PRODUCTS and _mixes_rows(node, rows):
             return None
+        if name.endswith("CopySlices") and _copies_rows(node):
+            return None
         if name.startswith("Embedding") and leaf_of(node.next_functions[0][0]) is None:
             return None
         if name not in _arguments:
             _arguments[name] = tuple(
                 a for a in names_of(node) if not is_tensor(node, a) and _is_argument(getattr(node, a))
             )
-        found.append(name)
+        found += [name, *marks.get(node, ())]
         found += [_hashable(getattr(node, attribute)) for attribute in _arguments[name]]
         for following, output_nr in node.next_functions:
             if following is None or following in passed_over:
@@ -62,6 +67,12 @@ def structure(ends: list[Node], rows: set[int], passed_over: Collection[Node]) -
                 nodes.append(following)
             found.append((numbers[following], output_nr))
     return hash(tuple(found))
+
+
+def _copies_rows(node: Node) -> bool:
+    """Whether an assignment to a part of a tensor may be one to some of its rows, of which nothing tells which."""
+    copied, shape = [shape_of(*edge) for edge in node.next_functions[1:] if edge[0] is not None], shape_of(node)
+    return any(len(part) < len(shape) or part[0] != shape[0] for part in copied)
 
 
 def _reduces_samples(node: Node) -> bool:
