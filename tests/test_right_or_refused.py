@@ -274,6 +274,8 @@ def test_samples_that_begin_to_mix(mixture: str):
 
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "matmul": lambda a, h: a @ h,
+    "from the right": lambda a, h: (h.T @ a.T).T,
+    "with a sum": lambda a, h: torch.baddbmm(h[None], a[None], h[None])[0],
     "einsum": lambda a, h: torch.einsum("nm,md->nd", a, h),
     "halves": lambda a, h: torch.cat([*(a @ torch.stack(h.split(2, 1)))], 1),
     "sparse": lambda a, h: torch.sparse.mm(a.to_sparse(), h),

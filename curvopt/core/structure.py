@@ -81,23 +81,24 @@ def _reduces_samples(node: Node) -> bool:
     return dims is None or 0 in (dims if isinstance(dims, (tuple, list)) else (dims,))
 
 
-_PRODUCTS = frozenset(["MmBackward0", "AddmmBackward0", "BmmBackward0", "MvBackward0", "AddmvBackward0"])
+_PRODUCTS = frozenset(f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv"))
 _SHAPING = ("TBackward", "Transpose", "Permute", "ToCopy", "View", "Reshape", "UnsafeView", "Unsqueeze", "Expand")
 
 
 def _mixes_rows(node: Node, rows: set[int]) -> bool:
-    """Whether a product multiplies from the left what may have samples for rows, and not for batches."""
-    right, nr = node.next_functions[-1]
-    if right is None:
+    """Whether a product sums over what may be samples, and no batch of it: rows, or columns by a constant."""
+    *_, left, right = node.next_functions
+    operand, nr = left if right[0] is None else right
+    if operand is None:
         return False
-    shape = shape_of(right, nr)
-    length = shape[-2] if len(shape) > 1 else shape[0]
+    shape = shape_of(operand, nr)
+    length = shape[-2] if right[0] is not None and len(shape) > 1 else shape[-1]
     batched = len(shape) == 3 and any(row and shape[0] % row == 0 for row in rows)
     if batched or length == 0 or all(row % length for row in rows):
         return False
-    while right is not None and name_of(right).startswith(_SHAPING):
-        right = right.next_functions[0][0]
-    return right is not None and leaf_of(right) is None
+    while operand is not None and name_of(operand).startswith(_SHAPING):
+        operand = operand.next_functions[0][0]
+    return operand is not None and leaf_of(operand) is None
 
 
 def _is_argument(value: Any) -> bool:
