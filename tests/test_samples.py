@@ -438,6 +438,36 @@ def test_modules_that_see_what_all_samples_share_do_not_tell_their_number(
     check_all(extended(Case("", partial(Shared, meet, fixed), normal(4, 4), cross_entropy(), labels)))
 
 
+class OnGrid(nn.Module):
+    """Three layers see the coordinates of the tokens, a batch of one for all samples; two see sequences."""
+
+    def __init__(self, meet: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.grid, self.meet = nn.Buffer(torch.randn(1, 5, 2)), meet
+        self.shared = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 4))
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.meet(self.first(x), self.shared(self.grid)).cumsum(1).tanh()).flatten(0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("N", [1, 3])
+@pytest.mark.parametrize("meet", [torch.add, torch.mul, lambda h, grid: h - grid.mean(1)])
+def test_modules_that_see_what_all_sequences_share_do_not_tell_their_number(
+    meet: Callable[[Tensor, Tensor], Tensor], N: int
+):
+    torch.manual_seed(0)
+    model, x, y = OnGrid(meet).double(), torch.randn(N, 5, 4).double(), torch.randint(2, (N, 5))
+    parameters = list(model.parameters())
+    alone = [torch.autograd.grad(F.cross_entropy(model(x[n, None]), y[n]) / N, parameters) for n in range(N)]
+    extend(model)
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(x), y.flatten()).backward()
+    for p, *expected in zip(parameters, *alone, strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(expected))
+
+
 class Steered(nn.Module):
     """Frozen layers around what is done with a parameter that no rule knows, outside of its module."""
 

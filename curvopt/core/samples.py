@@ -27,7 +27,17 @@ from curvopt.core.entries import Ending, Entry
 from curvopt.core.functional import FunctionalUse, broadcasts, spreads
 from curvopt.core.graph import Graph
 from curvopt.core.meetings import Place
-from curvopt.core.residuals import BY_ENTRY, dependents, leads_to, leaf_of, operation, parents_of, pull_each, walk
+from curvopt.core.residuals import (
+    BY_ENTRY,
+    dependents,
+    leads_to,
+    leaf_of,
+    operation,
+    parents_of,
+    pull_each,
+    shape_of,
+    walk,
+)
 from curvopt.core.structure import seeing_more, structure
 from curvopt.core.uses import Head, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
@@ -173,7 +183,10 @@ def _of_all_samples(
     nodes = list(walk(_ends(losses)))
     seeing = seeing_more(nodes, parents_of(nodes))
     alone = [i for i in strays if not entries[i].may_hold_samples(seeing)]
-    return _aligned_above(N, losses, _meetings(losses, entries, strays, broadcasts))[0].union(alone)
+    places = _meetings(losses, entries, strays, broadcasts)
+    rows = {shape_of(node)[0] for each in places.values() for node, _ in each}  # of sequences, of which N has several
+    numbers = [N, *(length for length in rows if N % length == 0 and length != N)]
+    return frozenset(alone).union(*(_aligned_above(number, losses, places)[0] for number in numbers))
 
 
 def _met_above(
