@@ -363,6 +363,52 @@ def test_first_order_quantities_of_an_unknown_loss(name: str, loss: str):
             torch.testing.assert_close(p.batch_l2, torch.stack(gradients).square().flatten(1).sum(1))
 
 
+class TimeFirstAtLast(nn.Module):
+    """A layer that has the samples along the second axis, before a loss that is not known."""
+
+    def __init__(self, last: nn.Module):
+        super().__init__()
+        self.tokens, self.inner, self.last = nn.Embedding(5, 4), nn.Linear(4, 4), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(self.tokens(x))
+        return self.last(h, h, h)[0] if isinstance(self.last, nn.MultiheadAttention) else self.last(h)[0]
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("sizes", [(3, 4), (4, 4), (4, 2), (2, 4)], ids=lambda sizes: f"T={sizes[0]},N={sizes[1]}")
+@pytest.mark.parametrize("last", [lambda: nn.LSTM(4, 4), lambda: nn.MultiheadAttention(4, 2)])
+def test_samples_along_the_second_axis_of_the_last_layer(last: Callable[[], nn.Module], sizes: tuple[int, int]):
+    torch.manual_seed(0)
+    model, x = TimeFirstAtLast(last()).double(), torch.randint(5, sizes)
+    parameters = list(model.parameters())
+    alone = [torch.autograd.grad(model(x)[:, n].pow(4).sum(), parameters) for n in range(sizes[1])]
+    extend(model)
+    with backpack(BatchGrad()):
+        model(x).pow(4).sum().backward()
+    for p, *expected in zip(parameters, *alone, strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(expected))
+
+
+class Packed(nn.Module):
+    """Layers on the packed steps of sequences, before a recurrent one and a loss that is not known."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = nn.Linear(4, 4), nn.GRU(4, 4)
+
+    def forward(self, x: list[Tensor]) -> Tensor:
+        steps = nn.utils.rnn.pack_sequence(x)
+        return self.last(steps._replace(data=self.inner(steps.data)))[0].data
+
+
+@pytest.mark.parametrize("lengths", [(2, 2), (3, 1), (3, 2)])
+def test_packed_steps_are_no_shares_of_samples(lengths: tuple[int, int]):
+    model = extend(Packed())
+    with pytest.raises(CurvoptError, match=r"inner \(Linear\): batch axis.*2 samples"), backpack(BatchGrad()):
+        model([torch.randn(length, 4) for length in lengths]).pow(4).sum().backward()
+
+
 def test_an_unknown_term_of_another_batch_is_refused():
     model, x, more = extend(nn.Linear(3, 2)), torch.randn(4, 3), torch.randn(6, 3)
     with pytest.raises(CurvoptError, match=r"\[4, 6\] samples"), backpack(BatchGrad()):

@@ -172,12 +172,18 @@ def inner_first(calls: dict[Entry, Interior]) -> list[tuple[Entry, Interior]]:
 
 
 class Ending:
-    """A use after which no other comes before a loss that is not known: a row of its output is a sample, or a part."""
+    """A use after which no other comes before a loss that is not known: a row of its output is a sample, or a part.
 
-    def __init__(self, use: Use, edge: GradientEdge):
+    Args:
+        use: the use.
+        edge: where its output comes from.
+        axis: of the output, along which the rows lie.
+    """
+
+    def __init__(self, use: Use, edge: GradientEdge, axis: int = 0):
         """Remember the place."""
         metadata: Any = edge.node._input_metadata[edge.output_nr]  # type: ignore[attr-defined]
-        self.use, self.edge = use, edge
+        self.use, self.edge, self.axis = use, edge, axis
         self.input = torch.zeros((), dtype=metadata.dtype, device=metadata.device).expand(metadata.shape)
 
     def describe(self) -> str:

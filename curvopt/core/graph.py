@@ -147,7 +147,7 @@ class Graph:
                     del self.owners[p]
 
     def _endings(self, roots: Sequence[Node]) -> dict[Ending, GradientEdge]:
-        """The uses that are met first from some nodes; none if samples cannot lie on the first axis of one."""
+        """The uses that are met first from some nodes; none if samples cannot lie on an axis of one."""
         outputs = {
             edge.node: (entry, index, edge)
             for entry in (*self.entries.values(), *self.calls)
@@ -155,9 +155,13 @@ class Graph:
             if entry not in self.calls or entry.gives_samples(edge)
         }
         met = [outputs[node] for node in walk(list(roots), last=outputs) if node in outputs]
-        endings = {Ending(entry.use, edge): edge for entry, _, edge in met}
-        on_first_axis = all(entry.axis(index) == 0 for entry, index, _ in met)
-        return endings if on_first_axis and all(ending.input.dim() for ending in endings) else {}
+        endings: dict[Ending, GradientEdge] = {}
+        for entry, index, edge in met:
+            axis = entry.axis(index)
+            if axis is None or not 0 <= axis < len(shape_of(edge.node, edge.output_nr)):
+                return {}
+            endings[Ending(entry.use, edge, axis)] = edge
+        return endings
 
     @property
     def may_be_functional(self) -> bool:

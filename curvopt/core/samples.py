@@ -74,7 +74,7 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     """
     losses = [loss for loss in losses if loss.edge is not None and loss.input.dim() > 0]
     for loss in losses:
-        if len(loss.input) == 0:
+        if _rows(loss) == 0:
             raise CurvoptError(f"{loss.describe()}: {EMPTY}")
     entries = [entry for entry in graph.entries.values() if entry.parameters]
     single = next((entry for entry in entries if entry.single), None)
@@ -92,7 +92,7 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     for i, entry in enumerate(everything):
         for index, edge in entry.edges.items():
             marks.setdefault(edge.node, []).append((i, index, edge.output_nr))
-    rows = {len(loss.input) for loss in losses} | {e.rows for e in entries if not isinstance(e.rule, Itself)}
+    rows = {_rows(loss) for loss in losses} | {e.rows for e in entries if not isinstance(e.rule, Itself)}
     operations = structure(_ends(losses), rows, graph.between, marks)
     key = None if operations is None else hash((operations, *shapes, *kinds))
     found = None if key is None else _found.get(key)
@@ -119,6 +119,11 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     places = _meetings(losses, entries, strays) if passing else {}
     met = {entries[i].use: places[i] for i in passing & places.keys()}
     return Samples(N, frozenset(entries[i].use for i in strays), met)
+
+
+def _rows(loss: Head) -> int:
+    """How many rows a loss sees."""
+    return loss.input.shape[loss.axis]
 
 
 def _ends(losses: Collection[Head]) -> list[Node]:
@@ -221,7 +226,7 @@ def _search(
     A sample is a row of the loss, unless most calls of modules, frozen ones included, have several of its rows in one
     (flattened sequences). Operations may have any axis first.
     """
-    lengths = {len(loss.input) for loss in losses}
+    lengths = {_rows(loss) for loss in losses}
     N = min(lengths)
     if len(lengths) > 1 and (any(length % N for length in lengths) or not _common_use(losses, entries)):
         raise CurvoptError(
@@ -359,19 +364,20 @@ def unaligned(
     with torch.no_grad():
         for loss in losses:
             if loss.edge is not None:
-                found, met, several = _probe(loss.input, loss.edge, N, edges, generator)
+                found, met, several = _probe(loss, loss.edge, N, edges, generator)
                 strays, reached, shared = strays | found, reached | met, shared | several
     return strays, len(reached) < len({i for i, _, _ in edges}), shared
 
 
 def _probe(
-    z: Tensor,
+    loss: Head,
     at: GradientEdge,
     N: int,
     edges: Sequence[tuple[int, GradientEdge, int | None]],
     generator: torch.Generator,
 ) -> tuple[set[int], set[int], set[int]]:
-    """The same for one loss of z, which lies ``at`` an edge, with the uses where something arrived or nothing could."""
+    """The same for one loss, whose z lies ``at`` an edge, with the uses where something arrived or nothing could."""
+    z = loss.input
     seed = torch.randn(z.shape, generator=generator).to(z)
     # powers of two, so that products with them are exact; samples that trade places or mix betray themselves
     dtypes = {z.dtype, *(edge.node._input_metadata[edge.output_nr].dtype for _, edge, _ in edges)}  # type: ignore[attr-defined]
@@ -379,7 +385,7 @@ def _probe(
     most = 12 if half else 64
     exponents = torch.cat([torch.randperm(most, generator=generator) for _ in range(-(-N // most))])[:N]
     factors = (2.0 ** (exponents - most // 2)).to(z.device)
-    along = factors.repeat_interleave(len(z) // N).to(z).view(-1, *[1] * (z.dim() - 1))
+    along = factors.repeat_interleave(_rows(loss) // N).to(z).view(-1, *[1] * (z.dim() - 1 - loss.axis))
     inputs = [edge for _, edge, _ in edges]
     arrived: dict[int, tuple[Tensor, Tensor]] = {}
     verdicts: dict[int, Tensor] = {}
@@ -420,13 +426,15 @@ def _common_length(graph: Graph, losses: Sequence[Head]) -> Samples:
     """The number of samples by shapes alone."""
     entries = [entry for entry in (*graph.entries.values(), *graph.calls) if entry.parameters]
     called = [entry.rows for entry in entries if not isinstance(entry.use, FunctionalUse)]
-    N = min([len(loss.input) for loss in losses] or called or [entry.rows for entry in entries], default=1)
+    N = min([_rows(loss) for loss in losses] or called or [entry.rows for entry in entries], default=1)
     for call, operations in list(graph.calls.items()):
         if N and _scattered(N, call, operations, graph.mixing):
             graph.call_again(call)
     rows = {entry.use: entry.rows for entry in graph.entries.values() if entry.parameters}
     if losses:
         return Samples(N, frozenset(use for use, length in rows.items() if length % N))
+    # time steps of packed sequences are no equal shares
+    packed = any(entry.axis(i) is None and not isinstance(entry.rule, Itself) for entry in entries for i in entry.edges)
     for use, length in rows.items():
         if N == 0:
             raise CurvoptError(f"{use.describe()}: {EMPTY}")
@@ -435,7 +443,7 @@ def _common_length(graph: Graph, losses: Sequence[Head]) -> Samples:
                 f"{use.describe()}: parameter '{next(iter(graph.entries[use].parameters))}' is used in a way that is "
                 "not known, where only a known loss tells the samples apart; extend the loss, or call its module."
             )
-        if length % N:
+        if length % N or (packed and length != N):
             raise CurvoptError(
                 f"{use.describe()}: batch axis of length {length}, but another part of the network sees {N} samples; "
                 "keep the samples on the first axis everywhere (expand inputs shared by all), or extend the loss."
@@ -446,7 +454,7 @@ def _common_length(graph: Graph, losses: Sequence[Head]) -> Samples:
 def _scattered(N: int, call: Entry, operations: Sequence[Entry], mixing: Collection[Node]) -> bool:
     """Whether N samples at the outputs of a module are elsewhere in operations in it, where batch norm mixes them."""
     outputs = [Ending(call.use, edge) for edge in call.edges.values()]
-    if any(output.input.dim() == 0 or len(output.input) % N for output in outputs):
+    if any(output.input.dim() == 0 or _rows(output) % N for output in outputs):
         return True
     edges = [(i, edge, entry.axis(0)) for i, entry in enumerate(operations) for edge in entry.edges.values()]
     with ExitStack() as hooks:

@@ -326,7 +326,7 @@ class Pass:
             def visit(p: nn.Parameter, jacobian: Jacobian) -> None:
                 self.parts.setdefault(p, []).append(jacobian)
 
-            self._jacobians([head.edge], [slope], visit, self.samples.unaligned)
+            self._jacobians([head.edge], [slope], visit, self.samples.unaligned, axis=1 + head.axis)
 
     @_without_autocast
     def loss(self, use: Loss, grad: Tensor) -> None:
@@ -462,6 +462,7 @@ class Pass:
         visit: Callable[[nn.Parameter, Jacobian], None],
         uses: Collection[Use] | None = None,
         last: bool = False,
+        axis: int = 1,
     ) -> None:
         """Jacobian products of vectors ``[v, *out]`` at the outputs, use by use; nothing where nothing arrives.
 
@@ -471,6 +472,7 @@ class Pass:
             visit: called with each of them.
             uses: the uses asked for, ``None`` for all.
             last: no vectors follow, so what is shared among them may go.
+            axis: along which the vectors have the samples.
         """
         N, unaligned, met = self.samples
         if met:
@@ -500,7 +502,7 @@ class Pass:
                 self._arrivals(below, passed, near, columns.__setitem__)
         one_by_one: dict[Entry, list[list[Tensor | None]]] = {}
         for n in range(N) if far else ():
-            alone = [only(v, 1, n, N) for v in vectors]
+            alone = [only(v, axis, n, N) for v in vectors]
             self._arrivals(outputs, alone, far, lambda entry, grads: one_by_one.setdefault(entry, []).append(grads))
         for entry, found in one_by_one.items():
             columns[entry] = [_stacked(grads) for grads in zip(*found, strict=True)]

@@ -51,6 +51,11 @@ class Head(Protocol):
         """A tensor like z."""
         ...
 
+    @property
+    def axis(self) -> int:
+        """Along which its rows lie."""
+        ...
+
     def describe(self) -> str:
         """What it is and where, for messages."""
         ...
@@ -395,6 +400,7 @@ class LossUse:
     """One call of an extended loss: its module, its input (the network's output) and its other arguments."""
 
     __slots__ = ("__weakref__", "args", "edge", "further", "input", "kwargs", "module", "path", "target", "version")
+    axis = 0
 
     def __init__(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         """Record the arguments of the loss, given by position or by name: first the input, then the target if any."""
