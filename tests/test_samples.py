@@ -363,6 +363,39 @@ def test_first_order_quantities_of_an_unknown_loss(name: str, loss: str):
             torch.testing.assert_close(p.batch_l2, torch.stack(gradients).square().flatten(1).sum(1))
 
 
+class AllWays(nn.Module):
+    """A layer that is called on batches and, in between, on time steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inner(torch.tanh(self.inner(x)).transpose(0, 1))).transpose(0, 1)
+        return self.last(torch.tanh(self.inner(h)).mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_several_losses_behind_which_samples_lie_elsewhere_in_some_calls(forwards: int):
+    torch.manual_seed(0)
+    model, x, y = AllWays().double(), torch.randn(4, 5, 3).double(), torch.randn(4, 2).double()
+    parameters = list(model.parameters())
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        z = model(x)
+        other = z if forwards == 1 else model(-x)
+        return F.mse_loss(z, y, reduction="sum") + F.cross_entropy(other, y.softmax(1), reduction="sum")
+
+    alone = [torch.autograd.grad(loss(x[n, None], y[n, None]), parameters) for n in range(4)]
+    extend(model)
+    for extensions in ([BatchGrad()], [BatchGrad(), Variance(), DiagGGNExact()]):
+        with backpack(*extensions):
+            loss(x, y).backward()
+        for p, *expected in zip(parameters, *alone, strict=True):
+            torch.testing.assert_close(p.grad_batch, torch.stack(expected))
+
+
 class TimeFirstAtLast(nn.Module):
     """A layer that has the samples along the second axis, before a loss that is not known."""
 

@@ -102,6 +102,11 @@ class Entry:
         return -1 if self.single else self.rule.output_axis(self.use, index)
 
     @property
+    def nodes(self) -> set[Node]:
+        """The nodes of its outputs."""
+        return {edge.node for edge in self.edges.values()}
+
+    @property
     def sees_data(self) -> bool:
         """Whether a module was called with numbers that were not computed from parameters."""
         return not (self.use.boundary or self.sees_indices or isinstance(self.use, FunctionalUse))

@@ -239,6 +239,17 @@ class Pass:
         """The uses that need the gradient of their outputs."""
         return [entry for entry in self.entries if self.first_order and entry.use not in self.samples.unaligned]
 
+    @cached_property
+    def parts_of(self) -> Counter[nn.Parameter]:
+        """How many parts the gradient of each parameter comes in, of which each head gives one to an unaligned use."""
+        heads = [head.edge.node for head in self.graph.heads if head.edge is not None]
+        found: Counter[nn.Parameter] = Counter()
+        for entry in self.entries:
+            unaligned = entry.use in self.samples.unaligned
+            number = sum(leads_to(head, entry.nodes) for head in heads) if unaligned else len(entry.edges)
+            found.update(dict.fromkeys(entry.parameters.values(), number))
+        return found
+
     def awaiting(self) -> list[nn.Parameter]:
         """The parameters whose own gradient is known to be the sum over samples, where a quantity wants that, too."""
         wanted = any(e.uses_gradient for e in self.first_order)
@@ -293,7 +304,7 @@ class Pass:
         for p, jacobian in self._jac_t(entry, grads, self.samples.N, last=True):
             parts = self.parts.setdefault(p, [])
             parts.append(jacobian)
-            if not self.graph.terms and len(parts) == self.graph.uses_of[p] and p not in self.awaited:
+            if not self.graph.terms and len(parts) == self.parts_of[p] and p not in self.awaited:
                 self._reduce_gradient(p)
             elif isinstance(jacobian, Computed) and (p, jacobian.source) not in self.settling:
                 hook = partial(self._settle, p, jacobian.source)
@@ -370,7 +381,7 @@ class Pass:
         """The backward is over: reduce what is left, set the remaining fields and forget everything shared."""
         with torch.set_grad_enabled(self.create_graph):
             for p in list(self.parts):
-                if not self.partial or len(self.parts[p]) == self.graph.uses_of[p]:
+                if not self.partial or len(self.parts[p]) == self.parts_of[p]:
                     self._reduce_gradient(p)
             for p, extension in list(self.totals):
                 self._complete(p, extension)
@@ -508,6 +519,8 @@ class Pass:
             columns[entry] = [_stacked(grads) for grads in zip(*found, strict=True)]
         for entry in [*far, *near]:
             if entry not in columns:  # nothing arrives: zeros at one output
+                if not any(leads_to(edge.node, entry.nodes) for edge in outputs):
+                    continue  # of another forward pass, whose graph may be gone
                 first = min(entry.edges)
                 columns[entry] = [None] * len(entry.use.shapes)
                 columns[entry][first] = vectors[0].new_zeros(len(vectors[0]) * N, *entry.use.shapes[first])
