@@ -825,6 +825,17 @@ def test_variance_does_not_read_gradients_that_are_something_else():
         check(problem, reference(case), Variance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_variance_of_nearly_equal_gradients_is_not_negative(dtype: torch.dtype, create_graph: bool):
+    torch.manual_seed(0)
+    net, lossfunc = extend(nn.Linear(3, 2).to(dtype)), extend(nn.MSELoss())
+    x = (10 + 1e-3 * torch.randn(64, 3)).to(dtype)
+    with backpack(Variance()):
+        lossfunc(net(x), torch.full((64, 2), 1000.0, dtype=dtype)).backward(create_graph=create_graph)
+    assert all((p.variance >= 0).all() for p in net.parameters())
+
+
 def test_individual_gradients_may_be_changed_in_place():
     """Those of a bias are what arrives at the output, but layers that are added get one and the same."""
     net, other, lossfunc = (extend(module) for module in (nn.Linear(2, 3), nn.Linear(2, 3), nn.MSELoss()))

@@ -74,5 +74,6 @@ class Variance(Extension):
         squares, N = jacobian.squares(), jacobian.N
         gradient = jacobian.sum_batch()[0] if jacobian.gradient is None else jacobian.gradient
         if torch.is_grad_enabled():
-            return squares / N - (gradient / N).square()
-        return squares.div_(N).addcmul_(gradient, gradient, value=-1 / N**2)
+            return (squares / N - (gradient / N).square()).clamp(min=0)
+        # of gradients that are nearly equal the difference may round to less than nothing
+        return squares.div_(N).addcmul_(gradient, gradient, value=-1 / N**2).clamp_(min=0)
