@@ -175,6 +175,23 @@ def test_closures_inside_of_autocast_see_the_parameters_move(name: str, inner: b
     assert plain.optimizer.metrics()["reduction_ratio"] > 0.3
 
 
+@pytest.mark.parametrize("lossfunc", [nn.BCEWithLogitsLoss(), nn.PoissonNLLLoss()], ids=str)
+@pytest.mark.parametrize("poison", [torch.inf, torch.nan])
+def test_a_scaler_skips_a_batch_that_is_not_finite(lossfunc: nn.Module, poison: float):
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 2), torch.rand(4, 3), torch.rand(4, 2)
+    optimizer, scaler = KFACSGD(model.parameters(), fisher="mc"), torch.amp.GradScaler("cpu")
+    optimizer.attach(model, lossfunc, scaler=scaler)
+    before = model.weight.detach().clone()
+    for factor in (poison, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(lossfunc(model(factor * x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(model.weight, before) == (factor != 1)
+    assert model.weight.isfinite().all()
+
+
 def test_attached_is_the_same():
     assert_equal(*(train(KFACSGD, cnn, torch.float16, 2.0**10, attach=attach).weights() for attach in (False, True)))
 

@@ -227,9 +227,19 @@ def test_labels_are_drawn_as_often_as_they_are_probable():
     assert (torch.histc(even.float(), 10) / 20_000 - 1).abs().max() < 0.05
 
 
-def test_a_network_that_diverged_has_columns_of_nan():
-    z = torch.full((2, 3), torch.nan, dtype=torch.float64)
-    assert curvature(nn.CrossEntropyLoss(), z, labels(2)).sample(2, None).isnan().all()
+@pytest.mark.parametrize(
+    ("module", "output"),
+    [
+        (nn.CrossEntropyLoss(), torch.nan),
+        (nn.BCEWithLogitsLoss(), torch.nan),
+        (nn.PoissonNLLLoss(), torch.nan),
+        (nn.PoissonNLLLoss(), 1000.0),
+    ],
+)
+def test_a_network_that_diverged_has_columns_of_nan(module: nn.Module, output: float):
+    z = torch.full((2, 3), output, dtype=torch.float64)
+    curved = curvature(module, z, labels(2) if isinstance(module, nn.CrossEntropyLoss) else torch.rand(2, 3))
+    assert curved.sample(2, None).isnan().all()
 
 
 def test_generator_decides_the_samples():

@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from math import prod
+from math import inf, nan, prod
 from typing import Any, TypeVar
 
 import torch
@@ -100,7 +100,8 @@ class Bernoulli(Diagonal):
         super().__init__(_root_of(self.p * (-logits).sigmoid()) * weight, weight.square())
 
     def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
-        labels = torch.bernoulli(self.p.detach().expand(samples, *self.p.shape), generator=generator)
+        p = self.p.detach().nan_to_num()  # of a network that diverged: the columns are nan all the same
+        labels = torch.bernoulli(p.expand(samples, *p.shape), generator=generator)
         return (self.p - labels) * self.weight
 
 
@@ -338,7 +339,8 @@ def _from_autograd(use: LossUse, z: Tensor) -> LossCurvature:
     with torch.enable_grad(), disable():
         # an alias: z itself has hooks
         at = z.view_as(z) if differentiable else z.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(use.again(at), at, create_graph=True)
+        value = use.again(at)
+        (gradient,) = torch.autograd.grad(value, at, create_graph=True)
 
     def product(vector: Tensor) -> Tensor:
         if not gradient.requires_grad:
@@ -358,9 +360,11 @@ def _from_autograd(use: LossUse, z: Tensor) -> LossCurvature:
     probe = _normal(z, z.shape, generator)
     image = product(probe)
     limit = 1e3 * torch.finfo(z.dtype).eps * image.abs().max()
-    if not limit > 0:
+    if not 0 < limit < inf:
         if not limit == 0:
-            raise CurvoptError(f"{use.describe()}: its Hessian in the network's output is not finite.")
+            if value.isfinite().all():
+                raise CurvoptError(f"{use.describe()}: its Hessian in the network's output is not finite.")
+            return Diagonal(torch.full_like(z, nan))  # of a network that diverged, as those of known losses
         warnings.warn(
             f"{use.describe()}: it is (piecewise) linear in its input, so its Gauss-Newton curvature is zero here.",
             CurvoptWarning,
