@@ -131,6 +131,15 @@ OTHERS = {
 EVERY = CROSS_ENTROPY | BCE | MSE | OTHERS
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("options", [{}, {"weight": W}, {"label_smoothing": 0.2}], ids=str)
+def test_targets_that_are_all_ignored_leave_no_curvature(options: dict, reduction: str):
+    z = torch.randn(4, 3, dtype=torch.float64)
+    curved = curvature(nn.CrossEntropyLoss(**options, reduction=reduction), z, torch.full((4,), -100))
+    assert curved.weights is not None and not curved.weights.any()
+    assert not curved.root(0, curved.columns).any() and not curved.sample(2, None).any()
+
+
 class LogSumExp(nn.Module):
     """A loss of one's own that is neither known nor a function of single entries."""
 

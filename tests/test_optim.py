@@ -722,6 +722,39 @@ def test_curvature_that_is_not_finite_never_enters(make: Callable, caplog: pytes
 
 
 @every_optimizer
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_batches_without_targets_change_nothing(
+    make: Callable, reduction: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At first, later, and among those that accumulate."""
+
+    def backward(run: Run, ignored: bool) -> None:
+        x, y = run.data(0)
+        with run.optimizer.curvature():
+            run.lossfunc(run.model(x), y.clone().fill_(-100) if ignored else y).backward()
+
+    run, plain = (Run(make, reduction=reduction, ema=0.5) for _ in range(2))
+    before = run.weights()
+    backward(run, ignored=True)
+    run.optimizer.step()
+    assert_equal(run.weights(), before)
+    run.optimizer._draws = 0
+    for step in range(2):
+        for each in (run, plain):
+            each.optimizer.zero_grad()
+            backward(each, ignored=False)
+        if step:
+            backward(run, ignored=True)
+        for each in (run, plain):
+            each.optimizer.step()
+        assert_close(run.weights(), plain.weights())
+    run.optimizer.zero_grad()
+    backward(run, ignored=True)
+    run.optimizer.step()
+    assert not caplog.records and all(weights.isfinite().all() for weights in run.weights())
+
+
+@every_optimizer
 def test_step_without_any_curvature_says_how(make: Callable) -> None:
     run = Run(make)
     before = run.weights()

@@ -547,6 +547,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         if not grads:
             return loss
         accepted = self._check(grads, pending)
+        if not accepted and not self._knows_curvature():  # the loss weighs nothing
+            return loss
         self._refresh(grads, pending, accepted)
         before = {param: param.clone() for param in grads} if objective is not None else {}
         update = self._precondition(grads)
@@ -616,12 +618,15 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         rejected = {
             param for param, ok in zip(owners, finite[len(params) : len(params) + len(owners)], strict=True) if not ok
         }
+        weightless = bool(new) and not finite[-1] and float(weight) == 0
         if new and not finite[-1]:
             rejected = set(new)
-        for param in rejected:
+        if weightless:
+            logger.info("%s: the loss weighs nothing (were all targets ignored?)", type(self).__name__)
+        for param in () if weightless else rejected:
             logger.warning("%s: new curvature is not finite and was dropped", names[param])
 
-        if not self._knows_curvature() and len(rejected) == len(new):
+        if not self._knows_curvature() and len(rejected) == len(new) and not (weightless and self._were_zeroed()):
             reason = "all curvature so far was not finite" if rejected else "no curvature was computed so far"
             raise CurvoptError(
                 f"{type(self).__name__}.step(): {reason}. Wrap the backward pass: `with optimizer.curvature(): "

@@ -294,7 +294,7 @@ def cross_entropy(module: nn.CrossEntropyLoss, z: Tensor, target: Tensor) -> Sof
         if weight is not None:
             of_target = weight[torch.where(kept, target, 0)] * kept
             mass = of_target * (1 - smoothing) + kept * (smoothing * weight.mean())
-        terms = of_target.sum()
+        terms = torch.where(kept.any(), of_target.sum(), 1.0)  # where all are ignored, there is no curvature, either
     return Softmax(z.softmax(1), _reduced(module, mass, terms).sqrt())
 
 
