@@ -897,6 +897,28 @@ def test_gradients_that_are_not_finite_change_nothing() -> None:
     refuses(small, small.closure, r"gradient of 2\.bias is not finite")
 
 
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_rounding_errors_at_a_minimum_do_not_change_the_damping(noise: float) -> None:
+    torch.manual_seed(0)
+    model, x, error = nn.Linear(10, 4), torch.randn(64, 10), noise * torch.randn(64, 4)
+    optimizer, truth = HessianFree(model.parameters()), torch.randn(10, 4)
+    for _ in range(60):
+        optimizer.step(lambda: F.mse_loss(model(x), x @ truth + error))
+    assert optimizer.param_groups[0]["damping"] < 1
+    for _ in range(5):  # another task
+        optimizer.step(lambda: F.mse_loss(model(x), x @ -truth + error))
+    assert optimizer.metrics()["loss_after"] < 1e-6 + noise
+
+
+def test_jacobians_are_compared_up_to_rounding_near_a_minimum() -> None:
+    torch.manual_seed(0)
+    model, y = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randint(4, (64,))
+    nn.init.constant_(model[0].bias, -1000.0)  # no unit is active
+    optimizer = HessianFree(model.parameters(), damping=0.0)
+    for _ in range(20):
+        optimizer.step(lambda: F.cross_entropy(model(torch.ones(64, 10)), y))
+
+
 def test_sparse_gradients_are_refused() -> None:
     small = Small(lambda: nn.Sequential(nn.Embedding(20, 4, sparse=True)))
     small.x = torch.arange(20)

@@ -60,6 +60,7 @@ class Closure:
     Attributes:
         result: what it returned the first time.
         start: what it computed then.
+        eps: precision of that.
         roots: the tensors it called ``backward`` on then, or its result.
         cotangents: the gradients that it gave for them.
     """
@@ -103,6 +104,7 @@ class Closure:
                 )
             roots, cotangents = [self.result], [torch.ones_like(self.result)]
         self.roots, self.cotangents, self.start = roots, cotangents, _sum(roots, cotangents)
+        self.eps = max(torch.finfo(root.dtype).eps for root in roots)
         return self.result
 
     def again(self) -> float:

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from curvopt.core.derivatives.functional_losses import find_losses
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.graph import records_behind
+from curvopt.core.jacobians import widened
 from curvopt.core.residuals import precisions
 from curvopt.core.uses import Loss, TermUse, listen, unheard
 from curvopt.distributed import Peers, peers_of
@@ -170,7 +171,9 @@ class QuadraticModel:
         Jtu = self._pulled_back(u)
         left, right = dot(u, Jv), dot(v, Jtu)
         eps = max(torch.finfo(dtype).eps for dtype in precisions([edge.node for edge in self._edges]))
-        rounding = 100 * eps * (dot(v, v) * dot(Jtu, Jtu)) ** 0.5
+        # near a minimum what the samples bring to Jᵀu cancels, and its rounding errors are those of J v
+        lengths = (dot(v, v) * dot(Jtu, Jtu)) ** 0.5 + (dot(u, u) * dot(Jv, Jv)) ** 0.5
+        rounding = 100 * eps * lengths + torch.finfo(torch.float32).tiny
         if abs(left - right) > eps**0.3 * max(abs(left), abs(right)) + rounding:
             raise CurvoptError(
                 "HessianFree: the Jacobian of the network by double backward is not that by backward "
@@ -309,6 +312,7 @@ class Objective:
 
     Attributes:
         start: ``f(θ)``.
+        resolution: what f may change by rounding alone.
         evaluations: how often it was called.
     """
 
@@ -333,6 +337,7 @@ class Objective:
         self.closure.first(keep_graph=True)
         self.evaluations += 1
         self.start = self._value(self.closure.start)
+        self.resolution = self.closure.eps * abs(self.start)
         return Differentiated(self.closure.roots, [self.sign * c for c in self.closure.cotangents], self.parameters)
 
     def __call__(self, delta: Vector) -> float:
@@ -518,6 +523,10 @@ class HessianFree(torch.optim.Optimizer):
             raise
 
         ratio = (value - objective.start) / predicted if predicted != 0 else nan if rate > 0 else -inf
+        eps = max(torch.finfo(widened(p).dtype).eps for p in params)
+        of_start, length = (dot(each, each) ** 0.5 for each in (objective.theta, scaled(x)))
+        if abs(slope) <= objective.resolution or length <= eps * of_start:
+            ratio = nan  # what is left is rounding, which says nothing of the damping
         for p, d, direction in zip(params, delta, found.x, strict=True):
             p.add_(d)
             if rate > 0:
@@ -570,9 +579,10 @@ class HessianFree(torch.optim.Optimizer):
         """Numbers of the last step.
 
         ``loss_before`` and ``loss_after``: the objective, weight decay included and negative if maximised.
-        ``reduction_ratio``: its change over the predicted one; ``-inf`` if no decrease was found. ``cg_iterations`` and
-        ``cg_reason``, see `curvopt.hessianfree.Solution`. ``evaluations``: calls of the closure. ``rate``: the
-        line search's, 0 if no decrease was found. ``step_norm``. ``damping``: of the first group, in this step.
+        ``reduction_ratio``: its change over the predicted one; ``-inf`` if no decrease was found, nan (and the damping
+        stays) where the objective or the parameters are rounded to more than the direction changes. ``cg_iterations``
+        and ``cg_reason``, see `curvopt.hessianfree.Solution`. ``evaluations``: calls of the closure. ``rate``: the line
+        search's, 0 if no decrease was found. ``step_norm``. ``damping``: of the first group, in this step.
         """
         return dict(self._metrics)
 
