@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -767,6 +768,23 @@ def test_step_without_any_curvature_says_how(make: Callable) -> None:
         run.optimizer.step()
     assert_equal(run.weights(), before)
     run.train(1)
+
+
+@sgd_like
+@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e15, 1e30])
+def test_the_loss_may_be_scaled_by_any_number(make: Callable, scale: float) -> None:
+    """Where squares of gradients are zero or infinite the clip is not as documented, but nothing ends in nan."""
+    plain, scaled = (Run(make, model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10))) for _ in range(2))
+    for factor, run in ((1.0, plain), (scale, scaled)):
+        for step in range(3):
+            run.optimizer.zero_grad()
+            with run.optimizer.curvature():
+                (factor * run.loss(step)).backward()
+            with contextlib.suppress(CurvoptError):  # no curvature that is finite
+                run.optimizer.step()
+    if 1e-16 < scale < 1e16:
+        assert_close(scaled.weights(), plain.weights(), rtol=0.0, atol=1e-3)
+    assert all(weights.isfinite().all() for weights in scaled.weights())
 
 
 @every_optimizer

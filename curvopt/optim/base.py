@@ -62,6 +62,7 @@ def kl_clip_factor(quadratic: Tensor, kl_clip: float | None) -> Tensor:
     """``ν = min(1, √(κ / Σ lr² uᵀg))`` bounds the KL change predicted for a step by ``κ`` (Ba et al. 2017, sec. 5)."""
     if kl_clip is None:
         return torch.ones_like(quadratic)
+    quadratic = quadratic.nan_to_num(nan=inf, posinf=inf)  # beyond the range of its dtype: no step rather than nan
     return (kl_clip / quadratic.clamp(min=torch.finfo(quadratic.dtype).tiny)).sqrt().clamp(max=1)
 
 
@@ -703,7 +704,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
                 sums.append(torch.cat([total, total[:2] * (lr * lr)]))
         weight = self._progress["step_weight"].to(sums[0])
         # divided once all is summed, as is what is linear in the gradients, below
-        ug, uu, gg, quadratic, length = torch.stack([each.to(sums[0]) for each in sums]).sum(0) / weight.square()
+        total = torch.stack([each.to(sums[0]) for each in sums]).sum(0)
+        ug, uu, gg, quadratic, length = total / weight / weight  # whose square may leave the range of float32
         quadratic = self._kl(quadratic, updates, weight)
         clip = kl_clip_factor(quadratic, self.kl_clip)
         self._metrics |= {
