@@ -1156,6 +1156,35 @@ def test_adaptive_damping_follows_the_reduction_ratio(make: Callable) -> None:
     assert len(changes) > 1
 
 
+@sgd_like
+def test_adaptive_damping_stays_above_rounding_errors(make: Callable) -> None:
+    """A quadratic problem is predicted well, whatever the damping; at its minimum changes are rounding errors."""
+    torch.manual_seed(0)
+    model, lossfunc, x, y = extend(nn.Linear(4, 2)), extend(nn.MSELoss()), torch.randn(32, 4), torch.randn(32, 2)
+    optimizer = make(model.parameters(), adaptive_damping=True, damping=1e-5, momentum=0.0)
+    dampings = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = lossfunc(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(300):
+        optimizer.step(closure)
+        dampings.append(optimizer.param_groups[0]["damping"])
+    least = torch.finfo(torch.float32).eps * float(optimizer._progress["mean_curvature"])
+    assert min(dampings) > 0.5 * least
+    for p in model.parameters():  # where the gradient vanishes
+        p.data = torch.linalg.lstsq(torch.cat([x, torch.ones(32, 1)], 1), y).solution.T[
+            :, slice(4) if p.dim() == 2 else 4
+        ]
+    damping = optimizer.param_groups[0]["damping"]
+    for _ in range(50):
+        optimizer.step(closure)
+    assert optimizer.param_groups[0]["damping"] < 3 * damping
+
+
 @pytest.mark.parametrize("name", ["KFACSGD exact", "EKFACSGD exact", "DiagonalNewton exact"])
 def test_adaptive_damping_by_the_last_of_accumulated_backwards(name: str) -> None:
     """As Lightning has it: the closure is that of one part, be it of the whole batch."""

@@ -788,12 +788,16 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         change, peers = objective.again() - objective.start, self._peers()
         if peers is not None:
             change = float(peers.mean([torch.tensor(change, device=peers.device)])[0])
+        if abs(change) <= (noise := objective.eps * abs(objective.start)) and abs(predicted) * weight <= noise:
+            return  # rounding errors
         actual = sign * change / weight
         actual = actual if isfinite(actual) else inf
         ratio = actual / predicted if predicted < 0 else nan
         factor = 1 / ADAPT_FACTOR if ratio < 1 / 4 or actual > 0 else ADAPT_FACTOR if ratio > 3 / 4 else 1.0
+        curvature = self._progress["mean_curvature"]
+        least = torch.finfo(curvature.dtype).eps * float(curvature)  # what less does is lost in rounding
         for group in self.param_groups:
-            group["damping"] = group["damping"] * factor
+            group["damping"] = max(group["damping"] * factor, min(group["damping"], least))
         self._metrics["reduction_ratio"] = ratio
 
     # --- what users ask -----------------------------------------------------------------------------------------
