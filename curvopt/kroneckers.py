@@ -141,8 +141,8 @@ def inv_kfacs(factors: Sequence[Tensor], shift: float | Sequence[float | Tensor]
 
     Args:
         factors: factor list.
-        shift: one shift for all factors or one per factor; ``None`` is zero. Directions without curvature and shift
-            are cut off at the precision of the dtype.
+        shift: one shift for all factors or one per factor; ``None`` is zero, which leaves out directions
+            without curvature (a pseudo-inverse, by the precision of the dtype).
     """
     shifts = list(shift) if isinstance(shift, Sequence) else [shift or 0.0] * len(factors)
     if len(shifts) != len(factors):
@@ -350,8 +350,9 @@ def _cholesky_inverse(matrices: Tensor) -> tuple[Tensor, Tensor]:
 def _rescue(matrix: Tensor, shift: float, stale: Tensor | None, name: str) -> Tensor:
     """Inverse of ``matrix + shift I`` ``[d, d]`` by the lower rungs of the ladder."""
     rungs: Iterable[tuple[str, Callable[[], Tensor | None]]] = (
-        ("float64", lambda: _float64_inverse(matrix, shift)),
-        ("float64 with ten times the damping", lambda: _float64_inverse(matrix, 10 * shift)),
+        # without a shift it would invert the rounding errors of the matrix
+        ("float64", lambda: _float64_inverse(matrix, shift) if shift > 0 else None),
+        ("float64 with ten times the damping", lambda: _float64_inverse(matrix, 10 * shift) if shift > 0 else None),
         ("clamped eigenvalues", lambda: _eigh_inverse(matrix, shift)),
         ("the stale inverse", lambda: stale),
     )
@@ -365,9 +366,14 @@ def _rescue(matrix: Tensor, shift: float, stale: Tensor | None, name: str) -> Te
 
 
 def _diagonal_inverse(diagonal: Tensor, shift: Tensor) -> Tensor:
-    """Inverse of a diagonal matrix of finite entries, finite whatever the shift is."""
+    """Inverse of a diagonal matrix of finite entries, finite whatever the shift is; see `_reciprocal`."""
     shifted = diagonal + shift.nan_to_num()
-    return shifted.clamp(min=_floor(shifted)).reciprocal()
+    return _reciprocal(shifted, _floor(shifted), shift)
+
+
+def _reciprocal(values: Tensor, floor: Tensor, shift: Tensor) -> Tensor:
+    """Reciprocals of values that are cut off at a floor; without a shift, zero below it."""
+    return torch.where(values > floor, values, torch.where(shift > 0, floor, torch.inf)).reciprocal()
 
 
 def _float64_inverse(matrix: Tensor, shift: float) -> Tensor | None:
@@ -386,4 +392,4 @@ def _eigh_inverse(matrix: Tensor, shift: float) -> Tensor | None:
     values = values.clamp(min=0) + shift
     # cut off at the precision that the factor was computed in, not at that of this decomposition
     floor = (values.amax() * torch.finfo(matrix.dtype).eps).clamp(min=torch.finfo(matrix.dtype).tiny)
-    return (vectors / values.clamp(min=floor)) @ vectors.mT
+    return (vectors * _reciprocal(values, floor, torch.tensor(shift).to(values))) @ vectors.mT

@@ -236,6 +236,17 @@ class TestLadder:
         torch.testing.assert_close(inverse[0], damped_inverses([matrices[0]], [0.1])[0][0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_inverses_without_shift_are_pseudo_inverses(rank: int, dtype: torch.dtype) -> None:
+    matrix = psd(6, rank=rank or None, dtype=dtype) * (rank > 0)
+    tolerance = 1e3 * torch.finfo(dtype).eps
+    expected = torch.linalg.pinv(matrix.double(), rtol=tolerance, hermitian=True)
+    torch.testing.assert_close(inv_kfacs([matrix])[0].double(), expected, rtol=tolerance, atol=tolerance)
+    diagonal = torch.tensor([0.0, 2.0, 0.5], dtype=dtype) * rank
+    assert torch.equal(inv_kfacs([diagonal])[0], torch.linalg.pinv(torch.diag(diagonal)).diagonal())
+
+
 def test_singular_without_shift_is_finite() -> None:
     for factor in (psd(6, rank=2), torch.tensor([0.0, 1.0], dtype=torch.float64), torch.zeros(3, 3)):
         assert inv_kfacs([factor])[0].isfinite().all()

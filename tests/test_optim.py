@@ -1004,6 +1004,21 @@ def test_no_damping_leaves_out_directions_without_curvature(make: Callable) -> N
     assert max(weights.abs().max() for weights in run.weights()) < 1e4
 
 
+@pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, DiagonalNewton])
+def test_without_damping_inputs_may_be_zero_at_first(make: Callable) -> None:
+    torch.manual_seed(0)
+    model, lossfunc = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 4)), nn.CrossEntropyLoss()
+    x = torch.randn(64, 10)
+    y = (x @ torch.randn(10, 4)).argmax(1)
+    optimizer = make(model.parameters(), damping=0.0)
+    optimizer.attach(model, lossfunc)
+    for step in range(30):
+        optimizer.zero_grad()
+        lossfunc(model(x * (step >= 10)), y).backward()
+        optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 @every_optimizer
 def test_parameters_without_curvature_may_have_another_dtype(make: Callable) -> None:
     other = nn.Parameter(torch.ones(2).double())
