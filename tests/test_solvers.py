@@ -273,3 +273,15 @@ def test_an_optimizer_that_lacks_a_method_cannot_be_built(parts: tuple[type, ...
     incomplete = type("Incomplete", (*parts, torch.optim.SGD), {})
     with pytest.raises(TypeError, match=f"Incomplete.*{forgotten}"):
         incomplete([nn.Parameter(torch.zeros(1))])
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e25])
+def test_bases_of_badly_scaled_factors_are_renewed(scale: float) -> None:
+    """Squares of the entries are zero, or infinite."""
+    torch.manual_seed(0)
+    factor = torch.randn(4, 8) @ torch.randn(8, 4)
+    factor = factor @ factor.mT
+    basis = torch.linalg.eigh(factor).eigenvectors
+    assert off_diagonal(scale * factor, basis) < 1e-3
+    torch.testing.assert_close(off_diagonal(scale * factor, torch.eye(4)), off_diagonal(factor, torch.eye(4)))
+    assert off_diagonal(0 * factor, basis) == 0  # of a dead layer, in any basis

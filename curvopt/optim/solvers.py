@@ -158,6 +158,7 @@ def off_diagonal(factor: Tensor, basis: Tensor | None) -> Tensor:
     if factor.ndim < 2:
         return torch.zeros((), device=factor.device)
     rotated = basis.mT @ factor @ basis
+    rotated /= rotated.abs().amax().clamp(min=torch.finfo(rotated.dtype).tiny)  # its squares may leave its range
     diagonal = rotated.diagonal(dim1=-2, dim2=-1).square().sum()
     total = rotated.square().sum()
-    return (1 - diagonal / total.clamp(min=torch.finfo(total.dtype).tiny)).clamp(min=0).sqrt().float()
+    return ((total - diagonal) / total.clamp(min=torch.finfo(total.dtype).tiny)).clamp(min=0).sqrt().float()
