@@ -221,7 +221,7 @@ def curvature_of(use: LossUse, grad: Tensor) -> tuple[LossCurvature, Tensor]:
             since, whose target depends on parameters, or whose Hessian has no root.
     """
     reduction = getattr(use.module, "reduction", "mean")
-    if reduction not in ("mean", "sum") or grad.numel() != 1:
+    if reduction not in ("mean", "sum", "batchmean") or grad.numel() != 1:
         raise CurvoptError(
             f"{use.describe()}: second-order quantities need a scalar loss, but this one has shape {list(grad.shape)} "
             f"(reduction={reduction!r}); use reduction='mean' or 'sum'."
@@ -249,8 +249,8 @@ def curvature_of(use: LossUse, grad: Tensor) -> tuple[LossCurvature, Tensor]:
     else:
         curvature = _from_autograd(use, z)
     if curvature.weights is None:
-        terms = z.numel() if isinstance(curvature, Diagonal) else len(z)
-        curvature.weights = z.new_ones(len(z), *[1] * (z.dim() - 1)) * (1 / terms if reduction == "mean" else 1.0)
+        terms = z.numel() if isinstance(curvature, Diagonal) and reduction == "mean" else len(z)
+        curvature.weights = z.new_ones(len(z), *[1] * (z.dim() - 1)) * (1.0 if reduction == "sum" else 1 / terms)
     return curvature, grad.sqrt()
 
 
