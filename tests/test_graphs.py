@@ -174,6 +174,22 @@ class Decoder(nn.Module):
         return z.flatten(0, 1)
 
 
+class OneMatrix(nn.Module):
+    """A recurrent layer with one matrix for the input and the state."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.head = nn.RNN(4, 4, batch_first=True), nn.Linear(4, 3)
+        self.steps.weight_hh_l0 = self.steps.weight_ih_l0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.steps(x)[0][:, -1])
+
+
+def test_a_parameter_of_two_names():
+    check_all(Problem(OneMatrix().double(), double(3, 2, 4), torch.randint(3, (3,)), nn.CrossEntropyLoss()))
+
+
 def test_vision_transformer():
     model = with_statistics(VisionTransformer().double())
     check_all(Problem(model, double(3, 1, 4, 4), torch.randint(3, (3,)), nn.CrossEntropyLoss()))

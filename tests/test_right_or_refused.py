@@ -298,6 +298,34 @@ def test_a_matrix_of_samples_that_is_diagonal_at_first(product: str):
         torch.testing.assert_close(model.first.weight.grad_batch, torch.stack([g[0] for g in expected]))
 
 
+MIXERS: dict[str, tuple[Callable[[], nn.Conv1d | nn.Linear], Callable[[Any, Tensor], Tensor]]] = {
+    "convolution": (lambda: nn.Conv1d(4, 4, 3, padding=1), lambda m, h: m.mix(h)),
+    "layer": (lambda: nn.Linear(2, 2), lambda m, h: m.mix(h)),
+    "function": (lambda: nn.Linear(2, 2), lambda m, h: F.linear(h, m.mix.weight, m.mix.bias)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_steps_that_a_layer_leaves_as_they_are_at_first(mixer: str):
+    """Two sequences of two steps each, in rows that do not mix as long as a weight is the identity."""
+    layer, call = MIXERS[mixer]
+    net, (x, y) = Net(lambda m, x: call(m, m.first(x).view(2, 2, 4).mT).mT.flatten(0, 1)), data()
+    net.mix = layer().double()
+    nn.init.dirac_(net.mix.weight) if mixer == "convolution" else nn.init.eye_(net.mix.weight)
+    model = extend(net)
+    for _ in range(2):
+        z = model(x)
+        rows = F.cross_entropy(z, y, reduction="none") / N
+        with backpack(BatchGrad()):
+            extend(nn.CrossEntropyLoss())(z, y).backward(retain_graph=True)
+        for p in model.parameters():
+            shares = rows.unflatten(0, (len(p.grad_batch), -1)).sum(1)
+            expected = [torch.autograd.grad(share, p, retain_graph=True)[0] for share in shares]
+            torch.testing.assert_close(p.grad_batch, torch.stack(expected))
+        net.mix.weight.data += 1
+
+
 def test_operations_that_hang_together_in_another_way():
     def twice(h: Tensor) -> Tensor:
         return h + h.flip(0).flip(0)

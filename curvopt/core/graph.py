@@ -218,15 +218,6 @@ class Graph:
         return f"{entry.use.path}.{name}".lstrip(".")
 
     @cached_property
-    def uses_of(self) -> dict[nn.Parameter, int]:
-        """How many outputs of uses each parameter has a part in."""
-        found: dict[nn.Parameter, int] = {}
-        for entry in self.entries.values():
-            for p in entry.parameters.values():
-                found[p] = found.get(p, 0) + len(entry.edges)
-        return found
-
-    @cached_property
     def _parents(self) -> dict[Node, list[Node]]:
         return parents_of(self._nodes)
 

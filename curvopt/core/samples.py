@@ -111,7 +111,7 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
                 CurvoptWarning,
                 stacklevel=2,
             )
-        if key is not None and not (silent or _closed(losses, entries)):
+        if key is not None and not (silent or _passes_strays(entries, strays) or _closed(losses, entries)):
             if len(_found) > 256:
                 _found.clear()
             _found[key] = found
@@ -258,6 +258,12 @@ def _search(
                 strays, silent, N = left, silent or quiet, fewer
                 break
     return (N, frozenset(i for i in strays if i < len(entries))), silent
+
+
+def _passes_strays(entries: Sequence[Entry], strays: Collection[int]) -> bool:
+    """Whether what is aligned passes strays further on: with other weights than ones of an identity they may mix it."""
+    aligned = {node for i, entry in enumerate(entries) if i not in strays for node in entry.nodes}
+    return not aligned.isdisjoint(walk([node for i in strays for node in entries[i].nodes]))
 
 
 def _closed(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:

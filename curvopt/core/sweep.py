@@ -247,7 +247,8 @@ class Pass:
         for entry in self.entries:
             unaligned = entry.use in self.samples.unaligned
             number = sum(leads_to(head, entry.nodes) for head in heads) if unaligned else len(entry.edges)
-            found.update(dict.fromkeys(entry.parameters.values(), number))
+            for p in entry.parameters.values():
+                found[p] += number
         return found
 
     def awaiting(self) -> list[nn.Parameter]:
@@ -276,7 +277,7 @@ class Pass:
             if not costs.spares_gradient(S, O, I, self.device):
                 continue
             parameters = list(entry.parameters.values())
-            own = all(p in leaves and graph.uses_of[p] == 1 for p in parameters)
+            own = all(p in leaves and self.entries_of[p] == 1 for p in parameters)
             if not own or not any(e.forms_products(S, O, I) for e in self.first_order):
                 continue
             nodes = graph.inside(entry)
