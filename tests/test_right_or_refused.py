@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize
 
 from curvopt import CurvoptError, CurvoptWarning, L2Regularizer, backpack, disable, extend
+from curvopt.core import structure
 from curvopt.core.jacobians import Outer
 from curvopt.extensions import KFAC, KFRA, BatchGrad, DiagGGNExact, DiagHessian, Variance
 
@@ -324,6 +325,13 @@ def test_steps_that_a_layer_leaves_as_they_are_at_first(mixer: str):
             expected = [torch.autograd.grad(share, p, retain_graph=True)[0] for share in shares]
             torch.testing.assert_close(p.grad_batch, torch.stack(expected))
         net.mix.weight.data += 1
+
+
+def test_arguments_that_the_first_operation_of_a_kind_did_without(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(structure, "_arguments", {})
+    h = torch.randn(4, 4, requires_grad=True)
+    norms = [torch.linalg.vector_norm(h, dim=dim) for dim in (None, 0, 1)]
+    assert len({structure.structure([norm.grad_fn], {4}, (), {}) for norm in norms}) == 3
 
 
 def test_operations_that_hang_together_in_another_way():

@@ -53,11 +53,10 @@ def structure(
         if name.startswith("Embedding") and leaf_of(node.next_functions[0][0]) is None:
             return None
         if name not in _arguments:
-            _arguments[name] = tuple(
-                a for a in names_of(node) if not is_tensor(node, a) and _is_argument(getattr(node, a))
-            )
+            named = (a for a in names_of(node) if not is_tensor(node, a))
+            _arguments[name] = tuple(a for a in named if not isinstance(getattr(node, a), float))
         found += [name, *marks.get(node, ())]
-        found += [_hashable(getattr(node, attribute)) for attribute in _arguments[name]]
+        found += [_argument(getattr(node, attribute)) for attribute in _arguments[name]]
         for following, output_nr in node.next_functions:
             if following is None or following in passed_over:
                 found.append(None)
@@ -101,14 +100,11 @@ def _mixes_rows(node: Node, rows: set[int]) -> bool:
     return operand is not None and leaf_of(operand) is None
 
 
-def _is_argument(value: Any) -> bool:
-    """Whether what a node saved is a number of axes, sizes or flags; not a tensor, and no factor that changes."""
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return all(isinstance(v, (int, str)) for v in values)
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value if isinstance(value, (int, str, tuple)) else None
+def _argument(value: Any) -> int | str | tuple | None:
+    """What a node saved, if it is numbers of axes, sizes or flags; ``None`` for factors, which change."""
+    if isinstance(value, (tuple, list)):
+        return tuple(value) if all(isinstance(v, (int, str)) for v in value) else None
+    return value if isinstance(value, (int, str)) else None
 
 
 def meets_constant(node: Node) -> bool:
