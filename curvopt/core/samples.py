@@ -86,15 +86,7 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
         return _common_length(graph, losses)
     frozen = [entry for entry in graph.entries.values() if not entry.parameters]
     everything = [*entries, *graph.calls, *frozen]
-    shapes = [*(loss.input.shape for loss in losses), *(entry.use.shapes for entry in everything)]
-    kinds = [(type(e.use), type(e.rule), e.length, e.sees_data, bool(e.parameters)) for e in everything]
-    marks: dict[Node, list[tuple[int, int, int]]] = {}
-    for i, entry in enumerate(everything):
-        for index, edge in entry.edges.items():
-            marks.setdefault(edge.node, []).append((i, index, edge.output_nr))
-    rows = {_rows(loss) for loss in losses} | {e.rows for e in entries if not isinstance(e.rule, Itself)}
-    operations = structure(_ends(losses), rows, graph.between, marks)
-    key = None if operations is None else hash((operations, *shapes, *kinds))
+    key = _key(graph, losses, everything)
     found = None if key is None else _found.get(key)
     if found is None:
         (N, strays), silent = _search(losses, entries, list(graph.calls), frozen)
@@ -119,6 +111,20 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     places = _meetings(losses, entries, strays) if passing else {}
     met = {entries[i].use: places[i] for i in passing & places.keys()}
     return Samples(N, frozenset(entries[i].use for i in strays), met)
+
+
+def _key(graph: Graph, losses: Collection[Head], everything: Sequence[Entry]) -> int | None:
+    """Hash of what tells where the samples lie, ``None`` if the values of tensors do."""
+    shapes = [*(loss.input.shape for loss in losses), *(entry.use.shapes for entry in everything)]
+    kinds = [(type(e.use), type(e.rule), e.length, e.sees_data, bool(e.parameters)) for e in everything]
+    marks: dict[Node, list[tuple[int, int, int]]] = {}
+    for i, entry in enumerate(everything):
+        for index, edge in entry.edges.items():
+            marks.setdefault(edge.node, []).append((i, index, edge.output_nr))
+    rows = {_rows(loss) for loss in losses}
+    rows |= {e.rows for e in everything if e.parameters and not isinstance(e.rule, Itself)}
+    operations = structure(_ends(losses), rows, graph.between, marks)
+    return None if operations is None else hash((operations, *shapes, *kinds))
 
 
 def _rows(loss: Head) -> int:
