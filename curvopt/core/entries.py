@@ -123,7 +123,7 @@ class Entry:
 
     def may_hold_samples(self, seeing: Collection[Node]) -> bool:
         """Whether it sees anything but parameters, by the nodes that do."""
-        return self.sees_indices or any(edge.node in seeing for edge in self.edges.values())
+        return self.sees_indices or not self.nodes.isdisjoint(seeing)
 
     @property
     def part(self) -> tuple[list[Node], frozenset, list[nn.Parameter]]:

@@ -121,7 +121,7 @@ class Graph:
         self._read_outside(interior)
         self._follow_shared_lookups()
         del self._nodes, self._roots
-        outputs = {edge.node for entry in self.entries.values() if entry.parameters for edge in entry.edges.values()}
+        outputs = {node for entry in self.entries.values() if entry.parameters for node in entry.nodes}
         self.losses, self.nonlinear = find_losses(roots, outputs | terms)
         self.weights: list[str] = []
         taken = {e.edges[0].node: e for e in self.entries.values() if isinstance(e.rule, Itself)}
@@ -336,7 +336,7 @@ class Graph:
     def _sees_single(self, inside: Interior) -> bool:
         """Whether some module is called on single samples in a part of the graph: what it is may depend on which."""
         singles = [entry for entry in self.entries.values() if entry.single and entry.parameters]
-        return not inside.nodes.isdisjoint(edge.node for entry in singles for edge in entry.edges.values())
+        return not inside.nodes.isdisjoint(node for entry in singles for node in entry.nodes)
 
     def call_again(self, call: Entry) -> None:
         """Put the call of a module in the place of the operations in it."""

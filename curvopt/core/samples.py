@@ -139,7 +139,7 @@ def _ends(losses: Collection[Head]) -> list[Node]:
 
 def _read_as_rows(graph: Graph, losses: Collection[Head]) -> Entry | None:
     """A call on a single sample whose vector a loss may take for that of all samples, each of one number."""
-    outputs = {edge.node: entry for entry in graph.entries.values() for edge in entry.edges.values()}
+    outputs = {node: entry for entry in graph.entries.values() for node in entry.nodes}
     ends = _ends([loss for loss in losses if loss.input.dim() == 1])
     last = [outputs[node] for node in walk(ends, last=outputs) if node in outputs]
     return next((entry for entry in last if entry.single and entry.use.shapes[0].numel() > 1), None)
@@ -165,7 +165,7 @@ def _meetings(
         return {}
     ends = _ends(losses)
     parents = parents_of(list(walk(ends)))
-    given = [edge.node for i, entry in enumerate(entries) if i not in strays for edge in entry.edges.values()]
+    given = [node for i, entry in enumerate(entries) if i not in strays for node in entry.nodes]
     stop = dependents(given, parents).union(ends)
     places: dict[int, list[Place]] = {}
     for i in strays:
@@ -296,11 +296,7 @@ def _closed(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
 def _common_use(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
     """Whether some use lies behind all of the losses."""
     return any(
-        all(
-            loss.edge is not None and leads_to(loss.edge.node, {e.node for e in entry.edges.values()})
-            for loss in losses
-        )
-        for entry in entries
+        all(loss.edge is not None and leads_to(loss.edge.node, entry.nodes) for loss in losses) for entry in entries
     )
 
 
