@@ -403,8 +403,18 @@ def test_ctc_has_time_first(steps: int, extended: bool):
 
 
 def test_negative_factor_is_refused():
-    model = extend(mlp())
-    for loss in [lambda z: -F.cross_entropy(z, Y), lambda z: F.cross_entropy(z, Y) - 2 * F.mse_loss(z, REAL)]:
+    model, weight = extend(mlp()), -torch.ones_like(REAL[0])
+    ce, bce = (
+        extend(nn.CrossEntropyLoss(weight, reduction="sum")),
+        extend(nn.BCEWithLogitsLoss(weight, reduction="sum")),
+    )
+    for loss in [
+        lambda z: -F.cross_entropy(z, Y),
+        lambda z: F.cross_entropy(z, Y) - 2 * F.mse_loss(z, REAL),
+        lambda z: F.binary_cross_entropy_with_logits(z, REAL.sigmoid(), weight),
+        lambda z: ce(z, Y),
+        lambda z: bce(z, REAL.sigmoid()),
+    ]:
         refused = pytest.raises(CurvoptError, match="negative weight") if X.is_cpu else nullcontext()
         with refused, backpack(DiagGGNExact()):
             loss(model(X)).backward()

@@ -865,3 +865,46 @@ def test_long_sequences_in_steps_take_time_in_proportion():
         with backpack(BatchGrad()):
             numbers.append(_calls_of_functions(loss.backward))
     assert numbers[2] < 6 * numbers[1]
+
+
+class Weighed(nn.Module):
+    """Rows summed with weights that may be those of each row alone, by operations that do not tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.mix = torch.eye(6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.mix[:, :, None] * torch.tanh(self.layer(x))[None]).sum(1))
+
+
+def each_gradient(model: nn.Module, p: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    losses = F.cross_entropy(model(x), y, reduction="none") / len(x)
+    return torch.stack([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in losses])
+
+
+def test_what_was_found_of_the_samples_is_compared_with_what_is_found_later():
+    model, x, y = extend(Weighed().double()), torch.randn(6, 4).double(), torch.randint(3, (6,))
+    for step in range(6):
+        if step == 1:
+            model.mix = torch.randn(6, 6).double()
+        with warnings.catch_warnings(record=True) as caught, backpack(BatchGrad()):
+            warnings.simplefilter("always")
+            F.cross_entropy(model(x), y).backward()
+        p = model.layer.weight
+        torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
+        told = [f"{each.message}" for each in caught if "earlier backwards" in f"{each.message}"]
+        assert len(told) == (step == 1) and all("layer (Linear)" in each for each in told)
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_what_a_batch_of_nan_shows_is_not_believed(broken: int):
+    model = extend(nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3)).double())
+    for step in range(5):
+        x, y = torch.randn(5, 4).double() * (torch.nan if step == broken else 1), torch.randint(3, (5,))
+        with warnings.catch_warnings(), backpack(BatchGrad()):
+            warnings.simplefilter("ignore" if step == broken == 0 else "error")
+            F.cross_entropy(model(x), y).backward()
+        p = model[0].weight
+        torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y), equal_nan=True)

@@ -6,7 +6,8 @@ sample). Whether that holds at a use depends on the network: a lookup of positio
 the first backward through a network sends back a random vector, and again with every sample scaled by a factor of its
 own. Uses at which not every share arrives scaled by exactly its sample's factor are *unaligned*: their Jacobians are
 formed sample by sample, exact whatever the layout, at N times the cost. What was found holds for all graphs of the same
-structure, unless zeros (of a gate that is closed yet) hide what some operation does.
+structure, unless zeros (of a gate that is closed yet) hide what some operation does, and is compared with what is found
+in the second, third, fifth, ninth ... backward.
 """
 
 from __future__ import annotations
@@ -59,8 +60,16 @@ class Samples(NamedTuple):
     met: Mapping[Use, Collection[Place]] = {}
 
 
-# what was found for a network, by its structure; bounded
-_found: dict[int, tuple[int, frozenset[int], frozenset[int]]] = {}
+class Found(NamedTuple):
+    """The same, by the indices of uses: ``passing`` are the strays above which all meetings are aligned."""
+
+    N: int
+    strays: frozenset[int]
+    passing: frozenset[int]
+
+
+# what was found for a network, by its structure, and in how many backwards it was asked for; None where that changed
+_found: dict[int, tuple[Found | None, int]] = {}
 
 
 def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
@@ -87,30 +96,56 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     frozen = [entry for entry in graph.entries.values() if not entry.parameters]
     everything = [*entries, *graph.calls, *frozen]
     key = _key(graph, losses, everything)
-    found = None if key is None else _found.get(key)
-    if found is None:
-        (N, strays), silent = _search(losses, entries, list(graph.calls), frozen)
-        passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays))
-        silent = silent or quiet
-        found = N, strays, passing
-        dear = strays - passing if _is_small(passing, strays, N, entries) else strays
-        if dear:
-            names = ", ".join(dict.fromkeys(entries[i].use.describe() for i in sorted(dear)))
-            warnings.warn(
-                f"the first axis does not hold the {found[0]} samples one after the other at {names}: computing their "
-                f"quantities sample by sample, {found[0]} times the cost. Expanding shared inputs to [N, ...], a "
-                "batch-first layout, or calling a module twice instead of on a concatenated batch avoid that.",
-                CurvoptWarning,
-                stacklevel=2,
-            )
-        if key is not None and not (silent or _passes_strays(entries, strays) or _closed(losses, entries)):
-            if len(_found) > 256:
-                _found.clear()
-            _found[key] = found
-    N, strays, passing = found
+    N, strays, passing = _remembered(key, losses, entries, list(graph.calls), frozen)
     places = _meetings(losses, entries, strays) if passing else {}
     met = {entries[i].use: places[i] for i in passing & places.keys()}
     return Samples(N, frozenset(entries[i].use for i in strays), met)
+
+
+def _remembered(
+    key: int | None, losses: Sequence[Head], entries: Sequence[Entry], calls: Sequence[Entry], frozen: Sequence[Entry]
+) -> Found:
+    """Where the samples lie, looked for in the first backward of a structure.
+
+    Again in the second, third, fifth, ninth and so on: operations may treat other values otherwise than the first ones.
+    """
+    known, times = (None, 0) if key is None else _found.get(key, (None, 0))
+    if key is not None and known is not None:
+        _found[key] = known, times + 1
+        if times & (times - 1):
+            return known
+    (N, strays), silent = _search(losses, entries, calls, frozen)
+    passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays))
+    found = Found(N, strays, passing)
+    lasting = not (silent or quiet or _passes_strays(entries, strays) or _closed(losses, entries))
+    if known is not None and (found == known or not lasting):
+        return known
+    dear = strays - passing if _is_small(passing, strays, N, entries) else strays
+    if dear:
+        warnings.warn(
+            f"the first axis does not hold the {N} samples one after the other at {_names(entries, dear)}: computing "
+            f"their quantities sample by sample, {N} times the cost. Expanding shared inputs to [N, ...], a "
+            "batch-first layout, or calling a module twice instead of on a concatenated batch avoid that.",
+            CurvoptWarning,
+            stacklevel=3,
+        )
+    if known is not None:
+        names = _names(entries, strays ^ known.strays or range(len(entries)))
+        warnings.warn(
+            f"the samples lie elsewhere than in earlier backwards through the same operations, at {names}: quantities "
+            "of those were of other samples. They are looked for in every backward from now on.",
+            CurvoptWarning,
+            stacklevel=3,
+        )
+    if key is not None and lasting:
+        if len(_found) > 256:
+            _found.clear()
+        _found[key] = (None if known is not None or times else found), times + 1
+    return found
+
+
+def _names(entries: Sequence[Entry], indices: Collection[int]) -> str:
+    return ", ".join(dict.fromkeys(entries[i].use.describe() for i in sorted(indices)))
 
 
 def _key(graph: Graph, losses: Collection[Head], everything: Sequence[Entry]) -> int | None:
@@ -403,7 +438,7 @@ def _probe(
         return _sampled(*((grad, 0) if axis == -1 else (grad[0], axis)), 0 if half else N)
 
     def keep(k: int, grad: Tensor) -> None:
-        arrived[k] = grad.any(), sampled(k, grad)[0]
+        arrived[k] = grad.any() & grad.isfinite().all(), sampled(k, grad)[0]
 
     def compare(k: int, scaled: Tensor) -> None:
         met, grad = arrived.pop(k)

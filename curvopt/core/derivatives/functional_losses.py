@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.derivatives.losses import Bernoulli, Diagonal, LossCurvature, Softmax
+from curvopt.core.derivatives.losses import Bernoulli, Diagonal, LossCurvature, Softmax, root_of_weights
 from curvopt.core.jacobians import widened
 from curvopt.core.residuals import LINEAR, MULTILINEAR, leads_to, leaf_of, name_of, operation, pull
 from curvopt.core.saved import Blocks, names_of, read
@@ -70,14 +70,8 @@ class FunctionalLoss:
             CurvoptError: if the loss weighs some entries negatively.
         """
         weight, build = _KINDS[operation(self.node)](_saved(self.node), grad)
-        negative = weight < -1e3 * torch.finfo(weight.dtype).eps * grad.abs().max()
-        # elsewhere than on a CPU, whoever asks waits for the device: there the weights are nan
-        if weight.device.type == "cpu" and bool(negative.any()):
-            raise CurvoptError(
-                f"{self.describe()}: some entries have the negative weight {float(weight.min()):.3g}; second-order "
-                "quantities need a loss that is minimised (its curvature is positive)."
-            )
-        root = weight.clamp(min=0).sqrt().masked_fill(negative, torch.nan)
+        rounding = 1e3 * torch.finfo(weight.dtype).eps * grad.abs().max()
+        root = root_of_weights(weight, self.describe(), rounding)
         return build(root), torch.ones((), dtype=weight.dtype, device=weight.device)
 
 

@@ -259,6 +259,21 @@ def _reduced(module: Any, weight: Any, terms: int | Tensor) -> Any:
     return weight / terms if module.reduction == "mean" else weight
 
 
+def root_of_weights(weight: Tensor, what: str, rounding: Tensor | float = 0.0) -> Tensor:
+    """The root of the weights of a loss' entries; of what rounding makes negative, zero.
+
+    Raises:
+        CurvoptError: if some are negative; elsewhere than on a CPU, where asking has to wait, their root is nan.
+    """
+    negative = weight < -rounding
+    if weight.device.type == "cpu" and bool(negative.any()):
+        raise CurvoptError(
+            f"{what}: some entries have the negative weight {float(weight.min()):.3g}; second-order quantities need a "
+            "loss that is minimised (its curvature is positive)."
+        )
+    return weight.clamp(min=0).sqrt().masked_fill(negative, torch.nan)
+
+
 @register_loss(nn.MSELoss)
 def mse(module: nn.MSELoss, z: Tensor, target: Tensor) -> Diagonal:
     """Squared error: Hessian 2 for each term, with as many terms per entry of z as broadcasting makes."""
@@ -273,7 +288,7 @@ def bce_with_logits(module: nn.BCEWithLogitsLoss, z: Tensor, target: Tensor) -> 
     y = target.to(z.dtype)
     weight = torch.ones_like(z) if module.pos_weight is None else 1 + (module.pos_weight - 1) * y
     weight = weight if module.weight is None else weight * module.weight
-    return Bernoulli(z, _reduced(module, weight, z.numel()).to(z.dtype).sqrt())
+    return Bernoulli(z, root_of_weights(_reduced(module, weight, z.numel()).to(z.dtype), type(module).__name__))
 
 
 @register_loss(nn.CrossEntropyLoss)
@@ -295,7 +310,7 @@ def cross_entropy(module: nn.CrossEntropyLoss, z: Tensor, target: Tensor) -> Sof
             of_target = weight[torch.where(kept, target, 0)] * kept
             mass = of_target * (1 - smoothing) + kept * (smoothing * weight.mean())
         terms = torch.where(kept.any(), of_target.sum(), 1.0)  # where all are ignored, there is no curvature, either
-    return Softmax(z.softmax(1), _reduced(module, mass, terms).sqrt())
+    return Softmax(z.softmax(1), root_of_weights(_reduced(module, mass, terms), type(module).__name__))
 
 
 # ------------------------------------------------------------------------------------------------------- any other loss
