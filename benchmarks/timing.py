@@ -111,12 +111,13 @@ def ratios(
         try:
             with limited(limit):
                 sample(name)
+                if lengths[name] < COLD * budget:
+                    samples[name].clear()
+                    calls[name]()  # what the first call has found out may be checked by the second
         except TimeoutError as error:
             failed[name] = {"fails": reason(error), "slow": limit / unit_seconds}
         except Exception as error:
             failed[name] = {"fails": reason(error)}
-        if lengths.get(name, 0) < COLD * budget:
-            samples[name].clear()
     for _ in range(rounds):
         for name in calls:
             if name not in failed and (not samples[name] or (len(samples[name]) + 0.5) * lengths[name] < budget):

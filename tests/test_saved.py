@@ -75,7 +75,7 @@ def blocks_of(model: nn.Module) -> list[Block]:
 @pytest.mark.parametrize("outer", [False, True])
 def test_blocks_run_once_more_than_for_the_gradient_and_twice_for_blocks_inside(outer: bool):
     model = network(True, outer)
-    for _ in range(2):  # the network's first backward looks for the samples, too
+    for _ in range(3):  # the first two backwards of a network look for the samples, too
         for block in blocks_of(model):
             block.runs = 0
         value = loss(model)

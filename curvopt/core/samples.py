@@ -7,7 +7,7 @@ the first backward through a network sends back a random vector, and again with 
 own. Uses at which not every share arrives scaled by exactly its sample's factor are *unaligned*: their Jacobians are
 formed sample by sample, exact whatever the layout, at N times the cost. What was found holds for all graphs of the same
 structure, unless zeros (of a gate that is closed yet) hide what some operation does, and is compared with what is found
-in the second, third, fifth, ninth ... backward.
+in the 2nd, 11th, 101st ... backward.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class Found(NamedTuple):
 
 # what was found for a network, by its structure, and in how many backwards it was asked for; None where that changed
 _found: dict[int, tuple[Found | None, int]] = {}
+_AGAIN = frozenset(10**digits for digits in range(20))
 
 
 def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
@@ -107,12 +108,12 @@ def _remembered(
 ) -> Found:
     """Where the samples lie, looked for in the first backward of a structure.
 
-    Again in the second, third, fifth, ninth and so on: operations may treat other values otherwise than the first ones.
+    Again after 1, 10, 100 ... of them: operations may treat other values otherwise than the first ones.
     """
     known, times = (None, 0) if key is None else _found.get(key, (None, 0))
     if key is not None and known is not None:
         _found[key] = known, times + 1
-        if times & (times - 1):
+        if times not in _AGAIN:
             return known
     (N, strays), silent = _search(losses, entries, calls, frozen)
     passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays))

@@ -82,7 +82,7 @@ def test_quantities_do_not_wait(
     make: Callable[[], nn.Module], extension: type[Extension], device: str, waits: Callable
 ):
     model, lossfunc, x, y = prepared(make, device)
-    for _ in range(2):  # which axes hold the samples is asked once
+    for _ in range(3):  # which axes hold the samples is asked twice
         loss = lossfunc(model(x), y)
         waits()
         with backpack(extension()):
@@ -104,7 +104,7 @@ def test_launches_do_not_grow_with_the_batch(
     launches: list[dict[str, int]] = []
     for N in (16, 64):
         model, lossfunc, x, y = prepared(make, device, N)
-        for _ in range(2):
+        for _ in range(3):
             accelerator.load().take_launches()
             with backpack(extension()):
                 lossfunc(model(x), y).backward()
