@@ -305,6 +305,15 @@ def test_line_search_meets_armijo() -> None:
     assert line_search(lambda rate: 0.0, 0.0, 0.0, 0.0) == (0.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("slope", "resolution", "tried"), [(1.0, 0.0, 0), (-1.0, 0.0, 41), (-1.0, 0.5, 3), (0.0, 0.0, 0)]
+)
+def test_line_search_tries_no_rate_that_can_promise_nothing(slope: float, resolution: float, tried: int) -> None:
+    rates: list[float] = []
+    assert line_search(lambda rate: rates.append(rate) or 1.0, 0.0, 1.0, slope, resolution) == (0.0, 0.0)
+    assert rates == pytest.approx([0.8**k for k in range(1, tried + 1)])
+
+
 def test_reduction_ratio_compares_with_the_undamped_model() -> None:
     problem = Problem()
     optimizer = HessianFree(problem.model.parameters(), weight_decay=0.1, damping=0.5, lr=0.8)

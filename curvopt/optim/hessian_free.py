@@ -266,7 +266,9 @@ def backtrack(f: Callable[[Vector], float], iterates: Sequence[Vector]) -> tuple
     return best, x
 
 
-def line_search(f: Callable[[float], float], start: float, end: float, slope: float) -> tuple[float, float]:
+def line_search(
+    f: Callable[[float], float], start: float, end: float, slope: float, resolution: float = 0.0
+) -> tuple[float, float]:
     """The first of the rates 1, 0.8, 0.8², ... that meets Armijo's condition.
 
     Args:
@@ -274,17 +276,18 @@ def line_search(f: Callable[[float], float], start: float, end: float, slope: fl
         start: f(0).
         end: f(1).
         slope: derivative of f at 0.
+        resolution: what f may change by rounding alone; rates that promise no more are not tried.
 
     Returns:
         f and the rate, which is 0 if there is none.
     """
     rate, value = 1.0, end
-    for _ in range(40):
-        if slope <= 0 and value <= start + 0.01 * rate * slope:
-            return value, rate
+    while not (slope <= 0 and value <= start + 0.01 * rate * slope):
         rate *= 0.8
+        if not -rate * slope > resolution or rate < 1e-4:
+            return start, 0.0
         value = f(rate)
-    return start, 0.0
+    return value, rate
 
 
 def levenberg_marquardt(ratio: float) -> float:
@@ -513,7 +516,9 @@ class HessianFree(torch.optim.Optimizer):
 
             best, x = backtrack(lambda x: objective(scaled(x)), iterates)
             slope = dot(model.gradient, scaled(x))
-            value, rate = line_search(lambda rate: objective(scaled(x, rate)), objective.start, best, slope)
+            value, rate = line_search(
+                lambda rate: objective(scaled(x, rate)), objective.start, best, slope, objective.resolution
+            )
             objective.return_to_start()
             delta = scaled(x, rate) if rate > 0 else [torch.zeros_like(t) for t in x]  # 0 times infinity is none
             predicted = dot(model.gradient, delta) + dot(delta, model.product(delta)) / 2
