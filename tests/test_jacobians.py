@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from checks import assert_same
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvopt import backpack, extend
 from curvopt.core import costs, onednn
 from curvopt.core.derivatives import rule_for
 from curvopt.core.jacobians import Computed, Dense, Jacobian, Outer, Scaled, Squares, combine
-from curvopt.core.products import add_product, product
+from curvopt.core.products import add_product, add_products, product
 from curvopt.core.saved import inputs_left
 from curvopt.core.sweep import Pass, set_columns_per_sweep
 from curvopt.core.uses import KEY
@@ -287,6 +289,18 @@ def test_products_of_matrices_of_any_layout(grad: bool, dtype: torch.dtype):
                     assert product(a, b).is_contiguous()
 
 
+@pytest.mark.parametrize("of_onednn", [False, True])
+@pytest.mark.parametrize("G", [1, 3])
+def test_products_side_by_side(of_onednn: bool, G: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    if of_onednn and onednn.available():
+        monkeypatch.setattr(costs, "ONEDNN_SIZE", 0)
+        monkeypatch.setattr(costs, "onednn_is_faster", lambda: True)
+    a, b, total = torch.randn(G, 4, 5).to(dtype), torch.randn(G, 6, 5).to(dtype).mT, torch.randn(G, 4, 6).to(dtype)
+    with torch.no_grad():
+        assert_same(add_products(None, a, b, 0.5), a @ b / 2)
+        assert_same(add_products(total.clone(), a, b, 0.5), total + a @ b / 2)
+
+
 @pytest.mark.skipif(not onednn.available(), reason="about oneDNN")
 @pytest.mark.parametrize(("blas", "faster"), [(1.5, True), (1.3, False)])
 def test_libraries_are_compared_whatever_the_defaults(blas: float, faster: bool, monkeypatch: pytest.MonkeyPatch):
@@ -360,6 +374,27 @@ def outer_of(jacobian: Outer) -> Outer:
     return Outer(jacobian.left, jacobian.right, jacobian.shape)
 
 
+@pytest.mark.parametrize("conv", [nn.Conv2d, nn.ConvTranspose2d])
+def test_groups_share_the_calls_for_second_moments(conv: type[nn.Module]) -> None:
+    class Calls(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None):
+            self.number += 1
+            return func(*args, **(kwargs or {}))
+
+    def calls(groups: int) -> int:
+        model = extend(nn.Sequential(conv(8, 8, 3, groups=groups), nn.Flatten(), nn.LazyLinear(2)))
+        x, lossfunc = torch.randn(4, 8, 8, 8), extend(nn.CrossEntropyLoss())
+        for mode in (nullcontext(), Calls()):  # what the first finds is remembered
+            loss = lossfunc(model(x), torch.zeros(4, dtype=torch.long))
+            with backpack(KFLR()), mode:
+                loss.backward()
+        return mode.number
+
+    assert calls(8) == calls(2) <= calls(1) + 20
+
+
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="about pages of Linux")
 def test_a_system_without_large_pages_has_small_ones(monkeypatch: pytest.MonkeyPatch):
     class Small(mmap.mmap):
@@ -386,9 +421,10 @@ def test_large_results_use_the_memory_of_former_ones(monkeypatch: pytest.MonkeyP
     inputs = torch.randn(7, 4, 6)
 
     def fields(x: Tensor) -> list[Tensor]:
-        with backpack(BatchGrad(), DiagGGNExact(), BatchDiagGGNExact()):
+        with backpack(BatchGrad(), DiagGGNExact(), BatchDiagGGNExact(), KFLR()):
             lossfunc(model(x), torch.zeros(len(x), dtype=torch.long)).backward()
-        return [getattr(p, name) for p in model.parameters() for name in ("grad_batch", "diag_ggn_exact_batch")]
+        fields = [getattr(p, name) for p in model.parameters() for name in ("grad_batch", "diag_ggn_exact_batch")]
+        return fields + [factor for p in model.parameters() for factor in p.kflr]
 
     kept = fields(inputs[0])  # somebody else's from now on
     values = [field.clone() for field in kept]

@@ -171,8 +171,10 @@ def by_shifts(K: int, W: int, R: int, I: int, device: str) -> bool:
         device: type of the device.
     """
     shifted = R * (1 / K + (K - 1) / (K * W))
+    if I * I * (R - shifted) < SHIFT_CALLS * (CALL if device == "cpu" else LAUNCH):
+        return False
     if device != "cpu":
-        return I * I * (R - shifted) > SHIFT_CALLS * LAUNCH
+        return True
     if I < 2 * NARROW and onednn_is_faster():
         return False  # it is at its best with all rows at once
     mirrored = 0.6 * R

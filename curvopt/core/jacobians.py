@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core import costs
-from curvopt.core.products import add_product, by_onednn, gapless, of_gapless, product
+from curvopt.core.products import add_product, add_products, by_onednn, gapless, of_gapless, product
 
 Approx = Literal["expand", "reduce"]
 T = TypeVar("T")
@@ -920,32 +920,31 @@ def _in_parts(rows: Tensor) -> Sequence[Tensor]:
 
 def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
     """The same of parts of the samples, which have R positions in all."""
-    moments: list[Tensor] = []
-    F = block = 0
+    moments, F, block = None, 0, 0
     for part in parts:
-        if not moments:
+        if moments is None:
             F = part.shape[3]
             block = min(costs.SYMMETRIC_BLOCK, -(-F // 2)) if costs.by_blocks(F, R, part.device.type) else F
-        flat = _by_feature(part)
-        moments = [_add_moment(m, x, scale, block) for m, x in zip(moments or [None] * len(flat), flat, strict=True)]
-    for moment in moments:
-        for i in range(0, F - block, block):
-            j = i + block
-            moment[j:, i:j] = costs.apart(moment[i:j, j:]).mT
-    return moments[0] if len(moments) == 1 else torch.stack(moments)
+        moments = _add_moments(moments, _by_feature(part), scale, block)
+    assert moments is not None
+    for i in range(0, F - block, block):
+        j = i + block
+        moments[:, j:, i:j] = costs.apart(moments[:, i:j, j:]).mT
+    return moments[0] if len(moments) == 1 else moments
 
 
-def _add_moment(moment: Tensor | None, x: Tensor, scale: float, block: int) -> Tensor:
-    """``moment + scale x x^T`` of ``[F, R]``, of which only blocks that reach above the diagonal are computed."""
-    F = len(x)
+def _add_moments(moments: Tensor | None, x: Tensor, scale: float, block: int) -> Tensor:
+    """``moments + scale x x^T`` of ``[G, F, R]``, of which only blocks that reach above the diagonal are computed."""
+    G, F, R = x.shape
     if block == F:
-        return add_product(moment, x, x.T, scale)
-    if by_onednn(x, block, x.shape[1], F):
+        return add_products(moments, x, x.mT, scale)
+    if by_onednn(x, block, R, F):
         x = x.contiguous()  # and so are some of its rows
-    total = x.new_empty(F, F) if moment is None else moment
-    for i in range(0, F, block):
-        add_product(total[i : i + block, i:], x[i : i + block], x[i:].T, scale, overwrite=moment is None)
-    return total
+    totals = costs.empty((G, F, F), x) if moments is None else moments
+    for total, rows in zip(totals, x, strict=True):
+        for i in range(0, F, block):
+            add_product(total[i : i + block, i:], rows[i : i + block], rows[i:].T, scale, overwrite=moments is None)
+    return totals
 
 
 class _ShiftedMoment:

@@ -49,12 +49,25 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, alpha: float = 1.0, 
     """
     if not by_onednn(a, len(a), len(b), b.shape[1]):
         if total is None:
-            total, overwrite = a.new_empty(len(a), b.shape[1]), True
+            total, overwrite = costs.empty((len(a), b.shape[1]), a), True
         return total.addmm_(a, b, beta=not overwrite, alpha=alpha)
     values = product(a, b)
     if total is None:
         return values if alpha == 1 else values.mul_(alpha)
     return torch.mul(values, alpha, out=total) if overwrite else total.add_(values, alpha=alpha)
+
+
+def add_products(total: Tensor | None, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
+    """`add_product` of ``[G, M, K]`` and ``[G, K, N]``, whose calls would cost more than many small products."""
+    if len(a) == 1:
+        return add_product(None if total is None else total[0], a[0], b[0], alpha).unsqueeze(0)
+    (G, M, K), N, overwrite = a.shape, b.shape[2], total is None
+    total = costs.empty((G, M, N), a) if total is None else total
+    if not by_onednn(a, M, K, N):
+        return total.baddbmm_(a, b, beta=not overwrite, alpha=alpha)
+    for out, left, right in zip(total, a, b, strict=True):
+        add_product(out, left, right, alpha, overwrite)
+    return total
 
 
 def set_products(out: Tensor, a: Tensor, b: Tensor) -> None:
