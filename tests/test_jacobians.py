@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from curvopt import backpack, extend
 from curvopt.core import costs, onednn
@@ -27,6 +28,20 @@ from curvopt.core.saved import inputs_left
 from curvopt.core.sweep import Pass, set_columns_per_sweep
 from curvopt.core.uses import KEY
 from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact
+
+
+class Calls(TorchDispatchMode):
+    """The operations, and how many entries each gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        result = func(*args, **(kwargs or {}))
+        entries = sum(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))
+        self.entries.append((str(func).split(".")[1], entries))
+        return result
 
 
 def outer(
@@ -374,23 +389,26 @@ def outer_of(jacobian: Outer) -> Outer:
     return Outer(jacobian.left, jacobian.right, jacobian.shape)
 
 
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize(("V", "S"), [(1, 3), (9, 6)])
+def test_few_positions_are_not_multiplied_out_for_each_vector(V: int, S: int, per_sample: bool):
+    jacobian = outer(V, S, 64, 64)
+    with torch.no_grad(), Calls() as calls:
+        Squares(per_sample).add(jacobian).total()
+    size = 64 * 64 * (jacobian.N if per_sample else 1)
+    assert sum(entries for name, entries in calls.entries if name in ("mm", "bmm")) == size
+
+
 @pytest.mark.parametrize("conv", [nn.Conv2d, nn.ConvTranspose2d])
 def test_groups_share_the_calls_for_second_moments(conv: type[nn.Module]) -> None:
-    class Calls(TorchDispatchMode):
-        number = 0
-
-        def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None):
-            self.number += 1
-            return func(*args, **(kwargs or {}))
-
     def calls(groups: int) -> int:
         model = extend(nn.Sequential(conv(8, 8, 3, groups=groups), nn.Flatten(), nn.LazyLinear(2)))
         x, lossfunc = torch.randn(4, 8, 8, 8), extend(nn.CrossEntropyLoss())
-        for mode in (nullcontext(), Calls()):  # what the first finds is remembered
+        for counted in (False, True):  # what the first finds is remembered
             loss = lossfunc(model(x), torch.zeros(4, dtype=torch.long))
-            with backpack(KFLR()), mode:
+            with backpack(KFLR()), Calls() if counted else nullcontext() as found:
                 loss.backward()
-        return mode.number
+        return len(found.entries)
 
     assert calls(8) == calls(2) <= calls(1) + 20
 

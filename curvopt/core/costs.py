@@ -133,13 +133,14 @@ def samples_in_vmap(entries: int, device: str) -> int:
     return max(1, 4 * _limit(CHUNK_ENTRIES, device) // max(entries, 1))
 
 
-def by_pairs(V: int, S: int, O: int, I: int) -> bool:
+def by_pairs(V: int, S: int, O: int, I: int, chunks: int = 1) -> bool:
     """Whether squares are cheaper by pairs of positions: ``(sum_s l_s r_s)^2 = sum_st (l_s l_t) (r_s r_t)``.
 
-    The vectors enter one side only, so their number V does not count in the product over pairs.
+    The vectors, which come in chunks, enter one side only, so their number V does not count in the product over pairs.
     """
     pairs = S * (S + 1) // 2
-    return S == 1 or pairs * (ENTRY * (V * O + I) + O * I) < V * S * O * I
+    of_pair = ENTRY * (1.5 * (V * O + I) + 2 * chunks * O) + O * I
+    return S == 1 or pairs * of_pair < V * O * I * (S + ENTRY)
 
 
 def by_gram(S: int, O: int, I: int, sums: bool = False) -> bool:

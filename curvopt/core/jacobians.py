@@ -409,33 +409,31 @@ class Outer(Jacobian):
     @property
     def pairs_are_cheaper(self) -> bool:
         """Whether to take squares by `left_pairs`, instead of by `add_squares`."""
-        return costs.by_pairs(self.columns or self.V, self.S, self.O, self.I)
+        V = self.columns or self.V
+        return costs.by_pairs(V, self.S, self.O, self.I, -(-V // self.V))
 
     def left_pairs(self) -> Tensor:
         """Products of the left sides of all pairs of positions, summed over vectors, ``[N, G, P, O]``."""
         if self.S == 1:
             return self.left_squares
-        s, t = self._pairs()
-        return _weighted(self.left[:, :, :, s] * self.left[:, :, :, t], self.weights)
+        return torch.cat([_weighted(pairs, self.weights) for pairs in _pairs(self.left)], 2)
 
     def squares_of_pairs(self, left: Tensor, per_sample: bool) -> Tensor:
         """Squares from `left_pairs`, ``[*p]`` or, sample by sample, ``[N, *p]``."""
-        if self.S == 1:
-            right = self.right * self.right
-            if per_sample:
-                rows, columns = self._sides(left, right)
-                return _products(rows.unsqueeze(0), columns).reshape(self.N, *self.shape)
-            return self._shaped(_over_samples(left, right))
-        s, t = self._pairs()
-        twice = torch.where(s == t, 1.0, 2.0).to(left.dtype).unsqueeze(1)
-        step = costs.samples_at_once(self.G * len(s) * self.I, left.device.type)
-        parts = (
-            (part, right[:, :, s] * right[:, :, t] * twice)
-            for part, right in zip(left.split(step), self.right.split(step), strict=True)
-        )
-        if per_sample:
+        P, width, device = left.shape[2], self.G * self.I, left.device.type
+        step = costs.samples_at_once(P * width, device) if per_sample else costs.rows_at_once(P, width, device)
+        left = torch.cat([left[:, :, : self.S], 2 * left[:, :, self.S :]], 2) if self.S > 1 else left
+        sides = zip(left.split(step), self.right.split(step), strict=True)
+        parts = ((part, torch.cat([*_pairs(right)], 2)) for part, right in sides)
+        if not per_sample:
+            return self._shaped(reduce(add, (_over_samples(part, right) for part, right in parts)))
+        if torch.is_grad_enabled():
             return self._shaped(torch.cat([part.mT @ right for part, right in parts]))
-        return self._shaped(reduce(torch.add, (_over_samples(part, right) for part, right in parts)))
+        result = costs.empty((1, self.N, self.G, *self._sides(self.O, self.I)), left)
+        for (part, right), out in zip(parts, result.split(step, 1), strict=True):
+            rows, columns = self._sides(part, right)
+            _products(rows.unsqueeze(0), columns.unsqueeze(0), out)
+        return result.reshape(self.N, *self.shape)
 
     @property
     def vectors_to_keep(self) -> int:
@@ -566,9 +564,6 @@ class Outer(Jacobian):
         if self.weights is None:
             return products
         return products * self.weights[vectors, samples].reshape(-1, *[1] * (products.dim() - 1))
-
-    def _pairs(self) -> Tensor:
-        return torch.triu_indices(self.S, self.S, device=self.left.device)
 
 
 class Computed(Jacobian):
@@ -839,13 +834,19 @@ def add(total: Any, value: Any) -> Any:
     return total + value if total.requires_grad or value.requires_grad else total.add_(value)
 
 
-def _products(rows: Tensor, columns: Tensor) -> Tensor:
-    """``rows^T columns`` of ``[V, N, G, S, *]`` or, for all vectors, ``[N, G, S, *]``."""
+def _pairs(sides: Tensor) -> Iterator[Tensor]:
+    """Products of all pairs of positions of ``[..., S, F]``, by their distance: ``[..., S - d, F]``."""
+    S = sides.shape[-2]
+    yield from (sides[..., : S - d, :] * sides[..., d:, :] for d in range(S))
+
+
+def _products(rows: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:
+    """``rows^T columns`` of ``[V, N, G, S, *]`` or, for all vectors, ``[N, G, S, *]``; into ``out``."""
     if torch.is_grad_enabled():
         return rows.mT @ columns
     V = len(rows) if rows.dim() == 5 else len(columns)
     shape = (*(rows if rows.dim() == 4 else columns).shape[:2], rows.shape[-1], columns.shape[-1])
-    result = costs.empty((V, *shape), rows)
+    result = costs.empty((V, *shape), rows) if out is None else out
     if rows.shape[-2] == 1:
         return torch.mul(rows.mT, columns, out=result)
     for v in range(V):
