@@ -27,7 +27,7 @@ from curvopt.core.products import add_product, add_products, product
 from curvopt.core.saved import inputs_left
 from curvopt.core.sweep import Pass, set_columns_per_sweep
 from curvopt.core.uses import KEY
-from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact
+from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact, SqrtGGNExact
 
 
 class Calls(TorchDispatchMode):
@@ -397,6 +397,25 @@ def test_few_positions_are_not_multiplied_out_for_each_vector(V: int, S: int, pe
         Squares(per_sample).add(jacobian).total()
     size = 64 * 64 * (jacobian.N if per_sample else 1)
     assert sum(entries for name, entries in calls.entries if name in ("mm", "bmm")) == size
+
+
+@pytest.mark.parametrize("columns", [None, 1, 2])
+@pytest.mark.parametrize("layer", [nn.Embedding(500, 7), nn.Linear(7, 500)])
+def test_results_of_the_size_of_a_batch_are_not_copied(layer: nn.Module, columns: int | None) -> None:
+    model, lossfunc = extend(nn.Sequential(layer, nn.Flatten(), nn.LazyLinear(4))), extend(nn.CrossEntropyLoss())
+    inputs = torch.arange(10).view(5, 2) if isinstance(layer, nn.Embedding) else torch.randn(5, 7)
+    extensions = [BatchGrad(), SqrtGGNExact()]
+    set_columns_per_sweep(columns)
+    try:
+        loss = lossfunc(model(inputs), torch.zeros(5, dtype=torch.long))
+        with backpack(*extensions), Calls() as calls:
+            loss.backward()
+    finally:
+        set_columns_per_sweep(None)
+    size = 5 * layer.weight.numel()
+    copied = [name for name, entries in calls.entries if entries >= size and name in ("cat", "clone", "index_add")]
+    assert not copied
+    assert layer.weight.sqrt_ggn_exact.shape == (4, 5, *layer.weight.shape)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("conv", [nn.Conv2d, nn.ConvTranspose2d])

@@ -46,7 +46,7 @@ LAUNCH, SHIFT_CALLS = 1 << 27, 30
 KEPT_ENTRIES = 20 << 20
 #: Columns below which it is better at the transposed product.
 NARROW = 64
-#: Bytes of the largest block that glibc keeps when it is freed (it allows no more), and of all that it keeps.
+#: Bytes of a block that glibc does not keep when it is freed (it allows no more), and of all that it keeps.
 KEPT_BLOCK, KEPT_BYTES = 32 << 20, 128 << 20
 
 
@@ -234,7 +234,7 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     between the system may take them back, should it need them.
     """
     size = prod(shape) * like.element_size()
-    if size <= KEPT_BLOCK or like.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if size < max(KEPT_BLOCK, 1) or like.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return like.new_empty(shape)
     pages = _freed_of(size) or _mapped(size)
     view = memoryview(pages)  # what PyTorch holds and lets go of

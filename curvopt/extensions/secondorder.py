@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from curvopt.core import costs
 from curvopt.core.jacobians import Approx, Dense, Jacobian, Squares, add, widened
 from curvopt.core.sweep import Averaged, Empirical, Exact, MonteCarlo
 from curvopt.core.uses import extended_name
@@ -85,14 +86,33 @@ class BatchDiagGGNMC(_Sampled, BatchDiagonal):
     needs_independent_samples = True  # no single sample's share where samples mix
 
 
+@dataclasses.dataclass
+class _Chunks:
+    """Columns, the last of them in memory for ``missing`` more."""
+
+    values: list[Tensor] = dataclasses.field(default_factory=list)
+    missing: int = 0
+
+
 class _Root(Extension):
     """Root of the GGN: transposed Jacobian products of all columns, kept in the order of the columns."""
 
-    def update(self, total: list[Tensor] | None, jacobian: Jacobian) -> list[Tensor]:
-        return [*(total or ()), jacobian.select(self.subsampling).dense()]
+    def update(self, total: _Chunks | None, jacobian: Jacobian) -> _Chunks:
+        chunk, total = jacobian.select(self.subsampling).dense(), total or _Chunks()
+        columns = jacobian.columns or len(chunk)
+        if len(chunk) == columns or torch.is_grad_enabled():
+            # what arrived may be shared with others
+            total.values.append(chunk.clone() if isinstance(jacobian, Dense) else chunk)
+            return total
+        if not total.missing:
+            total.values.append(costs.empty((columns, *chunk.shape[1:]), chunk))
+            total.missing = columns
+        total.values[-1][-total.missing :][: len(chunk)] = chunk
+        total.missing -= len(chunk)
+        return total
 
-    def finish(self, total: list[Tensor]) -> Tensor:
-        return torch.cat(total)
+    def finish(self, total: _Chunks) -> Tensor:
+        return total.values[0] if len(total.values) == 1 else torch.cat(total.values)
 
 
 class SqrtGGNExact(_Root):
