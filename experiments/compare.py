@@ -66,7 +66,14 @@ class Comparison:
 
 
 def compare(comparison: Comparison) -> str:
-    """Trains what is missing, draws ``<out>/<problem>-comparison.png`` and returns the table as Markdown."""
+    """Trains what is missing, draws ``<out>/<problem>-comparison.png`` and returns the table as Markdown.
+
+    Raises:
+        SettingsError: a setting is out of its range.
+        DataError: the data set is absent or corrupt.
+    """
+    if not (comparison.optimizers and comparison.seeds):
+        raise SettingsError("--optimizers and --seeds need at least one each")
     runs: dict[str, list[Path]] = {}
     for name in comparison.optimizers:
         for seed in comparison.seeds:

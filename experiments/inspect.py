@@ -52,9 +52,13 @@ def inspect(inspection: Inspection) -> list[Path]:
     """Writes the pictures and returns their paths.
 
     Raises:
-        ValueError: there is no checkpoint that can be read.
+        ValueError: there is no checkpoint that can be read, or a setting is out of its range.
         DataError: its data are not there.
     """
+    for name, least in {"samples": 1, "hessian_samples": 0}.items():
+        if getattr(inspection, name) < least:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} must be at least {least}, got {getattr(inspection, name)}")
     state = checkpoints.load(inspection.checkpoint)
     if state is None:
         raise ValueError(f"{inspection.checkpoint} holds no checkpoint; train with --save-every other than 0")

@@ -24,6 +24,9 @@ from tqdm import tqdm
 from experiments.plots import evaluations, read_metrics
 from experiments.train import Config, SettingsError, parse
 
+#: What the last evaluation of a run has.
+METRICS = ("train_set_loss", "test_loss", "test_accuracy", "seconds")
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -50,7 +53,7 @@ def grid(sweep: Sweep) -> tuple[list[Run], str, bool]:
     """The runs of a sweep file, the metric to compare them by, and whether less of it is better.
 
     Raises:
-        SettingsError: the file cannot be read, or needs wandb's server.
+        SettingsError: the file cannot be read, needs wandb's server, or compares by what runs do not have.
     """
     try:
         settings = yaml.safe_load(sweep.file.read_text())
@@ -59,13 +62,19 @@ def grid(sweep: Sweep) -> tuple[list[Run], str, bool]:
             for name, spec in settings["parameters"].items()
         }
         method, command, metric = settings["method"], settings["command"], settings["metric"]
-        name, smaller = metric["name"], metric.get("goal", "minimize") == "minimize"
-    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        name, goal = metric["name"], metric.get("goal", "minimize")
+        words = command[command.index("${program}") + 1 :]
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise SettingsError(f"{sweep.file} is no sweep with command, method, metric, parameters: {error!r}") from error
     if sweep.jobs < 1:
         raise SettingsError(f"--jobs must be at least 1, got {sweep.jobs}")
     if method != "grid":
         raise SettingsError(f"{sweep.file}: method {method} needs wandb's server; only grid runs without")
+    if name not in METRICS or goal not in ("minimize", "maximize"):
+        raise SettingsError(
+            f"{sweep.file}: the metric must be one of {', '.join(METRICS)}, to minimize or to maximize; got {name}, "
+            f"to {goal}"
+        )
     varied = [parameter for parameter, choices in values.items() if len(choices) > 1]
     runs = []
     for chosen in itertools.product(*values.values()):
@@ -73,11 +82,11 @@ def grid(sweep: Sweep) -> tuple[list[Run], str, bool]:
         directory = sweep.out / (",".join(f"{parameter}={point[parameter]}" for parameter in varied) or "only")
         arguments = [f"--{parameter}={value}" for parameter, value in point.items()]
         expanded: list[str] = []
-        for word in command[command.index("${program}") + 1 :]:
+        for word in words:
             expanded += arguments if word == "${args}" else [str(word)]
         expanded += [f"--out={directory}", "--resume"]
         runs.append(Run({parameter: point[parameter] for parameter in varied}, tuple(expanded), parse(expanded)))
-    return runs, name, smaller
+    return runs, name, goal == "minimize"
 
 
 def run(run: Run) -> str | None:
@@ -110,7 +119,8 @@ def table(runs: Sequence[Run], metric: str, smaller: bool) -> str:
         assert out is not None
         reached = float("inf") if smaller else float("-inf")
         if (out / "finished.json").exists() and json.loads((out / "finished.json").read_text())["diverged"] is None:
-            reached = evaluations(read_metrics(out))[-1][metric]
+            value = evaluations(read_metrics(out))[-1][metric]
+            reached = reached if value is None else value
         groups.setdefault(setting, []).append(reached)
     names = [name for name in runs[0].point if name != "seed"]
     lines = [f"| {' | '.join([*names, metric, 'runs'])} |", "|---" * (len(names) + 2) + "|"]

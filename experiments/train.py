@@ -191,7 +191,11 @@ class Training:
 
     def __init__(self, config: Config, processes: Processes) -> None:
         assert config.epochs is not None and config.batch_size is not None
-        self.config, self.processes, self.device = config, processes, torch.device(config.device)
+        self.config, self.processes = config, processes
+        try:
+            self.device = torch.empty(0, device=config.device).device
+        except (RuntimeError, AssertionError) as error:
+            raise SettingsError(f"--device {config.device} cannot be used here: {error}") from error
         problem = PROBLEMS[config.problem]
         given = problem_data(config.problem, config.data, config.npz, config.data_root, config.download)
         self.train_set, self.test_set = given.train.to(self.device), given.test.to(self.device)
@@ -222,11 +226,11 @@ class Training:
 
     def _check(self) -> None:
         config, samples, parts = self.config, len(self.train_set.x), self.processes.count * self.config.accumulate
-        assert config.epochs is not None and config.batch_size is not None
-        if config.epochs < 1:
-            raise SettingsError(f"--epochs must be at least 1, got {config.epochs}")
-        if config.accumulate < 1:
-            raise SettingsError(f"--accumulate must be at least 1, got {config.accumulate}")
+        assert config.batch_size is not None
+        for name, least in {"epochs": 1, "accumulate": 1, "warmup": 0, "layers_every": 0, "save_every": 0}.items():
+            value = getattr(config, name)
+            if value is not None and value < least:
+                raise SettingsError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
         if not 0 < config.batch_size <= samples:
             raise SettingsError(f"--batch-size must be in 1 ... {samples}, got {config.batch_size}")
         if config.batch_size % parts:
@@ -418,10 +422,13 @@ class _Output:
         assert config.out is not None
         self.config, self.directory = config, config.out
         self.diverged: str | None = None
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"--out: there cannot be a run directory ({error})") from error
         if state is None:
             for name in ("finished.json", *checkpoints.NAMES):  # of another run
                 (self.directory / name).unlink(missing_ok=True)
-        self.directory.mkdir(parents=True, exist_ok=True)
         self._write_json("config.json", config.as_json())
         self._file = open(self.directory / "metrics.jsonl", "ab")
         self._file.truncate(0 if state is None else state["metrics_bytes"])  # what was written later comes again

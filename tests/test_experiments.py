@@ -163,6 +163,11 @@ def test_damping_follows_the_loss_where_that_is_asked_for(tmp_path: Path) -> Non
         ({"batch_size": 0}, "--batch-size must be in 1"),
         ({"batch_size": 64, "accumulate": 3}, "multiple of 3"),
         ({"accumulate": 0}, "--accumulate"),
+        ({"warmup": -1}, "--warmup must be at least 0, got -1"),
+        ({"layers_every": -1}, "--layers-every must be at least 0"),
+        ({"save_every": -1}, "--save-every must be at least 0"),
+        ({"device": "abacus"}, "--device abacus cannot be used here"),
+        ({"out": Path(__file__)}, "--out: there cannot be a run directory.*test_experiments.py"),
         ({"data": "mnist5k", "npz": Path("own.npz")}, "give one"),
         ({"problem": "mnist-2c2d", "data": "digits"}, r"takes samples like \[1, 28, 28\], got \[1, 8, 8\]"),
         ({"problem": "help-gpt", "augment": True}, "--augment needs images"),
@@ -539,6 +544,12 @@ def test_compare_prints_its_table_and_trains_only_what_is_missing(
     assert {name for name, time in written().items() if time != third[name]} == {"digits-mlp-adamw-0"}
 
 
+@pytest.mark.parametrize("empty", ["optimizers", "seeds"])
+def test_compare_of_nothing_is_refused(empty: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="--optimizers and --seeds need at least one each"):
+        compare(Comparison(**{"out": tmp_path, empty: ()}))
+
+
 def test_compare_of_autoencoders_shows_losses(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (40, 4, 4), dtype=np.uint8)
@@ -598,7 +609,14 @@ def test_the_sweep_file_means_the_same_to_wandb() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"), [({"method": "bayes"}, "needs wandb's server"), ({"parameters": None}, "is no sweep")]
+    ("changes", "message"),
+    [
+        ({"method": "bayes"}, "needs wandb's server"),
+        ({"parameters": None}, "is no sweep"),
+        ({"command": ["python", "${args}"]}, "is no sweep"),
+        ({"metric": {"name": "train_loss"}}, "must be one of train_set_loss, .*got train_loss"),
+        ({"metric": {"name": "test_loss", "goal": "min"}}, "to minimize or to maximize; got test_loss, to min"),
+    ],
 )
 def test_sweeps_that_cannot_run_here(changes: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=message):
@@ -621,6 +639,10 @@ def test_inspect_draws_what_a_checkpoint_says(tmp_path: Path) -> None:
     assert {picture.parent for picture in again} == {tmp_path / "o"} and len(again) == 3
     with pytest.raises(ValueError, match="holds no checkpoint"):
         inspect_checkpoint(Inspection(tmp_path / "o"))
+    with pytest.raises(ValueError, match="--samples must be at least 1, got 0"):
+        inspect_checkpoint(Inspection(tmp_path, samples=0))
+    with pytest.raises(ValueError, match="--hessian-samples must be at least 0, got -1"):
+        inspect_checkpoint(Inspection(tmp_path, hessian_samples=-1))
 
 
 def test_inspect_tells_of_samples_that_are_no_images() -> None:
