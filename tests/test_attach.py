@@ -123,6 +123,21 @@ def test_a_model_without_parameters_of_the_optimizer_is_refused() -> None:
         KFACSGD(mlp().parameters()).attach(mlp())
 
 
+def test_a_lossfunc_that_is_no_module_is_refused() -> None:
+    model = nn.Linear(5, 3)
+    optimizer = KFACSGD(model.parameters())
+    with pytest.raises(TypeError, match="expected a torch.nn.Module, got function"):
+        optimizer.attach(model, nn.functional.cross_entropy)  # pyright: ignore[reportArgumentType]
+
+    def closure() -> Tensor:  # collects, as if there had been no attach()
+        loss = nn.functional.cross_entropy(model(torch.ones(4, 5)), torch.arange(4) % 3)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert "none" not in optimizer.coverage().values()
+
+
 def test_a_backward_without_curvature_says_what_to_do() -> None:
     run = attached(KFACSGD)
     with pytest.raises(CurvoptError, match=r"inside of `with backpack\(\):`"):

@@ -378,8 +378,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
                 ". Attach after everything that replaces parameters (moving to a device, wrapping), and build the "
                 "optimizer from model.parameters()."
             )
-        self._scaler, self._attached = scaler, True
         attach(self, model, lossfunc)
+        self._scaler, self._attached = scaler, True
 
     def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> Any:
         """For a backward that is about to reach ``parameters()``: the context to run it in, or ``None``."""
