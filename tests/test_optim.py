@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.extensions import KFLR, BatchGrad
@@ -988,6 +989,19 @@ def test_a_weight_of_two_kinds_of_use_is_refused(make: Callable, accumulated: bo
                 before = [factor.clone() for factor in optimizer.state[model.table.weight]["factors"]]
     if not accumulated:
         assert all(map(torch.equal, before, optimizer.state[model.table.weight]["factors"]))
+
+
+@pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, KFACAdamW])
+def test_a_weight_that_is_pruned_during_training_begins_anew(make: Callable) -> None:
+    run = Run(make, lr=0.02).train(3)
+    prune.l1_unstructured(run.model[3], "weight", 0.3)
+    before = run.weights()
+    with pytest.raises(CurvoptError, match=r"(0\.2|3\.weight): .*pruned.*optimizer\.state\[p\]\.clear\(\)"):
+        run.train(1)
+    assert_equal(before, run.weights())
+    run.optimizer.state[run.model[3].weight_orig].clear()
+    run.train(30)
+    assert run.optimizer.coverage()["0.2"] == "dense" and run.full_loss() < 1
 
 
 def test_losses_by_two_kinds_of_use_are_refused() -> None:

@@ -333,7 +333,10 @@ class EigenDiagonal(Extension):
         assert jacobian.parameter is not None
         bases = self.bases.get(jacobian.parameter)
         if bases is not None and len(bases) != (2 if jacobian.factored else 1):
-            raise _different_kinds("bases", jacobian)
+            raise CurvoptError(
+                f"{_different_kinds('bases', jacobian)} If it is used otherwise than before (pruned, say), let its "
+                "curvature begin anew by optimizer.state[p].clear()."
+            )
         return None if bases is None else add(total, jacobian.rotated(bases).squares().reshape(-1))
 
     def regularize(self, total: Tensor | None, weight: Tensor, p: Tensor, N: int) -> Tensor | None:

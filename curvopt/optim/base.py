@@ -145,8 +145,9 @@ def check_forms(name: str | None, known: Sequence[Tensor], new: Sequence[Tensor]
         raise CurvoptError(
             f"{name or 'a parameter'}: its curvature is kept as {before}, but comes as {now}. If losses reach it by "
             "uses of different kinds (an embedding and a linear layer, say), compute them from one output, untie it, "
-            "or use DiagonalNewton; if the state was loaded, build the optimizer with the same options, for parameters "
-            "of the same dtype. Parameters and state are unchanged."
+            "or use DiagonalNewton; if it is used otherwise than before (pruned, say), let its curvature begin anew by "
+            "optimizer.state[p].clear(); if the state was loaded, build the optimizer with the same options, for "
+            "parameters of the same dtype. Parameters and state are unchanged."
         )
 
 
