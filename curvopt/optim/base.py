@@ -869,10 +869,12 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
     def _export(self) -> dict[str, Any]:
         # some are measured only now and then: whoever logs them finds them after a resumption, too
         metrics = {name: float(value) for name, value in self._metrics.items()}
-        return {**self._progress, "sampler": (self._seed, self._draws), "metrics": metrics}
+        own = {"optimizer": type(self).__name__, "sampler": (self._seed, self._draws), "metrics": metrics}
+        return {**self._progress, **own}
 
     def _import(self, exported: dict[str, Any]) -> None:
-        self._progress = {name: exported[name] for name in exported if name not in ("sampler", "metrics")}
+        own = ("optimizer", "sampler", "metrics")
+        self._progress = {name: exported[name] for name in exported if name not in own}
         self._progress.setdefault("closure_weight", exported["step_weight"])
         self._seed, self._draws = exported["sampler"]
         self._metrics = dict(exported.get("metrics", {}))
@@ -898,10 +900,13 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         curvature: dict[str, Any] = {}
 
         def take_ours(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+            who = f"{type(self).__name__}.load_state_dict()"
             if "curvature" not in loaded:
+                raise CurvoptError(f'{who}: no "curvature" entry, so this is the state of another optimizer.')
+            saved = loaded["curvature"].get("optimizer", type(self).__name__)
+            if saved not in (kind.__name__ for kind in type(self).__mro__):  # a subclass may go on with its state
                 raise CurvoptError(
-                    f'{type(self).__name__}.load_state_dict(): no "curvature" entry, so this is the state of another '
-                    "optimizer."
+                    f"{who}: this is the state of another optimizer, {saved}; build that one. Nothing has changed."
                 )
             curvature.update(loaded["curvature"])
             states = dict(loaded["state"])
@@ -913,9 +918,9 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             for (param, name), state in zip(self._names().items(), ours, strict=False):
                 if not fits(state.get("factors", []), param.shape):
                     raise CurvoptError(
-                        f"{type(self).__name__}.load_state_dict(): {name} has shape {list(param.shape)}, but curvature "
-                        f"of another one was saved ({[list(factor.shape) for factor in state['factors']]}); load the "
-                        "state of the same model, whose parameters come in the same order. Nothing has changed."
+                        f"{who}: {name} has shape {list(param.shape)}, but curvature of another one was saved "
+                        f"({[list(factor.shape) for factor in state['factors']]}); load the state of the same model, "
+                        "whose parameters come in the same order. Nothing has changed."
                     )
             return {**loaded, "state": states}
 
