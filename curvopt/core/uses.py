@@ -664,6 +664,8 @@ M = TypeVar("M", bound=nn.Module)
 def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bool = False) -> M:
     """Make a model or a loss tell the engine what it does. Changes and returns the same module; idempotent.
 
+    Modules and parameters that are added or replaced afterwards have no fields until it is called again.
+
     Args:
         module: a model (every submodule that owns parameters is recorded) or a loss such as ``nn.CrossEntropyLoss``.
         debug: print each module that is recorded.
