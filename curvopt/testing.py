@@ -451,7 +451,7 @@ def check(
     for each parameter tensor. So take few samples, and the smallest inputs that show what is to be shown.
 
     Args:
-        model: the model, extended or not. Its output is ordered by sample.
+        model: the model, extended or not. Its output is a tensor, ordered by sample.
         lossfunc: called as ``lossfunc(output, y)``; extended or not, a loss of one's own with ``loss=True``. Terms
             that see parameters (regularizers) have no place in it: to the copies they are constants.
         x: the model's input.
@@ -500,7 +500,18 @@ def check(
                 f"check: the model does not run in {dtype} ({error}); make it independent of the precision, or "
                 "pass dtype=torch.float32."
             ) from error
+        _check_one_tensor(z, "output", "puts its outputs together")
+        if not z.requires_grad:
+            raise CurvoptError(
+                "check: the output depends on no parameter that requires a gradient; call model.requires_grad_(), "
+                "outside of torch.no_grad()."
+            )
         loss = lossfunc(z, y)
+        if loss.numel() != 1:
+            raise CurvoptError(
+                f"check: the loss has shape {list(loss.shape)}, but fields are those of a scalar; build it with "
+                "reduction='mean' or 'sum'."
+            )
         samples = _samples(ours, loss)
         parameters = {name: p for name, p in ours.named_parameters() if p.grad is not None}
         ours.zero_grad()
@@ -536,12 +547,16 @@ def _scalar(lossfunc: Callable[[Tensor, Any], Tensor], z: Tensor, y: Any) -> Ten
         return lossfunc(z, y)
 
 
-def _check_request(model: nn.Module, x: Any, extensions: Sequence[Extension]) -> None:
-    if not isinstance(x, Tensor):
+def _check_one_tensor(value: Any, what: str, wrapper: str) -> None:
+    if not isinstance(value, Tensor):
         raise CurvoptError(
-            f"check: expected one tensor as the model's input, got {type(x).__name__}; wrap the model in a module "
-            "that keeps the other inputs."
+            f"check: expected one tensor as the model's {what}, got {type(value).__name__}; wrap the model in a module "
+            f"that {wrapper}."
         )
+
+
+def _check_request(model: nn.Module, x: Any, extensions: Sequence[Extension]) -> None:
+    _check_one_tensor(x, "input", "keeps the other inputs")
     if not extensions:
         raise CurvoptError("check: got no extensions; pass a list, e.g. [curvopt.extensions.BatchGrad()].")
     for extension in extensions:

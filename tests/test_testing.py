@@ -256,6 +256,12 @@ def test_what_cannot_be_checked_is_refused(monkeypatch):
         check(mlp(), nn.CrossEntropyLoss(), x, y, [])
     with pytest.raises(CurvoptError, match="one tensor as the model's input, got tuple"):
         check(mlp(), nn.CrossEntropyLoss(), (x, x), y, [KFAC()])
+    with pytest.raises(CurvoptError, match="one tensor as the model's output, got tuple; wrap"):
+        check(nn.LSTM(4, 3), lambda z, y: nn.functional.mse_loss(z[0], y), x[None], torch.zeros(1, 3, 3), [BatchGrad()])
+    with pytest.raises(CurvoptError, match="no parameter that requires a gradient"):
+        check(mlp().requires_grad_(False), nn.CrossEntropyLoss(), x, y, [BatchGrad()])
+    with pytest.raises(CurvoptError, match=r"the loss has shape \[3\].*reduction='mean' or 'sum'"):
+        check(mlp(), nn.CrossEntropyLoss(reduction="none"), x, y, [BatchGrad()])
     with pytest.raises(CurvoptError, match=r"1 \(BatchNorm1d\) mixes the samples in train mode; call model.eval"):
         check(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), nn.CrossEntropyLoss(), x, y, [KFAC()])
     with pytest.raises(CurvoptError, match=r"samples, a smaller network"):
