@@ -890,7 +890,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict()`` returned; factors and inverses keep their own dtype.
+        """Load what ``state_dict()`` returned, of a model in whatever precision; curvature is kept in at least single.
 
         Raises:
             CurvoptError: if it is the state of another optimizer, or of parameters of other shapes. Nothing has changed
@@ -926,11 +926,12 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
 
         def put_back(_: Any) -> None:
             for param, state in zip(self._params(), ours, strict=True):
+                like = widened(param.new_empty(0))
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.ndim:
-                        value = value.to(param.device)
+                        value = value.to(like)
                     elif isinstance(value, list):
-                        value = [tensor.to(param.device) for tensor in value]
+                        value = [tensor.to(like) for tensor in value]
                     self.state[param][name] = value
             self._import(curvature)
 
