@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from curvopt import CurvoptError, CurvoptWarning, L2Regularizer, backpack, extend
 from curvopt.extensions import DiagGGNExact
 from curvopt.hessianfree import Solution
-from curvopt.optim import HessianFree, hessian_free
+from curvopt.optim import KFACSGD, HessianFree, hessian_free
 from curvopt.optim.closures import Closure
 from curvopt.optim.hessian_free import (
     Objective,
@@ -1026,3 +1026,13 @@ def test_operations_without_second_derivative_are_refused(function: Callable, ma
 def test_options_out_of_range_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         HessianFree([nn.Parameter(torch.ones(2))], **options)
+
+
+@pytest.mark.parametrize("other", [KFACSGD, torch.optim.SGD, torch.optim.Adam])
+def test_the_state_of_another_optimizer_is_refused(other: type[torch.optim.Optimizer]) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = HessianFree(model.parameters(), lr=0.5)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(CurvoptError, match="state of another optimizer"):
+        optimizer.load_state_dict(other(model.parameters(), lr=0.1).state_dict())
+    assert optimizer.state_dict() == before

@@ -458,6 +458,20 @@ class HessianFree(torch.optim.Optimizer):
         super().add_param_group(param_group)
         check_new_group(self, self._names())
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` returned.
+
+        Raises:
+            CurvoptError: if it is the state of another optimizer. Nothing has changed then.
+        """
+        complete = all(group.keys() >= self.defaults.keys() for group in state_dict["param_groups"])
+        if not complete or "curvature" in state_dict:
+            raise CurvoptError(
+                "HessianFree.load_state_dict(): this is the state of another optimizer; build that one. Nothing has "
+                "changed."
+            )
+        super().load_state_dict(state_dict)
+
     @torch.no_grad()
     @sdpa_kernel(SDPBackend.MATH)  # no other has a second derivative
     @without_autocast
