@@ -118,8 +118,8 @@ def _remembered(
     (N, strays), silent = _search(losses, entries, calls, frozen)
     passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays))
     found = Found(N, strays, passing)
-    lasting = not (silent or quiet or _passes_strays(entries, strays) or _closed(losses, entries))
-    if known is not None and (found == known or not lasting):
+    hidden = silent or quiet or _closed(losses, entries)
+    if known is not None and (found == known or hidden):
         return known
     dear = strays - passing if _is_small(passing, strays, N, entries) else strays
     if dear:
@@ -138,10 +138,10 @@ def _remembered(
             CurvoptWarning,
             stacklevel=3,
         )
-    if key is not None and lasting:
+    if key is not None and (times or not (hidden or _passes_strays(entries, strays))):
         if len(_found) > 256:
             _found.clear()
-        _found[key] = (None if known is not None or times else found), times + 1
+        _found[key] = (None if times else found), times + 1
     return found
 
 
