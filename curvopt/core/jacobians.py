@@ -839,7 +839,7 @@ def add(total: Any, value: Any) -> Any:
 def _pairs(sides: Tensor) -> Iterator[Tensor]:
     """Products of all pairs of positions of ``[..., S, F]``, by their distance: ``[..., S - d, F]``."""
     S = sides.shape[-2]
-    yield from (sides[..., : S - d, :] * sides[..., d:, :] for d in range(S))
+    yield from (sides[..., : S - d, :] * sides[..., d:, :] for d in range(max(S, 1)))
 
 
 def _products(rows: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:
