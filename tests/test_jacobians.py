@@ -423,7 +423,7 @@ def test_groups_share_the_calls_for_second_moments(conv: type[nn.Module]) -> Non
     def calls(groups: int) -> int:
         model = extend(nn.Sequential(conv(8, 8, 3, groups=groups), nn.Flatten(), nn.LazyLinear(2)))
         x, lossfunc = torch.randn(4, 8, 8, 8), extend(nn.CrossEntropyLoss())
-        for counted in (False, True):  # what the first finds is remembered
+        for counted in (False, False, True):  # the first two look for the samples, too
             loss = lossfunc(model(x), torch.zeros(4, dtype=torch.long))
             with backpack(KFLR()), Calls() if counted else nullcontext() as found:
                 loss.backward()
