@@ -567,11 +567,14 @@ def _require_finite(loss: float, training: Training) -> None:
 
 def parse(arguments: Sequence[str] | None = None) -> Config:
     """The settings that a command line asks for, by default that of this process."""
+    given = sys.argv[1:] if arguments is None else arguments
+    # to count the parameters of every model takes seconds, for torchvision has to be imported
+    problems = describe_problems() if {"-h", "--help"}.intersection(given) else ""
     return tyro.cli(
         Config,
         args=arguments,
         prog="python -m experiments.train",
-        description=f"{__doc__}\n{describe_problems()}",
+        description=f"{__doc__}\n{problems}",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs, tyro.conf.FlagCreatePairsOff),
     )
 

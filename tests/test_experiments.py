@@ -511,6 +511,11 @@ def test_help_lists_problems_and_optimizers(capsys: pytest.CaptureFixture[str]) 
         assert f"• {name}" in text
 
 
+def test_a_run_begins_without_what_takes_long_to_import() -> None:
+    script = "import sys; from experiments.train import parse; parse(['sgd']); sys.exit('torchvision' in sys.modules)"
+    assert not subprocess.run([sys.executable, "-c", script], env=environment(), timeout=400).returncode
+
+
 def test_compare_prints_its_table_and_trains_only_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
