@@ -26,7 +26,7 @@ from experiments.curvature import extended_copy, layer_statistics
 from experiments.data import ALPHABET, DEFAULT_ROOT, Data, DataError
 from experiments.plots import COLOURS, MARKERS
 from experiments.problems import PROBLEMS
-from experiments.train import problem_data
+from experiments.train import check_least, problem_data
 
 _MC_SAMPLES = 10  # per datum, for traces and factors
 _SHOWN = 10  # images
@@ -55,10 +55,7 @@ def inspect(inspection: Inspection) -> list[Path]:
         ValueError: there is no checkpoint that can be read, or a setting is out of its range.
         DataError: its data are not there.
     """
-    for name, least in {"samples": 1, "hessian_samples": 0}.items():
-        if getattr(inspection, name) < least:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} must be at least {least}, got {getattr(inspection, name)}")
+    check_least(inspection, samples=1, hessian_samples=0)
     state = checkpoints.load(inspection.checkpoint)
     if state is None:
         raise ValueError(f"{inspection.checkpoint} holds no checkpoint; train with --save-every other than 0")

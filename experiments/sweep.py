@@ -22,7 +22,7 @@ import yaml
 from tqdm import tqdm
 
 from experiments.plots import evaluations, read_metrics
-from experiments.train import Config, SettingsError, parse
+from experiments.train import Config, SettingsError, check_least, parse
 
 #: What the last evaluation of a run has.
 METRICS = ("train_set_loss", "test_loss", "test_accuracy", "seconds")
@@ -66,8 +66,7 @@ def grid(sweep: Sweep) -> tuple[list[Run], str, bool]:
         words = command[command.index("${program}") + 1 :]
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise SettingsError(f"{sweep.file} is no sweep with command, method, metric, parameters: {error!r}") from error
-    if sweep.jobs < 1:
-        raise SettingsError(f"--jobs must be at least 1, got {sweep.jobs}")
+    check_least(sweep, jobs=1)
     if method != "grid":
         raise SettingsError(f"{sweep.file}: method {method} needs wandb's server; only grid runs without")
     if name not in METRICS or goal not in ("minimize", "maximize"):

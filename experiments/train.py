@@ -159,6 +159,14 @@ class SettingsError(ValueError):
     """A run cannot start with these settings; says which."""
 
 
+def check_least(settings: Any, **least: int) -> None:
+    """Raise `SettingsError` where a setting, unless it is ``None``, is less than it may be."""
+    for name, bound in least.items():
+        value = getattr(settings, name)
+        if value is not None and value < bound:
+            raise SettingsError(f"--{name.replace('_', '-')} must be at least {bound}, got {value}")
+
+
 @dataclass(frozen=True)
 class Processes:
     """The processes of torchrun; one without it."""
@@ -227,10 +235,7 @@ class Training:
     def _check(self) -> None:
         config, samples, parts = self.config, len(self.train_set.x), self.processes.count * self.config.accumulate
         assert config.batch_size is not None
-        for name, least in {"epochs": 1, "accumulate": 1, "warmup": 0, "layers_every": 0, "save_every": 0}.items():
-            value = getattr(config, name)
-            if value is not None and value < least:
-                raise SettingsError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        check_least(config, epochs=1, accumulate=1, warmup=0, layers_every=0, save_every=0)
         if not 0 < config.batch_size <= samples:
             raise SettingsError(f"--batch-size must be in 1 ... {samples}, got {config.batch_size}")
         if config.batch_size % parts:

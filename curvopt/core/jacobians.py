@@ -757,8 +757,6 @@ class Lookup(Jacobian):
     def _scatter(values: Tensor, axis: int, index: Tensor, size: int) -> Tensor:
         """Values summed into ``size`` places along an axis."""
         shape = (*values.shape[:axis], size, *values.shape[axis + 1 :])
-        if torch.is_grad_enabled():
-            return values.new_zeros(shape).index_add(axis, index, values)
         return costs.empty(shape, values).zero_().index_add_(axis, index, values)
 
 
