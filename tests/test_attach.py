@@ -147,6 +147,7 @@ def test_a_backward_without_curvature_says_what_to_do() -> None:
 
 
 def test_nothing_is_watched_after_the_optimizer_is_gone() -> None:
+    gc.collect()  # optimizers of other tests
     run_backward = torch.autograd._engine_run_backward  # pyright: ignore[reportAttributeAccessIssue]
     first, second = attached(KFACSGD), attached(KFACAdamW)
     train(first, range(1))

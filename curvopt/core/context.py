@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from curvopt.core import costs
 from curvopt.core.graph import Graph, leaves_behind, records_behind
 from curvopt.core.residuals import leaf_of
-from curvopt.core.sweep import Pass, fields_of
+from curvopt.core.sweep import Backward, Pass, fields_of
 from curvopt.core.uses import Use, extend, listen, listeners, outside_of_graphs, unheard
 from curvopt.errors import CurvoptError
 
@@ -138,25 +138,23 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             self._passes.popitem()[1].undo()
         self._pending = None
 
-    def _read(self, roots: Sequence[Node], accumulates: bool, partial: bool, spares: bool) -> tuple[Graph, Pass | None]:
+    def _read(self, roots: Sequence[Node], how: Backward) -> tuple[Graph, Pass | None]:
         """The graph of a call into autograd, and what is to be done in its backward, if anything."""
         try:
             graph = Graph(roots)
         except CurvoptError as error:
             raise CurvoptError(f"{fields_of(self.extensions)}: {error}") from error
-        if not (graph.entries or accumulates) or (self.skips_empty and graph.empty):
+        if not (graph.entries or how.accumulates) or (self.skips_empty and graph.empty):
             return graph, None
         with graph.own_backwards(), graph.blocks:
-            begun = Pass(self.extensions, self.extension_hook, graph, partial, spares, self.counted)
+            begun = Pass(self.extensions, self.extension_hook, graph, how, self.counted)
         for call in () if graph.mixing else graph.calls:
             call.use.was_read_off()
         return graph, begun
 
-    def _run(
-        self, roots: Sequence[Node], call: Callable[..., Any], accumulates: bool, partial: bool, spares: bool
-    ) -> Any:
+    def _run(self, roots: Sequence[Node], call: Callable[..., Any], how: Backward) -> Any:
         """A call into autograd, with its graph read (and the request checked) before anything is computed."""
-        graph, pending = self._read(roots, accumulates, partial, spares)
+        graph, pending = self._read(roots, how)
         if pending is None and not graph.entries:
             return call()  # a gradient of something else
         if pending is None:
@@ -311,11 +309,12 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
             # backward(create_graph=True) is what one asks for here; fields hold no reference to .grad
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
-        plain = len(roots) == len(outputs) and not any(leaf_of(root) is not None for root in roots)
-        spares = plain and accumulates and not inputs and not args[2] and len(contexts) == 1
+        known = len(roots) == len(outputs) and not any(leaf_of(root) is not None for root in roots)
+        plain = known and accumulates and not inputs and not args[2]
+        how = Backward(accumulates, bool(inputs), plain, alone=len(contexts) == 1)
         run: Callable[[], Any] = call
         for context in reversed(contexts):
-            run = functools.partial(context._run, roots, run, accumulates, bool(inputs), spares)
+            run = functools.partial(context._run, roots, run, how)
         return run()
 
 

@@ -44,6 +44,8 @@ CALL = 2 << 20
 LAUNCH, SHIFT_CALLS = 1 << 27, 30
 #: Activation entries that columns kept for later may hold.
 KEPT_ENTRIES = 20 << 20
+#: Columns beyond which one less makes no difference.
+MOST_TURNED = 32
 #: Columns below which it is better at the transposed product.
 NARROW = 64
 #: Bytes of a block that glibc does not keep when it is freed (it allows no more), and of all that it keeps.
@@ -108,6 +110,14 @@ def even_share(total: int, most: int) -> int:
 def vectors_at_once(entries: int, V: int) -> int:
     """How many of V vectors to multiply with one sample together if the product with one has so many entries."""
     return even_share(V, max(1, (CACHED_ENTRIES >> 1) // entries))
+
+
+def gradient_for_column(V: int, at_once: int) -> bool:
+    """Whether to have the gradient bring one of V columns, so that one less of those pulled back is left to pull.
+
+    Where several are pulled back together, one more costs less than to turn the root.
+    """
+    return V <= MOST_TURNED and -(-V // at_once) > -(-(V - 1) // at_once)
 
 
 def columns_to_keep(entries: int, device: str) -> int:

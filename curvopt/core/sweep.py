@@ -3,7 +3,8 @@
 First order: the gradient that arrives at each use is its own column. Second order: when the backward reaches an
 extended loss, columns of the root of the loss Hessian are pulled back by autograd to the outputs of all uses, a few
 columns at a time, and local rules turn what arrives into Jacobians of parameters. Extensions that ask for the same
-columns share one sweep.
+columns share one sweep. A column that is the gradient times a factor for each sample is not pulled back: the gradient
+arrives anyway.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial, wraps
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ from curvopt.core.residuals import (
     wrong_twice,
 )
 from curvopt.core.samples import find_samples, only, unaligned
+from curvopt.core.turned import turn
 from curvopt.core.uses import Head, Loss, TermUse, Use, hears_itself, is_hooked
 from curvopt.errors import CurvoptError, CurvoptWarning
 
@@ -149,6 +151,39 @@ class Averaged:
     """One matrix for all samples, averaged layer by layer."""
 
 
+class Backward(NamedTuple):
+    """How autograd was called.
+
+    Attributes:
+        accumulates: whether gradients are accumulated in leaves.
+        partial: whether it goes to some inputs only, and so perhaps past some uses of a parameter.
+        plain: whether it accumulates, goes to all leaves and builds no graph of its own, so that it may bring columns.
+        alone: whether one context only is told of it, so that gradients of parameters may come from there.
+    """
+
+    accumulates: bool
+    partial: bool
+    plain: bool
+    alone: bool
+
+
+@dataclass
+class Brought:
+    """A column that the gradient brings, times a factor for each sample.
+
+    Attributes:
+        factors: of the samples, ``[N]``.
+        extensions: which ask for it.
+        columns: how many they see, with it.
+        parts: what has arrived at some uses of a parameter.
+    """
+
+    factors: Tensor
+    extensions: list[Extension]
+    columns: int
+    parts: dict[nn.Parameter, list[Jacobian]] = field(default_factory=dict)
+
+
 def _without_autocast(method: Callable[..., None]) -> Callable[..., None]:
     """Mixed precision is for the network; quantities are computed in the precision of their parameters."""
 
@@ -169,8 +204,7 @@ class Pass:
         extensions: the active extensions.
         extension_hook: called with each module whose fields are complete.
         graph: the graph of this backward.
-        partial: whether the backward goes to some inputs only, and so perhaps past some uses of a parameter.
-        spares: whether gradients of parameters may come from here instead of from autograd.
+        how: how the backward was called.
         counted: losses that reach none of these do not count in the weight; ``None`` if all do.
 
     Raises:
@@ -182,12 +216,11 @@ class Pass:
         extensions: Sequence[Extension],
         extension_hook: Callable[[nn.Module], None] | None,
         graph: Graph,
-        partial: bool = False,
-        spares: bool = False,
+        how: Backward,
         counted: set[Tensor] | None = None,
     ):
         """Check the request against the graph, and find out where the samples lie."""
-        self.extensions, self.extension_hook, self.graph, self.partial = extensions, extension_hook, graph, partial
+        self.extensions, self.extension_hook, self.graph, self.partial = extensions, extension_hook, graph, how.partial
         self.first_order = [e for e in extensions if isinstance(e.columns, Gradient)]
         self.second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
         self.reads_inputs_once = all(e.reads_inputs_once for e in extensions)
@@ -209,8 +242,11 @@ class Pass:
             self.samples = find_samples(graph, graph.heads)
         self.entries = [entry for entry in graph.entries.values() if entry.parameters]
         self.entries_of = Counter(p for entry in self.entries for p in entry.parameters.values())
+        #: Columns that the gradient brings, and whether there may be some.
+        self.brought: list[Brought] = []
+        self.may_bring = how.plain and self._may_bring()
         #: Parameters whose gradients come from here, as sums of products, and where the backward has to come for them.
-        self.spared = dict(self._spared() if spares else ())
+        self.spared = dict(self._spared() if how.plain and how.alone else ())
         self.awaited = frozenset(self.awaiting())
         #: Hooks on nodes where weights are computed.
         self.settling: dict[tuple[nn.Parameter, GradientEdge], RemovableHandle] = {}
@@ -237,7 +273,9 @@ class Pass:
 
     def listening(self) -> list[Entry]:
         """The uses that need the gradient of their outputs."""
-        return [entry for entry in self.entries if self.first_order and entry.use not in self.samples.unaligned]
+        if not self.first_order and not self.may_bring:
+            return []
+        return [entry for entry in self.entries if entry.use not in self.samples.unaligned]
 
     @cached_property
     def parts_of(self) -> Counter[nn.Parameter]:
@@ -288,6 +326,33 @@ class Pass:
             passed = [GradientEdge(node, 0) for node in nodes if node is nodes[0] or len(node.next_functions) > 1]
             yield from ((p, passed) for p in parameters)
 
+    def _may_bring(self) -> bool:
+        """Whether the gradient at all uses is, sample by sample, what the loss' gradient in its input becomes there."""
+        if len(self.graph.losses) != 1 or self.graph.mixing or self.samples.unaligned:
+            return False
+        (loss,) = self.graph.losses
+        if loss.edge is None or loss.axis != 0 or loss.input.dim() == 0 or len(loss.input) != self.samples.N:
+            return False
+        entries = prod(loss.input.shape[1:])
+        if not any(self._brings(e.columns, V) for e in self.second_order for V in (entries - 1, entries)):
+            return False
+        places = [(entry, i, edge) for entry in self.entries for i, edge in entry.edges.items()]
+        if len(places) > len(self.entries):  # what arrives at several outputs makes one column
+            return False
+        if any(entry.rule.source is not None or entry.axis(i) is None for entry, i, _ in places):
+            return False
+        # the gradient may be larger or smaller than a column, by more than half precision holds
+        dtypes = {loss.input.dtype, *(edge.node._input_metadata[edge.output_nr].dtype for *_, edge in places)}
+        return dtypes <= {torch.float32, torch.float64}
+
+    def _brings(self, columns: Any, V: int) -> bool:
+        """Whether the gradient is worth to be had for one of some columns, if the exact root has V."""
+        if isinstance(columns, Empirical) or self.device != "cpu":  # elsewhere, to ask about numbers is to wait
+            return isinstance(columns, Empirical)
+        if isinstance(columns, MonteCarlo):
+            return V == 1  # all are multiples of it
+        return isinstance(columns, Exact) and costs.gradient_for_column(V, self._chunk_size)
+
     def _losses_of_others(self, parameters: set[Tensor]) -> set[Loss]:
         """The losses of a sum that reach none of some parameters."""
         losses = self.graph.losses
@@ -301,6 +366,10 @@ class Pass:
     def gradient(self, use: Use, index: int, grad: Tensor) -> None:
         """The gradient of one output of a use: reduce it, or keep it until the parameter's other uses have theirs."""
         entry = self.graph.entries[use]
+        for brought in self.brought:
+            self._bring(brought, entry, index, grad)
+        if not self.first_order:
+            return
         grads = [grad.unsqueeze(0) if i == index else None for i in range(len(use.shapes))]
         for p, jacobian in self._jac_t(entry, grads, self.samples.N, last=True):
             parts = self.parts.setdefault(p, [])
@@ -310,6 +379,22 @@ class Pass:
             elif isinstance(jacobian, Computed) and (p, jacobian.source) not in self.settling:
                 hook = partial(self._settle, p, jacobian.source)
                 self.settling[p, jacobian.source] = jacobian.source.node.register_prehook(hook)
+
+    def _bring(self, brought: Brought, entry: Entry, index: int, grad: Tensor) -> None:
+        """The same for a column."""
+        column = _times(grad, brought.factors, entry.axis(index)).unsqueeze(0)
+        columns = [column if i == index else None for i in range(len(entry.use.shapes))]
+        last = not self.first_order and brought is self.brought[-1]
+        for p, jacobian in self._jac_t(entry, columns, self.samples.N, last):
+            parts = brought.parts.setdefault(p, [])
+            parts.append(jacobian)
+            if len(parts) == self.parts_of[p]:
+                self._reduce_brought(p, brought)
+
+    def _reduce_brought(self, p: nn.Parameter, brought: Brought) -> None:
+        self._reduce_columns(p, brought.parts.pop(p), None, brought.columns, brought.extensions)
+        for extension in () if self.graph.terms else brought.extensions:
+            self._complete(p, extension)
 
     def _settle(self, p: nn.Parameter, source: GradientEdge, grads: object) -> None:
         """The backward has come to where a weight was computed: pull back what waits before that is freed."""
@@ -353,12 +438,16 @@ class Pass:
             if use not in self.losses_of_others:
                 self.weight = self.weight + weights.detach().sum()
                 self.variables = max(self.variables, curvature.variables)
-            self._gauss_newton(use, use.edge, curvature, scale)
+            self._gauss_newton(use, use.edge, curvature, scale, grad)
             empirical = [e for e in self.second_order if isinstance(e.columns, Empirical)]
             if empirical:
                 # a prediction that weighs nothing has no gradient, either
-                column = use.slope(grad) / weights.clamp(min=torch.finfo(weights.dtype).tiny).sqrt()
-                self._sweep([use.edge], [column.to(use.input.dtype).unsqueeze(0)], None, empirical)
+                factors = 1 / weights.clamp(min=torch.finfo(weights.dtype).tiny).sqrt()
+                if self.may_bring and len(factors) == factors.numel():
+                    self.brought.append(Brought(factors.flatten(), empirical, 1))
+                else:
+                    column = use.slope(grad) * factors
+                    self._sweep([use.edge], [column.to(use.input.dtype).unsqueeze(0)], None, empirical)
             for columns in dict.fromkeys(e.columns for e in self.second_order):
                 if isinstance(columns, Hessian):
                     extensions = [e for e in self.second_order if e.columns == columns]
@@ -374,8 +463,10 @@ class Pass:
                         ) from error
         self.losses_left -= 1
         if self.losses_left == 0 and not self.graph.terms:
+            awaiting = {e for brought in self.brought for e in brought.extensions}
             for p, extension in list(self.totals):
-                self._complete(p, extension)
+                if extension not in awaiting:
+                    self._complete(p, extension)
 
     @_without_autocast
     def finish(self) -> None:
@@ -384,6 +475,9 @@ class Pass:
             for p in list(self.parts):
                 if not self.partial or len(self.parts[p]) == self.parts_of[p]:
                     self._reduce_gradient(p)
+            for brought in self.brought:
+                for p in list(brought.parts):
+                    self._reduce_brought(p, brought)
             for p, extension in list(self.totals):
                 self._complete(p, extension)
         self.release()
@@ -406,7 +500,9 @@ class Pass:
 
     # Computation
 
-    def _gauss_newton(self, use: Loss, edge: GradientEdge, curvature: LossCurvature, scale: Tensor) -> None:
+    def _gauss_newton(
+        self, use: Loss, edge: GradientEdge, curvature: LossCurvature, scale: Tensor, grad: Tensor
+    ) -> None:
         """Columns of the root of a loss' Hessian, each kind once for all extensions that ask for it."""
         groups: dict[Exact | MonteCarlo | Averaged, list[Extension]] = {}
         by_entries = any(isinstance(e.columns, Exact) and e.columns.by_entries for e in self.second_order)
@@ -425,10 +521,40 @@ class Pass:
                 continue
             rows = len(use.input) // self.samples.N
             left = total = columns.total(curvature, rows)
-            for chunk in columns.chunks(curvature, self._chunk_size, rows):
+            others = self._others(edge, columns, curvature, scale, grad, extensions)
+            for chunk in columns.chunks(curvature, self._chunk_size, rows) if others is None else others:
                 left -= len(chunk)
                 vectors = cast(chunk * scale, use.input.dtype)
                 self._sweep([edge], [vectors], None, extensions, columns=total, last=only and left == 0)
+
+    def _others(
+        self,
+        edge: GradientEdge,
+        columns: Exact | MonteCarlo,
+        curvature: LossCurvature,
+        scale: Tensor,
+        grad: Tensor,
+        extensions: list[Extension],
+    ) -> Sequence[Tensor] | None:
+        """The columns beside one that the gradient brings; ``None`` if it brings none."""
+        brings = self.may_bring and self._brings(columns, curvature.columns)
+        if not brings or any(e.keeps_columns for e in extensions):
+            return None
+        (of_loss,) = self.graph.losses.values()
+        (slope,) = pull([of_loss], [edge], [grad.unsqueeze(0)])
+        (again,) = [None] if slope is None else pull([edge], [edge], [slope])
+        if slope is None or again is None or not torch.equal(slope, again):
+            return None  # a hook changes what arrives at the input of the loss
+        turned = turn(curvature, slope[0] / scale, any(e.per_sample for e in extensions))
+        if turned is None:
+            return None
+        factors, others = turned
+        if isinstance(columns, MonteCarlo):
+            (drawn,) = columns.chunks(curvature, columns.samples, 1)
+            lengths = [c.reshape(len(c), len(factors), -1).norm(dim=(0, 2)) for c in (drawn, curvature.root(0, 1))]
+            factors = factors * lengths[0] / lengths[1].clamp(min=torch.finfo(factors.dtype).tiny)
+        self.brought.append(Brought(factors, extensions, len(others) + 1))
+        return others.split(self._chunk_size) if len(others) else ()
 
     def _jac_t(
         self, entry: Entry, grads: list[Tensor | None], N: int, last: bool = False
@@ -565,10 +691,7 @@ class Pass:
         parts: dict[nn.Parameter, list[Jacobian]] = {}
 
         def reduce(p: nn.Parameter) -> None:
-            jacobian = combine(parts.pop(p))
-            jacobian.weights, jacobian.columns = None if weights is None else weights.to(p), columns
-            jacobian.kept = _columns_per_sweep or costs.columns_to_keep(self._column_entries, self.device)
-            self._update(p, jacobian, extensions)
+            self._reduce_columns(p, parts.pop(p), weights, columns, extensions)
 
         def visit(p: nn.Parameter, jacobian: Jacobian) -> None:
             if p not in skip:
@@ -580,6 +703,19 @@ class Pass:
         self._jacobians(outputs, vectors, visit, last=last)
         for p in list(parts):
             reduce(p)
+
+    def _reduce_columns(
+        self,
+        p: nn.Parameter,
+        parts: list[Jacobian],
+        weights: Tensor | None,
+        columns: int | None,
+        extensions: Sequence[Extension],
+    ) -> None:
+        jacobian = combine(parts)
+        jacobian.weights, jacobian.columns = None if weights is None else weights.to(p), columns
+        jacobian.kept = _columns_per_sweep or costs.columns_to_keep(self._column_entries, self.device)
+        self._update(p, jacobian, extensions)
 
     def _update(self, p: nn.Parameter, jacobian: Jacobian, extensions: Sequence[Extension]) -> None:
         jacobian.parameter = p
@@ -809,6 +945,15 @@ class Pass:
 
     def _naming_fields(self, error: CurvoptError) -> CurvoptError:
         return CurvoptError(f"{fields_of(self.extensions)}: {error}")
+
+
+def _times(grad: Tensor, factors: Tensor, axis: int | None) -> Tensor:
+    """What arrived at an output, times a factor for each sample; of a single one if the axis of samples is -1."""
+    factors = factors.to(grad)
+    if axis is None or axis < 0:
+        return grad * factors.reshape(())
+    of_samples = grad.unflatten(axis, (len(factors), -1))
+    return (of_samples * factors.view(-1, *[1] * (grad.dim() - axis))).flatten(axis, axis + 1)
 
 
 def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:

@@ -35,6 +35,9 @@ class Extension(ABC):
     #: Indices of the samples that are kept, as of a list: negative ones count from the end; ``None`` for all.
     subsampling: Sequence[int] | None = None
 
+    #: Whether each column counts as it is, not only the sum of their outer products.
+    keeps_columns: ClassVar[bool] = False
+
     #: Whether only the first chunk of columns looks at inputs, so that patches of convolutions need not be kept.
     reads_inputs_once: ClassVar[bool] = False
 

@@ -97,6 +97,8 @@ class _Chunks:
 class _Root(Extension):
     """Root of the GGN: transposed Jacobian products of all columns, kept in the order of the columns."""
 
+    keeps_columns = True
+
     def update(self, total: _Chunks | None, jacobian: Jacobian) -> _Chunks:
         chunk, total = jacobian.select(self.subsampling).dense(), total or _Chunks()
         columns = jacobian.columns or len(chunk)

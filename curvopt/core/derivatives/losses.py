@@ -50,6 +50,10 @@ class LossCurvature(ABC):
         """The same with the usual root, of a column for every entry of z, where `root` has fewer."""
         return self
 
+    def coordinates(self, vectors: Tensor) -> Tensor | None:
+        """Coordinates ``[V, N]`` of vectors like z in the columns of `root`; ``None`` if that is not known."""
+        return None
+
     @abstractmethod
     def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
         """Independent random columns ``[samples, *z.shape]``, each with ``E[s s^T] = S S^T``.
@@ -81,6 +85,9 @@ class Diagonal(LossCurvature):
         columns = flat.new_zeros(stop - start, *flat.shape)
         columns[index, :, start + index] = flat[:, start:stop].T
         return columns.reshape(-1, *self.diagonal.shape)
+
+    def coordinates(self, vectors: Tensor) -> Tensor:
+        return torch.where(self.diagonal == 0, 0, vectors / self.diagonal).reshape(len(vectors), -1).T
 
     def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
         return self.diagonal * _normal(self.diagonal, (samples, *self.diagonal.shape), generator)
@@ -155,6 +162,15 @@ class Softmax(LossCurvature):
         columns = vectors.new_zeros(*vectors.shape, p.shape[2])
         columns[index - start, :, :, position] = vectors
         return columns.unflatten(3, self.p.shape[2:]).movedim(2, self.dim + 1)
+
+    def coordinates(self, vectors: Tensor) -> Tensor | None:
+        if self.full or self.p.dim() > 2:
+            return None
+        u, likeliest = _root_of(self.p), self.p.argmax(1, keepdim=True)
+        scaled = torch.where(u * self.mass == 0, 0, vectors / (u * self.mass))
+        reflected = (u + _onehot(likeliest, u)) / (1 + u.gather(1, likeliest))
+        found = scaled - u * (reflected * scaled).sum(1, keepdim=True)
+        return found.scatter(1, likeliest, found[:, -1:])[:, :-1].T
 
     def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
         labels = draw(self.p.detach().movedim(1, -1), samples, generator).movedim(-1, 0).unsqueeze(2)

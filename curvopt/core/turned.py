@@ -1,0 +1,62 @@
+"""A column of a loss Hessian's root that costs nothing: the gradient, which travels backwards anyway.
+
+A root stays one if its columns are rotated, sample by sample: ``S S^T = (S Q) (S Q)^T``. The gradient g of a sample's
+loss nearly always lies in the range of its Hessian, ``g = S c``. With ``c / |c|`` for the first column of Q, that of
+``S Q`` is ``g / |c|``, and what becomes of it at a layer is what autograd brings there, divided by ``|c|``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvopt.core.derivatives.losses import LossCurvature
+
+#: What rounding may make of the curvature along the gradient, relative to the whole: this power of the precision.
+ROUNDING = 0.7
+
+
+class Turned(NamedTuple):
+    """A root whose first column is along the gradient.
+
+    Attributes:
+        factors: by which each sample's gradient is multiplied to be that column, ``[N]``.
+        others: the other columns, ``[V - 1, *z.shape]``.
+    """
+
+    factors: Tensor
+    others: Tensor
+
+
+def turn(curvature: LossCurvature, gradient: Tensor, per_sample: bool) -> Turned | None:
+    """The exact root, turned; ``None`` where numbers would be less precise, or the gradient lies elsewhere.
+
+    Args:
+        curvature: of a loss.
+        gradient: of the same in its input z, ``[N, ...]``.
+        per_sample: whether the curvature of each sample has to be precise, not only their sum.
+    """
+    coordinates = curvature.coordinates(gradient)
+    if coordinates is None:
+        return None
+    g = gradient.reshape(len(gradient), -1)
+    root = curvature.root(0, curvature.columns).reshape(-1, *g.shape)
+    dtype, lengths = torch.finfo(g.dtype), coordinates.norm(dim=0)
+    # gradients that are small enough may vanish on their way
+    factors = torch.where((lengths > 0) & (g.norm(dim=1) > dtype.tiny**0.5), 1 / lengths, 0)
+    along = g * factors.unsqueeze(1)
+    missing = torch.einsum("vn,vnd->nd", coordinates, root).sub_(g)
+    size = root.square().sum((0, 2))
+    error = torch.where(factors > 0, 2 * factors * missing.norm(dim=1) * along.norm(dim=1), size)
+    if not per_sample:
+        error, size = error.sum(), size.sum()
+    if not bool((error <= dtype.eps**ROUNDING * size).all()):
+        return None
+    # a reflection of the first unit vector to c / |c|, or its opposite
+    unit = coordinates * factors
+    sign = torch.where(unit[0] < 0, -1.0, 1.0).to(g)
+    shared = (along + sign.unsqueeze(1) * root[0]) / (1 + unit[0].abs()).unsqueeze(1)
+    others = root[1:] - shared * unit[1:].unsqueeze(2)
+    return Turned(factors, others.reshape(-1, *gradient.shape))
