@@ -291,7 +291,7 @@ def test_roots_are_the_usual_ones(pulls: Pulls, monkeypatch: pytest.MonkeyPatch)
     same_without(backward, lambda: fields(model, [SqrtGGNExact(), SqrtGGNMC()]), pulls, monkeypatch)
 
 
-@pytest.mark.parametrize("how", ["create_graph", "inputs", "hook", "weight norm", "half precision"])
+@pytest.mark.parametrize("how", ["create_graph", "inputs", "hook", "hook of the loss", "weight norm", "half precision"])
 def test_other_backwards(how: str, pulls: Pulls, monkeypatch: pytest.MonkeyPatch):
     model = network(1)
     if how == "weight norm":
@@ -304,8 +304,11 @@ def test_other_backwards(how: str, pulls: Pulls, monkeypatch: pytest.MonkeyPatch
             z = model.float()(X.float()) if how == "half precision" else model(X)
         if how == "hook":
             z.register_hook(lambda grad: 2 * grad)
+        loss = F.mse_loss(z, X[:, 0, :1, 0].to(z.dtype))
+        if how == "hook of the loss":
+            loss.register_hook(lambda grad: 2 * grad)
         with backpack(DiagGGNExact()):
-            F.mse_loss(z, X[:, 0, :1, 0].to(z.dtype)).backward(create_graph=how == "create_graph", **inputs)
+            loss.backward(create_graph=how == "create_graph", **inputs)
 
     same_without(backward, lambda: [model[0].weight.diag_ggn_exact.detach()], pulls, monkeypatch)
 
@@ -342,6 +345,32 @@ def test_a_turned_root_is_one(name: str):
     assert_close(*hessians, rtol=1e-12, atol=1e-14)
     # softmax has no curvature along ones
     assert (turn(curvature, gradient + 1, per_sample=True) is None) == (name in ("softmax", "two classes"))
+
+
+class Doubled:
+    """Another root of the same Hessian."""
+
+    columns = property(lambda self: 2 * self.diagonal.shape[1])
+
+    def root(self, start: int, stop: int) -> Tensor:
+        half = Diagonal.root(self, 0, self.columns // 2) / 2**0.5  # type: ignore[arg-type, attr-defined]
+        return torch.cat([half, half])[start:stop]
+
+
+def test_coordinates_are_those_of_the_root():
+    class Own(Diagonal):
+        columns, root = Doubled.columns, Doubled.root
+
+    class Mixed(Doubled, Diagonal):
+        pass
+
+    d = torch.rand(5, 3) + 1
+    for curvature in (Own(d), Mixed(d)):
+        assert turn(curvature, d, per_sample=True) is None
+
+
+def test_curvature_that_is_not_finite():
+    assert turn(Diagonal(torch.tensor([[1.0], [torch.inf]])), torch.ones(2, 1), per_sample=True) is None
 
 
 def test_confident_predictions():

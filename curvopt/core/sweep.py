@@ -542,9 +542,12 @@ class Pass:
             return None
         (of_loss,) = self.graph.losses.values()
         (slope,) = pull([of_loss], [edge], [grad.unsqueeze(0)])
-        (again,) = [None] if slope is None else pull([edge], [edge], [slope])
-        if slope is None or again is None or not torch.equal(slope, again):
-            return None  # a hook changes what arrives at the input of the loss
+        if slope is None:
+            return None
+        for place, arrived in ((of_loss, grad), (edge, slope[0])):
+            (again,) = pull([place], [place], [arrived.unsqueeze(0)])
+            if again is None or not torch.equal(again[0], arrived):
+                return None  # a hook changes it
         turned = turn(curvature, slope[0] / scale, any(e.per_sample for e in extensions))
         if turned is None:
             return None

@@ -52,7 +52,7 @@ def turn(curvature: LossCurvature, gradient: Tensor, per_sample: bool) -> Turned
     error = torch.where(factors > 0, 2 * factors * missing.norm(dim=1) * along.norm(dim=1), size)
     if not per_sample:
         error, size = error.sum(), size.sum()
-    if not bool((error <= dtype.eps**ROUNDING * size).all()):
+    if not bool((error - dtype.eps**ROUNDING * size <= 0).all()):  # nor where the curvature is not finite
         return None
     # a reflection of the first unit vector to c / |c|, or its opposite
     unit = coordinates * factors

@@ -37,6 +37,13 @@ class LossCurvature(ABC):
     #: Number of variables that are predicted for one of them: its entries of z, but one for a choice among classes.
     variables: int = 1
 
+    def __init_subclass__(cls, **kwargs: Any):
+        """In the columns of another root, the coordinates that were inherited are none."""
+        super().__init_subclass__(**kwargs)
+        first = next(base for base in cls.__mro__ if {"columns", "root", "coordinates"} & vars(base).keys())
+        if "coordinates" not in vars(first):
+            cls.coordinates = LossCurvature.coordinates
+
     @property
     @abstractmethod
     def columns(self) -> int:
