@@ -268,6 +268,19 @@ def test_two_losses(pulls: Pulls, monkeypatch: pytest.MonkeyPatch):
     same_without(backward, lambda: fields(model, [KFLR()]), pulls, monkeypatch)
 
 
+def test_small_networks(pulls: Pulls, monkeypatch: pytest.MonkeyPatch):
+    """To pull one column back costs less than to turn the root."""
+    set_columns_per_sweep(None)
+    model = extend(network(1))
+
+    def backward() -> None:
+        generator = torch.Generator().manual_seed(3)
+        with backpack(KFLR(), KFAC(2, generator=generator)):
+            F.mse_loss(model(X), X[:, 0, :1, 0]).backward()
+
+    same_without(backward, lambda: fields(model, [KFLR(), KFAC()]), pulls, monkeypatch)
+
+
 def test_fitted_values(pulls: Pulls, monkeypatch: pytest.MonkeyPatch):
     model = extend(network(2))
     target = model(X).detach()

@@ -44,8 +44,8 @@ CALL = 2 << 20
 LAUNCH, SHIFT_CALLS = 1 << 27, 30
 #: Activation entries that columns kept for later may hold.
 KEPT_ENTRIES = 20 << 20
-#: Columns beyond which one less makes no difference.
-MOST_TURNED = 32
+#: Columns beyond which one less makes no difference, and that go together where one costs less than to turn the root.
+MOST_TURNED, TURNED_TOGETHER = 32, 2
 #: Columns below which it is better at the transposed product.
 NARROW = 64
 #: Bytes of a block that glibc does not keep when it is freed (it allows no more), and of all that it keeps.
@@ -115,9 +115,9 @@ def vectors_at_once(entries: int, V: int) -> int:
 def gradient_for_column(V: int, at_once: int) -> bool:
     """Whether to have the gradient bring one of V columns, so that one less of those pulled back is left to pull.
 
-    Where several are pulled back together, one more costs less than to turn the root.
+    Where several are, or could be, pulled back together, one more costs less than to turn the root.
     """
-    return V <= MOST_TURNED and -(-V // at_once) > -(-(V - 1) // at_once)
+    return V <= MOST_TURNED and at_once <= TURNED_TOGETHER and -(-V // at_once) > -(-(V - 1) // at_once)
 
 
 def columns_to_keep(entries: int, device: str) -> int:

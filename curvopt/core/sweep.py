@@ -349,9 +349,9 @@ class Pass:
         """Whether the gradient is worth to be had for one of some columns, if the exact root has V."""
         if isinstance(columns, Empirical) or self.device != "cpu":  # elsewhere, to ask about numbers is to wait
             return isinstance(columns, Empirical)
-        if isinstance(columns, MonteCarlo):
-            return V == 1  # all are multiples of it
-        return isinstance(columns, Exact) and costs.gradient_for_column(V, self._chunk_size)
+        # samples are multiples of the only column
+        one_less = isinstance(columns, Exact) or (isinstance(columns, MonteCarlo) and V == 1)
+        return one_less and costs.gradient_for_column(V, self._chunk_size)
 
     def _losses_of_others(self, parameters: set[Tensor]) -> set[Loss]:
         """The losses of a sum that reach none of some parameters."""
