@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from curvopt import L2Regularizer, backpack, extend, set_columns_per_sweep
 from curvopt.core import costs, sweep
-from curvopt.core.derivatives.losses import Bernoulli, Diagonal, LossCurvature, Softmax
+from curvopt.core.derivatives.losses import Bernoulli, Diagonal, LossCurvature, Softmax, register_loss
 from curvopt.core.turned import turn
 from curvopt.extensions import (
     GGNMP,
@@ -324,6 +324,35 @@ def test_other_backwards(how: str, pulls: Pulls, monkeypatch: pytest.MonkeyPatch
             loss.backward(create_graph=how == "create_graph", **inputs)
 
     same_without(backward, lambda: [model[0].weight.diag_ggn_exact.detach()], pulls, monkeypatch)
+
+
+def test_losses_that_are_passed_once(pulls: Pulls, monkeypatch: pytest.MonkeyPatch):
+    class Halves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, z: Tensor) -> Tensor:
+            ctx.gradient = z.clone()
+            return z.square().sum() / 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return ctx.gradient.mul_(grad)
+
+    class HalfSquares(nn.Module):
+        def forward(self, z: Tensor) -> Tensor:
+            return Halves.apply(z)
+
+    register_loss(HalfSquares)(lambda module, z, target: Diagonal(torch.ones_like(z)))
+    model, lossfunc = extend(network(1)), extend(HalfSquares())
+
+    def backward() -> None:
+        model.zero_grad()
+        with backpack(DiagGGNExact()):
+            (3 * lossfunc(model(X))).backward()
+
+    def found() -> list[Tensor]:
+        return [*fields(model, [DiagGGNExact()]), *(p.grad for p in model.parameters())]
+
+    same_without(backward, found, pulls, monkeypatch)
 
 
 # ------------------------------------------------------------------------------------------------------- turning a root

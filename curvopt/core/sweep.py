@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
@@ -332,6 +333,9 @@ class Pass:
             return False
         (loss,) = self.graph.losses
         if loss.edge is None or loss.axis != 0 or loss.input.dim() == 0 or len(loss.input) != self.samples.N:
+            return False
+        inside = walk([self.graph.losses[loss].node], frozenset([loss.edge.node]))
+        if any(isinstance(node, BackwardCFunction) for node in inside):  # which may only be passed once
             return False
         entries = prod(loss.input.shape[1:])
         if not any(self._brings(e.columns, V) for e in self.second_order for V in (entries - 1, entries)):
