@@ -431,6 +431,13 @@ def test_confident_predictions():
     assert turned(z.double() / 2, y, per_sample=True) is not None
 
 
+def test_samples_without_a_gradient():
+    """In float32 the probability of a certain prediction is one, while its curvature is not zero."""
+    for z, counts in (([5.0, 18], True), ([0.0, 18], False)):
+        curvature = Bernoulli(torch.tensor(z), torch.ones(2))
+        assert (turn(curvature, curvature.p - 1, per_sample=False) is None) == counts
+
+
 def test_losses_that_are_only_known_as_functions(pulls: Pulls, monkeypatch: pytest.MonkeyPatch):
     class Coupled(nn.Module):
         def forward(self, z: Tensor) -> Tensor:

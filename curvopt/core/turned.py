@@ -49,7 +49,8 @@ def turn(curvature: LossCurvature, gradient: Tensor, per_sample: bool) -> Turned
     along = g * factors.unsqueeze(1)
     missing = torch.einsum("vn,vnd->nd", coordinates, root).sub_(g)
     size = root.square().sum((0, 2))
-    error = torch.where(factors > 0, 2 * factors * missing.norm(dim=1) * along.norm(dim=1), size)
+    # without a gradient all of a sample's curvature is missing, of one whose Jacobian may be larger than that of others
+    error = torch.where(factors > 0, 2 * factors * missing.norm(dim=1) * along.norm(dim=1), 10 * size)
     if not per_sample:
         error, size = error.sum(), size.sum()
     if not bool((error - dtype.eps**ROUNDING * size <= 0).all()):  # nor where the curvature is not finite
