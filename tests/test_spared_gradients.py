@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Lambda, Problem, cross_entropy, labels, normal
-from checks import FIRST_ORDER, by_case, check, extended
+from checks import DIAGONALS, FIRST_ORDER, by_case, check, extended
 from reference import Reference, reference
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from curvopt import L2Regularizer, backpack, extend
-from curvopt.core import costs
-from curvopt.extensions import KFAC, BatchGrad, BatchL2Grad, DiagGGNExact, Extension, SumGradSquared, Variance
+from curvopt import L2Regularizer, backpack, extend, set_columns_per_sweep
+from curvopt.core import costs, sweep
+from curvopt.core.derivatives.losses import Diagonal, register_loss
+from curvopt.extensions import (
+    GGNMP,
+    KFAC,
+    KFLR,
+    BatchDiagGGNExact,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    Extension,
+    KFACEmpirical,
+    SumGradSquared,
+    Variance,
+)
 from curvopt.optim import KFACSGD
 
 Context = Callable[[], AbstractContextManager]
@@ -46,6 +59,21 @@ def network() -> nn.Module:
         Lambda(lambda x: x.mean(1)),
         nn.Linear(3, 3),
     )
+
+
+class Partly(nn.Module):
+    """Squares of the outputs of all samples but the first, which is left linear."""
+
+    def forward(self, z: Tensor, target: Tensor) -> Tensor:
+        return z[0].sum() + (z[1:] - target[1:]).square().sum()
+
+
+@register_loss(Partly)
+def partly(module: Partly, z: Tensor, target: Tensor) -> Diagonal:
+    """The root of its Hessian's diagonal."""
+    diagonal = torch.full_like(z, 2**0.5)
+    diagonal[0] = 0
+    return Diagonal(diagonal)
 
 
 CASE = Case("spared", network, normal(3, 2, 9, 8), cross_entropy(), labels)
@@ -96,6 +124,68 @@ def test_gradients_of_every_case(case: Case, one_by_one: bool, monkeypatch: pyte
         check(problem, ref, extension)
         for name, p in problem.trainable().items():
             assert_close(p.grad, ref.grad(name))
+
+
+@pytest.fixture
+def one_by_one() -> Iterator[None]:
+    """Columns are pulled back one by one, and the gradient brings one of them."""
+    set_columns_per_sweep(1)
+    yield
+    set_columns_per_sweep(None)
+
+
+@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.parametrize("extension", DIAGONALS)
+@pytest.mark.parametrize("pieces", [False, True])
+def test_gradients_of_exact_diagonals(extension: type[Extension], pieces: bool, monkeypatch: pytest.MonkeyPatch):
+    if pieces:
+        monkeypatch.setattr(costs, "CHUNK_ENTRIES", {"cpu": 1})
+    ref, problem = reference(CASE), extended(CASE)
+    for times in (1, 2):
+        assert backward(problem, extension()) == 0
+        check(problem, ref, extension)
+        for name, p in problem.trainable().items():
+            assert_close(p.grad, times * ref.grad(name))
+    assert backward(problem, extension(), KFLR(), GGNMP()) == 0
+    assert backward(problem, extension(), Variance(), KFACEmpirical()) == 0
+    for name, p in problem.trainable().items():
+        assert_close(p.grad, 4 * ref.grad(name))
+
+
+@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.parametrize("extension", DIAGONALS)
+def test_gradients_where_it_brings_no_column_after_all(extension: type[Extension], monkeypatch: pytest.MonkeyPatch):
+    """Which is known when the loss has been reached, after autograd was told what to compute."""
+    monkeypatch.setattr(sweep, "turn", lambda *_: None)
+    ref, problem = reference(CASE), extended(CASE)
+    assert backward(problem, extension()) == 0
+    check(problem, ref, extension)
+    for name, p in problem.trainable().items():
+        assert_close(p.grad, ref.grad(name))
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_gradients_of_samples_without_curvature():
+    """Where a factor is zero, the gradient cannot be had from the column."""
+    problem = Case("flat", network, normal(3, 2, 9, 8), Partly(), torch.zeros_like).problem()
+    ref = Reference(problem.model, problem.x, problem.loss_of_output)
+    extend(problem.model)
+    extend(problem.lossfunc)
+    assert backward(problem, DiagGGNExact()) == 0
+    check(problem, ref, DiagGGNExact)
+    for name, p in problem.trainable().items():
+        assert_close(p.grad, ref.grad(name))
+
+
+@by_case
+def test_gradients_of_every_case_with_exact_diagonals(case: Case, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(costs, "spares_gradient", lambda *_: True)
+    monkeypatch.setattr(costs, "gradient_for_column", lambda V, at_once: V > 0)
+    ref, problem = reference(case), extended(case)
+    backward(problem, BatchDiagGGNExact())
+    check(problem, ref, BatchDiagGGNExact)
+    for name, p in problem.trainable().items():
+        assert_close(p.grad, ref.grad(name))
 
 
 def test_together_with_other_quantities():

@@ -52,6 +52,8 @@ class Jacobian(ABC):
     gradient: Tensor | None = None
     #: Whether whoever multiplies out the products shall leave their sum over the samples as `gradient`.
     sums = False
+    #: Factors of the samples in this sum, ``[N]``; ``None`` for ones.
+    shares: Tensor | None = None
     #: The parameter; known to extensions whose quantity depends on it.
     parameter: Tensor | None = None
 
@@ -287,7 +289,8 @@ class Outer(Jacobian):
         rows, columns = self._sides(self.left, self.right)
         products = _products(rows, columns).reshape(self.V, self.N, *self.shape)
         if self.sums and self.gradient is None:
-            self.gradient = products.sum(1)[0]
+            self.gradient = products.new_zeros(self.shape)
+            self._add_sum(self.gradient, products[0], slice(None))
         return products
 
     def sum_batch(self) -> Tensor:
@@ -438,13 +441,16 @@ class Outer(Jacobian):
     @property
     def vectors_to_keep(self) -> int:
         """How many vectors' squares to add at once, taken `together`."""
+        if self.sums:
+            return 1
         vectors = min(self.kept, costs.vectors_worth_keeping(self.S, self.O, self.I))
         vectors = costs.even_share(self.columns or vectors, vectors)
         return vectors if self._by_onednn(vectors) else 1
 
     def goes_with(self, other: Outer) -> bool:
         """Whether both may be taken `together`."""
-        return other._right is self._right and (other.weights is None) == (self.weights is None)
+        same_kind = (other.weights is None) == (self.weights is None) and other.sums == self.sums
+        return other._right is self._right and same_kind
 
     def together(self, others: Sequence[Outer]) -> Outer | None:
         """One for the vectors of this and others, for `add_squares` only; ``None`` where oneDNN does not form products.
@@ -509,10 +515,17 @@ class Outer(Jacobian):
         for vectors, samples, products in formed:
             if total is None:
                 total = torch.zeros_like(products[0])
-            total += products[0] if len(products) == 1 else products.sum(0)
+            self._add_sum(total, products, samples)
             yield vectors, samples, products
         assert total is not None
         self.gradient = total.reshape(self.shape).contiguous()
+
+    def _add_sum(self, total: Tensor, products: Tensor, samples: slice) -> None:
+        """Add the products of some samples to the sum over all."""
+        if len(products) == 1:
+            total.add_(products[0], alpha=1.0 if self.shares is None else float(self.shares[samples]))
+        else:
+            total += products.sum(0) if self.shares is None else torch.tensordot(self.shares[samples], products, 1)
 
     def _by_onednn(self, V: int) -> bool:
         """Whether oneDNN forms the products of V vectors, those of a sample and some vectors at once."""

@@ -176,12 +176,14 @@ class Brought:
         factors: of the samples, ``[N]``.
         extensions: which ask for it.
         columns: how many they see, with it.
+        sums: whether gradients that are spared come from its products.
         parts: what has arrived at some uses of a parameter.
     """
 
     factors: Tensor
     extensions: list[Extension]
     columns: int
+    sums: bool = False
     parts: dict[nn.Parameter, list[Jacobian]] = field(default_factory=dict)
 
 
@@ -317,7 +319,7 @@ class Pass:
                 continue
             parameters = list(entry.parameters.values())
             own = all(p in leaves and self.entries_of[p] == 1 for p in parameters)
-            if not own or not any(e.forms_products(S, O, I) for e in self.first_order):
+            if not own or not self._forms_products(S, O, I):
                 continue
             nodes = graph.inside(entry)
             dtypes = {x.dtype for x in (use.input, nodes[0]._input_metadata[0], *parameters)}
@@ -326,6 +328,15 @@ class Pass:
             # those that meet an input: the output may lie behind a view, and what it is a view of has to be passed, too
             passed = [GradientEdge(node, 0) for node in nodes if node is nodes[0] or len(node.next_functions) > 1]
             yield from ((p, passed) for p in parameters)
+
+    def _forms_products(self, S: int, O: int, I: int) -> bool:  # noqa: E741
+        if self.first_order or not self.may_bring:
+            return any(e.forms_products(S, O, I) for e in self.first_order)
+        (loss,) = self.graph.losses
+        exact = [e for e in self.second_order if isinstance(e.columns, Exact)]
+        V = prod(loss.input.shape[1:])
+        brings = self._brings(Exact(), V) and not any(e.keeps_columns for e in exact)
+        return brings and any(e.forms_products(S, O, I, V) for e in exact)
 
     def _may_bring(self) -> bool:
         """Whether the gradient at all uses is, sample by sample, what the loss' gradient in its input becomes there."""
@@ -370,9 +381,11 @@ class Pass:
     def gradient(self, use: Use, index: int, grad: Tensor) -> None:
         """The gradient of one output of a use: reduce it, or keep it until the parameter's other uses have theirs."""
         entry = self.graph.entries[use]
+        summed = any(brought.sums for brought in self.brought)
+        itself = self.first_order or not (summed or self.spared.keys().isdisjoint(entry.parameters.values()))
         for brought in self.brought:
-            self._bring(brought, entry, index, grad)
-        if not self.first_order:
+            self._bring(brought, entry, index, grad, last=not itself and brought is self.brought[-1])
+        if not itself:
             return
         grads = [grad.unsqueeze(0) if i == index else None for i in range(len(use.shapes))]
         for p, jacobian in self._jac_t(entry, grads, self.samples.N, last=True):
@@ -384,11 +397,10 @@ class Pass:
                 hook = partial(self._settle, p, jacobian.source)
                 self.settling[p, jacobian.source] = jacobian.source.node.register_prehook(hook)
 
-    def _bring(self, brought: Brought, entry: Entry, index: int, grad: Tensor) -> None:
+    def _bring(self, brought: Brought, entry: Entry, index: int, grad: Tensor, last: bool) -> None:
         """The same for a column."""
         column = _times(grad, brought.factors, entry.axis(index)).unsqueeze(0)
         columns = [column if i == index else None for i in range(len(entry.use.shapes))]
-        last = not self.first_order and brought is self.brought[-1]
         for p, jacobian in self._jac_t(entry, columns, self.samples.N, last):
             parts = brought.parts.setdefault(p, [])
             parts.append(jacobian)
@@ -396,7 +408,12 @@ class Pass:
                 self._reduce_brought(p, brought)
 
     def _reduce_brought(self, p: nn.Parameter, brought: Brought) -> None:
-        self._reduce_columns(p, brought.parts.pop(p), None, brought.columns, brought.extensions)
+        jacobian = combine(brought.parts.pop(p))
+        jacobian.sums, jacobian.shares = brought.sums and p in self.spared, 1 / brought.factors.to(p)
+        self._reduce_columns(p, [jacobian], None, brought.columns, brought.extensions)
+        if jacobian.sums:
+            summed = jacobian.gradient
+            self._accumulate(p, jacobian.expand(jacobian.shares.view(1, 1, -1))[0] if summed is None else summed)
         for extension in () if self.graph.terms else brought.extensions:
             self._complete(p, extension)
 
@@ -560,7 +577,8 @@ class Pass:
             (drawn,) = columns.chunks(curvature, columns.samples, 1)
             lengths = [c.reshape(len(c), len(factors), -1).norm(dim=(0, 2)) for c in (drawn, curvature.root(0, 1))]
             factors = factors * lengths[0] / lengths[1].clamp(min=torch.finfo(factors.dtype).tiny)
-        self.brought.append(Brought(factors, extensions, len(others) + 1))
+        sums = not self.first_order and isinstance(columns, Exact) and bool((factors > 0).all())
+        self.brought.append(Brought(factors, extensions, len(others) + 1, sums))
         return others.split(self._chunk_size) if len(others) else ()
 
     def _jac_t(
@@ -594,11 +612,14 @@ class Pass:
         jacobian.gradient, jacobian.sums = total, p in self.spared
         self._update(p, jacobian, self.first_order)
         if jacobian.sums:
-            gradient = jacobian.sum_batch()[0] if jacobian.gradient is None else jacobian.gradient
-            # accumulates it, as if autograd had computed it
-            _engine.run_backward((p,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            self._accumulate(p, jacobian.sum_batch()[0] if jacobian.gradient is None else jacobian.gradient)
         for extension in self.first_order:
             self._complete(p, extension)
+
+    @staticmethod
+    def _accumulate(p: nn.Parameter, gradient: Tensor) -> None:
+        """Add to the gradient of a parameter, as if autograd had computed it."""
+        _engine.run_backward((p,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
     def _jacobians(
         self,

@@ -53,13 +53,14 @@ class Extension(ABC):
             jacobian: Jacobian products of the chunk, with all uses of the parameter combined.
         """
 
-    def forms_products(self, S: int, O: int, I: int) -> bool:  # noqa: E741 - the reserved letters
-        """Whether a first-order quantity multiplies out the products of every sample, of which the gradient is the sum.
+    def forms_products(self, S: int, O: int, I: int, V: int = 1) -> bool:  # noqa: E741 - the reserved letters
+        """Whether a quantity multiplies out the products of every sample, of which the gradient is the sum.
 
         Args:
             S: positions that the products are sums over.
             O: features of the output.
             I: features of the input.
+            V: columns, of which one is the gradient.
         """
         return False
 

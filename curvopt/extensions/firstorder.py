@@ -28,7 +28,7 @@ class BatchGrad(Extension):
     def __init__(self, subsampling: Sequence[int] | None = None):
         self.subsampling = indices(subsampling)
 
-    def forms_products(self, S: int, O: int, I: int) -> bool:
+    def forms_products(self, S: int, O: int, I: int, V: int = 1) -> bool:
         return self.subsampling is None
 
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
@@ -42,7 +42,7 @@ class BatchL2Grad(Extension):
 
     field = "batch_l2"
 
-    def forms_products(self, S: int, O: int, I: int) -> bool:
+    def forms_products(self, S: int, O: int, I: int, V: int = 1) -> bool:
         return not costs.by_gram(S, O, I, sums=True)
 
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
@@ -54,7 +54,7 @@ class SumGradSquared(Extension):
 
     field = "sum_grad_squared"
 
-    def forms_products(self, S: int, O: int, I: int) -> bool:
+    def forms_products(self, S: int, O: int, I: int, V: int = 1) -> bool:
         return True
 
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
@@ -67,7 +67,7 @@ class Variance(Extension):
     field = "variance"
     uses_gradient = True
 
-    def forms_products(self, S: int, O: int, I: int) -> bool:
+    def forms_products(self, S: int, O: int, I: int, V: int = 1) -> bool:
         return True
 
     def update(self, total: None, jacobian: Jacobian) -> Tensor:

@@ -39,6 +39,9 @@ class _Sampled(Extension):
 class Diagonal(Extension):
     """Squares of all columns, summed over samples unless `per_sample`."""
 
+    def forms_products(self, S: int, O: int, I: int, V: int = 1) -> bool:  # noqa: E741 - the reserved letters
+        return not costs.by_pairs(V, S, O, I)
+
     def update(self, total: Squares | None, jacobian: Jacobian) -> Squares:
         return (total or Squares(self.per_sample)).add(jacobian)
 
