@@ -178,7 +178,9 @@ def cases_of_networks(problem: str) -> Iterator[Case]:
         for quantity in ("DiagGGNExact", "KFLR"):
             together = tuple(c for c in (1, 2, 10) if c <= PROBLEMS[problem].classes)
             call = method("curvopt", PROBLEMS[problem].make(), quantity).run
-            yield Case("columns at once", f"{problem} {quantity}", "columns_at_once", together, call)
+            where = f"{problem} {quantity}"
+            yield Case("columns at once", where, "columns_at_once", together, call)
+            yield Case("the gradient for a column", where, "gradient_for_column", (True, False), call)
 
 
 def chosen(case: Case) -> Any:
