@@ -330,6 +330,7 @@ class Pass:
             yield from ((p, passed) for p in parameters)
 
     def _forms_products(self, S: int, O: int, I: int) -> bool:  # noqa: E741
+        """Whether products of the gradient, or of a column that it may bring, are multiplied out."""
         if self.first_order or not self.may_bring:
             return any(e.forms_products(S, O, I) for e in self.first_order)
         (loss,) = self.graph.losses
@@ -345,11 +346,11 @@ class Pass:
         (loss,) = self.graph.losses
         if loss.edge is None or loss.axis != 0 or loss.input.dim() == 0 or len(loss.input) != self.samples.N:
             return False
-        inside = walk([self.graph.losses[loss].node], frozenset([loss.edge.node]))
-        if any(isinstance(node, BackwardCFunction) for node in inside):  # which may only be passed once
-            return False
         entries = prod(loss.input.shape[1:])
         if not any(self._brings(e.columns, V) for e in self.second_order for V in (entries - 1, entries)):
+            return False
+        inside = walk([self.graph.losses[loss].node], frozenset([loss.edge.node]))
+        if any(isinstance(node, BackwardCFunction) for node in inside):  # which may only be passed once
             return False
         places = [(entry, i, edge) for entry in self.entries for i, edge in entry.edges.items()]
         if len(places) > len(self.entries):  # what arrives at several outputs makes one column
