@@ -178,17 +178,6 @@ def test_gradients_of_samples_without_curvature():
         assert_close(p.grad, ref.grad(name))
 
 
-@by_case
-def test_gradients_of_every_case_with_exact_diagonals(case: Case, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(costs, "spares_gradient", lambda *_: True)
-    monkeypatch.setattr(costs, "gradient_for_column", lambda V, at_once: V > 0)
-    ref, problem = reference(case), extended(case)
-    backward(problem, BatchDiagGGNExact())
-    check(problem, ref, BatchDiagGGNExact)
-    for name, p in problem.trainable().items():
-        assert_close(p.grad, ref.grad(name))
-
-
 def test_together_with_other_quantities():
     problem, ref = extended(CASE), reference(CASE)
     assert backward(problem, Variance(), DiagGGNExact(), BatchGrad([0]), BatchL2Grad(), KFAC()) == 0
