@@ -327,6 +327,28 @@ def test_other_backwards(how: str, pulls: Pulls, monkeypatch: pytest.MonkeyPatch
     same_without(backward, lambda: [model[0].weight.diag_ggn_exact.detach()], pulls, monkeypatch)
 
 
+@pytest.mark.parametrize("extension", [DiagGGNExact, DiagHessian])
+def test_hooks_that_change_gradients_in_place(
+    extension: type[Extension], pulls: Pulls, monkeypatch: pytest.MonkeyPatch
+):
+    model = extend(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double())
+
+    def backward(*extensions: Extension) -> None:
+        model.zero_grad()
+        loss = F.mse_loss(model(X[:, 0, 0]), X[:, 0, :1, 0])
+        loss.register_hook(lambda grad: grad.mul_(2))
+        with backpack(*extensions):
+            loss.backward()
+
+    def found() -> list[Tensor]:
+        return [*fields(model, [extension()]), *(p.grad for p in model.parameters())]
+
+    backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    same_without(lambda: backward(extension()), found, pulls, monkeypatch)
+    assert_close([p.grad for p in model.parameters()], expected)
+
+
 def test_losses_that_are_passed_once(pulls: Pulls, monkeypatch: pytest.MonkeyPatch):
     class Halves(torch.autograd.Function):
         @staticmethod

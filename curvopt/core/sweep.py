@@ -563,13 +563,13 @@ class Pass:
         if not brings or any(e.keeps_columns for e in extensions):
             return None
         (of_loss,) = self.graph.losses.values()
-        (slope,) = pull([of_loss], [edge], [grad.unsqueeze(0)])
+        (slope,) = pull([of_loss], [edge], [grad.clone().unsqueeze(0)])
         if slope is None:
             return None
         for place, arrived in ((of_loss, grad), (edge, slope[0])):
-            (again,) = pull([place], [place], [arrived.unsqueeze(0)])
+            (again,) = pull([place], [place], [arrived.clone().unsqueeze(0)])
             if again is None or not torch.equal(again[0], arrived):
-                return None  # a hook changes it
+                return None  # a hook changes it, in place perhaps
         turned = turn(curvature, slope[0] / scale, any(e.per_sample for e in extensions))
         if turned is None:
             return None

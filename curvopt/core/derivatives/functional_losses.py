@@ -59,7 +59,8 @@ class FunctionalLoss:
 
     def slope(self, grad: Tensor) -> Tensor:
         """Gradient of the loss in z, from the gradient after the operation."""
-        (slope,) = pull([GradientEdge(self.node, 0)], [self.edge], [grad.unsqueeze(0)])
+        own = grad.clone()  # which hooks may change in place
+        (slope,) = pull([GradientEdge(self.node, 0)], [self.edge], [own.unsqueeze(0)])
         assert slope is not None
         return slope[0]
 
