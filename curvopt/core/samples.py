@@ -343,20 +343,25 @@ def only(vectors: Tensor, axis: int, n: int, N: int) -> Tensor:
     return torch.zeros_like(vectors).index_add(axis, index, vectors.index_select(axis, index))
 
 
+def along(factors: Tensor, axis: int, like: Tensor) -> Tensor:
+    """Factors of the samples, to be multiplied with a tensor that has them in equal contiguous shares of an axis."""
+    shares = factors.repeat_interleave(like.shape[axis] // len(factors)).to(like)
+    return shares.view([-1 if a == axis % like.dim() else 1 for a in range(like.dim())])
+
+
 def aligned(grad: Tensor, scaled: Tensor, axis: int | None, factors: Tensor, half: bool = False) -> Tensor:
     """Whether scaling every sample at the loss scaled its share of an axis, and nothing else; ``half``: by float16."""
     N = len(factors)
     if axis is None or grad.dim() == 0 or grad.shape[axis] % N:
         return grad.new_zeros((), dtype=torch.bool)
-    along = factors.repeat_interleave(grad.shape[axis] // N).to(grad)
-    along = along.view([-1 if a == axis % grad.dim() else 1 for a in range(grad.dim())])
+    expected = along(factors, axis, grad)
     if grad.numel() == 0:
         return grad.new_ones((), dtype=torch.bool)
     largest = torch.maximum(grad.max(), -grad.min()).to(torch.promote_types(grad.dtype, torch.float32))
     # what is scaled down may come near the smallest numbers that half precision has, and so may parts of large sums
     noise, rounding = (2.0**-18, 2e-3) if half else (0.0, 1e-5)
     # a few rows at a time: nothing else of a first backward needs as much memory
-    rows = [tensor.split(max(1, grad.shape[axis] // 8), axis) for tensor in (scaled, along, grad)]
+    rows = [tensor.split(max(1, grad.shape[axis] // 8), axis) for tensor in (scaled, expected, grad)]
     return torch.stack(
         [
             allclose(s / f, g, 1e-3, rounding * largest + torch.minimum(noise / f, 1e-2 * largest))
@@ -429,7 +434,6 @@ def _probe(
     most = 12 if half else 64
     exponents = torch.cat([torch.randperm(most, generator=generator) for _ in range(-(-N // most))])[:N]
     factors = (2.0 ** (exponents - most // 2)).to(z.device)
-    along = factors.repeat_interleave(_rows(loss) // N).to(z).view(-1, *[1] * (z.dim() - 1 - loss.axis))
     inputs = [edge for _, edge, _ in edges]
     arrived: dict[int, tuple[Tensor, Tensor]] = {}
     verdicts: dict[int, Tensor] = {}
@@ -452,7 +456,7 @@ def _probe(
 
     pull_each([at], inputs, [seed.unsqueeze(0)], keep)
     reached = {i for k, (i, _, _) in enumerate(edges) if k not in arrived}  # whatever the values
-    pull_each([at], inputs, [(seed * along).unsqueeze(0)], compare)
+    pull_each([at], inputs, [(seed * along(factors, loss.axis, z)).unsqueeze(0)], compare)
     strays: set[int] = set()
     shared: set[int] = set()
     told: list[list[bool]] = torch.stack([*verdicts.values()]).tolist() if verdicts else []  # one transfer for all

@@ -49,7 +49,7 @@ from curvopt.core.residuals import (
     walk,
     wrong_twice,
 )
-from curvopt.core.samples import find_samples, only, unaligned
+from curvopt.core.samples import along, find_samples, only, unaligned
 from curvopt.core.turned import turn
 from curvopt.core.uses import Head, Loss, TermUse, Use, hears_itself, is_hooked
 from curvopt.errors import CurvoptError, CurvoptWarning
@@ -400,7 +400,9 @@ class Pass:
 
     def _bring(self, brought: Brought, entry: Entry, index: int, grad: Tensor, last: bool) -> None:
         """The same for a column."""
-        column = _times(grad, brought.factors, entry.axis(index)).unsqueeze(0)
+        axis = entry.axis(index)
+        assert axis is not None
+        column = (grad * along(brought.factors, axis, grad)).unsqueeze(0)
         columns = [column if i == index else None for i in range(len(entry.use.shapes))]
         for p, jacobian in self._jac_t(entry, columns, self.samples.N, last):
             parts = brought.parts.setdefault(p, [])
@@ -974,15 +976,6 @@ class Pass:
 
     def _naming_fields(self, error: CurvoptError) -> CurvoptError:
         return CurvoptError(f"{fields_of(self.extensions)}: {error}")
-
-
-def _times(grad: Tensor, factors: Tensor, axis: int | None) -> Tensor:
-    """What arrived at an output, times a factor for each sample; of a single one if the axis of samples is -1."""
-    factors = factors.to(grad)
-    if axis is None or axis < 0:
-        return grad * factors.reshape(())
-    of_samples = grad.unflatten(axis, (len(factors), -1))
-    return (of_samples * factors.view(-1, *[1] * (grad.dim() - axis))).flatten(axis, axis + 1)
 
 
 def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:

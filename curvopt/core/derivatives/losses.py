@@ -159,9 +159,8 @@ class Softmax(LossCurvature):
             own = _root_of(at.gather(2, c))
             vectors = own * (_onehot(c, at) - at)
         else:
-            u, likeliest = _root_of(at), at.argmax(2, keepdim=True)
+            u, likeliest, reflected = _reflection(at)
             c = torch.where(c == likeliest, p.shape[1] - 1, c)  # the last class has the column that vanishes
-            reflected = (u + _onehot(likeliest, at)) / (1 + u.gather(2, likeliest))
             vectors = u * (_onehot(c, at) - reflected * u.gather(2, c))
         vectors = vectors * mass_at
         if self.p.dim() == 2:
@@ -173,9 +172,8 @@ class Softmax(LossCurvature):
     def coordinates(self, vectors: Tensor) -> Tensor | None:
         if self.full or self.p.dim() > 2:
             return None
-        u, likeliest = _root_of(self.p), self.p.argmax(1, keepdim=True)
+        u, likeliest, reflected = _reflection(self.p)
         scaled = torch.where(u * self.mass == 0, 0, vectors / (u * self.mass))
-        reflected = (u + _onehot(likeliest, u)) / (1 + u.gather(1, likeliest))
         found = scaled - u * (reflected * scaled).sum(1, keepdim=True)
         return found.scatter(1, likeliest, found[:, -1:])[:, :-1].T
 
@@ -199,6 +197,12 @@ def draw(p: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
 def _root_of(p: Tensor) -> Tensor:
     """Root of probabilities; where one rounds to zero, so does the root's derivative in the logits."""
     return torch.where(p > 0, p, 1).sqrt() * (p > 0) if p.requires_grad else p.sqrt()
+
+
+def _reflection(p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Roots u of probabilities along the last axis, the likeliest class k, and ``(u + e_k) / (1 + u_k)``."""
+    u, likeliest = _root_of(p), p.argmax(-1, keepdim=True)
+    return u, likeliest, (u + _onehot(likeliest, u)) / (1 + u.gather(-1, likeliest))
 
 
 def _onehot(index: Tensor, like: Tensor) -> Tensor:
