@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
@@ -50,7 +49,7 @@ from curvopt.core.residuals import (
     wrong_twice,
 )
 from curvopt.core.samples import along, find_samples, only, unaligned
-from curvopt.core.turned import turn
+from curvopt.core.turned import carries, multiples, slope_at, turn
 from curvopt.core.uses import Head, Loss, TermUse, Use, hears_itself, is_hooked
 from curvopt.errors import CurvoptError, CurvoptWarning
 
@@ -340,26 +339,13 @@ class Pass:
         return brings and any(e.forms_products(S, O, I, V) for e in exact)
 
     def _may_bring(self) -> bool:
-        """Whether the gradient at all uses is, sample by sample, what the loss' gradient in its input becomes there."""
-        if len(self.graph.losses) != 1 or self.graph.mixing or self.samples.unaligned:
+        """Whether the gradient may be a column, and is worth to be one."""
+        if len(self.graph.losses) != 1 or self.samples.unaligned:
             return False
-        (loss,) = self.graph.losses
-        if loss.edge is None or loss.axis != 0 or loss.input.dim() == 0 or len(loss.input) != self.samples.N:
-            return False
+        ((loss, edge),) = self.graph.losses.items()
         entries = prod(loss.input.shape[1:])
-        if not any(self._brings(e.columns, V) for e in self.second_order for V in (entries - 1, entries)):
-            return False
-        inside = walk([self.graph.losses[loss].node], frozenset([loss.edge.node]))
-        if any(isinstance(node, BackwardCFunction) for node in inside):  # which may only be passed once
-            return False
-        places = [(entry, i, edge) for entry in self.entries for i, edge in entry.edges.items()]
-        if len(places) > len(self.entries):  # what arrives at several outputs makes one column
-            return False
-        if any(entry.rule.source is not None or entry.axis(i) is None for entry, i, _ in places):
-            return False
-        # the gradient may be larger or smaller than a column, by more than half precision holds
-        dtypes = {loss.input.dtype, *(edge.node._input_metadata[edge.output_nr].dtype for *_, edge in places)}
-        return dtypes <= {torch.float32, torch.float64}
+        wanted = any(self._brings(e.columns, V) for e in self.second_order for V in (entries - 1, entries))
+        return wanted and not self.graph.mixing and carries(edge, loss, self.entries, self.samples.N)
 
     def _brings(self, columns: Any, V: int) -> bool:
         """Whether the gradient is worth to be had for one of some columns, if the exact root has V."""
@@ -565,21 +551,14 @@ class Pass:
         if not brings or any(e.keeps_columns for e in extensions):
             return None
         (of_loss,) = self.graph.losses.values()
-        (slope,) = pull([of_loss], [edge], [grad.clone().unsqueeze(0)])
-        if slope is None:
-            return None
-        for place, arrived in ((of_loss, grad), (edge, slope[0])):
-            (again,) = pull([place], [place], [arrived.clone().unsqueeze(0)])
-            if again is None or not torch.equal(again[0], arrived):
-                return None  # a hook changes it, in place perhaps
-        turned = turn(curvature, slope[0] / scale, any(e.per_sample for e in extensions))
+        slope = slope_at(of_loss, edge, grad)
+        turned = None if slope is None else turn(curvature, slope / scale, any(e.per_sample for e in extensions))
         if turned is None:
             return None
         factors, others = turned
-        if isinstance(columns, MonteCarlo):
+        if isinstance(columns, MonteCarlo):  # multiples of the only column
             (drawn,) = columns.chunks(curvature, columns.samples, 1)
-            lengths = [c.reshape(len(c), len(factors), -1).norm(dim=(0, 2)) for c in (drawn, curvature.root(0, 1))]
-            factors = factors * lengths[0] / lengths[1].clamp(min=torch.finfo(factors.dtype).tiny)
+            factors = factors * multiples(drawn, curvature)
         sums = not self.first_order and isinstance(columns, Exact) and bool((factors > 0).all())
         self.brought.append(Brought(factors, extensions, len(others) + 1, sums))
         return others.split(self._chunk_size) if len(others) else ()

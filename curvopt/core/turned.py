@@ -7,12 +7,18 @@ loss nearly always lies in the range of its Hessian, ``g = S c``. With ``c / |c|
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from curvopt.core.derivatives.losses import LossCurvature
+from curvopt.core.entries import Entry
+from curvopt.core.residuals import pull, walk
+from curvopt.core.uses import Loss
 
 #: What rounding may make of the curvature along the gradient, relative to the whole: this power of the precision.
 ROUNDING = 0.7
@@ -28,6 +34,41 @@ class Turned(NamedTuple):
 
     factors: Tensor
     others: Tensor
+
+
+def carries(of_loss: GradientEdge, loss: Loss, entries: Sequence[Entry], N: int) -> bool:
+    """Whether the gradient at all uses is, sample by sample, what the loss' gradient in its input becomes there."""
+    if loss.edge is None or loss.axis != 0 or loss.input.dim() == 0 or len(loss.input) != N:
+        return False
+    inside = walk([of_loss.node], frozenset([loss.edge.node]))
+    if any(isinstance(node, BackwardCFunction) for node in inside):  # which may only be passed once
+        return False
+    places = [(entry, i, edge) for entry in entries for i, edge in entry.edges.items()]
+    if len(places) > len(entries):  # what arrives at several outputs makes one column
+        return False
+    if any(entry.rule.source is not None or entry.axis(i) is None for entry, i, _ in places):
+        return False
+    # the gradient may be larger or smaller than a column, by more than half precision holds
+    dtypes = {loss.input.dtype, *(edge.node._input_metadata[edge.output_nr].dtype for *_, edge in places)}
+    return dtypes <= {torch.float32, torch.float64}
+
+
+def slope_at(of_loss: GradientEdge, edge: GradientEdge, grad: Tensor) -> Tensor | None:
+    """The gradient of a loss in its input; ``None`` if there is none, or a hook at either changes it."""
+    (slope,) = pull([of_loss], [edge], [grad.clone().unsqueeze(0)])
+    if slope is None:
+        return None
+    for place, arrived in ((of_loss, grad), (edge, slope[0])):
+        (again,) = pull([place], [place], [arrived.clone().unsqueeze(0)])
+        if again is None or not torch.equal(again[0], arrived):  # in place perhaps
+            return None
+    return slope[0]
+
+
+def multiples(drawn: Tensor, curvature: LossCurvature) -> Tensor:
+    """How long random columns ``[v, *z.shape]`` of each sample are together, in units of the root's only column."""
+    lengths = [c.reshape(len(c), c.shape[1], -1).norm(dim=(0, 2)) for c in (drawn, curvature.root(0, 1))]
+    return lengths[0] / lengths[1].clamp(min=torch.finfo(drawn.dtype).tiny)
 
 
 def turn(curvature: LossCurvature, gradient: Tensor, per_sample: bool) -> Turned | None:
