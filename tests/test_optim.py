@@ -745,6 +745,31 @@ def test_curvature_goes_with_the_gradients_that_are_reset(of: str, set_to_none: 
     assert_equal(clean.weights(), aborted.weights())
 
 
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("how", ["closure", "context", "twice"])
+def test_curvature_goes_with_gradients_that_are_reset_inside_of_its_context(how: str, set_to_none: bool) -> None:
+    clean, aborted = Run(KFACSGD, cnn), Run(KFACSGD, cnn)
+    clean.train(1)
+
+    def closure() -> Tensor:
+        aborted.model.zero_grad(set_to_none)
+        loss = aborted.loss(0)
+        loss.backward()
+        return loss
+
+    if how != "twice":
+        aborted.backward(1)  # whose step is left out
+    if how == "closure":
+        aborted.optimizer.step(closure)
+    else:
+        with aborted.optimizer.curvature():
+            if how == "twice":
+                aborted.loss(1).backward()
+            closure()
+        aborted.optimizer.step()
+    assert_equal(clean.weights(), aborted.weights())
+
+
 @every_optimizer
 def test_curvature_that_is_not_finite_never_enters(make: Callable, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(make, ema=0.5).train(2)

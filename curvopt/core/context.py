@@ -76,6 +76,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         #: Sum of the predictions' weights in the losses of all backwards so far: 1 for a mean, N for a sum over N; of
         #: elementwise losses a prediction is a sample with all its entries. For second-order quantities only.
         self.loss_weight: Tensor | float = 0.0
+        #: Called before each backward that accumulates gradients.
+        self.began: Callable[[], None] | None = None
         #: Called at the end of each backward with this weight, and with the number of variables of a prediction.
         self.finished: Callable[[Tensor | float, int], None] | None = None
         #: If set, only losses that reach one of these tensors count in the weight: the optimizer's, whose step has to
@@ -154,6 +156,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
 
     def _run(self, roots: Sequence[Node], call: Callable[..., Any], how: Backward) -> Any:
         """A call into autograd, with its graph read (and the request checked) before anything is computed."""
+        if self.began is not None and how.accumulates:
+            self.began()
         graph, pending = self._read(roots, how)
         if pending is None and not graph.entries:
             return call()  # a gradient of something else

@@ -408,12 +408,11 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             return
         self._knows_scale = loss_scale is not None or self._scaler is not None
         scale = loss_scale if loss_scale is not None else 1.0 if self._scaler is None else self._scaler.get_scale()
-        if all(param.grad is None for param in self._params()) or (self._pending.curvature and self._were_zeroed()):
-            self._pending = Collection()  # its gradients were discarded
         self._fresh, self._strangers = Collection(), 0
         context = backpack(*self._extensions(), extension_hook=self._collect)
         alone = self._peers() is None
         context.skips_empty, context.counted = not alone, set(self._params())
+        context.began = self._forget_discarded
         context.finished = lambda weight, variables: self._absorb(weight, variables, scale)
         try:
             with context:
@@ -426,6 +425,12 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         finally:
             self._fresh = None
             self._arrived.clear()
+
+    def _forget_discarded(self) -> None:
+        """A backward begins: drop what was collected with gradients that were discarded since."""
+        known = self._pending.curvature or (self._fresh is not None and self._fresh.curvature)
+        if all(param.grad is None for param in self._params()) or (known and self._were_zeroed()):
+            self._pending, self._fresh = Collection(), Collection()
 
     def _were_zeroed(self) -> bool:
         """Whether no gradient has an entry but zeros: usually the first one that is looked at does."""
