@@ -607,6 +607,23 @@ def test_a_run_goes_on_in_another_precision(make: Callable, dtypes: tuple[torch.
     assert all(t.dtype == dtypes[1] for p in second.model.parameters() for t in second.optimizer.state[p]["factors"])
 
 
+@pytest.mark.parametrize("steps", [3, 5])
+@pytest.mark.parametrize("name", ["KFACSGD", "EKFACSGD", "DiagonalNewton", "KFACAdamW"])
+def test_a_model_that_changes_its_precision_says_what_to_do(name: str, steps: int) -> None:
+    """Whether the next step refreshes the curvature or not."""
+    run = Run(OPTIMIZERS[name]).train(steps)
+    assert run.optimizer._due() == (steps == 3)
+    run.model.double()
+    run.x = run.x.double()
+    before = run.weights()
+    with pytest.raises(CurvoptError, match=r"keeps its curvature in torch\.float32.*load_state_dict"):
+        run.train(1)
+    assert_equal(before, run.weights())
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    loss = run.full_loss()
+    assert run.train(range(steps, steps + 10)).full_loss() < loss
+
+
 @every_optimizer
 def test_models_in_half_precision_resume_bit_for_bit(make: Callable) -> None:
     first, second = (Run(make, dtype=torch.bfloat16, curvature_every=3) for _ in range(2))

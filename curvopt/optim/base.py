@@ -401,11 +401,12 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
                 of the scaler given to ``attach()``, else 1.
 
         Raises:
-            CurvoptError: no parameter of this optimizer received curvature.
+            CurvoptError: no parameter of this optimizer received curvature, or they have another precision than before.
         """
         if self._fresh is not None or not self._due():
             yield
             return
+        self._check_precision(self._params())
         self._knows_scale = loss_scale is not None or self._scaler is not None
         scale = loss_scale if loss_scale is not None else 1.0 if self._scaler is None else self._scaler.get_scale()
         self._fresh, self._strangers = Collection(), 0
@@ -522,9 +523,9 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
                 backwards accumulate it may be the last of them alone.
 
         Raises:
-            CurvoptError: a gradient is not finite or sparse, an option has left its range, no curvature was ever
-                computed, or ``adaptive_damping`` has no closure. Nothing has changed then, but the curvature collected
-                for this step is dropped.
+            CurvoptError: a gradient is not finite or sparse, an option has left its range, the parameters have another
+                precision than before, no curvature was ever computed, or ``adaptive_damping`` has no closure. Nothing
+                has changed then, but the curvature collected for this step is dropped.
         """
         if torch.compiler.is_dynamo_compiling():
             return outside_of_graphs(self.step, closure)
@@ -601,6 +602,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
                 f"{names[sparse[0]]}: {type(self).__name__} needs a dense gradient, got one with layout "
                 f"{sparse[0].grad.layout}; build the embedding with sparse=False."  # type: ignore[union-attr]
             )
+        self._check_precision(grads)
         params = list(grads)
         # not finite if the loss weighs nothing
         new = {param: curvature.mean(pending.weight) for param, curvature in pending.curvature.items()}
@@ -642,6 +644,17 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
                 "use_reentrant=False."
             )
         return {param: tensors for param, tensors in new.items() if param not in rejected}
+
+    def _check_precision(self, params: Iterable[Tensor]) -> None:
+        """Refuse parameters that have another precision than their curvature."""
+        for param in params:
+            kept = self.state[param].get("factors") if param in self.state else None
+            if kept and kept[0].dtype != (now := torch.promote_types(param.dtype, torch.float32)):
+                raise CurvoptError(
+                    f"{self._names()[param]}: {type(self).__name__} keeps its curvature in {kept[0].dtype}, but the "
+                    f"parameter has {now} by now; after a change of the model's precision call "
+                    "optimizer.load_state_dict(optimizer.state_dict()). Parameters and state are unchanged."
+                )
 
     def _check_options(self) -> None:
         """Refuse what was set after the constructor had looked; comparisons with nan are false."""
