@@ -183,6 +183,27 @@ def test_preconditioner_in_front_of_sgd_is_kfac_sgd() -> None:
     assert_close(run.weights(), other.weights())
 
 
+def test_preconditioner_in_a_closure() -> None:
+    runs = [Run(lambda params: torch.optim.SGD(params, lr=0.1), mlp) for _ in range(2)]
+    run, other = runs
+    first, second = preconditioners = [KFACPreconditioner(each.model, fisher="exact") for each in runs]
+    for each, preconditioner in zip(runs, preconditioners, strict=True):
+        preconditioner.attach(each.model, each.lossfunc)
+    for step in range(3):
+        run.backward(step)
+        first.step()
+        run.optimizer.step()
+
+        def closure(step: int = step) -> Tensor:
+            other.optimizer.zero_grad()
+            loss = other.loss(step)
+            loss.backward()
+            return loss
+
+        other.optimizer.step(lambda: second.step(closure))  # noqa: B023
+    assert_close(run.weights(), other.weights(), rtol=0, atol=0)
+
+
 def test_preconditioner_by_a_hook_and_in_front_of_muon() -> None:
     run = Run(lambda params, **o: torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.05), mlp)
     rest = torch.optim.AdamW([p for p in run.model.parameters() if p.ndim != 2], lr=0.01)

@@ -36,7 +36,8 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
 
     It is an optimizer itself, whose step changes gradients instead of parameters: ``attach()``, ``coverage()``,
     ``metrics()``, ``state_dict()`` and ``param_groups`` are as in ``KFACSGD``. To have both steps taken by one call,
-    ``optimizer.register_step_pre_hook(lambda *_: preconditioner.step())``. With a ``GradScaler`` that was given to
+    ``optimizer.register_step_pre_hook(lambda *_: preconditioner.step())``; with a closure, before which such hooks run,
+    ``optimizer.step(lambda: preconditioner.step(closure))`` instead. With a ``GradScaler`` that was given to
     ``attach()``, call ``scaler.unscale_(optimizer)`` before; gradients that overflow stay, so that it skips the step.
 
     Args:
