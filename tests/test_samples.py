@@ -898,6 +898,32 @@ def test_what_was_found_of_the_samples_is_compared_with_what_is_found_later():
         assert len(told) == (step == 1) and all("layer (Linear)" in each for each in told)
 
 
+class Repeating(nn.Module):
+    """Repeats each sample as often as it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.inner, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.times = [2, 2, 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = zip(self.inner(torch.tanh(self.into(x))).split(1), self.times, strict=True)
+        return self.last(torch.tanh(torch.cat([row.expand(times, -1) for row, times in rows])))
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+def test_samples_that_are_repeated_more_or_less_often_are_looked_for_again():
+    model, x, y = extend(Repeating().double()), torch.randn(3, 4).double(), torch.randint(3, (6,))
+    for samples in 3, 3, 6:
+        if samples == 6:
+            model.times = [1, 3, 2]
+        with backpack(BatchGrad()):
+            F.cross_entropy(model(x), y, reduction="sum").backward()
+        for p in model.parameters():
+            expected = each_gradient(model, p, x, y).unflatten(0, (samples, -1)).sum(1) * len(x)
+            torch.testing.assert_close(p.grad_batch, expected)
+
+
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_what_a_batch_of_nan_shows_is_not_believed(broken: int):
     model = extend(nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3)).double())

@@ -27,7 +27,7 @@ _arguments: dict[str, tuple[str, ...]] = {}
 def structure(
     ends: list[Node], rows: set[int], passed_over: Collection[Node], marks: Mapping[Node, Sequence[Any]]
 ) -> int | None:
-    """Hash of the operations behind some nodes, how they hang together, and their integer arguments.
+    """Hash of the operations behind some nodes, how they hang together, their shapes and integer arguments.
 
     ``None`` where tensors are arguments.
 
@@ -55,7 +55,8 @@ def structure(
         if name not in _arguments:
             named = (a for a in names_of(node) if not is_tensor(node, a))
             _arguments[name] = tuple(a for a in named if not isinstance(getattr(node, a), float))
-        found += [name, *marks.get(node, ())]
+        # `expand` and `cat` do not keep how much they give
+        found += [name, *(tuple(metadata.shape) for metadata in node._input_metadata), *marks.get(node, ())]
         found += [_argument(getattr(node, attribute)) for attribute in _arguments[name]]
         for following, output_nr in node.next_functions:
             if following is None or following in passed_over:
