@@ -10,6 +10,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -446,6 +447,41 @@ def test_an_unknown_term_of_another_batch_is_refused():
     model, x, more = extend(nn.Linear(3, 2)), torch.randn(4, 3), torch.randn(6, 3)
     with pytest.raises(CurvoptError, match=r"\[4, 6\] samples"), backpack(BatchGrad()):
         (F.cross_entropy(model(x), torch.zeros(4, dtype=torch.long)) + model(more).exp().sum()).backward()
+
+
+class Regions(nn.Module):
+    """Classes of images, and of several regions in each."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.image, self.region = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, regions: list[int]) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.body(x))
+        rows = [scale * h[n] for n, number in enumerate(regions) for scale in range(1, number + 1)]
+        return self.image(h), self.region(torch.stack(rows))
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.smooth_l1_loss], ids=["known", "unknown"])
+@pytest.mark.parametrize("regions", [[2, 2, 2], [1, 3, 2], [3, 1, 2]], ids=str)
+def test_rows_of_another_loss_are_equal_shares_of_the_samples_or_refused(loss: Callable, regions: list[int]):
+    model, x = Regions().double(), torch.randn(3, 4).double()
+    y, more = torch.rand(3, 3).double().softmax(1), torch.rand(6, 3).double().softmax(1)
+
+    def total(x: Tensor, y: Tensor, more: Tensor, regions: list[int]) -> Tensor:
+        images, rows = model(x, regions)
+        return loss(images, y, reduction="sum") + loss(rows, more, reduction="sum")
+
+    parts = zip(x.split(1), y.split(1), more.split(regions), regions, strict=True)
+    alone = [torch.autograd.grad(total(*each, [number]), list(model.parameters())) for *each, number in parts]
+    extend(model)
+    context = pytest.raises(CurvoptError, match=r"6 rows are no equal shares of the 3 .* at body \(Linear\)")
+    with context if regions != [2, 2, 2] else nullcontext(), backpack(BatchGrad()):
+        total(x, y, more, regions).backward()
+    if regions == [2, 2, 2]:
+        for p, *expected in zip(model.parameters(), *alone, strict=True):
+            torch.testing.assert_close(p.grad_batch, torch.stack(expected))
 
 
 def test_rows_of_a_layer_that_the_loss_sees_beside_the_last_are_refused_elsewhere():

@@ -299,7 +299,46 @@ def _search(
             if 2 * len(having - left) > len(rows):
                 strays, silent, N = left, silent or quiet, fewer
                 break
+    if strays and any(_rows(loss) != N for loss in losses):
+        _check_agreement(N, losses, everything, edges)
     return (N, frozenset(i for i in strays if i < len(entries))), silent
+
+
+def _check_agreement(
+    N: int, losses: Sequence[Head], entries: Sequence[Entry], edges: Sequence[tuple[int, GradientEdge, int | None]]
+) -> None:
+    """Raise where samples that one loss sees in shares are none to another: its rows are no equal shares of them."""
+    aligned_for: dict[int, Head] = {}
+    strays_of: dict[int, Head] = {}
+    with torch.no_grad():
+        for loss in losses:
+            assert loss.edge is not None
+            strays, _, _ = _probe(loss, loss.edge, N, edges, torch.Generator().manual_seed(0))
+            nodes = set(walk([loss.edge.node]))
+            behind = {i for i, entry in enumerate(entries) if not nodes.isdisjoint(entry.nodes)}
+            strays_of |= dict.fromkeys(behind & strays, loss)
+            aligned_for |= dict.fromkeys(_seen_in_all_rows(loss, edges) - strays, loss)
+    for i in strays_of.keys() & aligned_for.keys():
+        raise CurvoptError(
+            f"{strays_of[i].describe()}: its {_rows(strays_of[i])} rows are no equal shares of the {N} samples that "
+            f"{aligned_for[i].describe()} sees at {entries[i].use.describe()} (different numbers of rows for each, or "
+            "another order); call backward for each loss by itself."
+        )
+
+
+def _seen_in_all_rows(loss: Head, edges: Sequence[tuple[int, GradientEdge, int | None]]) -> set[int]:
+    """Indices of uses of which a loss sees every row: of zeros nothing tells whose they are."""
+    assert loss.edge is not None
+    seen: set[int] = set()
+
+    def arrived(k: int, grad: Tensor) -> None:
+        i, _, axis = edges[k]
+        if axis is not None and grad[0].dim() and grad[0].movedim(axis, 0).unsqueeze(-1).flatten(1).any(1).all():
+            seen.add(i)
+
+    seed = torch.randn(loss.input.shape, generator=torch.Generator().manual_seed(0)).to(loss.input)
+    pull_each([loss.edge], [edge for _, edge, _ in edges], [seed.unsqueeze(0)], arrived)
+    return seen
 
 
 def _passes_strays(entries: Sequence[Entry], strays: Collection[int]) -> bool:
