@@ -158,11 +158,15 @@ class Dense(Jacobian):
         return self.values.sum(1)
 
     def squares(self) -> Tensor:
-        return self.squares_batch().sum(0)
+        return self._squares().sum(0)
 
     def squares_batch(self) -> Tensor:
+        squares = self._squares()
+        return squares if self.left_of is None else squares.clone()  # others may share them
+
+    def _squares(self) -> Tensor:
         if self.left_of is not None and self.left_of.weights is self.weights:
-            return self.left_of.left_squares.flatten(1).clone()
+            return self.left_of.left_squares.flatten(1)
         return _weighted(self.values.square(), self.weights)
 
     def owned(self) -> Jacobian:
@@ -426,8 +430,9 @@ class Outer(Jacobian):
         P, width, device = left.shape[2], self.G * self.I, left.device.type
         step = costs.samples_at_once(P * width, device) if per_sample else costs.rows_at_once(P, width, device)
         left = torch.cat([left[:, :, : self.S], 2 * left[:, :, self.S :]], 2) if self.S > 1 else left
-        sides = zip(left.split(step), self.right.split(step), strict=True)
-        parts = ((part, torch.cat([*_pairs(right)], 2)) for part, right in sides)
+        several = step < self.N
+        sides = zip(left.split(step), self.right.split(step), strict=True) if several else [(left, self.right)]
+        parts = ((part, right * right if self.S == 1 else torch.cat([*_pairs(right)], 2)) for part, right in sides)
         if not per_sample:
             return self._shaped(reduce(add, (_over_samples(part, right) for part, right in parts)))
         if torch.is_grad_enabled():
