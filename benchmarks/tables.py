@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from benchmarks.packages import EXACT, PACKAGES, PRODUCTS, QUANTITIES
+from benchmarks.packages import EXACT, FIRST_ORDER, PACKAGES, PRODUCTS, QUANTITIES
 from benchmarks.problems import PROBLEMS
 from benchmarks.timing import machine, save
 
@@ -81,9 +81,14 @@ def is_absent(row: dict[str, Result], package: str) -> bool:
     return package not in row or bool(row[package].get("absent"))
 
 
-def best(row: dict[str, Result], key: str) -> str | None:
-    """The package with the lowest correct number of a row."""
-    right = {package: result[key] for package, result in row.items() if key in result and not result.get("wrong")}
+def best(quantity: str, row: dict[str, Result], key: str) -> str | None:
+    """The package with the lowest correct number of a row, with the gradient, which individual ones sum to."""
+    unit = 0 if key == "peak_mib" or quantity in FIRST_ORDER else 1
+    right = {
+        package: result[key] + (0 if result.get("gradient", True) else unit)
+        for package, result in row.items()
+        if key in result and not result.get("wrong")
+    }
     return min(right, key=lambda package: right[package], default=None)
 
 
@@ -105,7 +110,7 @@ def markdown(problem: str, rows: Rows, key: str) -> str:
     packages = [p for p in PACKAGES if any(not is_absent(row, p) for row in rows.values())]
     lines = [" | ".join([f"| {problem}", *packages]) + " |", "|---" * (1 + len(packages)) + "|"]
     for quantity, row in rows.items():
-        winner = best(row, key)
+        winner = best(quantity, row, key)
         cells = [cell(row.get(p, {"absent": True}), key) for p in packages]
         cells = [f"**{text}**" if p == winner else text for p, text in zip(packages, cells, strict=True)]
         lines.append(" | ".join([f"| {quantity}", *cells]) + " |")

@@ -190,8 +190,16 @@ def test_a_wrong_package_is_shown_as_wrong(monkeypatch, checker):
     _, result = quantities.prepared("tiny", "torch.func", "BatchGrad", "cpu", checker)
     assert result["wrong"]
     row = {"torch.func": result | {"cpu": 1.0}, "curvopt": {"cpu": 2.0}}
-    assert tables.best(row, "cpu") == "curvopt"
+    assert tables.best("BatchGrad", row, "cpu") == "curvopt"
     assert "wrong (1.00)" in tables.markdown("tiny", {"BatchGrad": row}, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("quantity", "key", "first"), [("KFAC", "cpu", "b"), ("BatchGrad", "cpu", "a"), ("KFAC", "peak_mib", "a")]
+)
+def test_the_best_of_a_row_has_the_gradient_too(quantity: str, key: str, first: str):
+    row = {"a": {key: 2.0, "gradient": False}, "b": {key: 2.9, "gradient": True}}
+    assert tables.best(quantity, row, key) == first
 
 
 def test_memory(monkeypatch, tmp_path, capsys):
