@@ -299,7 +299,7 @@ def _search(
             if 2 * len(having - left) > len(rows):
                 strays, silent, N = left, silent or quiet, fewer
                 break
-    if strays and any(_rows(loss) != N for loss in losses):
+    if strays and len(losses) > 1 and any(_rows(loss) != N for loss in losses):
         _check_agreement(N, losses, everything, edges)
     return (N, frozenset(i for i in strays if i < len(entries))), silent
 
