@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import accelerator
 import pytest
 import torch
@@ -15,6 +17,7 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where tensors are by default: cpu, cuda or emulated")
+    parser.addoption("--one-of", type=int, default=1, help="run one of so many tests; all of those that need a device")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -23,6 +26,21 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         accelerator.load()
     if device != "cpu":
         torch.set_default_device(device)
+    elif not torch.cuda.is_available():  # it would write down the stack for each kind of device that might come yet
+        torch.manual_seed = torch.default_generator.manual_seed
+
+
+@pytest.hookimpl(trylast=True)  # of those that were selected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    of_device = [item for item in items if item.path.parent.name == "accelerator"]
+    others = [item for item in items if item not in of_device]
+    items[:] = of_device + others[:: config.getoption("--one-of")]
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and the modules they need stay until the end: no garbage collection looks at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
