@@ -17,7 +17,6 @@ from curvopt.distributed import divide
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="PyTorch was built without gloo")
 #: What is also run on three ranks.
 OF_THREE = [
-    "parts_of_a_batch_are_the_batch",
     "unequal_and_empty_batches",
     "parameters_that_some_ranks_do_not_use",
     "each_matrix_is_factored_on_one_rank",

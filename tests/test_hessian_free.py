@@ -406,7 +406,7 @@ def train(
     return loss_of(model).item(), cost
 
 
-@pytest.mark.parametrize(("problem", "steps", "floor", "factor"), [(mlp, 20, 0.0, 0.3), (autoencoder, 16, None, 0.85)])
+@pytest.mark.parametrize(("problem", "steps", "floor", "factor"), [(mlp, 20, 0.0, 0.3), (autoencoder, 8, None, 0.85)])
 def test_gets_further_than_sgd_by_as_many_gradients(
     problem: Callable, steps: int, floor: float | None, factor: float
 ) -> None:
