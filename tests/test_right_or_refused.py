@@ -661,6 +661,51 @@ def test_a_module_that_returns_time_first(steps: int, known: bool):
         torch.testing.assert_close(p.grad_batch, torch.stack([gradients[i] for gradients in expected]))
 
 
+class Keeping(nn.Module):
+    """Keeps what others read: a part of its output, or what several of its parameters lead to."""
+
+    def __init__(self, part: bool):
+        super().__init__()
+        self.weight, self.bias, self.part = nn.Parameter(torch.randn(8, 3)), nn.Parameter(torch.randn(8)), part
+        self.kept = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given, self.kept = torch.logaddexp(torch.cdist(x, self.weight), self.bias).chunk(2, 1)
+        if not self.part:
+            given, self.kept = given.sin() + self.kept.cos(), given
+        return given
+
+
+READERS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "model": lambda net, h: h * net.first.kept,
+    "layer": lambda net, h: h + net.auxiliary(net.first.kept),
+    "replayed": lambda net, h: h + net.recurrent(net.first.kept.unsqueeze(1))[0].squeeze(1),
+}
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("reader", READERS)
+def test_what_a_module_keeps_is_read_elsewhere(reader: str, part: bool):
+    net, (x, y) = Net(lambda net, x: READERS[reader](net, net.first(x)), Keeping(part)), data()
+    if reader == "layer":
+        net.auxiliary = nn.Linear(4, 4).double()
+    elif reader == "replayed":
+        net.recurrent = nn.GRU(4, 4, batch_first=True).double()
+    assert same_or_refused(net, x, y, nn.CrossEntropyLoss())
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_slopes_of_a_recurrent_layer_in_the_network(kind: type[nn.RNNBase]):
+    """Their graph begins at what the layer computed on the way."""
+
+    def slopes(net: Net, x: Tensor) -> Tensor:
+        x = x.unsqueeze(1).expand(-1, 2, -1).requires_grad_()
+        return torch.autograd.grad(net.first(x)[0].square().sum(), x, create_graph=True)[0].repeat(1, 1, 2)[:, 0, :4]
+
+    assert same_or_refused(Net(slopes, kind(3, 4, batch_first=True)), *data(), nn.CrossEntropyLoss())
+
+
 def test_nested_tensors_are_refused():
     model = extend(nn.Linear(3, 2))
     with warnings.catch_warnings():

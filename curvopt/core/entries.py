@@ -22,42 +22,51 @@ class Interior:
     def __init__(self) -> None:
         self.nodes: set[Node] = set()
         self.edges: dict[tuple[Node, int], None] = {}  # in the order of the graph, so that sums are the same again
-        self.leading: dict[Node, nn.Parameter] = {}  # nodes inside, outputs excepted, that depend on a parameter
+        #: What is computed inside, but the outputs, with each parameter that it depends on, and who reads it inside.
+        self.leading: dict[tuple[Node, int], dict[nn.Parameter, set[Node]]] = {}
 
-    def add(self, outputs: list[Node], boundary: frozenset, parameters: Sequence[nn.Parameter]) -> None:
+    def add(self, outputs: Sequence[GradientEdge], boundary: frozenset, parameters: Sequence[nn.Parameter]) -> None:
         """The part between the outputs of a use and its inputs."""
         known = {id(p) for p in parameters}
-        parents: dict[Node, list[Node]] = {}
+        parents: dict[Node, list[tuple[Node, int]]] = {}
         reached: list[tuple[Node, nn.Parameter]] = []
-        for node in walk(outputs, boundary):
+        for node in walk([edge.node for edge in outputs], boundary):
             self.nodes.add(node)
-            for position, (target, _) in enumerate(node.next_functions):
+            for position, (target, nr) in enumerate(node.next_functions):
                 p = leaf_of(target)
                 if p is None:
                     if target is not None:
-                        parents.setdefault(target, []).append(node)
+                        parents.setdefault(target, []).append((node, nr))
                 elif id(p) in known:
                     self.edges[node, position] = None
                     reached.append((node, p))
-        ends = set(outputs)
+        ends = {(edge.node, edge.output_nr) for edge in outputs}
+        seen = set(reached)
         while reached:
             node, p = reached.pop()
-            if node not in ends and node not in self.leading:
-                self.leading[node] = p
-                reached += [(parent, p) for parent in parents.get(node, ())]
+            for own in range(len(node._input_metadata)):  # type: ignore[attr-defined]
+                if (node, own) not in ends:
+                    above = [parent for parent, nr in parents.get(node, ()) if nr == own]
+                    self.leading.setdefault((node, own), {}).setdefault(p, set()).update(above)
+                    reached += [(parent, p) for parent in above if (parent, p) not in seen]
+                    seen.update((parent, p) for parent in above)
 
     def ways_around(
         self, nodes: Iterable[Node], known: Callable[[nn.Parameter], bool]
     ) -> Iterator[tuple[Node, int, nn.Parameter]]:
-        """Edges ``(node, position)`` by which a known parameter enters the graph past every use of it."""
+        """Edges ``(node, position)`` by which a known parameter enters the graph past every use of it.
+
+        Any number of parameters by one edge, from what a module keeps, and others read: modules perhaps.
+        """
         for node in nodes:
-            for position, (target, _) in enumerate(node.next_functions):
+            for position, (target, nr) in enumerate(node.next_functions):
                 p = leaf_of(target)
                 if p is not None:
                     if (node, position) not in self.edges and known(p):
                         yield node, position, p
-                elif node not in self.nodes and target in self.leading:
-                    yield node, position, self.leading[target]
+                elif target is not None:
+                    leading = self.leading.get((target, nr), {})
+                    yield from ((node, position, p) for p, inside in leading.items() if node not in inside)
 
 
 class Entry:
@@ -126,9 +135,9 @@ class Entry:
         return self.sees_indices or not self.nodes.isdisjoint(seeing)
 
     @property
-    def part(self) -> tuple[list[Node], frozenset, list[nn.Parameter]]:
-        """Its part of the graph: the nodes of its outputs, where it begins, and its parameters."""
-        return [edge.node for edge in self.edges.values()], self.use.boundary, list(self.parameters.values())
+    def part(self) -> tuple[list[GradientEdge], frozenset, list[nn.Parameter]]:
+        """Its part of the graph: where its outputs come from, where it begins, and its parameters."""
+        return list(self.edges.values()), self.use.boundary, list(self.parameters.values())
 
     def leave(self, interior: Interior, inside: Interior) -> None:
         """Leave to others what they answer for inside: modules that it calls, or earlier calls whose results it keeps.

@@ -78,7 +78,7 @@ class Graph:
                 if isinstance(record, TermUse):
                     self.terms[record] = GradientEdge(node, output_nr)
                     terms.add(node)
-                    interior.add([node], record.boundary, record.parameters)
+                    interior.add([self.terms[record]], record.boundary, record.parameters)
                 elif isinstance(record, Called):
                     self._called = True
                 elif isinstance(record, Use):
