@@ -661,6 +661,33 @@ def test_a_module_that_returns_time_first(steps: int, known: bool):
         torch.testing.assert_close(p.grad_batch, torch.stack([gradients[i] for gradients in expected]))
 
 
+class RowByRow(nn.Module):
+    """Calls a layer on single samples, uses one parameter in a way that is not known, and another one not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.weight, self.unused = (
+            nn.Linear(3, 3),
+            nn.Parameter(torch.randn(4, 3)),
+            nn.Parameter(torch.ones(3)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(torch.stack([self.layer(row) for row in x]), self.weight)
+
+
+def test_a_parameter_that_a_call_does_without():
+    net, (x, y) = Net(lambda net, x: net.first(x), RowByRow()), data()
+    used = [p for p in net.parameters() if p is not net.first.unused]
+    rows = F.cross_entropy(net(x), y, reduction="none") / N
+    expected = [torch.autograd.grad(row, used, retain_graph=True) for row in rows]
+    with backpack(BatchGrad()):
+        F.cross_entropy(extend(net)(x), y).backward()
+    for p, *gradients in zip(used, *expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
+    assert not hasattr(net.first.unused, "grad_batch")
+
+
 class Keeping(nn.Module):
     """Keeps what others read: a part of its output, or what several of its parameters lead to."""
 

@@ -113,7 +113,8 @@ class Graph:
                 if entry.no_samples or one_by_one or not entry.takes_samples:
                     del self.entries[entry.use]
                     for name, p in entry.parameters.items():
-                        self._take_itself(p, entry.use.path, name, entry.use.module)
+                        if any(leaf is p for leaf in self.leaves):  # else the call does without
+                            self._take_itself(p, entry.use.path, name, entry.use.module)
                 if one_by_one:
                     self.calls[entry] = []  # it may tell where the samples are
         self.functional: list[Entry] = []
