@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -659,6 +660,56 @@ def test_a_module_that_returns_time_first(steps: int, known: bool):
             F.cross_entropy(extend(model)(x), y).backward()
     for i, p in enumerate(model.parameters()):
         torch.testing.assert_close(p.grad_batch, torch.stack([gradients[i] for gradients in expected]))
+
+
+class Scaled(nn.Module):
+    """A product, and maybe what no rule knows, with a scale."""
+
+    def __init__(self, known: bool):
+        super().__init__()
+        self.weight, self.scale, self.known = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3)), known
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.T if self.known else torch.cdist(x, self.weight)) * self.scale
+
+
+OWN: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "weight": lambda net, x: F.linear(x, net.inner(net.inner.weight)),
+    "weight, and called": lambda net, x: F.linear(net.inner(x), net.inner(net.inner.weight)),
+    "weight and samples": lambda net, x: (
+        net.inner(torch.cat([net.inner.weight, x]))[3:] * net.inner(net.inner.weight)[0]
+    ),
+    "weight, transposed": lambda net, x: F.linear(x, net.inner(net.inner.weight.T)),
+    "what it makes of a parameter": lambda net, x: x @ net.inner(net.inner(net.first.weight[:3])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("inner", [partial(nn.Linear, 3, 3), partial(Scaled, True), partial(Scaled, False)])
+@pytest.mark.parametrize("what", OWN)
+def test_modules_called_with_their_own(what: str, inner: Callable[[], nn.Module]):
+    """Parameters: by which way these enter is not told by where the call begins, and none counts twice."""
+    net = Net(lambda net, x: net.first(OWN[what](net, x)))
+    net.inner = inner().double()
+    assert same_or_refused(net, *data(), nn.CrossEntropyLoss())
+
+
+class Tied(nn.Module):
+    """Uses one parameter by three names, in ways that are not known."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = self.other = nn.Parameter(torch.randn(3, 3))
+        self.several = nn.ParameterList([self.one])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(x, self.one) + torch.cdist(x.sin(), self.other) * torch.cdist(x.cos(), self.several[0])
+
+
+def test_one_parameter_by_several_names():
+    net = Net(lambda net, x: net.first(net.inner(x)))
+    net.inner = Tied().double()
+    assert same_or_refused(net, *data(), nn.CrossEntropyLoss())
 
 
 class RowByRow(nn.Module):

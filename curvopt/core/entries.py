@@ -77,8 +77,9 @@ class Entry:
         self.use = use
         self.rule: Rule = use.rule if rule is None else rule
         if parameters is None:
-            trainable = self.rule.parameters(use.module).items()
-            parameters = {name: p for name, p in trainable if p.requires_grad and p.numel()}  # nothing of no entries
+            own = self.rule.parameters(use.module).items()
+            trainable = {name: p for name, p in own if p.requires_grad and p.numel()}  # nothing of no entries
+            parameters = {name: p for name, p in trainable.items() if not any(p is x for x in use.given)}
         self.parameters = parameters
         #: Names of those that other uses inside of this one answer for, too.
         self.divided: list[str] = []

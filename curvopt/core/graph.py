@@ -120,6 +120,7 @@ class Graph:
         self.functional: list[Entry] = []
         self.outside: list[str] = []
         self._read_outside(interior)
+        self._take_what_counts_twice()
         self._follow_shared_lookups()
         del self._nodes, self._roots
         outputs = {node for entry in self.entries.values() if entry.parameters for node in entry.nodes}
@@ -387,6 +388,21 @@ class Graph:
             owner = extended_owner(p) if entry is None else entry.use.owner
             self.functional.append(self._take_itself(p, path, names[p], owner))
         self.functional += self._add(found, names)
+
+    def _take_what_counts_twice(self) -> None:
+        """Take parameters themselves of which one use lies behind what the operand of another was computed from.
+
+        As a layer's call on its own weight, moved: calls of modules and what lies outside of them are read one by one.
+        """
+        entries = list(self.entries.values())
+        computed = {p for entry in entries if entry.rule.source is not None for p in entry.parameters.values()}
+        for p in computed:
+            of = [entry for entry in entries if any(q is p for q in entry.parameters.values())]
+            sources = [(e.edges[0].node, e.rule.source) for e in of if e.rule.source is not None]
+            behind = set(walk([source.node for _, source in sources]))
+            if len(set(sources)) < len(sources) or not behind.isdisjoint(node for entry in of for node in entry.nodes):
+                path, _, name = self.name(p).rpartition(".")
+                self.functional.append(self._take_itself(p, path, name, self.owners[p][0].use.owner))
 
     def _follow_shared_lookups(self) -> None:
         """Embeddings of positions, shared by all samples: see them where they are added to every sample.

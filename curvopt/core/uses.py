@@ -121,6 +121,7 @@ class Use:
         "block",
         "boundary",
         "cache",
+        "given",
         "kwargs",
         "kind",
         "left",
@@ -144,6 +145,9 @@ class Use:
         inputs = _tensors((args, kwargs)) if kwargs or len(args) != 1 else _tensors(args[0])
         self.path, self.module, self.args, self.kwargs = path, module, args, kwargs
         self.boundary = frozenset([leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None])
+        leaves = [leaf for leaf in inputs if leaf.grad_fn is None and leaf.requires_grad]
+        #: Its own parameters among the inputs: no border in the graph tells what of them entered as which.
+        self.given = tuple([p for p in module.parameters() if any([p is leaf for leaf in leaves])]) if leaves else ()
         # an in-place forward: the input is gone, and holding the output would be a cycle (of several, copies are handed
         # out, and an input may be among them)
         changed = bool(self.boundary) and len(outputs) == 1 and any([outputs[0] is leaf for leaf in inputs])

@@ -288,6 +288,10 @@ class DefaultRule(Rule):
 
     checks_outputs = True
 
+    def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        names = {p: name for name, p in reversed(super().parameters(module).items())}
+        return {name: p for p, name in reversed(names.items())}  # tied ones once: the call is by all of their names
+
     def state(self, module: nn.Module) -> dict[str, Tensor]:
         # a spectral norm improves its vectors before it uses them
         vectors: dict[str, Tensor] = {}
