@@ -80,7 +80,7 @@ CHOICES = {
     "no pairs": {"by_pairs": lambda *sizes: False},
     "gram": {"by_gram": lambda *sizes: True},
     "no gram": {"by_gram": lambda *sizes: False},
-    "one sample": {"by_pairs": lambda *sizes: False, "by_gram": lambda *sizes: False, "CHUNK_ENTRIES": {"cpu": 1}},
+    "one sample": {"by_pairs": lambda *sizes: False, "by_gram": lambda *sizes: False, "samples_at_once": lambda *_: 1},
     "some samples": {
         "by_pairs": lambda *sizes: False,
         "by_gram": lambda *sizes: False,
@@ -167,7 +167,7 @@ def test_convolutions_by_views_of_their_input(
     """Sums of squares and norms without putting the patches together, and then the patches."""
     monkeypatch.setattr(costs, "by_pairs", lambda *sizes: False)
     monkeypatch.setattr(costs, "by_gram", lambda *sizes: False)
-    monkeypatch.setattr(costs, "CHUNK_ENTRIES", {"cpu": 1})
+    monkeypatch.setattr(costs, "samples_at_once", lambda *sizes: 1)
     conv = extend(conv.to(dtype))
     x = torch.randn(3, conv.weight.shape[1] * conv.groups, *shape).to(dtype)
     z = conv(x)

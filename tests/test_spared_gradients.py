@@ -116,7 +116,7 @@ def test_gradients_and_fields_are_those_of_the_reference(extension: type[Extensi
 def test_gradients_of_every_case(case: Case, one_by_one: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(costs, "spares_gradient", lambda *_: True)
     if one_by_one:
-        monkeypatch.setattr(costs, "CHUNK_ENTRIES", {"cpu": 1})
+        monkeypatch.setattr(costs, "samples_at_once", lambda *sizes: 1)
         monkeypatch.setattr(costs, "by_pairs", lambda *_: False)
     ref, problem = reference(case), extended(case)
     for extension in FIRST_ORDER:
@@ -140,7 +140,7 @@ def one_by_one() -> Iterator[None]:
 @pytest.mark.parametrize("pieces", [False, True])
 def test_gradients_of_exact_diagonals(extension: type[Extension], pieces: bool, monkeypatch: pytest.MonkeyPatch):
     if pieces:
-        monkeypatch.setattr(costs, "CHUNK_ENTRIES", {"cpu": 1})
+        monkeypatch.setattr(costs, "samples_at_once", lambda *sizes: 1)
     ref, problem = reference(CASE), extended(CASE)
     for times in (1, 2):
         assert backward(problem, extension()) == 0

@@ -81,8 +81,10 @@ def columns_at_once(entries: int, device: str) -> int:
     return max(1, _limit(SWEEP_ENTRIES, device) // max(entries, 1))
 
 
-def samples_at_once(entries: int, device: str) -> int:
-    """How many samples to work on together if one has so many entries; one if they are only a few."""
+def samples_at_once(entries: int, N: int, device: str) -> int:
+    """How many of N samples to work on together if one has so many entries; one if they are only a few."""
+    if N * entries <= CACHED_ENTRIES:
+        return N
     samples = max(1, _limit(CHUNK_ENTRIES, device) // max(entries, 1))
     # on a CPU a few calls cost less than the temporary of a few large samples
     return samples if samples >= 8 or device != "cpu" else 1
@@ -135,7 +137,7 @@ def vectors_worth_keeping(S: int, O: int, I: int) -> int:
 
 def adds_one_by_one(entries: int, device: str) -> bool:
     """Whether products of so many entries are added up in less time by a call for each than by two for all."""
-    return device == "cpu" and entries >= 1 << 13
+    return device == "cpu" and entries >= 1 << 14
 
 
 def samples_in_vmap(entries: int, device: str) -> int:

@@ -428,7 +428,7 @@ class Outer(Jacobian):
     def squares_of_pairs(self, left: Tensor, per_sample: bool) -> Tensor:
         """Squares from `left_pairs`, ``[*p]`` or, sample by sample, ``[N, *p]``."""
         P, width, device = left.shape[2], self.G * self.I, left.device.type
-        step = costs.samples_at_once(P * width, device) if per_sample else costs.rows_at_once(P, width, device)
+        step = costs.samples_at_once(P * width, self.N, device) if per_sample else costs.rows_at_once(P, width, device)
         left = torch.cat([left[:, :, : self.S], 2 * left[:, :, self.S :]], 2) if self.S > 1 else left
         several = step < self.N
         sides = zip(left.split(step), self.right.split(step), strict=True) if several else [(left, self.right)]
@@ -530,7 +530,8 @@ class Outer(Jacobian):
         if len(products) == 1:
             total.add_(products[0], alpha=1.0 if self.shares is None else float(self.shares[samples]))
         else:
-            total += products.sum(0) if self.shares is None else torch.tensordot(self.shares[samples], products, 1)
+            shares = None if self.shares is None else self.shares[samples].reshape(-1, *[1] * (products.dim() - 1))
+            total += _sum(products if shares is None else products * shares)
 
     def _by_onednn(self, V: int) -> bool:
         """Whether oneDNN forms the products of V vectors, those of a sample and some vectors at once."""
@@ -556,7 +557,7 @@ class Outer(Jacobian):
         # [I, O]: few inputs, as of the first convolution, fill the rows of a matrix product better than its columns
         right_first = self.transposed or not in_order
         sides = (self.I, self.O) if right_first else (self.O, self.I)
-        step = costs.samples_at_once(self.G * self.O * self.I, self.left.device.type)
+        step = costs.samples_at_once(self.G * self.O * self.I, self.N, self.left.device.type)
         bands = self._right.bands if isinstance(self._right, Patches) and step == 1 and right_first else None
         if bands is not None:
             K, C, R = bands.shape[2:5]
@@ -906,11 +907,16 @@ def _add_products(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = 
     """``total + sum_v left[v] * right[v]``, or without the total, in place; the right side is overwritten."""
     if len(right) > 1 and not costs.adds_one_by_one(total.numel(), total.device.type):
         products = torch.mul(left, right, out=right)
-        torch.sum(products, 0, dtype=total.dtype, out=total) if overwrite else total.add_(products.sum(0))
+        torch.sum(products, 0, dtype=total.dtype, out=total) if overwrite else total.add_(_sum(products))
         return
     for a, b in zip(left.unbind(), right.unbind(), strict=True):
         torch.mul(a, b, out=total) if overwrite else total.addcmul_(a, b)
         overwrite = False
+
+
+def _sum(values: Tensor) -> Tensor:
+    """Sum over the first axis, laid out in memory as they are: where it is not, it takes ten times as long."""
+    return torch.sum(values, 0, out=torch.empty_like(values[0]))
 
 
 def _second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) -> Tensor:
