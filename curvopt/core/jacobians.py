@@ -555,7 +555,7 @@ class Outer(Jacobian):
 
     def _formed(self, in_order: bool) -> Iterator[tuple[slice, slice, Tensor]]:
         # [I, O]: few inputs, as of the first convolution, fill the rows of a matrix product better than its columns
-        right_first = self.transposed or not in_order
+        right_first = self.transposed or not (in_order or isinstance(self._right, Tensor))
         sides = (self.I, self.O) if right_first else (self.O, self.I)
         step = costs.samples_at_once(self.G * self.O * self.I, self.N, self.left.device.type)
         bands = self._right.bands if isinstance(self._right, Patches) and step == 1 and right_first else None
