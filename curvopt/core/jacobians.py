@@ -293,8 +293,7 @@ class Outer(Jacobian):
         rows, columns = self._sides(self.left, self.right)
         products = _products(rows, columns).reshape(self.V, self.N, *self.shape)
         if self.sums and self.gradient is None:
-            self.gradient = products.new_zeros(self.shape)
-            self._add_sum(self.gradient, products[0], slice(None))
+            self.gradient = self._add_sum(None, products[0], slice(None))
         return products
 
     def sum_batch(self) -> Tensor:
@@ -318,8 +317,11 @@ class Outer(Jacobian):
         norms = self.left.new_empty(self.V, self.N)
         for vectors, samples, products in self._by_sample():
             values = products.square_().sum([*range(1, products.dim())])
-            part = norms[vectors, samples]
-            part.copy_(values.view_as(part))
+            if len(values) == norms.numel():
+                norms = values.view_as(norms)
+            else:
+                part = norms[vectors, samples]
+                part.copy_(values.view_as(part))
         return norms
 
     def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
@@ -518,20 +520,19 @@ class Outer(Jacobian):
             return
         total = None
         for vectors, samples, products in formed:
-            if total is None:
-                total = torch.zeros_like(products[0])
-            self._add_sum(total, products, samples)
+            total = self._add_sum(total, products, samples)
             yield vectors, samples, products
         assert total is not None
         self.gradient = total.reshape(self.shape).contiguous()
 
-    def _add_sum(self, total: Tensor, products: Tensor, samples: slice) -> None:
-        """Add the products of some samples to the sum over all."""
+    def _add_sum(self, total: Tensor | None, products: Tensor, samples: slice) -> Tensor:
+        """The sum over all samples so far, plus the products of some."""
         if len(products) == 1:
-            total.add_(products[0], alpha=1.0 if self.shares is None else float(self.shares[samples]))
-        else:
-            shares = None if self.shares is None else self.shares[samples].reshape(-1, *[1] * (products.dim() - 1))
-            total += _sum(products if shares is None else products * shares)
+            total = torch.zeros_like(products[0]) if total is None else total
+            return total.add_(products[0], alpha=1.0 if self.shares is None else float(self.shares[samples]))
+        shares = None if self.shares is None else self.shares[samples].reshape(-1, *[1] * (products.dim() - 1))
+        part = _sum(products if shares is None else products * shares)
+        return part if total is None else total.add_(part)
 
     def _by_onednn(self, V: int) -> bool:
         """Whether oneDNN forms the products of V vectors, those of a sample and some vectors at once."""
@@ -570,10 +571,10 @@ class Outer(Jacobian):
                     if g == self.G - 1:
                         yield slice(v, v + 1), slice(n, n + 1), products
             return
-        rights = self.right.flatten(0, 1).split(step * self.G)
+        rights = _pieces(self.right, step)
         buffer = self.left.new_empty(min(step, self.N) * self.G, *sides)
         for v, of_v in enumerate(self.left):
-            for i, (left, right) in enumerate(zip(of_v.flatten(0, 1).split(step * self.G), rights, strict=True)):
+            for i, (left, right) in enumerate(zip(_pieces(of_v, step), rights, strict=True)):
                 rows, columns = (right, left) if right_first else (left, right)
                 products = torch.bmm(rows.mT, columns, out=buffer[: len(left)]).view(-1, self.G, *sides)
                 products = products if right_first == self.transposed else products.mT
@@ -873,6 +874,11 @@ def _products(rows: Tensor, columns: Tensor, out: Tensor | None = None) -> Tenso
         of_v = [(side[v] if side.dim() == 5 else side).flatten(0, 1) for side in (rows, columns)]
         torch.bmm(of_v[0].mT, of_v[1], out=result[v].flatten(0, 1))
     return result
+
+
+def _pieces(sides: Tensor, step: int) -> Sequence[Tensor]:
+    """Some samples of ``[N, G, S, F]`` at a time, ``[n G, S, F]``."""
+    return [sides.flatten(0, 1)] if step >= len(sides) else sides.flatten(0, 1).split(step * sides.shape[1])
 
 
 def _by_feature(values: Tensor) -> Tensor:
