@@ -49,13 +49,12 @@ class ScaleRule(Rule):
 
     def _summed(self, module: nn.Module, name: str, values: Tensor, N: int) -> Dense:
         """``[V, N k, *out]`` summed over all axes but V, N and the parameter's."""
-        shape = module.get_parameter(name).shape
-        values = values.unflatten(1, (N, -1))
+        shape, V = module.get_parameter(name).shape, len(values)
         if self.last_axes(module):
-            return Dense(values.flatten(2, values.dim() - len(shape) - 1).sum(2))
+            return Dense(values.reshape(V, N, -1, *shape).sum(2))
         if shape[0] == 1:  # one channel, or one PReLU slope for all
-            return Dense(values.flatten(2).sum(2, keepdim=True))
-        return Dense(values.flatten(4).sum((2, 4)) if values.dim() > 4 else values.sum(2))
+            return Dense(values.reshape(V, N, -1).sum(2, keepdim=True))
+        return Dense(values.reshape(V, N, values.shape[1] // N, *shape, -1).sum((2, 4)))
 
 
 @register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
