@@ -91,7 +91,7 @@ PROGRAMS: dict[str, Callable[[], Net]] = {
 
 
 def individual_gradients(model: nn.Module, x: Tensor, y: Tensor) -> list[list[Tensor]]:
-    losses = F.cross_entropy(model(x), y, reduction="none") / N
+    losses = F.cross_entropy(model(x), y, reduction="none") / len(y)
     return [list(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)) for loss in losses]
 
 
@@ -624,6 +624,17 @@ def test_means_over_positions_of_samples_that_are_scattered(inner: nn.Module):
         with backpack(KFAC(approx="reduce")):
             lossfunc(model(q), y).backward()
     assert not hasattr(model.last.weight, "kfac")
+
+
+@pytest.mark.parametrize("from_, to", [(0, 1), (1, 0)])
+def test_samples_that_add_little_to_one_other(from_: int, to: int):
+    """Whichever of the two is the one."""
+    matrix = torch.eye(2).double()
+    matrix[to, from_] = 1e-4
+    net = Net(lambda net, x: (matrix @ net.first(x)).tanh())
+    x, y = data()
+    with pytest.warns(CurvoptWarning, match="does not hold the 2 samples"):
+        assert same_or_refused(net, x[:2], y[:2], nn.CrossEntropyLoss())
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -470,12 +471,13 @@ def _probe(
     # powers of two, so that products with them are exact; samples that trade places or mix betray themselves
     dtypes = {z.dtype, *(edge.node._input_metadata[edge.output_nr].dtype for _, edge, _ in edges)}  # type: ignore[attr-defined]
     half = torch.float16 in dtypes
-    most = 12 if half else 64
-    exponents = torch.cat([torch.randperm(most, generator=generator) for _ in range(-(-N // most))])[:N]
-    factors = (2.0 ** (exponents - most // 2)).to(z.device)
+    # far apart, but not so far that what vanishes on its way back is lost
+    most = 12 if half else min(max(N, 24), 64)
+    order = torch.cat([torch.randperm(min(N, most), generator=generator) for _ in range(-(-N // most))])[:N]
+    exponents = order * (most - 1) // max(min(N, most) - 1, 1) - most // 2
     inputs = [edge for _, edge, _ in edges]
     arrived: dict[int, tuple[Tensor, Tensor]] = {}
-    verdicts: dict[int, Tensor] = {}
+    verdicts: dict[int, list[Tensor]] = {}
 
     def sampled(k: int, grad: Tensor) -> tuple[Tensor, int | None]:
         axis = edges[k][2]
@@ -484,27 +486,31 @@ def _probe(
     def keep(k: int, grad: Tensor) -> None:
         arrived[k] = grad.any() & grad.isfinite().all(), sampled(k, grad)[0]
 
-    def compare(k: int, scaled: Tensor) -> None:
-        met, grad = arrived.pop(k)
+    def compare(factors: Tensor, k: int, scaled: Tensor) -> None:
+        met, grad = arrived[k]
         scaled, axis = sampled(k, scaled)
         share = grad.new_zeros((), dtype=torch.bool)
         if axis is not None and grad.dim() > 1 and grad.numel() and grad.shape[axis] < N:
             share = _shared(grad, scaled, axis)
         verdict = torch.stack([met, aligned(grad, scaled, axis, factors.to(grad.device), half), share])
-        verdicts[k] = verdict.to(z.device)
+        verdicts.setdefault(k, []).append(verdict.to(z.device))
 
     pull_each([at], inputs, [seed.unsqueeze(0)], keep)
     reached = {i for k, (i, _, _) in enumerate(edges) if k not in arrived}  # whatever the values
-    pull_each([at], inputs, [(seed * along(factors, loss.axis, z)).unsqueeze(0)], compare)
+    # the larger of two samples betrays what little it adds to the other one; among many pairs some are of either order
+    for signed in (exponents, -exponents) if N < 32 else (exponents,):
+        factors = (2.0**signed).to(z.device)
+        pull_each([at], inputs, [(seed * along(factors, loss.axis, z)).unsqueeze(0)], partial(compare, factors))
     strays: set[int] = set()
     shared: set[int] = set()
-    told: list[list[bool]] = torch.stack([*verdicts.values()]).tolist() if verdicts else []  # one transfer for all
-    for k, (met, fits, several) in zip(verdicts, told, strict=True):
+    said = [torch.stack(verdict) for verdict in verdicts.values()]
+    told: list[list[list[bool]]] = torch.stack(said).mT.tolist() if said else []  # one transfer for all
+    for k, ((met, *_), fits, several) in zip(verdicts, told, strict=True):
         if met:
             reached.add(edges[k][0])
-        if not fits:  # where nothing arrives, by its shape
+        if not all(fits):  # where nothing arrives, by its shape
             strays.add(edges[k][0])
-        if several:
+        if any(several):
             shared.add(edges[k][0])
     return strays, reached, shared
 
