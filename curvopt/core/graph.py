@@ -395,8 +395,8 @@ class Graph:
         As a layer's call on its own weight, moved: calls of modules and what lies outside of them are read one by one.
         """
         entries = list(self.entries.values())
-        computed = {p for entry in entries if entry.rule.source is not None for p in entry.parameters.values()}
-        for p in computed:
+        computed = [p for entry in entries if entry.rule.source is not None for p in entry.parameters.values()]
+        for p in dict.fromkeys(computed):
             of = [entry for entry in entries if any(q is p for q in entry.parameters.values())]
             sources = [(e.edges[0].node, e.rule.source) for e in of if e.rule.source is not None]
             behind = set(walk([source.node for _, source in sources]))

@@ -477,7 +477,7 @@ def _probe(
     exponents = order * (most - 1) // max(min(N, most) - 1, 1) - most // 2
     inputs = [edge for _, edge, _ in edges]
     arrived: dict[int, tuple[Tensor, Tensor]] = {}
-    verdicts: dict[int, list[Tensor]] = {}
+    verdicts: dict[int, Tensor] = {}
 
     def sampled(k: int, grad: Tensor) -> tuple[Tensor, int | None]:
         axis = edges[k][2]
@@ -489,11 +489,11 @@ def _probe(
     def compare(factors: Tensor, k: int, scaled: Tensor) -> None:
         met, grad = arrived[k]
         scaled, axis = sampled(k, scaled)
-        share = grad.new_zeros((), dtype=torch.bool)
+        single = grad.new_ones((), dtype=torch.bool)
         if axis is not None and grad.dim() > 1 and grad.numel() and grad.shape[axis] < N:
-            share = _shared(grad, scaled, axis)
-        verdict = torch.stack([met, aligned(grad, scaled, axis, factors.to(grad.device), half), share])
-        verdicts.setdefault(k, []).append(verdict.to(z.device))
+            single = ~_shared(grad, scaled, axis)
+        verdict = torch.stack([met, aligned(grad, scaled, axis, factors.to(grad.device), half), single]).to(z.device)
+        verdicts[k] = verdict & verdicts[k] if k in verdicts else verdict
 
     pull_each([at], inputs, [seed.unsqueeze(0)], keep)
     reached = {i for k, (i, _, _) in enumerate(edges) if k not in arrived}  # whatever the values
@@ -503,14 +503,13 @@ def _probe(
         pull_each([at], inputs, [(seed * along(factors, loss.axis, z)).unsqueeze(0)], partial(compare, factors))
     strays: set[int] = set()
     shared: set[int] = set()
-    said = [torch.stack(verdict) for verdict in verdicts.values()]
-    told: list[list[list[bool]]] = torch.stack(said).mT.tolist() if said else []  # one transfer for all
-    for k, ((met, *_), fits, several) in zip(verdicts, told, strict=True):
+    told: list[list[bool]] = torch.stack([*verdicts.values()]).tolist() if verdicts else []  # one transfer for all
+    for k, (met, fits, single) in zip(verdicts, told, strict=True):
         if met:
             reached.add(edges[k][0])
-        if not all(fits):  # where nothing arrives, by its shape
+        if not fits:  # where nothing arrives, by its shape
             strays.add(edges[k][0])
-        if any(several):
+        if not single:
             shared.add(edges[k][0])
     return strays, reached, shared
 
