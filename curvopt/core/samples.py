@@ -497,8 +497,8 @@ def _probe(
 
     pull_each([at], inputs, [seed.unsqueeze(0)], keep)
     reached = {i for k, (i, _, _) in enumerate(edges) if k not in arrived}  # whatever the values
-    # the larger of two samples betrays what little it adds to the other one; among many pairs some are of either order
-    for signed in (exponents, -exponents) if N < 32 else (exponents,):
+    # the larger of two samples betrays what little it adds to the other one
+    for signed in (exponents, -exponents):
         factors = (2.0**signed).to(z.device)
         pull_each([at], inputs, [(seed * along(factors, loss.axis, z)).unsqueeze(0)], partial(compare, factors))
     strays: set[int] = set()

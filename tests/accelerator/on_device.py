@@ -102,7 +102,7 @@ def test_launches_do_not_grow_with_the_batch(
     make: Callable[[], nn.Module], extension: type[Extension], device: str, waits: Callable
 ):
     launches: list[dict[str, int]] = []
-    for N in (32, 64):  # of fewer, samples are probed twice
+    for N in (16, 64):
         model, lossfunc, x, y = prepared(make, device, N)
         for _ in range(3):
             accelerator.load().take_launches()
