@@ -233,6 +233,31 @@ class _Spectrum(nn.Module):
         return torch.fft.rfft(x).abs()
 
 
+class _Complex(nn.Module):
+    """Real parameters that meet the samples in complex numbers, one of them in no known way perhaps."""
+
+    def __init__(self, known: bool):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(3, 3, 2)), nn.Parameter(torch.randn(3))
+        self.centres = None if known else nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.fft.fft(x * self.scale) @ torch.view_as_complex(self.weight)
+        return z if self.centres is None else torch.complex(z.real, torch.cdist(x, self.centres))
+
+
+class _Modulus(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("known", [True, False])
+def test_real_parameters_of_complex_operations(known: bool):
+    model = nn.Sequential(_Complex(known), _Modulus(), nn.Linear(3, 2)).double()
+    check_all(Problem(model, torch.randn(3, 3).double(), torch.randint(2, (3,)), nn.CrossEntropyLoss()))
+
+
 def test_instance_norm_is_nonlinear_in_its_input():
     """It runs as a batch norm with statistics of its own, which in eval mode would be linear."""
     model = nn.Sequential(nn.Conv1d(1, 2, 2), nn.InstanceNorm1d(2), nn.Flatten(), nn.Linear(6, 2)).double()

@@ -795,6 +795,20 @@ def test_slopes_of_a_recurrent_layer_in_the_network(kind: type[nn.RNNBase]):
     assert same_or_refused(Net(slopes, kind(3, 4, batch_first=True)), *data(), nn.CrossEntropyLoss())
 
 
+def test_tangents_in_the_network():
+    """That of a weight is a tensor of zeros without memory."""
+
+    def directional(net: Net, x: Tensor) -> Tensor:
+        x = net.before(x)
+        return torch.func.jvp(lambda x: F.linear(x, net.first.weight).tanh(), (x,), (x.sin(),))[1]
+
+    net = Net(directional)
+    net.before = nn.Linear(3, 3).double()
+    del net.first.bias
+    net.first.register_parameter("bias", None)
+    assert same_or_refused(net, *data(), nn.CrossEntropyLoss())
+
+
 def test_nested_tensors_are_refused():
     model = extend(nn.Linear(3, 2))
     with warnings.catch_warnings():

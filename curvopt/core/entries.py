@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.derivatives.rules import DefaultRule, Rule, has_batch, tensors
 from curvopt.core.functional import FunctionalUse
-from curvopt.core.residuals import leaf_of, shape_of, walk
+from curvopt.core.residuals import is_complex, leaf_of, shape_of, walk
 from curvopt.core.uses import Use
 from curvopt.errors import CurvoptError
 
@@ -99,8 +99,14 @@ class Entry:
 
     @property
     def takes_samples(self) -> bool:
-        """Whether a module without a rule can be called on single samples, as far as that can be told beforehand."""
-        return not isinstance(self.rule, DefaultRule) or self.rule.takes_samples(self.use, list(self.parameters))
+        """Whether a module without a rule can be called on single samples, as far as that can be told beforehand.
+
+        One that gives complex numbers is not.
+        """
+        if not isinstance(self.rule, DefaultRule):
+            return True
+        real = not any(is_complex(edge.node, edge.output_nr) for edge in self.edges.values())
+        return real and self.rule.takes_samples(self.use, list(self.parameters))
 
     @property
     def length(self) -> int:

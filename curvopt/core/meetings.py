@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from curvopt.core.functional import (
     seen_of,
     shape_among,
 )
-from curvopt.core.residuals import leaf_of, name_of, shape_of, walk
+from curvopt.core.residuals import is_complex, leaf_of, name_of, shape_of, walk
 
 _EXPANDING = frozenset(["ExpandBackward0", "RepeatBackward0"])
 
@@ -83,7 +83,7 @@ class Data:
 
     def may_be(self, constant: Tensor) -> bool:
         """Whether a layer that is applied to a constant is applied to samples."""
-        if constant.layout != torch.strided:
+        if constant.layout != torch.strided or constant._is_zerotensor():  # a tangent, without memory
             return False
         place = constant.untyped_storage().data_ptr()
         if place in self._places or place in self._held:
@@ -181,8 +181,8 @@ class Meetings:
     def _met(self, p: nn.Parameter, way: Way, known: dict[Place, Found | None], left: int) -> Found | None:
         node = way.node
         try:
-            product = self._product(p, way)
-            meeting = product or self._repetition(p, way)
+            product = None if is_complex(node) else self._product(p, way)
+            meeting = None if is_complex(node) else product or self._repetition(p, way)
         except RuntimeError:  # of a graph that is gone, or computed again in the backward
             return None
         here = None if meeting is None else {(node, way.position): meeting}
@@ -239,10 +239,9 @@ class Meetings:
         if not repeats(node):
             return None
         source = None if leaf_of(way.operand[0]) is p else GradientEdge(*way.operand)
-        metadata: Any = node._input_metadata[0]  # type: ignore[attr-defined]
-        shape, out = shape_among(node, shape_of(*way.operand)), torch.Size(metadata.shape)
+        shape, out = shape_among(node, shape_of(*way.operand)), shape_of(node)
         sizes = [1] * (len(out) - len(shape)) + list(shape)
-        if len(sizes) > len(out) or metadata.dtype.is_complex:
+        if len(sizes) > len(out):
             return None
         if any(size not in (1, length) for size, length in zip(sizes, out, strict=True)):
             return None

@@ -133,6 +133,11 @@ def shape_of(node: Any, nr: int = 0) -> torch.Size:
     return torch.Size(node._input_metadata[nr].shape)
 
 
+def is_complex(node: Any, nr: int = 0) -> bool:
+    """Whether an output of a node has complex entries."""
+    return node._input_metadata[nr].dtype.is_complex
+
+
 def precisions(nodes: list[Node]) -> set[torch.dtype]:
     """The floating dtypes behind some nodes: under autocast others than those of parameters and outputs."""
     return {
@@ -217,7 +222,7 @@ def _curved(node: Node, name: str) -> bool:
     """Whether an operation is nonlinear although its name is among the linear or multilinear ones."""
     if name == "ABS":  # of complex numbers
         following, nr = node.next_functions[0]
-        return following is not None and following._input_metadata[nr].dtype.is_complex
+        return following is not None and is_complex(following, nr)
     return name.endswith("BATCHNORM") and bool(
         getattr(node, "_saved_training", False)
     )  # of single samples: instance norm

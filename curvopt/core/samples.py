@@ -481,6 +481,7 @@ def _probe(
 
     def sampled(k: int, grad: Tensor) -> tuple[Tensor, int | None]:
         axis = edges[k][2]
+        grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
         return _sampled(*((grad, 0) if axis == -1 else (grad[0], axis)), 0 if half else N)
 
     def keep(k: int, grad: Tensor) -> None:

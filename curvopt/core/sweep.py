@@ -35,6 +35,7 @@ from curvopt.core.jacobians import Computed, Dense, Jacobian, cast, combine, of_
 from curvopt.core.residuals import (
     Modify,
     cut,
+    is_complex,
     leads_to,
     leaf_of,
     lone_biases,
@@ -761,8 +762,9 @@ class Pass:
         }
         operations = nonlinear_operations(use.edge.node, nodes) if nodes else []
         inputs = [edge for operation in operations for edge in operation.inputs]
-        is_complex = any(edge.node._input_metadata[edge.output_nr].dtype.is_complex for edge in inputs)
-        if is_complex or (inputs and unaligned(N, [use], [(i, edge, 0) for i, edge in enumerate(inputs)])[0]):
+        if any(is_complex(edge.node, edge.output_nr) for edge in inputs) or (
+            inputs and unaligned(N, [use], [(i, edge, 0) for i, edge in enumerate(inputs)])[0]
+        ):
             # operations on complex numbers, or that do not see the samples one after the other: differentiate the
             # gradient again instead
             direct, operations = set(uses), []
