@@ -750,6 +750,48 @@ def test_a_parameter_that_a_call_does_without():
     assert not hasattr(net.first.unused, "grad_batch")
 
 
+def test_a_parameter_of_the_last_layer_that_another_module_has_and_does_without():
+    """Its gradient is there before the other module, which comes first, has been reached."""
+    net, (x, y) = Net(lambda net, x: net.before(net.first(x)), Scaled(False)), data()
+    net.before, net.first.unused = nn.Linear(3, 4).double(), net.last.weight
+    with backpack(BatchGrad(), Variance()):
+        F.cross_entropy(extend(net)(x), y).backward()
+    weight = net.last.weight
+    torch.testing.assert_close(weight.grad_batch.sum(0), weight.grad)
+    torch.testing.assert_close(weight.variance, weight.grad_batch.var(0, unbiased=False))
+
+
+def frozen_in_one_call(net: Net, x: Tensor) -> Tensor:
+    x = net.inner(x).tanh()
+    net.inner.requires_grad_(False)
+    h = net.first(net.inner(x))
+    net.inner.requires_grad_(True)
+    return h
+
+
+def frozen_after_the_call(net: Net, x: Tensor) -> Tensor:
+    h = net.first(net.inner(x))
+    net.inner.requires_grad_(False)
+    return h
+
+
+@pytest.mark.parametrize("inner", [partial(nn.Linear, 3, 3), partial(nn.LayerNorm, 3), partial(Scaled, False)])
+@pytest.mark.parametrize("function", [frozen_in_one_call, frozen_after_the_call])
+def test_parameters_that_are_frozen_while_they_are_called_or_later(function: Callable, inner: Callable[[], nn.Module]):
+    net, (x, y) = Net(function), data()
+    net.inner = inner().double()
+    extend(net)
+    loss = F.cross_entropy(net(x), y)
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+    with backpack(BatchGrad(), Variance()):
+        loss.backward()
+    for p, gradient in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(p.grad_batch.sum(0), gradient)
+        torch.testing.assert_close(p.grad, gradient)
+    assert not any(hasattr(p, "grad_batch") for p in net.parameters() if not p.requires_grad)
+
+
 class Keeping(nn.Module):
     """Keeps what others read: a part of its output, or what several of its parameters lead to."""
 

@@ -25,8 +25,10 @@ class Interior:
         #: What is computed inside, but the outputs, with each parameter that it depends on, and who reads it inside.
         self.leading: dict[tuple[Node, int], dict[nn.Parameter, set[Node]]] = {}
 
-    def add(self, outputs: Sequence[GradientEdge], boundary: frozenset, parameters: Sequence[nn.Parameter]) -> None:
-        """The part between the outputs of a use and its inputs."""
+    def add(
+        self, outputs: Sequence[GradientEdge], boundary: frozenset, parameters: Sequence[nn.Parameter]
+    ) -> set[nn.Parameter]:
+        """The part between the outputs of a use and its inputs; those of its parameters that enter it."""
         known = {id(p) for p in parameters}
         parents: dict[Node, list[tuple[Node, int]]] = {}
         reached: list[tuple[Node, nn.Parameter]] = []
@@ -41,7 +43,7 @@ class Interior:
                     self.edges[node, position] = None
                     reached.append((node, p))
         ends = {(edge.node, edge.output_nr) for edge in outputs}
-        seen = set(reached)
+        seen, entering = set(reached), {p for _, p in reached}
         while reached:
             node, p = reached.pop()
             for own in range(len(node._input_metadata)):  # type: ignore[attr-defined]
@@ -50,6 +52,7 @@ class Interior:
                     self.leading.setdefault((node, own), {}).setdefault(p, set()).update(above)
                     reached += [(parent, p) for parent in above if (parent, p) not in seen]
                     seen.update((parent, p) for parent in above)
+        return entering
 
     def ways_around(
         self, nodes: Iterable[Node], known: Callable[[nn.Parameter], bool]
@@ -159,7 +162,7 @@ class Entry:
             (others if known else own).add(id(leaf_of(node.next_functions[position][0])))
             if known:
                 del inside.edges[node, position]
-        self.parameters = {name: p for name, p in self.parameters.items() if id(p) in own or id(p) not in others}
+        self.parameters = {name: p for name, p in self.parameters.items() if id(p) in own}
         self.divided = [name for name, p in self.parameters.items() if id(p) in others]
 
     def check_alone(self) -> None:

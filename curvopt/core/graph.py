@@ -113,8 +113,7 @@ class Graph:
                 if entry.no_samples or one_by_one or not entry.takes_samples:
                     del self.entries[entry.use]
                     for name, p in entry.parameters.items():
-                        if any(leaf is p for leaf in self.leaves):  # else the call does without
-                            self._take_itself(p, entry.use.path, name, entry.use.module)
+                        self._take_itself(p, entry.use.path, name, entry.use.module)
                 if one_by_one:
                     self.calls[entry] = []  # it may tell where the samples are
         self.functional: list[Entry] = []
@@ -290,8 +289,9 @@ class Graph:
         return added
 
     def _own(self, entry: Entry, interior: Interior) -> None:
-        """Have a use answer for its parameters in its part of the graph."""
-        interior.add(*entry.part)
+        """Have a use answer for its parameters in its part of the graph, which some may not enter (frozen then)."""
+        entering = interior.add(*entry.part)
+        entry.parameters = {name: p for name, p in entry.parameters.items() if p in entering}
         for name, p in entry.parameters.items():
             self.owners.setdefault(p, (entry, name))
 
@@ -354,7 +354,7 @@ class Graph:
         ways: dict[nn.Parameter, list[Way]] = {}
         dependent: set[Node] = set()
         for node, position, p in known:
-            if not p.numel():
+            if not (p.numel() and p.requires_grad):
                 continue
             # modules that see parameters alone give no samples: then data that enters tells them
             dependent = dependent or dependents(self._outputs(), self._parents) or self._dependent
