@@ -272,6 +272,21 @@ def test_kl_clip_bounds_the_prediction(make: Callable) -> None:
     )
 
 
+@sgd_like
+def test_a_learning_rate_that_rises_lengthens_no_clipped_step(make: Callable) -> None:
+    plain = Run(make, kl_clip=1e-9, dtype=torch.float64)
+    warm, from_zero, forgetful = (Run(make, lr=0.0, kl_clip=1e-9, dtype=torch.float64) for _ in range(3))
+    forgetful.optimizer.param_groups[0]["momentum"] = 0.0
+    for step, lr in enumerate((0.001, 0.02, 0.05, 0.1)):  # the clip alone says how long steps are
+        warm.optimizer.param_groups[0]["lr"] = lr
+        warm.train(range(step, step + 1))
+    assert_close(warm.weights(), plain.train(4).weights())
+    for run in (from_zero, forgetful):
+        run.train(1).optimizer.param_groups[0]["lr"] = 0.1
+        run.train(range(1, 2))
+    assert_close(from_zero.weights(), forgetful.weights())
+
+
 @pytest.mark.parametrize(
     ("loss", "variables", "weight"),
     [(nn.MSELoss(), 10, 1 / 10), (nn.BCEWithLogitsLoss(reduction="sum"), 10, 8), (nn.CrossEntropyLoss(), 1, 1)],

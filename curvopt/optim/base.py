@@ -316,7 +316,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         self.curvature_every = curvature_every
         self.inverse_every = inverse_every
         self.adaptive_damping = adaptive_damping
-        self._group_defaults: dict[str, Any] = {"damping": damping, "ema": ema}
+        self._group_defaults: dict[str, Any] = {"damping": damping, "ema": ema, "last_lr": inf}
         self._progress: dict[str, Any] = {
             "step": 0,
             "next_refresh": 0,
@@ -326,6 +326,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             "closure_weight": torch.zeros(()),
             "variables": 1,
             "mean_curvature": torch.zeros(()),
+            "kl": torch.zeros(()),  # of the last step, before clipping
         }
         self._fresh: Collection | None = None  # of the open curvature()
         self._arrived: dict[Tensor, tuple[list[Tensor], int | None]] = {}  # of the running backward
@@ -727,6 +728,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         ug, uu, gg, quadratic, length = total / weight / weight  # whose square may leave the range of float32
         quadratic = self._kl(quadratic, updates, weight)
         clip = kl_clip_factor(quadratic, self.kl_clip)
+        self._shorten_momentum()
+        self._progress["kl"] = quadratic
         self._metrics |= {
             "kl": clip.square() * quadratic,
             "kl_clip_factor": clip,
@@ -750,6 +753,24 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             weight: of the loss.
         """
         return quadratic / self._progress["variables"]
+
+    def _shorten_momentum(self) -> None:
+        """Where a learning rate has risen, clip what momentum keeps as the last step would be clipped at this rate.
+
+        It was clipped for the rate of its time. Now it would lead further by as much as the rate has risen, and a
+        warm-up beyond the bound.
+        """
+        last = self._progress["kl"]
+        for group in self.param_groups:
+            lr, last_lr = float(group["lr"]), group.get("last_lr", inf)
+            group["last_lr"] = lr
+            if self.kl_clip is None or lr <= last_lr:
+                continue
+            now = last * (lr / last_lr) ** 2 if last_lr > 0 else torch.full_like(last, inf)
+            factor = kl_clip_factor(now, self.kl_clip) / kl_clip_factor(last, self.kl_clip)
+            kept = (self.state[param].get("momentum_buffer") for param in group["params"])
+            for device, buffers in by_device(buffer for buffer in kept if buffer is not None).items():
+                torch._foreach_mul_(buffers, factor.to(device))  # pyright: ignore[reportPrivateImportUsage]
 
     def _decay(self, grads: dict[Tensor, Tensor]) -> None:
         """Decoupled weight decay of the parameters that take a step."""
@@ -893,7 +914,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
     def _import(self, exported: dict[str, Any]) -> None:
         own = ("optimizer", "sampler", "metrics")
         self._progress = {name: exported[name] for name in exported if name not in own}
-        self._progress.setdefault("closure_weight", exported["step_weight"])
+        for name, value in {"closure_weight": exported["step_weight"], "kl": torch.zeros(())}.items():
+            self._progress.setdefault(name, value)  # of older versions
         self._seed, self._draws = exported["sampler"]
         self._metrics = dict(exported.get("metrics", {}))
         self._met = False
