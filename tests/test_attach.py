@@ -146,6 +146,23 @@ def test_a_backward_without_curvature_says_what_to_do() -> None:
     train(run, range(1))
 
 
+def test_terms_and_batches_without_curvature_go_where_errors_say() -> None:
+    run, plain = (attached(KFACSGD, cnn, reduction="sum") for _ in range(2))
+    for step in range(3):
+        run.optimizer.zero_grad()
+        penalty = run.model(run.x[:4]).square().mean()  # of activations, say
+        for refused in (penalty, run.lossfunc(run.model(run.x[:0]), run.y[:0])):
+            with pytest.raises(CurvoptError, match=r"inside of an empty `with backpack\(\):`"):
+                refused.backward(retain_graph=True)
+            run.optimizer.zero_grad()
+            with backpack():
+                (0 * refused).backward()
+        run.loss(step).backward()
+        run.optimizer.step()
+    train(plain, range(3))
+    assert_equal(run.weights(), plain.weights())
+
+
 def test_nothing_is_watched_after_the_optimizer_is_gone() -> None:
     gc.collect()  # optimizers of other tests
     run_backward = torch.autograd._engine_run_backward  # pyright: ignore[reportAttributeAccessIssue]

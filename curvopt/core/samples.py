@@ -44,7 +44,7 @@ from curvopt.core.structure import seeing_more, structure
 from curvopt.core.uses import Head, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 
-EMPTY = "the batch is empty; call backward outside of the context for it."
+EMPTY = "the batch is empty; skip it, or call backward inside of an empty `with backpack():` for it."
 
 
 class Samples(NamedTuple):

@@ -944,7 +944,7 @@ class Pass:
             f"{', '.join(dict.fromkeys(graph.nonlinear))}, which is no known loss; use an extended one, e.g. "
             "lossfunc = extend(nn.CrossEntropyLoss()), or for a loss of your own, of one tensor, extend(MyLoss(), "
             "loss=True), as the last operation (up to sums and factors, and outside of what torch.compile compiles), "
-            "and call backward outside of the context on terms that quantities need not contain."
+            "and call backward inside of an empty `with backpack():` on terms that quantities need not contain."
         )
 
     @contextmanager
