@@ -982,6 +982,19 @@ def test_coverage_and_a_parameter_without_curvature() -> None:
         torch.testing.assert_close(old - p.detach(), p.grad / (curvature / count + 0.05))
 
 
+@every_optimizer
+def test_groups_of_modules_may_have_the_same_names(make: Callable) -> None:
+    run = Run(make)
+    groups = [{"params": run.model[i].named_parameters()} for i in (1, 3)]
+    run.optimizer = make([*groups, {"params": zip(("out", "shift"), run.model[5].parameters(), strict=True)}])
+    coverage = run.train(1).optimizer.coverage()
+    assert list(coverage) == [f"{name} (group {i})" for i in (0, 1) for name in ("weight", "bias")] + ["out", "shift"]
+    run.backward(1)
+    run.model[3].weight.grad[0, 0] = math.nan
+    with pytest.raises(CurvoptError, match=r"^gradient of weight \(group 1\) is not finite"):
+        run.optimizer.step()
+
+
 class Tokens(nn.Module):
     """One parameter of every kind of factor list: an embedding, a norm layer, linear layers."""
 

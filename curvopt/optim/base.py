@@ -4,6 +4,7 @@ import logging
 import sys
 import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -845,10 +846,10 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
     def coverage(self) -> dict[str, str]:
         """What preconditions each parameter: ``"kronecker"``, ``"dense"``, ``"diagonal"`` or ``"none"``.
 
-        Parameters are called by name if the optimizer was given ``model.named_parameters()``, else
-        ``group.index``. Before the first step all are ``"none"``: they are known once curvature was computed. A
-        parameter that stays so is trained as if it had the mean curvature of the others; if it belongs to no extended
-        module, its first step warns of that.
+        Parameters are called by name if the optimizer was given ``model.named_parameters()``, else ``group.index``;
+        by name and group if groups of several modules have the same names. Before the first step all are ``"none"``:
+        they are known once curvature was computed. A parameter that stays so is trained as if it had the mean curvature
+        of the others; if it belongs to no extended module, its first step warns of that.
         """
         kinds = {}
         for param, name in self._names().items():
@@ -884,11 +885,12 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         return next((param.device for param in self._params()), torch.device("cpu"))
 
     def _names(self) -> dict[Tensor, str]:
-        names = {}
+        names: dict[Tensor, tuple[str, int]] = {}
         for i, group in enumerate(self.param_groups):
             given = group.get("param_names") or [f"{i}.{j}" for j in range(len(group["params"]))]
-            names.update(zip(group["params"], given, strict=True))
-        return names
+            names.update(zip(group["params"], ((name, i) for name in given), strict=True))
+        times = Counter(name for name, _ in names.values())  # groups of modules have names of their own
+        return {p: name if times[name] == 1 else f"{name} (group {i})" for p, (name, i) in names.items()}
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
