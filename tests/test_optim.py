@@ -26,7 +26,7 @@ from curvopt.extensions import KFLR, BatchGrad
 from curvopt.hessianfree import ggn_vector_product
 from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
-from curvopt.optim.base import CurvatureOptimizer, annealed_interval, ema_update, kl_clip_factor
+from curvopt.optim.base import CurvatureOptimizer, annealed_interval, ema_update, kl_clip_factor, number
 
 #: Optimizers that take the step of SGD on preconditioned gradients.
 SGD_LIKE: dict[str, Callable[..., CurvatureOptimizer]] = {
@@ -245,6 +245,11 @@ def test_ema_is_the_bias_corrected_average() -> None:
         weight = ema_update(average, weight, [value], decay)
         weights = decay ** torch.arange(t, -1, -1, dtype=torch.float64)
         torch.testing.assert_close(average[0], weights @ values[: t + 1] / weights.sum())
+
+
+def test_numbers_of_the_state_are_on_the_cpu_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        assert number(0.5).item() == 0.5
 
 
 def test_annealed_interval_grows_from_one() -> None:

@@ -56,7 +56,7 @@ def ema_update(average: list[Tensor], weight: float, new: Sequence[Tensor], deca
 
 def number(value: float) -> Tensor:
     """A number of a parameter's state, on the CPU: torch.distributed.checkpoint loads into tensors alone."""
-    return torch.tensor(value, dtype=torch.float64)
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def kl_clip_factor(quadratic: Tensor, kl_clip: float | None) -> Tensor:
