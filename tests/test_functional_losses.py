@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from curvopt.extensions import (
     DiagGGNExact,
     DiagGGNMC,
     DiagHessian,
+    KFACEmpirical,
 )
 
 W = torch.tensor([0.5, 2.0, 1.3], dtype=torch.float64)
@@ -261,7 +263,7 @@ def test_half_precision_under_autocast():
 
 
 class EndsWithLogSoftmax(nn.Module):
-    """Owns a parameter, so that its output, not the logits inside, is where its vectors are asked for."""
+    """Owns a parameter, and makes log-probabilities of the logits itself."""
 
     def __init__(self):
         super().__init__()
@@ -336,14 +338,18 @@ def test_loss_of_a_single_number_is_refused(lossfunc: Callable[..., Tensor]):
     assert_close(model[2].bias.grad_batch.sum(0), model[2].bias.grad)
 
 
-def test_loss_inside_of_a_module_with_parameters_is_refused():
-    model = extend(nn.Sequential(mlp(), EndsWithLogSoftmax()))
-    with pytest.raises(CurvoptError, match="LogSoftmaxBackward0.*extend"), backpack(DiagGGNExact()):
-        F.nll_loss(model(X), Y).backward()
+def test_loss_inside_of_a_module_with_parameters():
+    class Ends(EndsWithLogSoftmax):
+        def forward(self, z: Tensor) -> Tensor:
+            return z * self.scale
+
+    expected = fields(lambda: nn.Sequential(mlp(), Ends()), lambda z: F.cross_entropy(z, Y))
+    assert_close(fields(lambda: nn.Sequential(mlp(), EndsWithLogSoftmax()), lambda z: F.nll_loss(z, Y)), expected)
 
 
+@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
 def test_extended_loss_inside_of_a_module_with_parameters():
-    """Right where the graph shows how its parameters are used, else refused."""
+    """Whether the graph shows how its parameters are used or not."""
 
     class Owner(nn.Module):
         def __init__(self, times: Callable[[Tensor, Tensor], Tensor]):
@@ -354,21 +360,18 @@ def test_extended_loss_inside_of_a_module_with_parameters():
         def forward(self, x: Tensor) -> Tensor:
             return self.lossfunc(self.times(self.mlp(x), self.scale), Y)
 
-    model = extend(Owner(torch.mul))
-    with backpack(DiagGGNExact(), DiagHessian()):
-        model(X).backward()
-    z = model.mlp(X).detach()
-
     def loss(scale: Tensor) -> Tensor:
         return F.cross_entropy(z * scale, Y)
 
-    hessian = torch.autograd.functional.hessian(loss, model.scale.detach())
-    assert_close(model.scale.diag_h, hessian.diagonal())
-    assert_close(model.scale.diag_ggn_exact, hessian.diagonal())  # the scale enters linearly
+    for times in (torch.mul, lambda z, scale: torch.addcdiv(torch.zeros_like(z), z, scale.reciprocal())):
+        model = extend(Owner(times))
+        with backpack(DiagGGNExact(), DiagHessian()):
+            model(X).backward()
+        z = model.mlp(X).detach()
+        hessian = torch.autograd.functional.hessian(loss, model.scale.detach())
+        assert_close(model.scale.diag_h, hessian.diagonal())
+        assert_close(model.scale.diag_ggn_exact, hessian.diagonal())  # the scale enters linearly
 
-    model = extend(Owner(lambda z, scale: torch.addcdiv(torch.zeros_like(z), z, scale.reciprocal())))
-    with pytest.raises(CurvoptError, match="extended Owner .*submodule"), backpack(DiagGGNExact()):
-        model(X).backward()
     model.scale.requires_grad_(False)
     with backpack(DiagGGNExact()):
         model(X).backward()
@@ -479,6 +482,91 @@ def test_weights_that_the_network_sees_are_refused():
     refused = pytest.raises(CurvoptError, match="MulBackward0, which is no known loss")
     with refused, backpack(DiagGGNExact()):
         (model.weight * F.cross_entropy(model.weight * model(X), Y)).backward()
+
+
+#: What a model does with a parameter of its own before its loss.
+HEADS: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
+    "scale": ((), lambda z, p: z * p.exp()),
+    "matrix": ((3, 3), lambda z, p: z @ p),
+    "known as nothing": ((3,), lambda z, p: torch.logaddexp(z, p.sort().values.cumsum(0))),
+}
+
+
+class WithHead(nn.Module):
+    """Its loss may be computed in its forward, from what a parameter of its own makes of the output of others."""
+
+    def __init__(self, head: str, loss: Callable[[nn.Module, Tensor], Tensor] | None, batch_norm: bool = False):
+        super().__init__()
+        shape, self.apply_head = HEADS[head]
+        self.body, self.lossfunc, self.loss = mlp(), CE(), loss
+        if batch_norm:
+            self.body.insert(1, nn.BatchNorm1d(5).double())
+        self.own = nn.Parameter(torch.randn(shape, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        z = self.apply_head(self.body(x), self.own)
+        return z if self.loss is None else self.loss(self, z)
+
+
+INSIDE: dict[str, Callable[[Any, Tensor], Any]] = {
+    "function": lambda model, z: F.cross_entropy(z, Y),
+    "module": lambda model, z: model.lossfunc(z, Y),
+    "with the output": lambda model, z: (z, F.cross_entropy(z, Y)),
+}
+
+
+#: Samples are told by the output of the model, not by the loss.
+CALLED_AGAIN = ("known as nothing", INSIDE["with the output"])
+
+
+@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+@pytest.mark.parametrize(
+    ("head", "inside"),
+    [(head, inside) for head in HEADS for inside in INSIDE.values() if (head, inside) != CALLED_AGAIN],
+    ids=[f"{head}-{name}" for head in HEADS for name, inside in INSIDE.items() if (head, inside) != CALLED_AGAIN],
+)
+def test_models_with_parameters_of_their_own_may_compute_their_loss(head: str, inside: Callable):
+    first_order: list[type] = [BatchGrad, BatchL2Grad]
+    for extensions in (None, first_order):
+        expected = fields(lambda: WithHead(head, None), lambda z: F.cross_entropy(z, Y), extensions)
+        found = fields(lambda: WithHead(head, inside), lambda out: out[1] if type(out) is tuple else out, extensions)
+        assert_close(found, expected)
+
+
+def test_models_that_are_called_again_may_not_compute_their_loss():
+    refused = r"inside of the extended WithHead \(move its parameters into a submodule\)"
+    with pytest.raises(CurvoptError, match=refused):
+        fields(lambda: WithHead(*CALLED_AGAIN), lambda out: out[1])
+
+
+@pytest.mark.parametrize("head", ["scale", "matrix"])
+def test_models_with_batch_norm_may_compute_their_loss(head: str):
+    for extensions in ([DiagGGNMC], [KFACEmpirical]):
+        torch.manual_seed(1)
+        expected = fields(lambda: WithHead(head, None, True), lambda z: F.cross_entropy(z, Y), extensions)
+        torch.manual_seed(1)
+        found = fields(lambda: WithHead(head, INSIDE["function"], True), lambda out: out, extensions)
+        assert_close(found, expected)
+
+
+def test_models_may_learn_the_weights_of_their_losses():
+    class Weighed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.own = mlp(), nn.Parameter(torch.tensor(0.4, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (-self.own).exp() * F.cross_entropy(self.body(x), Y) + self.own
+
+    model = extend(Weighed())
+    with pytest.warns(CurvoptWarning, match="own weigh the losses"), backpack(DiagGGNExact(), KFLR()):
+        model(X).backward()
+    expected = fields(mlp, lambda z: torch.tensor(-0.4).exp() * F.cross_entropy(z, Y), [DiagGGNExact, KFLR])
+    for name, p in model.body.named_parameters():
+        for field, factors in (("diag_ggn_exact", [p.diag_ggn_exact]), ("kflr", p.kflr)):
+            for i, factor in enumerate(factors):
+                assert_close(factor, expected[f"{name} {field} {i}"], atol=1e-7, rtol=1e-6)
+    assert not hasattr(model.own, "kflr")
 
 
 def test_losses_inside_of_a_loss_count_once():

@@ -136,6 +136,11 @@ class Entry:
         return self.single or all(shape[:-1].numel() == 1 for shape in self.use.shapes)
 
     @property
+    def gives_numbers(self) -> bool:
+        """Whether no output has an axis, as those of a model that computes its loss."""
+        return not any(self.use.shapes)
+
+    @property
     def sees_indices(self) -> bool:
         """Whether it was called with other than floating-point numbers."""
         return not all(x.is_floating_point() for x in tensors(self.use))

@@ -110,7 +110,7 @@ class Graph:
                 entry.check_alone()
                 self._own(entry, interior)
                 one_by_one = not entry.no_samples and self._sees_single(inside)
-                if entry.no_samples or one_by_one or not entry.takes_samples:
+                if entry.no_samples or entry.gives_numbers or one_by_one or not entry.takes_samples:
                     del self.entries[entry.use]
                     for name, p in entry.parameters.items():
                         self._take_itself(p, entry.use.path, name, entry.use.module)
@@ -124,6 +124,9 @@ class Graph:
         del self._nodes, self._roots
         outputs = {node for entry in self.entries.values() if entry.parameters for node in entry.nodes}
         self.losses, self.nonlinear = find_losses(roots, outputs | terms)
+        computed = {edge.node for edge in self.losses.values()}
+        for call in [call for call in self.calls if not computed.isdisjoint(calls[call].nodes)]:
+            del self.calls[call]  # it computes its loss itself: its outputs tell nothing of the samples
         self.weights: list[str] = []
         taken = {e.edges[0].node: e for e in self.entries.values() if isinstance(e.rule, Itself)}
         if self.nonlinear and taken:

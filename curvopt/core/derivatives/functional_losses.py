@@ -207,7 +207,8 @@ def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[Losses
         if operation(node).endswith("CTCLOSS"):
             _check_time_last(node, uses)
         if known:
-            inside = [record.describe() for record, *_ in records if isinstance(record, Use)]
+            # of a use that answers for it: what was read off a module's operations may have a loss among them
+            inside = [record.describe() for record, *_ in records if isinstance(record, Use) and node in uses]
             functional = None if inside else _recognise(node)
             if functional is not None:
                 if leads_to(functional.edge.node, uses):
@@ -221,7 +222,8 @@ def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[Losses
             if inside or not linear:
                 if not leads_to(node, uses):
                     continue
-                where = f" inside of {inside[0]} (move its parameters into a submodule)" if inside and extended else ""
+                reduced = extended or not len(node._input_metadata[0].shape)  # type: ignore[attr-defined]
+                where = f" inside of {inside[0]} (move its parameters into a submodule)" if inside and reduced else ""
                 unknown.append(name_of(node) + where)
                 known = False
         if node in uses:
