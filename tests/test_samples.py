@@ -970,3 +970,26 @@ def test_what_a_batch_of_nan_shows_is_not_believed(broken: int):
             F.cross_entropy(model(x), y).backward()
         p = model[0].weight
         torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y), equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=["numbers", "sequences"])
+@pytest.mark.parametrize("B", [1, 3])
+def test_single_rows_in_a_loop_are_no_batch_of_one_sample(B: int, shape: tuple[int, ...]):
+    """Each has several rows of the loss, which come together in it, as those of the only sample do."""
+    rows = 2
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3 * rows if len(shape) == 1 else 3)).double()
+    x, y = torch.randn(B, *shape).double(), torch.randint(3, (B * rows,))
+    extend(model)
+
+    def loss(rows: slice = slice(None)) -> Tensor:
+        logits = torch.cat([model(row.unsqueeze(0)).reshape(-1, 3) for row in x])
+        return F.cross_entropy(logits[rows], y[rows], reduction="sum")
+
+    with backpack(BatchGrad()):
+        loss().backward()
+    for p in model.parameters():
+        # of each of several calls nothing tells that its rows are one sample
+        samples = [slice(None)] if B == 1 else [slice(row, row + 1) for row in range(B * rows)]
+        expected = torch.stack([torch.autograd.grad(loss(sample), p)[0] for sample in samples])
+        assert same(p.grad_batch, expected)

@@ -295,7 +295,7 @@ def _search(
             raise no_batch_axis(everything[i].use)
     for fewer in sorted({rows[i] for i in shared if rows.get(i)}, reverse=True):
         having = {i for i in rows if rows[i] == fewer}
-        if N % fewer == 0 and 2 * len(having & strays) > len(rows):
+        if N % fewer == 0 and 2 * len(having & strays) > len(rows) and (fewer > 1 or _share_one(losses, edges, having)):
             left, quiet, _ = unaligned(fewer, losses, edges)
             if 2 * len(having - left) > len(rows):
                 strays, silent, N = left, silent or quiet, fewer
@@ -303,6 +303,31 @@ def _search(
     if strays and len(losses) > 1 and any(_rows(loss) != N for loss in losses):
         _check_agreement(N, losses, everything, edges)
     return (N, frozenset(i for i in strays if i < len(entries))), silent
+
+
+def _share_one(
+    losses: Sequence[Head], edges: Sequence[tuple[int, GradientEdge, int | None]], uses: Collection[int]
+) -> bool:
+    """Whether the first and the last row of some loss come together in one of some uses, which sees the only sample.
+
+    Else they are calls on one of many samples each, whose rows come together as well.
+    """
+
+    def reached(loss: Head, row: int) -> set[int]:
+        assert loss.edge is not None
+        seed = torch.randn(loss.input.shape, generator=torch.Generator().manual_seed(0)).to(loss.input)
+        found: set[int] = set()
+
+        def arrived(k: int, grad: Tensor) -> None:
+            if edges[k][0] in uses and grad.any():
+                found.add(edges[k][0])
+
+        row_alone = only(seed, loss.axis, row, _rows(loss)).unsqueeze(0)
+        pull_each([loss.edge], [edge for _, edge, _ in edges], [row_alone], arrived)
+        return found
+
+    with torch.no_grad():
+        return any(not reached(loss, 0).isdisjoint(reached(loss, _rows(loss) - 1)) for loss in losses)
 
 
 def _check_agreement(
