@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -21,6 +22,8 @@ _REORDERING = (
 # beside operands, keep indices or masks
 _KEEPING = (*_REORDERING, "Embedding", "Where", "Masked")
 _REDUCING = ("Mean", "Sum", "Var", "Std", "Softmax", "LogSoftmax", "Cum", "Amax", "Amin", "Logsumexp", "Norm", "Prod")
+#: The end of the name of what operations keep of the layout of operands in memory, which moves no sample.
+_LAYOUT = "_sym_strides"
 _arguments: dict[str, tuple[str, ...]] = {}
 
 
@@ -42,18 +45,11 @@ def structure(
     nodes = list(numbers)
     for node in nodes:
         name = name_of(node)
-        if name.startswith(_REORDERING) or (isinstance(node, BackwardCFunction) and not is_sink(node)):
-            return None
-        if name.startswith(_REDUCING) and _reduces_samples(node):
-            return None
-        if name in _PRODUCTS and _mixes_rows(node, rows):
-            return None
-        if name.endswith("CopySlices") and _copies_rows(node):
-            return None
-        if name.startswith("Embedding") and leaf_of(node.next_functions[0][0]) is None:
+        keeps = _keeper(name)
+        if (keeps is not None and not keeps(node, rows)) or (isinstance(node, BackwardCFunction) and not is_sink(node)):
             return None
         if name not in _arguments:
-            named = (a for a in names_of(node) if not is_tensor(node, a))
+            named = (a for a in names_of(node) if not is_tensor(node, a) and not a.endswith(_LAYOUT))
             _arguments[name] = tuple(a for a in named if not isinstance(getattr(node, a), float))
         # `expand` and `cat` do not keep how much they give
         found += [name, *(tuple(metadata.shape) for metadata in node._input_metadata), *marks.get(node, ())]
@@ -69,43 +65,59 @@ def structure(
     return hash(tuple(found))
 
 
-def _copies_rows(node: Node) -> bool:
-    """Whether an assignment to a part of a tensor may be one to some of its rows, of which nothing tells which."""
+@cache
+def _keeper(name: str) -> Callable[[Node, set[int]], bool] | None:
+    """What tells of an operation that samples stay where its shapes and arguments say; ``None`` if they always do."""
+    if name.startswith(_REORDERING):
+        return lambda node, rows: False
+    if name.startswith(_REDUCING):
+        return _keeps_samples
+    if name in _PRODUCTS:
+        return _keeps_rows
+    if name.endswith("CopySlices"):
+        return _copies_all_rows
+    if name.startswith("Embedding"):
+        return lambda node, rows: leaf_of(node.next_functions[0][0]) is not None
+    return None
+
+
+def _copies_all_rows(node: Node, rows: set[int]) -> bool:
+    """Whether an assignment to a part of a tensor is none to some of its rows, of which nothing tells which."""
     copied, shape = [shape_of(*edge) for edge in node.next_functions[1:] if edge[0] is not None], shape_of(node)
-    return any(len(part) < len(shape) or part[0] != shape[0] for part in copied)
+    return all(len(part) == len(shape) and part[0] == shape[0] for part in copied)
 
 
-def _reduces_samples(node: Node) -> bool:
-    """Whether a reduction goes over the first axis, or over all."""
+def _keeps_samples(node: Node, rows: set[int]) -> bool:
+    """Whether a reduction does not go over the first axis, nor over all."""
     dims = getattr(node, "_saved_dim", None)
-    return dims is None or 0 in (dims if isinstance(dims, (tuple, list)) else (dims,))
+    return dims is not None and 0 not in (dims if isinstance(dims, (tuple, list)) else (dims,))
 
 
 _PRODUCTS = frozenset(f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv"))
 _SHAPING = ("TBackward", "Transpose", "Permute", "ToCopy", "View", "Reshape", "UnsafeView", "Unsqueeze", "Expand")
 
 
-def _mixes_rows(node: Node, rows: set[int]) -> bool:
-    """Whether a product sums over what may be samples, and no batch of it: rows, or columns by a constant."""
+def _keeps_rows(node: Node, rows: set[int]) -> bool:
+    """Whether a product does not sum over what may be samples, but a batch of it: rows, or columns by a constant."""
     *_, left, right = node.next_functions
     operand, nr = left if right[0] is None else right
     if operand is None:
-        return False
+        return True
     shape = shape_of(operand, nr)
     length = shape[-2] if right[0] is not None and len(shape) > 1 else shape[-1]
     batched = len(shape) == 3 and any(row and shape[0] % row == 0 for row in rows)
     if batched or length == 0 or all(row % length for row in rows):
-        return False
+        return True
     while operand is not None and name_of(operand).startswith(_SHAPING):
         operand = operand.next_functions[0][0]
-    return operand is not None and leaf_of(operand) is None
+    return operand is None or leaf_of(operand) is not None
 
 
 def _argument(value: Any) -> int | str | tuple | None:
     """What a node saved, if it is numbers of axes, sizes or flags; ``None`` for factors, which change."""
-    if isinstance(value, (tuple, list)):
-        return tuple(value) if all(isinstance(v, (int, str)) for v in value) else None
-    return value if isinstance(value, (int, str)) else None
+    if isinstance(value, (int, str)):
+        return value
+    return tuple(value) if isinstance(value, (tuple, list)) and all(isinstance(v, (int, str)) for v in value) else None
 
 
 def meets_constant(node: Node) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from math import inf, nan, prod
 from typing import Any, TypeVar
 
@@ -150,29 +151,40 @@ class Softmax(LossCurvature):
 
     def root(self, start: int, stop: int) -> Tensor:
         # column (c, position): a vector at that position, zero elsewhere
-        p, mass = (t.reshape(*t.shape[:2], -1) for t in (self.p, self.mass))
+        p, mass = (t.reshape(*t.shape[:2], -1).mT for t in (self.p, self.mass))
         index = torch.arange(start, stop, device=p.device)
-        c, position = index // p.shape[2], index % p.shape[2]
-        at, mass_at = (t[:, :, position].permute(2, 0, 1) for t in (p, mass))  # [v, N, C] and [v, N, 1]
+        c, position = index // p.shape[1], index % p.shape[1]
+
+        def at(values: Tensor) -> Tensor:  # [N, positions, *] as [v, N, *]
+            values = values.transpose(0, 1)
+            return values.expand(len(index), -1, -1) if len(values) == 1 else values[position]
+
         c = c.view(-1, 1, 1).expand(-1, len(p), 1)
         if self.full:
-            own = _root_of(at.gather(2, c))
-            vectors = own * (_onehot(c, at) - at)
+            p_at = at(p)
+            vectors = _root_of(p_at.gather(2, c)) * (_onehot(c, p_at) - p_at)
         else:
-            u, likeliest, reflected = _reflection(at)
-            c = torch.where(c == likeliest, p.shape[1] - 1, c)  # the last class has the column that vanishes
-            vectors = u * (_onehot(c, at) - reflected * u.gather(2, c))
-        vectors = vectors * mass_at
+            u, likeliest, reflected = map(at, self._reflection)
+            c = torch.where(c == likeliest, p.shape[2] - 1, c)  # the last class has the column that vanishes
+            vectors = u * (_onehot(c, u) - reflected * u.gather(2, c))
+        vectors = vectors * at(mass)
         if self.p.dim() == 2:
             return vectors
-        columns = vectors.new_zeros(*vectors.shape, p.shape[2])
+        columns = vectors.new_zeros(*vectors.shape, p.shape[1])
         columns[index - start, :, :, position] = vectors
         return columns.unflatten(3, self.p.shape[2:]).movedim(2, self.dim + 1)
+
+    @cached_property
+    def _reflection(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Roots u of probabilities, the likeliest class k, ``(u + e_k) / (1 + u_k)``; ``[N, positions, *]`` each."""
+        p = self.p.reshape(*self.p.shape[:2], -1).mT
+        u, likeliest = _root_of(p), p.argmax(-1, keepdim=True)
+        return u, likeliest, (u + _onehot(likeliest, u)) / (1 + u.gather(-1, likeliest))
 
     def coordinates(self, vectors: Tensor) -> Tensor | None:
         if self.full or self.p.dim() > 2:
             return None
-        u, likeliest, reflected = _reflection(self.p)
+        u, likeliest, reflected = (t[:, 0] for t in self._reflection)
         scaled = torch.where(u * self.mass == 0, 0, vectors / (u * self.mass))
         found = scaled - u * (reflected * scaled).sum(1, keepdim=True)
         return found.scatter(1, likeliest, found[:, -1:])[:, :-1].T
@@ -197,12 +209,6 @@ def draw(p: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
 def _root_of(p: Tensor) -> Tensor:
     """Root of probabilities; where one rounds to zero, so does the root's derivative in the logits."""
     return torch.where(p > 0, p, 1).sqrt() * (p > 0) if p.requires_grad else p.sqrt()
-
-
-def _reflection(p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Roots u of probabilities along the last axis, the likeliest class k, and ``(u + e_k) / (1 + u_k)``."""
-    u, likeliest = _root_of(p), p.argmax(-1, keepdim=True)
-    return u, likeliest, (u + _onehot(likeliest, u)) / (1 + u.gather(-1, likeliest))
 
 
 def _onehot(index: Tensor, like: Tensor) -> Tensor:
