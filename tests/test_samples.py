@@ -982,9 +982,9 @@ def test_single_rows_in_a_loop_are_no_batch_of_one_sample(B: int, shape: tuple[i
     x, y = torch.randn(B, *shape).double(), torch.randint(3, (B * rows,))
     extend(model)
 
-    def loss(rows: slice = slice(None)) -> Tensor:
+    def loss(part: slice = slice(None)) -> Tensor:
         logits = torch.cat([model(row.unsqueeze(0)).reshape(-1, 3) for row in x])
-        return F.cross_entropy(logits[rows], y[rows], reduction="sum")
+        return F.cross_entropy(logits[part], y[part], reduction="sum")
 
     with backpack(BatchGrad()):
         loss().backward()

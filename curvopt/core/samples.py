@@ -169,6 +169,12 @@ def _rows(loss: Head) -> int:
     return loss.input.shape[loss.axis]
 
 
+def _random(loss: Head, generator: torch.Generator | None = None) -> Tensor:
+    """A random vector like what a loss sees, always the same one without a generator."""
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    return torch.randn(loss.input.shape, generator=generator).to(loss.input)
+
+
 def _ends(losses: Collection[Head]) -> list[Node]:
     """The nodes that give what some losses are called with."""
     return [loss.edge.node for loss in losses if loss.edge is not None]
@@ -312,18 +318,18 @@ def _share_one(
 
     Else they are calls on one of many samples each, whose rows come together as well.
     """
+    places = [(i, edge) for i, edge, _ in edges if i in uses]
 
     def reached(loss: Head, row: int) -> set[int]:
         assert loss.edge is not None
-        seed = torch.randn(loss.input.shape, generator=torch.Generator().manual_seed(0)).to(loss.input)
         found: set[int] = set()
 
         def arrived(k: int, grad: Tensor) -> None:
-            if edges[k][0] in uses and grad.any():
-                found.add(edges[k][0])
+            if grad.any():
+                found.add(places[k][0])
 
-        row_alone = only(seed, loss.axis, row, _rows(loss)).unsqueeze(0)
-        pull_each([loss.edge], [edge for _, edge, _ in edges], [row_alone], arrived)
+        row_alone = only(_random(loss), loss.axis, row, _rows(loss)).unsqueeze(0)
+        pull_each([loss.edge], [edge for _, edge in places], [row_alone], arrived)
         return found
 
     with torch.no_grad():
@@ -362,8 +368,7 @@ def _seen_in_all_rows(loss: Head, edges: Sequence[tuple[int, GradientEdge, int |
         if axis is not None and grad[0].dim() and grad[0].movedim(axis, 0).unsqueeze(-1).flatten(1).any(1).all():
             seen.add(i)
 
-    seed = torch.randn(loss.input.shape, generator=torch.Generator().manual_seed(0)).to(loss.input)
-    pull_each([loss.edge], [edge for _, edge, _ in edges], [seed.unsqueeze(0)], arrived)
+    pull_each([loss.edge], [edge for _, edge, _ in edges], [_random(loss).unsqueeze(0)], arrived)
     return seen
 
 
@@ -389,8 +394,7 @@ def _closed(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
                 for node in walk([loss.edge.node]):
                     if leaf_of(node) is None and operation(node) not in BY_ENTRY:
                         hooks.callback(node.register_prehook(arrived).remove)
-                seed = torch.randn(loss.input.shape, generator=generator).to(loss.input)
-                pull_each([loss.edge], edges, [seed.unsqueeze(0)], lambda *_: None)
+                pull_each([loss.edge], edges, [_random(loss, generator).unsqueeze(0)], lambda *_: None)
         return bool(torch.stack([zero.to(zeros[0].device) for zero in zeros]).any()) if zeros else False
 
 
@@ -492,7 +496,7 @@ def _probe(
 ) -> tuple[set[int], set[int], set[int]]:
     """The same for one loss, whose z lies ``at`` an edge, with the uses where something arrived or nothing could."""
     z = loss.input
-    seed = torch.randn(z.shape, generator=generator).to(z)
+    seed = _random(loss, generator)
     # powers of two, so that products with them are exact; samples that trade places or mix betray themselves
     dtypes = {z.dtype, *(edge.node._input_metadata[edge.output_nr].dtype for _, edge, _ in edges)}  # type: ignore[attr-defined]
     half = torch.float16 in dtypes

@@ -82,13 +82,13 @@ def _keeper(name: str) -> Callable[[Node, set[int]], bool] | None:
 
 
 def _copies_all_rows(node: Node, rows: set[int]) -> bool:
-    """Whether an assignment to a part of a tensor is none to some of its rows, of which nothing tells which."""
+    """Whether an assignment to a part of a tensor is one to all of its rows: of others nothing tells which."""
     copied, shape = [shape_of(*edge) for edge in node.next_functions[1:] if edge[0] is not None], shape_of(node)
     return all(len(part) == len(shape) and part[0] == shape[0] for part in copied)
 
 
 def _keeps_samples(node: Node, rows: set[int]) -> bool:
-    """Whether a reduction does not go over the first axis, nor over all."""
+    """Whether a reduction goes over some axes, and not over the first."""
     dims = getattr(node, "_saved_dim", None)
     return dims is not None and 0 not in (dims if isinstance(dims, (tuple, list)) else (dims,))
 
@@ -98,7 +98,7 @@ _SHAPING = ("TBackward", "Transpose", "Permute", "ToCopy", "View", "Reshape", "U
 
 
 def _keeps_rows(node: Node, rows: set[int]) -> bool:
-    """Whether a product does not sum over what may be samples, but a batch of it: rows, or columns by a constant."""
+    """Whether a product sums over nothing that may be samples (rows, or columns by a constant), or is of a batch."""
     *_, left, right = node.next_functions
     operand, nr = left if right[0] is None else right
     if operand is None:
