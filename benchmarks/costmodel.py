@@ -109,7 +109,7 @@ def gradient(module: nn.Module, x: Tensor) -> Tensor | None:
 
 def chunks(left: Tensor, right: Tensor | Patches, shape: torch.Size, columns: int, kept: int = 1) -> Any:
     """Squares of columns that come one by one, as in a sweep of a large network, with memory for some."""
-    squares = Squares()
+    squares, right = Squares(), right.used_once() if isinstance(right, Patches) else right
     for _ in range(columns):
         outer = Outer(left, right, shape)
         outer.columns, outer.kept = columns, kept
@@ -158,7 +158,7 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
             f"{where} {shape}",
             "samples_at_once",
             tuple(dict.fromkeys((1, min(8, N), N))),
-            partial(chunks, left, right, matrix, 1),
+            partial(chunks, left, layer.patches or right, matrix, 1),
         )
         yield Case(
             "gradients as sums of products",

@@ -1,6 +1,7 @@
-"""Peak memory of every quantity, here and in other packages, in MiB beyond the peak of the plain gradient.
+"""Peak memory of every quantity with the gradient, in MiB beyond the peak of the plain gradient, here and elsewhere.
 
-Every number is a median of fresh processes, each of which has computed the plain gradient before.
+Every number is a median of fresh processes, each of which has computed the plain gradient before; it is kept meanwhile
+for a package that does not compute it along.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def peaks(problem: Problem, package: str, quantity: str, device: str, limit: flo
     task = problem.make(device)
     computed = method(package, problem.make(device), quantity)
     for _ in range(2):  # the allocator learns from the first
+        task.model.zero_grad()
         task.gradient()
+    if computed.gradient:
         task.model.zero_grad()
     gradient = peak_memory(device)
     with limited(limit):
@@ -79,13 +82,13 @@ def main() -> None:
             package: peak(PROBLEMS[problem], package, quantity, settings.device, settings.limit)
             for package in installed(settings.package)
         }
-        save_rows(settings.out, "memory", problem, tables[problem], settings)
-    print("\nPeak memory beyond the gradient's, MiB (* without the gradient)")
+        save_rows(settings.out, problem, tables[problem], settings, ["memory"])
+    print("\nPeak memory beyond the gradient's, MiB with the gradient")
     for problem, rows in tables.items():
         print(f"\n{markdown(problem, rows, 'peak_mib')}")
     figure = settings.out / "memory.png"
-    draw(load_rows(settings.out, "memory"), "peak_mib", "MiB beyond the plain gradient's peak", figure)
-    print(f"\nresults: {settings.out}/memory-*.json, {figure}")
+    draw(load_rows(settings.out), "peak_mib", "MiB beyond the plain gradient's peak", figure)
+    print(f"\nresults: {settings.out}/quantities-*.json, {figure}")
 
 
 if __name__ == "__main__":

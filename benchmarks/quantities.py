@@ -5,8 +5,8 @@ backward of the network as it is) is measured, and the medians of the ratios are
 with the quantity's definition by plain autograd, in float64, on three samples and at most ten classes.
 
 In the table: "–" the package has no such quantity, "fails" it raises an error on this network, "wrong" its numbers
-disagree with the definition, "*" it leaves the gradient out, which has to be computed by itself. Reasons and all
-measurements are in the JSON files.
+disagree with the definition, "*" it leaves the gradient out, which has to be computed by itself (and is kept where
+memory is measured). Reasons and all measurements are in the JSON files.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def main() -> None:
     torch.set_num_threads(settings.threads)
     tables: dict[str, Rows] = {}
     checker: Checker | None = None
+    measured = ["time", *["memory"] * settings.memory, *["agreement"] * settings.check]
     bar = tqdm(settings.cells())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -104,15 +105,15 @@ def main() -> None:
             if problem not in tables and settings.check:
                 checker = Checker(PROBLEMS[problem])
             tables.setdefault(problem, {})[quantity] = measure(settings, problem, quantity, checker, bar)
-            save_rows(settings.out, "quantities", problem, tables[problem], settings)
+            save_rows(settings.out, problem, tables[problem], settings, measured)
     key = "cpu" if settings.threads == 1 and settings.device == "cpu" else "wall"
     label = "multiples of the plain gradient's " + {"cpu": "CPU time", "wall": "time"}[key]
     print(f"\n{label}")
     for problem, rows in tables.items():
         print(f"\n{markdown(problem, rows, key)}")
         if settings.memory:
-            print(f"\nMiB beyond the plain gradient's peak\n\n{markdown(problem, rows, 'peak_mib')}")
-    draw(load_rows(settings.out, "quantities"), key, label, settings.figure)
+            print(f"\nMiB beyond the plain gradient's peak, with the gradient\n\n{markdown(problem, rows, 'peak_mib')}")
+    draw(load_rows(settings.out), key, label, settings.figure)
     print(f"\nresults: {settings.out}/quantities-*.json, {settings.figure}")
 
 

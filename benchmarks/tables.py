@@ -25,8 +25,12 @@ USUAL = (
 ).split()
 #: Largest result that is measured, in numbers.
 LARGEST = 3e8
-#: Measurements that stay when only the time is measured again.
-LASTING = ("error", "dtype", "wrong", "peak_mib", "gradient_peak_mib")
+#: What there is to know of a result, by what is measured together.
+MEASURED = {
+    "time": ("cpu", "wall", "spread", "unit_seconds", "rounds", "fails", "slow"),
+    "memory": ("peak_mib", "gradient_peak_mib", "memory_fails"),
+    "agreement": ("error", "dtype", "wrong"),
+}
 #: Distinct for every eye (Okabe and Ito 2008), and in shape.
 STYLES = {
     "curvopt": ("#D55E00", "o"),
@@ -102,7 +106,8 @@ def cell(result: Result, key: str) -> str:
         return "fails" if "fails" in result or "memory_fails" in result else "not measured"
     value = result[key]
     text = f"{value:.0f}" if key == "peak_mib" or value >= 100 else f"{value:.1f}" if value >= 20 else f"{value:.2f}"
-    return f"wrong ({text})" if result.get("wrong") else text if result.get("gradient", True) else f"{text}*"
+    with_gradient = key == "peak_mib" or result.get("gradient", True)
+    return f"wrong ({text})" if result.get("wrong") else text if with_gradient else f"{text}*"
 
 
 def markdown(problem: str, rows: Rows, key: str) -> str:
@@ -117,19 +122,20 @@ def markdown(problem: str, rows: Rows, key: str) -> str:
     return "\n".join(lines)
 
 
-def save_rows(folder: Path, kind: str, problem: str, rows: Rows, choice: Choice) -> None:
-    """Write ``<folder>/<kind>-<problem>.json``; what it holds of other quantities and packages stays.
+def save_rows(folder: Path, problem: str, rows: Rows, choice: Choice, measured: Iterable[str] = MEASURED) -> None:
+    """Write ``<folder>/quantities-<problem>.json``; what it holds of other quantities and packages stays.
 
-    So do memory and agreement that were not measured again. Every result says when its last part was measured and on
-    which commit.
+    So does of these what is not in ``measured``, kinds of `MEASURED`. Every result says when its last part was measured
+    and on which commit.
     """
     description = machine(choice.device)
     stamp = {key: description[key] for key in ("date", "commit")}
-    kept = load_rows(folder, kind).get(problem, {})
+    kept = load_rows(folder).get(problem, {})
+    again = {"absent", *(key for kind in measured for key in MEASURED[kind])}
     merged = {
         quantity: kept.get(quantity, {})
         | {
-            package: {key: value for key, value in kept.get(quantity, {}).get(package, {}).items() if key in LASTING}
+            package: {key: value for key, value in kept.get(quantity, {}).get(package, {}).items() if key not in again}
             | stamp
             | result
             for package, result in rows.get(quantity, {}).items()
@@ -137,12 +143,12 @@ def save_rows(folder: Path, kind: str, problem: str, rows: Rows, choice: Choice)
         for quantity in QUANTITIES
         if quantity in kept or quantity in rows
     }
-    save(folder / f"{kind}-{problem}.json", {"problem": problem, "machine": description, "rows": merged})
+    save(folder / f"quantities-{problem}.json", {"problem": problem, "machine": description, "rows": merged})
 
 
-def load_rows(folder: Path, kind: str) -> dict[str, Rows]:
+def load_rows(folder: Path) -> dict[str, Rows]:
     """What `save_rows` wrote, by problem."""
-    paths = {problem: folder / f"{kind}-{problem}.json" for problem in PROBLEMS}
+    paths = {problem: folder / f"quantities-{problem}.json" for problem in PROBLEMS}
     return {problem: json.loads(path.read_text())["rows"] for problem, path in paths.items() if path.exists()}
 
 

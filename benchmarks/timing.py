@@ -146,12 +146,13 @@ def _summary(samples: list[tuple[float, float, float]]) -> dict[str, Any]:
 
 
 def peak_memory(device: str = "cpu") -> float:
-    """Most memory that this process has had so far, in MiB."""
+    """Most memory that this process has had so far, in MiB; on Linux without the code it runs, read from libraries."""
     if device != "cpu":
         return torch.cuda.max_memory_allocated(device) / 2**20
     try:  # ru_maxrss would begin with that of the process that started this one
         status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) / 2**10
+        most, of_files = (int(status.split(f"{name}:")[1].split()[0]) for name in ("VmHWM", "RssFile"))
+        return (most - of_files) / 2**10
     except FileNotFoundError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -202,14 +203,32 @@ def test_the_best_of_a_row_has_the_gradient_too(quantity: str, key: str, first: 
     assert tables.best(quantity, row, key) == first
 
 
+@pytest.mark.parametrize("along", [True, False])
+def test_a_gradient_that_is_not_computed_along_is_kept_meanwhile(along: bool, monkeypatch):
+    made, kept = [], []
+
+    def make(device: str):
+        made.append(TINY.make(device))
+        return made[-1]
+
+    def run():
+        kept.append([p.grad is not None for task in made for p in task.model.parameters()])
+
+    monkeypatch.setattr(memory, "method", lambda *_: packages.Method(run, lambda values: {}, along))
+    assert memory.peaks(SimpleNamespace(make=make), "curvopt", "KFAC", "cpu", 60)["gradient"] == along
+    assert any(kept[-1]) != along
+
+
 def test_memory(monkeypatch, tmp_path, capsys):
-    tables.save_rows(tmp_path, "memory", "tiny", {"BatchGrad": {"opacus": {"peak_mib": 7}}}, tables.Choice())
+    row = {"opacus": {"peak_mib": 7}, "curvopt": {"cpu": 1.5, "memory_fails": "no memory"}}
+    tables.save_rows(tmp_path, "tiny", {"BatchGrad": row}, tables.Choice())
     asked = ("--problem", "tiny", "--quantity", "BatchGrad", "KFRA", "--package", "curvopt", "torch.func")
     command(monkeypatch, memory, *asked, "--out", tmp_path)
-    rows = json.loads((tmp_path / "memory-tiny.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "quantities-tiny.json").read_text())["rows"]
     assert rows["KFRA"]["torch.func"]["absent"]
     assert rows["BatchGrad"]["curvopt"]["peak_mib"] < 50
     assert rows["BatchGrad"]["opacus"]["peak_mib"] == 7  # what is not asked for stays
+    assert rows["BatchGrad"]["curvopt"]["cpu"] == 1.5 and "memory_fails" not in rows["BatchGrad"]["curvopt"]
     assert (tmp_path / "memory.png").exists()
     assert "MiB" in capsys.readouterr().out
 

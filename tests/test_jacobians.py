@@ -191,6 +191,21 @@ def test_convolutions_by_views_of_their_input(
         assert ("whole" not in vars(use.cache["right"])) == (views or dtype == torch.float32 and conv.groups == 1)
         for name in REDUCTIONS:
             assert_same(getattr(jacobian, name)(), getattr(expected, name)())
+        monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: 2)
+        jacobian.share_no_patches()
+        assert_same(jacobian.dense(), J)
+        assert "whole" not in vars(jacobian._right)
+
+
+def test_small_products_of_convolutions_do_not_put_all_patches_together(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(costs, "onednn_is_faster", lambda: False)
+    conv = extend(nn.Conv2d(64, 64, 3))
+    z = conv(torch.randn(4, 64, 7, 7))
+    use = z.grad_fn.metadata[KEY][0][0]
+    with torch.no_grad(), use.holding(inputs_left(use, z.grad_fn)):
+        squares = rule_for(conv).jac_t(use, [torch.randn(1, *z.shape)], ["weight"], 4)["weight"].squares()
+    assert squares.shape == conv.weight.shape and 4 * squares.numel() < costs.CACHED_ENTRIES
+    assert "whole" not in vars(use.cache["right"])
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
@@ -505,7 +520,7 @@ def test_patches_are_kept_for_those_who_look_again(
     with backpack(*extensions):
         lossfunc(model(torch.randn(4, 2, 4, 4)), torch.zeros(4, dtype=torch.long)).backward()
     found = [{"windows", "whole"} & cache for cache in caches if "kept" in cache]
-    assert found == [{"windows", "whole"} if kept else set()]
+    assert found == [{"whole"} if kept else set()]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")

@@ -81,9 +81,16 @@ def columns_at_once(entries: int, device: str) -> int:
     return max(1, _limit(SWEEP_ENTRIES, device) // max(entries, 1))
 
 
-def samples_at_once(entries: int, N: int, device: str) -> int:
-    """How many of N samples to work on together if one has so many entries; one if they are only a few."""
-    if N * entries <= CACHED_ENTRIES:
+def samples_at_once(entries: int, N: int, device: str, in_place: bool = False) -> int:
+    """How many of N samples to work on together if one has so many entries; one if they are only a few.
+
+    Args:
+        entries: of one sample's product.
+        N: samples.
+        device: type of the device.
+        in_place: whether a sample alone is read where it is, several are put together before.
+    """
+    if N * entries <= CACHED_ENTRIES and not in_place:
         return N
     samples = max(1, _limit(CHUNK_ENTRIES, device) // max(entries, 1))
     # on a CPU a few calls cost less than the temporary of a few large samples
@@ -96,9 +103,9 @@ def samples_to_pull(entries: int, device: str) -> int:
 
 
 def rows_at_once(S: int, I: int, device: str) -> int:
-    """How many samples' rows of I entries at S positions to put together if only their second moment is needed.
+    """How many samples' rows of I entries at S positions to put together if they are needed just once.
 
-    A product over many positions hides that the moment is read and written each time.
+    A product over many positions hides that a second moment is read and written each time.
     """
     entries = _limit(MOMENT_ENTRIES, device)
     return -(-max(MOMENT_ROWS, entries // max(I, 1)) // max(S, 1))

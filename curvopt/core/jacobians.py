@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, reduce
-from itertools import chain
+from itertools import chain, repeat
 from math import prod
 from typing import Any, Literal, TypeVar
 
@@ -227,6 +227,7 @@ class Patches:
     def whole(self) -> Tensor:
         """The patches, ``[N, G, S, I]``; in memory positions come last, and samples before them."""
         seen = self.windows.permute(1, 2, 3, 4, 0, 5)
+        del self.windows  # few will ask for both
         if not torch.is_grad_enabled() and prod(seen.shape[2:4]) > 1 and not seen.is_contiguous():
             seen = costs.empty(seen.shape, seen).copy_(seen)
         return seen.flatten(1, 3).permute(2, 0, 3, 1)
@@ -290,8 +291,14 @@ class Outer(Jacobian):
                 part = result[vectors, samples]
                 part.copy_(products.reshape(part.shape))
             return result
-        rows, columns = self._sides(self.left, self.right)
-        products = _products(rows, columns).reshape(self.V, self.N, *self.shape)
+        if torch.is_grad_enabled() or not isinstance(self._right, Patches):
+            products = _products(*self._sides(self.left, self.right)).reshape(self.V, self.N, *self.shape)
+        else:
+            products = costs.empty((self.V, self.N, *self.shape), self.left)
+            of_matrices, n = products.view(self.V, self.N, self.G, *self._sides(self.O, self.I)), 0
+            for right in self._right.split(costs.rows_at_once(self.S, self.G * self.I, self.left.device.type)):
+                samples = slice(n, n := n + len(right))
+                _products(*self._sides(self.left[:, samples], right), out=of_matrices[:, samples])
         if self.sums and self.gradient is None:
             self.gradient = self._add_sum(None, products[0], slice(None))
         return products
@@ -558,9 +565,9 @@ class Outer(Jacobian):
         # [I, O]: few inputs, as of the first convolution, fill the rows of a matrix product better than its columns
         right_first = self.transposed or not (in_order or isinstance(self._right, Tensor))
         sides = (self.I, self.O) if right_first else (self.O, self.I)
-        step = costs.samples_at_once(self.G * self.O * self.I, self.N, self.left.device.type)
-        bands = self._right.bands if isinstance(self._right, Patches) and step == 1 and right_first else None
-        if bands is not None:
+        bands = self._right.bands if isinstance(self._right, Patches) and right_first else None
+        step = costs.samples_at_once(self.G * self.O * self.I, self.N, self.left.device.type, bands is not None)
+        if bands is not None and step == 1:
             K, C, R = bands.shape[2:5]
             buffer, rights = self.left.new_empty(self.G, K, C * R, self.O), bands.flatten(3, 4).flatten(0, 1).unbind()
             products = buffer.view(1, self.G, K, C, R, self.O).permute(0, 1, 5, 3, 2, 4)
@@ -990,53 +997,58 @@ class _ShiftedMoment:
         (self.L, self.H), (self.K, self.W) = (1, 1), shifts[-1]
         if len(shifts) == 2 and costs.by_two_shifts(*shifts[-2], self.K):
             self.L, self.H = shifts[-2]
+        #: Products over all positions; what a shift along either axis gains at the last position, less what it loses.
         self._sums: list[Tensor] = []
-        self._ends: list[list[Tensor]] = []
+        self._over_w: list[Tensor] = []
+        self._over_h: list[Tensor] = []
 
     def add(self, flat: Tensor) -> None:
         """Add patches of some samples."""
         x = flat.unflatten(0, (-1, self.L, self.K)).unflatten(3, (-1, self.H, self.W))  # [C, L, K, P, H, W]
         crossed = [(x[:, i, 0], x[:, 0, k]) for i in range(1, self.L) for k in range(1, self.K)]
-        for i, (left, right) in enumerate([(x[:, 0, 0], flat), *crossed]):
-            if i == len(self._sums):
-                self._sums.append(product(left.flatten(1), right.flatten(1).T))
-            else:
-                add_product(self._sums[i], left.flatten(1), right.flatten(1).T)
-        over_w = [x[..., w].flatten(0, 1).transpose(0, 1).flatten(2) for w in (0, self.W - 1)]  # [K, C L, P H]
-        over_h = [x[..., h, :].transpose(0, 1).flatten(3) for h in (0, self.H - 1)] if self.L > 1 else []
-        self._ends.append([end.contiguous() for end in over_w + over_h])
+        pairs = [(left.flatten(1), right.flatten(1)) for left, right in [(x[:, 0, 0], flat), *crossed]]
+        self._sums = _add_pairs(self._sums, pairs)
+        first, last = (x[..., w].flatten(0, 1).transpose(0, 1).flatten(2).contiguous() for w in (0, self.W - 1))
+        for sign, ends in ((-1, first[:-1]), (1, last[1:])):  # [K - 1, C L, P H]
+            self._over_w = _add_pairs(self._over_w, [(end, ends[k:].flatten(0, 1)) for k, end in enumerate(ends)], sign)
+        if self.L == 1:
+            return
+        first, last = (x[..., h, :].transpose(0, 1).flatten(3).contiguous() for h in (0, self.H - 1))
+        for sign, ends in ((-1, first[:-1]), (1, last[1:])):  # [L - 1, C, K, P W]
+            self._over_h = _add_pairs(self._over_h, [(ends[:, :, 0].flatten(0, 1), ends.flatten(0, 2))], sign)
 
     def total(self) -> Tensor:
         """The sum over all that were added."""
-        first, last, *over_h = [torch.cat(ends, -1) for ends in zip(*self._ends, strict=True)]
-        K, M = first.shape[:2]
+        first = self._first()
+        M, K = first.shape[:2]
         products = first.new_empty(K, M, K, M)
-        products[0] = self._first(*over_h) if over_h else self._sums[0].view(M, M, K).transpose(1, 2)
-        lost, both = self._differences(first, last)
-        for k in range(1, K):
-            difference = product(lost[k - 1], both[k - 1 :].flatten(0, 1).T).view(M, K - k, M)
-            torch.add(products[k - 1, :, k - 1 : -1], difference, out=products[k, :, k:])
+        products[0] = first
+        for k, shifted in enumerate(self._over_w, start=1):
+            torch.add(products[k - 1, :, k - 1 : -1], shifted.view(M, K - k, M), out=products[k, :, k:])
             products[k, :, :k] = products[:k, :, k].permute(2, 0, 1)
         return products.permute(1, 0, 3, 2).reshape(M * K, M * K)
 
-    def _first(self, first: Tensor, last: Tensor) -> Tensor:
-        """Products ``[M, K, M]`` of rows ``[M, 0]`` with all, from the first and last positions ``[L, C, K, P W]``."""
-        L, C, K = first.shape[:3]
-        products, (direct, *crossed) = first.new_empty(L, C, L, C, K), self._sums
+    def _first(self) -> Tensor:
+        """Products ``[M, K, M]`` of rows ``[M, 0]`` with all."""
+        L, K, (direct, *crossed) = self.L, self.K, self._sums
+        C = len(direct)
+        if L == 1:
+            return direct.view(C, C, K).transpose(1, 2)
+        products = direct.new_empty(L, C, L, C, K)
         products[0] = direct.view(C, C, L, K).transpose(1, 2)
         products[1:, :, 0, :, 0] = products[0, :, 1:, :, 0].permute(1, 2, 0)
-        lost, both = self._differences(first, last)
-        differences = product(lost[:, :, 0].flatten(0, 1), both.flatten(0, 2).T).view(L - 1, C, L - 1, C, K)
+        shifted = self._over_h[0].view(L - 1, C, L - 1, C, K)
         for i in range(1, L):
             for k in range(1, K):
                 products[i, :, 0, :, k] = crossed.pop(0)
-            torch.add(products[i - 1, :, :-1], differences[i - 1], out=products[i, :, 1:])
+            torch.add(products[i - 1, :, :-1], shifted[i - 1], out=products[i, :, 1:])
         return products.permute(1, 0, 4, 3, 2).reshape(C * L, K, C * L)
 
-    @staticmethod
-    def _differences(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """Two sides, of which products are what a shift by one gains at the last position, less what it loses."""
-        return torch.cat([-first[:-1], last[1:]], -1), torch.cat([first[:-1], last[1:]], -1)
+
+def _add_pairs(totals: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]], alpha: float = 1.0) -> list[Tensor]:
+    """Totals (none are zeros), plus products over the positions ``[*, R]`` of pairs, in place."""
+    some = totals or repeat(None)
+    return [add_product(total, a, b.T, alpha) for total, (a, b) in zip(some, pairs, strict=False)]
 
 
 def in_blocks(values: Tensor, limit: int) -> Tensor:

@@ -24,6 +24,7 @@ class BatchGrad(Extension):
     """
 
     field = "grad_batch"
+    reads_inputs_once = True
 
     def __init__(self, subsampling: Sequence[int] | None = None):
         self.subsampling = indices(subsampling)
