@@ -160,6 +160,9 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
             tuple(dict.fromkeys((1, min(8, N), N))),
             partial(chunks, left, layer.patches or right, matrix, 1),
         )
+        if layer.patches is not None:
+            call = partial(chunks, left, layer.patches, matrix, 1)
+            yield Case("patches one by one", f"{where} {shape}", "one_by_one", (True, False), call)
         yield Case(
             "gradients as sums of products",
             f"{where} {shape}",

@@ -197,10 +197,11 @@ def test_convolutions_by_views_of_their_input(
         assert "whole" not in vars(jacobian._right)
 
 
-def test_small_products_of_convolutions_do_not_put_all_patches_together(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("channels", [16, 64])
+def test_small_products_of_convolutions_do_not_put_all_patches_together(channels: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(costs, "onednn_is_faster", lambda: False)
-    conv = extend(nn.Conv2d(64, 64, 3))
-    z = conv(torch.randn(4, 64, 7, 7))
+    conv = extend(nn.Conv2d(channels, channels, 3))
+    z = conv(torch.randn(4, channels, 25, 25))
     use = z.grad_fn.metadata[KEY][0][0]
     with torch.no_grad(), use.holding(inputs_left(use, z.grad_fn)):
         squares = rule_for(conv).jac_t(use, [torch.randn(1, *z.shape)], ["weight"], 4)["weight"].squares()

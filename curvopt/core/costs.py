@@ -81,20 +81,24 @@ def columns_at_once(entries: int, device: str) -> int:
     return max(1, _limit(SWEEP_ENTRIES, device) // max(entries, 1))
 
 
-def samples_at_once(entries: int, N: int, device: str, in_place: bool = False) -> int:
-    """How many of N samples to work on together if one has so many entries; one if they are only a few.
-
-    Args:
-        entries: of one sample's product.
-        N: samples.
-        device: type of the device.
-        in_place: whether a sample alone is read where it is, several are put together before.
-    """
-    if N * entries <= CACHED_ENTRIES and not in_place:
+def samples_at_once(entries: int, N: int, device: str) -> int:
+    """How many of N samples to work on together if one has so many entries; one if they are only a few."""
+    if N * entries <= CACHED_ENTRIES:
         return N
     samples = max(1, _limit(CHUNK_ENTRIES, device) // max(entries, 1))
     # on a CPU a few calls cost less than the temporary of a few large samples
     return samples if samples >= 8 or device != "cpu" else 1
+
+
+def one_by_one(rows: int, patches: int, device: str) -> bool:
+    """Whether to multiply patches sample by sample, which are read where the input is then, not put together.
+
+    Args:
+        rows: how many of their entries are in a product.
+        patches: entries of one sample's.
+        device: type of the device.
+    """
+    return device == "cpu" and rows >= 24 and patches >= 1 << 16  # else calls and narrow products cost more
 
 
 def samples_to_pull(entries: int, device: str) -> int:
