@@ -20,7 +20,7 @@ from benchmarks.tables import Choice, Result, Rows, draw, load_rows, markdown, s
 from benchmarks.timing import RESULTS, in_fresh_process, limited, peak_memory
 
 #: Processes of which the median is taken, and seconds after which no other one is started.
-PROCESSES, PATIENCE = 3, 20.0
+PROCESSES, PATIENCE = 7, 20.0
 
 
 @dataclass(frozen=True)

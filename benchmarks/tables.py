@@ -85,13 +85,18 @@ def is_absent(row: dict[str, Result], package: str) -> bool:
     return package not in row or bool(row[package].get("absent"))
 
 
+def _has(result: Result, key: str) -> bool:
+    """Whether there is such a number: none is of a package that raises an error at another measurement."""
+    return key in result and ("fails" not in result or "slow" in result)
+
+
 def best(quantity: str, row: dict[str, Result], key: str) -> str | None:
     """The package with the lowest correct number of a row, with the gradient, which individual ones sum to."""
     unit = 0 if key == "peak_mib" or quantity in FIRST_ORDER else 1
     right = {
         package: result[key] + (0 if result.get("gradient", True) else unit)
         for package, result in row.items()
-        if key in result and not result.get("wrong")
+        if _has(result, key) and not result.get("wrong")
     }
     return min(right, key=lambda package: right[package], default=None)
 
@@ -100,7 +105,7 @@ def cell(result: Result, key: str) -> str:
     """What the table shows of a result."""
     if result.get("absent"):
         return "–"
-    if key not in result:
+    if not _has(result, key):
         if "slow" in result and key != "peak_mib":
             return f"> {result['slow']:.0f}"
         return "fails" if "fails" in result or "memory_fails" in result else "not measured"
@@ -168,7 +173,7 @@ def draw(tables: dict[str, Rows], key: str, label: str, path: Path, skip: Iterab
         for place, quantity in enumerate(quantities):
             axis.axhline(place, color="0.92", zorder=0)
             for package, result in reversed(rows.get(quantity, {}).items()):
-                if key in result:
+                if _has(result, key):
                     colour, marker = STYLES[package]
                     first = package == "curvopt"
                     face = "none" if result.get("wrong") else colour

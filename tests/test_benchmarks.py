@@ -203,6 +203,12 @@ def test_the_best_of_a_row_has_the_gradient_too(quantity: str, key: str, first: 
     assert tables.best(quantity, row, key) == first
 
 
+def test_memory_of_what_raises_an_error_is_not_shown():
+    row = {"asdl": {"fails": "KeyError", "peak_mib": 1.0}, "curvopt": {"peak_mib": 2.0}}
+    assert tables.best("KFAC", row, "peak_mib") == "curvopt"
+    assert "fails" in tables.markdown("tiny", {"KFAC": row}, "peak_mib")
+
+
 @pytest.mark.parametrize("along", [True, False])
 def test_a_gradient_that_is_not_computed_along_is_kept_meanwhile(along: bool, monkeypatch):
     made, kept = [], []
