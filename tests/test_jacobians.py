@@ -194,6 +194,7 @@ def test_convolutions_by_views_of_their_input(
         monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: 2)
         jacobian.share_no_patches()
         assert_same(jacobian.dense(), J)
+        assert_same(jacobian.select([2, 0]).dense(), J[:, [2, 0]])
         assert "whole" not in vars(jacobian._right)
 
 
@@ -207,6 +208,31 @@ def test_small_products_of_convolutions_do_not_put_all_patches_together(channels
         squares = rule_for(conv).jac_t(use, [torch.randn(1, *z.shape)], ["weight"], 4)["weight"].squares()
     assert squares.shape == conv.weight.shape and 4 * squares.numel() < costs.CACHED_ENTRIES
     assert "whole" not in vars(use.cache["right"])
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["plain", "graph"])
+@pytest.mark.parametrize("limit", [None, 8])
+@pytest.mark.parametrize("shifts", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+def test_second_moments_in_half_precision(
+    half: torch.dtype, groups: int, shifts: bool, limit: int | None, graph: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Of many parts, of which each would vanish in the sum of the others, and over more positions than float16 has."""
+    for name, choice in (("by_shifts", shifts), ("by_two_shifts", shifts), ("by_blocks", not shifts)):
+        monkeypatch.setattr(costs, name, lambda *sizes, choice=choice: choice)
+    monkeypatch.setattr(costs, "SYMMETRIC_BLOCK", 7)
+    monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: 1)
+    conv, x = nn.Conv2d(2 * groups, 4, 3, padding=1, groups=groups), torch.randn(1200, 2 * groups, 8, 8).to(half)
+    right = rule_for(conv).unfold(conv, x).used_once()
+    left = (1 / 8 * torch.randn(1, 1200, groups, 4 // groups, 64)).to(half).mT  # as it arrives: positions come last
+    jacobian = Outer(left, right, conv.weight.shape, shifts=[(3, 8), (3, 8)])
+    exact = Outer(left.double(), right.whole.double(), conv.weight.shape)
+    with torch.set_grad_enabled(graph):
+        found = jacobian.right_factor(limit=limit), jacobian.left_factor()
+    for moment, expected in zip(found, (exact.right_factor(limit=limit), exact.left_factor()), strict=True):
+        assert moment.dtype == half
+        assert_close(moment.double(), expected, rtol=1e-2, atol=1e-2 * float(expected.max()))
 
 
 @pytest.mark.parametrize("per_sample", [False, True])

@@ -251,6 +251,10 @@ class Patches:
         """The same, kept for nobody."""
         return Patches(self._x, self._see, kept=False)
 
+    def select(self, samples: list[int]) -> Patches:
+        """Those of some samples."""
+        return Patches(self._x[samples], self._see, kept=False)
+
 
 class Outer(Jacobian):
     """Products ``sum_s left ⊗ right`` of a matrix-times-patches parameter (linear, convolution, ...).
@@ -368,14 +372,15 @@ class Outer(Jacobian):
             R, parts = right.shape[0] * right.shape[2], _in_parts(right)
         scale = 1 / max(R, 1)
         if limit is not None and self.I > limit:
-            return reduce(add, (_second_moment(part, limit, scale) for part in parts))
+            moment = reduce(add, (widened(_second_moment(part, limit, scale)) for part in parts))
+            return cast(moment, self.left.dtype)
         if not self.shifts or not costs.by_shifts(*self.shifts[-1], R, self.I, self.left.device.type):
             return _moment_of_parts(parts, R, scale)
-        moments = [_ShiftedMoment(self.shifts) for _ in range(self.G)]
+        moments = [_ShiftedMoment(self.shifts, scale) for _ in range(self.G)]
         for part in parts:
             for moment, flat in zip(moments, _by_feature(part), strict=True):
                 moment.add(flat)
-        totals = [moment.total().mul_(scale) for moment in moments]
+        totals = [cast(moment.total(), self.left.dtype) for moment in moments]
         return torch.stack(totals) if self.G > 1 else totals[0]
 
     def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
@@ -388,7 +393,9 @@ class Outer(Jacobian):
     def select(self, samples: Sequence[int] | None) -> Jacobian:
         if samples is None:
             return self
-        return Outer(self.left[:, list(samples)], self.right[list(samples)], self.shape, self.transposed)
+        samples, right = list(samples), self._right
+        right = right.select(samples) if isinstance(right, Patches) else right[samples]
+        return Outer(self.left[:, samples], right, self.shape, self.transposed)
 
     def with_sides(self, left: Tensor, right: Tensor | None, shape: torch.Size, transposed: bool) -> Outer:
         """The same, of another left side and another right one perhaps."""
@@ -443,7 +450,7 @@ class Outer(Jacobian):
         sides = zip(left.split(step), self.right.split(step), strict=True) if several else [(left, self.right)]
         parts = ((part, right * right if self.S == 1 else torch.cat([*_pairs(right)], 2)) for part, right in sides)
         if not per_sample:
-            return self._shaped(reduce(add, (_over_samples(part, right) for part, right in parts)))
+            return self._shaped(reduce(add, (widened(_over_samples(part, right)) for part, right in parts)))
         if torch.is_grad_enabled():
             return self._shaped(torch.cat([part.mT @ right for part, right in parts]))
         result = costs.empty((1, self.N, self.G, *self._sides(self.O, self.I)), left)
@@ -939,14 +946,16 @@ def _second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) -
     If F is more than ``limit``, blocks on its diagonal, ``[G, K, b, b]``, the last padded with zeros.
     """
     N, G, S, F = rows.shape
-    if limit is not None and F > limit:
-        blocks = in_blocks(_by_feature(rows).mT, limit).transpose(1, 2)
-        return scale * (blocks.mT @ blocks)
-    if torch.is_grad_enabled():
-        flat = _by_feature(rows)
-        moment = scale * flat @ flat.mT
-        return moment[0] if G == 1 else moment
-    return _moment_of_parts(_in_parts(rows), N * S, scale)
+    limit = limit if limit is not None and F > limit else None
+    if limit is None and not torch.is_grad_enabled():
+        return _moment_of_parts(_in_parts(rows), N * S, scale)
+    flat = _by_feature(rows)
+    flat = flat if scale == 1 else flat * scale**0.5  # before the product: half precision ends at 65504
+    if limit is not None:
+        blocks = in_blocks(flat.mT, limit).transpose(1, 2)
+        return blocks.mT @ blocks
+    moment = flat @ flat.mT
+    return moment[0] if G == 1 else moment
 
 
 def _in_parts(rows: Tensor) -> Sequence[Tensor]:
@@ -959,17 +968,17 @@ def _in_parts(rows: Tensor) -> Sequence[Tensor]:
 
 def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
     """The same of parts of the samples, which have R positions in all."""
-    moments, F, block = None, 0, 0
+    moments, dtype, F, block = None, None, 0, 0
     for part in parts:
         if moments is None:
-            F = part.shape[3]
+            dtype, F = part.dtype, part.shape[3]
             block = min(costs.SYMMETRIC_BLOCK, -(-F // 2)) if costs.by_blocks(F, R, part.device.type) else F
-        moments = _add_moments(moments, _by_feature(part), scale, block)
+        moments = widened(_add_moments(moments, _by_feature(part), scale, block))
     assert moments is not None
     for i in range(0, F - block, block):
         j = i + block
         moments[:, j:, i:j] = costs.apart(moments[:, i:j, j:]).mT
-    return moments[0] if len(moments) == 1 else moments
+    return cast(moments[0] if len(moments) == 1 else moments, dtype)
 
 
 def _add_moments(moments: Tensor | None, x: Tensor, scale: float, block: int) -> Tensor:
@@ -987,14 +996,15 @@ def _add_moments(moments: Tensor | None, x: Tensor, scale: float, block: int) ->
 
 
 class _ShiftedMoment:
-    """``x x^T`` of patches ``[M K, P W]`` (see `Outer`), of which few entries need products over all positions.
+    """``scale x x^T`` of patches ``[M K, P W]`` (see `Outer`), of which few entries need products over all positions.
 
     ``sum_w x_i(w) x_j(w)`` and ``sum_w x_{i+1}(w) x_{j+1}(w)`` are sums over the same products but for the first and
     the last position; and so along one more axis, ``[C L K, P H W]``, if there is one.
     """
 
-    def __init__(self, shifts: Sequence[tuple[int, int]]):
+    def __init__(self, shifts: Sequence[tuple[int, int]], scale: float):
         """Begin with nothing."""
+        self.scale = scale
         (self.L, self.H), (self.K, self.W) = (1, 1), shifts[-1]
         if len(shifts) == 2 and costs.by_two_shifts(*shifts[-2], self.K):
             self.L, self.H = shifts[-2]
@@ -1008,15 +1018,17 @@ class _ShiftedMoment:
         x = flat.unflatten(0, (-1, self.L, self.K)).unflatten(3, (-1, self.H, self.W))  # [C, L, K, P, H, W]
         crossed = [(x[:, i, 0], x[:, 0, k]) for i in range(1, self.L) for k in range(1, self.K)]
         pairs = [(left.flatten(1), right.flatten(1)) for left, right in [(x[:, 0, 0], flat), *crossed]]
-        self._sums = _add_pairs(self._sums, pairs)
+        self._sums = _add_pairs(self._sums, pairs, self.scale)
         first, last = (x[..., w].flatten(0, 1).transpose(0, 1).flatten(2).contiguous() for w in (0, self.W - 1))
-        for sign, ends in ((-1, first[:-1]), (1, last[1:])):  # [K - 1, C L, P H]
-            self._over_w = _add_pairs(self._over_w, [(end, ends[k:].flatten(0, 1)) for k, end in enumerate(ends)], sign)
+        for scale, ends in ((-self.scale, first[:-1]), (self.scale, last[1:])):  # [K - 1, C L, P H]
+            self._over_w = _add_pairs(
+                self._over_w, [(end, ends[k:].flatten(0, 1)) for k, end in enumerate(ends)], scale
+            )
         if self.L == 1:
             return
         first, last = (x[..., h, :].transpose(0, 1).flatten(3).contiguous() for h in (0, self.H - 1))
-        for sign, ends in ((-1, first[:-1]), (1, last[1:])):  # [L - 1, C, K, P W]
-            self._over_h = _add_pairs(self._over_h, [(ends[:, :, 0].flatten(0, 1), ends.flatten(0, 2))], sign)
+        for scale, ends in ((-self.scale, first[:-1]), (self.scale, last[1:])):  # [L - 1, C, K, P W]
+            self._over_h = _add_pairs(self._over_h, [(ends[:, :, 0].flatten(0, 1), ends.flatten(0, 2))], scale)
 
     def total(self) -> Tensor:
         """The sum over all that were added."""
@@ -1046,10 +1058,10 @@ class _ShiftedMoment:
         return products.permute(1, 0, 4, 3, 2).reshape(C * L, K, C * L)
 
 
-def _add_pairs(totals: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]], alpha: float = 1.0) -> list[Tensor]:
-    """Totals (none are zeros), plus products over the positions ``[*, R]`` of pairs, in place."""
+def _add_pairs(totals: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]], alpha: float) -> list[Tensor]:
+    """Totals (none are zeros; see `widened`), plus products over the positions ``[*, R]`` of pairs, in place."""
     some = totals or repeat(None)
-    return [add_product(total, a, b.T, alpha) for total, (a, b) in zip(some, pairs, strict=False)]
+    return [widened(add_product(total, a, b.T, alpha)) for total, (a, b) in zip(some, pairs, strict=False)]
 
 
 def in_blocks(values: Tensor, limit: int) -> Tensor:

@@ -41,12 +41,15 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, alpha: float = 1.0, 
     """``total + alpha * a @ b``, in place.
 
     Args:
-        total: what to add to; ``None`` for nothing.
+        total: what to add to, perhaps in another precision; ``None`` for nothing.
         a: ``[M, K]``.
         b: ``[K, N]``.
         alpha: scale of the product.
         overwrite: do not add to the total, it is uninitialised.
     """
+    if total is not None and total.dtype != a.dtype:
+        values = add_product(None, a, b, alpha)
+        return total.copy_(values) if overwrite else total.add_(values)
     if not by_onednn(a, len(a), len(b), b.shape[1]):
         if total is None:
             total, overwrite = costs.empty((len(a), b.shape[1]), a), True
@@ -63,7 +66,7 @@ def add_products(total: Tensor | None, a: Tensor, b: Tensor, alpha: float = 1.0)
         return add_product(None if total is None else total[0], a[0], b[0], alpha).unsqueeze(0)
     (G, M, K), N, overwrite = a.shape, b.shape[2], total is None
     total = costs.empty((G, M, N), a) if total is None else total
-    if not by_onednn(a, M, K, N):
+    if total.dtype == a.dtype and not by_onednn(a, M, K, N):
         return total.baddbmm_(a, b, beta=not overwrite, alpha=alpha)
     for out, left, right in zip(total, a, b, strict=True):
         add_product(out, left, right, alpha, overwrite)

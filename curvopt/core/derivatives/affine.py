@@ -149,7 +149,7 @@ def windows(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilati
     if not first:
         return x.flatten(2 + dim).flatten(1, dim).permute(2, 0, 1, 3).unsqueeze(2)
     shift = dilation[0] * prod(x.shape[x.dim() - dim + 1 :])
-    x = x.reshape(*x.shape[:2], prod(kernel_size[1:]), -1)
+    x = x.reshape(*x.shape[:2], prod(kernel_size[1:]), prod(x.shape[-dim:]))
     return x.unfold(-1, x.shape[-1] - shift * (kernel_size[0] - 1), shift).transpose(2, 3)
 
 
