@@ -209,12 +209,9 @@ def machine(device: str = "cpu") -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
     return {
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "commit": commit.stdout.strip(),
+        "commit": _commit(),
         "cpu": cpu,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -223,6 +220,17 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
     }
+
+
+def _commit() -> str:
+    """The commit of this code, ``-dirty`` if code (not results) differs from it; empty outside of a repository."""
+
+    def git(*command: str) -> str:
+        here = Path(__file__).parent
+        return subprocess.run(["git", *command], cwd=here, capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "..", ":!../docs", ":!results", ":!../*.md")
+    return git("describe", "--always") + "-dirty" * bool(changed)
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:

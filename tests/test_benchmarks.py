@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from functools import partial
@@ -140,6 +141,27 @@ def hog(classes):
 def allocate(mib):
     torch.ones(mib << 18)
     return timing.peak_memory()
+
+
+def test_results_are_of_a_commit_unless_code_was_changed(tmp_path, monkeypatch):
+    def git(*command):
+        who = ("-c", "user.name=me", "-c", "user.email=me@example.org")
+        subprocess.run(["git", *who, *command], cwd=tmp_path, check=True, capture_output=True)
+
+    files = [
+        tmp_path / name for name in ("benchmarks/timing.py", "benchmarks/results/a.json", "docs/a.md", "README.md")
+    ]
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("before")
+    monkeypatch.setattr(timing, "__file__", str(files[0]))
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "all")
+    for path in files[::-1]:
+        assert timing.machine()["commit"] and not timing.machine()["commit"].endswith("-dirty")
+        path.write_text("after")
+    assert timing.machine()["commit"].endswith("-dirty")
 
 
 def test_memory_is_that_of_a_fresh_process():
