@@ -83,7 +83,7 @@ def main() -> None:
             for package in installed(settings.package)
         }
         save_rows(settings.out, problem, tables[problem], settings, ["memory"])
-    print("\nPeak memory beyond the gradient's, MiB with the gradient")
+    print("\nPeak memory with the gradient, MiB beyond that of the plain gradient")
     for problem, rows in tables.items():
         print(f"\n{markdown(problem, rows, 'peak_mib')}")
     figure = settings.out / "memory.png"

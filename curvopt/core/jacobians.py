@@ -1059,7 +1059,7 @@ class _ShiftedMoment:
 
 
 def _add_pairs(totals: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]], alpha: float) -> list[Tensor]:
-    """Totals (none are zeros; see `widened`), plus products over the positions ``[*, R]`` of pairs, in place."""
+    """Totals (none are zeros) in float32 at least, plus scaled products over positions of pairs, ``[*, R]`` each."""
     some = totals or repeat(None)
     return [widened(add_product(total, a, b.T, alpha)) for total, (a, b) in zip(some, pairs, strict=False)]
 
