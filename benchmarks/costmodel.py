@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,7 +73,6 @@ class Layer:
     right: Tensor
     patches: Patches | None
     shape: torch.Size
-    shifts: Sequence[tuple[int, int]]
 
 
 def layers(problem: str) -> Iterator[Layer]:
@@ -89,8 +88,7 @@ def layers(problem: str) -> Iterator[Layer]:
                 shape = module.get_parameter("weight").shape
                 right = rule.unfold(module, args[0].detach())
                 right, patches = (right.whole, right.used_once()) if isinstance(right, Patches) else (right, None)
-                layer = Layer(name, module, args[0].detach(), right, patches, shape, rule.shifts(module, output.shape))
-                found.setdefault((right.shape, shape), layer)
+                found.setdefault((right.shape, shape), Layer(name, module, args[0].detach(), right, patches, shape))
 
             handles.append(module.register_forward_hook(keep))
     task.model(task.x)
@@ -119,22 +117,19 @@ def chunks(left: Tensor, right: Tensor | Patches, shape: torch.Size, columns: in
 
 def cases_of_layers(problem: str) -> Iterator[Case]:
     for layer in layers(problem):
-        where, right, shifts = f"{problem} {layer.name}", layer.right, layer.shifts
+        where, right = f"{problem} {layer.name}", layer.right
         N, _, S, I = right.shape  # noqa: E741 - the reserved letters
         O = layer.shape[0]  # noqa: E741
         left = torch.randn(1, N, 1, S, O) if layer.patches is None else torch.randn(1, N, 1, O, S).mT
         matrix = torch.Size((O, I))
         outer = Outer(left, right, matrix)
-        in_use = Outer(left, layer.patches or right, matrix, shifts=shifts)
+        in_use = Outer(left, layer.patches or right, matrix)
         if I >= costs.SYMMETRIC_BLOCK:
             yield Case("symmetric products by blocks", f"{where} F={I}", "by_blocks", (True, False), outer.right_factor)
-        if shifts:
-            shape, shifted = f"{shifts} I={I}", Outer(left, right, matrix, shifts=shifts)
-            yield Case("moments by shifts", f"{where} {shape}", "by_shifts", (True, False), shifted.right_factor)
-            if len(shifts) == 2 and costs.by_shifts(*shifts[-1], N * S, I, "cpu"):
-                choice = "moments by shifts along two axes"
-                yield Case(choice, f"{where} {shape}", "by_two_shifts", (True, False), shifted.right_factor)
         if layer.patches is not None:
+            yield Case("moments by shifts", f"{where} S={S} I={I}", "by_shifts", (True, False), in_use.right_factor)
+            call = Outer(left, right, matrix).left_factor
+            yield Case("moments sample by sample", f"{where} S={S} O={O}", "moment_by_samples", (True, False), call)
             numbers = tuple(dict.fromkeys((1, min(8, N), N)))
             yield Case("rows of a moment at once", f"{where} S={S} I={I}", "rows_at_once", numbers, in_use.right_factor)
         if onednn.available() and S * O * I >= costs.ONEDNN_REPEATED:

@@ -161,34 +161,39 @@ def test_algorithms_agree(
     ],
     ids=str,
 )
+@pytest.mark.parametrize("rows", [1, 2])
 def test_convolutions_by_views_of_their_input(
-    conv: nn.Module, shape: tuple, views: bool, weighted: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    conv: nn.Module,
+    shape: tuple,
+    views: bool,
+    weighted: bool,
+    rows: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Sums of squares and norms without putting the patches together, and then the patches."""
     monkeypatch.setattr(costs, "by_pairs", lambda *sizes: False)
     monkeypatch.setattr(costs, "by_gram", lambda *sizes: False)
     monkeypatch.setattr(costs, "samples_at_once", lambda *sizes: 1)
     conv = extend(conv.to(dtype))
-    x = torch.randn(3, conv.weight.shape[1] * conv.groups, *shape).to(dtype)
+    x = torch.randn(3 * rows, conv.weight.shape[1] * conv.groups, *shape).to(dtype)
     z = conv(x)
     use = z.grad_fn.metadata[KEY][0][0]
     vectors = torch.randn(2, *use.shapes[0]).to(dtype)
+    of_sample = [slice(n * rows, (n + 1) * rows) for n in range(3)]
     with use.holding(inputs_left(use, z.grad_fn)):
         jacobian = rule_for(conv).jac_t(use, [vectors], ["weight"], 3)["weight"]
     jacobian.weights = torch.randn(2, 3).to(dtype) if weighted else None
     J = torch.stack(
-        [
-            torch.autograd.grad(conv(x[n : n + 1]), conv.weight, vectors[v, n : n + 1])[0]
-            for v in range(2)
-            for n in range(3)
-        ]
+        [torch.autograd.grad(conv(x[n]), conv.weight, vectors[v, n])[0] for v in range(2) for n in of_sample]
     ).unflatten(0, (2, 3))
     expected = Dense(J)
     expected.weights = jacobian.weights
     with torch.no_grad():
         for name in ("squares", "norms2"):
             assert_same(getattr(jacobian, name)(), getattr(expected, name)())
-        assert ("whole" not in vars(use.cache["right"])) == (views or dtype == torch.float32 and conv.groups == 1)
+        viewed = views or dtype == torch.float32 and conv.groups == 1
+        assert ("whole" not in vars(use.cache["right"])) == (viewed and rows == 1)
         for name in REDUCTIONS:
             assert_same(getattr(jacobian, name)(), getattr(expected, name)())
         monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: 2)
@@ -219,14 +224,15 @@ def test_second_moments_in_half_precision(
     half: torch.dtype, groups: int, shifts: bool, limit: int | None, graph: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Of many parts, of which each would vanish in the sum of the others, and over more positions than float16 has."""
-    for name, choice in (("by_shifts", shifts), ("by_two_shifts", shifts), ("by_blocks", not shifts)):
+    for name, choice in (("by_shifts", shifts), ("by_blocks", not shifts)):
         monkeypatch.setattr(costs, name, lambda *sizes, choice=choice: choice)
+    monkeypatch.setattr(costs, "samples_in_cache", lambda *sizes: 1)
     monkeypatch.setattr(costs, "SYMMETRIC_BLOCK", 7)
     monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: 1)
     conv, x = nn.Conv2d(2 * groups, 4, 3, padding=1, groups=groups), torch.randn(1200, 2 * groups, 8, 8).to(half)
     right = rule_for(conv).unfold(conv, x).used_once()
     left = (1 / 8 * torch.randn(1, 1200, groups, 4 // groups, 64)).to(half).mT  # as it arrives: positions come last
-    jacobian = Outer(left, right, conv.weight.shape, shifts=[(3, 8), (3, 8)])
+    jacobian = Outer(left, right, conv.weight.shape)
     exact = Outer(left.double(), right.whole.double(), conv.weight.shape)
     with torch.set_grad_enabled(graph):
         found = jacobian.right_factor(limit=limit), jacobian.left_factor()
@@ -376,10 +382,14 @@ def test_libraries_are_compared_whatever_the_defaults(blas: float, faster: bool,
 
 @pytest.mark.parametrize("step", [1, 3, 99])
 @pytest.mark.parametrize("blocks", [False, True])
-def test_second_moments_of_positions(step: int, blocks: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("by_samples", [False, True])
+def test_second_moments_of_positions(
+    step: int, blocks: bool, by_samples: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
     """A few samples at a time."""
     monkeypatch.setattr(costs, "samples_at_once", lambda *args: step)
     monkeypatch.setattr(costs, "by_blocks", lambda *sizes: blocks)
+    monkeypatch.setattr(costs, "moment_by_samples", lambda *sizes: by_samples)
     for jacobian in (outer(2, 4, 3, 2, dtype=dtype), outer(1, 3, 3, 2, 2, dtype=dtype)):
         expected = torch.einsum("vngso,vngsp->gop", jacobian.left, jacobian.left)
         with torch.no_grad():
@@ -396,17 +406,19 @@ def test_second_moments_of_positions(step: int, blocks: bool, dtype: torch.dtype
         nn.Conv3d(1, 2, (1, 2, 3), stride=(1, 2, 1)),
         nn.Conv2d(2, 3, (4, 1)),
         nn.Conv2d(2, 3, 3, dilation=(2, 1)),
+        nn.Conv2d(4, 2, 3, stride=(2, 1), groups=2),
+        nn.Conv2d(2, 3, (1, 3), stride=(1, 2)),
+        nn.Conv2d(2, 3, (3, 4), padding="same", padding_mode="circular"),
         nn.Conv3d(2, 3, (2, 3, 2)),
-        nn.Conv2d(2, 3, 1),
+        nn.Conv3d(4, 2, (2, 3, 2), stride=(2, 1, 1), padding=1, groups=2),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("two", [False, True])
-@pytest.mark.parametrize("samples", [None, 1, 3])
+@pytest.mark.parametrize("samples", [1, 3, 99])
 def test_second_moments_of_patches_by_shifts(
-    conv: nn.Module, two: bool, samples: int | None, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    conv: nn.Module, samples: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
-    """Along one axis or two, from the patches of all samples or of a few at a time."""
+    """Along one axis or two, of planes of all samples or of a few at a time."""
     extend(conv.to(dtype))
     z = conv(torch.randn(4, conv.in_channels, *[6, 5, 7][5 - conv.weight.dim() :]).to(dtype))
     assert z.grad_fn is not None
@@ -414,16 +426,15 @@ def test_second_moments_of_patches_by_shifts(
     with torch.no_grad():
         with use.holding(inputs_left(use, z.grad_fn)):
             jacobian = rule_for(conv).jac_t(use, [torch.ones_like(z)[None]], ["weight"], 4 // rows)["weight"]
-        assert isinstance(jacobian, Outer) and jacobian.shifts
-        monkeypatch.setattr(costs, "by_shifts", lambda *sizes: True)
-        monkeypatch.setattr(costs, "by_two_shifts", lambda L, H, K: two)
+        assert isinstance(jacobian, Outer)
         expected = outer_of(jacobian).right_factor()
-        if samples is not None:
-            monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: samples)
-            jacobian.share_no_patches()
-        assert_same(jacobian.right_factor(), expected)
-        jacobian.shifts = ()
-        assert_same(jacobian.right_factor(), expected)
+        for choice in (True, False):
+            with monkeypatch.context() as patch:
+                patch.setattr(costs, "by_shifts", lambda *sizes, choice=choice: choice)
+                patch.setattr(costs, "rows_at_once", lambda *sizes: samples)
+                patch.setattr(costs, "samples_in_cache", lambda *sizes: samples)
+                jacobian.share_no_patches()
+                assert_same(jacobian.right_factor(), expected)
 
 
 def outer_of(jacobian: Outer) -> Outer:

@@ -40,8 +40,8 @@ MOMENT_ROWS, MOMENT_ENTRIES = 1 << 10, {"cpu": 1 << 20, "accelerator": 1 << 26}
 ONEDNN_SIZE, ONEDNN_REPEATED, ONEDNN_GAIN = 1 << 19, 3 << 20, 1.4
 #: Multiply-adds of oneDNN that take as long as the calls from Python for one product of a sample.
 CALL = 2 << 20
-#: Multiply-adds that a large accelerator does in the time of one more call, and calls that moments by shifts take more.
-LAUNCH, SHIFT_CALLS = 1 << 27, 30
+#: Multiply-adds that a large accelerator does in the time of one more call.
+LAUNCH = 1 << 27
 #: Activation entries that columns kept for later may hold.
 KEPT_ENTRIES = 20 << 20
 #: Columns beyond which one less makes no difference, and that go together where one costs less than to turn the root.
@@ -101,8 +101,8 @@ def one_by_one(rows: int, patches: int, device: str) -> bool:
     return device == "cpu" and rows >= 24 and patches >= 1 << 16  # else calls and narrow products cost more
 
 
-def samples_to_pull(entries: int, device: str) -> int:
-    """How many samples to pull back together if one has so many entries: for few calls, but in a core's cache."""
+def samples_in_cache(entries: int, device: str) -> int:
+    """How many samples to work on together if one has so many entries: for few calls, but in a core's cache."""
     return max(1, _limit(CHUNK_ENTRIES, device) // max(entries, 1))
 
 
@@ -184,32 +184,44 @@ def spares_gradient(S: int, O: int, I: int, device: str) -> bool:
     return device == "cpu" and S > (ENTRY // 2 if O * I <= CACHED_ENTRIES else 2 * ENTRY)
 
 
-def by_shifts(K: int, W: int, R: int, I: int, device: str) -> bool:
-    """Whether the second moment of patches is cheaper by shifts of one of K entries along an axis.
+def by_shifts(
+    C: int, kernel: tuple[int, int], positions: tuple[int, int, int], device: str, kept: bool = False
+) -> bool:
+    """Whether the second moment of patches is cheaper by shifts of the planes that a kernel moves over by one.
 
     Args:
-        K: entries of the kernel along the axis.
-        W: positions along the axis.
-        R: positions of all samples.
-        I: entries of the patches.
+        C: features of the planes.
+        kernel: entries of the kernel along their axes, L and K.
+        positions: planes of all samples, and positions of the kernel along their axes: P, H and W.
         device: type of the device.
+        kept: whether others need the patches, too.
     """
-    shifted = R * (1 / K + (K - 1) / (K * W))
-    if I * I * (R - shifted) < SHIFT_CALLS * (CALL if device == "cpu" else LAUNCH):
-        return False
+    (L, K), (P, H, W) = kernel, positions
+    I, R = C * L * K, P * H * W
+    products = L * K + (L - 1) * (K - 1)
+    ends = L * L * (K - 1) * K * P * H + 2 * (L - 1) ** 2 * K * P * W
+    shifted, calls = C * C * (products * P * H * (K + W - 1) + ends), products + 2 * K + 10
     if device != "cpu":
-        return True
-    if I < 2 * NARROW and onednn_is_faster():
-        return False  # it is at its best with all rows at once
-    mirrored = 0.6 * R
-    # entries are copied one by one: they cost more than a product over few positions
-    return shifted + 2.5 * ENTRY < 0.9 * mirrored
+        return I * I * R - shifted >= calls * LAUNCH
+    if C < 16 and onednn_is_faster():
+        return False  # it is at its worst there
+    entries = C * P * (L + H - 1) * (K + W - 1) * (L + 1) + 4 * I * I
+    direct = 0.55 * I * I * R * _narrow(I) + (0 if kept else ENTRY * I * R)
+    return shifted * _narrow(C) + ENTRY * entries + calls * CALL / 4 < direct
 
 
-def by_two_shifts(L: int, H: int, K: int) -> bool:
-    """Whether it is cheaper yet by shifts of one of L entries along another axis of H positions, too; K as above."""
-    direct, shifted = L * L * K, L * K + (L - 1) * (K - 1) + 4 * (L - 1) ** 2 * K / H
-    return shifted < 0.9 * direct
+def _narrow(F: int) -> float:
+    """How much longer multiply-adds take in products of so few rows and columns."""
+    return 1 + 18 / max(F, 1)
+
+
+def moment_by_samples(S: int, F: int, dtype: torch.dtype, device: str) -> bool:
+    """Whether a second moment of F features at S positions takes less time by a product for each sample.
+
+    They lie together in memory for each sample only: to sort them costs more than narrow products over few positions.
+    """
+    cheaper = F <= 2 * NARROW and S >= max(F, NARROW)
+    return cheaper and device == "cpu" and dtype.itemsize >= 4 and not onednn_is_faster()
 
 
 def by_blocks(F: int, K: int, device: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from functools import cached_property, reduce
 from itertools import chain, repeat
 from math import prod
@@ -207,16 +208,28 @@ class Patches:
         see: what the kernel sees of some samples, ``[N, G, C, K, R, S]``: the ``I = [C, K, R]`` entries of the patches
             at S positions. A view: what each of K entries along an axis of the kernel sees begins later in the same
             memory.
-        kept: whether others need them, too.
+        planes: of some samples what a kernel ``[L, K]`` moves over by one to see its patches of ``I = [C, L, K]``
+            entries, ``[N, G, C, P, L + H - 1, K + W - 1]``, where ``S = [P, H, W]``.
+        kernel: L and K, where there are planes.
     """
 
-    def __init__(self, x: Tensor, see: Callable[[Tensor], Tensor], kept: bool = True):
+    def __init__(
+        self,
+        x: Tensor,
+        see: Callable[[Tensor], Tensor],
+        planes: Callable[[Tensor], Tensor] | None = None,
+        kernel: Sequence[int] = (1, 1),
+    ):
         """Keep the input."""
-        self._x, self._see, self.kept = x, see, kept
+        self._x, self._see, self._planes, self._kernel = x, see, planes, kernel
+        #: Rows of the input that make a sample, whose positions are those of all of them.
+        self.rows = 1
+        #: Whether others need them, too.
+        self.kept = True
 
     def __len__(self) -> int:
         """Number of samples."""
-        return len(self._x)
+        return len(self._x) // self.rows
 
     @cached_property
     def windows(self) -> Tensor:
@@ -230,30 +243,63 @@ class Patches:
         del self.windows  # few will ask for both
         if not torch.is_grad_enabled() and prod(seen.shape[2:4]) > 1 and not seen.is_contiguous():
             seen = costs.empty(seen.shape, seen).copy_(seen)
-        return seen.flatten(1, 3).permute(2, 0, 3, 1)
+        return seen.flatten(1, 3).unflatten(2, (len(self), self.rows)).flatten(3).permute(2, 0, 3, 1)
 
     @property
     def bands(self) -> Tensor | None:
         """The view as ``[N, G, K, C, R, S]``, if it is smaller than the whole, and that is not there yet."""
-        if "whole" in vars(self) or self.windows.shape[3] == 1:
+        if "whole" in vars(self) or self.rows > 1 or self.windows.shape[3] == 1:
             return None
         return self.windows.transpose(2, 3)
+
+    def of_each(self) -> Iterator[Tensor]:
+        """The entries of the patches of one sample after the other, ``[G, *I, S]``."""
+        if self.rows == 1:
+            yield from self.windows
+        else:
+            yield from chain.from_iterable(part.mT for part in self.split(1))
 
     def split(self, step: int) -> Iterator[Tensor]:
         """The whole, a few samples at a time if nobody else needs it."""
         if self.kept:
             yield self.whole
             return
-        for x in self._x.split(step):
-            yield Patches(x, self._see).whole
+        for x in self._x.split(step * self.rows):
+            yield self._changed(_x=x).whole
+
+    def shifted_moment(self) -> Tensor | None:
+        """Mean ``x x^T`` of all samples and positions, ``[G, I, I]``, by shifts of the planes if that is cheaper."""
+        if self._planes is None or not len(self):
+            return None
+        _, G, C, P, rows, columns = self._planes(self._x[:1]).shape
+        L, K = self._kernel
+        device, positions = self._x.device.type, (len(self._x) * P, rows - L + 1, columns - K + 1)
+        if not costs.by_shifts(C, (L, K), positions, device, self.kept):
+            return None
+        moments = [_ShiftedMoment(L, K, 1 / prod(positions)) for _ in range(G)]
+        for x in self._x.split(costs.rows_at_once(P * max(positions[1:]), G * C * L * K, device)):
+            for moment, planes in zip(moments, self._planes(x).permute(1, 2, 0, 3, 4, 5).flatten(2, 3), strict=True):
+                moment.add(planes)
+        return torch.stack([moment.total() for moment in moments])
 
     def used_once(self) -> Patches:
         """The same, kept for nobody."""
-        return Patches(self._x, self._see, kept=False)
+        return self._changed(kept=False)
 
     def select(self, samples: list[int]) -> Patches:
         """Those of some samples."""
-        return Patches(self._x[samples], self._see, kept=False)
+        return self._changed(_x=self._x.unflatten(0, (len(self), self.rows))[samples].flatten(0, 1), kept=False)
+
+    def by_sample(self, N: int) -> Patches:
+        """Those of N samples, of as many rows each."""
+        return self._changed(rows=len(self._x) // N)
+
+    def _changed(self, **values: Any) -> Patches:
+        patches = copy(self)
+        vars(patches).update(values)
+        for made in ("windows", "whole"):
+            vars(patches).pop(made, None)
+        return patches
 
 
 class Outer(Jacobian):
@@ -264,20 +310,11 @@ class Outer(Jacobian):
         right: the layer's input, ``[N, G, S, I]``, as `Patches` perhaps.
         shape: shape of the parameter, a reshaped ``[G, O, I]``.
         transposed: the parameter is a reshaped ``[G, I, O]`` instead.
-        shifts: ``(K, W)`` for each of the last axes (two at most) of patches, ``I = [.., K]`` entries at
-            ``S = [.., W]`` positions, along which an entry sees at a position what the one before it sees at the next.
     """
 
-    def __init__(
-        self,
-        left: Tensor,
-        right: Tensor | Patches,
-        shape: torch.Size,
-        transposed: bool = False,
-        shifts: Sequence[tuple[int, int]] = (),
-    ):
+    def __init__(self, left: Tensor, right: Tensor | Patches, shape: torch.Size, transposed: bool = False):
         """Keep both sides."""
-        self.left, self._right, self.shape, self.transposed, self.shifts = left, right, shape, transposed, shifts
+        self.left, self._right, self.shape, self.transposed = left, right, shape, transposed
         self.V, self.N, self.G, self.S, self.O = left.shape
         self.I = prod(shape) // (self.G * self.O)
         self._moment: Tensor | None = None
@@ -365,23 +402,22 @@ class Outer(Jacobian):
         if approx == "reduce" or torch.is_grad_enabled():
             rows = self.right.mean(2, keepdim=True) if approx == "reduce" else self.right
             return _second_moment(rows, limit, 1 / max(rows.shape[0] * rows.shape[2], 1))
+        limited = limit is not None and self.I > limit
+        if isinstance(right, Patches):
+            shifted = None if limited else right.shifted_moment()
+            if shifted is not None:
+                return cast(shifted if self.G > 1 else shifted[0], self.left.dtype)
+            right = right if right.rows == 1 else right.whole
         if isinstance(right, Patches):
             step = costs.rows_at_once(self.S, self.G * self.I, self.left.device.type)
             R, parts = len(right) * self.S, right.split(step)
         else:  # of KFRA, more positions than on the left
             R, parts = right.shape[0] * right.shape[2], _in_parts(right)
         scale = 1 / max(R, 1)
-        if limit is not None and self.I > limit:
-            moment = reduce(add, (widened(_second_moment(part, limit, scale)) for part in parts))
-            return cast(moment, self.left.dtype)
-        if not self.shifts or not costs.by_shifts(*self.shifts[-1], R, self.I, self.left.device.type):
+        if not limited:
             return _moment_of_parts(parts, R, scale)
-        moments = [_ShiftedMoment(self.shifts, scale) for _ in range(self.G)]
-        for part in parts:
-            for moment, flat in zip(moments, _by_feature(part), strict=True):
-                moment.add(flat)
-        totals = [cast(moment.total(), self.left.dtype) for moment in moments]
-        return torch.stack(totals) if self.G > 1 else totals[0]
+        moment = reduce(add, (widened(_second_moment(part, limit, scale)) for part in parts))
+        return cast(moment, self.left.dtype)
 
     def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
         of_left, of_right = reversed(bases) if self.transposed else bases
@@ -400,7 +436,7 @@ class Outer(Jacobian):
     def with_sides(self, left: Tensor, right: Tensor | None, shape: torch.Size, transposed: bool) -> Outer:
         """The same, of another left side and another right one perhaps."""
         if right is None:
-            return Outer(left, self._right, shape, transposed, self.shifts)
+            return Outer(left, self._right, shape, transposed)
         return Outer(left, right, shape, transposed)
 
     def project(self, directions: Tensor) -> Tensor:
@@ -554,7 +590,7 @@ class Outer(Jacobian):
 
     def _formed_by_onednn(self) -> Iterator[tuple[slice, slice, Tensor]]:
         step = costs.vectors_at_once(self.O * self.I, self.V)
-        windows = self._right.windows if isinstance(self._right, Patches) else self._right.mT
+        windows = self._right.of_each() if isinstance(self._right, Patches) else self._right.mT
         lefts = [left.mT.transpose(0, 1).unbind() for left in self._lefts]
         for n, (seen, *parts) in enumerate(zip(windows, *lefts, strict=True)):
             right = gapless(seen.reshape(self.I, self.S))
@@ -669,7 +705,7 @@ class Computed(Jacobian):
     def _parts(self) -> Iterator[tuple[slice, Tensor]]:
         """Some samples, and their products ``[V, n, *p]``."""
         entries = self.V * max(self.shape.numel(), self.inner.shape.numel())
-        step = costs.samples_to_pull(entries, self.p.device.type)
+        step = costs.samples_in_cache(entries, self.p.device.type)
         for n in range(0, self.N, step):
             samples = range(n, min(n + step, self.N))
             values = self.inner.select(samples).dense()
@@ -948,6 +984,8 @@ def _second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) -
     N, G, S, F = rows.shape
     limit = limit if limit is not None and F > limit else None
     if limit is None and not torch.is_grad_enabled():
+        if not _are_sorted(rows) and costs.moment_by_samples(S, F, rows.dtype, rows.device.type):
+            return _moment_by_samples(rows, scale)
         return _moment_of_parts(_in_parts(rows), N * S, scale)
     flat = _by_feature(rows)
     flat = flat if scale == 1 else flat * scale**0.5  # before the product: half precision ends at 65504
@@ -958,12 +996,26 @@ def _second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) -
     return moment[0] if G == 1 else moment
 
 
+def _are_sorted(rows: Tensor) -> bool:
+    """Whether rows ``[N, G, S, F]`` of all samples lie in memory by features, or each feature's by rows."""
+    return rows.stride(3) == 1 or rows.stride(0) == rows.shape[2] * rows.stride(2)
+
+
 def _in_parts(rows: Tensor) -> Sequence[Tensor]:
     """Some samples of ``[N, G, S, F]`` at a time, which will be sorted by features; all if they are sorted."""
-    N, G, S, F = rows.shape
-    if rows.stride(3) == 1 or rows.stride(0) == S * rows.stride(2):
-        return [rows]
-    return rows.split(costs.rows_at_once(S, G * F, rows.device.type))
+    _, G, S, F = rows.shape
+    return [rows] if _are_sorted(rows) else rows.split(costs.rows_at_once(S, G * F, rows.device.type))
+
+
+def _moment_by_samples(rows: Tensor, scale: float) -> Tensor:
+    """The same by a product for each sample, whose rows are read where they lie."""
+    N, G, _, F = rows.shape
+    step = costs.samples_at_once(G * F * F, N, rows.device.type)
+    total = None
+    for x in rows.mT.split(step):
+        total = add(total, torch.bmm(x.flatten(0, 1), x.mT.flatten(0, 1)).unflatten(0, (len(x), G)).sum(0))
+    assert total is not None
+    return total.mul_(scale)[0] if G == 1 else total.mul_(scale)
 
 
 def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
@@ -996,66 +1048,77 @@ def _add_moments(moments: Tensor | None, x: Tensor, scale: float, block: int) ->
 
 
 class _ShiftedMoment:
-    """``scale x x^T`` of patches ``[M K, P W]`` (see `Outer`), of which few entries need products over all positions.
+    """``scale x x^T`` of the patches that a kernel ``[L, K]`` sees of planes, of which few entries need long products.
 
+    Those of patches that begin in a first entry with shifted ones are products of planes with shifted planes.
     ``sum_w x_i(w) x_j(w)`` and ``sum_w x_{i+1}(w) x_{j+1}(w)`` are sums over the same products but for the first and
-    the last position; and so along one more axis, ``[C L K, P H W]``, if there is one.
+    the last position; and so along the other axis.
     """
 
-    def __init__(self, shifts: Sequence[tuple[int, int]], scale: float):
+    def __init__(self, L: int, K: int, scale: float):
         """Begin with nothing."""
-        self.scale = scale
-        (self.L, self.H), (self.K, self.W) = (1, 1), shifts[-1]
-        if len(shifts) == 2 and costs.by_two_shifts(*shifts[-2], self.K):
-            self.L, self.H = shifts[-2]
+        self.L, self.K, self.scale = L, K, scale
         #: Products over all positions; what a shift along either axis gains at the last position, less what it loses.
         self._sums: list[Tensor] = []
         self._over_w: list[Tensor] = []
         self._over_h: list[Tensor] = []
 
-    def add(self, flat: Tensor) -> None:
-        """Add patches of some samples."""
-        x = flat.unflatten(0, (-1, self.L, self.K)).unflatten(3, (-1, self.H, self.W))  # [C, L, K, P, H, W]
-        crossed = [(x[:, i, 0], x[:, 0, k]) for i in range(1, self.L) for k in range(1, self.K)]
-        pairs = [(left.flatten(1), right.flatten(1)) for left, right in [(x[:, 0, 0], flat), *crossed]]
-        self._sums = _add_pairs(self._sums, pairs, self.scale)
-        first, last = (x[..., w].flatten(0, 1).transpose(0, 1).flatten(2).contiguous() for w in (0, self.W - 1))
-        for scale, ends in ((-self.scale, first[:-1]), (self.scale, last[1:])):  # [K - 1, C L, P H]
-            self._over_w = _add_pairs(
-                self._over_w, [(end, ends[k:].flatten(0, 1)) for k, end in enumerate(ends)], scale
-            )
-        if self.L == 1:
+    def add(self, planes: Tensor) -> None:
+        """Add planes ``[C, P, L + H - 1, K + W - 1]``."""
+        L, K = self.L, self.K
+        C, _, rows, columns = planes.shape
+        H, W = rows - L + 1, columns - K + 1
+        for part in planes.split(costs.samples_in_cache(C * rows * columns, planes.device.type), 1):
+            self._sums = _add_pairs(self._sums, self._shifted(part), self.scale)
+        for scale, strip in ((-self.scale, planes[..., : K - 1]), (self.scale, planes[..., W:])):
+            ends = strip.unfold(2, L, 1).permute(3, 4, 0, 1, 2).flatten(3).flatten(1, 2)  # [K - 1, L C, P H]
+            pairs = [(end, ends[k:].flatten(0, 1)) for k, end in enumerate(ends)]
+            self._over_w = _add_pairs(self._over_w, pairs, scale)
+        if L == 1:
             return
-        first, last = (x[..., h, :].transpose(0, 1).flatten(3).contiguous() for h in (0, self.H - 1))
-        for scale, ends in ((-self.scale, first[:-1]), (self.scale, last[1:])):  # [L - 1, C, K, P W]
-            self._over_h = _add_pairs(self._over_h, [(ends[:, :, 0].flatten(0, 1), ends.flatten(0, 2))], scale)
+        for scale, strip in ((-self.scale, planes[:, :, : L - 1]), (self.scale, planes[:, :, H:])):
+            ends = strip.unfold(3, K, 1).permute(2, 4, 0, 1, 3).flatten(3)  # [L - 1, K, C, P W]
+            self._over_h = _add_pairs(self._over_h, [(ends[:, 0].flatten(0, 1), ends.flatten(0, 2))], scale)
+
+    def _shifted(self, planes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Planes as the entry ``(i, 0)`` sees them, and as ``(a, b)`` does, or ``(0, b)`` unless i is 0.
+
+        Rows of all planes lie one after the other, so that a shift is an offset: what it takes too much meets zeros.
+        """
+        C, P, rows, columns = planes.shape
+        H, W, row = rows - self.L + 1, columns - self.K + 1, P * columns
+        end = C * rows * row
+        flat = planes.new_empty(end + (self.L - 1) * row + self.K - 1)
+        flat[:end].view(C, rows, P, columns).copy_(planes.transpose(1, 2))
+        flat[end:] = 0
+        # oneDNN takes no gaps: there a shift goes on into the rows of the next feature
+        size = rows * row if costs.onednn_is_faster() else H * row
+        left = planes.new_empty(C, size // row, P, columns)
+        left[:, H:], left[..., W:] = 0, 0
+        for i in range(self.L):
+            left[:, :H, :, :W] = planes[:, :, i : i + H, :W].transpose(1, 2)
+            for a in range(1 if i else self.L):
+                for b in range(bool(i), self.K):
+                    yield left.view(C, size), flat.as_strided((C, size), (rows * row, 1), a * row + b)
 
     def total(self) -> Tensor:
-        """The sum over all that were added."""
-        first = self._first()
-        M, K = first.shape[:2]
-        products = first.new_empty(K, M, K, M)
-        products[0] = first
-        for k, shifted in enumerate(self._over_w, start=1):
-            torch.add(products[k - 1, :, k - 1 : -1], shifted.view(M, K - k, M), out=products[k, :, k:])
-            products[k, :, :k] = products[:k, :, k].permute(2, 0, 1)
-        return products.permute(1, 0, 3, 2).reshape(M * K, M * K)
-
-    def _first(self) -> Tensor:
-        """Products ``[M, K, M]`` of rows ``[M, 0]`` with all."""
-        L, K, (direct, *crossed) = self.L, self.K, self._sums
-        C = len(direct)
-        if L == 1:
-            return direct.view(C, C, K).transpose(1, 2)
-        products = direct.new_empty(L, C, L, C, K)
-        products[0] = direct.view(C, C, L, K).transpose(1, 2)
-        products[1:, :, 0, :, 0] = products[0, :, 1:, :, 0].permute(1, 2, 0)
-        shifted = self._over_h[0].view(L - 1, C, L - 1, C, K)
+        """The sum over all that were added, ``[I, I]``."""
+        L, K, C, sums = self.L, self.K, len(self._sums[0]), iter(self._sums)
+        products = self._sums[0].new_empty(L, K, L, K, C, C)
+        for a in range(L):
+            for b in range(K):
+                products[0, 0, a, b] = next(sums)
         for i in range(1, L):
-            for k in range(1, K):
-                products[i, :, 0, :, k] = crossed.pop(0)
-            torch.add(products[i - 1, :, :-1], shifted[i - 1], out=products[i, :, 1:])
-        return products.permute(1, 0, 4, 3, 2).reshape(C * L, K, C * L)
+            products[i, 0, 0, 0] = products[0, 0, i, 0].T
+            for b in range(1, K):
+                products[i, 0, 0, b] = next(sums)
+            shifted = self._over_h[0].view(L - 1, C, L - 1, K, C)[i - 1].permute(1, 2, 0, 3)
+            torch.add(products[i - 1, 0, :-1], shifted, out=products[i, 0, 1:])
+        for k, over_w in enumerate(self._over_w, start=1):
+            shifted = over_w.view(L, C, K - k, L, C).permute(0, 3, 2, 1, 4)
+            torch.add(products[:, k - 1, :, k - 1 : -1], shifted, out=products[:, k, :, k:])
+            products[:, k, :, :k] = products[:, :k, :, k].permute(2, 0, 1, 4, 3)
+        return products.permute(4, 0, 1, 5, 2, 3).reshape(C * L * K, C * L * K)
 
 
 def _add_pairs(totals: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]], alpha: float) -> list[Tensor]:

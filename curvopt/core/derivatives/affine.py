@@ -64,27 +64,38 @@ class Conv(AffineRule):
     """A convolution is a matrix applied to patches (im2col); groups act on their own channels."""
 
     def unfold(self, module: nn.Conv2d, x: Tensor) -> Patches:
-        return Patches(x, partial(self._see, module))
+        axes = zip(module.kernel_size, module.stride, module.dilation, strict=True)
+        kernel = tuple(size for size, *_ in takewhile(lambda axis: axis[1:] == (1, 1), reversed([*axes])))[1::-1]
+        see = partial(self._see, module)
+        if prod(kernel) == 1:
+            return Patches(x, see)
+        return Patches(x, see, partial(self._planes, module, len(kernel)), (1, *kernel)[-2:])
 
     def _see(self, module: nn.Conv2d, x: Tensor) -> Tensor:
+        return patches(module, self._padded(module, x))
+
+    def _planes(self, module: nn.Conv2d, axes: int, x: Tensor) -> Tensor:
+        """Padded values of which the kernel moves by one along the last axes, unfolded along all others."""
+        x = self._padded(module, x)
+        others = len(module.kernel_size) - axes
+        x = _unfolded(x, module.kernel_size[:others], module.stride, module.dilation)
+        last = x.shape[2 + others : 2 + others + axes]
+        x = x.movedim([*range(2 + others + axes, x.dim())], [*range(2, 2 + others)])  # [N, G C, *kernel, *P, *last]
+        G, features = module.groups, prod(x.shape[1 : 2 + others]) // module.groups
+        return x.reshape(len(x), G, features, prod(x.shape[2 + others : -axes]), *(1, *last)[-2:])
+
+    def _padded(self, module: nn.Conv2d, x: Tensor) -> Tensor:
         # the module's own padding amounts, which also serve padding="same"; F.pad wants the last axis first
         amounts: list[int] = module._reversed_padding_repeated_twice
         if module.padding_mode == "zeros":
             if not isinstance(module.padding, str):  # what the forward reads, assigned after construction perhaps
                 amounts = [amount for amount in reversed(module.padding) for _ in range(2)]
-            x = F.pad(x, amounts)
-        elif any(amounts):
-            x = F.pad(x, amounts, mode=module.padding_mode)
-        return patches(module, x)
+            return F.pad(x, amounts)
+        return F.pad(x, amounts, mode=module.padding_mode) if any(amounts) else x
 
     def fold(self, module: nn.Conv2d, grad: Tensor, x: Tensor) -> Tensor:
         V, N, channels, *positions = grad.shape
         return grad.reshape(V, N, module.groups, channels // module.groups, prod(positions)).mT
-
-    def shifts(self, module: nn.Conv2d, shape: torch.Size) -> Sequence[tuple[int, int]]:
-        axes = [*zip(module.kernel_size, shape[2:], module.stride, module.dilation, strict=True)]
-        steady = takewhile(lambda axis: axis[2] == axis[3] == 1, reversed(axes))
-        return [axis[:2] for axis in steady][1::-1]
 
     def leaves_input(self, module: nn.Conv2d) -> bool:
         return super().leaves_input(module) and module.padding_mode == "zeros" and not isinstance(module.padding, str)
@@ -139,9 +150,7 @@ def windows(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilati
     """
     dim = len(kernel_size)
     first = int(stride[0] == 1 and kernel_size[0] > 1)
-    for axis in range(first, dim):
-        spread = dilation[axis]
-        x = x.unfold(2 + axis, spread * (kernel_size[axis] - 1) + 1, stride[axis])[..., ::spread]
+    x = _unfolded(x, kernel_size, stride, dilation, first)
     kernel, positions = range(2 + dim, x.dim()), range(2, 2 + dim)
     x = x.permute(0, 1, *kernel, *positions) if first else x.permute(1, *kernel, 0, *positions)
     if not torch.is_grad_enabled() and prod(kernel_size[first:]) > 1:
@@ -151,6 +160,16 @@ def windows(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilati
     shift = dilation[0] * prod(x.shape[x.dim() - dim + 1 :])
     x = x.reshape(*x.shape[:2], prod(kernel_size[1:]), prod(x.shape[-dim:]))
     return x.unfold(-1, x.shape[-1] - shift * (kernel_size[0] - 1), shift).transpose(2, 3)
+
+
+def _unfolded(
+    x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int], first: int = 0
+) -> Tensor:
+    """A view of ``[N, C, *positions]`` in which what the kernel sees along each of its axes is an axis at the end."""
+    for axis in range(first, len(kernel_size)):
+        spread = dilation[axis]
+        x = x.unfold(2 + axis, spread * (kernel_size[axis] - 1) + 1, stride[axis])[..., ::spread]
+    return x
 
 
 class Product(AffineRule):

@@ -240,10 +240,6 @@ class AffineRule(Rule):
         """Vectors at the output, and what `fold` made of them, summed over positions: ``[V, N, *bias]``."""
         return left.flatten(2) if left.shape[3] == 1 else left.sum(3).flatten(2)
 
-    def shifts(self, module: Any, shape: torch.Size) -> Sequence[tuple[int, int]]:
-        """The kernel's entries and the positions along the last axes on which the one shift the other (see `Outer`)."""
-        return ()
-
     def leaves_input(self, module: Any) -> bool:
         weight = module._parameters.get("weight")
         return weight is not None and weight.requires_grad
@@ -262,11 +258,10 @@ class AffineRule(Rule):
                 # autocast: the input may be in another precision
                 right = self.unfold(use.module, *[cast(x, left.dtype) for x in inputs])
                 if isinstance(right, Patches) and len(right) != N:
-                    right = right.whole
+                    right = right.by_sample(N)
                 use.cache["right"] = _by_sample(right, N) if isinstance(right, Tensor) else right
             shape = use.module._parameters["weight"].shape  # type: ignore[union-attr]
-            shifts = self.shifts(use.module, use.shapes[0])
-            jacobians["weight"] = Outer(left, use.cache["right"], shape, self.transposed, shifts)
+            jacobians["weight"] = Outer(left, use.cache["right"], shape, self.transposed)
         if "bias" in names:
             weight = jacobians.get("weight") if left.shape[2:4] == (1, 1) and not self.transposed else None
             jacobians["bias"] = Dense(self.bias(grad, left), left_of=weight)
