@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from curvopt import backpack, extend
 from curvopt.core import costs, onednn
 from curvopt.core.derivatives import rule_for
-from curvopt.core.jacobians import Computed, Dense, Jacobian, Outer, Scaled, Squares, combine
+from curvopt.core.jacobians import Computed, Dense, Jacobian, Outer, Patches, Scaled, Squares, combine
 from curvopt.core.products import add_product, add_products, product
 from curvopt.core.saved import inputs_left
 from curvopt.core.sweep import Pass, set_columns_per_sweep
@@ -411,12 +411,13 @@ def test_second_moments_of_positions(
         nn.Conv2d(2, 3, (3, 4), padding="same", padding_mode="circular"),
         nn.Conv3d(2, 3, (2, 3, 2)),
         nn.Conv3d(4, 2, (2, 3, 2), stride=(2, 1, 1), padding=1, groups=2),
+        nn.Conv2d(2, 3, 1),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("samples", [1, 3, 99])
+@pytest.mark.parametrize("samples", [None, 1, 3])
 def test_second_moments_of_patches_by_shifts(
-    conv: nn.Module, samples: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    conv: nn.Module, samples: int | None, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
     """Along one axis or two, of planes of all samples or of a few at a time."""
     extend(conv.to(dtype))
@@ -426,15 +427,17 @@ def test_second_moments_of_patches_by_shifts(
     with torch.no_grad():
         with use.holding(inputs_left(use, z.grad_fn)):
             jacobian = rule_for(conv).jac_t(use, [torch.ones_like(z)[None]], ["weight"], 4 // rows)["weight"]
-        assert isinstance(jacobian, Outer)
+        assert isinstance(jacobian, Outer) and isinstance(jacobian._right, Patches)
         expected = outer_of(jacobian).right_factor()
+        if samples is not None:
+            monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: samples)
+            monkeypatch.setattr(costs, "samples_in_cache", lambda *sizes: samples)
+            jacobian.share_no_patches()
         for choice in (True, False):
-            with monkeypatch.context() as patch:
-                patch.setattr(costs, "by_shifts", lambda *sizes, choice=choice: choice)
-                patch.setattr(costs, "rows_at_once", lambda *sizes: samples)
-                patch.setattr(costs, "samples_in_cache", lambda *sizes: samples)
-                jacobian.share_no_patches()
-                assert_same(jacobian.right_factor(), expected)
+            monkeypatch.setattr(costs, "by_shifts", lambda *sizes, choice=choice: choice)
+            shifted = choice and conv.stride[-1] == 1 and conv.kernel_size != (1, 1)
+            assert (jacobian._right.shifted_moment() is not None) == shifted
+            assert_same(jacobian.right_factor(), expected)
 
 
 def outer_of(jacobian: Outer) -> Outer:

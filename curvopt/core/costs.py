@@ -184,9 +184,7 @@ def spares_gradient(S: int, O: int, I: int, device: str) -> bool:
     return device == "cpu" and S > (ENTRY // 2 if O * I <= CACHED_ENTRIES else 2 * ENTRY)
 
 
-def by_shifts(
-    C: int, kernel: tuple[int, int], positions: tuple[int, int, int], device: str, kept: bool = False
-) -> bool:
+def by_shifts(C: int, kernel: tuple[int, int], positions: tuple[int, int, int], device: str, kept: bool) -> bool:
     """Whether the second moment of patches is cheaper by shifts of the planes that a kernel moves over by one.
 
     Args:

@@ -16,6 +16,7 @@ from math import prod
 from typing import Any, Literal, TypeVar
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -243,7 +244,7 @@ class Patches:
         del self.windows  # few will ask for both
         if not torch.is_grad_enabled() and prod(seen.shape[2:4]) > 1 and not seen.is_contiguous():
             seen = costs.empty(seen.shape, seen).copy_(seen)
-        return seen.flatten(1, 3).unflatten(2, (len(self), self.rows)).flatten(3).permute(2, 0, 3, 1)
+        return by_sample(seen.flatten(1, 3).permute(2, 0, 3, 1), len(self))
 
     @property
     def bands(self) -> Tensor | None:
@@ -292,7 +293,7 @@ class Patches:
 
     def by_sample(self, N: int) -> Patches:
         """Those of N samples, of as many rows each."""
-        return self._changed(rows=len(self._x) // N)
+        return self if len(self) == N else self._changed(rows=len(self._x) // N)
 
     def _changed(self, **values: Any) -> Patches:
         patches = copy(self)
@@ -406,7 +407,7 @@ class Outer(Jacobian):
         if isinstance(right, Patches):
             shifted = None if limited else right.shifted_moment()
             if shifted is not None:
-                return cast(shifted if self.G > 1 else shifted[0], self.left.dtype)
+                return cast(_ungrouped(shifted), self.left.dtype)
             right = right if right.rows == 1 else right.whole
         if isinstance(right, Patches):
             step = costs.rows_at_once(self.S, self.G * self.I, self.left.device.type)
@@ -992,8 +993,12 @@ def _second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) -
     if limit is not None:
         blocks = in_blocks(flat.mT, limit).transpose(1, 2)
         return blocks.mT @ blocks
-    moment = flat @ flat.mT
-    return moment[0] if G == 1 else moment
+    return _ungrouped(flat @ flat.mT)
+
+
+def _ungrouped(moments: Tensor) -> Tensor:
+    """The only one of ``[G, F, F]``, if there are no groups."""
+    return moments[0] if len(moments) == 1 else moments
 
 
 def _are_sorted(rows: Tensor) -> bool:
@@ -1010,12 +1015,9 @@ def _in_parts(rows: Tensor) -> Sequence[Tensor]:
 def _moment_by_samples(rows: Tensor, scale: float) -> Tensor:
     """The same by a product for each sample, whose rows are read where they lie."""
     N, G, _, F = rows.shape
-    step = costs.samples_at_once(G * F * F, N, rows.device.type)
-    total = None
-    for x in rows.mT.split(step):
-        total = add(total, torch.bmm(x.flatten(0, 1), x.mT.flatten(0, 1)).unflatten(0, (len(x), G)).sum(0))
-    assert total is not None
-    return total.mul_(scale)[0] if G == 1 else total.mul_(scale)
+    parts = rows.mT.split(costs.samples_at_once(G * F * F, N, rows.device.type))
+    moments = (torch.bmm(x.flatten(0, 1), x.mT.flatten(0, 1)).unflatten(0, (len(x), G)).sum(0) for x in parts)
+    return _ungrouped(reduce(add, moments).mul_(scale))
 
 
 def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
@@ -1030,7 +1032,7 @@ def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
     for i in range(0, F - block, block):
         j = i + block
         moments[:, j:, i:j] = costs.apart(moments[:, i:j, j:]).mT
-    return cast(moments[0] if len(moments) == 1 else moments, dtype)
+    return cast(_ungrouped(moments), dtype)
 
 
 def _add_moments(moments: Tensor | None, x: Tensor, scale: float, block: int) -> Tensor:
@@ -1162,6 +1164,13 @@ def combine(parts: Sequence[Jacobian]) -> Jacobian:
     result.origin = tuple(use for part in parts for use in part.origin)
     result.positions_of_all = any(part.positions_of_all for part in parts)
     return result
+
+
+def by_sample(sides: Tensor, N: int) -> Tensor:
+    """``[..., N k, G, S, F]`` as ``[..., N, G, k S, F]``: the k rows of a sample are positions."""
+    if sides.shape[-4] == N:
+        return sides
+    return rearrange(sides, "... (n k) g s f -> ... n g (k s) f", n=N)
 
 
 def of_samples(jacobian: Jacobian, N: int) -> Jacobian:

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import _global_forward_hooks
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from curvopt.core import costs
 from curvopt.core.compare import allclose
-from curvopt.core.jacobians import Dense, Jacobian, Outer, Patches, cast
+from curvopt.core.jacobians import Dense, Jacobian, Outer, Patches, by_sample, cast
 from curvopt.core.randomness import RandomState
 from curvopt.core.uses import Recorder, Use, disable, owned_parameters, version
 from curvopt.errors import CurvoptError
@@ -251,28 +250,19 @@ class AffineRule(Rule):
         grad = grads[0]
         assert grad is not None  # a use is only asked when something arrived at its one output
         inputs = tensors(use)
-        left = _by_sample(self.fold(use.module, grad, *inputs), N)
+        left = by_sample(self.fold(use.module, grad, *inputs), N)
         jacobians: dict[str, Any] = {}
         if "weight" in names:
             if "right" not in use.cache:
                 # autocast: the input may be in another precision
                 right = self.unfold(use.module, *[cast(x, left.dtype) for x in inputs])
-                if isinstance(right, Patches) and len(right) != N:
-                    right = right.by_sample(N)
-                use.cache["right"] = _by_sample(right, N) if isinstance(right, Tensor) else right
+                use.cache["right"] = right.by_sample(N) if isinstance(right, Patches) else by_sample(right, N)
             shape = use.module._parameters["weight"].shape  # type: ignore[union-attr]
             jacobians["weight"] = Outer(left, use.cache["right"], shape, self.transposed)
         if "bias" in names:
             weight = jacobians.get("weight") if left.shape[2:4] == (1, 1) and not self.transposed else None
             jacobians["bias"] = Dense(self.bias(grad, left), left_of=weight)
         return jacobians
-
-
-def _by_sample(sides: Tensor, N: int) -> Tensor:
-    """``[..., N k, G, S, F]`` as ``[..., N, G, k S, F]``: the k rows of a sample are positions."""
-    if sides.shape[-4] == N:
-        return sides
-    return rearrange(sides, "... (n k) g s f -> ... n g (k s) f", n=N)
 
 
 class DefaultRule(Rule):
