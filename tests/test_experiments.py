@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -199,6 +200,8 @@ def wandb_records(file: Path) -> Iterator[Any]:
             at += 2**15 - at % 2**15
             continue
         _, length, kind = struct.unpack("<IHB", raw[at : at + 7])
+        if at + 7 + length > len(raw):
+            return  # it is being written
         parts += raw[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or last part
@@ -209,7 +212,12 @@ def wandb_records(file: Path) -> Iterator[Any]:
 def wandb_run(out: Path) -> tuple[str, dict[int, dict[str, Any]], list[Any]]:
     """Name, history by step, and all records of the last offline run in a run directory."""
     file = sorted(out.glob("wandb/offline-run-*/*.wandb"))[-1]
-    records = list(wandb_records(file))
+    deadline = time.monotonic() + 20
+    while True:  # wandb's process may write on for a moment after the run is finished
+        records = list(wandb_records(file))
+        if any(record.WhichOneof("record_type") == "exit" for record in records) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
     [name] = [record.run.run_id for record in records if record.WhichOneof("record_type") == "run"]
     history: dict[int, dict[str, Any]] = {}
     for record in records:
