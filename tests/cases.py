@@ -445,6 +445,23 @@ def scaled_dot_product(h: Tensor, causal: bool) -> Tensor:
         return F.scaled_dot_product_attention(h.sin(), h, h.cos(), is_causal=causal)
 
 
+class Margins(nn.Module):
+    """Squared hinges between classes, a mean over samples, or at single entries, a mean over these.
+
+    It is flat where all margins are met.
+    """
+
+    def __init__(self, by_entries: bool = False):
+        super().__init__()
+        self.by_entries = by_entries
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        target = F.one_hot(y, z.shape[1])
+        if self.by_entries:
+            return (1 - (2 * target - 1) * z).clamp(min=0).square().mean()
+        return ((1 + z - z.gather(1, y[:, None])).clamp(min=0) * (1 - target)).square().sum(1).mean()
+
+
 def frozen(model: nn.Module, *names: str) -> nn.Module:
     """The model with some parameters that require no gradient."""
     for name in names:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cases import Margins
 from test_optim import OPTIMIZERS, Run, assert_close, assert_equal, cnn, digits, every_optimizer, exact_optimizer, mlp
 from torch import Tensor, nn
 
@@ -82,6 +83,32 @@ def test_gradient_accumulation(make: Callable) -> None:
     assert_close(whole.weights(), halves.weights())
 
 
+@exact_optimizer
+@pytest.mark.parametrize("reset", [True, False])
+@pytest.mark.filterwarnings("ignore:.*linear in its input")
+def test_accumulation_that_begins_with_a_gradient_of_zeros(make: Callable, reset: bool) -> None:
+    """Its curvature and weight count, unless its gradient is reset, to the same zeros, before the next one."""
+    whole, halves = (attached(make, dtype=torch.float64) for _ in range(2))
+    lossfunc = extend(Margins(), loss=True)
+    with torch.no_grad():
+        for run in (whole, halves):
+            run.model[-1].weight.mul_(1e4)
+    x, y = whole.data(0)
+    x, y = torch.cat([x[:8], x[:8]]), torch.cat([whole.model(x[:8]).argmax(1), y[:8]])
+    lossfunc(whole.model(x[8:] if reset else x), y[8:] if reset else y).backward()
+    (lossfunc(halves.model(x[:8]), y[:8]) / 2).backward()
+    assert not any(p.grad.any() for p in halves.model.parameters())
+    if reset:
+        halves.model.zero_grad(set_to_none=False)
+    (lossfunc(halves.model(x[8:]), y[8:]) / (1 if reset else 2)).backward()
+    factors = []
+    for run in (whole, halves):
+        run.optimizer.step()
+        factors.append([factor for p in run.model.parameters() for factor in run.optimizer.state[p]["factors"]])
+        assert float(run.optimizer.state_dict()["curvature"]["step_weight"]) == pytest.approx(1)
+    assert_close(*factors)
+
+
 def test_a_state_loaded_between_accumulated_backwards_leaves_what_belongs_to_the_gradients() -> None:
     plain, loaded = (attached(KFACSGD, fisher="exact", kl_clip=None) for _ in range(2))
     for step in range(3):
@@ -121,6 +148,21 @@ def test_other_calls_into_autograd_are_left_alone(monkeypatch: pytest.MonkeyPatc
 def test_a_model_without_parameters_of_the_optimizer_is_refused() -> None:
     with pytest.raises(CurvoptError, match=r"attach\(\): no parameter of this optimizer belongs to this Sequential"):
         KFACSGD(mlp().parameters()).attach(mlp())
+
+
+def test_the_scaler_is_kept_when_modules_are_attached_again() -> None:
+    run, again = (Run(KFACSGD, fisher="exact") for _ in range(2))
+    for each in (run, again):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        each.optimizer.attach(each.model, each.lossfunc, scaler=scaler)
+        if each is again:
+            again.optimizer.attach(again.model)
+        for step in range(3):
+            each.optimizer.zero_grad()
+            scaler.scale(each.loss(step)).backward()
+            scaler.step(each.optimizer)
+            scaler.update()
+    assert_equal(run.weights(), again.weights())
 
 
 def test_a_lossfunc_that_is_no_module_is_refused() -> None:

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import Margins
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -542,6 +543,24 @@ def test_linear_loss_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         curvature(nn.HuberLoss(), z, y)
+
+
+@pytest.mark.parametrize("by_entries", [True, False])
+@pytest.mark.filterwarnings("ignore:.*linear in its input")
+def test_weight_of_a_loss_is_the_same_where_it_is_flat(by_entries: bool):
+    lossfunc = extend(Margins(by_entries), loss=True)
+    model, y = extend(nn.Linear(4, 4, bias=False)), torch.arange(8) % 4
+    x = nn.functional.one_hot(y, 4).float()
+    weights, curved = [], []
+    for factor in (-10.0, 10.0):
+        with torch.no_grad():
+            model.weight.copy_(factor * (2 * torch.eye(4) - 1))
+        with backpack(KFLR()) as context:
+            lossfunc(model(x), y).backward()
+        weights.append(float(context.loss_weight))
+        curved.append(bool(model.weight.kflr[0].any()))
+    assert curved == [True, False]
+    assert weights == [0.25 if by_entries else 1.0] * 2
 
 
 def test_loss_with_parameters_is_refused():

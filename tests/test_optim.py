@@ -1194,6 +1194,24 @@ def test_a_frozen_parameter_stays() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(run.weights()[1:], before[1:], strict=True))
 
 
+@every_optimizer
+def test_a_parameter_that_is_unfrozen_does_not_wait_for_the_interval(make: Callable) -> None:
+    """It is preconditioned by its own curvature from when it has some, as ``coverage()`` says."""
+    run = Run(make, curvature_every=1)
+    run.optimizer.inverse_every = 100
+    weight = run.model[1].weight.requires_grad_(False)
+    run.train(20)
+    state = run.optimizer.state[weight]
+    made = "inverses" if "inverses" in state else "bases"
+    assert "factors" not in state and not any(tensor.ndim for tensor in state[made])
+    weight.requires_grad_(True)
+    for step in range(2):
+        run.backward(step)
+        run.optimizer.step()
+        assert ("factors" in state) == bool(state[made] and state[made][0].ndim)
+    assert "factors" in state
+
+
 @sgd_like
 def test_metrics(make: Callable) -> None:
     run = Run(make, momentum=0.0)

@@ -135,6 +135,20 @@ def without_curvature(states: Iterable[dict[str, Any]]) -> Iterator[None]:
             state.update(ours)
 
 
+def _are_same(these: list[tuple[Tensor, int]], those: list[tuple[Tensor, int]]) -> bool:
+    """Whether tensors are the same ones, unchanged."""
+    pairs = zip(these, those, strict=False)
+    return len(these) == len(those) and all(this is that and now == then for (this, now), (that, then) in pairs)
+
+
+def _is_renewed(state: dict[str, Any]) -> bool:
+    """Whether a solver has made something of what a parameter has: of its factors, if there are any by now."""
+    made = state.get("inverses", state.get("bases"))
+    if made is None or "factors" not in state:
+        return made is not None
+    return bool(made) and made[0].ndim > 0
+
+
 def check_forms(name: str | None, known: Sequence[Tensor], new: Sequence[Tensor]) -> None:
     """Refuse to add curvature to what a parameter has if it comes in another form.
 
@@ -201,6 +215,7 @@ class Collection:
         strangers: how many parameters of others received curvature where none of ours did; -1 if some did, or if there
             was no backward at all.
         variables: largest number of variables of a prediction, see `curvopt.core.derivatives.losses.LossCurvature`.
+        zeros: the gradients after the last of the backwards and their versions, if they were all zero.
     """
 
     curvature: dict[Tensor, Curvature] = field(default_factory=dict)
@@ -209,6 +224,7 @@ class Collection:
     closure_weight: Tensor = field(default_factory=lambda: torch.zeros(()))
     strangers: int = -1
     variables: int = 1
+    zeros: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def mean(self, forms: dict[int, Any], params: Sequence[Tensor], peers: Peers) -> "Collection":
         """The mean over the ranks, of which some have nothing for some parameters.
@@ -237,6 +253,7 @@ class Collection:
         """Add what other backwards have brought."""
         self.strangers = max(self.strangers, other.strangers)
         self.variables = max(self.variables, other.variables)
+        self.zeros = other.zeros
         for param, curvature in other.curvature.items():
             if param in self.curvature:
                 check_forms(extended_name(param), self.curvature[param].sums, curvature.sums)
@@ -367,7 +384,8 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             model: is extended. If it is compiled by ``torch.compile``, attach before its first forward pass.
             lossfunc: is extended; not needed for the functional losses of PyTorch, or inside of the model.
             scaler: the ``torch.amp.GradScaler`` in use, if any (anything with ``get_scale()``); then
-                ``curvature()`` without a ``loss_scale`` asks it, too. Copies of the optimizer are not told of it.
+                ``curvature()`` without a ``loss_scale`` asks it, too. Later calls without one keep it; copies of the
+                optimizer are not told of it.
 
         Raises:
             CurvoptError: no parameter of this optimizer belongs to the model.
@@ -382,7 +400,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
                 "optimizer from model.parameters()."
             )
         attach(self, model, lossfunc)
-        self._scaler, self._attached = scaler, True
+        self._scaler, self._attached = self._scaler if scaler is None else scaler, True
 
     def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> Any:
         """For a backward that is about to reach ``parameters()``: the context to run it in, or ``None``."""
@@ -431,14 +449,17 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
 
     def _forget_discarded(self) -> None:
         """A backward begins: drop what was collected with gradients that were discarded since."""
-        known = self._pending.curvature or (self._fresh is not None and self._fresh.curvature)
-        if all(param.grad is None for param in self._params()) or (known and self._were_zeroed()):
+        last = self._fresh if self._fresh is not None and self._fresh.curvature else self._pending
+        zeros = self._zeros() if last.curvature else None
+        if all(param.grad is None for param in self._params()) or (zeros and not _are_same(zeros, last.zeros)):
             self._pending, self._fresh = Collection(), Collection()
 
-    def _were_zeroed(self) -> bool:
-        """Whether no gradient has an entry but zeros: usually the first one that is looked at does."""
-        grads = (param.grad for param in self._params() if param.grad is not None)
-        return not any(grad.layout != torch.strided or grad.any() for grad in grads)
+    def _zeros(self) -> list[tuple[Tensor, int]]:
+        """All gradients and their versions, if none has an entry but zeros: usually the first one does."""
+        grads = [param.grad for param in self._params() if param.grad is not None]
+        if any(grad.layout != torch.strided or grad.any() for grad in grads):
+            return []
+        return [(grad, grad._version) for grad in grads]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -483,7 +504,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         if self._fresh is None or not arrived:
             return
         weight = widened(torch.as_tensor(weight, device=next(iter(arrived)).device))
-        collected = Collection({}, weight, weight / loss_scale, variables=variables)
+        collected = Collection({}, weight, weight / loss_scale, variables=variables, zeros=self._zeros())
         for param, (tensors, of_input) in arrived.items():
             if of_input is not None:
                 tensors[of_input] = tensors[of_input] * weight.to(tensors[of_input])
@@ -637,7 +658,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         for param in () if weightless else rejected:
             logger.warning("%s: new curvature is not finite and was dropped", names[param])
 
-        if not self._knows_curvature() and len(rejected) == len(new) and not (weightless and self._were_zeroed()):
+        if not self._knows_curvature() and len(rejected) == len(new) and not (weightless and self._zeros()):
             reason = "all curvature so far was not finite" if rejected else "no curvature was computed so far"
             raise CurvoptError(
                 f"{type(self).__name__}.step(): {reason}. Wrap the backward pass: `with optimizer.curvature(): "
@@ -684,7 +705,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
             for param in group["params"]:
                 if param in accepted:
                     self._average(self.state[param], accepted[param], group["ema"])
-        unknown = [p for p in self._params() if not self.state[p].keys() & {"inverses", "bases"}]
+        unknown = [p for p in self._params() if not _is_renewed(self.state[p])]
         strangers = [p for p in unknown if p in grads and "factors" not in self.state[p] and extended_name(p) is None]
         if strangers:
             names = [name for p, name in self._names().items() if p in set(strangers)]

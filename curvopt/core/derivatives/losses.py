@@ -384,6 +384,55 @@ def _from_autograd(use: LossUse, z: Tensor) -> LossCurvature:
             "requires_grad_(False) them."
         )
     differentiable = torch.is_grad_enabled() and z.requires_grad
+    value, product = _hessian_at(use, z)
+    generator = torch.Generator(device=z.device).manual_seed(0)  # the user's random numbers stay as they are
+    probe = _normal(z, z.shape, generator)
+    image, diagonal = product(probe), product(torch.ones_like(z))
+    N, D = len(z), prod(z.shape[1:])
+    limit = _rounding(image)
+    if not 0 < limit < inf:
+        if not limit == 0:
+            if value.isfinite().all():
+                raise CurvoptError(f"{use.describe()}: its Hessian in the network's output is not finite.")
+            return Diagonal(torch.full_like(z, nan))  # of a network that diverged, as those of known losses
+        warnings.warn(
+            f"{use.describe()}: it is (piecewise) linear in its input, so its Gauss-Newton curvature is zero here.",
+            CurvoptWarning,
+            stacklevel=2,
+        )
+        # whether it is a sum over entries, or over samples, may show elsewhere: at outputs that have traded places
+        order = torch.randperm(z.numel(), generator=generator, device=z.device)
+        _, product = _hessian_at(use, z.detach().flatten()[order].view(z.shape))
+        if not _is_diagonal(product(torch.ones_like(z)), probe, product(probe)):
+            return Blocks(z.new_zeros(N, D, D), z.shape)
+    if _is_diagonal(diagonal, probe, image):
+        _check_convex(use, diagonal)
+        return Diagonal(diagonal.clamp(min=0).sqrt())
+
+    columns = []
+    for j in range(D):
+        vector = torch.zeros_like(z)
+        vector.view(N, D)[:, j] = 1
+        columns.append(product(vector).reshape(N, D))
+    blocks = torch.stack(columns, dim=2)
+    if bool(((blocks @ probe.reshape(N, D, 1)).reshape(z.shape) - image).abs().max() > limit):
+        raise CurvoptError(
+            f"{use.describe()}: its Hessian couples the rows of its input {list(z.shape)}, but second-order quantities "
+            "need a loss that is a sum over independent samples."
+        )
+    if differentiable:
+        raise CurvoptError(
+            f"{use.describe()}: the root of its Hessian comes from an eigendecomposition, which cannot be "
+            "differentiated; call backward without create_graph, or register_loss its curvature."
+        )
+    values, vectors = eigh(blocks)
+    _check_convex(use, values)
+    return Blocks(vectors * values.clamp(min=0).sqrt().unsqueeze(1), z.shape)
+
+
+def _hessian_at(use: LossUse, z: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The value of a loss at ``z``, and products with its Hessian there."""
+    differentiable = torch.is_grad_enabled() and z.requires_grad
     with torch.enable_grad(), disable():
         # an alias: z itself has hooks
         at = z.view_as(z) if differentiable else z.detach().requires_grad_()
@@ -404,45 +453,17 @@ def _from_autograd(use: LossUse, z: Tensor) -> LossCurvature:
             ) from error
         return Hv
 
-    generator = torch.Generator(device=z.device).manual_seed(0)  # the user's random numbers stay as they are
-    probe = _normal(z, z.shape, generator)
-    image = product(probe)
-    limit = 1e3 * torch.finfo(z.dtype).eps * image.abs().max()
-    if not 0 < limit < inf:
-        if not limit == 0:
-            if value.isfinite().all():
-                raise CurvoptError(f"{use.describe()}: its Hessian in the network's output is not finite.")
-            return Diagonal(torch.full_like(z, nan))  # of a network that diverged, as those of known losses
-        warnings.warn(
-            f"{use.describe()}: it is (piecewise) linear in its input, so its Gauss-Newton curvature is zero here.",
-            CurvoptWarning,
-            stacklevel=2,
-        )
-    diagonal = product(torch.ones_like(z))
-    if bool(((diagonal * probe - image).abs() <= limit).all()):
-        _check_convex(use, diagonal)
-        return Diagonal(diagonal.clamp(min=0).sqrt())
+    return value, product
 
-    N, D = len(z), prod(z.shape[1:])
-    columns = []
-    for j in range(D):
-        vector = torch.zeros_like(z)
-        vector.view(N, D)[:, j] = 1
-        columns.append(product(vector).reshape(N, D))
-    blocks = torch.stack(columns, dim=2)
-    if bool(((blocks @ probe.reshape(N, D, 1)).reshape(z.shape) - image).abs().max() > limit):
-        raise CurvoptError(
-            f"{use.describe()}: its Hessian couples the rows of its input {list(z.shape)}, but second-order quantities "
-            "need a loss that is a sum over independent samples."
-        )
-    if differentiable:
-        raise CurvoptError(
-            f"{use.describe()}: the root of its Hessian comes from an eigendecomposition, which cannot be "
-            "differentiated; call backward without create_graph, or register_loss its curvature."
-        )
-    values, vectors = eigh(blocks)
-    _check_convex(use, values)
-    return Blocks(vectors * values.clamp(min=0).sqrt().unsqueeze(1), z.shape)
+
+def _rounding(image: Tensor) -> Tensor:
+    """Bound on the rounding errors in a product with a Hessian, ``[]``."""
+    return 1e3 * torch.finfo(image.dtype).eps * image.abs().max()
+
+
+def _is_diagonal(diagonal: Tensor, probe: Tensor, image: Tensor) -> bool:
+    """Whether a Hessian is, by its products with ones and with a random vector; if they are no numbers, say so."""
+    return not bool(((diagonal * probe - image).abs() > _rounding(image)).any())
 
 
 def _check_convex(use: LossUse, eigenvalues: Tensor) -> None:
