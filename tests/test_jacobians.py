@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import mmap
 import platform
@@ -12,6 +13,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checks import assert_same
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -27,7 +29,7 @@ from curvopt.core.products import add_product, add_products, product
 from curvopt.core.saved import inputs_left
 from curvopt.core.sweep import Pass, set_columns_per_sweep
 from curvopt.core.uses import KEY
-from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact, SqrtGGNExact
+from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact, KFACEmpirical, SqrtGGNExact
 
 
 class Calls(TorchDispatchMode):
@@ -405,6 +407,7 @@ def test_second_moments_of_positions(
         nn.Conv1d(2, 3, 2),
         nn.Conv3d(1, 2, (1, 2, 3), stride=(1, 2, 1)),
         nn.Conv2d(2, 3, (4, 1)),
+        nn.Conv2d(2, 3, (5, 2)),
         nn.Conv2d(2, 3, 3, dilation=(2, 1)),
         nn.Conv2d(4, 2, 3, stride=(2, 1), groups=2),
         nn.Conv2d(2, 3, (1, 3), stride=(1, 2)),
@@ -421,7 +424,7 @@ def test_second_moments_of_patches_by_shifts(
 ):
     """Along one axis or two, of planes of all samples or of a few at a time."""
     extend(conv.to(dtype))
-    z = conv(torch.randn(4, conv.in_channels, *[6, 5, 7][5 - conv.weight.dim() :]).to(dtype))
+    z = conv(torch.randn(4, conv.in_channels, *[5, 6, 7][5 - conv.weight.dim() :]).to(dtype))
     assert z.grad_fn is not None
     use = z.grad_fn.metadata[KEY][0][0]
     with torch.no_grad():
@@ -435,9 +438,31 @@ def test_second_moments_of_patches_by_shifts(
             jacobian.share_no_patches()
         for choice in (True, False):
             monkeypatch.setattr(costs, "by_shifts", lambda *sizes, choice=choice: choice)
-            shifted = choice and conv.stride[-1] == 1 and conv.kernel_size != (1, 1)
+            # not where some windows have nothing in common
+            shifted = choice and conv.stride[-1] == 1 and conv.kernel_size not in ((1, 1), (5, 2))
             assert (jacobian._right.shifted_moment() is not None) == shifted
             assert_same(jacobian.right_factor(), expected)
+
+
+@pytest.mark.parametrize("conv", [nn.Conv2d(3, 2, 3, padding=1), nn.Conv1d(3, 2, 4)], ids=str)
+@pytest.mark.parametrize("last", [False, True])
+def test_small_moments_of_patches_are_not_lost_beside_large_edges(
+    conv: nn.Module, last: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Entries of the kernel that do not see the first, or last, rows and columns keep their precision."""
+    x = torch.randn(4, 3, *[8] * (conv.weight.dim() - 2))
+    for axis in range(2, x.dim()):
+        x.select(axis, -1 if last else 0).mul_(1e4)
+    factors = []
+    for shifts, dtype in ((True, torch.float32), (False, torch.float64)):
+        monkeypatch.setattr(costs, "by_shifts", lambda *sizes, shifts=shifts: shifts)
+        model = extend(copy.deepcopy(conv).to(dtype))
+        with backpack(KFACEmpirical()):
+            z = model(x.to(dtype))
+            F.mse_loss(z, torch.zeros_like(z)).backward()
+        factors.append(model.weight.kfac_empirical[1].double())
+    scale = factors[1].diagonal().rsqrt()
+    torch.testing.assert_close(*(scale[:, None] * factor * scale for factor in factors), rtol=0, atol=1e-5)
 
 
 def outer_of(jacobian: Outer) -> Outer:

@@ -203,7 +203,7 @@ def by_shifts(C: int, kernel: tuple[int, int], positions: tuple[int, int, int], 
         return I * I * R - 2 * shifted >= 2 * calls * LAUNCH  # products of few rows leave part of it idle
     if C < 16 and onednn_is_faster():
         return False  # it is at its worst there
-    entries = C * P * (L + H - 1) * (K + W - 1) * (L + 1) + 4 * I * I
+    entries = C * P * (L + H - 1) * (K + W - 1) * (L + 1) + 6 * I * I
     direct = 0.55 * I * I * R * _narrow(I) + (0 if kept else ENTRY * I * R)
     return shifted * _narrow(C) + ENTRY * entries + calls * CALL / 4 < direct
 

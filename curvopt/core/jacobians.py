@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property, reduce
-from itertools import chain, repeat
+from itertools import accumulate, chain, islice, repeat
 from math import prod
 from typing import Any, Literal, TypeVar
 
@@ -275,7 +275,8 @@ class Patches:
         _, G, C, P, rows, columns = self._planes(self._x[:1]).shape
         L, K = self._kernel
         device, positions = self._x.device.type, (len(self._x) * P, rows - L + 1, columns - K + 1)
-        if not costs.by_shifts(C, (L, K), positions, device, self.kept):
+        met = rows >= 2 * (L - 1) and columns >= 2 * (K - 1)
+        if not met or not costs.by_shifts(C, (L, K), positions, device, self.kept):
             return None
         moments = [_ShiftedMoment(L, K, 1 / prod(positions)) for _ in range(G)]
         for x in self._x.split(costs.rows_at_once(P * max(positions[1:]), G * C * L * K, device)):
@@ -1052,81 +1053,103 @@ def _add_moments(moments: Tensor | None, x: Tensor, scale: float, block: int) ->
 class _ShiftedMoment:
     """``scale x x^T`` of the patches that a kernel ``[L, K]`` sees of planes, of which few entries need long products.
 
-    Those of patches that begin in a first entry with shifted ones are products of planes with shifted planes.
-    ``sum_w x_i(w) x_j(w)`` and ``sum_w x_{i+1}(w) x_{j+1}(w)`` are sums over the same products but for the first and
-    the last position; and so along the other axis.
+    The entry ``(i, j)`` of the kernel sees a window of the planes, and ``x_i x_a^T`` sums products of what lies in it
+    with what lies some steps further. Windows of the same steps have most of it in common, which is summed once, for
+    one of them; rows and columns at the edges, which some see, are summed by themselves. Nothing is subtracted.
     """
 
     def __init__(self, L: int, K: int, scale: float):
         """Begin with nothing."""
         self.L, self.K, self.scale = L, K, scale
-        #: Products over all positions; what a shift along either axis gains at the last position, less what it loses.
-        self._sums: list[Tensor] = []
-        self._over_w: list[Tensor] = []
-        self._over_h: list[Tensor] = []
+        #: Products of what windows have in common; of the first and the last columns, and rows, that some see.
+        self._common: list[Tensor] = []
+        self._columns: tuple[list[Tensor], list[Tensor]] = [], []
+        self._rows: tuple[list[Tensor], list[Tensor]] = [], []
 
     def add(self, planes: Tensor) -> None:
-        """Add planes ``[C, P, L + H - 1, K + W - 1]``."""
+        """Add planes ``[C, P, L + H - 1, K + W - 1]``, of ``H >= L - 1``, ``W >= K - 1``, so that all windows meet."""
         L, K = self.L, self.K
         C, _, rows, columns = planes.shape
         H, W = rows - L + 1, columns - K + 1
         for part in planes.split(costs.samples_in_cache(C * rows * columns, planes.device.type), 1):
-            self._sums = _add_pairs(self._sums, self._shifted(part), self.scale)
-        for scale, strip in ((-self.scale, planes[..., : K - 1]), (self.scale, planes[..., W:])):
+            _add_pairs(self._common, self._shifted(part), self.scale)
+        for sums, strip in zip(self._columns, (planes[..., : K - 1], planes[..., W:]), strict=True):
             ends = strip.unfold(2, L, 1).permute(3, 4, 0, 1, 2).flatten(3).flatten(1, 2)  # [K - 1, L C, P H]
-            pairs = [(end, ends[k:].flatten(0, 1)) for k, end in enumerate(ends)]
-            self._over_w = _add_pairs(self._over_w, pairs, scale)
-        if L == 1:
-            return
-        for scale, strip in ((-self.scale, planes[:, :, : L - 1]), (self.scale, planes[:, :, H:])):
-            ends = strip.unfold(3, K, 1).permute(2, 4, 0, 1, 3).flatten(3)  # [L - 1, K, C, P W]
-            self._over_h = _add_pairs(self._over_h, [(ends[:, 0].flatten(0, 1), ends.flatten(0, 2))], scale)
+            _add_pairs(sums, ((end, ends[k:].flatten(0, 1)) for k, end in enumerate(ends)), self.scale)
+        for sums, strip in zip(self._rows, (planes[:, :, : L - 1], planes[:, :, H:]), strict=True):
+            left = strip[..., :W].permute(2, 0, 1, 3).flatten(2).flatten(0, 1)  # [(L - 1) C, P W]
+            strip = strip.clone()
+            strip[..., : K - 1] = 0
+            ends = strip.unfold(3, K, 1).permute(2, 4, 0, 1, 3).flatten(3).flatten(0, 2)  # [(L - 1) K C, P W]
+            _add_pairs(sums, [(left, ends)], self.scale)
 
     def _shifted(self, planes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Planes as the entry ``(i, 0)`` sees them, and as ``(a, b)`` does, or ``(0, b)`` unless i is 0.
 
-        Rows of all planes lie one after the other, so that a shift is an offset: what it takes too much meets zeros.
+        Rows of all planes lie one after the other, so that a shift is an offset: what it takes too much meets zeros, as
+        does what not all windows of the same steps see.
         """
+        L, K = self.L, self.K
         C, P, rows, columns = planes.shape
-        H, W, row = rows - self.L + 1, columns - self.K + 1, P * columns
+        H, W, row = rows - L + 1, columns - K + 1, P * columns
+        planes = planes.transpose(1, 2)
         end = C * rows * row
-        flat = planes.new_empty(end + (self.L - 1) * row + self.K - 1)
-        flat[:end].view(C, rows, P, columns).copy_(planes.transpose(1, 2))
-        flat[end:] = 0
+        flat = planes.new_empty(end + (L - 1) * row + K - 1)
+        right = flat[:end].view(C, rows, P, columns)
+        right[:, L - 1 :] = planes[:, L - 1 :]
+        right[:, : L - 1], right[..., : K - 1], flat[end:] = 0, 0, 0
         # oneDNN takes no gaps: there a shift goes on into the rows of the next feature
         size = rows * row if costs.onednn_is_faster() else H * row
         left = planes.new_empty(C, size // row, P, columns)
         left[:, H:], left[..., W:] = 0, 0
-        for i in range(self.L):
-            left[:, :H, :, :W] = planes[:, :, i : i + H, :W].transpose(1, 2)
-            for a in range(1 if i else self.L):
-                for b in range(bool(i), self.K):
-                    yield left.view(C, size), flat.as_strided((C, size), (rows * row, 1), a * row + b)
+
+        def pair(a: int, b: int) -> tuple[Tensor, Tensor]:
+            return left.view(C, size), flat.as_strided((C, size), (rows * row, 1), a * row + b)
+
+        left[:, :H, :, :W] = planes[:, :H, :, :W]
+        yield from (pair(a, b) for a in range(L) for b in range(K))
+        right[:, : L - 1, :, K - 1 :] = planes[:, : L - 1, :, K - 1 :]
+        for i in range(1, L):
+            top = L - 1 - i
+            left[:, :top] = 0
+            left[:, top:H, :, :W] = planes[:, L - 1 : H + i, :, :W]
+            yield from (pair(0, b) for b in range(1, K))
 
     def total(self) -> Tensor:
         """The sum over all that were added, ``[I, I]``."""
-        L, K, C, sums = self.L, self.K, len(self._sums[0]), iter(self._sums)
-        products = self._sums[0].new_empty(L, K, L, K, C, C)
-        for a in range(L):
-            for b in range(K):
-                products[0, 0, a, b] = next(sums)
+        L, K, C, common = self.L, self.K, len(self._common[0]), iter(self._common)
+        products = self._common[0].new_empty(L, K, L, K, C, C)
+        ends = [sums[0].view(L - 1, C, L - 1, K, C).permute(0, 2, 3, 1, 4) for sums in self._rows]
+        for i in range(L if K > 1 else 1):
+            for a in range(1 if i else L):
+                b = slice(bool(i), K)
+                first, last = ([each[m + i, m + a, b] for m in range(L - 1 - i - a)] for each in ends)
+                out = [products[m + i, 0, m + a, b] for m in range(L - i - a)]
+                _over_windows(torch.stack([*islice(common, len(out[0]))]), first, last, out)
         for i in range(1, L):
-            products[i, 0, 0, 0] = products[0, 0, i, 0].T
-            for b in range(1, K):
-                products[i, 0, 0, b] = next(sums)
-            shifted = self._over_h[0].view(L - 1, C, L - 1, K, C)[i - 1].permute(1, 2, 0, 3)
-            torch.add(products[i - 1, 0, :-1], shifted, out=products[i, 0, 1:])
-        for k, over_w in enumerate(self._over_w, start=1):
-            shifted = over_w.view(L, C, K - k, L, C).permute(0, 3, 2, 1, 4)
-            torch.add(products[:, k - 1, :, k - 1 : -1], shifted, out=products[:, k, :, k:])
+            products[i, 0, :i, 0] = products[:i, 0, i, 0].mT
+        for k in range(K):
+            ends = [[each.view(L, C, -1, L, C)[:, :, k] for each in sums[: K - 1 - k]] for sums in self._columns]
+            first, last = ([each.transpose(1, 2) for each in of_end] for of_end in ends)
+            _over_windows(products[:, 0, :, k], first, last, [products[:, j, :, j + k] for j in range(K - k)])
+        for k in range(1, K):
             products[:, k, :, :k] = products[:, :k, :, k].permute(2, 0, 1, 4, 3)
         return products.permute(4, 0, 1, 5, 2, 3).reshape(C * L * K, C * L * K)
 
 
-def _add_pairs(totals: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]], alpha: float) -> list[Tensor]:
-    """Totals (none are zeros) in float32 at least, plus scaled products over positions of pairs, ``[*, R]`` each."""
-    some = totals or repeat(None)
-    return [widened(add_product(total, a, b.T, alpha)) for total, (a, b) in zip(some, pairs, strict=False)]
+def _over_windows(common: Tensor, first: Sequence[Tensor], last: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Sums over windows that are shifted by one: all see what is common, the m-th ``first[m:]`` and ``last[:m]``."""
+    out[-1].copy_(common)
+    for m in reversed(range(len(first))):
+        torch.add(out[m + 1], first[m], out=out[m])
+    for m, seen in enumerate(accumulate(last), start=1):
+        out[m].add_(seen)
+
+
+def _add_pairs(totals: list[Tensor], pairs: Iterable[tuple[Tensor, Tensor]], alpha: float) -> None:
+    """Add scaled products over positions of pairs, ``[*, R]`` each, to totals (none are zeros) in float32 at least."""
+    some = list(totals) or repeat(None)
+    totals[:] = [widened(add_product(total, a, b.T, alpha)) for total, (a, b) in zip(some, pairs, strict=False)]
 
 
 def in_blocks(values: Tensor, limit: int) -> Tensor:
