@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -469,6 +470,13 @@ def frozen(model: nn.Module, *names: str) -> nn.Module:
     return model
 
 
+def changed(module: nn.Module, **attributes: Any) -> nn.Module:
+    """The module with attributes that were assigned after its construction."""
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
 def with_statistics(model: nn.Module) -> nn.Module:
     """The model in eval mode after its norm layers saw statistics and got scales that are not the initial ones."""
     for module in model.modules():
@@ -561,6 +569,12 @@ CASES = [
             "same": lambda: nn.Conv2d(2, 4, (2, 3), padding="same", dilation=(1, 2)),
             "same-circular": lambda: nn.Conv2d(2, 4, 2, padding="same", padding_mode="circular"),
             "valid": lambda: nn.Conv2d(2, 4, 3, padding="valid", bias=False),
+            "one-for-all": lambda: nn.Conv2d(2, 4, 3, stride=(2,), padding=(1,), dilation=(2,)),
+            "numbers-assigned": lambda: changed(nn.Conv2d(2, 4, (2, 3)), stride=2, padding=1, dilation=2),
+            "same-assigned": lambda: changed(nn.Conv2d(2, 4, (3, 2), padding=1), padding="same", dilation=(2, 1)),
+            "same-dilation-assigned": lambda: changed(nn.Conv2d(2, 4, (3, 2), padding="same"), dilation=2),
+            "other-kernel": lambda: changed(nn.Conv2d(2, 4, (3, 1)), weight=nn.Parameter(torch.randn(4, 2, 1, 3))),
+            "larger-kernel": lambda: changed(nn.Conv2d(2, 4, 3), weight=nn.Parameter(torch.randn(4, 2, 5, 4))),
         }.items()
     ),
     Case(

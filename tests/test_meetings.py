@@ -383,6 +383,16 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Layer], t
         lambda layer: Layer(layer, partial(F.conv_transpose2d, stride=2, padding=1, groups=2)),
         (4, 3, 2),
     ),
+    "convolution of lists of one number": (
+        lambda: nn.Conv2d(2, 3, 3, stride=2, padding=1, dilation=2),
+        lambda layer: Layer(layer, partial(F.conv2d, stride=[2], padding=(1,), dilation=[2])),
+        (2, 5, 6),
+    ),
+    "transposed convolution of lists of one number": (
+        lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, dilation=2),
+        lambda layer: Layer(layer, partial(F.conv_transpose2d, stride=[2], padding=(1,), dilation=[2])),
+        (2, 3, 2),
+    ),
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import changed
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -145,6 +146,13 @@ def one(make: Callable[[], nn.Module], *shape: int, **options) -> Call:
     transpose1d=one(lambda: nn.ConvTranspose1d(2, 3, 3, stride=2, padding=1, output_padding=1), N, 2, 4),
     transpose2d=one(lambda: nn.ConvTranspose2d(4, 6, (2, 3), (2, 1), groups=2, bias=False), N, 4, 3, 2),
     transpose3d=one(lambda: nn.ConvTranspose3d(2, 2, (1, 2, 2), 2, (0, 1, 0), dilation=(1, 2, 1)), N, 2, 2, 3, 2),
+    transpose_one_number=one(lambda: nn.ConvTranspose2d(2, 3, 3, stride=(2,), padding=(1,), dilation=(2,)), N, 2, 3, 2),
+    transpose_assigned=one(lambda: changed(nn.ConvTranspose2d(2, 3, 3, padding=1), stride=2, dilation=2), N, 2, 3, 2),
+    transpose_other_kernel=one(
+        lambda: changed(nn.ConvTranspose2d(2, 3, (3, 1)), weight=nn.Parameter(torch.randn(2, 3, 1, 3))),
+        *(N, 2, 3, 3),
+        default=True,
+    ),
     transpose_output_size=Call(lambda: nn.ConvTranspose2d(2, 3, 3, stride=3), lambda: (normal(N, 2, 3, 2), [11, 7])),
 )
 def test_affine(call: Call):

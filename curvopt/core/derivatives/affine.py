@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,12 +60,35 @@ class Bilinear(Linear):
         return super().fold(module, grad, x)
 
 
+class Convolution(AffineRule):
+    """What convolutions and transposed ones share."""
+
+    def fits(self, module: nn.Conv2d) -> bool:
+        weight = module._parameters.get("weight")
+        return weight is not None and weight.shape[2:] == module.kernel_size  # the forward reads that of the weight
+
+    def least_dims(self, module: nn.Conv2d) -> int:
+        return 2 + len(module.kernel_size)
+
+
+def per_axis(setting: Any, axes: int) -> Sequence[int]:
+    """A setting along each axis: assigned after construction, or in a list, it may be one number for all."""
+    values = (setting,) if isinstance(setting, int) else setting
+    return values if len(values) == axes else [values[0]] * axes
+
+
+def moves(module: nn.Conv2d | nn.ConvTranspose2d) -> list[Sequence[int]]:
+    """Size, stride and dilation of a kernel, along each of its axes."""
+    axes = len(module.kernel_size)
+    return [module.kernel_size, per_axis(module.stride, axes), per_axis(module.dilation, axes)]
+
+
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
-class Conv(AffineRule):
+class Conv(Convolution):
     """A convolution is a matrix applied to patches (im2col); groups act on their own channels."""
 
     def unfold(self, module: nn.Conv2d, x: Tensor) -> Patches:
-        axes = zip(module.kernel_size, module.stride, module.dilation, strict=True)
+        axes = zip(*moves(module), strict=True)
         kernel = tuple(size for size, *_ in takewhile(lambda axis: axis[1:] == (1, 1), reversed([*axes])))[1::-1]
         see = partial(self._see, module)
         if prod(kernel) == 1:
@@ -78,20 +102,22 @@ class Conv(AffineRule):
         """Padded values of which the kernel moves by one along the last axes, unfolded along all others."""
         x = self._padded(module, x)
         others = len(module.kernel_size) - axes
-        x = _unfolded(x, module.kernel_size[:others], module.stride, module.dilation)
+        sizes, strides, dilations = moves(module)
+        x = _unfolded(x, sizes[:others], strides, dilations)
         last = x.shape[2 + others : 2 + others + axes]
         x = x.movedim([*range(2 + others + axes, x.dim())], [*range(2, 2 + others)])  # [N, G C, *kernel, *P, *last]
         G, features = module.groups, prod(x.shape[1 : 2 + others]) // module.groups
         return x.reshape(len(x), G, features, prod(x.shape[2 + others : -axes]), *(1, *last)[-2:])
 
     def _padded(self, module: nn.Conv2d, x: Tensor) -> Tensor:
-        # the module's own padding amounts, which also serve padding="same"; F.pad wants the last axis first
-        amounts: list[int] = module._reversed_padding_repeated_twice
-        if module.padding_mode == "zeros":
-            if not isinstance(module.padding, str):  # what the forward reads, assigned after construction perhaps
-                amounts = [amount for amount in reversed(module.padding) for _ in range(2)]
-            return F.pad(x, amounts)
-        return F.pad(x, amounts, mode=module.padding_mode) if any(amounts) else x
+        mode, (sizes, _, dilations) = module.padding_mode, moves(module)
+        amounts: list[int] = module._reversed_padding_repeated_twice  # what the forward reads in other modes
+        if mode == "zeros" and module.padding == "same":
+            spans = [dilation * (size - 1) for size, dilation in zip(sizes, dilations, strict=True)]
+            amounts = [amount for span in reversed(spans) for amount in (span // 2, span - span // 2)]
+        elif mode == "zeros" and module.padding != "valid":
+            amounts = [amount for amount in reversed(per_axis(module.padding, len(sizes))) for _ in range(2)]
+        return F.pad(x, amounts, mode="constant" if mode == "zeros" else mode) if any(amounts) else x
 
     def fold(self, module: nn.Conv2d, grad: Tensor, x: Tensor) -> Tensor:
         V, N, channels, *positions = grad.shape
@@ -100,12 +126,9 @@ class Conv(AffineRule):
     def leaves_input(self, module: nn.Conv2d) -> bool:
         return super().leaves_input(module) and module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
-    def least_dims(self, module: nn.Conv2d) -> int:
-        return 2 + len(module.kernel_size)
-
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-class ConvTranspose(AffineRule):
+class ConvTranspose(Convolution):
     """Every input position paints a patch of the output, so patches are taken of the vectors, not of the input.
 
     The weight ``[C_in, C_out / G, *kernel]`` has the input's channels first: its Kronecker factors are the second
@@ -119,25 +142,21 @@ class ConvTranspose(AffineRule):
 
     def fold(self, module: nn.ConvTranspose2d, grad: Tensor, x: Tensor) -> Tensor:
         amounts: list[int] = []
-        for axis, (size, stride, dilation, padding) in enumerate(
-            zip(module.kernel_size, module.stride, module.dilation, module.padding, strict=True), start=2
-        ):
+        paddings = per_axis(module.padding, len(module.kernel_size))
+        for axis, (size, stride, dilation, padding) in enumerate(zip(*moves(module), paddings, strict=True), start=2):
             # pad (or crop) the output to what the patches of all input positions span, whatever output_padding added
             span = (x.shape[axis] - 1) * stride + dilation * (size - 1) + 1
-            amounts = [int(padding), span - int(padding) - grad.shape[1 + axis], *amounts]
+            amounts = [padding, span - padding - grad.shape[1 + axis], *amounts]
         seen = Patches(F.pad(grad.flatten(0, 1), amounts), partial(patches, module))
         return seen.whole.unflatten(0, grad.shape[:2])
 
     def bias(self, grad: Tensor, left: Tensor) -> Tensor:
         return grad.flatten(3).sum(3).unflatten(1, (left.shape[1], -1)).sum(2)
 
-    def least_dims(self, module: nn.ConvTranspose2d) -> int:
-        return 2 + len(module.kernel_size)
-
 
 def patches(module: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> Tensor:
     """What the kernel of a module sees of padded values, its groups of channels apart: see `Patches`."""
-    seen = windows(x, module.kernel_size, module.stride, module.dilation)
+    seen = windows(x, *moves(module))
     return seen.unflatten(1, (module.groups, -1))
 
 
