@@ -25,7 +25,16 @@ from torch.utils.checkpoint import checkpoint
 from curvopt import backpack, extend
 from curvopt.core import sweep
 from curvopt.errors import CurvoptError, CurvoptWarning
-from curvopt.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, Extension, SumGradSquared, Variance
+from curvopt.extensions import (
+    KFLR,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    Extension,
+    KFACEmpirical,
+    SumGradSquared,
+    Variance,
+)
 
 
 class Around(nn.Module):
@@ -395,6 +404,34 @@ def test_several_losses_behind_which_samples_lie_elsewhere_in_some_calls(forward
             loss(x, y).backward()
         for p, *expected in zip(parameters, *alone, strict=True):
             torch.testing.assert_close(p.grad_batch, torch.stack(expected))
+
+
+class InTwoLayouts(nn.Module):
+    """A layer that is called on all steps, then on what it gives or on the first ones, samples first."""
+
+    def __init__(self, inner: nn.Module, time_first: bool):
+        super().__init__()
+        self.inner, self.last, self.time_first = inner, nn.Linear(3, 2), time_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x.transpose(0, 1)).transpose(0, 1) if self.time_first else self.inner(x)
+        again = x[:, 0] if isinstance(self.inner, nn.Embedding) else h.mean(1).tanh()
+        return self.last(torch.tanh(h.mean(1) + self.inner(again)))
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("inner", [nn.Linear(3, 3), nn.Embedding(6, 3)])
+def test_positions_count_once_wherever_their_samples_lie(inner: nn.Module):
+    x = torch.randint(6, (4, 5)) if isinstance(inner, nn.Embedding) else torch.randn(4, 5, 3).double()
+    factors, last = [], nn.Linear(3, 2).double()
+    for time_first in (False, True):
+        model = InTwoLayouts(copy.deepcopy(inner).double(), time_first)
+        model.last.load_state_dict(last.state_dict())
+        extend(model.double())
+        with backpack(KFLR(), KFACEmpirical()):
+            F.cross_entropy(model(x), torch.arange(4) % 2).backward()
+        factors.append([model.inner.weight.kflr, model.inner.weight.kfac_empirical])
+    torch.testing.assert_close(*factors)
 
 
 class TimeFirstAtLast(nn.Module):

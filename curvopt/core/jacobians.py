@@ -48,6 +48,10 @@ class Jacobian(ABC):
     columns: int | None = None
     #: Whether some positions may be those of other samples, where these do not lie one after the other.
     positions_of_all = False
+    #: How often it has every position of the batch: of every sample, where each sample may have any of them.
+    copies = 1
+    #: Those of single uses, if it is of several of which some have copies.
+    uses: Sequence[Jacobian] = ()
     #: How many columns there is memory for, if they are worth keeping.
     kept = 1
     #: The sum over the samples, where it is known: autograd has it (see `Extension.uses_gradient`), or `sums`.
@@ -94,6 +98,19 @@ class Jacobian(ABC):
 
         Blocks ``[G, K, b, b]`` on its diagonal where I is more than ``limit``.
         """
+
+    @property
+    def positions(self) -> int:
+        """How many positions `right_factor` is a mean over, copies not counted."""
+        return 0
+
+    def right_factor_of_uses(self, approx: Approx = "expand", limit: int | None = None) -> Tensor | None:
+        """`right_factor`, in which copies count once."""
+        if approx == "reduce" or not self.uses:
+            return self.right_factor(approx, limit)
+        total = max(sum(use.positions for use in self.uses), 1)
+        shares = ((use.positions / total, use.right_factor(approx, limit)) for use in self.uses)
+        return reduce(add, (factor * share for share, factor in shares if factor is not None))
 
     @abstractmethod
     def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
@@ -345,6 +362,10 @@ class Outer(Jacobian):
         if self.sums and self.gradient is None:
             self.gradient = self._add_sum(None, products[0], slice(None))
         return products
+
+    @property
+    def positions(self) -> int:
+        return self.N * self.S // self.copies
 
     def sum_batch(self) -> Tensor:
         return self._shaped(_over_samples(self.left, self.right))
@@ -770,6 +791,10 @@ class Lookup(Jacobian):
             self.V, self.N, *self.shape
         )
 
+    @property
+    def positions(self) -> int:
+        return len(self.rows) // self.copies
+
     def sum_batch(self) -> Tensor:
         return self._scatter(self.left, 1, self.rows, self.shape[0])
 
@@ -1184,6 +1209,8 @@ def combine(parts: Sequence[Jacobian]) -> Jacobian:
     if len(parts) == 1:
         return parts[0]
     result = _concatenate(parts)
+    if isinstance(result, (Outer, Lookup)) and len({part.copies for part in parts}) > 1:
+        result.uses = parts
     result.origin = tuple(use for part in parts for use in part.origin)
     result.positions_of_all = any(part.positions_of_all for part in parts)
     return result
@@ -1196,8 +1223,14 @@ def by_sample(sides: Tensor, N: int) -> Tensor:
     return rearrange(sides, "... (n k) g s f -> ... n g (k s) f", n=N)
 
 
-def of_samples(jacobian: Jacobian, N: int) -> Jacobian:
-    """One Jacobian of V vectors and N samples from one of one sample, whose vectors are those of N samples in turn."""
+def of_samples(jacobian: Jacobian, N: int, shared: bool) -> Jacobian:
+    """One Jacobian of V vectors and N samples from one of one sample, whose vectors are those of N samples in turn.
+
+    Args:
+        jacobian: of one sample.
+        N: number of samples.
+        shared: whether all samples have all its positions; else it has those of the batch.
+    """
     if isinstance(jacobian, Outer):
         left, right = jacobian.left.flatten(0, 1).unflatten(0, (-1, N)), jacobian.right.expand(N, -1, -1, -1)
         result: Jacobian = Outer(left, right, jacobian.shape, jacobian.transposed)
@@ -1209,6 +1242,7 @@ def of_samples(jacobian: Jacobian, N: int) -> Jacobian:
         result.positions_of_all = len(rows) > 1
     else:
         result = Dense(jacobian.dense().flatten(0, 1).unflatten(0, (-1, N)))
+    result.copies = 1 if shared else N
     result.origin = jacobian.origin
     return result
 

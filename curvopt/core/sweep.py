@@ -663,7 +663,7 @@ class Pass:
                 columns[entry] = [None] * len(entry.use.shapes)
                 columns[entry][first] = vectors[0].new_zeros(len(vectors[0]) * N, *entry.use.shapes[first])
             for p, jacobian in self._jac_t(entry, columns.pop(entry), 1):
-                visit(p, of_samples(jacobian, N))
+                visit(p, of_samples(jacobian, N, shared=entry.use in self.samples.met))
 
     def _arrivals(
         self,

@@ -213,7 +213,7 @@ class _Kronecker(Extension):
         total.left = add(total.left, widened(left))
         if jacobian.origin not in total.rights:
             # once for all columns; several losses may come by different uses
-            total.rights[jacobian.origin] = jacobian.right_factor(self.approx, self.limit)
+            total.rights[jacobian.origin] = jacobian.right_factor_of_uses(self.approx, self.limit)
         return total
 
     def regularize(self, total: _Factors, weight: Tensor, p: Tensor, N: int) -> _Factors:
