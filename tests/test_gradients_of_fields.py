@@ -11,10 +11,20 @@ import torch.nn.functional as F
 from cases import Mixer, Residual, UsedOnTokensAndPool, UsedTwice, channels_first, mlp
 from torch import Tensor, einsum, nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
+from torch.nn.utils.parametrizations import weight_norm
 from torch.testing import assert_close
 
-from curvopt import backpack, extend
-from curvopt.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, Extension, SumGradSquared, Variance
+from curvopt import CurvoptError, backpack, extend
+from curvopt.extensions import (
+    KFLR,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagHessian,
+    Extension,
+    SumGradSquared,
+    Variance,
+)
 
 Params = dict[str, Tensor]
 
@@ -209,6 +219,36 @@ def test_gradient_of_the_diagonal_for_every_loss(extra_dims: bool):
         actual = setting.gradient_of(DiagGGNExact(), lambda p: [p.diag_ggn_exact])
         setting.check(
             actual, lambda params, s=setting: [block.diagonal() for block in s.gauss_newton_blocks(params).values()]
+        )
+
+
+@pytest.mark.parametrize("differentiate", [by_grad, by_backward])
+@pytest.mark.parametrize(
+    ("middle", "extension", "message"),
+    [
+        (nn.LayerNorm(4), DiagHessian(), "PyTorch's third derivative of layer norm is wrong, so diag_h cannot be diff"),
+        (
+            weight_norm(nn.Linear(4, 4)),
+            BatchGrad(),
+            "PyTorch's second derivative of weight norm is wrong, so grad_batch",
+        ),
+        (weight_norm(nn.Linear(4, 4)), KFLR(), "PyTorch's second derivative of weight norm is wrong, so kflr cannot"),
+    ],
+    ids=["LayerNorm-diag_h", "weight_norm-grad_batch", "weight_norm-kflr"],
+)
+def test_what_pytorch_differentiates_wrongly_is_refused(
+    middle: nn.Module, extension: Extension, message: str, differentiate: Callable
+):
+    model = extend(nn.Sequential(nn.Linear(3, 4), copy.deepcopy(middle), nn.Tanh(), nn.Linear(4, 2)))
+    with pytest.raises(CurvoptError, match=message), backpack(extension):
+        differentiate(F.mse_loss(model(torch.randn(2, 3)), torch.randn(2, 2)), list(model.parameters()))
+    for p in model[1].parameters():
+        p.requires_grad_(False)
+    if isinstance(middle, nn.LayerNorm):  # what lies before it is differentiated, too
+        model[0].requires_grad_(False)
+    with backpack(extension):
+        differentiate(
+            F.mse_loss(model(torch.randn(2, 3)), torch.randn(2, 2)), [p for p in model.parameters() if p.requires_grad]
         )
 
 

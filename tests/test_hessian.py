@@ -175,6 +175,11 @@ def test_a_wrong_second_derivative_is_refused_at_its_name():
     parameters = list(problem.model.parameters())
     with pytest.raises(CurvoptError, match="weight norm is wrong"):
         hessian_vector_product(problem.loss(), parameters, parameters)
+    # what lies behind the output has no part in the loss' Hessian in it
+    z = problem.model(problem.x)
+    expected = torch.func.hessian(problem.loss_of_output)(z.detach()).view(z.numel(), -1) @ torch.ones(z.numel()).to(z)
+    (product,) = hessian_vector_product(problem.loss_of_output(z), z, torch.ones_like(z))
+    torch.testing.assert_close(product.flatten(), expected)
 
 
 class Alone(OfOneTrunk):

@@ -74,6 +74,13 @@ def test_products():
     net.loss.backward()
 
 
+def test_norms_of_a_bias_alone_are_refused():
+    bias, x = torch.randn(3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+    with pytest.raises(CurvoptError, match="norms with a bias and no weight"):
+        f = torch.nn.functional.layer_norm(x, (3,), None, bias).pow(3).sum()
+        hessian_vector_product(f, [x, bias], [torch.ones_like(x), torch.ones_like(bias)])
+
+
 @pytest.mark.parametrize("product", [R_op, L_op])
 def test_the_graph_is_freed_where_that_is_asked_for(product):
     net = Net()

@@ -315,7 +315,7 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
             warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
         known = len(roots) == len(outputs) and not any(leaf_of(root) is not None for root in roots)
         plain = known and accumulates and not inputs and not args[2]
-        how = Backward(accumulates, bool(inputs), plain, alone=len(contexts) == 1)
+        how = Backward(accumulates, bool(inputs), plain, again=bool(args[2]), alone=len(contexts) == 1)
         run: Callable[[], Any] = call
         for context in reversed(contexts):
             run = functools.partial(context._run, roots, run, how)

@@ -148,15 +148,34 @@ def precisions(nodes: list[Node]) -> set[torch.dtype]:
     }
 
 
-def wrong_twice(root: Node) -> Node | None:
-    """A node behind ``root`` whose second derivative is wrong in PyTorch: weight norm, as if norms were fixed."""
-    return next((node for node in walk([root]) if name_of(node) == "WeightNormInterfaceBackward0"), None)
+class Wrong(NamedTuple):
+    """A derivative that is wrong in PyTorch, of nodes of a name, and what to do instead."""
+
+    name: str
+    derivative: str
+    instead: str
+
+    def nodes(self, roots: list[Node], boundary: frozenset = frozenset()) -> list[Node]:
+        """Those behind some nodes."""
+        return [node for node in walk(roots, boundary) if name_of(node) == self.name]
 
 
-def lone_biases(root: Node) -> list[Node]:
+WRONG_TWICE = Wrong(
+    "WeightNormInterfaceBackward0",  # as if norms were fixed
+    "second derivative of weight norm",
+    "normalise by other operations (`g * v / v.norm(dim=1, keepdim=True)`)",
+)
+WRONG_THREE_TIMES = Wrong(
+    "NativeLayerNormBackward0",
+    "third derivative of layer norm",
+    "normalise by other operations (`F.group_norm` of rows, `(x - x.mean(-1, keepdim=True)) / ...`)",
+)
+
+
+def lone_biases(root: Node, boundary: frozenset = frozenset()) -> list[Node]:
     """Where biases come from of norms behind ``root`` without a weight: PyTorch drops second derivatives in them."""
     norms = ("NativeLayerNormBackward0", "NativeBatchNormBackward0")
-    found = [node for node in walk([root]) if name_of(node) in norms and node.next_functions[1][0] is None]
+    found = [node for node in walk([root], boundary) if name_of(node) in norms and node.next_functions[1][0] is None]
     lone = [node for node in found if node._saved_weight is None]  # type: ignore[attr-defined]
     return [bias for node in lone if (bias := node.next_functions[2][0]) is not None]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core import costs
@@ -33,7 +33,10 @@ from curvopt.core.functional import of_each_sample
 from curvopt.core.graph import Graph, leaves_behind
 from curvopt.core.jacobians import Computed, Dense, Jacobian, cast, combine, of_samples
 from curvopt.core.residuals import (
+    WRONG_THREE_TIMES,
+    WRONG_TWICE,
     Modify,
+    Wrong,
     cut,
     is_complex,
     leads_to,
@@ -47,7 +50,6 @@ from curvopt.core.residuals import (
     residual_columns,
     unit_vectors,
     walk,
-    wrong_twice,
 )
 from curvopt.core.samples import along, find_samples, only, unaligned
 from curvopt.core.turned import carries, multiples, slope_at, turn
@@ -159,12 +161,14 @@ class Backward(NamedTuple):
         accumulates: whether gradients are accumulated in leaves.
         partial: whether it goes to some inputs only, and so perhaps past some uses of a parameter.
         plain: whether it accumulates, goes to all leaves and builds no graph of its own, so that it may bring columns.
+        again: whether it builds a graph of its own, by which fields may be differentiated.
         alone: whether one context only is told of it, so that gradients of parameters may come from there.
     """
 
     accumulates: bool
     partial: bool
     plain: bool
+    again: bool
     alone: bool
 
 
@@ -241,6 +245,8 @@ class Pass:
         self.losses_left = len(graph.losses)
         self.losses_of_others = set() if counted is None else self._losses_of_others(counted)
         self._check(graph)
+        if how.again:
+            self._check_derivatives(graph)
         with self._named():
             self.samples = find_samples(graph, graph.heads)
         self.entries = [entry for entry in graph.entries.values() if entry.parameters]
@@ -738,15 +744,7 @@ class Pass:
     def _residuals(self, use: Loss, grad: Tensor, modify: Modify, extensions: Sequence[Extension]) -> None:
         """What nonlinear operations between the loss and the parameters add to the curvature."""
         assert use.edge is not None
-        wrong = wrong_twice(use.edge.node)
-        behind = set() if wrong is None else leaves_behind([wrong])
-        for p in self.graph.owners:
-            if p in behind:
-                raise CurvoptError(
-                    f"{self.graph.name(p)}: PyTorch's second derivative of weight norm is wrong, so "
-                    f"{fields_of(extensions)} cannot be had; normalise by other operations "
-                    "(`g * v / v.norm(dim=1, keepdim=True)`), or use a GGN quantity."
-                )
+        self._refuse_wrong(WRONG_TWICE, use.edge.node, f"{fields_of(extensions)} cannot be had", "use a GGN quantity")
         N, entries, size = self.samples.N, self.entries, self._chunk_size
         # a parameter used twice, or in a way that is not linear in it, is met by more than the operations after it
         uses: dict[nn.Parameter, int] = {}
@@ -928,6 +926,24 @@ class Pass:
                 CurvoptWarning,
                 stacklevel=2,
             )
+
+    def _check_derivatives(self, graph: Graph) -> None:
+        """Refuse to build a graph of fields by which they would be differentiated wrongly."""
+        of_hessian = [e for e in self.second_order if isinstance(e.columns, Hessian)]
+        for edge in graph.heads.values():
+            for wrong, extensions in ((WRONG_TWICE, self.extensions), (WRONG_THREE_TIMES, of_hessian)):
+                if extensions:
+                    what = f"{fields_of(extensions)} cannot be differentiated"
+                    self._refuse_wrong(wrong, edge.node, what, "call backward without create_graph")
+
+    def _refuse_wrong(self, wrong: Wrong, root: Node, what: str, remedy: str) -> None:
+        behind = leaves_behind(wrong.nodes([root]))
+        for p in self.graph.owners:
+            if p in behind:
+                name = self.graph.name(p)
+                raise CurvoptError(
+                    f"{name}: PyTorch's {wrong.derivative} is wrong, so {what}; {wrong.instead}, or {remedy}."
+                )
 
     @staticmethod
     def _check_subsampling(extension: Extension, N: int) -> None:

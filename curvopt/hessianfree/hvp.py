@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvopt.core.residuals import wrong_twice
+from curvopt.core.residuals import WRONG_TWICE, lone_biases
 from curvopt.core.uses import unheard
 from curvopt.errors import CurvoptError
 from curvopt.hessianfree.lop import L_op, as_list, check_differentiable, check_shapes
@@ -41,10 +41,16 @@ def hessian_vector_product(
     params, v = as_list(params), as_list(v)
     check_shapes("hessian_vector_product: v", v, params)
     check_differentiable("hessian_vector_product", [f])
-    if f.grad_fn is not None and wrong_twice(f.grad_fn) is not None:
+    roots = [] if f.grad_fn is None else [f.grad_fn]
+    boundary = frozenset(p.grad_fn for p in params if p.grad_fn is not None)
+    if WRONG_TWICE.nodes(roots, boundary):
         raise CurvoptError(
-            "hessian_vector_product: PyTorch's second derivative of weight norm is wrong; normalise by other "
-            "operations (`g * v / v.norm(dim=1, keepdim=True)`)."
+            f"hessian_vector_product: PyTorch's {WRONG_TWICE.derivative} is wrong; {WRONG_TWICE.instead}."
+        )
+    if any(lone_biases(root, boundary) for root in roots):
+        raise CurvoptError(
+            "hessian_vector_product: PyTorch has no second derivative of norms with a bias and no weight; add the bias "
+            "by `+`."
         )
     if grad_params is None:
         with unheard():
