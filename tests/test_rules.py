@@ -805,6 +805,34 @@ def test_default_rule_does_not_trust_the_batching_rules_of_operators(slopes: int
     check(Call(partial(OwnPReLU, slopes), lambda: (normal(N, 3, 3).abs(),), default=True), V=1)
 
 
+class Determinant(nn.Module):
+    """Of a matrix of bilinear forms: its batching rule in PyTorch is wrong in a backward, in every sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.forms = nn.Parameter(torch.randn(4, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.det(F.bilinear(x, x, self.forms).view(-1, 2, 2)).unsqueeze(1)
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_batching_rules_are_not_trusted_in_samples_of_small_gradients(dtype: torch.dtype, seed: int):
+    torch.manual_seed(seed)
+    model, x, y = extend(Determinant().to(dtype)), torch.randn(4, 3, dtype=dtype), torch.randn(4, 1, dtype=dtype)
+    weights = torch.tensor([1, 1e-4, 1e-6, 0], dtype=dtype)
+
+    def losses(rows: slice) -> Tensor:
+        return F.mse_loss(model(x[rows]), y[rows], reduction="none").sum(1) * weights[rows]
+
+    expected = [torch.autograd.grad(losses(slice(n, n + 1)), model.forms)[0] for n in range(4)]
+    with backpack(BatchGrad()):
+        losses(slice(None)).sum().backward()
+    for found, gradient in zip(model.forms.grad_batch, expected, strict=True):
+        assert_close(found, gradient, atol=1e-5 * float(gradient.abs().max()), rtol=0)
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_attention_draws_the_same_dropout_again(batch_first: bool, need_weights: bool):

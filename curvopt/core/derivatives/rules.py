@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from curvopt.core import costs
 from curvopt.core.compare import allclose
-from curvopt.core.jacobians import Dense, Jacobian, Outer, Patches, by_sample, cast
+from curvopt.core.jacobians import Dense, Jacobian, Outer, Patches, by_sample, cast, widened
 from curvopt.core.randomness import RandomState
 from curvopt.core.uses import Recorder, Use, disable, owned_parameters, version
 from curvopt.errors import CurvoptError
@@ -332,9 +332,8 @@ class DefaultRule(Rule):
                 values, results = mapped(samples, arrived)
                 # some operators have wrong batching rules in PyTorch: a weighted sum is known without any
                 _, vjp, *_ = torch.func.vjp(partial(whole, given=leaves), parameters)
-                weights = _weights(len(arrived[0]), N, arrived[0])
-                sums = [torch.einsum("vn,vn...->n...", weights.to(grad.dtype), grad) for grad in arrived]
-                total = vjp([sum_.flatten(0, 1) for sum_ in sums])[0]
+                weights = _weights(arrived, list(values.values()))
+                total = vjp([_weighted_sum(grad, weights).to(grad.dtype).flatten(0, 1) for grad in arrived])[0]
                 if not all(_same_sum(values[name], weights, total[name]) for name in parameters):
                     values, results = self._loop(outputs, parameters, samples, arrived, use)
             except Exception as error:
@@ -473,16 +472,37 @@ def check_outputs(use: Use, results: Sequence[Tensor | None], how: str) -> None:
     use.cache["checked"] = True
 
 
-def _weights(V: int, rows: int, like: Tensor) -> Tensor:
-    """A positive number for each vector and each sample, so that no two trade places unnoticed."""
-    return (torch.arange(V * rows, dtype=torch.float64).cos() + 1.5).reshape(V, rows).to(like.device)
+def _weights(arrived: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """A positive number for each vector and each sample, ``[V, N]``, so that no two trade places unnoticed.
+
+    Args:
+        arrived: the vectors, ``[V, N, ...]`` each.
+        values: what they were pulled back to, likewise: weighted, all are about as long, and none too short to count.
+    """
+    V, N = arrived[0].shape[:2]
+    there, own = (
+        torch.stack([torch.linalg.vector_norm(widened(x.detach()).reshape(V, N, -1), dim=2).double() for x in of]).sum(
+            0
+        )
+        for of in (arrived, values)
+    )
+    sizes = torch.where(own > 0, own, there * (own.sum() / there.sum()))
+    weights = (torch.arange(V * N, dtype=torch.float64).cos() + 1.5).reshape(V, N).to(sizes.device)
+    return weights / torch.where(sizes > 0, sizes, 1)
+
+
+def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    values = widened(values)
+    return torch.einsum("vn,vn...->n...", weights.to(values.dtype), values)
 
 
 def _same_sum(values: Tensor, weights: Tensor, total: Tensor) -> bool:
+    """Whether products ``[V, N, *p]`` have a weighted sum."""
     if values.shape != (*weights.shape, *total.shape):
         return False
-    found = torch.einsum("vn,vn...->...", weights.to(values.dtype), values)
-    return not total.numel() or bool(allclose(found, total, 1e-2, 1e-3 * total.abs().max()))
+    tolerance = torch.finfo(values.dtype).eps ** 0.4  # 1e-3 in float32
+    found = _weighted_sum(values, weights).sum(0)
+    return not total.numel() or bool(allclose(found, total, 10 * tolerance, tolerance * total.abs().max()))
 
 
 class _Forward(nn.Module):
