@@ -971,6 +971,30 @@ def test_what_was_found_of_the_samples_is_compared_with_what_is_found_later():
         assert len(told) == (step == 1) and all("layer (Linear)" in each for each in told)
 
 
+class Blurred(nn.Module):
+    """A constant kernel that moves along the batch, over each feature."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.kernel = torch.tensor([0, 1, 0]).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.layer(x)).T.unsqueeze(1)
+        return self.last(F.conv1d(h, self.kernel[None, None], padding=1)[:, 0].T)
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+def test_samples_are_looked_for_again_where_a_convolution_may_mix_them():
+    model, x, y = extend(Blurred().double()), torch.randn(6, 4).double(), torch.randint(3, (6,))
+    for kernel in ([0, 1, 0], [0, 1, 0], [0, 1, 0], [0.5, 1, 0]):
+        model.kernel = torch.tensor(kernel).double()
+        with backpack(BatchGrad()):
+            F.cross_entropy(model(x), y).backward()
+        p = model.layer.weight
+        torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
+
+
 class Repeating(nn.Module):
     """Repeats each sample as often as it is told to."""
 

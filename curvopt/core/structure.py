@@ -74,6 +74,8 @@ def _keeper(name: str) -> Callable[[Node, set[int]], bool] | None:
         return _keeps_samples
     if name in _PRODUCTS:
         return _keeps_rows
+    if name == "ConvolutionBackward0":
+        return _moves_along_rows
     if name.endswith("CopySlices"):
         return _copies_all_rows
     if name.startswith("Embedding"):
@@ -111,6 +113,13 @@ def _keeps_rows(node: Node, rows: set[int]) -> bool:
     while operand is not None and name_of(operand).startswith(_SHAPING):
         operand = operand.next_functions[0][0]
     return operand is None or leaf_of(operand) is not None
+
+
+def _moves_along_rows(node: Node, rows: set[int]) -> bool:
+    """Whether a convolution by a constant has the samples along its first axis, as far as lengths tell."""
+    (x, nr), (weight, _), *_ = node.next_functions
+    length = 0 if x is None or weight is not None else shape_of(x, nr)[0]
+    return not length or any(row and length % row == 0 for row in rows)
 
 
 def _argument(value: Any) -> int | str | tuple | None:
