@@ -664,6 +664,27 @@ def test_samples_are_found_where_half_precision_has_its_smallest_numbers():
             (loss * 2.0**12).backward()
 
 
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("scale", [1.0, 0.1, 0.01])
+def test_single_calls_in_half_precision_share_no_sample(scale: float, monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    for _ in range(3):
+        monkeypatch.setattr("curvopt.core.samples._found", {})
+        layer, last = nn.Linear(6, 8), nn.Linear(8, 3)
+        last.weight.data.mul_(scale)
+        model, x = extend(nn.ModuleList([layer, last]).half()), torch.randn(4, 6).half()
+
+        def losses(x: Tensor, layer: nn.Module = layer, last: nn.Module = last) -> Tensor:
+            z = last(torch.tanh(torch.stack([layer(row) for row in x])))
+            return F.cross_entropy(z, torch.zeros(len(x), dtype=torch.long), reduction="none")
+
+        expected = [torch.autograd.grad(losses(x[n, None]).sum(), layer.weight)[0] for n in range(4)]
+        with backpack(BatchGrad()):
+            losses(x).sum().backward()
+        found = model[0].weight.grad_batch
+        torch.testing.assert_close(found, torch.stack(expected), atol=4e-3 * float(found.abs().max()), rtol=0)
+
+
 class Attending(nn.Module):
     """Layers of attention with a bias for every pair of tokens, on top of each other."""
 

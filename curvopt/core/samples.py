@@ -455,12 +455,15 @@ def _sampled(grad: Tensor, axis: int | None, N: int) -> tuple[Tensor, int | None
     return torch.cat([sums, entries[:, few * long :]], 1), 0
 
 
-def _shared(grad: Tensor, scaled: Tensor, axis: int) -> Tensor:
+def _shared(grad: Tensor, scaled: Tensor, axis: int, half: bool) -> Tensor:
     """Whether a row of an axis got gradients of several samples: then its entries are not all scaled by one factor."""
     grad, scaled = (each.movedim(axis, 0).flatten(1).double() for each in (grad, scaled))
-    factors = (scaled / grad).masked_fill(grad == 0, torch.nan)
+    # in half precision small numbers are no more precise than `aligned` takes them to be
+    smallest, tolerance = (2.0**-8, 1e-2) if half else (0.0, 1e-3)
+    told = (grad != 0) & (torch.minimum(grad.abs(), scaled.abs()) >= smallest)
+    factors = (scaled / grad).masked_fill(~told, torch.nan)
     least, most = factors.nan_to_num(torch.inf).amin(1), factors.nan_to_num(-torch.inf).amax(1)
-    return (most > 1.001 * least).any()
+    return (most > (1 + tolerance) * least).any()
 
 
 def unaligned(
@@ -521,7 +524,7 @@ def _probe(
         scaled, axis = sampled(k, scaled)
         single = grad.new_ones((), dtype=torch.bool)
         if axis is not None and grad.dim() > 1 and grad.numel() and grad.shape[axis] < N:
-            single = ~_shared(grad, scaled, axis)
+            single = ~_shared(grad, scaled, axis, half)
         verdict = torch.stack([met, aligned(grad, scaled, axis, factors.to(grad.device), half), single]).to(z.device)
         verdicts[k] = verdict & verdicts[k] if k in verdicts else verdict
 
