@@ -465,6 +465,17 @@ def test_small_moments_of_patches_are_not_lost_beside_large_edges(
     torch.testing.assert_close(*(scale[:, None] * factor * scale for factor in factors), rtol=0, atol=1e-5)
 
 
+def test_squares_by_pairs_are_not_negative(monkeypatch: pytest.MonkeyPatch):
+    """Where positions cancel, as behind an instance norm, sums of terms of both signs round."""
+    monkeypatch.setattr(costs, "by_pairs", lambda *sizes: True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.InstanceNorm2d(16), nn.Tanh(), nn.Flatten())
+    model = extend(model.append(nn.Linear(64, 5)))
+    with backpack(BatchDiagGGNExact(), DiagGGNExact()):
+        F.cross_entropy(model(1000 + torch.randn(8, 8, 2, 2)), torch.arange(8) % 5).backward()
+    assert model[0].weight.diag_ggn_exact_batch.min() >= 0 and model[0].weight.diag_ggn_exact.min() >= 0
+
+
 def outer_of(jacobian: Outer) -> Outer:
     """The same of patches that are put together, and not known to be shifted."""
     return Outer(jacobian.left, jacobian.right, jacobian.shape)

@@ -873,6 +873,7 @@ class Squares:
         self.per_sample = per_sample
         self._value: Tensor | None = None
         self._pairs: tuple[Outer, Tensor] | None = None
+        self._signed = False
         self._kept: list[Outer] = []
         self._dtype: torch.dtype | None = None
 
@@ -889,6 +890,7 @@ class Squares:
                 self.total()
             pairs = widened(jacobian.left_pairs())  # which others may share
             self._pairs = jacobian, pairs if self._pairs is None else self._pairs[1] + pairs
+            self._signed = self._signed or jacobian.weights is not None
             return self
         if self._kept and not self._kept[0].goes_with(jacobian):
             self._add_kept()
@@ -910,6 +912,8 @@ class Squares:
         if self._pairs is not None:
             (jacobian, left), self._pairs = self._pairs, None
             squares = jacobian.squares_of_pairs(cast(left, jacobian.left.dtype), self.per_sample)
+            if jacobian.S > 1 and not self._signed:  # terms of both signs may round to less than nothing
+                squares.clamp_(min=0)
             self._value = add(self._value, widened(squares))
         assert self._value is not None
         return cast(self._value, self._dtype)

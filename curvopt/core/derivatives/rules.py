@@ -336,12 +336,7 @@ class DefaultRule(Rule):
                 total = vjp([_weighted_sum(grad, weights).to(grad.dtype).flatten(0, 1) for grad in arrived])[0]
                 if not all(_same_sum(values[name], weights, total[name]) for name in parameters):
                     values, results = self._loop(outputs, parameters, samples, arrived, use)
-            except Exception as error:
-                if "randomness" in str(error):
-                    raise CurvoptError(
-                        f"{use.describe()}: its forward draws random numbers (dropout?) that cannot be drawn again; "
-                        "call model.eval() or move the random operation into a submodule without parameters."
-                    ) from error
+            except Exception:
                 values, results = self._loop(outputs, parameters, samples, arrived, use)
         again = dict(zip(wanted, (result.flatten(0, 1) for result in results), strict=True))
         check_outputs(use, [again.get(i) for i in range(len(grads))], "called on one sample at a time")
@@ -421,7 +416,8 @@ class DefaultRule(Rule):
             results.append([out if create_graph else out.detach() for out in result])
         if state.passed():
             raise CurvoptError(
-                f"{use.describe()}: its forward draws random numbers that cannot be drawn again; call model.eval()."
+                f"{use.describe()}: its forward draws random numbers (dropout?) that cannot be drawn again; call "
+                "model.eval() or move the random operation into a submodule without parameters."
             )
         stacked = [torch.stack(column, 1) for column in zip(*values, strict=True)]
         return dict(zip(names, stacked, strict=True)), [torch.stack(column) for column in zip(*results, strict=True)]
