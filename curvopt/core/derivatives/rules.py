@@ -476,12 +476,12 @@ def _weights(arrived: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         values: what they were pulled back to, likewise: weighted, all are about as long, and none too short to count.
     """
     V, N = arrived[0].shape[:2]
-    there, own = (
-        torch.stack([torch.linalg.vector_norm(widened(x.detach()).reshape(V, N, -1), dim=2).double() for x in of]).sum(
-            0
-        )
-        for of in (arrived, values)
-    )
+
+    def lengths(tensors: Sequence[Tensor]) -> Tensor:
+        parts = [widened(x.detach()).reshape(V, N, -1) for x in tensors]
+        return torch.stack([torch.linalg.vector_norm(part, dim=2).double() for part in parts]).sum(0)
+
+    there, own = lengths(arrived), lengths(values)
     sizes = torch.where(own > 0, own, there * (own.sum() / there.sum()))
     weights = (torch.arange(V * N, dtype=torch.float64).cos() + 1.5).reshape(V, N).to(sizes.device)
     return weights / torch.where(sizes > 0, sizes, 1)
