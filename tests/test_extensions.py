@@ -224,15 +224,16 @@ def test_averaged_factors_equal_the_recursion_or_are_refused(case: Case):
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_averaged_factors_of_a_cnn(reduction: str, groups: int):
+@pytest.mark.parametrize("mode", ["zeros", "circular"])
+def test_averaged_factors_of_a_cnn(mode: str, reduction: str, groups: int):
     net = lambda: nn.Sequential(  # noqa: E731
         nn.Conv2d(2, 4, 3, padding=1, groups=groups),
         nn.Sigmoid(),
         nn.MaxPool2d(2),
-        nn.Conv2d(4, 2, 2, bias=False),
+        nn.Conv2d(4, 2, 2, padding=1, bias=False, padding_mode=mode),
         nn.Tanh(),
         nn.Flatten(),
-        nn.Linear(4, 3),
+        nn.Linear(24, 3),
     )
     case = Case("", net, normal(3, 2, 6, 4), cross_entropy(reduction=reduction), labels)
     problem, pristine = extended(case), case.problem()

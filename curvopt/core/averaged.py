@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from curvopt.core.derivatives.affine import Convolution
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.derivatives.rules import AffineRule
 from curvopt.core.eigen import eigh
@@ -68,7 +69,7 @@ def averaged_jacobians(
         if not left:
             return
         nodes = {node for node, _ in left}
-        inputs = [e for e in _inputs(edge.node) if leads_to(e.node, nodes)]
+        inputs = [e for e in _inputs(edge.node, entry) if leads_to(e.node, nodes)]
         if len(inputs) != 1:
             raise CurvoptError(
                 f"kfra is defined for sequential networks only, but {name_of(edge.node)} has {len(inputs)} inputs that "
@@ -91,5 +92,10 @@ def _root(columns: Tensor) -> Tensor:
     return (eigenvectors * eigenvalues.clamp(min=0).sqrt()).T
 
 
-def _inputs(node: Node) -> list[GradientEdge]:
+def _inputs(node: Node, entry: Entry | None) -> list[GradientEdge]:
+    """Of the whole use if it is the output of a convolution, whose padding may go several ways (a circular one)."""
+    if entry is not None and isinstance(entry.rule, Convolution) and len(entry.use.boundary) == 1:
+        (before,) = entry.use.boundary
+        if len(before._input_metadata) == 1:  # type: ignore[attr-defined]
+            return [GradientEdge(before, 0)]
     return [GradientEdge(f, nr) for f, nr in node.next_functions if f is not None]
