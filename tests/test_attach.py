@@ -145,6 +145,21 @@ def test_other_calls_into_autograd_are_left_alone(monkeypatch: pytest.MonkeyPatc
     nn.Linear(3, 1)(torch.randn(2, 3)).sum().backward()
 
 
+@pytest.mark.parametrize("make", [KFACSGD, lambda params: DiagonalNewton(params, curvature="diag_h")])
+def test_graphs_of_gradients_are_built_though_fields_would_be_differentiated_wrongly(make: Callable) -> None:
+    middle = nn.LayerNorm(8) if make is not KFACSGD else nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    model, x, y = (
+        nn.Sequential(nn.Linear(4, 8), middle, nn.Tanh(), nn.Linear(8, 3)),
+        torch.randn(6, 4),
+        torch.arange(6) % 3,
+    )
+    optimizer = make(model.parameters())
+    optimizer.attach(model)
+    nn.functional.cross_entropy(model(x), y).backward(create_graph=True)
+    optimizer.step()
+    assert "none" not in optimizer.coverage().values()
+
+
 def test_a_model_without_parameters_of_the_optimizer_is_refused() -> None:
     with pytest.raises(CurvoptError, match=r"attach\(\): no parameter of this optimizer belongs to this Sequential"):
         KFACSGD(mlp().parameters()).attach(mlp())

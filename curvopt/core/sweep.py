@@ -245,7 +245,7 @@ class Pass:
         self.losses_left = len(graph.losses)
         self.losses_of_others = set() if counted is None else self._losses_of_others(counted)
         self._check(graph)
-        if how.again:
+        if how.again and counted is None:  # nobody differentiates what optimizers take
             self._check_derivatives(graph)
         with self._named():
             self.samples = find_samples(graph, graph.heads)
