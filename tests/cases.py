@@ -572,6 +572,7 @@ CASES = [
             "one-for-all": lambda: nn.Conv2d(2, 4, 3, stride=(2,), padding=(1,), dilation=(2,)),
             "numbers-assigned": lambda: changed(nn.Conv2d(2, 4, (2, 3)), stride=2, padding=1, dilation=2),
             "same-assigned": lambda: changed(nn.Conv2d(2, 4, (3, 2), padding=1), padding="same", dilation=(2, 1)),
+            "valid-assigned": lambda: changed(nn.Conv2d(2, 4, (2, 3), padding=1), padding="valid"),
             "same-dilation-assigned": lambda: changed(nn.Conv2d(2, 4, (3, 2), padding="same"), dilation=2),
             "other-kernel": lambda: changed(nn.Conv2d(2, 4, (3, 1)), weight=nn.Parameter(torch.randn(4, 2, 1, 3))),
             "larger-kernel": lambda: changed(nn.Conv2d(2, 4, 3), weight=nn.Parameter(torch.randn(4, 2, 5, 4))),

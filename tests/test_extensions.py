@@ -242,6 +242,12 @@ def test_averaged_factors_of_a_cnn(mode: str, reduction: str, groups: int):
     expected = Reference(pristine.model, pristine.x, problem.loss_of_output).kfra(list(pristine.model))
     for name, p in problem.trainable().items():
         compare(p.kfra, expected[name], name)
+    factors = [p.kfra for p in problem.model[0].parameters()]
+    problem.model[3].requires_grad_(False)
+    with backpack(KFRA()):
+        problem.loss().backward()
+    for p, expected in zip(problem.model[0].parameters(), factors, strict=True):
+        compare(p.kfra, expected, "before a frozen convolution")
 
 
 @pytest.mark.parametrize("subsampling", [[0], [2, 0], [1, 1, -1], (0, 2), range(1, 3), []], ids=str)

@@ -563,6 +563,28 @@ def test_weight_of_a_loss_is_the_same_where_it_is_flat(by_entries: bool):
     assert weights == [0.25 if by_entries else 1.0] * 2
 
 
+class OfCentredRows(nn.Module):
+    """A linear loss that takes no other rows than centred ones, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        if z.sum(1).abs().max() > 1e-5:
+            raise ValueError("rows have to be centred")
+        return (z * y).mean()
+
+
+def test_flat_loss_is_asked_for_nothing_that_it_may_not_take():
+    lossfunc, model = extend(OfCentredRows(), loss=True), extend(nn.Linear(4, 3))
+    z = model(torch.randn(5, 4))
+    with pytest.warns(CurvoptWarning, match="linear in its input"), backpack(KFLR()):
+        lossfunc(z - z.mean(1, keepdim=True), torch.randn(5, 3)).backward()
+    assert not model.weight.kflr[0].any() and lossfunc.calls == 2
+
+
 def test_loss_with_parameters_is_refused():
     module = loss_of_own(lambda z, y: z.square().sum())
     module.scale = nn.Parameter(torch.ones(()))

@@ -816,12 +816,26 @@ class Determinant(nn.Module):
         return torch.det(F.bilinear(x, x, self.forms).view(-1, 2, 2)).unsqueeze(1)
 
 
+class BesideLargeOnes(Determinant):
+    """Beside another parameter, whose gradients are larger."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.full((1,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.hypot(super().forward(x), self.bias)
+
+
+@pytest.mark.parametrize("kind", [Determinant, BesideLargeOnes])
 @pytest.mark.parametrize("seed", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_batching_rules_are_not_trusted_in_samples_of_small_gradients(dtype: torch.dtype, seed: int):
+def test_batching_rules_are_not_trusted_in_samples_of_small_gradients(dtype: torch.dtype, seed: int, kind: type):
     torch.manual_seed(seed)
-    model, x, y = extend(Determinant().to(dtype)), torch.randn(4, 3, dtype=dtype), torch.randn(4, 1, dtype=dtype)
+    model, x, y = extend(kind().to(dtype)), torch.randn(4, 3, dtype=dtype), torch.randn(4, 1, dtype=dtype)
     weights = torch.tensor([1, 1e-4, 1e-6, 0], dtype=dtype)
+    if kind is BesideLargeOnes:
+        x, weights = x * torch.tensor([1, 0.1, 0.03, 0.01], dtype=dtype)[:, None], torch.ones(4, dtype=dtype)
 
     def losses(rows: slice) -> Tensor:
         return F.mse_loss(model(x[rows]), y[rows], reduction="none").sum(1) * weights[rows]

@@ -434,6 +434,39 @@ def test_positions_count_once_wherever_their_samples_lie(inner: nn.Module):
     torch.testing.assert_close(*factors)
 
 
+class WithPrompt(nn.Module):
+    """A layer that is called on the samples and on what they share, which is used in another way than by adding it."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor], expand: bool):
+        super().__init__()
+        self.layer, self.last, self.use, self.expand = nn.Linear(3, 3), nn.Linear(3, 2), use, expand
+        self.prompt = nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        prompt = self.prompt.expand(len(x), -1, -1) if self.expand else self.prompt
+        return self.last(self.use(torch.tanh(self.layer(x)), self.layer(prompt)))
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda h, prompt: h * prompt[..., 0, :],
+        lambda h, keys: torch.einsum("nd,nkd->nk" if keys.dim() > 2 else "nd,kd->nk", h, keys) @ h.new_ones(2, 3),
+    ],
+    ids=["gate", "keys"],
+)
+def test_positions_that_samples_share_count_for_each(use: Callable[[Tensor, Tensor], Tensor]):
+    factors = []
+    for expand in (False, True):
+        torch.manual_seed(0)
+        model = extend(WithPrompt(use, expand).double())
+        with backpack(KFLR()):
+            F.cross_entropy(model(torch.randn(4, 3).double()), torch.arange(4) % 2).backward()
+        factors.append(model.layer.weight.kflr)
+    torch.testing.assert_close(*factors)
+
+
 class TimeFirstAtLast(nn.Module):
     """A layer that has the samples along the second axis, before a loss that is not known."""
 

@@ -46,6 +46,9 @@ def averaged_jacobians(
                 "layers; use KFAC or KFLR."
             )
         at |= {(e.node, e.output_nr): entry for e in entry.edges.values()}
+    uses = {
+        (e.node, e.output_nr): entry for entry in graph.entries.values() for e in entry.edges.values()
+    }  # frozen, too
     columns = curvature.root(0, curvature.columns) * scale
     root = _root(columns.reshape(len(columns), len(columns[0]), -1).flatten(0, 1))
     left = set(at)
@@ -69,7 +72,7 @@ def averaged_jacobians(
         if not left:
             return
         nodes = {node for node, _ in left}
-        inputs = [e for e in _inputs(edge.node, entry) if leads_to(e.node, nodes)]
+        inputs = [e for e in _inputs(edge.node, uses.get((edge.node, edge.output_nr))) if leads_to(e.node, nodes)]
         if len(inputs) != 1:
             raise CurvoptError(
                 f"kfra is defined for sequential networks only, but {name_of(edge.node)} has {len(inputs)} inputs that "

@@ -80,6 +80,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         self.began: Callable[[], None] | None = None
         #: Called at the end of each backward with this weight, and with the number of variables of a prediction.
         self.finished: Callable[[Tensor | float, int], None] | None = None
+        #: Called once gradients are what the backward leaves (``DistributedDataParallel`` writes them after its end).
+        self.ended: Callable[[], None] | None = None
         #: If set, only losses that reach one of these tensors count in the weight: the optimizer's, whose step has to
         #: be the same whatever is added to its loss.
         self.counted: set[Tensor] | None = None
@@ -178,10 +180,12 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                     handles.append(listen(edge, functools.partial(self._tell, Pass.gradient, entry.use, index)))
             for p in pending.awaited:
                 handles.append(listen(get_gradient_edge(p), functools.partial(self._tell, Pass.accumulated, p)))
-            if not pending.spared:
-                return call()
             others = [leaf for leaf in graph.leaves if leaf not in pending.spared]
-            return call((*others, *(edge for edges in pending.spared.values() for edge in edges)))
+            passed = [edge for edges in pending.spared.values() for edge in edges]
+            result = call((*others, *passed)) if pending.spared else call()
+            if self.ended is not None and how.accumulates:
+                self.ended()
+            return result
         except BaseException:
             self._abandon()
             raise

@@ -48,9 +48,9 @@ class Jacobian(ABC):
     columns: int | None = None
     #: Whether some positions may be those of other samples, where these do not lie one after the other.
     positions_of_all = False
-    #: How often it has every position of the batch: of every sample, where each sample may have any of them.
-    copies = 1
-    #: Those of single uses, if it is of several of which some have copies.
+    #: Whether it has all positions of the batch for every sample, of which each may be of one sample only.
+    of_batch = False
+    #: Those of single uses, if it is of several of which some are of the batch.
     uses: Sequence[Jacobian] = ()
     #: How many columns there is memory for, if they are worth keeping.
     kept = 1
@@ -101,11 +101,11 @@ class Jacobian(ABC):
 
     @property
     def positions(self) -> int:
-        """How many positions `right_factor` is a mean over, copies not counted."""
+        """How many positions the samples have, where those of the batch may be of one sample each."""
         return 0
 
     def right_factor_of_uses(self, approx: Approx = "expand", limit: int | None = None) -> Tensor | None:
-        """`right_factor`, in which copies count once."""
+        """`right_factor`, in which every use counts by its `positions`."""
         if approx == "reduce" or not self.uses:
             return self.right_factor(approx, limit)
         total = max(sum(use.positions for use in self.uses), 1)
@@ -365,7 +365,7 @@ class Outer(Jacobian):
 
     @property
     def positions(self) -> int:
-        return self.N * self.S // self.copies
+        return self.S if self.of_batch and _are_apart(self.left.movedim(3, 2)) else self.N * self.S
 
     def sum_batch(self) -> Tensor:
         return self._shaped(_over_samples(self.left, self.right))
@@ -793,7 +793,8 @@ class Lookup(Jacobian):
 
     @property
     def positions(self) -> int:
-        return len(self.rows) // self.copies
+        P = len(self.rows)
+        return P // self.N if self.of_batch and _are_apart(self.left.unflatten(1, (self.N, -1))) else P
 
     def sum_batch(self) -> Tensor:
         return self._scatter(self.left, 1, self.rows, self.shape[0])
@@ -1213,7 +1214,7 @@ def combine(parts: Sequence[Jacobian]) -> Jacobian:
     if len(parts) == 1:
         return parts[0]
     result = _concatenate(parts)
-    if isinstance(result, (Outer, Lookup)) and len({part.copies for part in parts}) > 1:
+    if isinstance(result, (Outer, Lookup)) and any(part.of_batch for part in parts):
         result.uses = parts
     result.origin = tuple(use for part in parts for use in part.origin)
     result.positions_of_all = any(part.positions_of_all for part in parts)
@@ -1227,14 +1228,14 @@ def by_sample(sides: Tensor, N: int) -> Tensor:
     return rearrange(sides, "... (n k) g s f -> ... n g (k s) f", n=N)
 
 
-def of_samples(jacobian: Jacobian, N: int, shared: bool) -> Jacobian:
-    """One Jacobian of V vectors and N samples from one of one sample, whose vectors are those of N samples in turn.
+def _are_apart(vectors: Tensor) -> bool:
+    """Whether no position of ``[V, N, S, ...]`` is reached by more than one sample."""
+    reached = (vectors != 0).flatten(3).any(3).any(0)
+    return not bool((reached.sum(0) > 1).any())
 
-    Args:
-        jacobian: of one sample.
-        N: number of samples.
-        shared: whether all samples have all its positions; else it has those of the batch.
-    """
+
+def of_samples(jacobian: Jacobian, N: int) -> Jacobian:
+    """One Jacobian of V vectors and N samples from one of one sample, whose vectors are those of N samples in turn."""
     if isinstance(jacobian, Outer):
         left, right = jacobian.left.flatten(0, 1).unflatten(0, (-1, N)), jacobian.right.expand(N, -1, -1, -1)
         result: Jacobian = Outer(left, right, jacobian.shape, jacobian.transposed)
@@ -1246,7 +1247,7 @@ def of_samples(jacobian: Jacobian, N: int, shared: bool) -> Jacobian:
         result.positions_of_all = len(rows) > 1
     else:
         result = Dense(jacobian.dense().flatten(0, 1).unflatten(0, (-1, N)))
-    result.copies = 1 if shared else N
+    result.of_batch = True
     result.origin = jacobian.origin
     return result
 

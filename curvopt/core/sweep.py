@@ -669,7 +669,7 @@ class Pass:
                 columns[entry] = [None] * len(entry.use.shapes)
                 columns[entry][first] = vectors[0].new_zeros(len(vectors[0]) * N, *entry.use.shapes[first])
             for p, jacobian in self._jac_t(entry, columns.pop(entry), 1):
-                visit(p, of_samples(jacobian, N, shared=entry.use in self.samples.met))
+                visit(p, of_samples(jacobian, N))
 
     def _arrivals(
         self,
@@ -930,8 +930,9 @@ class Pass:
     def _check_derivatives(self, graph: Graph) -> None:
         """Refuse to build a graph of fields by which they would be differentiated wrongly."""
         of_hessian = [e for e in self.second_order if isinstance(e.columns, Hessian)]
+        others = [e for e in self.extensions if e not in of_hessian]
         for edge in graph.heads.values():
-            for wrong, extensions in ((WRONG_TWICE, self.extensions), (WRONG_THREE_TIMES, of_hessian)):
+            for wrong, extensions in ((WRONG_TWICE, others), (WRONG_THREE_TIMES, of_hessian)):
                 if extensions:
                     what = f"{fields_of(extensions)} cannot be differentiated"
                     self._refuse_wrong(wrong, edge.node, what, "call backward without create_graph")

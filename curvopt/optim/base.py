@@ -434,6 +434,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         alone = self._peers() is None
         context.skips_empty, context.counted = not alone, set(self._params())
         context.began = self._forget_discarded
+        context.ended = self._note_zeros
         context.finished = lambda weight, variables: self._absorb(weight, variables, scale)
         try:
             with context:
@@ -453,6 +454,11 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         zeros = self._zeros() if last.curvature else None
         if all(param.grad is None for param in self._params()) or (zeros and not _are_same(zeros, last.zeros)):
             self._pending, self._fresh = Collection(), Collection()
+
+    def _note_zeros(self) -> None:
+        """A backward has ended, and all gradients are there."""
+        if self._fresh is not None and self._fresh.curvature:
+            self._fresh.zeros = self._zeros()
 
     def _zeros(self) -> list[tuple[Tensor, int]]:
         """All gradients and their versions, if none has an entry but zeros: usually the first one does."""
@@ -504,7 +510,7 @@ class CurvatureOptimizer(torch.optim.Optimizer, ABC):
         if self._fresh is None or not arrived:
             return
         weight = widened(torch.as_tensor(weight, device=next(iter(arrived)).device))
-        collected = Collection({}, weight, weight / loss_scale, variables=variables, zeros=self._zeros())
+        collected = Collection({}, weight, weight / loss_scale, variables=variables)
         for param, (tensors, of_input) in arrived.items():
             if of_input is not None:
                 tensors[of_input] = tensors[of_input] * weight.to(tensors[of_input])

@@ -73,7 +73,7 @@ class Convolution(AffineRule):
 
 def per_axis(setting: Any, axes: int) -> Sequence[int]:
     """A setting along each axis: assigned after construction, or in a list, it may be one number for all."""
-    values = (setting,) if isinstance(setting, int) else setting
+    values = setting if isinstance(setting, Sequence) else (setting,)
     return values if len(values) == axes else [values[0]] * axes
 
 
@@ -115,8 +115,9 @@ class Conv(Convolution):
         if mode == "zeros" and module.padding == "same":
             spans = [dilation * (size - 1) for size, dilation in zip(sizes, dilations, strict=True)]
             amounts = [amount for span in reversed(spans) for amount in (span // 2, span - span // 2)]
-        elif mode == "zeros" and module.padding != "valid":
-            amounts = [amount for amount in reversed(per_axis(module.padding, len(sizes))) for _ in range(2)]
+        elif mode == "zeros":
+            around = per_axis(0 if module.padding == "valid" else module.padding, len(sizes))
+            amounts = [amount for amount in reversed(around) for _ in range(2)]
         return F.pad(x, amounts, mode="constant" if mode == "zeros" else mode) if any(amounts) else x
 
     def fold(self, module: nn.Conv2d, grad: Tensor, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ formula is known, register it, as a class with `columns`, `root` and `sample` or
 
 from __future__ import annotations
 
+import copy
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -400,10 +401,7 @@ def _from_autograd(use: LossUse, z: Tensor) -> LossCurvature:
             CurvoptWarning,
             stacklevel=2,
         )
-        # whether it is a sum over entries, or over samples, may show elsewhere: at outputs that have traded places
-        order = torch.randperm(z.numel(), generator=generator, device=z.device)
-        _, product = _hessian_at(use, z.detach().flatten()[order].view(z.shape))
-        if not _is_diagonal(product(torch.ones_like(z)), probe, product(probe)):
+        if not _is_diagonal_elsewhere(use, z, probe, generator):
             return Blocks(z.new_zeros(N, D, D), z.shape)
     if _is_diagonal(diagonal, probe, image):
         _check_convex(use, diagonal)
@@ -454,6 +452,21 @@ def _hessian_at(use: LossUse, z: Tensor) -> tuple[Tensor, Callable[[Tensor], Ten
         return Hv
 
     return value, product
+
+
+def _is_diagonal_elsewhere(use: LossUse, z: Tensor, probe: Tensor, generator: torch.Generator) -> bool:
+    """Whether the Hessian of a loss that is flat is diagonal where it is not: at outputs that have traded places.
+
+    It is a sum over entries then, else over samples. If it cannot be told (the loss may not take such outputs), it is.
+    """
+    order = torch.randperm(z.numel(), generator=generator, device=z.device)
+    elsewhere = copy.copy(use)
+    try:
+        elsewhere.module = copy.deepcopy(use.module)  # it may keep something
+        _, product = _hessian_at(elsewhere, z.detach().flatten()[order].view(z.shape))
+        return _is_diagonal(product(torch.ones_like(z)), probe, product(probe))
+    except Exception:
+        return True
 
 
 def _rounding(image: Tensor) -> Tensor:

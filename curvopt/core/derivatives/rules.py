@@ -325,18 +325,22 @@ class DefaultRule(Rule):
 
         samples = [leaves[i].unflatten(0, (N, -1)) for i in batched]
         elements = arrived[0].shape[0] * max((p.numel() for p in parameters.values()), default=1)
+        values: dict[str, Tensor] = {}
         with disable():
             try:
                 chunk = costs.samples_in_vmap(elements, arrived[0].device.type)
-                mapped = torch.func.vmap(products, (0, 1), (1, 0), chunk_size=chunk)
-                values, results = mapped(samples, arrived)
+                values, results = torch.func.vmap(products, (0, 1), (1, 0), chunk_size=chunk)(samples, arrived)
                 # some operators have wrong batching rules in PyTorch: a weighted sum is known without any
                 _, vjp, *_ = torch.func.vjp(partial(whole, given=leaves), parameters)
-                weights = _weights(arrived, list(values.values()))
-                total = vjp([_weighted_sum(grad, weights).to(grad.dtype).flatten(0, 1) for grad in arrived])[0]
-                if not all(_same_sum(values[name], weights, total[name]) for name in parameters):
-                    values, results = self._loop(outputs, parameters, samples, arrived, use)
-            except Exception:
+                right = _have_sums(values, arrived, vjp)
+            except Exception as error:
+                if "randomness" in str(error):
+                    raise CurvoptError(
+                        f"{use.describe()}: its forward draws random numbers (dropout?) that cannot be drawn again; "
+                        "call model.eval() or move the random operation into a submodule without parameters."
+                    ) from error
+                right = False
+            if not right:
                 values, results = self._loop(outputs, parameters, samples, arrived, use)
         again = dict(zip(wanted, (result.flatten(0, 1) for result in results), strict=True))
         check_outputs(use, [again.get(i) for i in range(len(grads))], "called on one sample at a time")
@@ -416,8 +420,7 @@ class DefaultRule(Rule):
             results.append([out if create_graph else out.detach() for out in result])
         if state.passed():
             raise CurvoptError(
-                f"{use.describe()}: its forward draws random numbers (dropout?) that cannot be drawn again; call "
-                "model.eval() or move the random operation into a submodule without parameters."
+                f"{use.describe()}: its forward draws random numbers that cannot be drawn again; call model.eval()."
             )
         stacked = [torch.stack(column, 1) for column in zip(*values, strict=True)]
         return dict(zip(names, stacked, strict=True)), [torch.stack(column) for column in zip(*results, strict=True)]
@@ -468,23 +471,55 @@ def check_outputs(use: Use, results: Sequence[Tensor | None], how: str) -> None:
     use.cache["checked"] = True
 
 
-def _weights(arrived: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+def _have_sums(values: dict[str, Tensor], arrived: Sequence[Tensor], vjp: Callable) -> bool:
+    """Whether products by parameter, ``[V, N, *p]``, add up to what vectors that were added before are pulled back to.
+
+    They are weighted so that all are about as long, and none is too short to count.
+
+    Args:
+        values: the products.
+        arrived: their vectors, ``[V, N, ...]`` each.
+        vjp: pulls vectors of all samples back, to sums by parameter.
+    """
+
+    def agree(names: Sequence[str], own: Tensor) -> bool:
+        weights = _weights(there, own)
+        total = vjp([_weighted_sum(grad, weights).to(grad.dtype).flatten(0, 1) for grad in arrived])[0]
+        return all(_same_sum(values[name], weights, total[name]) for name in names)
+
+    if any(value.shape[:2] != arrived[0].shape[:2] for value in values.values()):
+        return False
+    there = torch.stack([_lengths(grad) for grad in arrived]).sum(0)
+    lengths = {name: _lengths(value) for name, value in values.items()}
+    longest = torch.stack([*lengths.values()]).sum(0)
+    alone = [name for name, own in lengths.items() if _vary(own / longest)]  # short where others are long
+    alike = [name for name in lengths if name not in alone]
+    return (not alike or agree(alike, longest)) and all(agree([name], lengths[name]) for name in alone)
+
+
+def _vary(parts: Tensor) -> bool:
+    """Whether some of the numbers that are not zero are a hundredth of the largest, or less."""
+    parts = parts[parts > 0]
+    return parts.numel() > 0 and bool(parts.min() * 100 <= parts.max())
+
+
+def _lengths(values: Tensor) -> Tensor:
+    """Of vectors ``[V, N, ...]``, ``[V, N]``."""
+    values = widened(values.detach())
+    return torch.linalg.vector_norm(values.reshape(*values.shape[:2], -1), dim=2).double()
+
+
+def _weights(there: Tensor, own: Tensor) -> Tensor:
     """A positive number for each vector and each sample, ``[V, N]``, so that no two trade places unnoticed.
 
     Args:
-        arrived: the vectors, ``[V, N, ...]`` each.
-        values: what they were pulled back to, likewise: weighted, all are about as long, and none too short to count.
+        there: lengths of the vectors, ``[V, N]``.
+        own: lengths of what they were pulled back to, which are about the same when weighted.
     """
-    V, N = arrived[0].shape[:2]
-
-    def lengths(tensors: Sequence[Tensor]) -> Tensor:
-        parts = [widened(x.detach()).reshape(V, N, -1) for x in tensors]
-        return torch.stack([torch.linalg.vector_norm(part, dim=2).double() for part in parts]).sum(0)
-
-    there, own = lengths(arrived), lengths(values)
     sizes = torch.where(own > 0, own, there * (own.sum() / there.sum()))
-    weights = (torch.arange(V * N, dtype=torch.float64).cos() + 1.5).reshape(V, N).to(sizes.device)
-    return weights / torch.where(sizes > 0, sizes, 1)
+    different = (torch.arange(own.numel(), dtype=torch.float64).cos() + 1.5).reshape(own.shape).to(own.device)
+    weights = different / torch.where(sizes > 0, sizes, 1)
+    return weights / (weights * there).max().clamp(min=torch.finfo(torch.float64).tiny)  # in range, in half precision
 
 
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
