@@ -26,10 +26,12 @@ from curvopt import backpack, extend
 from curvopt.core import sweep
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions import (
+    KFAC,
     KFLR,
     BatchGrad,
     BatchL2Grad,
     DiagGGNExact,
+    DiagGGNMC,
     Extension,
     KFACEmpirical,
     SumGradSquared,
@@ -465,6 +467,34 @@ def test_positions_that_samples_share_count_for_each(use: Callable[[Tensor, Tens
             F.cross_entropy(model(torch.randn(4, 3).double()), torch.arange(4) % 2).backward()
         factors.append(model.layer.weight.kflr)
     torch.testing.assert_close(*factors)
+
+
+class NormedSteps(nn.Module):
+    """Steps of sequences through a batch norm in train mode, and a layer behind it."""
+
+    def __init__(self, time_first: bool):
+        super().__init__()
+        self.layer, self.norm, self.head = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.time_first = time_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.norm(self.layer(x).mT).mT)
+        return (self.head(h.transpose(0, 1)).transpose(0, 1) if self.time_first else self.head(h)).mean(1)
+
+
+def test_samples_elsewhere_behind_a_batch_norm(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("curvopt.core.samples._mixed", {})
+    x, y, found = torch.randn(4, 8, 5).double(), torch.tensor([0, 1, 2, 1]), []
+    for time_first in (False, True):
+        torch.manual_seed(0)
+        model = extend(NormedSteps(time_first).double())
+        for step in range(4):
+            seeds = [torch.Generator().manual_seed(step) for _ in range(2)]
+            warned = pytest.warns(CurvoptWarning, match="head .Linear.: computing") if time_first and not step else None
+            with warned or nullcontext(), backpack(DiagGGNMC(generator=seeds[0]), KFAC(generator=seeds[1])):
+                F.cross_entropy(model(x), y).backward()
+            found.append([(p.diag_ggn_mc, p.kfac) for p in model.parameters()])
+    torch.testing.assert_close(found[:4], found[4:])
 
 
 class TimeFirstAtLast(nn.Module):

@@ -13,13 +13,14 @@ in the 2nd, 11th, 101st ... backward.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.compare import allclose
@@ -71,14 +72,17 @@ class Found(NamedTuple):
 
 # what was found for a network, by its structure, and in how many backwards it was asked for; None where that changed
 _found: dict[int, tuple[Found | None, int]] = {}
+# the strays of networks with batch norm, and in how many backwards they were asked for
+_mixed: dict[int, tuple[frozenset[int] | None, int]] = {}
 _AGAIN = frozenset(10**digits for digits in range(20))
 
 
 def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     """Find out where the samples lie in a graph.
 
-    Without a loss whose input is known, or where batch norm mixes samples anyway, every first axis must be N or a
-    multiple of it; a module in whose operations samples lie elsewhere is called again.
+    Without a loss whose input is known every first axis must be N or a multiple of it. Where batch norm mixes samples N
+    is told by lengths as well; a module in whose operations samples lie elsewhere is called again, and where they do in
+    uses is looked for as if batch norms were the identity.
 
     Raises:
         CurvoptError: if then they are not.
@@ -94,7 +98,8 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     if single is not None and (vector := _read_as_rows(graph, losses)) is not None:
         raise no_batch_axis(vector.use)
     if not losses or graph.mixing:
-        return _common_length(graph, losses)
+        found = _common_length(graph, losses)
+        return _less_strays(graph, losses, found) if losses else found
     frozen = [entry for entry in graph.entries.values() if not entry.parameters]
     everything = [*entries, *graph.calls, *frozen]
     key = _key(graph, losses, everything)
@@ -124,13 +129,7 @@ def _remembered(
         return known
     dear = strays - passing if _is_small(passing, strays, N, entries) else strays
     if dear:
-        warnings.warn(
-            f"the first axis does not hold the {N} samples one after the other at {_names(entries, dear)}: computing "
-            f"their quantities sample by sample, {N} times the cost. Expanding shared inputs to [N, ...], a "
-            "batch-first layout, or calling a module twice instead of on a concatenated batch avoid that.",
-            CurvoptWarning,
-            stacklevel=3,
-        )
+        _warn(N, _names(entries, dear))
     if known is not None:
         names = _names(entries, strays ^ known.strays or range(len(entries)))
         warnings.warn(
@@ -144,6 +143,16 @@ def _remembered(
             _found.clear()
         _found[key] = (None if times else found), times + 1
     return found
+
+
+def _warn(N: int, names: str) -> None:
+    warnings.warn(
+        f"the first axis does not hold the {N} samples one after the other at {names}: computing "
+        f"their quantities sample by sample, {N} times the cost. Expanding shared inputs to [N, ...], a "
+        "batch-first layout, or calling a module twice instead of on a concatenated batch avoid that.",
+        CurvoptWarning,
+        stacklevel=4,
+    )
 
 
 def _names(entries: Sequence[Entry], indices: Collection[int]) -> str:
@@ -576,15 +585,43 @@ def _common_length(graph: Graph, losses: Sequence[Head]) -> Samples:
     return Samples(N, frozenset())
 
 
+def _less_strays(graph: Graph, losses: Sequence[Head], found: Samples) -> Samples:
+    """The same, with the uses that do not have the samples one after the other, were batch norms the identity."""
+    entries = [entry for entry in graph.entries.values() if entry.parameters]
+    if any(isinstance(node, BackwardCFunction) for node in graph.mixing):  # those of several processes meet in theirs
+        return found
+    key, silent = _key(graph, losses, entries), False
+    strays, times = (None, 0) if key is None else _mixed.get(key, (None, 0))
+    if strays is None or times in _AGAIN:
+        edges = [(i, edge, e.axis(index)) for i, e in enumerate(entries) for index, edge in e.edges.items()]
+        with _without(graph.mixing):
+            probed, silent, _ = unaligned(found.N, losses, edges)
+        if strays is None and probed:
+            _warn(found.N, _names(entries, probed))
+        strays = frozenset(probed)
+    if key is not None and not silent:
+        if len(_mixed) > 256:
+            _mixed.clear()
+        _mixed[key] = strays, times + 1
+    return Samples(found.N, found.unaligned.union(entries[i].use for i in strays))
+
+
+@contextmanager
+def _without(mixing: Collection[Node]) -> Iterator[None]:
+    """Inside, batch norms pull back as if they left their input as it is."""
+    with ExitStack() as hooks:
+        for node in mixing:
+            hooks.callback(node.register_hook(_as_identity).remove)
+        yield
+
+
 def _scattered(N: int, call: Entry, operations: Sequence[Entry], mixing: Collection[Node]) -> bool:
     """Whether N samples at the outputs of a module are elsewhere in operations in it, where batch norm mixes them."""
     outputs = [Ending(call.use, edge) for edge in call.edges.values()]
     if any(output.input.dim() == 0 or _rows(output) % N for output in outputs):
         return True
     edges = [(i, edge, entry.axis(0)) for i, entry in enumerate(operations) for edge in entry.edges.values()]
-    with ExitStack() as hooks:
-        for node in mixing:
-            hooks.callback(node.register_hook(_as_identity).remove)
+    with _without(mixing):
         return bool(unaligned(N, outputs, edges)[0])
 
 
