@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from curvopt import backpack, extend
+from curvopt.core import samples as samples_module
 from curvopt.core import sweep
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions import (
@@ -1077,6 +1078,34 @@ def test_samples_are_looked_for_again_where_a_convolution_may_mix_them():
             F.cross_entropy(model(x), y).backward()
         p = model.layer.weight
         torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
+
+
+class Reordered(nn.Module):
+    """Features, and then samples, in an order that indices tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.order, self.samples = torch.randperm(5), torch.arange(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.layer(x))[:, self.order][self.samples])
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+def test_what_was_found_is_remembered_for_the_same_indices(monkeypatch: pytest.MonkeyPatch):
+    searched = []
+    search = samples_module._search
+    monkeypatch.setattr(samples_module, "_search", lambda *args: (searched.append(1), search(*args))[1])
+    model, x, y = extend(Reordered().double()), torch.randn(6, 4).double(), torch.randint(3, (6,))
+    for step in range(8):
+        if step == 4:
+            model.samples = torch.tensor([1, 2, 0, 5, 3, 4])
+        with backpack(BatchGrad()):
+            F.cross_entropy(model(x), y).backward()
+        p = model.layer.weight
+        torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
+    assert len(searched) == 4  # in the first and the second backward of each
 
 
 class Repeating(nn.Module):

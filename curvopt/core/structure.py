@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from curvopt.core.functional import has_number
 from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, shape_of
-from curvopt.core.saved import is_tensor, names_of
+from curvopt.core.saved import Saved, is_tensor, names_of
 
 # operations that move entries to where the values of a tensor say, among samples perhaps, or sum over them
 _REORDERING = (
@@ -25,6 +25,12 @@ _REDUCING = ("Mean", "Sum", "Var", "Std", "Softmax", "LogSoftmax", "Cum", "Amax"
 #: The end of the name of what operations keep of the layout of operands in memory, which moves no sample.
 _LAYOUT = "_sym_strides"
 _arguments: dict[str, tuple[str, ...]] = {}
+#: The name by which operations keep indices, where these are all that tells.
+_BY_INDICES = {"IndexBackward0": "indices"} | {
+    f"{name}Backward0": "index" for name in ("IndexSelect", "IndexAdd", "Gather")
+}
+#: How many of them are read in every backward.
+_FEW = 1 << 16
 
 
 def structure(
@@ -32,7 +38,7 @@ def structure(
 ) -> int | None:
     """Hash of the operations behind some nodes, how they hang together, their shapes and integer arguments.
 
-    ``None`` where tensors are arguments.
+    ``None`` where tensors are arguments, but for a few indices.
 
     Args:
         ends: the nodes.
@@ -46,8 +52,13 @@ def structure(
     for node in nodes:
         name = name_of(node)
         keeps = _keeper(name)
-        if (keeps is not None and not keeps(node, rows)) or (isinstance(node, BackwardCFunction) and not is_sink(node)):
+        if isinstance(node, BackwardCFunction) and not is_sink(node):
             return None
+        if keeps is not None and not keeps(node, rows):
+            indices = _indices(node, name)
+            if indices is None:
+                return None
+            found += indices
         if name not in _arguments:
             named = (a for a in names_of(node) if not is_tensor(node, a) and not a.endswith(_LAYOUT))
             _arguments[name] = tuple(a for a in named if not isinstance(getattr(node, a), float))
@@ -63,6 +74,18 @@ def structure(
                 nodes.append(following)
             found.append((numbers[following], output_nr))
     return hash(tuple(found))
+
+
+def _indices(node: Node, name: str) -> list[Any] | None:
+    """All that tells where an operation moves entries, if that is a few integers that need not be waited for."""
+    if name not in _BY_INDICES:
+        return None
+    saved = getattr(Saved(node), _BY_INDICES[name])
+    given = saved if isinstance(saved, (tuple, list)) else (saved,)
+    tensors = [x for x in given if x is not None]
+    if any(x.device.type != "cpu" for x in tensors) or sum(x.numel() for x in tensors) > _FEW:
+        return None
+    return [None if x is None else (x.dtype, x.shape, hash(tuple(x.flatten().tolist()))) for x in given]
 
 
 @cache
