@@ -498,6 +498,30 @@ def test_samples_elsewhere_behind_a_batch_norm(monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(found[:4], found[4:])
 
 
+class Rows(nn.Module):
+    """Learned positions in two dimensions: repeated along columns, and along rows, before they are for the samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.columns, self.last = nn.Embedding(3, 2), nn.Embedding(5, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = self.rows(torch.arange(3)), self.columns(torch.arange(5))
+        table = torch.cat([columns.unsqueeze(0).repeat(3, 1, 1), rows.unsqueeze(1).repeat(1, 5, 1)], -1)
+        return self.last(torch.tanh(x + table.flatten(0, 1).unsqueeze(0).repeat(len(x), 1, 1))).mean(1)
+
+
+def test_positions_that_are_repeated_before_they_are_for_the_samples():
+    torch.manual_seed(0)
+    model, x, y = extend(Rows().double()), torch.randn(4, 15, 4).double(), torch.randint(2, (4,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvoptWarning)
+        with backpack(BatchGrad()):
+            F.cross_entropy(model(x), y).backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
+
+
 class TimeFirstAtLast(nn.Module):
     """A layer that has the samples along the second axis, before a loss that is not known."""
 

@@ -104,7 +104,7 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     everything = [*entries, *graph.calls, *frozen]
     key = _key(graph, losses, everything)
     N, strays, passing = _remembered(key, losses, entries, list(graph.calls), frozen)
-    places = _meetings(losses, entries, strays) if passing else {}
+    places = _meetings(losses, entries, strays, N) if passing else {}
     met = {entries[i].use: places[i] for i in passing & places.keys()}
     return Samples(N, frozenset(entries[i].use for i in strays), met)
 
@@ -122,7 +122,7 @@ def _remembered(
         if times not in _AGAIN:
             return known
     (N, strays), silent = _search(losses, entries, calls, frozen)
-    passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays))
+    passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays, N))
     found = Found(N, strays, passing)
     hidden = silent or quiet or _closed(losses, entries)
     if known is not None and (found == known or hidden):
@@ -207,12 +207,17 @@ def _meetings(
     losses: Sequence[Head],
     entries: Sequence[Entry],
     strays: Collection[int],
+    N: int,
     repeated: Callable[[Node, int], bool] = spreads,
 ) -> dict[int, list[Place]]:
-    """By the index of a stray, the first operands above it that are repeated for the samples.
+    """By the index of a stray, the first operands above it that are repeated for N samples, as far as lengths tell.
 
     Strays of which some way leads elsewhere are left out.
     """
+
+    def for_samples(node: Node, i: int) -> bool:
+        return repeated(node, i) and shape_of(node)[0] % N == 0
+
     if not strays:
         return {}
     ends = _ends(losses)
@@ -221,7 +226,7 @@ def _meetings(
     stop = dependents(given, parents).union(ends)
     places: dict[int, list[Place]] = {}
     for i in strays:
-        found = _met_above([edge.node for edge in entries[i].edges.values()], parents, stop, repeated)
+        found = _met_above([edge.node for edge in entries[i].edges.values()], parents, stop, for_samples)
         if found:
             places[i] = found
         else:
@@ -246,7 +251,7 @@ def _of_all_samples(
     nodes = list(walk(_ends(losses)))
     seeing = seeing_more(nodes, parents_of(nodes))
     alone = [i for i in strays if not entries[i].may_hold_samples(seeing)]
-    places = _meetings(losses, entries, strays, broadcasts)
+    places = _meetings(losses, entries, strays, 1, broadcasts)
     rows = {shape_of(node)[0] for each in places.values() for node, _ in each}  # of sequences, of which N has several
     numbers = [N, *(length for length in rows if N % length == 0 and length != N)]
     return frozenset(alone).union(*(_aligned_above(number, losses, places)[0] for number in numbers))
