@@ -484,7 +484,7 @@ class NormedSteps(nn.Module):
 
 
 def test_samples_elsewhere_behind_a_batch_norm(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("curvopt.core.samples._mixed", {})
+    monkeypatch.setattr("curvopt.core.samples._found", {})
     x, y, found = torch.randn(4, 8, 5).double(), torch.tensor([0, 1, 2, 1]), []
     for time_first in (False, True):
         torch.manual_seed(0)

@@ -38,20 +38,16 @@ def averaged_jacobians(
     Raises:
         CurvoptError: if the network is not sequential, or has parameters in other than linear and convolution layers.
     """
-    at: dict[tuple[Node, int], Entry] = {}
     for entry in entries:
         if not isinstance(entry.rule, AffineRule):
             raise CurvoptError(
                 f"{entry.use.describe()}: kfra is defined for sequential networks of linear and convolution "
                 "layers; use KFAC or KFLR."
             )
-        at |= {(e.node, e.output_nr): entry for e in entry.edges.values()}
-    uses = {
-        (e.node, e.output_nr): entry for entry in graph.entries.values() for e in entry.edges.values()
-    }  # frozen, too
+    at = {(e.node, e.output_nr): entry for entry in graph.entries.values() for e in entry.edges.values()}
     columns = curvature.root(0, curvature.columns) * scale
     root = _root(columns.reshape(len(columns), len(columns[0]), -1).flatten(0, 1))
-    left = set(at)
+    left = {place for place, entry in at.items() if entry.parameters}
     while True:
         shape = edge.node._input_metadata[edge.output_nr].shape
         if shape[0] != N:
@@ -59,9 +55,10 @@ def averaged_jacobians(
                 f"kfra: {name_of(edge.node)} has an output of shape {list(shape)}, not one row for each sample."
             )
         vectors = root.reshape(-1, 1, *shape[1:])
-        entry = at.get((edge.node, edge.output_nr))
-        if entry is not None:
-            left.discard((edge.node, edge.output_nr))
+        place = edge.node, edge.output_nr
+        entry = at.get(place)
+        if entry is not None and place in left:
+            left.remove(place)
             entry.use.cache.clear()  # its patches, as the positions of one sample
             with graph.holding(entry):
                 jacobians = entry.rule.jac_t(entry.use, [vectors], list(entry.parameters), 1)
@@ -72,7 +69,7 @@ def averaged_jacobians(
         if not left:
             return
         nodes = {node for node, _ in left}
-        inputs = [e for e in _inputs(edge.node, uses.get((edge.node, edge.output_nr))) if leads_to(e.node, nodes)]
+        inputs = [e for e in _inputs(edge.node, entry) if leads_to(e.node, nodes)]
         if len(inputs) != 1:
             raise CurvoptError(
                 f"kfra is defined for sequential networks only, but {name_of(edge.node)} has {len(inputs)} inputs that "

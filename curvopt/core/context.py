@@ -180,9 +180,11 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                     handles.append(listen(edge, functools.partial(self._tell, Pass.gradient, entry.use, index)))
             for p in pending.awaited:
                 handles.append(listen(get_gradient_edge(p), functools.partial(self._tell, Pass.accumulated, p)))
-            others = [leaf for leaf in graph.leaves if leaf not in pending.spared]
-            passed = [edge for edges in pending.spared.values() for edge in edges]
-            result = call((*others, *passed)) if pending.spared else call()
+            if pending.spared:
+                others = [leaf for leaf in graph.leaves if leaf not in pending.spared]
+                result = call((*others, *(edge for edges in pending.spared.values() for edge in edges)))
+            else:
+                result = call()
             if self.ended is not None and how.accumulates:
                 self.ended()
             return result

@@ -108,9 +108,10 @@ class Jacobian(ABC):
         """`right_factor`, in which every use counts by its `positions`."""
         if approx == "reduce" or not self.uses:
             return self.right_factor(approx, limit)
-        total = max(sum(use.positions for use in self.uses), 1)
-        shares = ((use.positions / total, use.right_factor(approx, limit)) for use in self.uses)
-        return reduce(add, (factor * share for share, factor in shares if factor is not None))
+        counts = [use.positions for use in self.uses]
+        factors = (use.right_factor(approx, limit) for use in self.uses)
+        means = zip(counts, factors, strict=True)
+        return reduce(add, (factor * (count / max(sum(counts), 1)) for count, factor in means if factor is not None))
 
     @abstractmethod
     def rotated(self, bases: Sequence[Tensor]) -> Jacobian:

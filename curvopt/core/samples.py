@@ -72,8 +72,6 @@ class Found(NamedTuple):
 
 # what was found for a network, by its structure, and in how many backwards it was asked for; None where that changed
 _found: dict[int, tuple[Found | None, int]] = {}
-# the strays of networks with batch norm, and in how many backwards they were asked for
-_mixed: dict[int, tuple[frozenset[int] | None, int]] = {}
 _AGAIN = frozenset(10**digits for digits in range(20))
 
 
@@ -97,34 +95,36 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
         raise no_batch_axis(single.use)
     if single is not None and (vector := _read_as_rows(graph, losses)) is not None:
         raise no_batch_axis(vector.use)
-    if not losses or graph.mixing:
-        found = _common_length(graph, losses)
-        return _less_strays(graph, losses, found) if losses else found
+    if not losses:
+        return _common_length(graph, losses)
+    if graph.mixing:
+        return _around_batch_norms(graph, losses)
     frozen = [entry for entry in graph.entries.values() if not entry.parameters]
     everything = [*entries, *graph.calls, *frozen]
-    key = _key(graph, losses, everything)
-    N, strays, passing = _remembered(key, losses, entries, list(graph.calls), frozen)
+    look = partial(_look, losses, entries, list(graph.calls), frozen)
+    N, strays, passing = _remembered(_key(graph, losses, everything), entries, look)
     places = _meetings(losses, entries, strays, N) if passing else {}
     met = {entries[i].use: places[i] for i in passing & places.keys()}
     return Samples(N, frozenset(entries[i].use for i in strays), met)
 
 
-def _remembered(
-    key: int | None, losses: Sequence[Head], entries: Sequence[Entry], calls: Sequence[Entry], frozen: Sequence[Entry]
-) -> Found:
+def _remembered(key: int | None, entries: Sequence[Entry], look: Callable[[], tuple[Found, bool]]) -> Found:
     """Where the samples lie, looked for in the first backward of a structure.
 
     Again after 1, 10, 100 ... of them: operations may treat other values otherwise than the first ones.
+
+    Args:
+        key: of the structure; ``None`` to look in every backward.
+        entries: the uses.
+        look: finds out, and whether something was hidden from it.
     """
     known, times = (None, 0) if key is None else _found.get(key, (None, 0))
     if key is not None and known is not None:
         _found[key] = known, times + 1
         if times not in _AGAIN:
             return known
-    (N, strays), silent = _search(losses, entries, calls, frozen)
-    passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays, N))
-    found = Found(N, strays, passing)
-    hidden = silent or quiet or _closed(losses, entries)
+    found, hidden = look()
+    N, strays, passing = found
     if known is not None and (found == known or hidden):
         return known
     dear = strays - passing if _is_small(passing, strays, N, entries) else strays
@@ -143,6 +143,15 @@ def _remembered(
             _found.clear()
         _found[key] = (None if times else found), times + 1
     return found
+
+
+def _look(
+    losses: Sequence[Head], entries: Sequence[Entry], calls: Sequence[Entry], frozen: Sequence[Entry]
+) -> tuple[Found, bool]:
+    """Where the samples lie, and whether some operation or use may move them, but nothing arrived there."""
+    (N, strays), silent = _search(losses, entries, calls, frozen)
+    passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays, N))
+    return Found(N, strays, passing), silent or quiet or _closed(losses, entries)
 
 
 def _warn(N: int, names: str) -> None:
@@ -170,7 +179,7 @@ def _key(graph: Graph, losses: Collection[Head], everything: Sequence[Entry]) ->
     rows = {_rows(loss) for loss in losses}
     rows |= {e.rows for e in everything if e.parameters and not isinstance(e.rule, Itself)}
     operations = structure(_ends(losses), rows, graph.between, marks)
-    return None if operations is None else hash((operations, *shapes, *kinds))
+    return None if operations is None else hash((operations, bool(graph.mixing), *shapes, *kinds))
 
 
 def _rows(loss: Head) -> int:
@@ -590,24 +599,20 @@ def _common_length(graph: Graph, losses: Sequence[Head]) -> Samples:
     return Samples(N, frozenset())
 
 
-def _less_strays(graph: Graph, losses: Sequence[Head], found: Samples) -> Samples:
-    """The same, with the uses that do not have the samples one after the other, were batch norms the identity."""
-    entries = [entry for entry in graph.entries.values() if entry.parameters]
+def _around_batch_norms(graph: Graph, losses: Sequence[Head]) -> Samples:
+    """The number of samples by shapes, and the uses that did not have them in shares, were batch norms the identity."""
+    found = _common_length(graph, losses)
     if any(isinstance(node, BackwardCFunction) for node in graph.mixing):  # those of several processes meet in theirs
         return found
-    key, silent = _key(graph, losses, entries), False
-    strays, times = (None, 0) if key is None else _mixed.get(key, (None, 0))
-    if strays is None or times in _AGAIN:
-        edges = [(i, edge, e.axis(index)) for i, e in enumerate(entries) for index, edge in e.edges.items()]
+    entries = [entry for entry in graph.entries.values() if entry.parameters]
+    edges = [(i, edge, entry.axis(index)) for i, entry in enumerate(entries) for index, edge in entry.edges.items()]
+
+    def look() -> tuple[Found, bool]:
         with _without(graph.mixing):
-            probed, silent, _ = unaligned(found.N, losses, edges)
-        if strays is None and probed:
-            _warn(found.N, _names(entries, probed))
-        strays = frozenset(probed)
-    if key is not None and not silent:
-        if len(_mixed) > 256:
-            _mixed.clear()
-        _mixed[key] = strays, times + 1
+            strays, silent, _ = unaligned(found.N, losses, edges)
+        return Found(found.N, frozenset(strays), frozenset()), silent
+
+    _, strays, _ = _remembered(_key(graph, losses, entries), entries, look)
     return Samples(found.N, found.unaligned.union(entries[i].use for i in strays))
 
 

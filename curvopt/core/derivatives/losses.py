@@ -388,7 +388,7 @@ def _from_autograd(use: LossUse, z: Tensor) -> LossCurvature:
     value, product = _hessian_at(use, z)
     generator = torch.Generator(device=z.device).manual_seed(0)  # the user's random numbers stay as they are
     probe = _normal(z, z.shape, generator)
-    image, diagonal = product(probe), product(torch.ones_like(z))
+    image = product(probe)
     N, D = len(z), prod(z.shape[1:])
     limit = _rounding(image)
     if not 0 < limit < inf:
@@ -403,6 +403,7 @@ def _from_autograd(use: LossUse, z: Tensor) -> LossCurvature:
         )
         if not _is_diagonal_elsewhere(use, z, probe, generator):
             return Blocks(z.new_zeros(N, D, D), z.shape)
+    diagonal = product(torch.ones_like(z))
     if _is_diagonal(diagonal, probe, image):
         _check_convex(use, diagonal)
         return Diagonal(diagonal.clamp(min=0).sqrt())
