@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from curvopt import L2Regularizer, backpack, extend, set_columns_per_sweep
 from curvopt.core.derivatives import affine
+from curvopt.core.meetings import Meetings
 from curvopt.core.uses import Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions import (
@@ -242,10 +243,11 @@ class Loop(nn.Module):
         self.cell, self.out = cell(2, 3), nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.zeros(len(x), 3, dtype=x.dtype)
+        state = None
         for step in x.unbind(1):
-            h = self.cell(step, h)
-        return self.out(h)
+            state = self.cell(step, state)
+        assert state is not None
+        return self.out(state[0] if isinstance(state, tuple) else state)
 
 
 class SeveralInputs(nn.Module):
@@ -299,6 +301,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "siamese": (Siamese, (4, 4)),
     "rnn loop": (lambda: Loop(nn.RNNCell), (3, 3, 2)),
     "gru loop": (lambda: Loop(nn.GRUCell), (2, 2, 2)),
+    "lstm loop": (lambda: Loop(nn.LSTMCell), (2, 2, 2)),
     "lstm": (InitialState, (2, 2, 2)),
     "several inputs": (Around, (4, 4)),
     "checkpoints": (Checkpoints, (4, 4)),
@@ -318,6 +321,12 @@ def test_net(name: str, needs_grad: bool):
         assert torch.equal(x.grad, expected)
     for p in problem.model.parameters():
         assert p.requires_grad or (p.grad is None and not hasattr(p, "grad_batch"))
+
+
+@pytest.mark.parametrize("cell", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
+def test_cells_whose_operations_are_not_known_have_a_rule(cell: type[nn.Module], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Meetings, "of", lambda *_: None)  # as where a cell is one operation
+    check_all(Problem(Loop(cell).double(), double(3, 3, 2), torch.tensor([0, 1, 1]), nn.CrossEntropyLoss()))
 
 
 class TwoHeads(nn.Module):

@@ -1132,6 +1132,41 @@ def test_what_was_found_is_remembered_for_the_same_indices(monkeypatch: pytest.M
     assert len(searched) == 4  # in the first and the second backward of each
 
 
+class Gated(nn.Module):
+    """A recurrent net by hand: gates multiply a state that begins as zeros. Beside it is a closed branch."""
+
+    def __init__(self, axis: int):
+        super().__init__()
+        self.axis, self.open = axis, nn.Parameter(torch.zeros(()))
+        self.from_input, self.from_state, self.inner = nn.Linear(4, 10), nn.Linear(5, 10), nn.Linear(4, 5)
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 5)
+        for step in x.unbind(1):
+            forget, new = (self.from_input(step) + self.from_state(h)).chunk(2, -1)
+            h = torch.sigmoid(forget) * h + torch.tanh(new)
+        inner = self.inner(x.transpose(0, self.axis).flatten(0, 1)).unflatten(0, (x.shape[self.axis], -1))
+        return self.last(h + self.open * inner.transpose(0, self.axis).mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize("axis", [0, 1])
+def test_zeros_that_others_are_multiplied_by_hide_no_samples(axis: int, monkeypatch: pytest.MonkeyPatch):
+    searched = []
+    search = samples_module._search
+    monkeypatch.setattr(samples_module, "_found", {})
+    monkeypatch.setattr(samples_module, "_search", lambda *args: (searched.append(1), search(*args))[1])
+    model, x, y = extend(Gated(axis).double()), torch.randn(3, 3, 4).double(), torch.randint(3, (3,))
+    for gate in 0.0, 0.0, 0.0, 0.5, 0.5:
+        model.open.data.fill_(gate)
+        with backpack(BatchGrad()):
+            F.cross_entropy(model(x), y).backward()
+        for p in model.parameters():
+            torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
+    assert len(searched) == 2
+
+
 class Repeating(nn.Module):
     """Repeats each sample as often as it is told to."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,42 +16,51 @@ from curvopt.core.uses import Use
 from curvopt.errors import CurvoptError
 
 
+class Part(NamedTuple):
+    """The part of the graph between the outputs of a use and its inputs.
+
+    Attributes:
+        ends: the outputs.
+        boundary: the nodes that give the inputs.
+        parameters: the identities of those of the use.
+    """
+
+    ends: frozenset[tuple[Node, int]]
+    boundary: frozenset
+    parameters: frozenset[int]
+
+    def behind(self, node: Node) -> list[nn.Parameter]:
+        """The parameters on which a node inside depends, in the order of the graph."""
+        leaves = (leaf_of(inner) for inner in walk([node], self.boundary))
+        return [leaf for leaf in leaves if id(leaf) in self.parameters]
+
+
 class Interior:
-    """The parts of the graph that lie in a recorded use, and by which parameters enter it."""
+    """The parts of the graph that lie in recorded uses, and by which parameters enter them."""
 
     def __init__(self) -> None:
-        self.nodes: set[Node] = set()
+        self.parts: dict[Node, list[Part]] = {}
         self.edges: dict[tuple[Node, int], None] = {}  # in the order of the graph, so that sums are the same again
-        #: What is computed inside, but the outputs, with each parameter that it depends on, and who reads it inside.
-        self.leading: dict[tuple[Node, int], dict[nn.Parameter, set[Node]]] = {}
+
+    @property
+    def nodes(self) -> KeysView[Node]:
+        """All nodes in them."""
+        return self.parts.keys()
 
     def add(
         self, outputs: Sequence[GradientEdge], boundary: frozenset, parameters: Sequence[nn.Parameter]
     ) -> set[nn.Parameter]:
         """The part between the outputs of a use and its inputs; those of its parameters that enter it."""
-        known = {id(p) for p in parameters}
-        parents: dict[Node, list[tuple[Node, int]]] = {}
-        reached: list[tuple[Node, nn.Parameter]] = []
+        ends = frozenset([(edge.node, edge.output_nr) for edge in outputs])
+        part = Part(ends, boundary, frozenset(map(id, parameters)))
+        entering: set[nn.Parameter] = set()
         for node in walk([edge.node for edge in outputs], boundary):
-            self.nodes.add(node)
-            for position, (target, nr) in enumerate(node.next_functions):
+            self.parts.setdefault(node, []).append(part)
+            for position, (target, _) in enumerate(node.next_functions):
                 p = leaf_of(target)
-                if p is None:
-                    if target is not None:
-                        parents.setdefault(target, []).append((node, nr))
-                elif id(p) in known:
+                if p is not None and id(p) in part.parameters:
                     self.edges[node, position] = None
-                    reached.append((node, p))
-        ends = {(edge.node, edge.output_nr) for edge in outputs}
-        seen, entering = set(reached), {p for _, p in reached}
-        while reached:
-            node, p = reached.pop()
-            for own in range(len(node._input_metadata)):  # type: ignore[attr-defined]
-                if (node, own) not in ends:
-                    above = [parent for parent, nr in parents.get(node, ()) if nr == own]
-                    self.leading.setdefault((node, own), {}).setdefault(p, set()).update(above)
-                    reached += [(parent, p) for parent in above if (parent, p) not in seen]
-                    seen.update((parent, p) for parent in above)
+                    entering.add(p)
         return entering
 
     def ways_around(
@@ -62,14 +71,17 @@ class Interior:
         Any number of parameters by one edge, from what a module keeps, and others read: modules perhaps.
         """
         for node in nodes:
+            own = self.parts.get(node, [])
             for position, (target, nr) in enumerate(node.next_functions):
                 p = leaf_of(target)
                 if p is not None:
                     if (node, position) not in self.edges and known(p):
                         yield node, position, p
-                elif target is not None:
-                    leading = self.leading.get((target, nr), {})
-                    yield from ((node, position, p) for p, inside in leading.items() if node not in inside)
+                elif target is not None and self.parts.get(target, own) != own:
+                    inner = [part for part in self.parts[target] if (target, nr) not in part.ends]
+                    inside = {p for part in inner if part in own for p in part.behind(target)}
+                    around = [p for part in inner if part not in own for p in part.behind(target)]
+                    yield from ((node, position, p) for p in dict.fromkeys(around) if p not in inside)
 
 
 class Entry:

@@ -98,7 +98,7 @@ class Graph:
             if entry.single and entry.parameters and not entry.may_hold_samples(self._seeing):
                 # no sample, but what its operations do is known
                 entry.rule, entry.no_samples, entry.single = DefaultRule(), True, False
-            if entry.parameters and isinstance(entry.rule, DefaultRule):
+            if entry.parameters and entry.rule.by_operations and not entry.single:
                 calls[entry] = Interior()
                 calls[entry].add(*entry.part)
             else:
@@ -107,6 +107,9 @@ class Graph:
             entry.leave(interior, inside)
             if not self._read_inside(entry, inside, interior):
                 entry.use.check_held()
+                if not isinstance(entry.rule, DefaultRule):
+                    self._own(entry, interior)
+                    continue
                 entry.check_alone()
                 self._own(entry, interior)
                 one_by_one = not entry.no_samples and self._sees_single(inside)

@@ -6,8 +6,8 @@ sample). Whether that holds at a use depends on the network: a lookup of positio
 the first backward through a network sends back a random vector, and again with every sample scaled by a factor of its
 own. Uses at which not every share arrives scaled by exactly its sample's factor are *unaligned*: their Jacobians are
 formed sample by sample, exact whatever the layout, at N times the cost. What was found holds for all graphs of the same
-structure, unless zeros (of a gate that is closed yet) hide what some operation does, and is compared with what is found
-in the 2nd, 11th, 101st ... backward.
+structure, unless zeros (of a matrix, not of factors, which are taken for ones) hide what some operation does, and is
+compared with what is found in the 2nd, 11th, 101st ... backward.
 """
 
 from __future__ import annotations
@@ -413,7 +413,7 @@ def _closed(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
     with torch.no_grad():
         for loss in losses:
             assert loss.edge is not None
-            with ExitStack() as hooks:
+            with _opened(loss.edge.node), ExitStack() as hooks:
                 for node in walk([loss.edge.node]):
                     if leaf_of(node) is None and operation(node) not in BY_ENTRY:
                         hooks.callback(node.register_prehook(arrived).remove)
@@ -508,7 +508,8 @@ def unaligned(
     with torch.no_grad():
         for loss in losses:
             if loss.edge is not None:
-                found, met, several = _probe(loss, loss.edge, N, edges, generator)
+                with _opened(loss.edge.node):
+                    found, met, several = _probe(loss, loss.edge, N, edges, generator)
                 strays, reached, shared = strays | found, reached | met, shared | several
     return strays, len(reached) < len({i for i, _, _ in edges}), shared
 
@@ -633,6 +634,32 @@ def _scattered(N: int, call: Entry, operations: Sequence[Entry], mixing: Collect
     edges = [(i, edge, entry.axis(0)) for i, entry in enumerate(operations) for edge in entry.edges.values()]
     with _without(mixing):
         return bool(unaligned(N, outputs, edges)[0])
+
+
+@contextmanager
+def _opened(root: Node) -> Iterator[None]:
+    """Inside, what an operation on single entries multiplies by nothing but zeros it pulls back as it is.
+
+    A gate that is closed yet, or a state that begins as zeros, does not hide where the samples are behind it.
+    """
+    with ExitStack() as hooks:
+        for node in walk([root]):
+            if not isinstance(node, BackwardCFunction) and operation(node) in BY_ENTRY:
+                hooks.callback(node.register_hook(_as_if_open).remove)
+        yield
+
+
+def _as_if_open(grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """What the node of such an operation gives, had none of its factors been zeros."""
+    passed = next((grad for grad in arrived if grad is not None), None)
+    return tuple(grad if grad is None or passed is None else _unless_zeros(grad, passed) for grad in grads)
+
+
+def _unless_zeros(grad: Tensor, passed: Tensor) -> Tensor:
+    if grad.layout != torch.strided or grad.is_nested:
+        return grad
+    passed = passed if grad.is_complex() else passed.real
+    return torch.where(grad.any(), grad, passed.sum_to_size(grad.shape).to(grad))
 
 
 def _as_identity(grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

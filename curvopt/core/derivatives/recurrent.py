@@ -141,9 +141,13 @@ class Recurrent(ReplayRule):
 
 @register(nn.RNNCell, nn.LSTMCell, nn.GRUCell)
 class Cell(ReplayRule):
-    """One time step; a cell that is called again and again gathers its steps as shared positions."""
+    """One time step; a cell that is called again and again gathers its steps as shared positions.
+
+    On accelerators it is one operation with biases inside, which the graph does not tell.
+    """
 
     takes_single = True
+    by_operations = True
 
     def expected(self, module: nn.RNNCellBase) -> Container[str]:
         return ("weight_ih", "weight_hh", "bias_ih", "bias_hh")

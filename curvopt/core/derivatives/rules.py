@@ -37,6 +37,8 @@ class Rule(ABC):
 
     #: Whether the module is called again, so that a use keeps `state`, and its (detached) outputs for a check.
     checks_outputs = False
+    #: Whether its operations, read off the graph, take its place where all that parameters enter are known.
+    by_operations = False
     #: Whether the output is linear in the parameters (the input fixed), so that only operations after it add curvature.
     linear = False
     #: Whether a call on a single sample without a batch axis is the same as on a batch of it.
@@ -272,6 +274,7 @@ class DefaultRule(Rule):
     """
 
     checks_outputs = True
+    by_operations = True
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         names = {p: name for name, p in reversed(super().parameters(module).items())}
