@@ -100,9 +100,14 @@ def check(call: Call, V: int = 2) -> None:
     for wanted in {tuple(real), *((i,) for i in real)}:
         vectors = [normal(V, *out.shape) if i in wanted else None for i, out in enumerate(outputs)]
         expected = sample_by_sample(module, outputs, vectors, axes)
-        with torch.no_grad(), use.holding(inputs_left(use, outputs[0].grad_fn)):
-            jacobians = rule.jac_t(use, vectors, list(expected), N)
-        assert jacobians.keys() == expected.keys()
+        with use.holding(inputs_left(use, outputs[0].grad_fn)):
+            with torch.enable_grad():  # recurrent nets are told in another way where derivatives are asked for
+                differentiable = rule.jac_t(use, vectors, list(expected), N)
+            with torch.no_grad():
+                jacobians = rule.jac_t(use, vectors, list(expected), N)
+        assert jacobians.keys() == differentiable.keys() == expected.keys()
+        for name, jacobian in differentiable.items():
+            assert_close(jacobian.dense().detach(), expected[name])
         for name, jacobian in jacobians.items():
             assert_close(jacobian.dense(), expected[name], msg=lambda text: f"{name}: {text}")  # noqa: B023
             assert jacobian.shape == expected[name].shape[2:]

@@ -37,8 +37,8 @@ class MultiheadAttention(ReplayRule):
         N, L, E = q.shape
         mask = self._mask(module, given["attn_mask"], given["key_padding_mask"], q, k)
         if module.bias_k is not None and module.bias_v is not None:
-            k = torch.cat([k, tape.note(Site(module.bias_k.expand(N, 1, E), bias="bias_k"))], 1)
-            v = torch.cat([v, tape.note(Site(module.bias_v.expand(N, 1, E), bias="bias_v"))], 1)
+            k = torch.cat([k, tape.note(module.bias_k.expand(N, 1, E), Site(bias="bias_k"))], 1)
+            v = torch.cat([v, tape.note(module.bias_v.expand(N, 1, E), Site(bias="bias_v"))], 1)
         if module.add_zero_attn:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
         q, k, v = (x.unflatten(2, (module.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
@@ -98,5 +98,5 @@ def _separate(tape: Tape, x: Tensor, weight: str, rows: slice) -> Tensor:
     W, b = tape.parameter(weight), tape.parameter("in_proj_bias")
     assert W is not None
     product = F.linear(x.to(W.dtype), W)
-    tape.note(Site(product, x, weight))
-    return product if b is None else tape.note(Site(product + b[rows], bias="in_proj_bias", start=rows.start))
+    tape.note(product, Site(x, weight))
+    return product if b is None else tape.note(product + b[rows], Site(bias="in_proj_bias", start=rows.start))

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from curvopt.core.derivatives.replay import ReplayRule, Site, Tape
-from curvopt.core.derivatives.rules import arguments, register
+from curvopt.core.derivatives.rules import Jacobians, arguments, check_outputs, register
+from curvopt.core.derivatives.unrolled import State, Unrolled
 from curvopt.core.uses import Use
 from curvopt.errors import CurvoptError
-
-State = tuple[Tensor, ...]
 
 
 def step(mode: str, from_input: Tensor, from_state: Tensor, state: State) -> State:
@@ -58,13 +57,42 @@ class Recurrent(ReplayRule):
         x = arguments(use)["input"]
         return int(x.batch_sizes[0]) if isinstance(x, PackedSequence) else super().rows(use)
 
-    def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
+    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         module, given = cast(nn.RNNBase, use.module), arguments(use)
+        x, first = given["input"], module.batch_first
+        if torch.is_grad_enabled() or isinstance(x, PackedSequence) or module.proj_size:
+            return super().jac_t(use, grads, names, N)
+        if "unrolled" not in use.cache:
+            self._check_dropout(use)
+            x = x if first else x.transpose(0, 1)
+            unrolled = Unrolled(module, x, self._initial(module, given["hx"], x))
+            output, *states = unrolled.outputs
+            check_outputs(use, [output if first else output.transpose(0, 1), *states], "called again")
+            use.cache["unrolled"] = unrolled
+        unrolled = use.cache["unrolled"]
+        output, *states = (grad if grad is None else grad.to(unrolled.outputs[0].dtype) for grad in grads)
+        if output is not None and not first:
+            output = output.transpose(1, 2)
+        sites: list[Site] = []
+        lefts: list[Tensor] = []
+        for steps, own, arrived in zip(unrolled.steps, module._all_weights, unrolled.pull(output, states), strict=True):
+            rights, biases = (steps.x, steps.before), own[2:] or (None, None)
+            sites += [Site(*site) for site in zip(rights, own[:2], biases, strict=True)]
+            lefts += arrived
+        return self.jacobians(use, sites, lefts, names, N)
+
+    @staticmethod
+    def _check_dropout(use: Use) -> None:
+        module = cast(nn.RNNBase, use.module)
         if module.dropout and module.training and module.num_layers > 1:
             raise CurvoptError(
                 f"{use.describe()}: the dropout between its layers drew masks that cannot be drawn again; call "
                 "model.eval(), or stack single layers with nn.Dropout between them."
             )
+
+    def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
+        module, given = cast(nn.RNNBase, use.module), arguments(use)
+        self._check_dropout(use)
         x, packed, active = given["input"], None, None
         if isinstance(x, PackedSequence):
             packed = x
@@ -74,7 +102,7 @@ class Recurrent(ReplayRule):
             x = x.transpose(0, 1)
         # from here on [N, T, features]
         directions = 2 if module.bidirectional else 1
-        initial = self._initial(module, given["hx"], x, directions)
+        initial = self._initial(module, given["hx"], x)
         finals: list[State] = []
         for layer in range(module.num_layers):
             outputs = []
@@ -95,11 +123,11 @@ class Recurrent(ReplayRule):
         return [x[samples, times], *[None] * integers, *states]
 
     @staticmethod
-    def _initial(module: nn.RNNBase, hx: Tensor | State | None, x: Tensor, directions: int) -> State:
+    def _initial(module: nn.RNNBase, hx: Tensor | State | None, x: Tensor) -> State:
         """Initial states, each ``[layers * directions, N, H]``."""
         if hx is not None:
             return (hx,) if isinstance(hx, Tensor) else hx
-        layers = module.num_layers * directions
+        layers = module.num_layers * (2 if module.bidirectional else 1)
         h = x.new_zeros(layers, x.shape[0], module.proj_size or module.hidden_size)
         return (h, x.new_zeros(layers, x.shape[0], module.hidden_size)) if module.mode == "LSTM" else (h,)
 
@@ -133,9 +161,9 @@ class Recurrent(ReplayRule):
             state, outputs[t] = new, new[0]
         mask = 1.0 if active is None else active.to(x.dtype)
         bias = None if b is None else "bias_hh" + names
-        tape.note(Site(probe, torch.stack(before, 1) * mask, "weight_hh" + names, bias))
+        tape.note(probe, Site(torch.stack(before, 1) * mask, "weight_hh" + names, bias))
         if probe_hr is not None:
-            tape.note(Site(probe_hr, torch.stack(hidden, 1) * mask, "weight_hr" + names))
+            tape.note(probe_hr, Site(torch.stack(hidden, 1) * mask, "weight_hr" + names))
         return torch.stack(outputs, 1) * mask, state
 
 

@@ -25,17 +25,15 @@ from curvopt.core.uses import Use, disable
 
 @dataclass
 class Site:
-    """A product met in a replay: ``output = input W^T + b`` with some rows of a weight and of a bias.
+    """A product in a module: ``input W^T + b`` with some rows of a weight and of a bias.
 
     Attributes:
-        output: what autograd pulls back to, ``[N, *S, O]``.
         input: ``[N, *S, I]``, or ``None`` where only a bias is added.
         weight: name of the weight, if there is one.
         bias: name of the bias, if there is one.
         start: first of the O rows of the weight and bias that are used.
     """
 
-    output: Tensor
     input: Tensor | None = None
     weight: str | None = None
     bias: str | None = None
@@ -52,7 +50,8 @@ class Tape:
     def __init__(self, module: Any):
         """Begin without sites."""
         self.module = module
-        self.sites: list[Site] = []
+        #: The sites, and their outputs ``[N, *S, O]``, to which autograd pulls back.
+        self.sites: list[tuple[Site, Tensor]] = []
 
     def parameter(self, name: str) -> Tensor | None:
         """A parameter by its dotted name, ``None`` where the module does without."""
@@ -63,13 +62,13 @@ class Tape:
         W, b = self.parameter(weight), self.parameter(bias)
         assert W is not None
         output = F.linear(x.to(W.dtype), W[rows], None if b is None else b[rows])
-        return self.note(Site(output, x, weight, None if b is None else bias, rows.start or 0))
+        return self.note(output, Site(x, weight, None if b is None else bias, rows.start or 0))
 
-    def note(self, site: Site) -> Tensor:
+    def note(self, output: Tensor, site: Site) -> Tensor:
         """Remember a site and return its output."""
-        if site.output.requires_grad:
-            self.sites.append(site)
-        return site.output
+        if output.requires_grad:
+            self.sites.append((site, output))
+        return output
 
 
 class ReplayRule(Rule):
@@ -92,22 +91,31 @@ class ReplayRule(Rule):
             check_outputs(use, outputs, "called again")
             use.cache["replay"] = outputs, tape.sites
         outputs, sites = use.cache["replay"]
-        sites = [site for site in sites if site.weight in names or site.bias in names]
-        V = next(grad.shape[0] for grad in grads if grad is not None)
+        sites = [(site, output) for site, output in sites if site.weight in names or site.bias in names]
         # autocast: the forward may have run in another precision
         arrived = [
             (out, grad.to(out.dtype))
             for out, grad in zip(outputs, grads, strict=True)
             if out is not None and grad is not None
         ]
-        pulled = pull([out for out, _ in arrived], [site.output for site in sites], [grad for _, grad in arrived])
+        pulled = pull([out for out, _ in arrived], [output for _, output in sites], [grad for _, grad in arrived])
+        V = len(arrived[0][1])
+        lefts = [
+            output.new_zeros(V, *output.shape) if left is None else left
+            for (_, output), left in zip(sites, pulled, strict=True)
+        ]
+        return self.jacobians(use, [site for site, _ in sites], lefts, names, N)
+
+    def jacobians(
+        self, use: Use, sites: Sequence[Site], lefts: Sequence[Tensor], names: list[str], N: int
+    ) -> Jacobians:
+        """The Jacobians of some parameters from what arrived at sites, ``[V, N, *S, O]`` each."""
         parts: dict[str, list[Jacobian]] = {name: [] for name in names}
-        for site, left in zip(sites, pulled, strict=True):
-            left = site.output.new_zeros(V, *site.output.shape) if left is None else left
-            left = left.reshape(V, N, 1, -1, left.shape[-1])
+        for site, left in zip(sites, lefts, strict=True):
+            rows = left.reshape(len(left), N, 1, -1, left.shape[-1])
             for name in (site.weight, site.bias):
                 if name in parts:
-                    parts[name].append(self._jacobian(use.module.get_parameter(name), site, left, name == site.bias))
+                    parts[name].append(self._jacobian(use.module.get_parameter(name), site, rows, name == site.bias))
         return {name: combine(jacobians) for name, jacobians in parts.items()}
 
     @staticmethod
