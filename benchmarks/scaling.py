@@ -1,8 +1,9 @@
-"""How the cost of quantities grows with batch size, width, classes and depth, and their memory with the classes.
+"""How the cost of quantities grows with batch size, width, classes, depth and steps, and their memory with the classes.
 
 A small convolutional network is varied in one size at a time. Time is a multiple of the plain gradient at that size;
 memory is that beyond the plain gradient's peak in a fresh process, and for exact curvature should stay where it is
-however many columns the classes ask for. The vocabulary is that of a small language model, whose columns are sampled.
+however many columns the classes ask for. The vocabulary is that of a small language model, whose columns are sampled,
+the steps are those of an LSTM, and of an LSTM cell that is called for each.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import tyro
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks.memory import peak
@@ -43,6 +44,29 @@ def text(vocabulary: int) -> Problem:
     return Problem(partial(models.gpt, length=64, dim=64, depth=1), vocabulary, N=4, tokens=64, exact=False)
 
 
+class Recurrent(nn.Module):
+    """A language model of an LSTM, or of a cell that is called step by step."""
+
+    def __init__(self, characters: int, kind: type[nn.LSTM | nn.LSTMCell], dim: int = 64):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(characters, dim), nn.Linear(dim, characters)
+        self.recurrent = kind(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = self.embedding(x).transpose(0, 1)
+        if isinstance(self.recurrent, nn.LSTM):
+            return self.head(self.recurrent(steps)[0]).permute(1, 2, 0)
+        state, hidden = None, []
+        for step in steps:
+            state = self.recurrent(step, state)
+            hidden.append(state[0])
+        return self.head(torch.stack(hidden, 1)).mT
+
+
+def sequences(kind: type[nn.LSTM | nn.LSTMCell], steps: int) -> Problem:
+    return Problem(partial(Recurrent, kind=kind), 50, N=16, tokens=steps, exact=False)
+
+
 #: What grows, and the problem of each size.
 SIZES: Mapping[str, tuple[Callable[[int], Problem], tuple[int, ...]]] = {
     "batch size": (lambda size: images(N=size), (4, 8, 16, 32, 64, 128)),
@@ -50,6 +74,8 @@ SIZES: Mapping[str, tuple[Callable[[int], Problem], tuple[int, ...]]] = {
     "depth": (lambda size: images(depth=size), (2, 4, 8, 16)),
     "classes": (lambda size: images(classes=size), (10, 30, 100, 300, 1000)),
     "vocabulary": (text, (300, 1000, 3000, 10000)),
+    "steps of an LSTM": (partial(sequences, nn.LSTM), (10, 30, 100, 300)),
+    "steps of a cell": (partial(sequences, nn.LSTMCell), (10, 30, 100, 300)),
 }
 #: Whose memory is measured as they grow.
 COLUMNS = ("classes", "vocabulary")

@@ -484,7 +484,7 @@ class NormedSteps(nn.Module):
 
 
 def test_samples_elsewhere_behind_a_batch_norm(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("curvopt.core.samples._found", {})
+    monkeypatch.setattr("curvopt.core.samples._known", {})
     x, y, found = torch.randn(4, 8, 5).double(), torch.tensor([0, 1, 2, 1]), []
     for time_first in (False, True):
         torch.manual_seed(0)
@@ -757,7 +757,7 @@ def test_samples_are_found_where_half_precision_has_its_smallest_numbers():
 def test_single_calls_in_half_precision_share_no_sample(scale: float, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     for _ in range(3):
-        monkeypatch.setattr("curvopt.core.samples._found", {})
+        monkeypatch.setattr("curvopt.core.samples._known", {})
         layer, last = nn.Linear(6, 8), nn.Linear(8, 3)
         last.weight.data.mul_(scale)
         model, x = extend(nn.ModuleList([layer, last]).half()), torch.randn(4, 6).half()
@@ -1151,11 +1151,12 @@ class Gated(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:the first axis does not hold")
-@pytest.mark.parametrize("axis", [0, 1])
-def test_zeros_that_others_are_multiplied_by_hide_no_samples(axis: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("axis", "times"), [(0, 3), (1, 6)])
+def test_zeros_as_factors_hide_no_samples(axis: int, times: int, monkeypatch: pytest.MonkeyPatch):
+    """What was found is remembered at once, unless it is another thing behind them: then they are waited for."""
     searched = []
     search = samples_module._search
-    monkeypatch.setattr(samples_module, "_found", {})
+    monkeypatch.setattr(samples_module, "_known", {})
     monkeypatch.setattr(samples_module, "_search", lambda *args: (searched.append(1), search(*args))[1])
     model, x, y = extend(Gated(axis).double()), torch.randn(3, 3, 4).double(), torch.randint(3, (3,))
     for gate in 0.0, 0.0, 0.0, 0.5, 0.5:
@@ -1164,7 +1165,69 @@ def test_zeros_that_others_are_multiplied_by_hide_no_samples(axis: int, monkeypa
             F.cross_entropy(model(x), y).backward()
         for p in model.parameters():
             torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
-    assert len(searched) == 2
+    assert len(searched) == times
+
+
+class TimeFirst(nn.Module):
+    """Steps before samples in a layer, whose output meets itself by a gate that is closed yet."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor, nn.Module], Tensor]):
+        super().__init__()
+        self.function, self.gate = function, torch.zeros(())
+        self.inner, self.other, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.inner(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (x.shape[1], -1)).mean(0)
+        return self.last(self.function(inner, self.gate, self.other))
+
+
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h, gate, other: h - gate * h,
+        lambda h, gate, other: h + gate * (other(h) - h),
+        lambda h, gate, other: torch.where(gate > 0, -h, h),
+        lambda h, gate, other: h - gate * h.mean(0),
+        lambda h, gate, other: h * (1 - gate) - gate * h.flip(0) * (gate * h),
+    ],
+)
+def test_what_zeros_let_pass_does_not_hide_what_is_there(function: Callable):
+    model, x, y = extend(TimeFirst(function).double()), torch.randn(3, 4, 4).double(), torch.randint(3, (3,))
+    for gate in 0.0, 0.0, 0.0, 0.7, 0.7:
+        model.gate = torch.tensor(gate)
+        with backpack(BatchGrad()):
+            F.cross_entropy(model(x), y).backward()
+        for p in (model.inner.weight, model.last.weight):
+            torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
+
+
+def test_zeros_as_factors_hide_neither_the_number_of_samples_nor_that_losses_disagree():
+    lstm, head = nn.LSTM(4, 5, batch_first=True).double(), nn.Linear(5, 3).double()
+    x, y = torch.randn(1, 4, 4).double(), torch.randint(3, (4,))
+    extend(nn.Sequential(lstm, head))
+    for gate in 0.0, 0.0, 0.5, 0.5:
+        with backpack(BatchGrad()):
+            F.cross_entropy((gate * head(lstm(x)[0])).flatten(0, 1), y).backward()
+    assert head.bias.grad_batch.shape == (1, 3)  # one sequence
+
+    first, second, third = (extend(nn.Linear(4, 4).double()) for _ in range(3))
+    x = torch.randn(2, 4).double()
+    for gate in 0.0, 0.0, 0.5:
+        h = first(x).tanh()
+        loss = F.cross_entropy(second(h), y[:2])
+        loss = loss + F.cross_entropy(gate * third(torch.cat([h, h.square()])), y, reduction="sum")
+        with pytest.raises(CurvoptError, match="no equal shares") if gate else nullcontext(), backpack(BatchGrad()):
+            loss.backward()
+
+
+def test_what_a_constant_of_zero_keeps_away_costs_nothing():
+    model = extend(TimeFirst(lambda h, gate, other: h).double())
+    x, y = torch.randn(3, 1, 4).double(), torch.randint(3, (3,))
+    for _ in range(3):
+        h = model.inner(x[:, 0])
+        with warnings.catch_warnings(action="error"), backpack(BatchGrad()):
+            F.cross_entropy(model.last(h) + 0.0 * model.other(h).mean(), y).backward()
 
 
 class Repeating(nn.Module):

@@ -6,12 +6,14 @@ sample). Whether that holds at a use depends on the network: a lookup of positio
 the first backward through a network sends back a random vector, and again with every sample scaled by a factor of its
 own. Uses at which not every share arrives scaled by exactly its sample's factor are *unaligned*: their Jacobians are
 formed sample by sample, exact whatever the layout, at N times the cost. What was found holds for all graphs of the same
-structure, unless zeros (of a matrix, not of factors, which are taken for ones) hide what some operation does, and is
-compared with what is found in the 2nd, 11th, 101st ... backward.
+structure, unless zeros hide what some operation does, and is compared with what is found in the 2nd, 11th, 101st ...
+backward. Where zeros are factors (a gate that is closed yet, a state that begins as zeros), it holds if the same is
+found with others in their place.
 """
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -70,8 +72,21 @@ class Found(NamedTuple):
     passing: frozenset[int]
 
 
-# what was found for a network, by its structure, and in how many backwards it was asked for; None where that changed
-_found: dict[int, tuple[Found | None, int]] = {}
+class Known(NamedTuple):
+    """What is known of a structure.
+
+    Attributes:
+        found: what was found and holds; ``None`` if it has to be looked for.
+        times: in how many backwards it was asked for.
+        changed: whether something else was found later.
+    """
+
+    found: Found | None = None
+    times: int = 0
+    changed: bool = False
+
+
+_known: dict[int, Known] = {}
 _AGAIN = frozenset(10**digits for digits in range(20))
 
 
@@ -102,47 +117,65 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     frozen = [entry for entry in graph.entries.values() if not entry.parameters]
     everything = [*entries, *graph.calls, *frozen]
     look = partial(_look, losses, entries, list(graph.calls), frozen)
-    N, strays, passing = _remembered(_key(graph, losses, everything), entries, look)
+    N, strays, passing = _remembered(_key(graph, losses, everything), losses, entries, look)
     places = _meetings(losses, entries, strays, N) if passing else {}
     met = {entries[i].use: places[i] for i in passing & places.keys()}
     return Samples(N, frozenset(entries[i].use for i in strays), met)
 
 
-def _remembered(key: int | None, entries: Sequence[Entry], look: Callable[[], tuple[Found, bool]]) -> Found:
+def _remembered(
+    key: int | None, losses: Sequence[Head], entries: Sequence[Entry], look: Callable[[], tuple[Found, bool]]
+) -> Found:
     """Where the samples lie, looked for in the first backward of a structure.
 
     Again after 1, 10, 100 ... of them: operations may treat other values otherwise than the first ones.
 
     Args:
         key: of the structure; ``None`` to look in every backward.
+        losses: where the samples are known.
         entries: the uses.
         look: finds out, and whether something was hidden from it.
     """
-    known, times = (None, 0) if key is None else _found.get(key, (None, 0))
-    if key is not None and known is not None:
-        _found[key] = known, times + 1
-        if times not in _AGAIN:
-            return known
+    known = Known() if key is None else _known.get(key, Known())
+    now = known._replace(times=known.times + 1)
+    if key is not None and known.found is not None:
+        _known[key] = now
+        if known.times not in _AGAIN:
+            return known.found
     found, hidden = look()
     N, strays, passing = found
-    if known is not None and (found == known or hidden):
-        return known
+    if known.found is not None and (found == known.found or hidden):
+        return known.found
     dear = strays - passing if _is_small(passing, strays, N, entries) else strays
     if dear:
         _warn(N, _names(entries, dear))
-    if known is not None:
-        names = _names(entries, strays ^ known.strays or range(len(entries)))
+    if known.found is not None:
+        names = _names(entries, strays ^ known.found.strays or range(len(entries)))
         warnings.warn(
             f"the samples lie elsewhere than in earlier backwards through the same operations, at {names}: quantities "
             "of those were of other samples. They are looked for in every backward from now on.",
             CurvoptWarning,
             stacklevel=3,
         )
-    if key is not None and (times or not (hidden or _passes_strays(entries, strays))):
-        if len(_found) > 256:
-            _found.clear()
-        _found[key] = (None if times else found), times + 1
+        now = Known(None, now.times, changed=True)
+    elif not (now.changed or _passes_strays(entries, strays)):
+        again = key is not None and known.times in _AGAIN
+        if not hidden or (again and _is_same_behind_zeros(losses, look, found)):
+            now = now._replace(found=found)
+    if key is not None:
+        if len(_known) > 1024:
+            _known.clear()
+        _known[key] = now
     return found
+
+
+def _is_same_behind_zeros(losses: Sequence[Head], look: Callable[[], tuple[Found, bool]], found: Found) -> bool:
+    """Whether the same is found, and nothing hidden, if zeros by which others are multiplied let these pass."""
+    with _opened(_ends(losses)):
+        try:
+            return look() == (found, False)
+        except CurvoptError:  # of losses whose rows do not agree, say
+            return False
 
 
 def _look(
@@ -413,7 +446,7 @@ def _closed(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
     with torch.no_grad():
         for loss in losses:
             assert loss.edge is not None
-            with _opened(loss.edge.node), ExitStack() as hooks:
+            with ExitStack() as hooks:
                 for node in walk([loss.edge.node]):
                     if leaf_of(node) is None and operation(node) not in BY_ENTRY:
                         hooks.callback(node.register_prehook(arrived).remove)
@@ -508,8 +541,7 @@ def unaligned(
     with torch.no_grad():
         for loss in losses:
             if loss.edge is not None:
-                with _opened(loss.edge.node):
-                    found, met, several = _probe(loss, loss.edge, N, edges, generator)
+                found, met, several = _probe(loss, loss.edge, N, edges, generator)
                 strays, reached, shared = strays | found, reached | met, shared | several
     return strays, len(reached) < len({i for i, _, _ in edges}), shared
 
@@ -613,7 +645,7 @@ def _around_batch_norms(graph: Graph, losses: Sequence[Head]) -> Samples:
             strays, silent, _ = unaligned(found.N, losses, edges)
         return Found(found.N, frozenset(strays), frozenset()), silent
 
-    _, strays, _ = _remembered(_key(graph, losses, entries), entries, look)
+    _, strays, _ = _remembered(_key(graph, losses, entries), losses, entries, look)
     return Samples(found.N, found.unaligned.union(entries[i].use for i in strays))
 
 
@@ -636,23 +668,31 @@ def _scattered(N: int, call: Entry, operations: Sequence[Entry], mixing: Collect
         return bool(unaligned(N, outputs, edges)[0])
 
 
-@contextmanager
-def _opened(root: Node) -> Iterator[None]:
-    """Inside, what an operation on single entries multiplies by nothing but zeros it pulls back as it is.
+#: Operations by which gates that are closed yet, or states that begin as zeros, keep gradients from others.
+_MULTIPLYING = frozenset(["MUL", "ADDCMUL"])
 
-    A gate that is closed yet, or a state that begins as zeros, does not hide where the samples are behind it.
-    """
+
+@contextmanager
+def _opened(ends: list[Node]) -> Iterator[None]:
+    """Inside, what is multiplied by nothing but zeros gets some random multiple of what arrives at the product."""
+    numbers = random.Random(0)
     with ExitStack() as hooks:
-        for node in walk([root]):
-            if not isinstance(node, BackwardCFunction) and operation(node) in BY_ENTRY:
-                hooks.callback(node.register_hook(_as_if_open).remove)
+        for node in walk(ends):
+            if operation(node) in _MULTIPLYING:
+                factors = [numbers.uniform(0.5, 1.5) for _ in node.next_functions]
+                hooks.callback(node.register_hook(partial(_as_if_open, factors)).remove)
         yield
 
 
-def _as_if_open(grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """What the node of such an operation gives, had none of its factors been zeros."""
-    passed = next((grad for grad in arrived if grad is not None), None)
-    return tuple(grad if grad is None or passed is None else _unless_zeros(grad, passed) for grad in grads)
+def _as_if_open(
+    factors: Sequence[float], grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """What the node of a product gives, had none of its factors been zeros."""
+    (passed,) = arrived
+    return tuple(
+        grad if grad is None or passed is None else _unless_zeros(grad, passed * factor)
+        for grad, factor in zip(grads, factors, strict=True)
+    )
 
 
 def _unless_zeros(grad: Tensor, passed: Tensor) -> Tensor:
