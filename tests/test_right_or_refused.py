@@ -615,7 +615,7 @@ def test_functional_call_that_the_backward_meets_first():
 @pytest.mark.parametrize("inner", [nn.Linear(3, 4), nn.Embedding(5, 4)])
 def test_means_over_positions_of_samples_that_are_scattered(inner: nn.Module):
     """Each sample's own positions are not known there: `approx="reduce"` is refused."""
-    model = extend(Net(lambda net, q: net.first(q.transpose(0, 1)).mean(0), inner))
+    model = extend(Net(lambda net, q: net.first(q.flip(0)).mean(1).flip(0), inner))
     q = torch.randn(N, 5, 3).double() if isinstance(inner, nn.Linear) else torch.randint(5, (N, 6))
     lossfunc, y = nn.CrossEntropyLoss(), data()[1]
     with pytest.warns(CurvoptWarning, match="one after the other"), backpack(KFAC(approx="expand")):

@@ -16,7 +16,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case, cross_entropy, labels, normal
+from cases import Case, Problem, cross_entropy, labels, normal
 from checks import check_all, extended
 from reference import Reference
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions import (
     KFAC,
     KFLR,
+    KFRA,
     BatchGrad,
     BatchL2Grad,
     DiagGGNExact,
@@ -1166,6 +1167,77 @@ def test_zeros_as_factors_hide_no_samples(axis: int, times: int, monkeypatch: py
         for p in model.parameters():
             torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
     assert len(searched) == times
+
+
+class BehindSteps(nn.Module):
+    """A layer that has the samples first, or behind the steps along an axis of their own, or in rows."""
+
+    def __init__(self, layer: nn.Module, layout: str = "batch first"):
+        super().__init__()
+        self.layer, self.last, self.layout = layer, nn.Linear(4, 3), layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.layout == "batch first":
+            h = self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]).transpose(0, 1)
+        elif self.layout == "axis":
+            h = self.layer(x.transpose(0, 1))
+        else:
+            h = self.layer(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (x.shape[1], x.shape[0]))
+        return self.last(torch.tanh(h).flatten(3).mean(3) if h.dim() > 3 else torch.tanh(h)).mean(0)
+
+
+class Functional(nn.Module):
+    """A layer by an operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
+    "linear": (lambda: nn.Linear(5, 4), (5,), True),
+    "function": (Functional, (5,), True),
+    "layer norm": (lambda: nn.LayerNorm(4), (4,), True),
+    "embedding": (lambda: nn.Embedding(5, 4), (), True),
+    "convolution": (lambda: nn.Conv2d(2, 4, 2), (2, 3, 3), False),
+    "batch norm": (lambda: nn.BatchNorm2d(4).eval(), (4, 2, 2), False),
+    "block": (lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, activation="gelu"), (4,), True),
+}
+
+
+@pytest.mark.parametrize("N", [3, 4])
+@pytest.mark.parametrize("layout", ["axis", "rows"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_steps_before_samples_cost_nothing(layer: str, layout: str, N: int):
+    """Of any length, that of the batch, too; with the factors of the other layout."""
+    make, shape, of_axes = LAYERS[layer]
+    if (layout == "axis" and not of_axes) or (layout == "rows" and layer == "block"):
+        pytest.skip("takes no such input")
+    x = torch.randn(N, 4, *shape).double() if shape else torch.randint(5, (N, 4))
+    net = BehindSteps(make(), layout).double()
+    with warnings.catch_warnings(action="error"):
+        check_all(Problem(net, x, torch.randint(3, (N,)), nn.CrossEntropyLoss()), of_hessian=layer != "block")
+    if layer == "block":
+        return
+    factors = []
+    for model in (net, BehindSteps(net.layer, "batch first").double()):
+        model.last = net.last
+        for approx in ("expand", "reduce"):
+            with backpack(KFLR(approx=approx), KFACEmpirical(approx=approx)):
+                F.cross_entropy(extend(model)(x), torch.arange(N) % 3).backward()
+            factors.append([f for p in model.parameters() for f in (*p.kflr, *p.kfac_empirical)])
+    for found, expected in zip(factors[:2], factors[2:], strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_averaged_factors_of_steps_before_samples_are_refused():
+    net = extend(nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).double())
+    with pytest.raises(CurvoptError, match="trade places"), backpack(KFRA()):
+        z = net(torch.randn(4, 4, 5).double().transpose(0, 1))
+        F.cross_entropy(z.permute(1, 2, 0), torch.randint(3, (4, 4))).backward()
 
 
 class TimeFirst(nn.Module):

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.derivatives.rules import DefaultRule, Rule, has_batch, tensors
 from curvopt.core.functional import FunctionalUse
 from curvopt.core.residuals import is_complex, leaf_of, shape_of, walk
-from curvopt.core.uses import Use
+from curvopt.core.uses import Steps, Use
 from curvopt.errors import CurvoptError
 
 
@@ -109,6 +109,8 @@ class Entry:
         #: Whether a module without a rule got nothing that may hold samples.
         self.no_samples = isinstance(self.rule, DefaultRule) and not has_batch(use)
         self.rows = self.rule.rows(use) if self.parameters and not self.no_samples else 0
+        #: How steps come before the samples, if they do.
+        self.steps: Steps | None = None
         #: Whether it is a call on a single sample without a batch axis.
         self.single = not (self.rows or self.no_samples) and self.rule.is_single(use)
 
@@ -130,6 +132,8 @@ class Entry:
 
     def axis(self, index: int) -> int | None:
         """Axis of an output that counts the samples; ``None`` where none does, -1 where it is not there."""
+        if self.steps is not None:
+            return 1 if self.steps == "axis" else None
         return -1 if self.single else self.rule.output_axis(self.use, index)
 
     @property

@@ -4,11 +4,11 @@ Rules read samples off the first axis: N of them, in equal contiguous shares (a 
 sample). Whether that holds at a use depends on the network: a lookup of positions is shared by all samples,
 ``torch.cat([x1, x2])`` interleaves them, a sequence-first layout has them elsewhere, and custom code may mix them. So
 the first backward through a network sends back a random vector, and again with every sample scaled by a factor of its
-own. Uses at which not every share arrives scaled by exactly its sample's factor are *unaligned*: their Jacobians are
-formed sample by sample, exact whatever the layout, at N times the cost. What was found holds for all graphs of the same
-structure, unless zeros hide what some operation does, and is compared with what is found in the 2nd, 11th, 101st ...
-backward. Where zeros are factors (a gate that is closed yet, a state that begins as zeros), it holds if the same is
-found with others in their place.
+own. Uses at which not every share arrives scaled by exactly its sample's factor, and which have no steps before the
+samples either, are *unaligned*: their Jacobians are formed sample by sample, exact whatever the layout, at N times the
+cost. What was found holds for all graphs of the same structure, unless zeros hide what some operation does, and is
+compared with what is found in the 2nd, 11th, 101st ... backward. Where zeros are factors (a gate that is closed yet, a
+state that begins as zeros), it holds if the same is found with others in their place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.compare import allclose
 from curvopt.core.derivatives.operations import Itself
-from curvopt.core.derivatives.rules import no_batch_axis
+from curvopt.core.derivatives.rules import no_batch_axis, tensors
 from curvopt.core.entries import Ending, Entry
 from curvopt.core.functional import FunctionalUse, broadcasts, spreads
 from curvopt.core.graph import Graph
@@ -44,9 +44,11 @@ from curvopt.core.residuals import (
     walk,
 )
 from curvopt.core.structure import seeing_more, structure
-from curvopt.core.uses import Head, Use
+from curvopt.core.uses import Head, Steps, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 
+#: In the place of an axis: all samples come one after the other along the first one, again and again.
+IN_ROWS = -2
 EMPTY = "the batch is empty; skip it, or call backward inside of an empty `with backpack():` for it."
 
 
@@ -57,11 +59,13 @@ class Samples(NamedTuple):
         N: their number.
         unaligned: the uses whose first axis does not hold them in equal contiguous shares.
         met: of those of them that see what all samples share, the operands that are repeated for the samples.
+        steps: of other uses in which steps come before the samples, how.
     """
 
     N: int
     unaligned: frozenset[Use]
     met: Mapping[Use, Collection[Place]] = {}
+    steps: Mapping[Use, Steps] = {}
 
 
 class Found(NamedTuple):
@@ -69,7 +73,8 @@ class Found(NamedTuple):
 
     N: int
     strays: frozenset[int]
-    passing: frozenset[int]
+    passing: frozenset[int] = frozenset()
+    steps: frozenset[tuple[int, Steps]] = frozenset()
 
 
 class Known(NamedTuple):
@@ -117,10 +122,10 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     frozen = [entry for entry in graph.entries.values() if not entry.parameters]
     everything = [*entries, *graph.calls, *frozen]
     look = partial(_look, losses, entries, list(graph.calls), frozen)
-    N, strays, passing = _remembered(_key(graph, losses, everything), losses, entries, look)
+    N, strays, passing, steps = _remembered(_key(graph, losses, everything), losses, entries, look)
     places = _meetings(losses, entries, strays, N) if passing else {}
     met = {entries[i].use: places[i] for i in passing & places.keys()}
-    return Samples(N, frozenset(entries[i].use for i in strays), met)
+    return Samples(N, frozenset(entries[i].use for i in strays), met, {entries[i].use: how for i, how in steps})
 
 
 def _remembered(
@@ -143,7 +148,7 @@ def _remembered(
         if known.times not in _AGAIN:
             return known.found
     found, hidden = look()
-    N, strays, passing = found
+    N, strays, passing, _ = found
     if known.found is not None and (found == known.found or hidden):
         return known.found
     dear = strays - passing if _is_small(passing, strays, N, entries) else strays
@@ -183,8 +188,36 @@ def _look(
 ) -> tuple[Found, bool]:
     """Where the samples lie, and whether some operation or use may move them, but nothing arrived there."""
     (N, strays), silent = _search(losses, entries, calls, frozen)
+    steps = _behind_steps(N, losses, entries, strays)
+    strays = strays.difference(i for i, _ in steps)
     passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays, N))
-    return Found(N, strays, passing), silent or quiet or _closed(losses, entries)
+    return Found(N, strays, passing, steps), silent or quiet or _closed(losses, entries)
+
+
+def _behind_steps(
+    N: int, losses: Sequence[Head], entries: Sequence[Entry], strays: Collection[int]
+) -> frozenset[tuple[int, Steps]]:
+    """The strays that have the samples behind the steps of sequences, and how, where these are to them the same."""
+    places: list[tuple[int, GradientEdge, int | None]] = []
+    how: dict[int, Steps] = {}
+    for i in sorted(strays):
+        entry = entries[i]
+        if N == 1 or entry.single or not entry.rule.any_order or entry.axis(0) != 0:
+            continue
+        (edge,) = entry.edges.values()
+        out, x = shape_of(edge.node, edge.output_nr), tensors(entry.use)[0]
+        before = x.dim() - (entry.rule.least_dims(entry.use.module) - 1) if entry.rule.any_axes else 1
+        if out[:before] != x.shape[:before] or x.layout != torch.strided:
+            continue
+        if before > 1 and out[1] == N:
+            how[i] = "axis"
+        elif out[0] > N and out[0] % N == 0:
+            how[i] = "rows"
+        else:
+            continue
+        places.append((i, edge, 1 if how[i] == "axis" else IN_ROWS))
+    wrong = unaligned(N, losses, places)[0] if places else set()
+    return frozenset((i, steps) for i, steps in how.items() if i not in wrong)
 
 
 def _warn(N: int, names: str) -> None:
@@ -570,6 +603,8 @@ def _probe(
     def sampled(k: int, grad: Tensor) -> tuple[Tensor, int | None]:
         axis = edges[k][2]
         grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+        if axis == IN_ROWS:
+            grad, axis = grad.unflatten(1, (-1, N)), 1
         return _sampled(*((grad, 0) if axis == -1 else (grad[0], axis)), 0 if half else N)
 
     def keep(k: int, grad: Tensor) -> None:
@@ -643,9 +678,9 @@ def _around_batch_norms(graph: Graph, losses: Sequence[Head]) -> Samples:
     def look() -> tuple[Found, bool]:
         with _without(graph.mixing):
             strays, silent, _ = unaligned(found.N, losses, edges)
-        return Found(found.N, frozenset(strays), frozenset()), silent
+        return Found(found.N, frozenset(strays)), silent
 
-    _, strays, _ = _remembered(_key(graph, losses, entries), losses, entries, look)
+    _, strays, *_ = _remembered(_key(graph, losses, entries), losses, entries, look)
     return Samples(found.N, found.unaligned.union(entries[i].use for i in strays))
 
 

@@ -21,7 +21,8 @@ _REORDERING = (
 )
 # beside operands, keep indices or masks
 _KEEPING = (*_REORDERING, "Embedding", "Where", "Masked")
-_REDUCING = ("Mean", "Sum", "Var", "Std", "Softmax", "LogSoftmax", "Cum", "Amax", "Amin", "Logsumexp", "Norm", "Prod")
+# what sums or means do to samples their axes tell
+_REDUCING = ("Var", "Std", "Softmax", "LogSoftmax", "Cum", "Amax", "Amin", "Logsumexp", "Norm", "Prod")
 #: The end of the name of what operations keep of the layout of operands in memory, which moves no sample.
 _LAYOUT = "_sym_strides"
 _arguments: dict[str, tuple[str, ...]] = {}

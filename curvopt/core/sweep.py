@@ -53,7 +53,7 @@ from curvopt.core.residuals import (
 )
 from curvopt.core.samples import along, find_samples, only, unaligned
 from curvopt.core.turned import carries, multiples, slope_at, turn
-from curvopt.core.uses import Head, Loss, TermUse, Use, hears_itself, is_hooked
+from curvopt.core.uses import Head, Loss, TermUse, Use, hears_itself, is_hooked, samples_first
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
@@ -250,6 +250,8 @@ class Pass:
         with self._named():
             self.samples = find_samples(graph, graph.heads)
         self.entries = [entry for entry in graph.entries.values() if entry.parameters]
+        for entry in self.entries:
+            entry.steps = self.samples.steps.get(entry.use)
         self.entries_of = Counter(p for entry in self.entries for p in entry.parameters.values())
         #: Columns that the gradient brings, and whether there may be some.
         self.brought: list[Brought] = []
@@ -267,8 +269,9 @@ class Pass:
             if not nodes or any(leads_to(node, nodes - {node}) for node in nodes):
                 self._refuse_nonlinear(graph)
         averaged = [e for e in extensions if isinstance(e.columns, Averaged)]
-        if self.samples.unaligned and averaged:
-            where = ", ".join(use.describe() for use in self.samples.unaligned)
+        elsewhere = [*self.samples.unaligned, *self.samples.steps]
+        if elsewhere and averaged:
+            where = ", ".join(use.describe() for use in elsewhere)
             raise CurvoptError(
                 f"{where}: the samples meet, or trade places, on the way to the loss, where "
                 f"{fields_of(averaged)} is not defined; use KFAC or KFLR."
@@ -581,6 +584,9 @@ class Pass:
                 use = entry.use.in_precision(dtype)
                 if entry.single:
                     use, grads = use.batched(), [None if grad is None else grad.unsqueeze(1) for grad in grads]
+                if entry.steps is not None:
+                    use = use.samples_first(N, entry.steps)
+                    grads = [None if grad is None else samples_first(N, entry.steps, grad, 1) for grad in grads]
                 jacobians = entry.rule.jac_t(use, grads, list(entry.parameters), N)
         except CurvoptError as error:
             raise self._naming_fields(error) from error
@@ -629,7 +635,7 @@ class Pass:
             last: no vectors follow, so what is shared among them may go.
             axis: along which the vectors have the samples.
         """
-        N, unaligned, met = self.samples
+        N, unaligned, met = self.samples.N, self.samples.unaligned, self.samples.met
         if met:
             heads = {head.edge.node for head in self.graph.heads if head.edge is not None}
             met = {} if torch.is_grad_enabled() or any(edge.node not in heads for edge in outputs) else met

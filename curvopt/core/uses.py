@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from operator import is_
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -269,6 +269,15 @@ class Use:
         use.outputs = self.outputs and [(out.unsqueeze(0), seen) for out, seen in self.outputs]
         return use
 
+    def samples_first(self, N: int, steps: Steps) -> Use:
+        """The same call with the samples first, of a module to which rows, or axes before the features, are alike."""
+        use = copy.copy(self)
+        first = partial(samples_first, N, steps)
+        use.args, use.kwargs = tree_map_only(Tensor, first, (self.args, self.kwargs))
+        use.shapes = tuple([first(_blank(shape, torch.float32, torch.device("cpu"))).shape for shape in self.shapes])
+        use.cache = self.cache.setdefault("samples first", {})
+        return use
+
     def expanded(self, shape: torch.Size, shared: bool) -> Use:
         """The same lookup for each of ``shape[0]`` samples, by indices without a batch axis or with one of length 1."""
         use = copy.copy(self)
@@ -326,6 +335,17 @@ def _hooks() -> tuple[Callable, Callable] | None:
 def of_checkpoint(hook: Callable) -> bool:
     """Whether an activation checkpoint has put a hook where tensors are saved."""
     return hook.__module__ == checkpoint.__name__
+
+
+#: How steps come before samples: along an axis of their own, or in rows, all samples of a step after each other.
+Steps = Literal["axis", "rows"]
+
+
+def samples_first(N: int, steps: Steps, x: Tensor, axis: int = 0) -> Tensor:
+    """``[T, N, ...]`` as ``[N, T, ...]``, or ``[T N, ...]`` as ``[N T, ...]``; these begin at an axis."""
+    if steps == "axis":
+        return x.transpose(axis, axis + 1)
+    return x.unflatten(axis, (-1, N)).transpose(axis, axis + 1).flatten(axis, axis + 1)
 
 
 class Left(NamedTuple):

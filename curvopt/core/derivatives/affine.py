@@ -23,6 +23,7 @@ from curvopt.core.uses import Use
 class Linear(AffineRule):
     """``x W^T + b`` on the last axis, any number of shared axes before it."""
 
+    any_axes = True
     reads = ()
 
     def unfold(self, module: nn.Module, x: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ from curvopt.errors import CurvoptError
 class Embedding(Rule):
     """``W[x]`` for integers x with any number of shared axes; ``padding_idx`` gets no gradient."""
 
+    any_axes = True
+    any_order = True
     linear = True
     takes_single = True
 

@@ -39,6 +39,10 @@ class Rule(ABC):
     checks_outputs = False
     #: Whether its operations, read off the graph, take its place where all that parameters enter are known.
     by_operations = False
+    #: Whether the only input may have any number of axes before those of the features, which all mean the same.
+    any_axes = False
+    #: Whether rows of the only input may come in another order, in which those of the output are then.
+    any_order = False
     #: Whether the output is linear in the parameters (the input fixed), so that only operations after it add curvature.
     linear = False
     #: Whether a call on a single sample without a batch axis is the same as on a batch of it.
@@ -223,6 +227,7 @@ def tensors(use: Use) -> list[Tensor]:
 class AffineRule(Rule):
     """A layer ``W x + b`` at every shared position, told by two views."""
 
+    any_order = True
     linear = True
     takes_single = True
 

@@ -17,6 +17,7 @@ from curvopt.core.uses import Use
 class ScaleRule(Rule):
     """A weight (and bias) that lies along some axes of the output and is shared by the others."""
 
+    any_order = True
     linear = True
     takes_single = True
 
@@ -95,6 +96,8 @@ class GroupNorm(ScaleRule):
 @register(nn.LayerNorm)
 class LayerNorm(ScaleRule):
     """Statistics over the last axes, along which the parameters lie."""
+
+    any_axes = True
 
     def scaled(self, module: nn.LayerNorm, x: Tensor) -> Tensor:
         return F.layer_norm(x, module.normalized_shape, eps=module.eps)
