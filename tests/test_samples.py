@@ -1259,6 +1259,10 @@ class TimeFirst(nn.Module):
         lambda h, gate, other: torch.where(gate > 0, -h, h),
         lambda h, gate, other: h - gate * h.mean(0),
         lambda h, gate, other: h * (1 - gate) - gate * h.flip(0) * (gate * h),
+        lambda h, gate, other: h - (gate * h).mean(0),
+        lambda h, gate, other: h - (gate * other(h)).sum(-2),
+        lambda h, gate, other: h - (gate * h).flip(0),
+        lambda h, gate, other: (torch.eye(3).roll(int(gate > 0), 0).to(h)[..., None] * h[:, None]).sum(0),
     ],
 )
 def test_what_zeros_let_pass_does_not_hide_what_is_there(function: Callable):

@@ -43,7 +43,7 @@ from curvopt.core.residuals import (
     shape_of,
     walk,
 )
-from curvopt.core.structure import seeing_more, structure
+from curvopt.core.structure import Lengths, seeing_more, structure
 from curvopt.core.uses import Head, Steps, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 
@@ -244,7 +244,8 @@ def _key(graph: Graph, losses: Collection[Head], everything: Sequence[Entry]) ->
             marks.setdefault(edge.node, []).append((i, index, edge.output_nr))
     rows = {_rows(loss) for loss in losses}
     rows |= {e.rows for e in everything if e.parameters and not isinstance(e.rule, Itself)}
-    operations = structure(_ends(losses), rows, graph.between, marks)
+    samples = {row for row in rows if row > 1 and any(_rows(loss) % row == 0 for loss in losses)}
+    operations = structure(_ends(losses), Lengths(rows, samples), graph.between, marks)
     return None if operations is None else hash((operations, bool(graph.mixing), *shapes, *kinds))
 
 
@@ -468,7 +469,10 @@ def _passes_strays(entries: Sequence[Entry], strays: Collection[int]) -> bool:
 
 
 def _closed(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
-    """Whether nothing but zeros arrives at some operation that may move samples: what it does to them is not seen."""
+    """Whether nothing but zeros arrives at some operation that may move samples, or leaves some product.
+
+    What such an operation, or one before the product, does to samples is not seen.
+    """
     generator = torch.Generator().manual_seed(0)
     edges = [edge for entry in entries for edge in entry.edges.values()]
     zeros: list[Tensor] = []
@@ -476,12 +480,18 @@ def _closed(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
     def arrived(grads: Sequence[Tensor | None]) -> None:
         zeros.extend(~grad.any() for grad in grads if grad is not None)
 
+    def left(grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> None:
+        came = torch.stack([grad.any() for grad in arrived if grad is not None]).any()
+        zeros.extend(came & ~grad.any() for grad in grads if grad is not None)
+
     with torch.no_grad():
         for loss in losses:
             assert loss.edge is not None
             with ExitStack() as hooks:
                 for node in walk([loss.edge.node]):
-                    if leaf_of(node) is None and operation(node) not in BY_ENTRY:
+                    if operation(node) in _MULTIPLYING:
+                        hooks.callback(node.register_hook(left).remove)
+                    elif leaf_of(node) is None and operation(node) not in BY_ENTRY:
                         hooks.callback(node.register_prehook(arrived).remove)
                 pull_each([loss.edge], edges, [_random(loss, generator).unsqueeze(0)], lambda *_: None)
         return bool(torch.stack([zero.to(zeros[0].device) for zero in zeros]).any()) if zeros else False

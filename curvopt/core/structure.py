@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.autograd.function import BackwardCFunction
@@ -21,10 +21,23 @@ _REORDERING = (
 )
 # beside operands, keep indices or masks
 _KEEPING = (*_REORDERING, "Embedding", "Where", "Masked")
-# what sums or means do to samples their axes tell
-_REDUCING = ("Var", "Std", "Softmax", "LogSoftmax", "Cum", "Amax", "Amin", "Logsumexp", "Norm", "Prod")
+_REDUCING = ("Mean", "Sum", "Var", "Std", "Softmax", "LogSoftmax", "Cum", "Amax", "Amin", "Logsumexp", "Norm", "Prod")
 #: The end of the name of what operations keep of the layout of operands in memory, which moves no sample.
 _LAYOUT = "_sym_strides"
+
+
+class Lengths(NamedTuple):
+    """Lengths of first axes.
+
+    Attributes:
+        rows: of what losses and uses see.
+        samples: those of them that may be the number of samples: they go into the rows of a loss.
+    """
+
+    rows: set[int]
+    samples: set[int]
+
+
 _arguments: dict[str, tuple[str, ...]] = {}
 #: The name by which operations keep indices, where these are all that tells.
 _BY_INDICES = {"IndexBackward0": "indices"} | {
@@ -35,7 +48,7 @@ _FEW = 1 << 16
 
 
 def structure(
-    ends: list[Node], rows: set[int], passed_over: Collection[Node], marks: Mapping[Node, Sequence[Any]]
+    ends: list[Node], lengths: Lengths, passed_over: Collection[Node], marks: Mapping[Node, Sequence[Any]]
 ) -> int | None:
     """Hash of the operations behind some nodes, how they hang together, their shapes and integer arguments.
 
@@ -43,7 +56,7 @@ def structure(
 
     Args:
         ends: the nodes.
-        rows: lengths of first axes, which hold samples.
+        lengths: of first axes, which hold samples.
         passed_over: nodes that no sample has a part in, nor what lies behind them.
         marks: what else is to be told of nodes.
     """
@@ -55,7 +68,7 @@ def structure(
         keeps = _keeper(name)
         if isinstance(node, BackwardCFunction) and not is_sink(node):
             return None
-        if keeps is not None and not keeps(node, rows):
+        if keeps is not None and not keeps(node, lengths):
             indices = _indices(node, name)
             if indices is None:
                 return None
@@ -90,10 +103,10 @@ def _indices(node: Node, name: str) -> list[Any] | None:
 
 
 @cache
-def _keeper(name: str) -> Callable[[Node, set[int]], bool] | None:
+def _keeper(name: str) -> Callable[[Node, Lengths], bool] | None:
     """What tells of an operation that samples stay where its shapes and arguments say; ``None`` if they always do."""
     if name.startswith(_REORDERING):
-        return lambda node, rows: False
+        return lambda node, lengths: False
     if name.startswith(_REDUCING):
         return _keeps_samples
     if name in _PRODUCTS:
@@ -103,27 +116,35 @@ def _keeper(name: str) -> Callable[[Node, set[int]], bool] | None:
     if name.endswith("CopySlices"):
         return _copies_all_rows
     if name.startswith("Embedding"):
-        return lambda node, rows: leaf_of(node.next_functions[0][0]) is not None
+        return lambda node, lengths: leaf_of(node.next_functions[0][0]) is not None
     return None
 
 
-def _copies_all_rows(node: Node, rows: set[int]) -> bool:
+def _copies_all_rows(node: Node, lengths: Lengths) -> bool:
     """Whether an assignment to a part of a tensor is one to all of its rows: of others nothing tells which."""
     copied, shape = [shape_of(*edge) for edge in node.next_functions[1:] if edge[0] is not None], shape_of(node)
     return all(len(part) == len(shape) and part[0] == shape[0] for part in copied)
 
 
-def _keeps_samples(node: Node, rows: set[int]) -> bool:
-    """Whether a reduction goes over some axes, and not over the first."""
-    dims = getattr(node, "_saved_dim", None)
-    return dims is not None and 0 not in (dims if isinstance(dims, (tuple, list)) else (dims,))
+def _keeps_samples(node: Node, lengths: Lengths) -> bool:
+    """Whether a reduction goes over some axes, and not over the first, unless that has steps by its length."""
+    dims, (operand, nr) = getattr(node, "_saved_dim", None), node.next_functions[0]
+    if dims is None or operand is None or not (shape := shape_of(operand, nr)):
+        return False
+    # negative axes are kept as unsigned numbers
+    first = any((dim + 2**63) % 2**64 - 2**63 in (0, -len(shape)) for dim in (dims if _is_many(dims) else (dims,)))
+    return not first or (shape[0] > 0 and all(shape[0] % number for number in lengths.samples))
+
+
+def _is_many(dims: Any) -> bool:
+    return isinstance(dims, (tuple, list))
 
 
 _PRODUCTS = frozenset(f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv"))
 _SHAPING = ("TBackward", "Transpose", "Permute", "ToCopy", "View", "Reshape", "UnsafeView", "Unsqueeze", "Expand")
 
 
-def _keeps_rows(node: Node, rows: set[int]) -> bool:
+def _keeps_rows(node: Node, lengths: Lengths) -> bool:
     """Whether a product sums over nothing that may be samples (rows, or columns by a constant), or is of a batch."""
     *_, left, right = node.next_functions
     operand, nr = left if right[0] is None else right
@@ -131,19 +152,19 @@ def _keeps_rows(node: Node, rows: set[int]) -> bool:
         return True
     shape = shape_of(operand, nr)
     length = shape[-2] if right[0] is not None and len(shape) > 1 else shape[-1]
-    batched = len(shape) == 3 and any(row and shape[0] % row == 0 for row in rows)
-    if batched or length == 0 or all(row % length for row in rows):
+    batched = len(shape) == 3 and any(row and shape[0] % row == 0 for row in lengths.rows)
+    if batched or length == 0 or all(row % length for row in lengths.rows):
         return True
     while operand is not None and name_of(operand).startswith(_SHAPING):
         operand = operand.next_functions[0][0]
     return operand is None or leaf_of(operand) is not None
 
 
-def _moves_along_rows(node: Node, rows: set[int]) -> bool:
+def _moves_along_rows(node: Node, lengths: Lengths) -> bool:
     """Whether a convolution by a constant has the samples along its first axis, as far as lengths tell."""
     (x, nr), (weight, _), *_ = node.next_functions
     length = 0 if x is None or weight is not None else shape_of(x, nr)[0]
-    return not length or any(row and length % row == 0 for row in rows)
+    return not length or any(row and length % row == 0 for row in lengths.rows)
 
 
 def _argument(value: Any) -> int | str | tuple | None:
