@@ -481,8 +481,10 @@ def _closed(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
         zeros.extend(~grad.any() for grad in grads if grad is not None)
 
     def left(grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> None:
-        came = torch.stack([grad.any() for grad in arrived if grad is not None]).any()
-        zeros.extend(came & ~grad.any() for grad in grads if grad is not None)
+        (passed,) = arrived
+        if passed is not None and _is_plain(passed):
+            came = passed.any()
+            zeros.extend(came & ~grad.any() for grad in grads if grad is not None and _is_plain(grad))
 
     with torch.no_grad():
         for loss in losses:
@@ -740,8 +742,12 @@ def _as_if_open(
     )
 
 
+def _is_plain(grad: Tensor) -> bool:
+    return grad.layout == torch.strided and not grad.is_nested
+
+
 def _unless_zeros(grad: Tensor, passed: Tensor) -> Tensor:
-    if grad.layout != torch.strided or grad.is_nested:
+    if not _is_plain(grad):
         return grad
     passed = passed if grad.is_complex() else passed.real
     return torch.where(grad.any(), grad, passed.sum_to_size(grad.shape).to(grad))
