@@ -96,9 +96,9 @@ def viewed(node: Node, x: Tensor) -> Tensor | None:
     if name == "TBackward0":
         return x.t()
     if name == "TransposeBackward0":
-        return x.transpose(_axis(saved.dim0), _axis(saved.dim1))
+        return x.transpose(signed_axis(saved.dim0), signed_axis(saved.dim1))
     if name == "PermuteBackward0":
-        return x.permute([_axis(dim) for dim in saved.dims])
+        return x.permute([signed_axis(dim) for dim in saved.dims])
     if name not in _VIEWS:
         return None
     shape = shape_of(node)
@@ -116,7 +116,7 @@ _VIEWS = frozenset(
 )
 
 
-def _axis(dim: int) -> int:
+def signed_axis(dim: int) -> int:
     """An axis as a node has it, where negative ones are kept as unsigned numbers."""
     return dim - 2**64 if dim >= 2**63 else dim
 

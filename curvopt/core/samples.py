@@ -142,9 +142,8 @@ def _remembered(
         look: finds out, and whether something was hidden from it.
     """
     known = Known() if key is None else _known.get(key, Known())
-    now = known._replace(times=known.times + 1)
     if key is not None and known.found is not None:
-        _known[key] = now
+        _known[key] = known._replace(times=known.times + 1)
         if known.times not in _AGAIN:
             return known.found
     found, hidden = look()
@@ -162,15 +161,15 @@ def _remembered(
             CurvoptWarning,
             stacklevel=3,
         )
-        now = Known(None, now.times, changed=True)
-    elif not (now.changed or _passes_strays(entries, strays)):
-        again = key is not None and known.times in _AGAIN
-        if not hidden or (again and _is_same_behind_zeros(losses, look, found)):
-            now = now._replace(found=found)
-    if key is not None:
-        if len(_known) > 1024:
-            _known.clear()
-        _known[key] = now
+    if key is None:
+        return found
+    changed = known.changed or known.found is not None
+    holds = not (changed or _passes_strays(entries, strays))
+    if holds and hidden:
+        holds = known.times in _AGAIN and _is_same_behind_zeros(losses, look, found)
+    if len(_known) > 1024:
+        _known.clear()
+    _known[key] = Known(found if holds else None, known.times + 1, changed)
     return found
 
 

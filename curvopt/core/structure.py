@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from curvopt.core.functional import has_number
+from curvopt.core.functional import has_number, signed_axis
 from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, shape_of
 from curvopt.core.saved import Saved, is_tensor, names_of
 
@@ -95,7 +95,7 @@ def _indices(node: Node, name: str) -> list[Any] | None:
     if name not in _BY_INDICES:
         return None
     saved = getattr(Saved(node), _BY_INDICES[name])
-    given = saved if isinstance(saved, (tuple, list)) else (saved,)
+    given = _many(saved)
     tensors = [x for x in given if x is not None]
     if any(x.device.type != "cpu" for x in tensors) or sum(x.numel() for x in tensors) > _FEW:
         return None
@@ -131,13 +131,13 @@ def _keeps_samples(node: Node, lengths: Lengths) -> bool:
     dims, (operand, nr) = getattr(node, "_saved_dim", None), node.next_functions[0]
     if dims is None or operand is None or not (shape := shape_of(operand, nr)):
         return False
-    # negative axes are kept as unsigned numbers
-    first = any((dim + 2**63) % 2**64 - 2**63 in (0, -len(shape)) for dim in (dims if _is_many(dims) else (dims,)))
+    first = any(signed_axis(dim) in (0, -len(shape)) for dim in _many(dims))
     return not first or (shape[0] > 0 and all(shape[0] % number for number in lengths.samples))
 
 
-def _is_many(dims: Any) -> bool:
-    return isinstance(dims, (tuple, list))
+def _many(saved: Any) -> Sequence[Any]:
+    """One or more values that a node saved."""
+    return saved if isinstance(saved, (tuple, list)) else (saved,)
 
 
 _PRODUCTS = frozenset(f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv"))

@@ -127,7 +127,7 @@ class Recurrent(ReplayRule):
         """Initial states, each ``[layers * directions, N, H]``."""
         if hx is not None:
             return (hx,) if isinstance(hx, Tensor) else hx
-        layers = module.num_layers * (2 if module.bidirectional else 1)
+        layers = len(module._all_weights)  # times directions
         h = x.new_zeros(layers, x.shape[0], module.proj_size or module.hidden_size)
         return (h, x.new_zeros(layers, x.shape[0], module.hidden_size)) if module.mode == "LSTM" else (h,)
 
