@@ -75,8 +75,10 @@ class Recurrent(ReplayRule):
             output = output.transpose(1, 2)
         sites: list[Site] = []
         lefts: list[Tensor] = []
-        for steps, own, arrived in zip(unrolled.steps, module._all_weights, unrolled.pull(output, states), strict=True):
-            rights, biases = (steps.x, steps.before), own[2:] or (None, None)
+        for layer, own, arrived in zip(
+            unrolled.layers, module._all_weights, unrolled.pull(output, states), strict=True
+        ):
+            rights, biases = (layer.x, layer.before), own[2:] or (None, None)
             sites += [Site(*site) for site in zip(rights, own[:2], biases, strict=True)]
             lefts += arrived
         return self.jacobians(use, sites, lefts, names, N)

@@ -27,7 +27,7 @@ def run(mode: str, x: Tensor, state: State, weights: Sequence[Tensor]) -> Tensor
         return _RUN[mode](x, given, list(weights), len(weights) > 2, 1, 0.0, False, False, True)[0]
 
 
-class Steps:
+class Layer:
     """One layer in one direction, forwards in time: ``W_ih x + b_ih`` and ``W_hh h + b_hh``, and how they go on.
 
     Args:
@@ -136,13 +136,13 @@ class Unrolled:
 
     Attributes:
         outputs: output ``[N, T, directions * H]`` and final states.
-        steps: of each direction of each layer.
+        layers: each direction of each layer.
     """
 
     def __init__(self, module: nn.RNNBase, x: Tensor, initial: State):
         """Run it."""
         self.directions = 2 if module.bidirectional else 1
-        self.steps: list[Steps] = []
+        self.layers: list[Layer] = []
         finals: list[State] = []
         for layer in range(module.num_layers):
             outputs = []
@@ -151,15 +151,15 @@ class Unrolled:
                 weights = [getattr(module, name) for name in module._all_weights[number]]
                 x = x.to(weights[0].dtype)
                 state = tuple(part[number].to(x.dtype) for part in initial)
-                steps = Steps(module.mode, x.flip(1) if direction else x, state, weights)
-                self.steps.append(steps)
-                finals.append(steps.final)
-                outputs.append(steps.hidden.flip(1) if direction else steps.hidden)
+                one = Layer(module.mode, x.flip(1) if direction else x, state, weights)
+                self.layers.append(one)
+                finals.append(one.final)
+                outputs.append(one.hidden.flip(1) if direction else one.hidden)
             x = torch.cat(outputs, -1)
         self.outputs = [x, *(torch.stack(part) for part in zip(*finals, strict=True))]
 
     def pull(self, hidden: Tensor | None, final: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-        """What arrives at the products of all `steps` (see `Steps.pull`).
+        """What arrives at the products of all `layers` (see `Layer.pull`).
 
         Args:
             hidden: vectors at the output, ``[V, N, T, directions * H]``.
@@ -169,15 +169,15 @@ class Unrolled:
             V = next(len(part) for part in final if part is not None)
             hidden = torch.zeros_like(self.outputs[0]).expand(V, *self.outputs[0].shape)
         found: list[tuple[Tensor, Tensor]] = []
-        for number in reversed(range(len(self.steps))):
-            steps, direction = self.steps[number], number % self.directions
+        for number in reversed(range(len(self.layers))):
+            layer, direction = self.layers[number], number % self.directions
             if direction == self.directions - 1:
                 vectors, below = hidden.chunk(self.directions, -1), None
             own = vectors[direction]
             states = [None if part is None else part[:, number] for part in final]
-            found.append(steps.pull(own.flip(2) if direction else own, states))
+            found.append(layer.pull(own.flip(2) if direction else own, states))
             if number >= self.directions:
-                down = found[-1][0] @ steps.W_ih
+                down = found[-1][0] @ layer.W_ih
                 down = down.flip(2) if direction else down
                 below = down if below is None else below + down
                 hidden = below
