@@ -1051,15 +1051,15 @@ def test_long_sequences_in_steps_take_time_in_proportion():
 
 
 class Weighed(nn.Module):
-    """Rows summed with weights that may be those of each row alone, by operations that do not tell."""
+    """Rows that a function gathers by weights, which may be those of an identity."""
 
-    def __init__(self):
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]):
         super().__init__()
-        self.layer, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.function, self.layer, self.last = function, nn.Linear(4, 5), nn.Linear(5, 3)
         self.mix = torch.eye(6, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last((self.mix[:, :, None] * torch.tanh(self.layer(x))[None]).sum(1))
+        return self.last(self.function(torch.tanh(self.layer(x)), self.mix))
 
 
 def each_gradient(model: nn.Module, p: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -1067,11 +1067,45 @@ def each_gradient(model: nn.Module, p: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in losses])
 
 
+@pytest.mark.filterwarnings("ignore:the first axis does not hold")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h, A: (A[:, :, None] * h).sum(1),
+        lambda h, A: (A[:, :, None] * h[:, None]).sum(0),
+        lambda h, A: torch.addcmul(h.new_zeros(6, 6, 5), A[:, :, None], h.expand(6, 6, 5)).sum(1),
+        lambda h, A: (h / (A + 1e-300).reciprocal()[:, :, None]).sum(1),
+        lambda h, A: (torch.softmax(A * 1e9, 1)[:, :, None] * h).sum(1),
+        lambda h, A: torch.lerp(h.new_zeros(6, 6, 5), h.expand(6, 6, 5), A[:, :, None].expand(6, 6, 5)).sum(1),
+        lambda h, A: torch.relu(h / 8 + A[:, :, None] - 0.5).sum(1),
+        lambda h, A: torch.sigmoid(h + (A[:, :, None] - 1) * 1e9).sum(1),
+        lambda h, A: (h + (A[:, :, None] - 1) * 1e9).clamp(min=-5).sum(1),
+        lambda h, A: (h + (A[:, :, None] - 1) * 1e9).amax(1),
+        lambda h, A: (h + (A[:, :, None] - 1) * 1e9).max(1)[0],
+        lambda h, A: (h + (A[:, :, None] - 1) * 1e9).logsumexp((1,)),
+        lambda h, A: F.log_softmax(h + (A[:, :, None] - 1) * 1e9, 1).diagonal().T,
+        lambda h, A: (1 - A[:, :, None] + A[:, :, None] * h[:, None]).prod(0),
+        lambda h, A: F.scaled_dot_product_attention(h[None], h[None], h[None], attn_mask=(A - 1) * 1e9)[0],
+    ],
+)
+def test_weights_of_an_identity_hide_no_samples(function: Callable):
+    model, x, y = extend(Weighed(function).double()), torch.randn(6, 4).double(), torch.randint(3, (6,))
+    identity = torch.eye(6).double()
+    for mix in identity, identity, identity[torch.randperm(6)], identity.roll(1, 0), torch.rand(6, 6).double():
+        model.mix = mix
+        with backpack(BatchGrad()):
+            F.cross_entropy(model(x), y).backward()
+        p = model.layer.weight
+        torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
+
+
 def test_what_was_found_of_the_samples_is_compared_with_what_is_found_later():
-    model, x, y = extend(Weighed().double()), torch.randn(6, 4).double(), torch.randint(3, (6,))
+    mix = nn.Parameter(torch.eye(6).double())
+    model = extend(Weighed(lambda h, A: (h.T @ mix).T).double())
+    x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
     for step in range(6):
         if step == 1:
-            model.mix = torch.randn(6, 6).double()
+            mix.data = torch.randn(6, 6).double()
         with warnings.catch_warnings(record=True) as caught, backpack(BatchGrad()):
             warnings.simplefilter("always")
             F.cross_entropy(model(x), y).backward()
@@ -1130,7 +1164,7 @@ def test_what_was_found_is_remembered_for_the_same_indices(monkeypatch: pytest.M
             F.cross_entropy(model(x), y).backward()
         p = model.layer.weight
         torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
-    assert len(searched) == 4  # in the first and the second backward of each
+    assert len(searched) == 5  # in the first and the second backward of each, twice where strays are found
 
 
 class Gated(nn.Module):
@@ -1152,9 +1186,9 @@ class Gated(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:the first axis does not hold")
-@pytest.mark.parametrize(("axis", "times"), [(0, 3), (1, 6)])
-def test_zeros_as_factors_hide_no_samples(axis: int, times: int, monkeypatch: pytest.MonkeyPatch):
-    """What was found is remembered at once, unless it is another thing behind them: then they are waited for."""
+@pytest.mark.parametrize("axis", [0, 1])
+def test_zeros_as_factors_hide_no_samples(axis: int, monkeypatch: pytest.MonkeyPatch):
+    """What is found behind them, samples behind steps where the axis is 1, is remembered."""
     searched = []
     search = samples_module._search
     monkeypatch.setattr(samples_module, "_known", {})
@@ -1166,7 +1200,7 @@ def test_zeros_as_factors_hide_no_samples(axis: int, times: int, monkeypatch: py
             F.cross_entropy(model(x), y).backward()
         for p in model.parameters():
             torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
-    assert len(searched) == times
+    assert len(searched) == 3  # in the first backward, and twice in the second one
 
 
 class BehindSteps(nn.Module):
@@ -1362,3 +1396,33 @@ def test_single_rows_in_a_loop_are_no_batch_of_one_sample(B: int, shape: tuple[i
         samples = [slice(None)] if B == 1 else [slice(row, row + 1) for row in range(B * rows)]
         expected = torch.stack([torch.autograd.grad(loss(sample), p)[0] for sample in samples])
         assert same(p.grad_batch, expected)
+
+
+class Unrolled(nn.Module):
+    """A recurrent net of functions that forgets nearly all in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.state, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 5)
+        for step in x.unbind(1):
+            h = torch.tanh(self.layer(step) + self.state(h) / 8)
+        return self.last(h)
+
+
+def test_samples_are_remembered_where_gradients_vanish(monkeypatch: pytest.MonkeyPatch, recwarn):
+    """Long before the end of a sequence they are zeros, and near that too small to tell anything."""
+    searched = []
+    search = samples_module._search
+    monkeypatch.setattr(samples_module, "_known", {})
+    monkeypatch.setattr(samples_module, "_search", lambda *args: (searched.append(1), search(*args))[1])
+    model, x, y = extend(Unrolled()), torch.randn(3, 60, 4), torch.randint(3, (3,))
+    for _ in range(5):
+        with backpack(BatchGrad()):
+            F.cross_entropy(model(x), y).backward()
+        p = model.layer.weight
+        torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
+    assert len(searched) == 3
+    assert not [w for w in recwarn if issubclass(w.category, CurvoptWarning)]

@@ -103,7 +103,20 @@ def walk(roots: list[Node], boundary: frozenset = frozenset(), last: Collection[
 
 def leads_to(root: Node, targets: Collection[Node]) -> bool:
     """Whether any of some nodes lies behind ``root``, or is it."""
-    return any(node in targets for node in walk([root]))
+    return root in targets or leads_further_to(root, targets)
+
+
+def leads_further_to(root: Node, targets: Collection[Node]) -> bool:
+    """Whether any of some nodes lies behind ``root``; the nearest are looked at first."""
+    nodes, seen = [root], {root}
+    for node in nodes:
+        for following, _ in node.next_functions:
+            if following in targets:
+                return True
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return False
 
 
 def parents_of(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
@@ -299,7 +312,7 @@ def pull_each(
         together: call it for all at the end, as has to be where there is more than one vector.
     """
     nodes = {edge.node for edge in inputs}
-    passed = [not together and leads_to(edge.node, nodes - {edge.node}) for edge in inputs]
+    passed = [not together and leads_further_to(edge.node, nodes) for edge in inputs]
     ends = [i for i, _ in enumerate(inputs) if not passed[i]]
     tasks: list[int] = []
 

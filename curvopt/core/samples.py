@@ -7,13 +7,12 @@ the first backward through a network sends back a random vector, and again with 
 own. Uses at which not every share arrives scaled by exactly its sample's factor, and which have no steps before the
 samples either, are *unaligned*: their Jacobians are formed sample by sample, exact whatever the layout, at N times the
 cost. What was found holds for all graphs of the same structure, unless zeros hide what some operation does, and is
-compared with what is found in the 2nd, 11th, 101st ... backward. Where zeros are factors (a gate that is closed yet, a
-state that begins as zeros), it holds if the same is found with others in their place.
+compared with what is found in the 2nd, 11th, 101st ... backward. Where values keep something away (a closed gate, a
+state that begins as zeros, a mask, a ReLU), it holds if the second backward finds the same when a little of all passes.
 """
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,7 +28,7 @@ from curvopt.core.compare import allclose
 from curvopt.core.derivatives.operations import Itself
 from curvopt.core.derivatives.rules import no_batch_axis, tensors
 from curvopt.core.entries import Ending, Entry
-from curvopt.core.functional import FunctionalUse, broadcasts, spreads
+from curvopt.core.functional import FunctionalUse, broadcasts, signed_axis, spreads
 from curvopt.core.graph import Graph
 from curvopt.core.meetings import Place
 from curvopt.core.residuals import (
@@ -43,7 +42,7 @@ from curvopt.core.residuals import (
     shape_of,
     walk,
 )
-from curvopt.core.structure import Lengths, seeing_more, structure
+from curvopt.core.structure import many, seeing_more, structure
 from curvopt.core.uses import Head, Steps, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 
@@ -75,6 +74,20 @@ class Found(NamedTuple):
     strays: frozenset[int]
     passing: frozenset[int] = frozenset()
     steps: frozenset[tuple[int, Steps]] = frozenset()
+
+
+class Look(NamedTuple):
+    """What one look shows.
+
+    Attributes:
+        found: where the samples lie.
+        hidden: whether some operation or use may move them, but nothing arrived there.
+        masked: whether zeros may have kept some entries from others, where samples may meet.
+    """
+
+    found: Found
+    hidden: bool
+    masked: bool = False
 
 
 class Known(NamedTuple):
@@ -128,9 +141,7 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     return Samples(N, frozenset(entries[i].use for i in strays), met, {entries[i].use: how for i, how in steps})
 
 
-def _remembered(
-    key: int | None, losses: Sequence[Head], entries: Sequence[Entry], look: Callable[[], tuple[Found, bool]]
-) -> Found:
+def _remembered(key: int | None, losses: Sequence[Head], entries: Sequence[Entry], look: Callable[[], Look]) -> Found:
     """Where the samples lie, looked for in the first backward of a structure.
 
     Again after 1, 10, 100 ... of them: operations may treat other values otherwise than the first ones.
@@ -139,22 +150,28 @@ def _remembered(
         key: of the structure; ``None`` to look in every backward.
         losses: where the samples are known.
         entries: the uses.
-        look: finds out, and whether something was hidden from it.
+        look: finds out.
     """
     known = Known() if key is None else _known.get(key, Known())
     if key is not None and known.found is not None:
         _known[key] = known._replace(times=known.times + 1)
         if known.times not in _AGAIN:
             return known.found
-    found, hidden = look()
-    N, strays, passing, _ = found
+    found, hidden, masked = look()
     if known.found is not None and (found == known.found or hidden):
         return known.found
-    dear = strays - passing if _is_small(passing, strays, N, entries) else strays
-    if dear:
-        _warn(N, _names(entries, dear))
+    holds = not (hidden or masked)
+    again = key is not None and known.times in _AGAIN
+    if (again and not holds) or _dear(found, entries):
+        behind = _found_behind_zeros(losses, look, found)
+        if behind is not None:
+            found, holds = behind, True
+    if known.found == found:
+        return found
+    if dear := _dear(found, entries):
+        _warn(found.N, _names(entries, dear))
     if known.found is not None:
-        names = _names(entries, strays ^ known.found.strays or range(len(entries)))
+        names = _names(entries, found.strays ^ known.found.strays or range(len(entries)))
         warnings.warn(
             f"the samples lie elsewhere than in earlier backwards through the same operations, at {names}: quantities "
             "of those were of other samples. They are looked for in every backward from now on.",
@@ -164,33 +181,34 @@ def _remembered(
     if key is None:
         return found
     changed = known.changed or known.found is not None
-    holds = not (changed or _passes_strays(entries, strays))
-    if holds and hidden:
-        holds = known.times in _AGAIN and _is_same_behind_zeros(losses, look, found)
+    holds = holds and not (changed or _passes_strays(entries, found.strays))
     if len(_known) > 1024:
         _known.clear()
     _known[key] = Known(found if holds else None, known.times + 1, changed)
     return found
 
 
-def _is_same_behind_zeros(losses: Sequence[Head], look: Callable[[], tuple[Found, bool]], found: Found) -> bool:
-    """Whether the same is found, and nothing hidden, if zeros by which others are multiplied let these pass."""
+def _found_behind_zeros(losses: Sequence[Head], look: Callable[[], Look], found: Found) -> Found | None:
+    """What is found where a little of all passes, if nothing is hidden there, and no more strays are.
+
+    Fewer are if gradients that had vanished on their way seemed strays.
+    """
     with _opened(_ends(losses)):
         try:
-            return look() == (found, False)
+            behind, hidden, _ = look()
         except CurvoptError:  # of losses whose rows do not agree, say
-            return False
+            return None
+    return behind if not hidden and behind.N == found.N and behind.strays <= found.strays else None
 
 
-def _look(
-    losses: Sequence[Head], entries: Sequence[Entry], calls: Sequence[Entry], frozen: Sequence[Entry]
-) -> tuple[Found, bool]:
-    """Where the samples lie, and whether some operation or use may move them, but nothing arrived there."""
+def _look(losses: Sequence[Head], entries: Sequence[Entry], calls: Sequence[Entry], frozen: Sequence[Entry]) -> Look:
+    """Look for the samples."""
     (N, strays), silent = _search(losses, entries, calls, frozen)
     steps = _behind_steps(N, losses, entries, strays)
     strays = strays.difference(i for i, _ in steps)
     passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays, N))
-    return Found(N, strays, passing, steps), silent or quiet or _closed(losses, entries)
+    closed, masked = _kept_away(losses, entries)
+    return Look(Found(N, strays, passing, steps), silent or quiet or closed, masked)
 
 
 def _behind_steps(
@@ -243,8 +261,7 @@ def _key(graph: Graph, losses: Collection[Head], everything: Sequence[Entry]) ->
             marks.setdefault(edge.node, []).append((i, index, edge.output_nr))
     rows = {_rows(loss) for loss in losses}
     rows |= {e.rows for e in everything if e.parameters and not isinstance(e.rule, Itself)}
-    samples = {row for row in rows if row > 1 and any(_rows(loss) % row == 0 for loss in losses)}
-    operations = structure(_ends(losses), Lengths(rows, samples), graph.between, marks)
+    operations = structure(_ends(losses), rows, graph.between, marks)
     return None if operations is None else hash((operations, bool(graph.mixing), *shapes, *kinds))
 
 
@@ -272,10 +289,12 @@ def _read_as_rows(graph: Graph, losses: Collection[Head]) -> Entry | None:
     return next((entry for entry in last if entry.single and entry.use.shapes[0].numel() > 1), None)
 
 
-def _is_small(some: Collection[int], strays: Collection[int], N: int, entries: Sequence[Entry]) -> bool:
-    """Whether some strays, N times, have no more outputs than all uses that are none."""
+def _dear(found: Found, entries: Sequence[Entry]) -> frozenset[int]:
+    """The strays, less those passing that, N times, have no more outputs than all uses that are no strays."""
     sizes = [sum(shape.numel() for shape in entry.use.shapes) for entry in entries]
-    return N * sum(sizes[i] for i in some) <= sum(size for i, size in enumerate(sizes) if i not in strays)
+    some, others = found.passing, set(range(len(entries))) - found.strays
+    small = found.N * sum(sizes[i] for i in some) <= sum(sizes[i] for i in others)
+    return found.strays - some if small else found.strays
 
 
 def _meetings(
@@ -467,35 +486,51 @@ def _passes_strays(entries: Sequence[Entry], strays: Collection[int]) -> bool:
     return not aligned.isdisjoint(walk([node for i in strays for node in entries[i].nodes]))
 
 
-def _closed(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
-    """Whether nothing but zeros arrives at some operation that may move samples, or leaves some product.
+def _kept_away(losses: Sequence[Head], entries: Sequence[Entry]) -> tuple[bool, bool]:
+    """What hides from a look where samples go.
 
-    What such an operation, or one before the product, does to samples is not seen.
+    Whether nothing but zeros arrives at some operation that may move them, or leaves one of `_KEEPING_AWAY`: what the
+    operation, or one before the latter, does to samples is not seen. And whether one may have kept away some entries.
     """
     generator = torch.Generator().manual_seed(0)
     edges = [edge for entry in entries for edge in entry.edges.values()]
     zeros: list[Tensor] = []
+    masked: list[Tensor] = []
+    sums = False
 
     def arrived(grads: Sequence[Tensor | None]) -> None:
         zeros.extend(~grad.any() for grad in grads if grad is not None)
 
-    def left(grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> None:
-        (passed,) = arrived
-        if passed is not None and _is_plain(passed):
-            came = passed.any()
-            zeros.extend(came & ~grad.any() for grad in grads if grad is not None and _is_plain(grad))
+    def left(node: Node, grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> None:
+        nonlocal sums
+        passed = arrived[0]
+        if passed is None or not _is_plain(passed):
+            return
+        for grad, (below, _) in zip(grads, node.next_functions, strict=True):
+            if grad is None or not _is_plain(grad):
+                continue
+            zeros.append(passed.any() & ~grad.any())
+            if grad.shape == passed.shape:
+                masked.append(((grad == 0) & (passed != 0)).any())
+            else:
+                sums = sums or leaf_of(below) is None
 
     with torch.no_grad():
         for loss in losses:
             assert loss.edge is not None
             with ExitStack() as hooks:
                 for node in walk([loss.edge.node]):
-                    if operation(node) in _MULTIPLYING:
-                        hooks.callback(node.register_hook(left).remove)
-                    elif leaf_of(node) is None and operation(node) not in BY_ENTRY:
+                    if operation(node) in _KEEPING_AWAY:
+                        hooks.callback(node.register_hook(partial(left, node)).remove)
+                    if leaf_of(node) is None and operation(node) not in BY_ENTRY:
                         hooks.callback(node.register_prehook(arrived).remove)
                 pull_each([loss.edge], edges, [_random(loss, generator).unsqueeze(0)], lambda *_: None)
-        return bool(torch.stack([zero.to(zeros[0].device) for zero in zeros]).any()) if zeros else False
+        return _any(zeros), sums or _any(masked)
+
+
+def _any(flags: Sequence[Tensor]) -> bool:
+    """Whether some of these are true, with one transfer from a device."""
+    return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
 
 
 def _common_use(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
@@ -529,8 +564,9 @@ def aligned(grad: Tensor, scaled: Tensor, axis: int | None, factors: Tensor, hal
     largest = torch.maximum(grad.max(), -grad.min()).to(torch.promote_types(grad.dtype, torch.float32))
     # what is scaled down may come near the smallest numbers that half precision has, and so may parts of large sums
     noise, rounding = (2.0**-18, 2e-3) if half else (0.0, 1e-5)
-    # a few rows at a time: nothing else of a first backward needs as much memory
-    rows = [tensor.split(max(1, grad.shape[axis] // 8), axis) for tensor in (scaled, expected, grad)]
+    # much of it a few rows at a time: nothing else of a first backward needs as much memory
+    parts = 8 if grad.numel() > 1 << 16 else 1
+    rows = [tensor.split(max(1, grad.shape[axis] // parts), axis) for tensor in (scaled, expected, grad)]
     return torch.stack(
         [
             allclose(s / f, g, 1e-3, rounding * largest + torch.minimum(noise / f, 1e-2 * largest))
@@ -686,10 +722,11 @@ def _around_batch_norms(graph: Graph, losses: Sequence[Head]) -> Samples:
     entries = [entry for entry in graph.entries.values() if entry.parameters]
     edges = [(i, edge, entry.axis(index)) for i, entry in enumerate(entries) for index, edge in entry.edges.items()]
 
-    def look() -> tuple[Found, bool]:
+    def look() -> Look:
         with _without(graph.mixing):
             strays, silent, _ = unaligned(found.N, losses, edges)
-        return Found(found.N, frozenset(strays)), silent
+            closed, masked = _kept_away(losses, entries)
+        return Look(Found(found.N, frozenset(strays)), silent or closed, masked)
 
     _, strays, *_ = _remembered(_key(graph, losses, entries), losses, entries, look)
     return Samples(found.N, found.unaligned.union(entries[i].use for i in strays))
@@ -714,42 +751,74 @@ def _scattered(N: int, call: Entry, operations: Sequence[Entry], mixing: Collect
         return bool(unaligned(N, outputs, edges)[0])
 
 
-#: Operations by which gates that are closed yet, or states that begin as zeros, keep gradients from others.
-_MULTIPLYING = frozenset(["MUL", "ADDCMUL"])
+_OVER_AXES = frozenset(["AMAX", "AMIN", "LOGSOFTMAX", "LOGSUMEXP", "MAX", "MIN", "SOFTMAX"])
+#: Operations that, by some of their values, keep gradients from their operands.
+_KEEPING_AWAY = _OVER_AXES | (BY_ENTRY - {"ADD", "ALIAS", "CLONE", "NEG", "RSUB", "SUB", "TOCOPY"}) | {"LERP"}
 
 
 @contextmanager
 def _opened(ends: list[Node]) -> Iterator[None]:
-    """Inside, what is multiplied by nothing but zeros gets some random multiple of what arrives at the product."""
-    numbers = random.Random(0)
+    """Inside, operations that keep gradients away by their values let a little of them pass."""
     with ExitStack() as hooks:
-        for node in walk(ends):
-            if operation(node) in _MULTIPLYING:
-                factors = [numbers.uniform(0.5, 1.5) for _ in node.next_functions]
-                hooks.callback(node.register_hook(partial(_as_if_open, factors)).remove)
+        for number, node in enumerate(walk(ends)):
+            if operation(node) in _KEEPING_AWAY:
+                hooks.callback(node.register_hook(_Opening(node, number)).remove)
         yield
 
 
-def _as_if_open(
-    factors: Sequence[float], grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """What the node of a product gives, had none of its factors been zeros."""
-    (passed,) = arrived
-    return tuple(
-        grad if grad is None or passed is None else _unless_zeros(grad, passed * factor)
-        for grad, factor in zip(grads, factors, strict=True)
-    )
+class _Opening:
+    """What a node gives, and besides, linear in what arrives, some random multiples of it.
+
+    These are at most a fifth of the largest that it gives, so that not more leaves a long chain of them, unless it
+    gives nothing. Nor does nothing leave it: what has become too small for one more chain is multiplied.
+    """
+
+    def __init__(self, node: Node, number: int):
+        """A number for random ones that are always the same."""
+        self.node, self.number = node, number
+        self.scales: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(
+        self, grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...] | None:
+        """The gradients of all operands."""
+        passed = arrived[0]
+        if passed is None or not _is_plain(passed):
+            return None
+        generator = torch.Generator().manual_seed(self.number)
+        return tuple(
+            grad if grad is None or not _is_plain(grad) else self._of(i, grad, passed, generator)
+            for i, grad in enumerate(grads)
+        )
+
+    def _of(self, i: int, grad: Tensor, passed: Tensor, generator: torch.Generator) -> Tensor:
+        passed = passed if grad.is_complex() else passed.real
+        if operation(self.node) in _OVER_AXES:
+            passed = self._spread(passed, grad.shape)
+        factors = 0.5 + torch.rand(passed.shape, generator=generator)
+        more = (passed * factors.to(passed.real)).sum_to_size(grad.shape).to(grad)
+        if i not in self.scales:  # the first time, so that all is linear afterwards
+            given, most = grad.abs().max(), more.abs().max()
+            share = torch.where((given > 0) & (most > 0), given / most / 5, 1)
+            largest = (grad + share * more).abs().max()
+            self.scales[i] = share, torch.where((largest > 0) & (largest < 1e-4), 1 / largest, 1)
+        share, gain = self.scales[i]
+        return gain * (grad + share * more)
+
+    def _spread(self, passed: Tensor, shape: torch.Size) -> Tensor:
+        """To every entry of the axes of an operation over some."""
+        saved = getattr(self.node, "_saved_dim", None)
+        axes = sorted(signed_axis(axis) % max(len(shape), 1) for axis in many(saved)) if saved is not None else []
+        if passed.shape == shape:
+            return passed.mean(axes, keepdim=True).expand(shape) if axes else passed
+        if passed.dim() < len(shape):
+            for axis in axes:
+                passed = passed.unsqueeze(axis)
+        return passed.expand(shape)
 
 
 def _is_plain(grad: Tensor) -> bool:
     return grad.layout == torch.strided and not grad.is_nested
-
-
-def _unless_zeros(grad: Tensor, passed: Tensor) -> Tensor:
-    if not _is_plain(grad):
-        return grad
-    passed = passed if grad.is_complex() else passed.real
-    return torch.where(grad.any(), grad, passed.sum_to_size(grad.shape).to(grad))
 
 
 def _as_identity(grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

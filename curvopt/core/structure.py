@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
@@ -21,21 +22,10 @@ _REORDERING = (
 )
 # beside operands, keep indices or masks
 _KEEPING = (*_REORDERING, "Embedding", "Where", "Masked")
-_REDUCING = ("Mean", "Sum", "Var", "Std", "Softmax", "LogSoftmax", "Cum", "Amax", "Amin", "Logsumexp", "Norm", "Prod")
+# operations over axes that may pass on gradients of some entries alone
+_CHOOSING = ("Aminmax", "Cummax", "Cummin", "Cumprod", "Kthvalue", "Logcumsumexp", "Median", "Mode", "Prod")
 #: The end of the name of what operations keep of the layout of operands in memory, which moves no sample.
 _LAYOUT = "_sym_strides"
-
-
-class Lengths(NamedTuple):
-    """Lengths of first axes.
-
-    Attributes:
-        rows: of what losses and uses see.
-        samples: those of them that may be the number of samples: they go into the rows of a loss.
-    """
-
-    rows: set[int]
-    samples: set[int]
 
 
 _arguments: dict[str, tuple[str, ...]] = {}
@@ -48,7 +38,7 @@ _FEW = 1 << 16
 
 
 def structure(
-    ends: list[Node], lengths: Lengths, passed_over: Collection[Node], marks: Mapping[Node, Sequence[Any]]
+    ends: list[Node], rows: Collection[int], passed_over: Collection[Node], marks: Mapping[Node, Sequence[Any]]
 ) -> int | None:
     """Hash of the operations behind some nodes, how they hang together, their shapes and integer arguments.
 
@@ -56,7 +46,7 @@ def structure(
 
     Args:
         ends: the nodes.
-        lengths: of first axes, which hold samples.
+        rows: the lengths of first axes, which hold samples.
         passed_over: nodes that no sample has a part in, nor what lies behind them.
         marks: what else is to be told of nodes.
     """
@@ -68,7 +58,7 @@ def structure(
         keeps = _keeper(name)
         if isinstance(node, BackwardCFunction) and not is_sink(node):
             return None
-        if keeps is not None and not keeps(node, lengths):
+        if keeps is not None and not keeps(node, rows):
             indices = _indices(node, name)
             if indices is None:
                 return None
@@ -95,7 +85,7 @@ def _indices(node: Node, name: str) -> list[Any] | None:
     if name not in _BY_INDICES:
         return None
     saved = getattr(Saved(node), _BY_INDICES[name])
-    given = _many(saved)
+    given = many(saved)
     tensors = [x for x in given if x is not None]
     if any(x.device.type != "cpu" for x in tensors) or sum(x.numel() for x in tensors) > _FEW:
         return None
@@ -103,12 +93,14 @@ def _indices(node: Node, name: str) -> list[Any] | None:
 
 
 @cache
-def _keeper(name: str) -> Callable[[Node, Lengths], bool] | None:
+def _keeper(name: str) -> Callable[[Node, Collection[int]], bool] | None:
     """What tells of an operation that samples stay where its shapes and arguments say; ``None`` if they always do."""
     if name.startswith(_REORDERING):
-        return lambda node, lengths: False
-    if name.startswith(_REDUCING):
-        return _keeps_samples
+        return lambda node, rows: False
+    if name.startswith(_CHOOSING):
+        return _keeps_first_axis
+    if name.startswith("ScaledDotProduct"):
+        return lambda node, rows: _is_of_batch(shape_of(node), rows)
     if name in _PRODUCTS:
         return _keeps_rows
     if name == "ConvolutionBackward0":
@@ -116,26 +108,28 @@ def _keeper(name: str) -> Callable[[Node, Lengths], bool] | None:
     if name.endswith("CopySlices"):
         return _copies_all_rows
     if name.startswith("Embedding"):
-        return lambda node, lengths: leaf_of(node.next_functions[0][0]) is not None
+        return lambda node, rows: leaf_of(node.next_functions[0][0]) is not None
     return None
 
 
-def _copies_all_rows(node: Node, lengths: Lengths) -> bool:
+def _copies_all_rows(node: Node, rows: Collection[int]) -> bool:
     """Whether an assignment to a part of a tensor is one to all of its rows: of others nothing tells which."""
     copied, shape = [shape_of(*edge) for edge in node.next_functions[1:] if edge[0] is not None], shape_of(node)
     return all(len(part) == len(shape) and part[0] == shape[0] for part in copied)
 
 
-def _keeps_samples(node: Node, lengths: Lengths) -> bool:
-    """Whether a reduction goes over some axes, and not over the first, unless that has steps by its length."""
-    dims, (operand, nr) = getattr(node, "_saved_dim", None), node.next_functions[0]
-    if dims is None or operand is None or not (shape := shape_of(operand, nr)):
-        return False
-    first = any(signed_axis(dim) in (0, -len(shape)) for dim in _many(dims))
-    return not first or (shape[0] > 0 and all(shape[0] % number for number in lengths.samples))
+def _keeps_first_axis(node: Node, rows: Collection[int]) -> bool:
+    """Whether an operation goes over one axis, and not over the first."""
+    axis, (operand, nr) = getattr(node, "_saved_dim", None), node.next_functions[0]
+    return axis is not None and operand is not None and signed_axis(axis) not in (0, -len(shape_of(operand, nr)))
 
 
-def _many(saved: Any) -> Sequence[Any]:
+def _is_of_batch(shape: torch.Size, rows: Collection[int]) -> bool:
+    """Whether samples lie along the first axis of a shape, as far as lengths tell."""
+    return len(shape) > 0 and any(row and shape[0] % row == 0 for row in rows)
+
+
+def many(saved: Any) -> Sequence[Any]:
     """One or more values that a node saved."""
     return saved if isinstance(saved, (tuple, list)) else (saved,)
 
@@ -144,7 +138,7 @@ _PRODUCTS = frozenset(f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Bad
 _SHAPING = ("TBackward", "Transpose", "Permute", "ToCopy", "View", "Reshape", "UnsafeView", "Unsqueeze", "Expand")
 
 
-def _keeps_rows(node: Node, lengths: Lengths) -> bool:
+def _keeps_rows(node: Node, rows: Collection[int]) -> bool:
     """Whether a product sums over nothing that may be samples (rows, or columns by a constant), or is of a batch."""
     *_, left, right = node.next_functions
     operand, nr = left if right[0] is None else right
@@ -152,19 +146,18 @@ def _keeps_rows(node: Node, lengths: Lengths) -> bool:
         return True
     shape = shape_of(operand, nr)
     length = shape[-2] if right[0] is not None and len(shape) > 1 else shape[-1]
-    batched = len(shape) == 3 and any(row and shape[0] % row == 0 for row in lengths.rows)
-    if batched or length == 0 or all(row % length for row in lengths.rows):
+    batched = len(shape) == 3 and _is_of_batch(shape, rows)
+    if batched or length == 0 or all(row % length for row in rows):
         return True
     while operand is not None and name_of(operand).startswith(_SHAPING):
         operand = operand.next_functions[0][0]
     return operand is None or leaf_of(operand) is not None
 
 
-def _moves_along_rows(node: Node, lengths: Lengths) -> bool:
+def _moves_along_rows(node: Node, rows: Collection[int]) -> bool:
     """Whether a convolution by a constant has the samples along its first axis, as far as lengths tell."""
     (x, nr), (weight, _), *_ = node.next_functions
-    length = 0 if x is None or weight is not None else shape_of(x, nr)[0]
-    return not length or any(row and length % row == 0 for row in lengths.rows)
+    return x is None or weight is not None or _is_of_batch(shape_of(x, nr), rows)
 
 
 def _argument(value: Any) -> int | str | tuple | None:

@@ -39,6 +39,7 @@ from curvopt.core.residuals import (
     Wrong,
     cut,
     is_complex,
+    leads_further_to,
     leads_to,
     leaf_of,
     lone_biases,
@@ -266,7 +267,7 @@ class Pass:
         if self.samples.unaligned and graph.heads is not graph.losses:
             nodes = {head.edge.node for head in graph.heads if head.edge is not None}
             # what arrives at one must not hold what arrives at another
-            if not nodes or any(leads_to(node, nodes - {node}) for node in nodes):
+            if not nodes or any(leads_further_to(node, nodes) for node in nodes):
                 self._refuse_nonlinear(graph)
         averaged = [e for e in extensions if isinstance(e.columns, Averaged)]
         elsewhere = [*self.samples.unaligned, *self.samples.steps]
