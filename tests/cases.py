@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 # --------------------------------------------------------------------------------------------------- problems and cases
@@ -368,6 +369,23 @@ class WithState(nn.Module):
         state = torch.stack([torch.sin((k + 1) * x[:, 0, : self.module.hidden_size]) for k in range(rows)])
         state = (state, state.cos()) if isinstance(self.module, nn.LSTM) else state
         return self.module(x, state)[0].mean(1)
+
+
+class OfPacked(nn.Module):
+    """A layer, a recurrent module on packed sequences of several lengths, and what is at their ends and in the mean."""
+
+    def __init__(self, module: nn.RNNBase, ordered: bool = True):
+        super().__init__()
+        self.layer, self.module, self.ordered = nn.Linear(2, 2), module, ordered
+
+    def forward(self, x: Tensor) -> Tensor:
+        longest = x.shape[1]
+        lengths = torch.tensor([max(longest - n, 1) if self.ordered else 1 + (n + 1) % longest for n in range(len(x))])
+        packed = pack_padded_sequence(self.layer(x), lengths, True, enforce_sorted=self.ordered)
+        output, states = self.module(packed)
+        output, _ = pad_packed_sequence(output, True)
+        states = states if isinstance(states, tuple) else (states,)
+        return torch.cat([output.mean(1), *(state.sin().sum(0) for state in states)], 1)
 
 
 class TimeFirst(nn.Module):
@@ -799,6 +817,9 @@ MIDDLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "lstm-two-ways": (lambda: WithState(nn.LSTM(2, 1, 2, bidirectional=True, batch_first=True)), normal(2, 2, 2)),
     "lstm-projected": (lambda: Take(nn.LSTM(2, 3, proj_size=2, batch_first=True), 0), normal(2, 2, 2)),
     "lstm-time-first": (lambda: TimeFirst(nn.LSTM(2, 2)), normal(2, 3, 2)),
+    "lstm-packed": (lambda: OfPacked(nn.LSTM(2, 2, batch_first=True)), normal(3, 3, 2)),
+    "gru-packed-two-ways": (lambda: OfPacked(nn.GRU(2, 1, 2, bidirectional=True), ordered=False), normal(3, 3, 2)),
+    "rnn-packed": (lambda: OfPacked(nn.RNN(2, 2, 2), ordered=False), normal(3, 3, 2)),
     "gru": (lambda: TimeFirst(nn.GRU(2, 2, 2)), normal(2, 3, 2)),
     "gru-two-ways-state": (lambda: WithState(nn.GRU(2, 2, bidirectional=True, batch_first=True)), normal(2, 2, 2)),
     "weight-norm": (lambda: parametrizations.weight_norm(nn.Linear(3, 4)), normal(3, 3)),

@@ -130,8 +130,11 @@ class Entry:
         """Length of the first axis of the input, of frozen modules, too; 0 if there is none."""
         return self.rows or (self.rule.rows(self.use) if has_batch(self.use) else 0)
 
-    def axis(self, index: int) -> int | None:
-        """Axis of an output that counts the samples; ``None`` where none does, -1 where it is not there."""
+    def axis(self, index: int) -> int | Tensor | None:
+        """Axis of an output that counts the samples, or the sample of each row; -1 where it is not there.
+
+        ``None`` where neither tells.
+        """
         if self.steps is not None:
             return 1 if self.steps == "axis" else None
         return -1 if self.single else self.rule.output_axis(self.use, index)

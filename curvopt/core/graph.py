@@ -165,7 +165,7 @@ class Graph:
         endings: dict[Ending, GradientEdge] = {}
         for entry, index, edge in met:
             axis = entry.axis(index)
-            if axis is None or not 0 <= axis < len(shape_of(edge.node, edge.output_nr)):
+            if not isinstance(axis, int) or not 0 <= axis < len(shape_of(edge.node, edge.output_nr)):
                 return {}
             endings[Ending(entry.use, edge, axis)] = edge
         return endings

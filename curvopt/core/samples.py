@@ -6,9 +6,11 @@ sample). Whether that holds at a use depends on the network: a lookup of positio
 the first backward through a network sends back a random vector, and again with every sample scaled by a factor of its
 own. Uses at which not every share arrives scaled by exactly its sample's factor, and which have no steps before the
 samples either, are *unaligned*: their Jacobians are formed sample by sample, exact whatever the layout, at N times the
-cost. What was found holds for all graphs of the same structure, unless zeros hide what some operation does, and is
-compared with what is found in the 2nd, 11th, 101st ... backward. Where values keep something away (a closed gate, a
-state that begins as zeros, a mask, a ReLU), it holds if the second backward finds the same when a little of all passes.
+cost. Packed sequences tell the sample of each of their rows.
+
+What was found holds for all graphs of the same structure if the second backward finds the same where a little of all
+passes to wherever values (a gate, a mask, weights of an identity) might let it pass. It is compared with what is found
+in the 11th, 101st ... backward.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from curvopt.core.compare import allclose
 from curvopt.core.derivatives.operations import Itself
 from curvopt.core.derivatives.rules import no_batch_axis, tensors
 from curvopt.core.entries import Ending, Entry
-from curvopt.core.functional import FunctionalUse, broadcasts, signed_axis, spreads
+from curvopt.core.functional import FunctionalUse, broadcasts, spreads
 from curvopt.core.graph import Graph
 from curvopt.core.meetings import Place
 from curvopt.core.residuals import (
@@ -42,10 +44,12 @@ from curvopt.core.residuals import (
     shape_of,
     walk,
 )
-from curvopt.core.structure import many, seeing_more, structure
+from curvopt.core.structure import mixing_by_values, seeing_more, structure
 from curvopt.core.uses import Head, Steps, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 
+#: Where samples lie: along an axis, or in the rows, whose samples are told; ``None`` where nothing tells.
+Where = int | Tensor | None
 #: In the place of an axis: all samples come one after the other along the first one, again and again.
 IN_ROWS = -2
 EMPTY = "the batch is empty; skip it, or call backward inside of an empty `with backpack():` for it."
@@ -81,13 +85,18 @@ class Look(NamedTuple):
 
     Attributes:
         found: where the samples lie.
-        hidden: whether some operation or use may move them, but nothing arrived there.
-        masked: whether zeros may have kept some entries from others, where samples may meet.
+        vague: the indices of uses where nothing arrived, or too little to tell.
+        closed: whether nothing arrived at, or left, some operation that may move samples.
     """
 
     found: Found
-    hidden: bool
-    masked: bool = False
+    vague: frozenset[int]
+    closed: bool = False
+
+    @property
+    def hides(self) -> bool:
+        """Whether some of it is not to be seen."""
+        return self.closed or bool(self.vague)
 
 
 class Known(NamedTuple):
@@ -142,9 +151,9 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
 
 
 def _remembered(key: int | None, losses: Sequence[Head], entries: Sequence[Entry], look: Callable[[], Look]) -> Found:
-    """Where the samples lie, looked for in the first backward of a structure.
+    """Where the samples lie, looked for in the first backwards of a structure until what is found holds for all.
 
-    Again after 1, 10, 100 ... of them: operations may treat other values otherwise than the first ones.
+    Again after 10, 100 ... of them: operations may treat other values otherwise than the first ones.
 
     Args:
         key: of the structure; ``None`` to look in every backward.
@@ -157,17 +166,13 @@ def _remembered(key: int | None, losses: Sequence[Head], entries: Sequence[Entry
         _known[key] = known._replace(times=known.times + 1)
         if known.times not in _AGAIN:
             return known.found
-    found, hidden, masked = look()
-    if known.found is not None and (found == known.found or hidden):
+    seen = look()
+    found, holds = seen.found, False
+    if known.found is not None and (found == known.found or seen.hides):
         return known.found
-    holds = not (hidden or masked)
-    again = key is not None and known.times in _AGAIN
-    if (again and not holds) or _dear(found, entries):
-        behind = _found_behind_zeros(losses, look, found)
-        if behind is not None:
-            found, holds = behind, True
-    if known.found == found:
-        return found
+    if known.found is None and ((key is not None and known.times in _AGAIN) or found.strays & seen.vague):
+        behind = _found_behind_values(losses, look, seen)
+        found, holds = (found, False) if behind is None else (behind, True)
     if dear := _dear(found, entries):
         _warn(found.N, _names(entries, dear))
     if known.found is not None:
@@ -188,27 +193,30 @@ def _remembered(key: int | None, losses: Sequence[Head], entries: Sequence[Entry
     return found
 
 
-def _found_behind_zeros(losses: Sequence[Head], look: Callable[[], Look], found: Found) -> Found | None:
-    """What is found where a little of all passes, if nothing is hidden there, and no more strays are.
+def _found_behind_values(losses: Sequence[Head], look: Callable[[], Look], seen: Look) -> Found | None:
+    """What is found where a little of all passes, if nothing is hidden there, and it is what was seen.
 
-    Fewer are if gradients that had vanished on their way seemed strays.
+    But for what was too vague.
     """
     with _opened(_ends(losses)):
         try:
-            behind, hidden, _ = look()
+            behind = look()
         except CurvoptError:  # of losses whose rows do not agree, say
             return None
-    return behind if not hidden and behind.N == found.N and behind.strays <= found.strays else None
+    if behind.hides or behind.found.N != seen.found.N:
+        return None
+    one, other = behind.found, seen.found
+    differing = (one.strays ^ other.strays) | (one.passing ^ other.passing) | {i for i, _ in one.steps ^ other.steps}
+    return one if differing <= seen.vague else None
 
 
 def _look(losses: Sequence[Head], entries: Sequence[Entry], calls: Sequence[Entry], frozen: Sequence[Entry]) -> Look:
     """Look for the samples."""
-    (N, strays), silent = _search(losses, entries, calls, frozen)
+    (N, strays), vague = _search(losses, entries, calls, frozen)
     steps = _behind_steps(N, losses, entries, strays)
     strays = strays.difference(i for i, _ in steps)
-    passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays, N))
-    closed, masked = _kept_away(losses, entries)
-    return Look(Found(N, strays, passing, steps), silent or quiet or closed, masked)
+    passing, closed = _aligned_above(N, losses, _meetings(losses, entries, strays, N))
+    return Look(Found(N, strays, passing, steps), vague, closed or _closed(losses, entries))
 
 
 def _behind_steps(
@@ -255,13 +263,13 @@ def _key(graph: Graph, losses: Collection[Head], everything: Sequence[Entry]) ->
     """Hash of what tells where the samples lie, ``None`` if the values of tensors do."""
     shapes = [*(loss.input.shape for loss in losses), *(entry.use.shapes for entry in everything)]
     kinds = [(type(e.use), type(e.rule), e.length, e.sees_data, bool(e.parameters)) for e in everything]
-    marks: dict[Node, list[tuple[int, int, int]]] = {}
+    marks: dict[Node, list[tuple[int, int, int, int | None]]] = {}
     for i, entry in enumerate(everything):
         for index, edge in entry.edges.items():
-            marks.setdefault(edge.node, []).append((i, index, edge.output_nr))
-    rows = {_rows(loss) for loss in losses}
-    rows |= {e.rows for e in everything if e.parameters and not isinstance(e.rule, Itself)}
-    operations = structure(_ends(losses), rows, graph.between, marks)
+            where = entry.axis(index)
+            told = hash(tuple(where.tolist())) if isinstance(where, Tensor) else where
+            marks.setdefault(edge.node, []).append((i, index, edge.output_nr, told))
+    operations = structure(_ends(losses), graph.between, marks)
     return None if operations is None else hash((operations, bool(graph.mixing), *shapes, *kinds))
 
 
@@ -334,8 +342,8 @@ def _aligned_above(
     """The strays above which all meetings are aligned, and whether nothing arrived at one."""
     distinct = list(dict.fromkeys(node for each in places.values() for node, _ in each))
     above = [(i, GradientEdge(node, 0), 0) for i, node in enumerate(distinct)]
-    wrong, quiet, _ = unaligned(N, losses, above) if above else (set(), False, set())
-    return frozenset(i for i in places if not any(distinct.index(node) in wrong for node, _ in places[i])), quiet
+    wrong, vague, _ = unaligned(N, losses, above) if above else (set(), frozenset(), set())
+    return frozenset(i for i in places if not any(distinct.index(node) in wrong for node, _ in places[i])), bool(vague)
 
 
 def _of_all_samples(
@@ -377,8 +385,8 @@ def _met_above(
 
 def _search(
     losses: Sequence[Head], entries: Sequence[Entry], calls: Sequence[Entry], frozen: Sequence[Entry]
-) -> tuple[tuple[int, frozenset[int]], bool]:
-    """The number of samples and the indices of unaligned uses, and whether no gradient arrived at some use.
+) -> tuple[tuple[int, frozenset[int]], frozenset[int]]:
+    """The number of samples and the indices of unaligned uses, and of those where nothing arrived that would tell.
 
     A sample is a row of the loss, unless most calls of modules, frozen ones included, have several of its rows in one
     (flattened sequences). Operations may have any axis first.
@@ -392,7 +400,7 @@ def _search(
     everything = [*entries, *calls, *frozen]
     edges = [(i, edge, entry.axis(index)) for i, entry in enumerate(everything) for index, edge in entry.edges.items()]
     own = [edge for edge in edges if edge[0] < len(entries) + len(calls)]
-    strays, silent, shared = unaligned(N, losses, own)
+    strays, vague, shared = unaligned(N, losses, own)
     if strays and frozen:
         strays, _, shared = unaligned(N, losses, edges)
     else:
@@ -410,18 +418,16 @@ def _search(
     for fewer in sorted({rows[i] for i in shared if rows.get(i)}, reverse=True):
         having = {i for i in rows if rows[i] == fewer}
         if N % fewer == 0 and 2 * len(having & strays) > len(rows) and (fewer > 1 or _share_one(losses, edges, having)):
-            left, quiet, _ = unaligned(fewer, losses, edges)
+            left, more, _ = unaligned(fewer, losses, edges)
             if 2 * len(having - left) > len(rows):
-                strays, silent, N = left, silent or quiet, fewer
+                strays, vague, N = left, vague | more, fewer
                 break
     if strays and len(losses) > 1 and any(_rows(loss) != N for loss in losses):
         _check_agreement(N, losses, everything, edges)
-    return (N, frozenset(i for i in strays if i < len(entries))), silent
+    return (N, frozenset(i for i in strays if i < len(entries))), vague
 
 
-def _share_one(
-    losses: Sequence[Head], edges: Sequence[tuple[int, GradientEdge, int | None]], uses: Collection[int]
-) -> bool:
+def _share_one(losses: Sequence[Head], edges: Sequence[tuple[int, GradientEdge, Where]], uses: Collection[int]) -> bool:
     """Whether the first and the last row of some loss come together in one of some uses, which sees the only sample.
 
     Else they are calls on one of many samples each, whose rows come together as well.
@@ -445,7 +451,7 @@ def _share_one(
 
 
 def _check_agreement(
-    N: int, losses: Sequence[Head], entries: Sequence[Entry], edges: Sequence[tuple[int, GradientEdge, int | None]]
+    N: int, losses: Sequence[Head], entries: Sequence[Entry], edges: Sequence[tuple[int, GradientEdge, Where]]
 ) -> None:
     """Raise where samples that one loss sees in shares are none to another: its rows are no equal shares of them."""
     aligned_for: dict[int, Head] = {}
@@ -466,13 +472,14 @@ def _check_agreement(
         )
 
 
-def _seen_in_all_rows(loss: Head, edges: Sequence[tuple[int, GradientEdge, int | None]]) -> set[int]:
+def _seen_in_all_rows(loss: Head, edges: Sequence[tuple[int, GradientEdge, Where]]) -> set[int]:
     """Indices of uses of which a loss sees every row: of zeros nothing tells whose they are."""
     assert loss.edge is not None
     seen: set[int] = set()
 
     def arrived(k: int, grad: Tensor) -> None:
-        i, _, axis = edges[k]
+        i, _, where = edges[k]
+        axis = 0 if isinstance(where, Tensor) else where
         if axis is not None and grad[0].dim() and grad[0].movedim(axis, 0).unsqueeze(-1).flatten(1).any(1).all():
             seen.add(i)
 
@@ -486,51 +493,35 @@ def _passes_strays(entries: Sequence[Entry], strays: Collection[int]) -> bool:
     return not aligned.isdisjoint(walk([node for i in strays for node in entries[i].nodes]))
 
 
-def _kept_away(losses: Sequence[Head], entries: Sequence[Entry]) -> tuple[bool, bool]:
-    """What hides from a look where samples go.
+def _closed(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
+    """Whether nothing but zeros arrives at some operation that may move samples, or leaves one of those in `_opened`.
 
-    Whether nothing but zeros arrives at some operation that may move them, or leaves one of `_KEEPING_AWAY`: what the
-    operation, or one before the latter, does to samples is not seen. And whether one may have kept away some entries.
+    What the operation, or one before the latter, does to samples is not seen.
     """
     generator = torch.Generator().manual_seed(0)
     edges = [edge for entry in entries for edge in entry.edges.values()]
     zeros: list[Tensor] = []
-    masked: list[Tensor] = []
-    sums = False
 
     def arrived(grads: Sequence[Tensor | None]) -> None:
         zeros.extend(~grad.any() for grad in grads if grad is not None)
 
-    def left(node: Node, grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> None:
-        nonlocal sums
-        passed = arrived[0]
-        if passed is None or not _is_plain(passed):
-            return
-        for grad, (below, _) in zip(grads, node.next_functions, strict=True):
-            if grad is None or not _is_plain(grad):
-                continue
-            zeros.append(passed.any() & ~grad.any())
-            if grad.shape == passed.shape:
-                masked.append(((grad == 0) & (passed != 0)).any())
-            else:
-                sums = sums or leaf_of(below) is None
+    def left(grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> None:
+        passed = next((grad for grad in arrived if grad is not None), None)
+        if passed is not None and _is_plain(passed):
+            came = passed.any()
+            zeros.extend(came & ~grad.any() for grad in grads if grad is not None and _is_plain(grad))
 
     with torch.no_grad():
         for loss in losses:
             assert loss.edge is not None
             with ExitStack() as hooks:
                 for node in walk([loss.edge.node]):
-                    if operation(node) in _KEEPING_AWAY:
-                        hooks.callback(node.register_hook(partial(left, node)).remove)
+                    if mixing_by_values(node) is not None:
+                        hooks.callback(node.register_hook(left).remove)
                     if leaf_of(node) is None and operation(node) not in BY_ENTRY:
                         hooks.callback(node.register_prehook(arrived).remove)
                 pull_each([loss.edge], edges, [_random(loss, generator).unsqueeze(0)], lambda *_: None)
-        return _any(zeros), sums or _any(masked)
-
-
-def _any(flags: Sequence[Tensor]) -> bool:
-    """Whether some of these are true, with one transfer from a device."""
-    return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
+        return bool(zeros) and bool(torch.stack([zero.to(zeros[0].device) for zero in zeros]).any())
 
 
 def _common_use(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
@@ -547,18 +538,24 @@ def only(vectors: Tensor, axis: int, n: int, N: int) -> Tensor:
     return torch.zeros_like(vectors).index_add(axis, index, vectors.index_select(axis, index))
 
 
-def along(factors: Tensor, axis: int, like: Tensor) -> Tensor:
-    """Factors of the samples, to be multiplied with a tensor that has them in equal contiguous shares of an axis."""
-    shares = factors.repeat_interleave(like.shape[axis] // len(factors)).to(like)
+def along(factors: Tensor, where: int | Tensor, like: Tensor) -> Tensor:
+    """Factors of the samples, to be multiplied with a tensor that has them in equal contiguous shares of an axis.
+
+    Or in its rows, if it is the sample of each row that is given.
+    """
+    if isinstance(where, Tensor):
+        shares, axis = factors.to(like)[where], 0
+    else:
+        shares, axis = factors.repeat_interleave(like.shape[where] // len(factors)).to(like), where
     return shares.view([-1 if a == axis % like.dim() else 1 for a in range(like.dim())])
 
 
-def aligned(grad: Tensor, scaled: Tensor, axis: int | None, factors: Tensor, half: bool = False) -> Tensor:
+def aligned(grad: Tensor, scaled: Tensor, where: Where, factors: Tensor, half: bool = False) -> Tensor:
     """Whether scaling every sample at the loss scaled its share of an axis, and nothing else; ``half``: by float16."""
-    N = len(factors)
-    if axis is None or grad.dim() == 0 or grad.shape[axis] % N:
+    if not _may_lie(grad, where, len(factors)):
         return grad.new_zeros((), dtype=torch.bool)
-    expected = along(factors, axis, grad)
+    assert where is not None
+    expected = along(factors, where, grad)
     if grad.numel() == 0:
         return grad.new_ones((), dtype=torch.bool)
     largest = torch.maximum(grad.max(), -grad.min()).to(torch.promote_types(grad.dtype, torch.float32))
@@ -566,6 +563,7 @@ def aligned(grad: Tensor, scaled: Tensor, axis: int | None, factors: Tensor, hal
     noise, rounding = (2.0**-18, 2e-3) if half else (0.0, 1e-5)
     # much of it a few rows at a time: nothing else of a first backward needs as much memory
     parts = 8 if grad.numel() > 1 << 16 else 1
+    axis = 0 if isinstance(where, Tensor) else where
     rows = [tensor.split(max(1, grad.shape[axis] // parts), axis) for tensor in (scaled, expected, grad)]
     return torch.stack(
         [
@@ -575,15 +573,22 @@ def aligned(grad: Tensor, scaled: Tensor, axis: int | None, factors: Tensor, hal
     ).all()
 
 
-def _sampled(grad: Tensor, axis: int | None, N: int) -> tuple[Tensor, int | None]:
+def _may_lie(grad: Tensor, where: Where, N: int) -> bool:
+    """Whether N samples may lie somewhere, by lengths."""
+    if isinstance(where, Tensor):
+        return len(where) == len(grad) and len(where.unique()) == N
+    return where is not None and grad.dim() > 0 and grad.shape[where] % N == 0
+
+
+def _sampled(grad: Tensor, where: Where, N: int) -> tuple[Tensor, Where]:
     """What is kept of a gradient to compare another one with it: of each sample a few sums with random signs.
 
     All of it where N is 0: parts that float16 rounds differently would add up.
     """
     few = 64
-    if N == 0 or axis is None or grad.dim() == 0 or grad.shape[axis] % N or grad.numel() < 4 * few * N:
-        return grad, axis
-    entries = grad.movedim(axis, 0).reshape(N, -1)
+    if N == 0 or not isinstance(where, int) or not _may_lie(grad, where, N) or grad.numel() < 4 * few * N:
+        return grad, where
+    entries = grad.movedim(where, 0).reshape(N, -1)
     long = entries.shape[1] // few
     generator = torch.Generator().manual_seed(1)
     signs = (torch.randint(2, (few, long), generator=generator) * 2 - 1).to(grad)
@@ -603,16 +608,16 @@ def _shared(grad: Tensor, scaled: Tensor, axis: int, half: bool) -> Tensor:
 
 
 def unaligned(
-    N: int, losses: Sequence[Head], edges: Sequence[tuple[int, GradientEdge, int | None]]
-) -> tuple[set[int], bool, set[int]]:
-    """Indices of uses where N samples do not arrive each in its share, and whether at some use nothing arrived at all.
+    N: int, losses: Sequence[Head], edges: Sequence[tuple[int, GradientEdge, Where]]
+) -> tuple[set[int], frozenset[int], set[int]]:
+    """Indices of uses where N samples do not arrive each in its share, and of those where nothing arrived that tells.
 
     Besides, the uses of fewer rows than samples, some of which share one.
 
     Args:
         N: number of samples.
         losses: where the samples are known.
-        edges: index of a use, an output of it, and the axis that should hold the samples there (see `Entry.axis`).
+        edges: index of a use, an output of it, and where the samples should be there (see `Entry.axis`).
     """
     generator = torch.Generator().manual_seed(0)
     strays: set[int] = set()
@@ -623,14 +628,14 @@ def unaligned(
             if loss.edge is not None:
                 found, met, several = _probe(loss, loss.edge, N, edges, generator)
                 strays, reached, shared = strays | found, reached | met, shared | several
-    return strays, len(reached) < len({i for i, _, _ in edges}), shared
+    return strays, frozenset(i for i, _, _ in edges) - reached, shared
 
 
 def _probe(
     loss: Head,
     at: GradientEdge,
     N: int,
-    edges: Sequence[tuple[int, GradientEdge, int | None]],
+    edges: Sequence[tuple[int, GradientEdge, Where]],
     generator: torch.Generator,
 ) -> tuple[set[int], set[int], set[int]]:
     """The same for one loss, whose z lies ``at`` an edge, with the uses where something arrived or nothing could."""
@@ -647,23 +652,28 @@ def _probe(
     arrived: dict[int, tuple[Tensor, Tensor]] = {}
     verdicts: dict[int, Tensor] = {}
 
-    def sampled(k: int, grad: Tensor) -> tuple[Tensor, int | None]:
-        axis = edges[k][2]
+    def sampled(k: int, grad: Tensor) -> tuple[Tensor, Where]:
+        where = edges[k][2]
         grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
-        if axis == IN_ROWS:
-            grad, axis = grad.unflatten(1, (-1, N)), 1
-        return _sampled(*((grad, 0) if axis == -1 else (grad[0], axis)), 0 if half else N)
+        if isinstance(where, Tensor):
+            return grad[0], where
+        if where == IN_ROWS:
+            grad, where = grad.unflatten(1, (-1, N)), 1
+        return _sampled(*((grad, 0) if where == -1 else (grad[0], where)), 0 if half else N)
 
     def keep(k: int, grad: Tensor) -> None:
-        arrived[k] = grad.any() & grad.isfinite().all(), sampled(k, grad)[0]
+        met = grad.isfinite().all()
+        if grad.numel():  # of what is fainter, too little is left when it is scaled down
+            met = met & (grad.abs().max() > (0.0 if half else torch.finfo(grad.dtype).tiny * 2.0 ** (most // 2)))
+        arrived[k] = met, sampled(k, grad)[0]
 
     def compare(factors: Tensor, k: int, scaled: Tensor) -> None:
         met, grad = arrived[k]
-        scaled, axis = sampled(k, scaled)
+        scaled, where = sampled(k, scaled)
         single = grad.new_ones((), dtype=torch.bool)
-        if axis is not None and grad.dim() > 1 and grad.numel() and grad.shape[axis] < N:
-            single = ~_shared(grad, scaled, axis, half)
-        verdict = torch.stack([met, aligned(grad, scaled, axis, factors.to(grad.device), half), single]).to(z.device)
+        if isinstance(where, int) and grad.dim() > 1 and grad.numel() and grad.shape[where] < N:
+            single = ~_shared(grad, scaled, where, half)
+        verdict = torch.stack([met, aligned(grad, scaled, where, factors.to(grad.device), half), single]).to(z.device)
         verdicts[k] = verdict & verdicts[k] if k in verdicts else verdict
 
     pull_each([at], inputs, [seed.unsqueeze(0)], keep)
@@ -697,7 +707,7 @@ def _common_length(graph: Graph, losses: Sequence[Head]) -> Samples:
     if losses:
         return Samples(N, frozenset(use for use, length in rows.items() if length % N))
     # time steps of packed sequences are no equal shares
-    packed = any(entry.axis(i) is None and not isinstance(entry.rule, Itself) for entry in entries for i in entry.edges)
+    packed = any(isinstance(entry.axis(i), Tensor) for entry in entries for i in entry.edges)
     for use, length in rows.items():
         if N == 0:
             raise CurvoptError(f"{use.describe()}: {EMPTY}")
@@ -724,9 +734,9 @@ def _around_batch_norms(graph: Graph, losses: Sequence[Head]) -> Samples:
 
     def look() -> Look:
         with _without(graph.mixing):
-            strays, silent, _ = unaligned(found.N, losses, edges)
-            closed, masked = _kept_away(losses, entries)
-        return Look(Found(found.N, frozenset(strays)), silent or closed, masked)
+            strays, vague, _ = unaligned(found.N, losses, edges)
+            closed = _closed(losses, entries)
+        return Look(Found(found.N, frozenset(strays)), vague, closed)
 
     _, strays, *_ = _remembered(_key(graph, losses, entries), losses, entries, look)
     return Samples(found.N, found.unaligned.union(entries[i].use for i in strays))
@@ -751,70 +761,58 @@ def _scattered(N: int, call: Entry, operations: Sequence[Entry], mixing: Collect
         return bool(unaligned(N, outputs, edges)[0])
 
 
-_OVER_AXES = frozenset(["AMAX", "AMIN", "LOGSOFTMAX", "LOGSUMEXP", "MAX", "MIN", "SOFTMAX"])
-#: Operations that, by some of their values, keep gradients from their operands.
-_KEEPING_AWAY = _OVER_AXES | (BY_ENTRY - {"ADD", "ALIAS", "CLONE", "NEG", "RSUB", "SUB", "TOCOPY"}) | {"LERP"}
-
-
 @contextmanager
 def _opened(ends: list[Node]) -> Iterator[None]:
-    """Inside, operations that keep gradients away by their values let a little of them pass."""
+    """Inside, operations whose values decide what passes, and where to, pass a little of all to wherever they may."""
     with ExitStack() as hooks:
         for number, node in enumerate(walk(ends)):
-            if operation(node) in _KEEPING_AWAY:
-                hooks.callback(node.register_hook(_Opening(node, number)).remove)
+            spread = mixing_by_values(node)
+            if spread is not None:
+                hooks.callback(node.register_hook(_Opening(spread, number)).remove)
         yield
 
 
 class _Opening:
-    """What a node gives, and besides, linear in what arrives, some random multiples of it.
+    """What a node gives, and besides, linear in what arrives, random multiples of that, spread as values may spread it.
 
-    These are at most a fifth of the largest that it gives, so that not more leaves a long chain of them, unless it
-    gives nothing. Nor does nothing leave it: what has become too small for one more chain is multiplied.
+    As much as the node gives by itself, so that no chain of them outgrows, or is outgrown by, what goes past it; but
+    what would become too small for one more is multiplied.
+
+    Args:
+        spread: spreads what arrives, for an operand and its shape.
+        number: for random ones that are always the same.
     """
 
-    def __init__(self, node: Node, number: int):
-        """A number for random ones that are always the same."""
-        self.node, self.number = node, number
+    def __init__(self, spread: Callable[[Tensor, int, torch.Size], Tensor], number: int):
+        """Nothing is known of sizes yet."""
+        self.spread, self.number = spread, number
         self.scales: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(
         self, grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...] | None:
         """The gradients of all operands."""
-        passed = arrived[0]
+        passed = next((grad for grad in arrived if grad is not None), None)
         if passed is None or not _is_plain(passed):
             return None
         generator = torch.Generator().manual_seed(self.number)
         return tuple(
-            grad if grad is None or not _is_plain(grad) else self._of(i, grad, passed, generator)
+            grad if grad is None or not (_is_plain(grad) and grad.numel()) else self._of(i, grad, passed, generator)
             for i, grad in enumerate(grads)
         )
 
     def _of(self, i: int, grad: Tensor, passed: Tensor, generator: torch.Generator) -> Tensor:
-        passed = passed if grad.is_complex() else passed.real
-        if operation(self.node) in _OVER_AXES:
-            passed = self._spread(passed, grad.shape)
-        factors = 0.5 + torch.rand(passed.shape, generator=generator)
-        more = (passed * factors.to(passed.real)).sum_to_size(grad.shape).to(grad)
+        more = self.spread(passed if grad.is_complex() else passed.real, i, grad.shape)
+        factors = 0.5 + torch.rand(torch.broadcast_shapes(more.shape, grad.shape), generator=generator)
+        more = (more * factors.to(more.real)).sum_to_size(grad.shape).to(grad)
         if i not in self.scales:  # the first time, so that all is linear afterwards
             given, most = grad.abs().max(), more.abs().max()
             share = torch.where((given > 0) & (most > 0), given / most / 5, 1)
             largest = (grad + share * more).abs().max()
-            self.scales[i] = share, torch.where((largest > 0) & (largest < 1e-4), 1 / largest, 1)
+            wanted = torch.where(given < 1e-4, 1, given)
+            self.scales[i] = share, torch.where(largest > 0, wanted / largest, 1)
         share, gain = self.scales[i]
         return gain * (grad + share * more)
-
-    def _spread(self, passed: Tensor, shape: torch.Size) -> Tensor:
-        """To every entry of the axes of an operation over some."""
-        saved = getattr(self.node, "_saved_dim", None)
-        axes = sorted(signed_axis(axis) % max(len(shape), 1) for axis in many(saved)) if saved is not None else []
-        if passed.shape == shape:
-            return passed.mean(axes, keepdim=True).expand(shape) if axes else passed
-        if passed.dim() < len(shape):
-            for axis in axes:
-                passed = passed.unsqueeze(axis)
-        return passed.expand(shape)
 
 
 def _is_plain(grad: Tensor) -> bool:

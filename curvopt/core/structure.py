@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from curvopt.core.functional import has_number, signed_axis
-from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, shape_of
+from curvopt.core.residuals import BY_ENTRY, dependents, is_sink, leaf_of, name_of, operation, shape_of
 from curvopt.core.saved import Saved, is_tensor, names_of
 
 # operations that move entries to where the values of a tensor say, among samples perhaps, or sum over them
 _REORDERING = (
     *("Index", "Gather", "Scatter", "Sort", "Topk", "Take", "MaskedSelect", "RepeatInterleave", "Put"),
-    *("Sparse", "LinalgSolve", "MaskedScatter", "SegmentReduce", "Nested"),
+    *("Sparse", "LinalgSolve", "MaskedScatter", "SegmentReduce", "Nested", "GridSampler"),
 )
 # beside operands, keep indices or masks
 _KEEPING = (*_REORDERING, "Embedding", "Where", "Masked")
-# operations over axes that may pass on gradients of some entries alone
-_CHOOSING = ("Aminmax", "Cummax", "Cummin", "Cumprod", "Kthvalue", "Logcumsumexp", "Median", "Mode", "Prod")
 #: The end of the name of what operations keep of the layout of operands in memory, which moves no sample.
 _LAYOUT = "_sym_strides"
 
@@ -37,16 +35,13 @@ _BY_INDICES = {"IndexBackward0": "indices"} | {
 _FEW = 1 << 16
 
 
-def structure(
-    ends: list[Node], rows: Collection[int], passed_over: Collection[Node], marks: Mapping[Node, Sequence[Any]]
-) -> int | None:
+def structure(ends: list[Node], passed_over: Collection[Node], marks: Mapping[Node, Sequence[Any]]) -> int | None:
     """Hash of the operations behind some nodes, how they hang together, their shapes and integer arguments.
 
     ``None`` where tensors are arguments, but for a few indices.
 
     Args:
         ends: the nodes.
-        rows: the lengths of first axes, which hold samples.
         passed_over: nodes that no sample has a part in, nor what lies behind them.
         marks: what else is to be told of nodes.
     """
@@ -58,7 +53,7 @@ def structure(
         keeps = _keeper(name)
         if isinstance(node, BackwardCFunction) and not is_sink(node):
             return None
-        if keeps is not None and not keeps(node, rows):
+        if keeps is not None and not keeps(node):
             indices = _indices(node, name)
             if indices is None:
                 return None
@@ -93,71 +88,90 @@ def _indices(node: Node, name: str) -> list[Any] | None:
 
 
 @cache
-def _keeper(name: str) -> Callable[[Node, Collection[int]], bool] | None:
-    """What tells of an operation that samples stay where its shapes and arguments say; ``None`` if they always do."""
+def _keeper(name: str) -> Callable[[Node], bool] | None:
+    """What tells of an operation that entries go where its shapes and arguments say; ``None`` if they always do."""
     if name.startswith(_REORDERING):
-        return lambda node, rows: False
-    if name.startswith(_CHOOSING):
-        return _keeps_first_axis
-    if name.startswith("ScaledDotProduct"):
-        return lambda node, rows: _is_of_batch(shape_of(node), rows)
-    if name in _PRODUCTS:
-        return _keeps_rows
-    if name == "ConvolutionBackward0":
-        return _moves_along_rows
+        return lambda node: False
     if name.endswith("CopySlices"):
         return _copies_all_rows
     if name.startswith("Embedding"):
-        return lambda node, rows: leaf_of(node.next_functions[0][0]) is not None
+        return lambda node: leaf_of(node.next_functions[0][0]) is not None
     return None
 
 
-def _copies_all_rows(node: Node, rows: Collection[int]) -> bool:
+def _copies_all_rows(node: Node) -> bool:
     """Whether an assignment to a part of a tensor is one to all of its rows: of others nothing tells which."""
     copied, shape = [shape_of(*edge) for edge in node.next_functions[1:] if edge[0] is not None], shape_of(node)
     return all(len(part) == len(shape) and part[0] == shape[0] for part in copied)
 
 
-def _keeps_first_axis(node: Node, rows: Collection[int]) -> bool:
-    """Whether an operation goes over one axis, and not over the first."""
-    axis, (operand, nr) = getattr(node, "_saved_dim", None), node.next_functions[0]
-    return axis is not None and operand is not None and signed_axis(axis) not in (0, -len(shape_of(operand, nr)))
+# of single entries
+_BY_ENTRY = (BY_ENTRY - {"ADD", "ALIAS", "CLONE", "NEG", "RSUB", "SUB", "TOCOPY"}) | frozenset(
+    "FMAX FMIN HARDSHRINK LERP LOGADDEXP LOGADDEXP2 NANTONUM SOFTSHRINK".split()
+)
+# of those along some axes
+_OVER_AXES = frozenset(
+    """Amax Amin Aminmax Cummax Cummin Cumprod Glu Kthvalue LinalgVectorNorm LogSoftmax Logcumsumexp Logsumexp Max
+    Median Min Mode Nanmedian Norm Prod Softmax""".upper().split()
+)
+# sums over the last axis of the last operand but one, and the last but one of the last
+_PRODUCTS = frozenset("ADDBMM ADDMM BADDBMM BMM MM".split())
+_PRODUCTS_WITH_VECTORS = frozenset("ADDMV ADDR DOT MV".split())
 
 
-def _is_of_batch(shape: torch.Size, rows: Collection[int]) -> bool:
-    """Whether samples lie along the first axis of a shape, as far as lengths tell."""
-    return len(shape) > 0 and any(row and shape[0] % row == 0 for row in rows)
+def mixing_by_values(node: Node) -> Callable[[Tensor, int, torch.Size], Tensor] | None:
+    """How an operation may spread what arrives at it over an operand, given its index and shape.
+
+    The result has to be expanded to the shape, or summed. ``None`` for operations that always pass on all gradients to
+    where their shapes and arguments say.
+    """
+    name = operation(node)
+    if name in _BY_ENTRY:
+        return lambda passed, i, shape: passed
+    if name in _OVER_AXES:
+        return partial(_over_axes, getattr(node, "_saved_dim", None))
+    if name in _PRODUCTS:
+        last = len(node.next_functions) - 1
+        return lambda passed, i, shape: passed if i < last - 1 else passed.mean(-1 if i < last else -2, keepdim=True)
+    if "NORM" in name:  # by the weight of a layer
+        return lambda passed, i, shape: passed if i == 0 else passed.mean()
+    if name in _PRODUCTS_WITH_VECTORS:
+        return lambda passed, i, shape: passed.mean()
+    if "CONV" in name:
+        return lambda passed, i, shape: (
+            passed.mean([*range(1, passed.dim())], keepdim=True) if i == 0 else passed.mean()
+        )
+    if "POOL" in name:
+        axes = list(range(-2 if "2D" in name else -3, 0))
+        return lambda passed, i, shape: passed.mean(axes, keepdim=True)
+    if name.startswith("SCALEDDOTPRODUCT"):
+        return _attending
+    return None
+
+
+def _over_axes(saved: Any, passed: Tensor, i: int, shape: torch.Size) -> Tensor:
+    axes = [] if saved is None else sorted(signed_axis(axis) % max(len(shape), 1) for axis in many(saved))
+    axes = axes or list(range(len(shape)))
+    if passed.dim() == len(shape):
+        return passed.mean(axes, keepdim=True) if axes else passed
+    for axis in axes:
+        passed = passed.unsqueeze(axis)
+    return passed
+
+
+def _attending(passed: Tensor, i: int, shape: torch.Size) -> Tensor:
+    passed = passed.mean((-2, -1), keepdim=True)
+    other = [
+        axis
+        for axis, (one, two) in enumerate(zip(passed.shape, shape, strict=False))
+        if two not in (1, one) and one != 1
+    ]
+    return passed.mean(other, keepdim=True) if other else passed  # where heads share keys
 
 
 def many(saved: Any) -> Sequence[Any]:
     """One or more values that a node saved."""
     return saved if isinstance(saved, (tuple, list)) else (saved,)
-
-
-_PRODUCTS = frozenset(f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv"))
-_SHAPING = ("TBackward", "Transpose", "Permute", "ToCopy", "View", "Reshape", "UnsafeView", "Unsqueeze", "Expand")
-
-
-def _keeps_rows(node: Node, rows: Collection[int]) -> bool:
-    """Whether a product sums over nothing that may be samples (rows, or columns by a constant), or is of a batch."""
-    *_, left, right = node.next_functions
-    operand, nr = left if right[0] is None else right
-    if operand is None:
-        return True
-    shape = shape_of(operand, nr)
-    length = shape[-2] if right[0] is not None and len(shape) > 1 else shape[-1]
-    batched = len(shape) == 3 and _is_of_batch(shape, rows)
-    if batched or length == 0 or all(row % length for row in rows):
-        return True
-    while operand is not None and name_of(operand).startswith(_SHAPING):
-        operand = operand.next_functions[0][0]
-    return operand is None or leaf_of(operand) is not None
-
-
-def _moves_along_rows(node: Node, rows: Collection[int]) -> bool:
-    """Whether a convolution by a constant has the samples along its first axis, as far as lengths tell."""
-    (x, nr), (weight, _), *_ = node.next_functions
-    return x is None or weight is not None or _is_of_batch(shape_of(x, nr), rows)
 
 
 def _argument(value: Any) -> int | str | tuple | None:

@@ -120,7 +120,7 @@ class Derived(Rule):
     def rows(self, use: Use) -> int:
         return self.rule.rows(use)
 
-    def output_axis(self, use: Use, index: int) -> int | None:
+    def output_axis(self, use: Use, index: int) -> int | Tensor | None:
         return self.rule.output_axis(use, index)
 
     def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:

@@ -31,6 +31,15 @@ def step(mode: str, from_input: Tensor, from_state: Tensor, state: State) -> Sta
     return (total.tanh() if mode == "RNN_TANH" else total.relu(),)
 
 
+def steps_of(packed: PackedSequence) -> tuple[Tensor, Tensor]:
+    """The sample and the time of each row of packed sequences."""
+    sizes = packed.batch_sizes
+    times = torch.arange(len(sizes)).repeat_interleave(sizes)
+    samples = (torch.arange(len(times)) - (sizes.cumsum(0) - sizes)[times]).to(packed.data.device)
+    order = packed.sorted_indices
+    return samples if order is None else order[samples], times.to(packed.data.device)
+
+
 @register(nn.RNN, nn.LSTM, nn.GRU)
 class Recurrent(ReplayRule):
     """Any number of layers and directions, projections and packed sequences included."""
@@ -44,14 +53,11 @@ class Recurrent(ReplayRule):
     def batch_axis(self, module: nn.RNNBase) -> int:
         return 0 if module.batch_first else 1
 
-    def output_axis(self, use: Use, index: int) -> int | None:
+    def output_axis(self, use: Use, index: int) -> int | Tensor:
+        x = arguments(use)["input"]
         if index > 0:
             return 1  # states, whatever batch_first says
-        return (
-            None
-            if isinstance(arguments(use)["input"], PackedSequence)
-            else self.batch_axis(cast(nn.RNNBase, use.module))
-        )
+        return steps_of(x)[0] if isinstance(x, PackedSequence) else self.batch_axis(cast(nn.RNNBase, use.module))
 
     def rows(self, use: Use) -> int:
         x = arguments(use)["input"]
@@ -59,19 +65,26 @@ class Recurrent(ReplayRule):
 
     def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         module, given = cast(nn.RNNBase, use.module), arguments(use)
-        x, first = given["input"], module.batch_first
-        if torch.is_grad_enabled() or isinstance(x, PackedSequence) or module.proj_size:
+        if torch.is_grad_enabled() or module.proj_size:
             return super().jac_t(use, grads, names, N)
+        packed = given["input"] if isinstance(given["input"], PackedSequence) else None
         if "unrolled" not in use.cache:
             self._check_dropout(use)
-            x = x if first else x.transpose(0, 1)
-            unrolled = Unrolled(module, x, self._initial(module, given["hx"], x))
+            x, lengths = self._padded(module, given["input"])
+            unrolled = Unrolled(module, x, self._initial(module, given["hx"], x), lengths)
             output, *states = unrolled.outputs
-            check_outputs(use, [output if first else output.transpose(0, 1), *states], "called again")
+            check_outputs(use, self._outputs(module, packed, output, states), "called again")
             use.cache["unrolled"] = unrolled
         unrolled = use.cache["unrolled"]
         output, *states = (grad if grad is None else grad.to(unrolled.outputs[0].dtype) for grad in grads)
-        if output is not None and not first:
+        if packed is not None:
+            states = states[-len(unrolled.outputs[1:]) :]
+            if output is not None:
+                padded = output.new_zeros(len(output), *unrolled.outputs[0].shape)
+                samples, times = steps_of(packed)
+                padded[:, samples, times] = output
+                output = padded
+        elif output is not None and not module.batch_first:
             output = output.transpose(1, 2)
         sites: list[Site] = []
         lefts: list[Tensor] = []
@@ -95,14 +108,10 @@ class Recurrent(ReplayRule):
     def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
         module, given = cast(nn.RNNBase, use.module), arguments(use)
         self._check_dropout(use)
-        x, packed, active = given["input"], None, None
-        if isinstance(x, PackedSequence):
-            packed = x
-            x, lengths = pad_packed_sequence(packed, batch_first=True)
+        packed, active = given["input"] if isinstance(given["input"], PackedSequence) else None, None
+        x, lengths = self._padded(module, given["input"])
+        if lengths is not None:
             active = (torch.arange(x.shape[1]) < lengths[:, None]).to(x.device).unsqueeze(2)
-        elif not module.batch_first:
-            x = x.transpose(0, 1)
-        # from here on [N, T, features]
         directions = 2 if module.bidirectional else 1
         initial = self._initial(module, given["hx"], x)
         finals: list[State] = []
@@ -115,14 +124,24 @@ class Recurrent(ReplayRule):
                 finals.append(final)
             x = torch.cat(outputs, -1)
         states = [torch.stack(part) for part in zip(*finals, strict=True)]
+        return self._outputs(module, packed, x, states)
+
+    @staticmethod
+    def _padded(module: nn.RNNBase, x: Tensor | PackedSequence) -> tuple[Tensor, Tensor | None]:
+        """The input ``[N, T, features]``, and the lengths of packed sequences."""
+        if isinstance(x, PackedSequence):
+            return pad_packed_sequence(x, batch_first=True)
+        return x if module.batch_first else x.transpose(0, 1), None
+
+    @staticmethod
+    def _outputs(
+        module: nn.RNNBase, packed: PackedSequence | None, output: Tensor, states: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """What the module gives, from outputs ``[N, T, features]``."""
         if packed is None:
-            return [x if module.batch_first else x.transpose(0, 1), *states]
-        sizes = packed.batch_sizes
-        order = torch.arange(x.shape[0], device=x.device) if packed.sorted_indices is None else packed.sorted_indices
-        samples = torch.cat([order[:size] for size in sizes.tolist()])
-        times = torch.arange(len(sizes)).repeat_interleave(sizes).to(x.device)
+            return [output if module.batch_first else output.transpose(0, 1), *states]
         integers = 1 if packed.sorted_indices is None else 3  # batch sizes and, if any, the order
-        return [x[samples, times], *[None] * integers, *states]
+        return [output[steps_of(packed)], *[None] * integers, *states]
 
     @staticmethod
     def _initial(module: nn.RNNBase, hx: Tensor | State | None, x: Tensor) -> State:

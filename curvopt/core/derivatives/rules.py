@@ -82,8 +82,8 @@ class Rule(ABC):
         """Axis of the first input that counts the samples."""
         return 0
 
-    def output_axis(self, use: Use, index: int) -> int | None:
-        """Axis of an output that counts the samples; ``None`` where no axis does (packed sequences)."""
+    def output_axis(self, use: Use, index: int) -> int | Tensor | None:
+        """Axis of an output that counts the samples, or the sample of each row; ``None`` where neither tells."""
         return 0
 
     def rows(self, use: Use) -> int:
