@@ -1454,3 +1454,88 @@ def test_samples_of_packed_sequences_are_found(kind: type[nn.RNNBase]):
             F.cross_entropy(forward(x), y).backward()
         for p in net.parameters():
             torch.testing.assert_close(p.grad_batch, each_gradient(forward, p, x, y))
+
+
+class Ready(nn.Module):
+    """A layer, and what a function makes of it."""
+
+    def __init__(self, function: Callable[[Tensor, nn.Module], Tensor]):
+        super().__init__()
+        self.function, self.layer, self.last = function, nn.Linear(4, 6), nn.Linear(6, 3)
+        self.vector, self.other = nn.Parameter(torch.randn(6)), nn.Linear(6, 36)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.layer(x), self))
+
+
+def by_own_weights(convolution: Callable, h: Tensor, net: Ready) -> Tensor:
+    weights = net.other(h.mean(1)).view(18, 6, 1)
+    return convolution(h.mT.reshape(1, 18, 3), weights, groups=3).view(3, 6, 3).amax(2)
+
+
+def attend(h: Tensor, net: Ready) -> Tensor:
+    one_head = h.unsqueeze(1)
+    return F.scaled_dot_product_attention(one_head, one_head, one_head, one_head @ one_head.mT)[:, 0].mean(1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h, net: (torch.softmax(torch.tanh(h) @ net.vector, 1).unsqueeze(2) * h).sum(1),
+        lambda h, net: h[:, 0] * (h[:, 1] @ net.vector).unsqueeze(1) + h[:, 0],
+        partial(by_own_weights, F.conv1d),
+        partial(by_own_weights, F.conv_transpose1d),
+        attend,
+        lambda h, net: F.group_norm(F.max_pool1d(h.mT, 2, 1), 2).mean(2),
+        lambda h, net: torch.relu(h.transpose(0, 1)).mean(0),
+        lambda h, net: h.cumprod(1)[:, -1] + h.norm(dim=1) + 0 * net.other(h[:, 0])[:, :6],
+    ],
+)
+def test_the_second_backward_tells_where_samples_are_in_all_later_ones(
+    function: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    searched = []
+    search = samples_module._search
+    monkeypatch.setattr(samples_module, "_known", {})
+    monkeypatch.setattr(samples_module, "_search", lambda *args: (searched.append(1), search(*args))[1])
+    model, x, y = extend(Ready(function).double()), torch.randn(3, 3, 4).double(), torch.randint(3, (3,))
+    for _ in range(5):
+        with warnings.catch_warnings(), backpack(BatchGrad()):
+            warnings.simplefilter("error", CurvoptWarning)
+            F.cross_entropy(model(x), y).backward()
+        p = model.layer.weight
+        torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
+    assert len(searched) == 3
+
+
+def test_experts_without_samples():
+    """Nor do gradients without entries keep anybody from looking."""
+
+    def function(h: Tensor, net: nn.Module) -> Tensor:
+        h = h.amax(1)
+        parts = [(torch.relu(net.other(h[rows])), rows) for rows in (torch.tensor([2, 0, 1]), torch.tensor([]).long())]
+        return sum(h.index_add(0, rows, part[:, :6]) for part, rows in parts)
+
+    model, x, y = extend(Ready(function).double()), torch.randn(3, 3, 4).double(), torch.randint(3, (3,))
+    for _ in range(3):
+        with warnings.catch_warnings(), backpack(BatchGrad()):
+            warnings.simplefilter("ignore", CurvoptWarning)
+            F.cross_entropy(model(x), y).backward()
+        for p in model.layer.parameters():
+            torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
+
+
+def test_long_chains_hide_no_samples_that_meet_past_them():
+    def function(h: Tensor, net: nn.Module) -> Tensor:
+        state = h[:, 0]
+        for step in h.unbind(1):
+            state = 0.95 * state + 0.05 * step
+        return state + h.mean((0, 1))
+
+    model, x, y = extend(Ready(function)), torch.randn(3, 300, 4), torch.randint(3, (3,))
+    for step in range(3):
+        with nullcontext() if step else pytest.warns(CurvoptWarning, match="does not hold the 3 samples"):
+            with backpack(BatchGrad()):
+                F.cross_entropy(model(x), y).backward()
+        p = model.layer.weight
+        torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y), rtol=1e-4, atol=1e-6)

@@ -93,11 +93,6 @@ class Look(NamedTuple):
     vague: frozenset[int]
     closed: bool = False
 
-    @property
-    def hides(self) -> bool:
-        """Whether some of it is not to be seen."""
-        return self.closed or bool(self.vague)
-
 
 class Known(NamedTuple):
     """What is known of a structure.
@@ -168,7 +163,7 @@ def _remembered(key: int | None, losses: Sequence[Head], entries: Sequence[Entry
             return known.found
     seen = look()
     found, holds = seen.found, False
-    if known.found is not None and (found == known.found or seen.hides):
+    if known.found is not None and _differing(found, known.found) <= seen.vague:
         return known.found
     if known.found is None and ((key is not None and known.times in _AGAIN) or found.strays & seen.vague):
         behind = _found_behind_values(losses, look, seen)
@@ -203,11 +198,14 @@ def _found_behind_values(losses: Sequence[Head], look: Callable[[], Look], seen:
             behind = look()
         except CurvoptError:  # of losses whose rows do not agree, say
             return None
-    if behind.hides or behind.found.N != seen.found.N:
-        return None
-    one, other = behind.found, seen.found
-    differing = (one.strays ^ other.strays) | (one.passing ^ other.passing) | {i for i, _ in one.steps ^ other.steps}
-    return one if differing <= seen.vague else None
+    hides = behind.closed or behind.vague
+    return None if hides or not _differing(behind.found, seen.found) <= seen.vague else behind.found
+
+
+def _differing(one: Found, other: Found) -> set[int]:
+    """The indices of uses of which two looks say different things; -1 if it is the number of samples."""
+    steps = {i for i, _ in one.steps ^ other.steps}
+    return {*one.strays ^ other.strays, *one.passing ^ other.passing, *steps, *([] if one.N == other.N else [-1])}
 
 
 def _look(losses: Sequence[Head], entries: Sequence[Entry], calls: Sequence[Entry], frozen: Sequence[Entry]) -> Look:

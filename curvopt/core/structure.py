@@ -18,7 +18,8 @@ from curvopt.core.saved import Saved, is_tensor, names_of
 # operations that move entries to where the values of a tensor say, among samples perhaps, or sum over them
 _REORDERING = (
     *("Index", "Gather", "Scatter", "Sort", "Topk", "Take", "MaskedSelect", "RepeatInterleave", "Put"),
-    *("Sparse", "LinalgSolve", "MaskedScatter", "SegmentReduce", "Nested", "GridSampler"),
+    *("Sparse", "LinalgSolve", "LinalgLuSolve", "CholeskySolve", "TriangularSolve", "MaskedScatter", "SegmentReduce"),
+    *("Nested", "GridSampler", "Dist", "Renorm"),
 )
 # beside operands, keep indices or masks
 _KEEPING = (*_REORDERING, "Embedding", "Where", "Masked")
@@ -80,7 +81,7 @@ def _indices(node: Node, name: str) -> list[Any] | None:
     if name not in _BY_INDICES:
         return None
     saved = getattr(Saved(node), _BY_INDICES[name])
-    given = many(saved)
+    given = _many(saved)
     tensors = [x for x in given if x is not None]
     if any(x.device.type != "cpu" for x in tensors) or sum(x.numel() for x in tensors) > _FEW:
         return None
@@ -107,16 +108,16 @@ def _copies_all_rows(node: Node) -> bool:
 
 # of single entries
 _BY_ENTRY = (BY_ENTRY - {"ADD", "ALIAS", "CLONE", "NEG", "RSUB", "SUB", "TOCOPY"}) | frozenset(
-    "FMAX FMIN HARDSHRINK LERP LOGADDEXP LOGADDEXP2 NANTONUM SOFTSHRINK".split()
+    """Atan2 Fmax Fmin Fmod Hardshrink Hypot Lerp Logaddexp Logaddexp2 NanToNum Polar Remainder Softshrink
+    SpecialXlog1Py Xlogy""".upper().split()
 )
 # of those along some axes
 _OVER_AXES = frozenset(
     """Amax Amin Aminmax Cummax Cummin Cumprod Glu Kthvalue LinalgVectorNorm LogSoftmax Logcumsumexp Logsumexp Max
     Median Min Mode Nanmedian Norm Prod Softmax""".upper().split()
 )
-# sums over the last axis of the last operand but one, and the last but one of the last
-_PRODUCTS = frozenset("ADDBMM ADDMM BADDBMM BMM MM".split())
-_PRODUCTS_WITH_VECTORS = frozenset("ADDMV ADDR DOT MV".split())
+# of the last two operands, rows of the first and columns of the second
+_PRODUCTS = frozenset("ADDBMM ADDMM ADDR BADDBMM BMM MM".split())
 
 
 def mixing_by_values(node: Node) -> Callable[[Tensor, int, torch.Size], Tensor] | None:
@@ -130,17 +131,17 @@ def mixing_by_values(node: Node) -> Callable[[Tensor, int, torch.Size], Tensor] 
         return lambda passed, i, shape: passed
     if name in _OVER_AXES:
         return partial(_over_axes, getattr(node, "_saved_dim", None))
+    last = len(node.next_functions) - 1
     if name in _PRODUCTS:
-        last = len(node.next_functions) - 1
-        return lambda passed, i, shape: passed if i < last - 1 else passed.mean(-1 if i < last else -2, keepdim=True)
-    if "NORM" in name:  # by the weight of a layer
-        return lambda passed, i, shape: passed if i == 0 else passed.mean()
-    if name in _PRODUCTS_WITH_VECTORS:
-        return lambda passed, i, shape: passed.mean()
+        return lambda passed, i, shape: passed if i < last - 1 else passed.mean(-1 if i < last else -2, name != "ADDR")
+    if name in ("ADDMV", "MV"):
+        return lambda passed, i, shape: [passed, passed.unsqueeze(-1), passed.mean()][i - last + 2]
+    if name == "DOT":
+        return lambda passed, i, shape: passed
+    if "NORM" in name:
+        return partial(_normalizing, len(getattr(node, "_saved_normalized_shape", ())), "GROUP" in name)
     if "CONV" in name:
-        return lambda passed, i, shape: (
-            passed.mean([*range(1, passed.dim())], keepdim=True) if i == 0 else passed.mean()
-        )
+        return partial(_convolving, getattr(node, "_saved_groups", 1))
     if "POOL" in name:
         axes = list(range(-2 if "2D" in name else -3, 0))
         return lambda passed, i, shape: passed.mean(axes, keepdim=True)
@@ -150,13 +151,29 @@ def mixing_by_values(node: Node) -> Callable[[Tensor, int, torch.Size], Tensor] 
 
 
 def _over_axes(saved: Any, passed: Tensor, i: int, shape: torch.Size) -> Tensor:
-    axes = [] if saved is None else sorted(signed_axis(axis) % max(len(shape), 1) for axis in many(saved))
+    axes = [] if saved is None else sorted(signed_axis(axis) % max(len(shape), 1) for axis in _many(saved))
     axes = axes or list(range(len(shape)))
     if passed.dim() == len(shape):
         return passed.mean(axes, keepdim=True) if axes else passed
     for axis in axes:
         passed = passed.unsqueeze(axis)
     return passed
+
+
+def _normalizing(axes: int, all_of_a_row: bool, passed: Tensor, i: int, shape: torch.Size) -> Tensor:
+    if i > 0:
+        return passed.mean()
+    over = [*range(-axes, 0)] or ([*range(1, passed.dim())] if all_of_a_row else [])
+    return passed.mean(over, keepdim=True) if over else passed
+
+
+def _convolving(groups: int, passed: Tensor, i: int, shape: torch.Size) -> Tensor:
+    if i == 2:
+        return passed.transpose(0, 1).flatten(1).mean(1)
+    of_groups = passed.unflatten(1, (groups, -1)).flatten(2).mean(2)
+    of_groups = of_groups if i == 0 else of_groups.mean(0)
+    channels = of_groups.repeat_interleave(shape[1 - i] // groups, -1)
+    return channels.view(*channels.shape, *[1] * (len(shape) - channels.dim()))
 
 
 def _attending(passed: Tensor, i: int, shape: torch.Size) -> Tensor:
@@ -169,7 +186,7 @@ def _attending(passed: Tensor, i: int, shape: torch.Size) -> Tensor:
     return passed.mean(other, keepdim=True) if other else passed  # where heads share keys
 
 
-def many(saved: Any) -> Sequence[Any]:
+def _many(saved: Any) -> Sequence[Any]:
     """One or more values that a node saved."""
     return saved if isinstance(saved, (tuple, list)) else (saved,)
 
