@@ -86,12 +86,10 @@ class Look(NamedTuple):
     Attributes:
         found: where the samples lie.
         vague: the indices of uses where nothing arrived, or too little to tell.
-        closed: whether nothing arrived at, or left, some operation that may move samples.
     """
 
     found: Found
     vague: frozenset[int]
-    closed: bool = False
 
 
 class Known(NamedTuple):
@@ -166,7 +164,7 @@ def _remembered(key: int | None, losses: Sequence[Head], entries: Sequence[Entry
     if known.found is not None and _differing(found, known.found) <= seen.vague:
         return known.found
     if known.found is None and ((key is not None and known.times in _AGAIN) or found.strays & seen.vague):
-        behind = _found_behind_values(losses, look, seen)
+        behind = _found_behind_values(losses, entries, look, seen)
         found, holds = (found, False) if behind is None else (behind, True)
     if dear := _dear(found, entries):
         _warn(found.N, _names(entries, dear))
@@ -188,18 +186,20 @@ def _remembered(key: int | None, losses: Sequence[Head], entries: Sequence[Entry
     return found
 
 
-def _found_behind_values(losses: Sequence[Head], look: Callable[[], Look], seen: Look) -> Found | None:
+def _found_behind_values(
+    losses: Sequence[Head], entries: Sequence[Entry], look: Callable[[], Look], seen: Look
+) -> Found | None:
     """What is found where a little of all passes, if nothing is hidden there, and it is what was seen.
 
     But for what was too vague.
     """
     with _opened(_ends(losses)):
         try:
-            behind = look()
+            behind, vague = look()
         except CurvoptError:  # of losses whose rows do not agree, say
             return None
-    hides = behind.closed or behind.vague
-    return None if hides or not _differing(behind.found, seen.found) <= seen.vague else behind.found
+        same = not vague and _differing(behind, seen.found) <= seen.vague
+        return behind if same and not _closed(losses, entries) else None
 
 
 def _differing(one: Found, other: Found) -> set[int]:
@@ -213,8 +213,8 @@ def _look(losses: Sequence[Head], entries: Sequence[Entry], calls: Sequence[Entr
     (N, strays), vague = _search(losses, entries, calls, frozen)
     steps = _behind_steps(N, losses, entries, strays)
     strays = strays.difference(i for i, _ in steps)
-    passing, closed = _aligned_above(N, losses, _meetings(losses, entries, strays, N))
-    return Look(Found(N, strays, passing, steps), vague, closed or _closed(losses, entries))
+    passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays, N))
+    return Look(Found(N, strays, passing, steps), vague | quiet)
 
 
 def _behind_steps(
@@ -336,12 +336,15 @@ def _meetings(
 
 def _aligned_above(
     N: int, losses: Sequence[Head], places: Mapping[int, Sequence[Place]]
-) -> tuple[frozenset[int], bool]:
-    """The strays above which all meetings are aligned, and whether nothing arrived at one."""
+) -> tuple[frozenset[int], frozenset[int]]:
+    """The strays above which all meetings are aligned, and those above which nothing arrived at one."""
     distinct = list(dict.fromkeys(node for each in places.values() for node, _ in each))
     above = [(i, GradientEdge(node, 0), 0) for i, node in enumerate(distinct)]
     wrong, vague, _ = unaligned(N, losses, above) if above else (set(), frozenset(), set())
-    return frozenset(i for i in places if not any(distinct.index(node) in wrong for node, _ in places[i])), bool(vague)
+    wrong, quiet = ({distinct[i] for i in some} for some in (wrong, vague))
+    meeting = {i: {node for node, _ in places[i]} for i in places}
+    aligned = frozenset(i for i, nodes in meeting.items() if nodes.isdisjoint(wrong))
+    return aligned, frozenset(i for i, nodes in meeting.items() if not nodes.isdisjoint(quiet))
 
 
 def _of_all_samples(
@@ -492,7 +495,7 @@ def _passes_strays(entries: Sequence[Entry], strays: Collection[int]) -> bool:
 
 
 def _closed(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
-    """Whether nothing but zeros arrives at some operation that may move samples, or leaves one of those in `_opened`.
+    """Whether nothing but zeros arrives at some operation that may move samples, or leaves one that may keep some away.
 
     What the operation, or one before the latter, does to samples is not seen.
     """
@@ -733,8 +736,7 @@ def _around_batch_norms(graph: Graph, losses: Sequence[Head]) -> Samples:
     def look() -> Look:
         with _without(graph.mixing):
             strays, vague, _ = unaligned(found.N, losses, edges)
-            closed = _closed(losses, entries)
-        return Look(Found(found.N, frozenset(strays)), vague, closed)
+        return Look(Found(found.N, frozenset(strays)), vague)
 
     _, strays, *_ = _remembered(_key(graph, losses, entries), losses, entries, look)
     return Samples(found.N, found.unaligned.union(entries[i].use for i in strays))
