@@ -665,7 +665,7 @@ def _probe(
     def keep(k: int, grad: Tensor) -> None:
         met = grad.isfinite().all()
         if grad.numel():  # of what is fainter, too little is left when it is scaled down
-            met = met & (grad.abs().max() > (0.0 if half else torch.finfo(grad.dtype).tiny * 2.0 ** (most // 2)))
+            met = met & (_largest(grad) > (0.0 if half else torch.finfo(grad.dtype).tiny * 2.0 ** (most // 2)))
         arrived[k] = met, sampled(k, grad)[0]
 
     def compare(factors: Tensor, k: int, scaled: Tensor) -> None:
@@ -803,16 +803,29 @@ class _Opening:
 
     def _of(self, i: int, grad: Tensor, passed: Tensor, generator: torch.Generator) -> Tensor:
         more = self.spread(passed if grad.is_complex() else passed.real, i, grad.shape)
-        factors = 0.5 + torch.rand(torch.broadcast_shapes(more.shape, grad.shape), generator=generator)
-        more = (more * factors.to(more.real)).sum_to_size(grad.shape).to(grad)
-        if i not in self.scales:  # the first time, so that all is linear afterwards
-            given, most = grad.abs().max(), more.abs().max()
-            share = torch.where((given > 0) & (most > 0), given / most / 5, 1)
-            largest = (grad + share * more).abs().max()
-            wanted = torch.where(given < 1e-4, 1, given)
-            self.scales[i] = share, torch.where(largest > 0, wanted / largest, 1)
-        share, gain = self.scales[i]
-        return gain * (grad + share * more)
+        more = _randomly(more, torch.broadcast_shapes(more.shape, grad.shape), generator)
+        more = more.sum_to_size(grad.shape).to(grad)
+        if i in self.scales:
+            share, gain = self.scales[i]
+            return more.mul_(share).add_(grad).mul_(gain)
+        given, most = _largest(grad), _largest(more)
+        share = torch.where((given > 0) & (most > 0), given / most / 5, 1)
+        largest = _largest(more.mul_(share).add_(grad))
+        gain = torch.where(largest > 0, torch.where(given < 1e-4, 1, given) / largest, 1)
+        self.scales[i] = share, gain  # all is linear afterwards
+        return more.mul_(gain)
+
+
+def _randomly(x: Tensor, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """A tensor, expanded to a shape, times random numbers along every axis: large ones take no more memory."""
+    x = x.expand(shape) * (0.5 + torch.rand((), generator=generator)).to(x.real)
+    for axis, length in enumerate(shape):
+        x.mul_((0.5 + torch.rand(length, generator=generator)).to(x.real).view(-1, *[1] * (len(shape) - axis - 1)))
+    return x
+
+
+def _largest(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, torch.inf)
 
 
 def _is_plain(grad: Tensor) -> bool:
