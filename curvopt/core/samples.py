@@ -160,12 +160,12 @@ def _remembered(key: int | None, losses: Sequence[Head], entries: Sequence[Entry
         if known.times not in _AGAIN:
             return known.found
     seen = look()
-    found, holds = seen.found, False
-    if known.found is not None and _differing(found, known.found) <= seen.vague:
+    if known.found is not None and _differing(seen.found, known.found) <= seen.vague:
         return known.found
-    if known.found is None and ((key is not None and known.times in _AGAIN) or found.strays & seen.vague):
+    behind = None
+    if known.found is None and ((key is not None and known.times in _AGAIN) or seen.found.strays & seen.vague):
         behind = _found_behind_values(losses, entries, look, seen)
-        found, holds = (found, False) if behind is None else (behind, True)
+    found = seen.found if behind is None else behind
     if dear := _dear(found, entries):
         _warn(found.N, _names(entries, dear))
     if known.found is not None:
@@ -179,7 +179,7 @@ def _remembered(key: int | None, losses: Sequence[Head], entries: Sequence[Entry
     if key is None:
         return found
     changed = known.changed or known.found is not None
-    holds = holds and not (changed or _passes_strays(entries, found.strays))
+    holds = behind is not None and not (changed or _passes_strays(entries, found.strays))
     if len(_known) > 1024:
         _known.clear()
     _known[key] = Known(found if holds else None, known.times + 1, changed)
@@ -210,7 +210,7 @@ def _differing(one: Found, other: Found) -> set[int]:
 
 def _look(losses: Sequence[Head], entries: Sequence[Entry], calls: Sequence[Entry], frozen: Sequence[Entry]) -> Look:
     """Look for the samples."""
-    (N, strays), vague = _search(losses, entries, calls, frozen)
+    N, strays, vague = _search(losses, entries, calls, frozen)
     steps = _behind_steps(N, losses, entries, strays)
     strays = strays.difference(i for i, _ in steps)
     passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays, N))
@@ -386,7 +386,7 @@ def _met_above(
 
 def _search(
     losses: Sequence[Head], entries: Sequence[Entry], calls: Sequence[Entry], frozen: Sequence[Entry]
-) -> tuple[tuple[int, frozenset[int]], frozenset[int]]:
+) -> tuple[int, frozenset[int], frozenset[int]]:
     """The number of samples and the indices of unaligned uses, and of those where nothing arrived that would tell.
 
     A sample is a row of the loss, unless most calls of modules, frozen ones included, have several of its rows in one
@@ -425,7 +425,7 @@ def _search(
                 break
     if strays and len(losses) > 1 and any(_rows(loss) != N for loss in losses):
         _check_agreement(N, losses, everything, edges)
-    return (N, frozenset(i for i in strays if i < len(entries))), vague
+    return N, frozenset(i for i in strays if i < len(entries)), vague
 
 
 def _share_one(losses: Sequence[Head], edges: Sequence[tuple[int, GradientEdge, Where]], uses: Collection[int]) -> bool:
@@ -507,8 +507,8 @@ def _closed(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
         zeros.extend(~grad.any() for grad in grads if grad is not None)
 
     def left(grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> None:
-        passed = next((grad for grad in arrived if grad is not None), None)
-        if passed is not None and _is_plain(passed):
+        passed = _only_plain(arrived)
+        if passed is not None:
             came = passed.any()
             zeros.extend(came & ~grad.any() for grad in grads if grad is not None and _is_plain(grad))
 
@@ -559,7 +559,7 @@ def aligned(grad: Tensor, scaled: Tensor, where: Where, factors: Tensor, half: b
     expected = along(factors, where, grad)
     if grad.numel() == 0:
         return grad.new_ones((), dtype=torch.bool)
-    largest = torch.maximum(grad.max(), -grad.min()).to(torch.promote_types(grad.dtype, torch.float32))
+    largest = _largest(grad).to(torch.promote_types(grad.dtype, torch.float32))
     # what is scaled down may come near the smallest numbers that half precision has, and so may parts of large sums
     noise, rounding = (2.0**-18, 2e-3) if half else (0.0, 1e-5)
     # much of it a few rows at a time: nothing else of a first backward needs as much memory
@@ -792,8 +792,8 @@ class _Opening:
         self, grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...] | None:
         """The gradients of all operands."""
-        passed = next((grad for grad in arrived if grad is not None), None)
-        if passed is None or not _is_plain(passed):
+        passed = _only_plain(arrived)
+        if passed is None:
             return None
         generator = torch.Generator().manual_seed(self.number)
         return tuple(
@@ -826,6 +826,12 @@ def _randomly(x: Tensor, shape: torch.Size, generator: torch.Generator) -> Tenso
 
 def _largest(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, torch.inf)
+
+
+def _only_plain(arrived: Sequence[Tensor | None]) -> Tensor | None:
+    """The first gradient that arrived at a node, if it is neither sparse nor nested."""
+    first = next((grad for grad in arrived if grad is not None), None)
+    return first if first is not None and _is_plain(first) else None
 
 
 def _is_plain(grad: Tensor) -> bool:

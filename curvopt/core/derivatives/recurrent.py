@@ -67,23 +67,21 @@ class Recurrent(ReplayRule):
         module, given = cast(nn.RNNBase, use.module), arguments(use)
         if torch.is_grad_enabled() or module.proj_size:
             return super().jac_t(use, grads, names, N)
-        packed = given["input"] if isinstance(given["input"], PackedSequence) else None
         if "unrolled" not in use.cache:
             self._check_dropout(use)
             x, lengths = self._padded(module, given["input"])
             unrolled = Unrolled(module, x, self._initial(module, given["hx"], x), lengths)
             output, *states = unrolled.outputs
-            check_outputs(use, self._outputs(module, packed, output, states), "called again")
+            check_outputs(use, self._outputs(module, given["input"], output, states), "called again")
             use.cache["unrolled"] = unrolled
         unrolled = use.cache["unrolled"]
         output, *states = (grad if grad is None else grad.to(unrolled.outputs[0].dtype) for grad in grads)
-        if packed is not None:
-            states = states[-len(unrolled.outputs[1:]) :]
-            if output is not None:
-                padded = output.new_zeros(len(output), *unrolled.outputs[0].shape)
-                samples, times = steps_of(packed)
-                padded[:, samples, times] = output
-                output = padded
+        states = states[-len(unrolled.outputs[1:]) :]  # without integers of packed sequences
+        if output is not None and isinstance(given["input"], PackedSequence):
+            padded = output.new_zeros(len(output), *unrolled.outputs[0].shape)
+            samples, times = steps_of(given["input"])
+            padded[:, samples, times] = output
+            output = padded
         elif output is not None and not module.batch_first:
             output = output.transpose(1, 2)
         sites: list[Site] = []
@@ -108,8 +106,8 @@ class Recurrent(ReplayRule):
     def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
         module, given = cast(nn.RNNBase, use.module), arguments(use)
         self._check_dropout(use)
-        packed, active = given["input"] if isinstance(given["input"], PackedSequence) else None, None
         x, lengths = self._padded(module, given["input"])
+        active = None
         if lengths is not None:
             active = (torch.arange(x.shape[1]) < lengths[:, None]).to(x.device).unsqueeze(2)
         directions = 2 if module.bidirectional else 1
@@ -124,7 +122,7 @@ class Recurrent(ReplayRule):
                 finals.append(final)
             x = torch.cat(outputs, -1)
         states = [torch.stack(part) for part in zip(*finals, strict=True)]
-        return self._outputs(module, packed, x, states)
+        return self._outputs(module, given["input"], x, states)
 
     @staticmethod
     def _padded(module: nn.RNNBase, x: Tensor | PackedSequence) -> tuple[Tensor, Tensor | None]:
@@ -135,13 +133,13 @@ class Recurrent(ReplayRule):
 
     @staticmethod
     def _outputs(
-        module: nn.RNNBase, packed: PackedSequence | None, output: Tensor, states: Sequence[Tensor]
+        module: nn.RNNBase, x: Tensor | PackedSequence, output: Tensor, states: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """What the module gives, from outputs ``[N, T, features]``."""
-        if packed is None:
+        """What the module gives for an input, from outputs ``[N, T, features]``."""
+        if not isinstance(x, PackedSequence):
             return [output if module.batch_first else output.transpose(0, 1), *states]
-        integers = 1 if packed.sorted_indices is None else 3  # batch sizes and, if any, the order
-        return [output[steps_of(packed)], *[None] * integers, *states]
+        integers = 1 if x.sorted_indices is None else 3  # batch sizes and, if any, the order
+        return [output[steps_of(x)], *[None] * integers, *states]
 
     @staticmethod
     def _initial(module: nn.RNNBase, hx: Tensor | State | None, x: Tensor) -> State:

@@ -35,7 +35,7 @@ class Layer:
         x: inputs ``[N, T, I]``.
         state: the initial one, ``[N, H]`` each.
         weights: ``W_ih`` and ``W_hh``, and the biases if there are any.
-        last: the last step of each sequence ``[N]``; ``None`` if all are of one length.
+        last: the index of the last steps of all sequences in ``[..., N, T, H]``.
 
     Attributes:
         hidden: the hidden states ``[N, T, H]``; after the last step whatever they are.
@@ -43,14 +43,16 @@ class Layer:
         final: the last state.
     """
 
-    def __init__(self, mode: str, x: Tensor, state: State, weights: Sequence[Tensor], last: Tensor | None = None):
+    def __init__(
+        self, mode: str, x: Tensor, state: State, weights: Sequence[Tensor], last: tuple = (..., -1, slice(None))
+    ):
         """Compute the gates of all steps from the hidden states."""
         self.mode, self.x, self.last = mode, x, last
         self.W_ih, self.W_hh, *biases = weights
         b_ih, b_hh = biases or (None, None)
         self.hidden = run(mode, x, state, weights)
         self.before = torch.cat([state[0].unsqueeze(1), self.hidden[:, :-1]], 1)
-        self.final: State = (self._at_last(self.hidden),)
+        self.final: State = (self.hidden[last],)
         from_input, from_state = F.linear(x, self.W_ih, b_ih), F.linear(self.before, self.W_hh, b_hh)
         if mode == "LSTM":
             self._lstm(from_input + from_state, state[1])
@@ -61,12 +63,6 @@ class Layer:
             h = self.hidden
             self.slopes = (1 - h.square() if mode == "RNN_TANH" else (h > 0).to(h.dtype)).unsqueeze(2)
 
-    def _at_last(self, steps: Tensor) -> Tensor:
-        """What is there in the last step, of ``[..., N, T, H]``."""
-        if self.last is None:
-            return steps[..., -1, :]
-        return steps[..., torch.arange(len(self.last), device=steps.device), self.last, :]
-
     def _lstm(self, gates: Tensor, cell: Tensor) -> None:
         i, f, g, o = gates.chunk(4, -1)
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
@@ -74,7 +70,7 @@ class Layer:
         for new, forget in zip((i * g).unbind(1), f.unbind(1), strict=True):
             cells.append(torch.addcmul(new, forget, cells[-1]))
         before, after = torch.stack(cells[:-1], 1), torch.stack(cells[1:], 1)
-        self.final = (*self.final, self._at_last(after))
+        self.final = (*self.final, after[self.last])
         squashed = after.tanh()
         # of what the cell's state depends on, in that state; and of the output gate, and the cell's state, in h
         self.slopes = torch.stack([g * i * (1 - i), before * f * (1 - f), i * (1 - g.square())], 2)
@@ -99,22 +95,18 @@ class Layer:
             final: those at the last state, ``[V, N, H]`` each.
         """
         V, N, T, H = hidden.shape
-        if self.last is not None:
-            hidden, final = self._as_steps(hidden, final[0]), [None, *final[1:]]
+        hidden = self._with_final(hidden, final[0])
         from_state = hidden.new_empty(V, N, T, len(self.W_hh))
         gates = from_state.unflatten(3, (-1, H))
         rows = from_state.flatten(0, 1).unbind(1)
         arriving = hidden.flatten(0, 1).unbind(1)
         slopes = self.slopes.unbind(1)
-        h = arriving[-1] if final[0] is None else arriving[-1] + final[0].flatten(0, 1)
+        h = arriving[-1]
         if self.mode == "LSTM":
             of_cell, of_output = gates[..., :3, :].unbind(2), gates[..., 3, :].unbind(2)
             output_slopes, cell_slopes, kept = (x.unbind(1) for x in (self.output_slopes, self.cell_slopes, self.kept))
-            cell, cells = hidden.new_zeros(V, N, H), None
-            if final[1] is not None and self.last is None:
-                cell = final[1]
-            elif final[1] is not None:
-                cells = self._as_steps(torch.zeros_like(hidden), final[1]).unbind(2)
+            cell = hidden.new_zeros(V, N, H)
+            cells = None if final[1] is None else self._with_final(torch.zeros_like(hidden), final[1]).unbind(2)
             for t in reversed(range(T)):
                 here = h.view(V, N, H)
                 cell = cell if cells is None else cell + cells[t]
@@ -139,13 +131,12 @@ class Layer:
         from_input[..., 2 * H :] = torch.stack(passed, 2) * self.new_slopes
         return from_input, from_state
 
-    def _as_steps(self, steps: Tensor, final: Tensor | None) -> Tensor:
+    def _with_final(self, steps: Tensor, final: Tensor | None) -> Tensor:
         """Vectors in all steps ``[V, N, T, H]``, and those at the last state ``[V, N, H]`` in the last one."""
         if final is None:
             return steps
-        assert self.last is not None
         steps = steps.clone()
-        steps[:, torch.arange(len(self.last), device=steps.device), self.last] += final
+        steps[self.last] += final
         return steps
 
 
@@ -166,12 +157,14 @@ class Unrolled:
     def __init__(self, module: nn.RNNBase, x: Tensor, initial: State, lengths: Tensor | None = None):
         """Run it."""
         self.directions = 2 if module.bidirectional else 1
-        self.last = self.mask = None
+        #: Where the last steps are, whether a step is one of its sequence, and where it is if time runs backwards.
+        last, self.mask, self.turned = (..., -1, slice(None)), None, None
         if lengths is not None:
-            steps, lengths = torch.arange(x.shape[1], device=x.device), lengths.to(x.device)
-            #: Whether a step is one of its sequence, and the order of its steps if time runs backwards.
-            self.last, self.mask = lengths - 1, steps < lengths.unsqueeze(1)
-            self.turned = torch.where(self.mask, self.last.unsqueeze(1) - steps, steps)
+            samples, steps = (torch.arange(length, device=x.device) for length in x.shape[:2])
+            lengths = lengths.to(x.device)
+            last, lengths = (..., samples, lengths - 1, slice(None)), lengths.unsqueeze(1)
+            self.mask = steps < lengths
+            self.turned = (..., samples.unsqueeze(1), torch.where(self.mask, lengths - 1 - steps, steps), slice(None))
         self.layers: list[Layer] = []
         finals: list[State] = []
         for layer in range(module.num_layers):
@@ -181,7 +174,7 @@ class Unrolled:
                 weights = [getattr(module, name) for name in module._all_weights[number]]
                 x = x.to(weights[0].dtype)
                 state = tuple(part[number].to(x.dtype) for part in initial)
-                one = Layer(module.mode, self._turn(x) if direction else x, state, weights, self.last)
+                one = Layer(module.mode, self._turn(x) if direction else x, state, weights, last)
                 self.layers.append(one)
                 finals.append(one.final)
                 outputs.append(self._turn(one.hidden) if direction else one.hidden)
@@ -193,9 +186,7 @@ class Unrolled:
 
     def _turn(self, steps: Tensor) -> Tensor:
         """Steps ``[..., N, T, H]`` in the other direction of time."""
-        if self.last is None:
-            return steps.flip(-2)
-        return steps[..., torch.arange(len(self.last), device=steps.device).unsqueeze(1), self.turned, :]
+        return steps.flip(-2) if self.turned is None else steps[self.turned]
 
     def pull(self, hidden: Tensor | None, final: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
         """What arrives at the products of all `layers` (see `Layer.pull`).
