@@ -784,6 +784,26 @@ def test_calls_that_cannot_be_answered_are_refused(module: nn.Module, inputs: tu
             out.square().sum().backward()
 
 
+@pytest.mark.parametrize("scale, kept", [(1.0, 0.0), (0.7, 0.0), (0.0, 1.0)])
+def test_samples_that_meet_by_a_parameter_are_refused_at_any_value_of_it(scale: float, kept: float):
+    """At 1, or where a residual branch is closed yet, no output depends on another sample, but the derivative does."""
+
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((3,), scale, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            mean = x.mean(0)
+            return x - (1 - kept) * mean + torch.special.xlogy(mean - kept * x, self.scale.exp())
+
+    model = extend(nn.Sequential(nn.Linear(4, 3).double(), Centred()))
+    loss = model(normal(N, 4)).square().sum()
+    with pytest.raises(CurvoptError, match=r"1 \(Centred\): called on one sample at a time .* depend on each other"):
+        with backpack(BatchGrad()):
+            loss.backward()
+
+
 def test_passing_an_integer_input_through_is_no_in_place_operation():
     model = extend(nn.LSTM(2, 2).double())
     packed = pack_padded_sequence(normal(4, N, 2), torch.tensor([4, 2, 1], device="cpu"))

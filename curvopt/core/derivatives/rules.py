@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from functools import partial
@@ -355,7 +356,31 @@ class DefaultRule(Rule):
         if any(not value.any() for value in values.values()) and any(grad.any() for grad in arrived):
             given = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
             self._check_reached(use, partial(whole, given=given), parameters)
+        if not right:
+            self._check_sums(use, values, arrived, partial(whole, given=leaves), parameters)
         return {name: Dense(value) for name, value in values.items()}
+
+    @staticmethod
+    def _check_sums(
+        use: Use, values: dict[str, Tensor], arrived: list[Tensor], call: Callable, parameters: dict[str, nn.Parameter]
+    ) -> None:
+        """Raise unless products of single samples add up to that of the batch, whose samples outputs alone may hide."""
+
+        def pull(vectors: list[Tensor]) -> tuple[dict[str, Tensor]]:
+            with torch.enable_grad():
+                results = call(parameters)
+            held = list(parameters.values())
+            found = torch.autograd.grad(results, held, vectors, allow_unused=True, materialize_grads=True)
+            return (dict(zip(parameters, found, strict=True)),)
+
+        if _have_sums(values, arrived, pull):
+            return
+        (total,) = pull([grad.sum(0).flatten(0, 1) for grad in arrived])
+        apart = [(x.detach().sum((0, 1)) - total[name]).abs().max() for name, x in values.items() if x.numel()]
+        largest = max(x.detach().abs().max() for x in (*values.values(), *arrived) if x.numel())
+        rounding = 100 * torch.finfo(arrived[0].dtype).eps * largest * math.sqrt(arrived[0].shape[:2].numel())
+        if any(difference > rounding for difference in apart):  # not where there are nans
+            raise _samples_meet(use, "called on one sample at a time its forward has other derivatives than it had")
 
     @staticmethod
     def _check_reached(use: Use, call: Callable, parameters: dict[str, nn.Parameter]) -> None:
@@ -449,6 +474,13 @@ def _no_batch_axis(use: Use, index: int, grad: Tensor) -> CurvoptError:
     )
 
 
+def _samples_meet(use: Use, what: str) -> CurvoptError:
+    return CurvoptError(
+        f"{use.describe()}: {what} on the batch, so its samples depend on each other, on state, or its batch axis is "
+        "not the first; call model.eval(), or move its parameters into submodules that treat samples alike."
+    )
+
+
 def check_outputs(use: Use, results: Sequence[Tensor | None], how: str) -> None:
     """Raise unless a module, called again in another way, gave what it gave in the forward pass.
 
@@ -471,11 +503,7 @@ def check_outputs(use: Use, results: Sequence[Tensor | None], how: str) -> None:
             continue
         atol = rtol * recorded.abs().nan_to_num().max()
         if not allclose(again.to(recorded.dtype), recorded, rtol, atol, equal_nan=True):
-            raise CurvoptError(
-                f"{use.describe()}: {how} its forward gives another result than it gave on the batch, so its samples "
-                "depend on each other, on state, or its batch axis is not the first; call model.eval(), or move its "
-                "parameters into submodules that treat samples alike."
-            )
+            raise _samples_meet(use, f"{how} its forward gives another result than it gave")
     use.cache["checked"] = True
 
 
