@@ -63,7 +63,7 @@ def structure(ends: list[Node], passed_over: Collection[Node], marks: Mapping[No
             named = (a for a in names_of(node) if not is_tensor(node, a) and not a.endswith(_LAYOUT))
             _arguments[name] = tuple(a for a in named if not isinstance(getattr(node, a), float))
         # `expand` and `cat` do not keep how much they give
-        found += [name, *(tuple(metadata.shape) for metadata in node._input_metadata), *marks.get(node, ())]
+        found += [name, *[tuple(metadata.shape) for metadata in node._input_metadata], *marks.get(node, ())]
         found += [_argument(getattr(node, attribute)) for attribute in _arguments[name]]
         for following, output_nr in node.next_functions:
             if following is None or following in passed_over:
@@ -195,7 +195,8 @@ def _argument(value: Any) -> int | str | tuple | None:
     """What a node saved, if it is numbers of axes, sizes or flags; ``None`` for factors, which change."""
     if isinstance(value, (int, str)):
         return value
-    return tuple(value) if isinstance(value, (tuple, list)) and all(isinstance(v, (int, str)) for v in value) else None
+    plain = isinstance(value, (tuple, list)) and all([isinstance(v, (int, str)) for v in value])
+    return tuple(value) if plain else None
 
 
 def meets_constant(node: Node) -> bool:

@@ -62,7 +62,6 @@ if TYPE_CHECKING:
 
 #: Entries of parameters beyond which their exact Hessian by double backward is worth a warning.
 DIRECT_ENTRIES = 2000
-_engine = torch.autograd.Variable._execution_engine  # contexts are told of what is called through torch.autograd
 _columns_per_sweep: int | None = None
 
 
@@ -614,8 +613,11 @@ class Pass:
 
     @staticmethod
     def _accumulate(p: nn.Parameter, gradient: Tensor) -> None:
-        """Add to the gradient of a parameter, as if autograd had computed it."""
-        _engine.run_backward((p,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        """Add to the gradient of a parameter, on which nobody has hooks, as autograd does; that would take longer."""
+        if p.grad is None:
+            p.grad = torch.empty_like(p, dtype=getattr(p, "grad_dtype", None)).copy_(gradient)
+        else:
+            p.grad = p.grad.add_(gradient) if p.grad.layout == torch.strided else p.grad + gradient
 
     def _jacobians(
         self,
