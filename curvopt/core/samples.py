@@ -33,6 +33,7 @@ from curvopt.core.entries import Ending, Entry
 from curvopt.core.functional import FunctionalUse, broadcasts, spreads
 from curvopt.core.graph import Graph
 from curvopt.core.meetings import Place
+from curvopt.core.opened import is_plain, largest, mixing_by_values, only_plain, opened
 from curvopt.core.residuals import (
     BY_ENTRY,
     dependents,
@@ -44,7 +45,7 @@ from curvopt.core.residuals import (
     shape_of,
     walk,
 )
-from curvopt.core.structure import mixing_by_values, seeing_more, structure
+from curvopt.core.structure import seeing_more, structure
 from curvopt.core.uses import Head, Steps, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 
@@ -193,7 +194,7 @@ def _found_behind_values(
 
     But for what was too vague.
     """
-    with _opened(_ends(losses)):
+    with opened(_ends(losses)):
         try:
             behind, vague = look()
         except CurvoptError:  # of losses whose rows do not agree, say
@@ -507,10 +508,10 @@ def _closed(losses: Sequence[Head], entries: Sequence[Entry]) -> bool:
         zeros.extend(~grad.any() for grad in grads if grad is not None)
 
     def left(grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> None:
-        passed = _only_plain(arrived)
+        passed = only_plain(arrived)
         if passed is not None:
             came = passed.any()
-            zeros.extend(came & ~grad.any() for grad in grads if grad is not None and _is_plain(grad))
+            zeros.extend(came & ~grad.any() for grad in grads if grad is not None and is_plain(grad))
 
     with torch.no_grad():
         for loss in losses:
@@ -559,7 +560,7 @@ def aligned(grad: Tensor, scaled: Tensor, where: Where, factors: Tensor, half: b
     expected = along(factors, where, grad)
     if grad.numel() == 0:
         return grad.new_ones((), dtype=torch.bool)
-    largest = _largest(grad).to(torch.promote_types(grad.dtype, torch.float32))
+    most = largest(grad).to(torch.promote_types(grad.dtype, torch.float32))
     # what is scaled down may come near the smallest numbers that half precision has, and so may parts of large sums
     noise, rounding = (2.0**-18, 2e-3) if half else (0.0, 1e-5)
     # much of it a few rows at a time: nothing else of a first backward needs as much memory
@@ -568,7 +569,7 @@ def aligned(grad: Tensor, scaled: Tensor, where: Where, factors: Tensor, half: b
     rows = [tensor.split(max(1, grad.shape[axis] // parts), axis) for tensor in (scaled, expected, grad)]
     return torch.stack(
         [
-            allclose(s / f, g, 1e-3, rounding * largest + torch.minimum(noise / f, 1e-2 * largest))
+            allclose(s / f, g, 1e-3, rounding * most + torch.minimum(noise / f, 1e-2 * most))
             for s, f, g in zip(*rows, strict=True)
         ]
     ).all()
@@ -665,7 +666,7 @@ def _probe(
     def keep(k: int, grad: Tensor) -> None:
         met = grad.isfinite().all()
         if grad.numel():  # of what is fainter, too little is left when it is scaled down
-            met = met & (_largest(grad) > (0.0 if half else torch.finfo(grad.dtype).tiny * 2.0 ** (most // 2)))
+            met = met & (largest(grad) > (0.0 if half else torch.finfo(grad.dtype).tiny * 2.0 ** (most // 2)))
         arrived[k] = met, sampled(k, grad)[0]
 
     def compare(factors: Tensor, k: int, scaled: Tensor) -> None:
@@ -759,83 +760,6 @@ def _scattered(N: int, call: Entry, operations: Sequence[Entry], mixing: Collect
     edges = [(i, edge, entry.axis(0)) for i, entry in enumerate(operations) for edge in entry.edges.values()]
     with _without(mixing):
         return bool(unaligned(N, outputs, edges)[0])
-
-
-@contextmanager
-def _opened(ends: list[Node]) -> Iterator[None]:
-    """Inside, operations whose values decide what passes, and where to, pass a little of all to wherever they may."""
-    with ExitStack() as hooks:
-        for number, node in enumerate(walk(ends)):
-            spread = mixing_by_values(node)
-            if spread is not None:
-                hooks.callback(node.register_hook(_Opening(spread, number)).remove)
-        yield
-
-
-class _Opening:
-    """What a node gives, and besides, linear in what arrives, random multiples of that, spread as values may spread it.
-
-    As much as the node gives by itself, so that no chain of them outgrows, or is outgrown by, what goes past it; but
-    what would become too small for one more is multiplied.
-
-    Args:
-        spread: spreads what arrives, for an operand and its shape.
-        number: for random ones that are always the same.
-    """
-
-    def __init__(self, spread: Callable[[Tensor, int, torch.Size], Tensor], number: int):
-        """Nothing is known of sizes yet."""
-        self.spread, self.number = spread, number
-        self.scales: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __call__(
-        self, grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, ...] | None:
-        """The gradients of all operands."""
-        passed = _only_plain(arrived)
-        if passed is None:
-            return None
-        generator = torch.Generator().manual_seed(self.number)
-        return tuple(
-            grad if grad is None or not (_is_plain(grad) and grad.numel()) else self._of(i, grad, passed, generator)
-            for i, grad in enumerate(grads)
-        )
-
-    def _of(self, i: int, grad: Tensor, passed: Tensor, generator: torch.Generator) -> Tensor:
-        more = self.spread(passed if grad.is_complex() else passed.real, i, grad.shape)
-        more = _randomly(more, torch.broadcast_shapes(more.shape, grad.shape), generator)
-        more = more.sum_to_size(grad.shape).to(grad)
-        if i in self.scales:
-            share, gain = self.scales[i]
-            return more.mul_(share).add_(grad).mul_(gain)
-        given, most = _largest(grad), _largest(more)
-        share = torch.where((given > 0) & (most > 0), given / most / 5, 1)
-        largest = _largest(more.mul_(share).add_(grad))
-        gain = torch.where(largest > 0, torch.where(given < 1e-4, 1, given) / largest, 1)
-        self.scales[i] = share, gain  # all is linear afterwards
-        return more.mul_(gain)
-
-
-def _randomly(x: Tensor, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """A tensor, expanded to a shape, times random numbers along every axis: large ones take no more memory."""
-    x = x.expand(shape) * (0.5 + torch.rand((), generator=generator)).to(x.real)
-    for axis, length in enumerate(shape):
-        x.mul_((0.5 + torch.rand(length, generator=generator)).to(x.real).view(-1, *[1] * (len(shape) - axis - 1)))
-    return x
-
-
-def _largest(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, torch.inf)
-
-
-def _only_plain(arrived: Sequence[Tensor | None]) -> Tensor | None:
-    """The first gradient that arrived at a node, if it is neither sparse nor nested."""
-    first = next((grad for grad in arrived if grad is not None), None)
-    return first if first is not None and _is_plain(first) else None
-
-
-def _is_plain(grad: Tensor) -> bool:
-    return grad.layout == torch.strided and not grad.is_nested
 
 
 def _as_identity(grads: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

@@ -1,18 +1,17 @@
-"""What operations may do to samples: bring them in, move them, mix them; by their names, arguments and shapes."""
+"""Which graphs have the same operations, and which of these may bring samples in; by names, arguments and shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from curvopt.core.functional import has_number, signed_axis
-from curvopt.core.residuals import BY_ENTRY, dependents, is_sink, leaf_of, name_of, operation, shape_of
+from curvopt.core.functional import has_number
+from curvopt.core.residuals import dependents, is_sink, leaf_of, name_of, shape_of
 from curvopt.core.saved import Saved, is_tensor, names_of
 
 # operations that move entries to where the values of a tensor say, among samples perhaps, or sum over them
@@ -81,7 +80,7 @@ def _indices(node: Node, name: str) -> list[Any] | None:
     if name not in _BY_INDICES:
         return None
     saved = getattr(Saved(node), _BY_INDICES[name])
-    given = _many(saved)
+    given = many(saved)
     tensors = [x for x in given if x is not None]
     if any(x.device.type != "cpu" for x in tensors) or sum(x.numel() for x in tensors) > _FEW:
         return None
@@ -106,87 +105,7 @@ def _copies_all_rows(node: Node) -> bool:
     return all(len(part) == len(shape) and part[0] == shape[0] for part in copied)
 
 
-# of single entries
-_BY_ENTRY = (BY_ENTRY - {"ADD", "ALIAS", "CLONE", "NEG", "RSUB", "SUB", "TOCOPY"}) | frozenset(
-    """Atan2 Fmax Fmin Fmod Hardshrink Hypot Lerp Logaddexp Logaddexp2 NanToNum Polar Remainder Softshrink
-    SpecialXlog1Py Xlogy""".upper().split()
-)
-# of those along some axes
-_OVER_AXES = frozenset(
-    """Amax Amin Aminmax Cummax Cummin Cumprod Glu Kthvalue LinalgVectorNorm LogSoftmax Logcumsumexp Logsumexp Max
-    Median Min Mode Nanmedian Norm Prod Softmax""".upper().split()
-)
-# of the last two operands, rows of the first and columns of the second
-_PRODUCTS = frozenset("ADDBMM ADDMM ADDR BADDBMM BMM MM".split())
-
-
-def mixing_by_values(node: Node) -> Callable[[Tensor, int, torch.Size], Tensor] | None:
-    """How an operation may spread what arrives at it over an operand, given its index and shape.
-
-    The result has to be expanded to the shape, or summed. ``None`` for operations that always pass on all gradients to
-    where their shapes and arguments say.
-    """
-    name = operation(node)
-    if name in _BY_ENTRY:
-        return lambda passed, i, shape: passed
-    if name in _OVER_AXES:
-        return partial(_over_axes, getattr(node, "_saved_dim", None))
-    last = len(node.next_functions) - 1
-    if name in _PRODUCTS:
-        return lambda passed, i, shape: passed if i < last - 1 else passed.mean(-1 if i < last else -2, name != "ADDR")
-    if name in ("ADDMV", "MV"):
-        return lambda passed, i, shape: [passed, passed.unsqueeze(-1), passed.mean()][i - last + 2]
-    if name == "DOT":
-        return lambda passed, i, shape: passed
-    if "NORM" in name:
-        return partial(_normalizing, len(getattr(node, "_saved_normalized_shape", ())), "GROUP" in name)
-    if "CONV" in name:
-        return partial(_convolving, getattr(node, "_saved_groups", 1))
-    if "POOL" in name:
-        axes = list(range(-2 if "2D" in name else -3, 0))
-        return lambda passed, i, shape: passed.mean(axes, keepdim=True)
-    if name.startswith("SCALEDDOTPRODUCT"):
-        return _attending
-    return None
-
-
-def _over_axes(saved: Any, passed: Tensor, i: int, shape: torch.Size) -> Tensor:
-    axes = [] if saved is None else sorted(signed_axis(axis) % max(len(shape), 1) for axis in _many(saved))
-    axes = axes or list(range(len(shape)))
-    if passed.dim() == len(shape):
-        return passed.mean(axes, keepdim=True) if axes else passed
-    for axis in axes:
-        passed = passed.unsqueeze(axis)
-    return passed
-
-
-def _normalizing(axes: int, all_of_a_row: bool, passed: Tensor, i: int, shape: torch.Size) -> Tensor:
-    if i > 0:
-        return passed.mean()
-    over = [*range(-axes, 0)] or ([*range(1, passed.dim())] if all_of_a_row else [])
-    return passed.mean(over, keepdim=True) if over else passed
-
-
-def _convolving(groups: int, passed: Tensor, i: int, shape: torch.Size) -> Tensor:
-    if i == 2:
-        return passed.transpose(0, 1).flatten(1).mean(1)
-    of_groups = passed.unflatten(1, (groups, -1)).flatten(2).mean(2)
-    of_groups = of_groups if i == 0 else of_groups.mean(0)
-    channels = of_groups.repeat_interleave(shape[1 - i] // groups, -1)
-    return channels.view(*channels.shape, *[1] * (len(shape) - channels.dim()))
-
-
-def _attending(passed: Tensor, i: int, shape: torch.Size) -> Tensor:
-    passed = passed.mean((-2, -1), keepdim=True)
-    other = [
-        axis
-        for axis, (one, two) in enumerate(zip(passed.shape, shape, strict=False))
-        if two not in (1, one) and one != 1
-    ]
-    return passed.mean(other, keepdim=True) if other else passed  # where heads share keys
-
-
-def _many(saved: Any) -> Sequence[Any]:
+def many(saved: Any) -> Sequence[Any]:
     """One or more values that a node saved."""
     return saved if isinstance(saved, (tuple, list)) else (saved,)
 
