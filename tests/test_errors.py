@@ -515,6 +515,23 @@ def test_a_backward_inside_of_a_backward(extension: type[Extension]):
         loss.backward()
 
 
+def test_several_vectors_at_once():
+    it = problem()
+    vectors = torch.randn(3, 4, 3).double()
+
+    def pull() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(it.model(it.x), list(it.model.parameters()), vectors, is_grads_batched=True)
+
+    expected = pull()
+    with refused(it.model, "grad_batch", "is_grads_batched"), backpack(BatchGrad()):
+        pull()
+    with backpack(BatchGrad()), backpack():
+        torch.testing.assert_close(pull(), expected)
+    other = nn.Linear(4, 3).double()  # whose gradients are not asked about
+    with backpack(BatchGrad()):
+        torch.autograd.grad(other(it.x), other.weight, vectors, is_grads_batched=True)
+
+
 def test_a_reentrant_checkpoint_of_the_whole_model():
     it = problem()
     loss = it.lossfunc(checkpoint(it.model, it.x.requires_grad_(), use_reentrant=True), it.y)

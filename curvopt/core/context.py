@@ -321,7 +321,9 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
             warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
         known = len(roots) == len(outputs) and not any(leaf_of(root) is not None for root in roots)
         plain = known and accumulates and not inputs and not args[2]
-        how = Backward(accumulates, bool(inputs), plain, again=bool(args[2]), alone=len(contexts) == 1)
+        is_batched = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
+        batched = any(is_batched(grad) for grad in args[0] if grad is not None)
+        how = Backward(accumulates, bool(inputs), plain, bool(args[2]), alone=len(contexts) == 1, batched=batched)
         run: Callable[[], Any] = call
         for context in reversed(contexts):
             run = functools.partial(context._run, roots, run, how)

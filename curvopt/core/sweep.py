@@ -163,6 +163,7 @@ class Backward(NamedTuple):
         plain: whether it accumulates, goes to all leaves and builds no graph of its own, so that it may bring columns.
         again: whether it builds a graph of its own, by which fields may be differentiated.
         alone: whether one context only is told of it, so that gradients of parameters may come from there.
+        batched: whether several vectors are pulled back at once (``is_grads_batched=True``).
     """
 
     accumulates: bool
@@ -170,6 +171,7 @@ class Backward(NamedTuple):
     plain: bool
     again: bool
     alone: bool
+    batched: bool
 
 
 @dataclass
@@ -244,6 +246,12 @@ class Pass:
         self.device = next(iter(graph.owners)).device.type if graph.owners else "cpu"
         self.losses_left = len(graph.losses)
         self.losses_of_others = set() if counted is None else self._losses_of_others(counted)
+        if how.batched:
+            raise CurvoptError(
+                f"{fields_of(extensions)}: is_grads_batched=True pulls several vectors back at once, while fields are "
+                "those of one backward; call torch.autograd.grad for each vector, or for all of them inside of an "
+                "empty `with backpack():`, which asks for no fields."
+            )
         self._check(graph)
         if how.again and counted is None:  # nobody differentiates what optimizers take
             self._check_derivatives(graph)
