@@ -376,13 +376,13 @@ class OfPacked(nn.Module):
 
     def __init__(self, module: nn.RNNBase, ordered: bool = True):
         super().__init__()
-        self.layer, self.module, self.ordered = nn.Linear(2, 2), module, ordered
+        self.layer, self.inner, self.module, self.ordered = nn.Linear(2, 2), nn.Linear(2, 2), module, ordered
 
     def forward(self, x: Tensor) -> Tensor:
         longest = x.shape[1]
         lengths = torch.tensor([max(longest - n, 1) if self.ordered else 1 + (n + 1) % longest for n in range(len(x))])
         packed = pack_padded_sequence(self.layer(x), lengths, True, enforce_sorted=self.ordered)
-        output, states = self.module(packed)
+        output, states = self.module(packed._replace(data=self.inner(packed.data).sin()))
         output, _ = pad_packed_sequence(output, True)
         states = states if isinstance(states, tuple) else (states,)
         return torch.cat([output.mean(1), *(state.sin().sum(0) for state in states)], 1)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Literal
 
 import pytest
 import torch
@@ -1454,6 +1455,63 @@ def test_samples_of_packed_sequences_are_found(kind: type[nn.RNNBase]):
             F.cross_entropy(forward(x), y).backward()
         for p in net.parameters():
             torch.testing.assert_close(p.grad_batch, each_gradient(forward, p, x, y))
+
+
+class Sentences(nn.Module):
+    """Classes of sentences of several lengths: layers on their packed steps before and after a recurrent one."""
+
+    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(7, 4, padding_idx=2), nn.LayerNorm(4)
+        self.inner, self.net, self.outer, self.last = nn.Linear(4, 4), kind(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+        steps, _ = self.net(packed._replace(data=self.norm(torch.tanh(self.inner(self.embed(packed.data))))))
+        steps = steps._replace(data=torch.tanh(self.outer(steps.data)))
+        return self.last(nn.utils.rnn.pad_packed_sequence(steps)[0].sum(0) / lengths[:, None])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.RNN])
+def test_layers_on_packed_steps_are_told_their_samples(kind: type[nn.RNNBase]):
+    model, lossfunc = extend(Sentences(kind).double()), extend(nn.CrossEntropyLoss())
+    parameters = list(model.parameters())
+    for lengths in map(torch.tensor, ([5, 2, 3, 2], [5, 2, 3, 2], [1, 5, 5, 1], [2, 4, 2, 4])):
+        x, y = torch.randint(7, (5, 4)), torch.randint(3, (4,))
+        with warnings.catch_warnings(), backpack(BatchGrad(), DiagGGNExact()):
+            warnings.simplefilter("error", CurvoptWarning)
+            lossfunc(model(x, lengths), y).backward()
+        found = [(p.grad_batch, p.diag_ggn_exact) for p in parameters]
+        alone = []
+        for n in range(4):
+            with backpack(BatchGrad(), DiagGGNExact()):
+                lossfunc(model(x[:, n : n + 1], lengths[n : n + 1]), y[n : n + 1]).backward()
+            alone.append([(p.grad_batch[0], p.diag_ggn_exact) for p in parameters])
+        for (grad_batch, diagonal), *each in zip(found, *alone, strict=True):
+            torch.testing.assert_close(grad_batch, torch.stack([grad for grad, _ in each]) / 4)
+            torch.testing.assert_close(diagonal, sum(share for _, share in each) / 4)
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_means_over_the_steps_of_packed_sequences_leave_out_what_has_ended(approx: Literal["expand", "reduce"]):
+    model, lossfunc = extend(Sentences().double()), extend(nn.CrossEntropyLoss())
+    x, y, lengths = torch.randint(3, 7, (5, 4)), torch.randint(3, (4,)), torch.tensor([5, 2, 3, 1])
+
+    def factors(n: int | slice) -> list[list[Tensor]]:
+        rows = slice(n, n + 1) if isinstance(n, int) else n
+        with backpack(KFLR(approx=approx)):
+            lossfunc(model(x[: int(lengths[rows].max()), rows], lengths[rows]), y[rows]).backward()
+        names = ("embed.weight", "inner.weight", "net.weight_ih_l0", "net.weight_hh_l0", "outer.weight")
+        return [list(model.get_parameter(name).kflr) for name in names]
+
+    shares = lengths / lengths.sum() if approx == "expand" else torch.full((4,), 0.25)
+    alone = [factors(n) for n in range(4)]
+    for k, (found, *each) in enumerate(zip(factors(slice(None)), *alone, strict=True)):
+        if k == 0:  # of an embedding the input's comes first
+            found, each = found[::-1], [one[::-1] for one in each]
+        torch.testing.assert_close(found[0], sum(one[0] for one in each) / 4)
+        means = [share * one[1] for share, one in zip(shares.double(), each, strict=True)]
+        torch.testing.assert_close(found[1], torch.stack(means).sum(0))
 
 
 class Ready(nn.Module):

@@ -104,6 +104,9 @@ class Jacobian(ABC):
         """How many positions the samples have, where those of the batch may be of one sample each."""
         return 0
 
+    def set_lengths(self, lengths: Tensor) -> None:  # noqa: B027 - a difference where positions are averaged only
+        """Tell how long the sequences are, ``[N]``, if there are zeros in the place of steps that some have not."""
+
     def right_factor_of_uses(self, approx: Approx = "expand", limit: int | None = None) -> Tensor | None:
         """`right_factor`, in which every use counts by its `positions`."""
         if approx == "reduce" or not self.uses:
@@ -339,6 +342,8 @@ class Outer(Jacobian):
         self.I = prod(shape) // (self.G * self.O)
         self._moment: Tensor | None = None
         self._lefts = [left]
+        #: How many positions each sample has, ``[N]``, if there are zeros in the place of others.
+        self.lengths: Tensor | None = None
 
     @property
     def right(self) -> Tensor:
@@ -364,8 +369,13 @@ class Outer(Jacobian):
             self.gradient = self._add_sum(None, products[0], slice(None))
         return products
 
+    def set_lengths(self, lengths: Tensor) -> None:
+        self.lengths = lengths * (self.S // max(int(lengths.max()), 1))
+
     @property
     def positions(self) -> int:
+        if self.lengths is not None:
+            return int(self.lengths.sum())
         return self.S if self.of_batch and _are_apart(self.left.movedim(3, 2)) else self.N * self.S
 
     def sum_batch(self) -> Tensor:
@@ -422,10 +432,19 @@ class Outer(Jacobian):
         return _weighted(self.left * self.left, self.weights)
 
     def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+        if approx == "expand":
+            factor = self._mean_square(limit)
+            return factor if self.lengths is None else factor * (self.N * self.S / max(self.positions, 1))
+        rows = self.right.mean(2, keepdim=True)
+        if self.lengths is not None:
+            rows = rows * (self.S / self.lengths.clamp(min=1)).to(rows)[:, None, None, None]
+        return _second_moment(rows, limit, 1 / max(len(rows), 1))
+
+    def _mean_square(self, limit: int | None) -> Tensor:
+        """The mean over all positions, ended sequences' included."""
         right = self._right
-        if approx == "reduce" or torch.is_grad_enabled():
-            rows = self.right.mean(2, keepdim=True) if approx == "reduce" else self.right
-            return _second_moment(rows, limit, 1 / max(rows.shape[0] * rows.shape[2], 1))
+        if torch.is_grad_enabled():
+            return _second_moment(self.right, limit, 1 / max(self.right.shape[0] * self.right.shape[2], 1))
         limited = limit is not None and self.I > limit
         if isinstance(right, Patches):
             shifted = None if limited else right.shifted_moment()
@@ -1258,7 +1277,11 @@ def _concatenate(parts: Sequence[Jacobian]) -> Jacobian:
     outers = [part for part in parts if isinstance(part, Outer)]
     if len(outers) == len(parts) and len({(part.transposed, part.G, part.O) for part in outers}) == 1:
         left, right = torch.cat([o.left for o in outers], 3), torch.cat([o.right for o in outers], 2)
-        return Outer(left, right, first.shape, outers[0].transposed)
+        result = Outer(left, right, first.shape, outers[0].transposed)
+        if any(o.lengths is not None for o in outers):
+            result.lengths = torch.stack([torch.full((o.N,), o.S) if o.lengths is None else o.lengths for o in outers])
+            result.lengths = result.lengths.sum(0)
+        return result
     computed = [part for part in parts if isinstance(part, Computed)]
     if len(computed) == len(parts) and len({part.source for part in computed}) == 1:
         return computed[0].of(_concatenate([part.inner for part in computed]))

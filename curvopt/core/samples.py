@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,11 +46,13 @@ from curvopt.core.residuals import (
     walk,
 )
 from curvopt.core.structure import seeing_more, structure
-from curvopt.core.uses import Head, Steps, Use
+from curvopt.core.uses import Head, Packed, Steps, Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 #: Where samples lie: along an axis, or in the rows, whose samples are told; ``None`` where nothing tells.
 Where = int | Tensor | None
+#: How steps come before samples: as `Steps`, or as in the packed sequences of the use of an index.
+How = Literal["axis", "rows"] | int
 #: In the place of an axis: all samples come one after the other along the first one, again and again.
 IN_ROWS = -2
 EMPTY = "the batch is empty; skip it, or call backward inside of an empty `with backpack():` for it."
@@ -73,12 +75,15 @@ class Samples(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The same, by the indices of uses: ``passing`` are the strays above which all meetings are aligned."""
+    """The same, by the indices of uses: ``passing`` are the strays above which all meetings are aligned.
+
+    In the place of packed steps stands the index of the use that tells them.
+    """
 
     N: int
     strays: frozenset[int]
     passing: frozenset[int] = frozenset()
-    steps: frozenset[tuple[int, Steps]] = frozenset()
+    steps: frozenset[tuple[int, How]] = frozenset()
 
 
 class Look(NamedTuple):
@@ -141,7 +146,11 @@ def find_samples(graph: Graph, losses: Collection[Head]) -> Samples:
     N, strays, passing, steps = _remembered(_key(graph, losses, everything), losses, entries, look)
     places = _meetings(losses, entries, strays, N) if passing else {}
     met = {entries[i].use: places[i] for i in passing & places.keys()}
-    return Samples(N, frozenset(entries[i].use for i in strays), met, {entries[i].use: how for i, how in steps})
+    by_use: dict[Use, Steps] = {}
+    for i, how in steps:
+        where = everything[how].axis(0) if isinstance(how, int) else None
+        by_use[entries[i].use] = Packed.of(where, N) if isinstance(where, Tensor) else how  # type: ignore[assignment]
+    return Samples(N, frozenset(entries[i].use for i in strays), met, by_use)
 
 
 def _remembered(key: int | None, losses: Sequence[Head], entries: Sequence[Entry], look: Callable[[], Look]) -> Found:
@@ -212,18 +221,41 @@ def _differing(one: Found, other: Found) -> set[int]:
 def _look(losses: Sequence[Head], entries: Sequence[Entry], calls: Sequence[Entry], frozen: Sequence[Entry]) -> Look:
     """Look for the samples."""
     N, strays, vague = _search(losses, entries, calls, frozen)
-    steps = _behind_steps(N, losses, entries, strays)
+    steps = _in_packed(N, losses, entries, strays, [*entries, *calls, *frozen])
+    strays = strays.difference(i for i, _ in steps)
+    steps |= _behind_steps(N, losses, entries, strays)
     strays = strays.difference(i for i, _ in steps)
     passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays, N))
     return Look(Found(N, strays, passing, steps), vague | quiet)
 
 
+def _in_packed(
+    N: int, losses: Sequence[Head], entries: Sequence[Entry], strays: Collection[int], everything: Sequence[Entry]
+) -> frozenset[tuple[int, How]]:
+    """The strays whose rows are steps of packed sequences, if these are to them the same, and which use tells them."""
+    told = {j: where for j, entry in enumerate(everything) if isinstance(where := entry.axis(0), Tensor)}
+    how: dict[int, int] = {}
+    places: list[tuple[int, GradientEdge, Where]] = []
+    for i in sorted(strays if N > 1 else ()):
+        entry = entries[i]
+        if entry.single or not entry.rule.any_order or len(entry.edges) > 1:
+            continue
+        (edge,) = entry.edges.values()
+        length = len(shape_of(edge.node, edge.output_nr)) and shape_of(edge.node, edge.output_nr)[0]
+        of_length = [j for j, where in told.items() if len(where) == length == entry.rows]
+        if of_length:
+            how[i] = of_length[0]
+            places.append((i, edge, told[of_length[0]]))
+    wrong = unaligned(N, losses, places)[0] if places else set()
+    return frozenset((i, j) for i, j in how.items() if i not in wrong)
+
+
 def _behind_steps(
     N: int, losses: Sequence[Head], entries: Sequence[Entry], strays: Collection[int]
-) -> frozenset[tuple[int, Steps]]:
+) -> frozenset[tuple[int, How]]:
     """The strays that have the samples behind the steps of sequences, and how, where these are to them the same."""
     places: list[tuple[int, GradientEdge, int | None]] = []
-    how: dict[int, Steps] = {}
+    how: dict[int, How] = {}
     for i in sorted(strays):
         entry = entries[i]
         if N == 1 or entry.single or not entry.rule.any_order or entry.axis(0) != 0:

@@ -54,7 +54,7 @@ from curvopt.core.residuals import (
 )
 from curvopt.core.samples import along, find_samples, only, unaligned
 from curvopt.core.turned import carries, multiples, slope_at, turn
-from curvopt.core.uses import Head, Loss, TermUse, Use, hears_itself, is_hooked, samples_first
+from curvopt.core.uses import Head, Loss, Packed, TermUse, Use, hears_itself, is_hooked, samples_first
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
@@ -603,6 +603,8 @@ class Pass:
         for name in list(jacobians):
             jacobian = jacobians.pop(name)
             jacobian.origin = (entry.use,)
+            if isinstance(entry.steps, Packed):
+                jacobian.set_lengths(entry.steps.lengths)
             if self.reads_inputs_once:
                 jacobian.share_no_patches()
             yield entry.parameters[name], jacobian

@@ -134,6 +134,7 @@ class Use:
         "settings",
         "shapes",
         "state",
+        "there",
         "versions",
     )
 
@@ -160,6 +161,8 @@ class Use:
         self.rule = Use.rule_for(module)
         self.settings = None if self.rule.checks_outputs else _settings(module, self.rule)
         self.outputs, self.state = None, {}
+        #: Which rows were given, where others were put between them (see `Packed`).
+        self.there: Tensor | None = None
         #: Where the graph has the input, so that memory is free again with it.
         self.left: Left | Callable[[], tuple[Tensor, ...]] | None = None
         #: The block of an activation checkpoint that a module without a rule is called in, and what kind of call it is.
@@ -274,7 +277,12 @@ class Use:
         use = copy.copy(self)
         first = partial(samples_first, N, steps)
         use.args, use.kwargs = tree_map_only(Tensor, first, (self.args, self.kwargs))
-        use.shapes = tuple([first(_blank(shape, torch.float32, torch.device("cpu"))).shape for shape in self.shapes])
+        if isinstance(steps, Packed):
+            use.shapes = tuple([torch.Size([N * steps.longest, *shape[1:]]) for shape in self.shapes])
+            use.there = steps.there
+        else:
+            blanks = [_blank(shape, torch.float32, torch.device("cpu")) for shape in self.shapes]
+            use.shapes = tuple([first(blank).shape for blank in blanks])
         use.cache = self.cache.setdefault("samples first", {})
         return use
 
@@ -337,12 +345,45 @@ def of_checkpoint(hook: Callable) -> bool:
     return hook.__module__ == checkpoint.__name__
 
 
-#: How steps come before samples: along an axis of their own, or in rows, all samples of a step after each other.
-Steps = Literal["axis", "rows"]
+class Packed(NamedTuple):
+    """Where the rows of packed sequences lie if every sample has as many, ``[N T]``: between them zeros are put.
+
+    Attributes:
+        places: of the rows there.
+        there: which rows of those are some of the sequences.
+        lengths: of the sequences, ``[N]``, on the CPU.
+    """
+
+    places: Tensor
+    there: Tensor
+    lengths: Tensor
+
+    @property
+    def longest(self) -> int:
+        """Number of steps T of the longest sequence."""
+        return len(self.there) // len(self.lengths)
+
+    @staticmethod
+    def of(samples: Tensor, N: int) -> Packed:
+        """From the sample of each row, whose steps come in their order."""
+        lengths, order = samples.bincount(minlength=N), samples.argsort(stable=True)
+        begins = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        places, longest = samples.clone(), int(lengths.max())
+        places[order] = samples[order] * longest + torch.arange(len(samples), device=samples.device) - begins
+        there = torch.zeros(N * longest, dtype=torch.bool, device=samples.device).index_fill_(0, places, True)
+        return Packed(places, there, lengths.cpu())
+
+
+#: How steps come before samples: along an axis of their own, or in rows, all samples of a step after each other, where
+#: sequences may have ended.
+Steps = Literal["axis", "rows"] | Packed
 
 
 def samples_first(N: int, steps: Steps, x: Tensor, axis: int = 0) -> Tensor:
     """``[T, N, ...]`` as ``[N, T, ...]``, or ``[T N, ...]`` as ``[N T, ...]``; these begin at an axis."""
+    if isinstance(steps, Packed):
+        padded = x.new_zeros(*x.shape[:axis], len(steps.there), *x.shape[axis + 1 :])
+        return padded.index_copy(axis, steps.places, x)
     if steps == "axis":
         return x.transpose(axis, axis + 1)
     return x.unflatten(axis, (-1, N)).transpose(axis, axis + 1).flatten(axis, axis + 1)

@@ -36,7 +36,11 @@ class Embedding(Rule):
         assert grad is not None
         samples = torch.arange(N, device=x.device).repeat_interleave(x.numel() // N)
         entries = use.module.get_parameter("weight").shape[1:].numel()
-        return _lookup(use, grad.reshape(grad.shape[0], x.numel(), entries), x.flatten(), samples, N)
+        left, x = grad.reshape(grad.shape[0], x.numel(), entries), x.flatten()
+        if use.there is not None:
+            there = use.there.repeat_interleave(len(x) // len(use.there))
+            left, x, samples = left[:, there], x[there], samples[there]
+        return _lookup(use, left, x, samples, N)
 
     def rows_picked(self, use: Use) -> Tensor:
         """Which rows of the weight the input picks."""

@@ -66,7 +66,7 @@ class Recurrent(ReplayRule):
     def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         module, given = cast(nn.RNNBase, use.module), arguments(use)
         if torch.is_grad_enabled() or module.proj_size:
-            return super().jac_t(use, grads, names, N)
+            return self._of_lengths(given["input"], super().jac_t(use, grads, names, N))
         if "unrolled" not in use.cache:
             self._check_dropout(use)
             x, lengths = self._padded(module, given["input"])
@@ -92,7 +92,15 @@ class Recurrent(ReplayRule):
             rights, biases = (layer.x, layer.before), own[2:] or (None, None)
             sites += [Site(*site) for site in zip(rights, own[:2], biases, strict=True)]
             lefts += arrived
-        return self.jacobians(use, sites, lefts, names, N)
+        return self._of_lengths(given["input"], self.jacobians(use, sites, lefts, names, N))
+
+    @staticmethod
+    def _of_lengths(x: Tensor | PackedSequence, jacobians: Jacobians) -> Jacobians:
+        if isinstance(x, PackedSequence):
+            lengths = steps_of(x)[0].bincount().cpu()
+            for jacobian in jacobians.values():
+                jacobian.set_lengths(lengths)
+        return jacobians
 
     @staticmethod
     def _check_dropout(use: Use) -> None:
