@@ -9,7 +9,7 @@ import copy
 import itertools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Literal
@@ -1457,6 +1457,58 @@ def test_samples_of_packed_sequences_are_found(kind: type[nn.RNNBase]):
             torch.testing.assert_close(p.grad_batch, each_gradient(forward, p, x, y))
 
 
+def are_those_of_each(model: nn.Module, losses: Sequence[Tensor]) -> None:
+    """Compare individual gradients and GGN diagonals of a mean with those of the loss of each sample by itself."""
+    found = [(p.grad_batch, p.diag_ggn_exact) for p in model.parameters()]
+    alone = []
+    for loss in losses:
+        with backpack(BatchGrad(), DiagGGNExact()):
+            loss.backward()
+        alone.append([(p.grad_batch[0], p.diag_ggn_exact) for p in model.parameters()])
+    for (grad_batch, diagonal), *each in zip(found, *alone, strict=True):
+        torch.testing.assert_close(grad_batch, torch.stack([grad for grad, _ in each]) / len(losses))
+        torch.testing.assert_close(diagonal, sum(share for _, share in each) / len(losses))
+
+
+class TimeFirstByHand(nn.Module):
+    """Products, biases, scales, positions, slopes and computed weights on ``[T, N, F]``, or on its rows."""
+
+    def __init__(self, T: int, in_rows: bool):
+        super().__init__()
+        self.in_rows, self.mask = in_rows, torch.ones(4, 4).triu()
+        self.weight, self.other = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.bias, self.scale, self.one = (
+            nn.Parameter(torch.randn(4)),
+            nn.Parameter(torch.randn(4)),
+            nn.Parameter(torch.ones(1)),
+        )
+        self.positions, self.slope, self.last = nn.Parameter(torch.randn(T, 1, 4)), nn.PReLU(), nn.Linear(4, 3)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        shape = x.shape
+        h = x.reshape(-1, 4) if self.in_rows else x
+        h = torch.tanh(h @ self.weight + self.bias) * self.scale
+        h = (h.view(shape) + self.positions).view(h.shape)
+        h = self.slope(self.normed(h)) * self.one
+        h = h + torch.tanh(h @ (self.other * self.mask))
+        return self.last(h.view(shape).sin().mean(0))
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+@pytest.mark.parametrize("T", [3, 4, 6])
+def test_functions_on_sequences_of_which_time_comes_first(T: int, in_rows: bool):
+    model, lossfunc = extend(TimeFirstByHand(T, in_rows).double()), extend(nn.CrossEntropyLoss())
+    model.mask = model.mask.double()
+    for _ in range(3):
+        x, y = torch.randn(4, T, 4).double(), torch.randint(3, (4,))
+        with warnings.catch_warnings(), backpack(BatchGrad(), DiagGGNExact()):
+            warnings.simplefilter("error", CurvoptWarning)
+            lossfunc(model(x), y).backward()
+        are_those_of_each(model, [lossfunc(model(x[n : n + 1]), y[n : n + 1]) for n in range(4)])
+
+
 class Sentences(nn.Module):
     """Classes of sentences of several lengths: layers on their packed steps before and after a recurrent one."""
 
@@ -1475,21 +1527,13 @@ class Sentences(nn.Module):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.RNN])
 def test_layers_on_packed_steps_are_told_their_samples(kind: type[nn.RNNBase]):
     model, lossfunc = extend(Sentences(kind).double()), extend(nn.CrossEntropyLoss())
-    parameters = list(model.parameters())
     for lengths in map(torch.tensor, ([5, 2, 3, 2], [5, 2, 3, 2], [1, 5, 5, 1], [2, 4, 2, 4])):
         x, y = torch.randint(7, (5, 4)), torch.randint(3, (4,))
         with warnings.catch_warnings(), backpack(BatchGrad(), DiagGGNExact()):
             warnings.simplefilter("error", CurvoptWarning)
             lossfunc(model(x, lengths), y).backward()
-        found = [(p.grad_batch, p.diag_ggn_exact) for p in parameters]
-        alone = []
-        for n in range(4):
-            with backpack(BatchGrad(), DiagGGNExact()):
-                lossfunc(model(x[:, n : n + 1], lengths[n : n + 1]), y[n : n + 1]).backward()
-            alone.append([(p.grad_batch[0], p.diag_ggn_exact) for p in parameters])
-        for (grad_batch, diagonal), *each in zip(found, *alone, strict=True):
-            torch.testing.assert_close(grad_batch, torch.stack([grad for grad, _ in each]) / 4)
-            torch.testing.assert_close(diagonal, sum(share for _, share in each) / 4)
+        alone = [lossfunc(model(x[:, n : n + 1], lengths[n : n + 1]), y[n : n + 1]) for n in range(4)]
+        are_those_of_each(model, alone)
 
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])

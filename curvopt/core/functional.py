@@ -49,7 +49,7 @@ class FunctionalUse(Use):
         """Record what the node saved."""
         self.path, self.module, self.args, self.kwargs, self._owner = path, module, args, {}, owner
         self.versions, self.boundary, self.outputs, self.left = tuple([x._version for x in args]), boundary, None, None
-        self.random, self.state, self.block = None, {}, None
+        self.random, self.state, self.block, self.steps = None, {}, None, None
         self.shapes, self.cache, self.settings, self.seen = (shape,), {}, None, tuple(module._parameters.values())
 
     @property

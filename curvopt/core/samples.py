@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.compare import allclose
 from curvopt.core.derivatives.operations import Itself
-from curvopt.core.derivatives.rules import no_batch_axis, tensors
+from curvopt.core.derivatives.rules import no_batch_axis
 from curvopt.core.entries import Ending, Entry
 from curvopt.core.functional import FunctionalUse, broadcasts, spreads
 from curvopt.core.graph import Graph
@@ -221,59 +221,33 @@ def _differing(one: Found, other: Found) -> set[int]:
 def _look(losses: Sequence[Head], entries: Sequence[Entry], calls: Sequence[Entry], frozen: Sequence[Entry]) -> Look:
     """Look for the samples."""
     N, strays, vague = _search(losses, entries, calls, frozen)
-    steps = _in_packed(N, losses, entries, strays, [*entries, *calls, *frozen])
-    strays = strays.difference(i for i, _ in steps)
-    steps |= _behind_steps(N, losses, entries, strays)
+    steps = _behind_steps(N, losses, entries, strays, [*entries, *calls, *frozen])
     strays = strays.difference(i for i, _ in steps)
     passing, quiet = _aligned_above(N, losses, _meetings(losses, entries, strays, N))
     return Look(Found(N, strays, passing, steps), vague | quiet)
 
 
-def _in_packed(
+def _behind_steps(
     N: int, losses: Sequence[Head], entries: Sequence[Entry], strays: Collection[int], everything: Sequence[Entry]
 ) -> frozenset[tuple[int, How]]:
-    """The strays whose rows are steps of packed sequences, if these are to them the same, and which use tells them."""
-    told = {j: where for j, entry in enumerate(everything) if isinstance(where := entry.axis(0), Tensor)}
-    how: dict[int, int] = {}
-    places: list[tuple[int, GradientEdge, Where]] = []
-    for i in sorted(strays if N > 1 else ()):
-        entry = entries[i]
-        if entry.single or not entry.rule.any_order or len(entry.edges) > 1:
-            continue
-        (edge,) = entry.edges.values()
-        length = len(shape_of(edge.node, edge.output_nr)) and shape_of(edge.node, edge.output_nr)[0]
-        of_length = [j for j, where in told.items() if len(where) == length == entry.rows]
-        if of_length:
-            how[i] = of_length[0]
-            places.append((i, edge, told[of_length[0]]))
-    wrong = unaligned(N, losses, places)[0] if places else set()
-    return frozenset((i, j) for i, j in how.items() if i not in wrong)
-
-
-def _behind_steps(
-    N: int, losses: Sequence[Head], entries: Sequence[Entry], strays: Collection[int]
-) -> frozenset[tuple[int, How]]:
     """The strays that have the samples behind the steps of sequences, and how, where these are to them the same."""
-    places: list[tuple[int, GradientEdge, int | None]] = []
-    how: dict[int, How] = {}
-    for i in sorted(strays):
-        entry = entries[i]
-        if N == 1 or entry.single or not entry.rule.any_order or entry.axis(0) != 0:
-            continue
-        (edge,) = entry.edges.values()
-        out, x = shape_of(edge.node, edge.output_nr), tensors(entry.use)[0]
-        before = x.dim() - (entry.rule.least_dims(entry.use.module) - 1) if entry.rule.any_axes else 1
-        if out[:before] != x.shape[:before] or x.layout != torch.strided:
-            continue
-        if before > 1 and out[1] == N:
-            how[i] = "axis"
-        elif out[0] > N and out[0] % N == 0:
-            how[i] = "rows"
-        else:
-            continue
-        places.append((i, edge, 1 if how[i] == "axis" else IN_ROWS))
-    wrong = unaligned(N, losses, places)[0] if places else set()
-    return frozenset((i, steps) for i, steps in how.items() if i not in wrong)
+    packed = {j: where for j, entry in enumerate(everything) if isinstance(where := entry.axis(0), Tensor)}
+    first_of = {tuple(where.tolist()): j for j, where in reversed(packed.items())}
+    ways: list[tuple[How, Where]] = [*((j, packed[j]) for j in first_of.values()), ("axis", 1), ("rows", IN_ROWS)]
+    found: dict[int, How] = {}
+    for how, where in ways:
+        places: list[tuple[int, GradientEdge, Where]] = []
+        for i in sorted(set(strays).difference(found) if N > 1 else ()):
+            use, shape = entries[i].use, entries[i].use.shapes[0]
+            if isinstance(where, Tensor):
+                fits = shape[:1] == where.shape
+            else:
+                fits = shape[1:2] == (N,) if how == "axis" else len(shape) > 0 and shape[0] > N and shape[0] % N == 0
+            if fits and not entries[i].single and entries[i].rule.takes_steps(use, "axis" if how == "axis" else "rows"):
+                places.append((i, entries[i].edges[0], where))
+        wrong = unaligned(N, losses, places)[0] if places else set()
+        found |= {i: how for i, *_ in places if i not in wrong}
+    return frozenset(found.items())
 
 
 def _warn(N: int, names: str) -> None:

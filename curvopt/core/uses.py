@@ -134,7 +134,7 @@ class Use:
         "settings",
         "shapes",
         "state",
-        "there",
+        "steps",
         "versions",
     )
 
@@ -161,8 +161,8 @@ class Use:
         self.rule = Use.rule_for(module)
         self.settings = None if self.rule.checks_outputs else _settings(module, self.rule)
         self.outputs, self.state = None, {}
-        #: Which rows were given, where others were put between them (see `Packed`).
-        self.there: Tensor | None = None
+        #: How the steps came before the samples, where these were put first (see `samples_first`).
+        self.steps: Steps | None = None
         #: Where the graph has the input, so that memory is free again with it.
         self.left: Left | Callable[[], tuple[Tensor, ...]] | None = None
         #: The block of an activation checkpoint that a module without a rule is called in, and what kind of call it is.
@@ -279,11 +279,10 @@ class Use:
         use.args, use.kwargs = tree_map_only(Tensor, first, (self.args, self.kwargs))
         if isinstance(steps, Packed):
             use.shapes = tuple([torch.Size([N * steps.longest, *shape[1:]]) for shape in self.shapes])
-            use.there = steps.there
         else:
             blanks = [_blank(shape, torch.float32, torch.device("cpu")) for shape in self.shapes]
             use.shapes = tuple([first(blank).shape for blank in blanks])
-        use.cache = self.cache.setdefault("samples first", {})
+        use.cache, use.steps = self.cache.setdefault("samples first", {}), steps
         return use
 
     def expanded(self, shape: torch.Size, shared: bool) -> Use:

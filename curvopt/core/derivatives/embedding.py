@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from curvopt.core.derivatives.rules import Jacobians, Rule, arguments, register
 from curvopt.core.jacobians import Lookup
-from curvopt.core.uses import Use
+from curvopt.core.uses import Packed, Use
 from curvopt.errors import CurvoptError
 
 
@@ -37,8 +37,8 @@ class Embedding(Rule):
         samples = torch.arange(N, device=x.device).repeat_interleave(x.numel() // N)
         entries = use.module.get_parameter("weight").shape[1:].numel()
         left, x = grad.reshape(grad.shape[0], x.numel(), entries), x.flatten()
-        if use.there is not None:
-            there = use.there.repeat_interleave(len(x) // len(use.there))
+        if isinstance(use.steps, Packed):
+            there = use.steps.there.repeat_interleave(len(x) // len(use.steps.there))
             left, x, samples = left[:, there], x[there], samples[there]
         return _lookup(use, left, x, samples, N)
 

@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.derivatives.rules import Jacobians, Rule
+from curvopt.core.derivatives.rules import Jacobians, Rule, tensors
 from curvopt.core.functional import Repetition, repeats, repetition, viewed
 from curvopt.core.jacobians import Computed, Dense, Jacobian, Outer, Scaled
 from curvopt.core.residuals import (
@@ -66,12 +66,23 @@ class Repeated(Rule):
     def rows(self, use: Use) -> int:
         return use.shapes[0][0]
 
+    def takes_steps(self, use: Use, how: Literal["axis", "rows"]) -> bool:
+        shape, axis = use.shapes[0], 1 if how == "axis" else 0
+        given = all(x.shape[: axis + 1] == shape[: axis + 1] for x in tensors(use))
+        return given and len(shape) > axis and self._sizes(len(shape))[axis] == 1
+
+    def _sizes(self, dims: int) -> list[int]:
+        """Of what is repeated, along the axes of the output."""
+        return [1] * (dims - len(self.shape)) + list(self.shape)
+
     def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         (grad,) = grads
         assert grad is not None
         if self.factor is not None:
             grad = grad * self.factor(*use.args).to(grad.dtype)
-        sizes = [1] * (grad.dim() - 1 - len(self.shape)) + list(self.shape)
+        sizes = self._sizes(grad.dim() - 1)
+        if use.steps == "axis":
+            sizes[:2] = sizes[1::-1]
         if sizes[0] == 1:
             values = grad.unflatten(1, (N, -1))
         else:  # rows of its own for each sample, or for the only one
@@ -119,6 +130,9 @@ class Derived(Rule):
 
     def rows(self, use: Use) -> int:
         return self.rule.rows(use)
+
+    def takes_steps(self, use: Use, how: Literal["axis", "rows"]) -> bool:
+        return self.rule.takes_steps(use, how)
 
     def output_axis(self, use: Use, index: int) -> int | Tensor | None:
         return self.rule.output_axis(use, index)

@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,14 @@ class Rule(ABC):
     def output_axis(self, use: Use, index: int) -> int | Tensor | None:
         """Axis of an output that counts the samples, or the sample of each row; ``None`` where neither tells."""
         return 0
+
+    def takes_steps(self, use: Use, how: Literal["axis", "rows"]) -> bool:
+        """Whether a call in which steps come before the samples is the same as one in which these come first."""
+        if not self.any_order:
+            return False
+        x, shape = tensors(use)[0], use.shapes[0]
+        alike = x.dim() - (self.least_dims(use.module) - 1) if self.any_axes else 1
+        return (how == "rows" or alike > 1) and x.layout == torch.strided and shape[:alike] == x.shape[:alike]
 
     def rows(self, use: Use) -> int:
         """Length of the batch axis of the use's input; 0 for a call on a single sample, which has none.

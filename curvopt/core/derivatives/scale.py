@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Container
-from typing import Any
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -123,6 +123,9 @@ class PReLU(ScaleRule):
 
     def scaled(self, module: nn.PReLU, x: Tensor) -> Tensor:
         return x.clamp(max=0)
+
+    def takes_steps(self, use: Use, how: Literal["axis", "rows"]) -> bool:
+        return bool(use.module.num_parameters == 1) or super().takes_steps(use, how)
 
     def least_dims(self, module: nn.PReLU) -> int:
         return 1 if module.num_parameters == 1 else 2
