@@ -1536,6 +1536,35 @@ def test_layers_on_packed_steps_are_told_their_samples(kind: type[nn.RNNBase]):
         are_those_of_each(model, alone)
 
 
+def test_several_packed_sequences_make_a_sample():
+    """Documents of two sentences each: their steps count alike in the means of factors."""
+
+    class Documents(Sentences):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return super().forward(x, lengths).view(-1, 2, 3).sin().sum(1)
+
+    model, lossfunc = extend(Documents(nn.GRU).double()), extend(nn.CrossEntropyLoss())
+    x, y, lengths = torch.randint(7, (5, 8)), torch.randint(3, (4,)), torch.tensor([5, 2, 3, 2, 1, 4, 2, 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvoptWarning)
+        with backpack(KFLR()):
+            lossfunc(model(x, lengths), y).backward()
+        factors, means = model.net.weight_ih_l0.kflr[1], []
+        for n in range(4):
+            two = slice(2 * n, 2 * n + 2)
+            with backpack(KFLR()):
+                lossfunc(model(x[: int(lengths[two].max()), two], lengths[two]), y[n : n + 1]).backward()
+            means.append(model.net.weight_ih_l0.kflr[1] * lengths[two].sum())
+        torch.testing.assert_close(factors, torch.stack(means).sum(0) / lengths.sum())
+        with backpack(BatchGrad(), DiagGGNExact()):
+            lossfunc(model(x, lengths), y).backward()
+    pairs = [slice(2 * n, 2 * n + 2) for n in range(4)]
+    are_those_of_each(
+        model,
+        [lossfunc(model(x[: int(lengths[two].max()), two], lengths[two]), y[n : n + 1]) for n, two in enumerate(pairs)],
+    )
+
+
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 def test_means_over_the_steps_of_packed_sequences_leave_out_what_has_ended(approx: Literal["expand", "reduce"]):
     model, lossfunc = extend(Sentences().double()), extend(nn.CrossEntropyLoss())

@@ -131,7 +131,7 @@ class Entry:
         return self.rows or (self.rule.rows(self.use) if has_batch(self.use) else 0)
 
     def axis(self, index: int) -> int | Tensor | None:
-        """Axis of an output that counts the samples, or the sample of each row; -1 where it is not there.
+        """Axis of an output that counts the samples, or the (packed) sequence of each row; -1 where it is not there.
 
         ``None`` where neither tells.
         """

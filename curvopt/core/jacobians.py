@@ -370,13 +370,13 @@ class Outer(Jacobian):
         return products
 
     def set_lengths(self, lengths: Tensor) -> None:
-        self.lengths = lengths * (self.S // max(int(lengths.max()), 1))
+        steps = int(lengths.max()) * (len(lengths) // self.N)  # of all sequences of a sample
+        self.lengths = lengths.view(self.N, -1).sum(1) * (self.S // max(steps, 1))
 
     @property
     def positions(self) -> int:
-        if self.lengths is not None:
-            return int(self.lengths.sum())
-        return self.S if self.of_batch and _are_apart(self.left.movedim(3, 2)) else self.N * self.S
+        number = self.N * self.S if self.lengths is None else int(self.lengths.sum())
+        return number // self.N if self.of_batch and _are_apart(self.left.movedim(3, 2)) else number
 
     def sum_batch(self) -> Tensor:
         return self._shaped(_over_samples(self.left, self.right))
@@ -434,7 +434,7 @@ class Outer(Jacobian):
     def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         if approx == "expand":
             factor = self._mean_square(limit)
-            return factor if self.lengths is None else factor * (self.N * self.S / max(self.positions, 1))
+            return factor if self.lengths is None else factor * (self.N * self.S / max(int(self.lengths.sum()), 1))
         rows = self.right.mean(2, keepdim=True)
         if self.lengths is not None:
             rows = rows * (self.S / self.lengths.clamp(min=1)).to(rows)[:, None, None, None]
@@ -1260,6 +1260,7 @@ def of_samples(jacobian: Jacobian, N: int) -> Jacobian:
         left, right = jacobian.left.flatten(0, 1).unflatten(0, (-1, N)), jacobian.right.expand(N, -1, -1, -1)
         result: Jacobian = Outer(left, right, jacobian.shape, jacobian.transposed)
         result.positions_of_all = jacobian.S > 1
+        result.lengths = None if jacobian.lengths is None else jacobian.lengths.expand(N)
     elif isinstance(jacobian, Lookup):
         rows, left = jacobian.rows, jacobian.left.unflatten(0, (-1, N)).flatten(1, 2)
         samples = torch.arange(N, device=rows.device).repeat_interleave(len(rows))

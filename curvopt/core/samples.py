@@ -6,7 +6,7 @@ sample). Whether that holds at a use depends on the network: a lookup of positio
 the first backward through a network sends back a random vector, and again with every sample scaled by a factor of its
 own. Uses at which not every share arrives scaled by exactly its sample's factor, and which have no steps before the
 samples either, are *unaligned*: their Jacobians are formed sample by sample, exact whatever the layout, at N times the
-cost. Packed sequences tell the sample of each of their rows.
+cost. Packed sequences tell of which sequence each of their rows is.
 
 What was found holds for all graphs of the same structure if the second backward finds the same where a little of all
 passes to wherever values (a gate, a mask, weights of an identity) might let it pass. It is compared with what is found
@@ -46,7 +46,7 @@ from curvopt.core.residuals import (
     walk,
 )
 from curvopt.core.structure import seeing_more, structure
-from curvopt.core.uses import Head, Packed, Steps, Use
+from curvopt.core.uses import Head, Packed, Steps, Use, samples_of
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 #: Where samples lie: along an axis, or in the rows, whose samples are told; ``None`` where nothing tells.
@@ -549,10 +549,10 @@ def only(vectors: Tensor, axis: int, n: int, N: int) -> Tensor:
 def along(factors: Tensor, where: int | Tensor, like: Tensor) -> Tensor:
     """Factors of the samples, to be multiplied with a tensor that has them in equal contiguous shares of an axis.
 
-    Or in its rows, if it is the sample of each row that is given.
+    Or in its rows, if it is the sequence of each row that is given.
     """
     if isinstance(where, Tensor):
-        shares, axis = factors.to(like)[where], 0
+        shares, axis = factors.to(like)[samples_of(where, len(factors))], 0
     else:
         shares, axis = factors.repeat_interleave(like.shape[where] // len(factors)).to(like), where
     return shares.view([-1 if a == axis % like.dim() else 1 for a in range(like.dim())])
@@ -584,7 +584,7 @@ def aligned(grad: Tensor, scaled: Tensor, where: Where, factors: Tensor, half: b
 def _may_lie(grad: Tensor, where: Where, N: int) -> bool:
     """Whether N samples may lie somewhere, by lengths."""
     if isinstance(where, Tensor):
-        return len(where) == len(grad) and len(where.unique()) == N
+        return len(where) == len(grad) > 0 and (int(where.max()) + 1) % N == 0
     return where is not None and grad.dim() > 0 and grad.shape[where] % N == 0
 
 

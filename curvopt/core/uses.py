@@ -344,6 +344,11 @@ def of_checkpoint(hook: Callable) -> bool:
     return hook.__module__ == checkpoint.__name__
 
 
+def samples_of(sequences: Tensor, N: int) -> Tensor:
+    """The sample of each row of packed sequences, of which each has as many, one after the other."""
+    return sequences // ((int(sequences.max()) + 1) // N)
+
+
 class Packed(NamedTuple):
     """Where the rows of packed sequences lie if every sample has as many, ``[N T]``: between them zeros are put.
 
@@ -363,8 +368,9 @@ class Packed(NamedTuple):
         return len(self.there) // len(self.lengths)
 
     @staticmethod
-    def of(samples: Tensor, N: int) -> Packed:
-        """From the sample of each row, whose steps come in their order."""
+    def of(sequences: Tensor, N: int) -> Packed:
+        """From the sequence of each row, whose steps come in their order; samples are equal shares of the sequences."""
+        samples = samples_of(sequences, N)
         lengths, order = samples.bincount(minlength=N), samples.argsort(stable=True)
         begins = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
         places, longest = samples.clone(), int(lengths.max())

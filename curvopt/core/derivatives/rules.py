@@ -84,7 +84,7 @@ class Rule(ABC):
         return 0
 
     def output_axis(self, use: Use, index: int) -> int | Tensor | None:
-        """Axis of an output that counts the samples, or the sample of each row; ``None`` where neither tells."""
+        """Axis of an output that counts the samples, or the packed sequence of each row; ``None`` if neither tells."""
         return 0
 
     def takes_steps(self, use: Use, how: Literal["axis", "rows"]) -> bool:
