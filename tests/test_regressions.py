@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from reference import Reference
 from torch import Tensor, nn
+from torch.testing import assert_close
 
-from curvopt import backpack, extend
+from curvopt import backpack, extend, set_columns_per_sweep
 from curvopt.core.uses import listeners, unheard
 from curvopt.extensions import KFAC, PCHMP, DiagGGNExact, DiagGGNMC, DiagHessian
 
@@ -329,3 +330,20 @@ def test_contexts_of_two_threads_leave_nothing_behind():
     pulling.__exit__(None, None, None)
     context.__exit__(None, None, None)
     assert listeners == []
+
+
+def test_several_columns_of_one_image_pass_a_batch_norm_before_a_channels_last_convolution():
+    """PyTorch's batching rule mistakes their strides."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        inner = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        model = nn.Sequential(nn.Conv2d(2, 2, 1, groups=2), nn.BatchNorm2d(2), inner, nn.Flatten(), nn.Linear(24, 3))
+        model, lossfunc = extend(model.eval().double()), extend(nn.CrossEntropyLoss())
+        x, y = torch.randn(1, 2, 5, 4).double(), torch.randint(3, (1,))
+        found = []
+        for columns in (1, None):
+            set_columns_per_sweep(columns)
+            with backpack(DiagGGNExact()):
+                lossfunc(model(x), y).backward()
+            found.append([p.diag_ggn_exact for p in model.parameters()])
+        assert_close(*found)

@@ -504,3 +504,17 @@ def test_half_precision_is_left_to_autograd(half: Callable[[nn.Module], nn.Modul
     with torch.autocast("cpu", enabled=problem.x.dtype == torch.float32), Weights() as weights:
         run(problem, Variance())
     assert weights.count == 4
+
+
+def test_a_hook_of_a_parameter_that_is_registered_while_the_backward_runs():
+    problem, seen = extended(CASE), []
+    weight = problem.model[0].weight
+    output = problem.model(problem.x)
+
+    def register(grad: Tensor) -> None:
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+
+    output.register_hook(register)
+    with backpack(BatchGrad()):
+        problem.lossfunc(output, problem.y).backward()
+    assert_close(seen, [weight.grad])

@@ -271,7 +271,8 @@ def pull(
     """
     create_graph, V = torch.is_grad_enabled(), vectors[0].shape[0]
     with unheard():
-        if V > 1 and not torch.is_anomaly_enabled():  # which looks at numbers, as vmap cannot, and prints what follows
+        # anomaly detection looks at numbers, as vmap cannot, and prints what follows
+        if V > 1 and not torch.is_anomaly_enabled() and not _wrong_together(outputs):
             try:
                 return list(
                     torch.autograd.grad(  # type: ignore[call-overload]
@@ -293,6 +294,20 @@ def pull(
     if V == 1:
         return [None if found is None else found.unsqueeze(0) for found in columns[0]]
     return [None if column[0] is None else torch.stack(column) for column in zip(*columns, strict=True)]  # type: ignore[arg-type]
+
+
+def _wrong_together(outputs: Sequence[GradientEdge | Tensor]) -> bool:
+    """Whether several vectors at once may be pulled back wrongly: by PyTorch's batch norm of one image on a CPU.
+
+    It mistakes some strides of a batch of vectors in channels-last layout. An instance norm is one of one image, too.
+    """
+    roots = [out.node if isinstance(out, GradientEdge) else out.grad_fn for out in outputs]
+    for node in walk([root for root in roots if root is not None]):
+        if name_of(node) == "NativeBatchNormBackward0":
+            shape = shape_of(node)
+            if len(shape) > 3 and shape[0] == 1 and node._input_metadata[0].device.type == "cpu":  # type: ignore[attr-defined]
+                return True
+    return False
 
 
 def pull_each(

@@ -623,8 +623,11 @@ class Pass:
 
     @staticmethod
     def _accumulate(p: nn.Parameter, gradient: Tensor) -> None:
-        """Add to the gradient of a parameter, on which nobody has hooks, as autograd does; that would take longer."""
-        if p.grad is None:
+        """Add to the gradient of a parameter as autograd does, which takes longer."""
+        if p._backward_hooks or p._post_accumulate_grad_hooks:  # since the backward began
+            engine = torch.autograd.Variable._execution_engine  # contexts are told of what comes by torch.autograd
+            engine.run_backward((p,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        elif p.grad is None:
             p.grad = torch.empty_like(p, dtype=getattr(p, "grad_dtype", None)).copy_(gradient)
         else:
             p.grad = p.grad.add_(gradient) if p.grad.layout == torch.strided else p.grad + gradient
