@@ -110,7 +110,7 @@ def cell(result: Result, key: str) -> str:
             return f"> {result['slow']:.0f}"
         return "fails" if "fails" in result or "memory_fails" in result else "not measured"
     value = result[key]
-    text = f"{value:.0f}" if key == "peak_mib" or value >= 100 else f"{value:.1f}" if value >= 20 else f"{value:.2f}"
+    text = f"{value:z.0f}" if key == "peak_mib" or value >= 100 else f"{value:.1f}" if value >= 20 else f"{value:.2f}"
     with_gradient = key == "peak_mib" or result.get("gradient", True)
     return f"wrong ({text})" if result.get("wrong") else text if with_gradient else f"{text}*"
 
