@@ -35,7 +35,7 @@ from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, HessianFree, KFACAd
 from experiments import models, problems
 from experiments.data import DEFAULT_ROOT, Data, Split, load, load_npz
 from experiments.problems import PROBLEMS
-from experiments.train import evaluate
+from experiments.training import evaluate
 
 Settings_ = Mapping[str, float]
 Result = dict[str, Any]

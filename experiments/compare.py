@@ -1,29 +1,32 @@
-"""Compare optimizers on one problem by the steps and seconds that they need to the same training loss.
+"""Compare optimizers on one problem: how many steps and seconds do they need to a training loss?
 
 Trains every optimizer with every seed as experiments.train does, then prints a table and draws curves. The loss
-compared is that over the whole training set, evaluated after every epoch, and the first evaluation at or below the
-target counts. Learning rates (and damping) are the tuned ones that experiments/problems.py holds.
+compared is that over the whole training set, evaluated after every epoch; the first evaluation at or below the target
+counts. Learning rates and damping are those in experiments/problems.py, which says for which problems they are tuned.
 
 Runs that are in the output directory already, finished and with the very same settings, are not trained again.
 """
 
 import json
 import logging
-import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import pandas as pd
 import tyro
 
+from experiments.config import Config, DataName, ProblemName, SettingsError
 from experiments.data import DEFAULT_ROOT, DataError
 from experiments.optimizers import OPTIMIZERS
-from experiments.plots import Row, evaluations, plot_curves, read_metrics
+from experiments.plots import evaluations, markdown, plot_curves, read_metrics
 from experiments.problems import PROBLEMS
+from experiments.run_directory import is_finished, require_free
 from experiments.tracking import Mode
-from experiments.train import Config, DataName, DivergedError, ProblemName, SettingsError, train
+from experiments.train import train
+from experiments.training import DivergedError
 
 if TYPE_CHECKING:
     OptimizerName = str
@@ -36,9 +39,9 @@ class Comparison:
     """Which runs to compare."""
 
     problem: ProblemName = Config.problem
-    """What is trained."""
+    """Data set and model to train."""
     optimizers: tuple[OptimizerName, ...] = ("sgd", "kfac-sgd")
-    """How it is trained."""
+    """Optimizers to compare."""
     seeds: tuple[int, ...] = (0,)
     """One run per optimizer and seed; the table shows their mean and deviation, the curves median and range."""
     target: float | None = None
@@ -52,64 +55,74 @@ class Comparison:
     data: DataName | None = None
     """Another data set than the problem's."""
     npz: Path | None = None
-    """Arrays of one's own: a NumPy archive of x_train, y_train, x_test, y_test."""
+    """Your own arrays: a NumPy archive of x_train, y_train, x_test, y_test."""
     data_root: Path = DEFAULT_ROOT
-    """Where data sets are looked for and cached."""
+    """Folder where data sets are looked for and cached."""
     download: bool = False
     """Download the data set if it is not there."""
-    again: bool = False
-    """Train also what is there already."""
+    overwrite: bool = False
+    """Train all runs anew, also those that are finished."""
     out: Path = Path("runs")
     """Directory for the run directories, <problem>-comparison.png and <problem>-comparison.md."""
     wandb: Mode | None = None
     """Whether to log to wandb; without it online if a key is configured, else offline."""
+
+    def runs(self) -> dict[str, list[Config]]:
+        """The runs, under the label of their optimizer."""
+        runs: dict[str, list[Config]] = {}
+        for name in self.optimizers:
+            for seed in self.seeds:
+                config = Config(
+                    problem=self.problem,
+                    optimizer=OPTIMIZERS[name](),
+                    seed=seed,
+                    epochs=self.epochs,
+                    batch_size=self.batch_size,
+                    device=self.device,
+                    data=self.data,
+                    npz=self.npz,
+                    data_root=self.data_root,
+                    download=self.download,
+                    overwrite=self.overwrite,
+                    out=self.out / f"{self.problem}-{name}-{seed}",
+                    wandb=self.wandb,
+                ).resolved()
+                runs.setdefault(str(config.optimizer), []).append(config)
+        return runs
 
 
 def compare(comparison: Comparison) -> str:
     """Trains what is missing, draws ``<out>/<problem>-comparison.png`` and returns the table as Markdown.
 
     Raises:
-        SettingsError: a setting is out of its range.
+        SettingsError: a setting is out of its range, or there are runs with other settings.
         DataError: the data set is absent or corrupt.
     """
     if not (comparison.optimizers and comparison.seeds):
         raise SettingsError("--optimizers and --seeds need at least one each")
-    runs: dict[str, list[Path]] = {}
-    for name in comparison.optimizers:
-        for seed in comparison.seeds:
-            config = Config(
-                problem=comparison.problem,
-                optimizer=OPTIMIZERS[name](),
-                seed=seed,
-                epochs=comparison.epochs,
-                batch_size=comparison.batch_size,
-                device=comparison.device,
-                data=comparison.data,
-                npz=comparison.npz,
-                data_root=comparison.data_root,
-                download=comparison.download,
-                out=comparison.out / f"{comparison.problem}-{name}-{seed}",
-                wandb=comparison.wandb,
-            ).resolved()
-            assert config.out is not None
-            runs.setdefault(str(config.optimizer), []).append(config.out)
-            if not comparison.again and config.finished():
-                print(f"{config.out}: trained before; --again trains it anew")
-                continue
-            try:
-                train(config)
-            except DivergedError as error:
-                print(f"stopped: {error}")
+    runs = comparison.runs()
+    missing = [c for of in runs.values() for c in of if comparison.overwrite or not is_finished(c)]
+    for config in missing:  # all of them before the first begins
+        require_free(config)
+    for config in (config for of in runs.values() for config in of):
+        if config not in missing:
+            print(f"{config.out}: trained before; --overwrite trains it anew")
+            continue
+        try:
+            train(config)
+        except DivergedError as error:
+            print(f"stopped: {error}")
     target = PROBLEMS[comparison.problem].target if comparison.target is None else comparison.target
-    plot_curves(runs, comparison.problem, comparison.out / f"{comparison.problem}-comparison.png", target)
-    result = table(
-        {
-            label: [evaluations(read_metrics(run)) for run in directories if _whole(run)]
-            for label, directories in runs.items()
-        },
-        len(comparison.seeds),
-        target,
-    )
+    directories = {label: [config.out for config in of if config.out] for label, of in runs.items()}
+    plot_curves(directories, comparison.problem, comparison.out / f"{comparison.problem}-comparison.png", target)
+    rows = [
+        {"optimizer": label, "run": index, **row}
+        for label, of in directories.items()
+        for index, directory in enumerate(of)
+        if _whole(directory)
+        for row in evaluations(read_metrics(directory))
+    ]
+    result = table(rows, list(runs), len(comparison.seeds), target)
     (comparison.out / f"{comparison.problem}-comparison.md").write_text(result + "\n")
     return result
 
@@ -118,34 +131,45 @@ def _whole(run: Path) -> bool:
     return json.loads((run / "finished.json").read_text())["diverged"] is None
 
 
-def table(finished: Mapping[str, Sequence[Sequence[Row]]], seeds: int, target: float) -> str:
+def table(rows: Sequence[dict], labels: Sequence[str], seeds: int, target: float) -> str:
     """Steps and seconds of the runs that got to the target, and the end of all that finished: mean ± deviation.
 
     Args:
-        finished: the evaluations of each finished run, under the label of its optimizer.
+        rows: the evaluations of all finished runs, with the label of their ``optimizer`` and the number of the ``run``.
+        labels: of all optimizers, in order.
         seeds: the number of runs that each optimizer started.
         target: loss over the training set to reach.
     """
-    ends = [rows[-1] for runs in finished.values() for rows in runs]
-    accurate = all(row["test_accuracy"] is not None for row in ends)
-    last = "held-out accuracy at the end, %" if accurate else "held-out loss at the end"
-    lines = [f"| to training loss {target:.3g} | steps | seconds | {last} |", "|---|---|---|---|"]
-    for label, runs in finished.items():
-        arrivals = [row for rows in runs for row in [r for r in rows if r["train_set_loss"] <= target][:1]]
-        share = "" if len(arrivals) == seeds else f" ({len(arrivals)} of {seeds} runs)"
-        steps, seconds = (
-            _mean([row[key] for row in arrivals], digits) for key, digits in (("step", 0), ("seconds", 2))
+    columns = ["optimizer", "run", "step", "time/training", "train/loss", "test/loss", "test/accuracy"]
+    frame = pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(columns[2:], float))
+    arrivals = frame[frame["train/loss"] <= target].groupby(["optimizer", "run"]).first()
+    ends = frame.groupby(["optimizer", "run"]).last()
+    accurate = bool(ends["test/accuracy"].notna().all())
+    last, header = (
+        (100 * ends["test/accuracy"], "held-out accuracy at the end, %")
+        if accurate
+        else (ends["test/loss"], "held-out loss at the end")
+    )
+    lines = []
+    for label in labels:
+        arrived = arrivals.loc[[label]] if label in arrivals.index else arrivals.iloc[:0]
+        share = "" if len(arrived) == seeds else f" ({len(arrived)} of {seeds} runs)"
+        lines.append(
+            {
+                f"to training loss {target:.3g}": label,
+                "steps": _mean(arrived["step"], 0) + share,
+                "seconds": _mean(arrived["time/training"], 2),
+                header: _mean(last.loc[[label]] if label in last.index else last.iloc[:0], 1),
+            }
         )
-        end = _mean([100 * rows[-1]["test_accuracy"] if accurate else rows[-1]["test_loss"] for rows in runs], 1)
-        lines.append(f"| {label} | {steps}{share} | {seconds} | {end} |")
-    return "\n".join(lines)
+    return markdown(pd.DataFrame(lines))
 
 
-def _mean(values: Sequence[float], digits: int) -> str:
-    if not values:
+def _mean(values: pd.Series, digits: int) -> str:
+    if values.empty:
         return "–"
-    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.{digits}f}{spread}"
+    spread = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
+    return f"{values.mean():.{digits}f}{spread}"
 
 
 def main() -> None:
@@ -159,8 +183,8 @@ def main() -> None:
     )
     try:
         result = compare(comparison)
-    except (SettingsError, DataError) as error:
-        sys.exit(str(error))
+    except (SettingsError, DataError, OSError) as error:
+        sys.exit(f"stopped: {error}")
     print(f"\n{comparison.problem}\n{result}\n\ncurves: {comparison.out / f'{comparison.problem}-comparison.png'}")
 
 

@@ -1,4 +1,4 @@
-"""What curvature says of a network, one row per parameter: for the log of a training and for experiments.inspect."""
+"""Curvature of a network, one row per parameter: for the log of a training and for experiments.inspect."""
 
 import copy
 from typing import Any
@@ -58,9 +58,9 @@ def layer_statistics(
             row[f"spectrum_{letter}"] = eigenvalues.quantile(tenths).tolist()
             row[f"top_{letter}"] = eigenvalues.max().item()
             positive = eigenvalues[eigenvalues > 1e-12 * eigenvalues.max()]
-            histograms[f"log10_eigenvalues_{letter}/{name}"] = positive.log10()
+            histograms[f"curvature/log10_eigenvalues_{letter}/{name}"] = positive.log10()
         layers[name] = row
-        histograms |= {f"values/{name}": p.detach().flatten(), f"gradients/{name}": p.grad.flatten()}
+        histograms |= {f"parameters/{name}": p.detach().flatten(), f"gradients/{name}": p.grad.flatten()}
     return layers, histograms
 
 

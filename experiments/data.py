@@ -30,7 +30,7 @@ class Split:
     y: Tensor
 
     def to(self, device: torch.device) -> "Split":
-        """The same samples on a device."""
+        """These samples on a device."""
         return Split(self.x.to(device), self.y.to(device))
 
 
@@ -68,13 +68,11 @@ def _mnist5k(root: Path, download: bool) -> Data:
 
 def _hold_out(x: Tensor, labels: np.ndarray) -> Data:
     """Holds out a fifth of every class, always the same samples."""
-    rng = np.random.default_rng(0)
-    held_out = np.zeros(len(labels), dtype=bool)
-    for label in np.unique(labels):
-        members = rng.permutation(np.flatnonzero(labels == label))
-        held_out[members[: round(0.2 * len(members))]] = True
-    test, y = torch.from_numpy(held_out), torch.from_numpy(labels)
-    return Data(Split(x[~test], y[~test]), Split(x[test], y[test]), classes=10)
+    from sklearn.model_selection import train_test_split
+
+    train, test = train_test_split(np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0)
+    y = torch.from_numpy(labels)
+    return Data(Split(x[train], y[train]), Split(x[test], y[test]), classes=10)
 
 
 def _torchvision(name: str, classes: int) -> Callable[[Path, bool], Data]:
@@ -217,13 +215,9 @@ def reconstruction(data: Data) -> Data:
 
 
 def augmented(x: Tensor) -> Tensor:
-    """Images ``[N, C, H, W]`` shifted by up to 4 pixels (reflected at the border), every other one mirrored."""
-    n, _, height, width = x.shape
-    padded = torch.nn.functional.pad(x, (4, 4, 4, 4), mode="reflect")
-    shift_y, shift_x = torch.randint(9, (2, n, 1), device=x.device)
-    mirrored = torch.rand(n, 1, device=x.device) < 0.5
-    rows, columns = torch.arange(height, device=x.device), torch.arange(width, device=x.device)
-    columns = torch.where(mirrored, width - 1 - columns, columns)
-    sample = torch.arange(n, device=x.device)[:, None, None]
-    # indices around a slice: the channels move to the end
-    return padded[sample, :, (shift_y + rows)[:, :, None], (shift_x + columns)[:, None, :]].permute(0, 3, 1, 2)
+    """Images ``[N, C, H, W]``, each shifted by up to 4 pixels (reflected at the border), every other one mirrored."""
+    from torchvision.transforms import v2  # only here: slow to import
+
+    shift = v2.RandomCrop(list(x.shape[2:]), padding=4, padding_mode="reflect")
+    transform = v2.Compose([shift, v2.RandomHorizontalFlip()])
+    return torch.stack([transform(image) for image in x])

@@ -1,4 +1,4 @@
-"""Draw what curvature says about a trained network.
+"""Draw the curvature of a trained network.
 
 Reads a checkpoint of experiments.train (a file or a run directory) and writes four pictures: trace of the generalized
 Gauss-Newton matrix per parameter, eigenvalues of the Kronecker factors, gradient norms of single held-out samples with
@@ -22,11 +22,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from curvopt import backpack
 from curvopt.extensions import BatchL2Grad, DiagHessian
 from experiments import checkpoints
+from experiments.config import Config, check_least
 from experiments.curvature import extended_copy, layer_statistics
 from experiments.data import ALPHABET, DEFAULT_ROOT, Data, DataError
 from experiments.plots import COLOURS, MARKERS
 from experiments.problems import PROBLEMS
-from experiments.train import check_least, problem_data
 
 _MC_SAMPLES = 10  # per datum, for traces and factors
 _SHOWN = 10  # images
@@ -62,7 +62,7 @@ def inspect(inspection: Inspection) -> list[Path]:
     config = state["config"]
     problem = PROBLEMS[config["problem"]]
     npz = config["npz"] and Path(config["npz"])
-    given = problem_data(config["problem"], config["data"], npz, inspection.data_root)
+    given = Config(config["problem"], data=config["data"], npz=npz, data_root=inspection.data_root).load_data()
     model, lossfunc = problem.model(tuple(given.test.x.shape[1:]), given.classes), problem.loss()
     model.load_state_dict(state["model"])
     folder = inspection.checkpoint if inspection.checkpoint.is_dir() else inspection.checkpoint.parent
@@ -137,11 +137,11 @@ def draw_spectra(histograms: Mapping[str, Tensor]) -> Figure:
     for axes, letter, what in zip(
         figure.subplots(1, 2), "AB", ("A: second moment of inputs", "B: curvature of outputs"), strict=True
     ):
-        prefix = f"log10_eigenvalues_{letter}/"
+        prefix = f"curvature/log10_eigenvalues_{letter}/"
         spectra = {
             key.removeprefix(prefix): 10 ** values.numpy()
             for key, values in histograms.items()
-            if key.startswith(prefix) and f"log10_eigenvalues_A/{key.removeprefix(prefix)}" in histograms
+            if key.startswith(prefix) and f"curvature/log10_eigenvalues_A/{key.removeprefix(prefix)}" in histograms
         }
         for index, (name, values) in enumerate(spectra.items()):
             axes.plot(

@@ -1,11 +1,12 @@
 """Curves of runs, drawn from their ``metrics.jsonl`` alone."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
@@ -26,7 +27,7 @@ def read_metrics(run: Path) -> list[Row]:
 
 def evaluations(rows: Sequence[Row]) -> list[Row]:
     """Those rows that evaluate the whole training set and the held-out data."""
-    return [row for row in rows if "train_set_loss" in row]
+    return [row for row in rows if "train/loss" in row]
 
 
 def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path, target: float | None = None) -> None:
@@ -36,7 +37,7 @@ def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path, targe
 
     Args:
         runs: run directories under the label that they share; each label has one colour.
-        title: what was trained.
+        title: problem, and optimizer if it is one.
         out: the PNG to write.
         target: training loss to mark.
     """
@@ -53,14 +54,16 @@ def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path, targe
         }
         legend.append(Line2D([], [], label=label, **style))
         of_runs = [read_metrics(directory) for directory in directories]
-        evaluated = [evaluations(rows) for rows in of_runs]
-        for axes, x in ((by_steps, "step"), (by_seconds, "seconds")):
+        evaluated = pd.DataFrame([row for rows in of_runs for row in evaluations(rows)])
+        evaluated["error"] = 100 - 100 * evaluated["test/accuracy"].astype(float)
+        for axes, x in ((by_steps, "step"), (by_seconds, "time/training")):
             if len(runs) == most == 1:
-                steps = [row for row in of_runs[0] if "train_loss" in row]
-                axes.plot(_column(steps, x), _column(steps, "train_loss"), color="0.75", lw=0.8)
-            _band(axes, evaluated, x, lambda rows: _column(rows, "train_set_loss"), **style)
-            _band(axes, evaluated, x, lambda rows: _column(rows, "test_loss"), **style, **held_out)
-        _band(error, evaluated, "step", lambda rows: 100 - 100 * _column(rows, "test_accuracy"), **style, **held_out)
+                steps = pd.DataFrame([row for row in of_runs[0] if "train/batch_loss" in row])
+                if not steps.empty:
+                    axes.plot(steps[x], steps["train/batch_loss"].astype(float), color="0.75", lw=0.8)
+            _band(axes, evaluated, x, "train/loss", **style)
+            _band(axes, evaluated, x, "test/loss", **style, **held_out)
+        _band(error, evaluated, "step", "error", **style, **held_out)
     legend.append(Line2D([], [], color="0.3", label="training set"))
     legend.append(Line2D([], [], color="0.3", marker="o", markersize=4, label="held-out data", **held_out))
     if len(runs) == most == 1:
@@ -85,37 +88,26 @@ def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path, targe
     figure.savefig(out, dpi=120)
 
 
-def _column(rows: Sequence[Row], name: str) -> np.ndarray:
-    """Values of a column; a missing one was not finite."""
-    return np.array([np.nan if row[name] is None else row[name] for row in rows], dtype=float)
-
-
-def _band(
-    axes: Axes, runs: Sequence[Sequence[Row]], x: str, y: Callable[[Sequence[Row]], np.ndarray], **style: Any
-) -> None:
-    """Median and range over runs of what was measured at the same steps, as long as one of them goes on."""
-    steps = sorted({row["step"] for rows in runs for row in rows})
-    at = [[row for rows in runs for row in rows if row["step"] == step] for step in steps]
-    points = np.array([np.nanmedian(_column(rows, x)) for rows in at])
-    values = [y(rows) for rows in at]
-    values = [column[np.isfinite(column)] if np.isfinite(column).any() else np.array([np.nan]) for column in values]
-    axes.plot(points, [np.median(column) for column in values], **style)
-    if len(runs) > 1:
-        low, high = ([pick(column) for column in values] for pick in (np.min, np.max))
-        axes.fill_between(points, low, high, color=style["color"], alpha=0.15, linewidth=0)
+def _band(axes: Axes, evaluated: pd.DataFrame, x: str, y: str, **style: Any) -> None:
+    """Median and range over the runs that were evaluated at each step."""
+    by_step = evaluated.astype({y: float}).groupby("step", as_index=False)
+    values = by_step.agg(x=(x, "median"), middle=(y, "median"), low=(y, "min"), high=(y, "max"))
+    axes.plot(values["x"], values["middle"], **style)
+    if len(evaluated) > len(values):
+        axes.fill_between(values["x"], values["low"], values["high"], color=style["color"], alpha=0.15, linewidth=0)
 
 
 def plot_layers(rows: Sequence[Row], title: str, out: Path) -> None:
     """Draws the GGN trace and the signal-to-noise ratio of the gradient of every parameter over training as a PNG."""
-    rows = [row for row in rows if "layers" in row]
-    names = list(rows[0]["layers"])
+    rows = [row for row in rows if "curvature" in row]
+    names = list(rows[0]["curvature"])
     figure = Figure(figsize=(13, 2 + 0.2 * max(8, len(names))), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, quantity, text in (
         (panels[0], "ggn_trace", "trace of the generalized Gauss-Newton block"),
         (panels[1], "gradient_snr", "gradient signal-to-noise |g|² / tr Cov(g)"),
     ):
-        values = np.array([_column([row["layers"][name] for row in rows], quantity) for name in names])
+        values = np.array([[row["curvature"][name][quantity] for row in rows] for name in names], dtype=float)
         values = np.where(values > 0, values, np.nan)
         norm = LogNorm() if np.isfinite(values).any() else None
         image = axes.imshow(values, aspect="auto", cmap="cividis", norm=norm, interpolation="nearest")
@@ -126,3 +118,9 @@ def plot_layers(rows: Sequence[Row], title: str, out: Path) -> None:
         figure.colorbar(image, ax=axes, label="no unit" if quantity == "gradient_snr" else "nats / parameter²")
     figure.suptitle(title)
     figure.savefig(out, dpi=120)
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """A table without its index."""
+    header, *rows = (f"| {' | '.join(map(str, row))} |" for row in (frame.columns, *frame.itertuples(index=False)))
+    return "\n".join([header, "|---" * frame.columns.size + "|", *rows])

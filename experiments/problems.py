@@ -1,4 +1,4 @@
-"""What is trained: a data set, a model and a loss; one row of ``PROBLEMS`` adds one."""
+"""The problems: a data set, a model and a loss each; one row of ``PROBLEMS`` adds one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,20 +10,40 @@ from torch import nn
 from experiments import models
 from experiments.data import DATASETS, Data, reconstruction, standardized
 
+# Options of optimizers to start from, which nobody has tuned.
+_START: Mapping[str, Mapping[str, float]] = {
+    "sgd": {"lr": 0.05, "momentum": 0.9},
+    "adamw": {"lr": 0.001, "weight_decay": 0.0},
+    "kfac-sgd": {"lr": 0.03, "damping": 0.03},
+    "muon": {"lr": 0.01},
+    "lbfgs": {"lr": 0.1, "max_iter": 5},  # whose unit step is for whole data sets
+}
+_START_AUTOENCODER: Mapping[str, Mapping[str, float]] = {  # whose loss is a sum over pixels
+    "sgd": {"lr": 0.003, "momentum": 0.9},
+    "adamw": {"lr": 0.001, "weight_decay": 0.0},
+    "kfac-sgd": {"lr": 0.05, "damping": 0.005, "kl_clip": 0.0001},
+    "kfac-preconditioner": {"lr": 0.003},
+}
+
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, the data it learns from, and the settings tuned for them."""
+    """A model, the data it learns from, and options of optimizers for them."""
 
     data: str  # a name in DATASETS
     model: Callable[[tuple[int, ...], int], nn.Module]  # shape of a sample, number of classes
     epochs: int
     batch_size: int
     target: float  # training loss that optimizers are compared by
-    tuned: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # optimizer name -> its tuned settings
+    tuned: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # optimizer name -> its tuned options
+    start: Mapping[str, Mapping[str, float]] = field(default_factory=lambda: _START)  # those of others
     loss: Callable[[], nn.Module] = nn.CrossEntropyLoss
     prepare: Callable[[Data], Data] = standardized
     augment: bool = False  # shift and mirror the images of a batch
+
+    def settings(self, optimizer: str) -> Mapping[str, float]:
+        """The options of an optimizer: tuned, or else to start from; empty for its own defaults."""
+        return self.tuned.get(optimizer) or self.start.get(optimizer, {})
 
 
 def _deepobs_mlp(shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -39,29 +59,17 @@ def describe_problems() -> str:
     """A table of the problems, for the help of the command line."""
     lines = [f"{'problem':<20}{'data':<14}{'parameters':>10} epochs batch  lr of sgd, adamw, kfac-sgd (damping)"]
     for name, problem in PROBLEMS.items():
-        dataset, tuned = DATASETS[problem.data], problem.tuned
+        dataset = DATASETS[problem.data]
         with torch.device("meta"):  # counts without initializing
             size = sum(p.numel() for p in problem.model(dataset.shape, dataset.classes).parameters())
-        rates = [f"{tuned[optimizer]['lr']:g}" for optimizer in ("sgd", "adamw", "kfac-sgd") if optimizer in tuned]
-        damping = f" ({tuned['kfac-sgd']['damping']:g})" if "kfac-sgd" in tuned else ""
+        settings = [problem.settings(optimizer) for optimizer in ("sgd", "adamw", "kfac-sgd")]
         lines.append(
             f"{name:<20}{problem.data:<14}{size:>10,} {problem.epochs:>6} {problem.batch_size:>5}  "
-            f"{', '.join(rates)}{damping}"
+            f"{', '.join(format(of['lr'], 'g') for of in settings)} ({settings[-1]['damping']:g})"
+            f"{'' if problem.tuned else '  starting values, not tuned'}"
         )
     return "\n".join(f"    {line}" for line in lines)  # indented lines are not filled
 
-
-# Places to start from, not tuned.
-_START: Mapping[str, Mapping[str, float]] = {
-    "sgd": {"lr": 0.05, "momentum": 0.9},
-    "adamw": {"lr": 0.001, "weight_decay": 0.0},
-    "kfac-sgd": {"lr": 0.03, "damping": 0.03},
-}
-_START_AUTOENCODER: Mapping[str, Mapping[str, float]] = {  # whose loss is a sum over pixels
-    "sgd": {"lr": 0.003, "momentum": 0.9},
-    "adamw": {"lr": 0.001, "weight_decay": 0.0},
-    "kfac-sgd": {"lr": 0.05, "damping": 0.005, "kl_clip": 0.0001},
-}
 
 # Tuned with seed 100, nine trials per optimizer: the fewest steps to the target, then the lower loss at the end. Grids:
 # sgd lr 0.001 ... 0.3 and adamw lr 0.0001 ... 0.03, denser around the best; kfac-sgd lr x damping 0.01, 0.03, 0.1 each;
@@ -106,13 +114,11 @@ PROBLEMS: dict[str, Problem] = {
             "diagonal-newton": {"lr": 0.03, "damping": 0.005},
         },
     ),
-    "mnist-mlp": Problem("mnist", _deepobs_mlp, epochs=10, batch_size=128, target=0.01, tuned=_START),
-    "fmnist-mlp": Problem("fashion-mnist", _deepobs_mlp, epochs=20, batch_size=128, target=0.1, tuned=_START),
-    "mnist-2c2d": Problem(
-        "mnist", lambda _, classes: models.c2d2(classes), epochs=10, batch_size=128, target=0.01, tuned=_START
-    ),
+    "mnist-mlp": Problem("mnist", _deepobs_mlp, epochs=10, batch_size=128, target=0.01),
+    "fmnist-mlp": Problem("fashion-mnist", _deepobs_mlp, epochs=20, batch_size=128, target=0.1),
+    "mnist-2c2d": Problem("mnist", lambda _, classes: models.c2d2(classes), epochs=10, batch_size=128, target=0.01),
     "fmnist-2c2d": Problem(
-        "fashion-mnist", lambda _, classes: models.c2d2(classes), epochs=20, batch_size=128, target=0.1, tuned=_START
+        "fashion-mnist", lambda _, classes: models.c2d2(classes), epochs=20, batch_size=128, target=0.1
     ),
     "mnist5k-autoencoder": Problem(
         data="mnist5k",
@@ -122,7 +128,7 @@ PROBLEMS: dict[str, Problem] = {
         epochs=30,
         batch_size=256,
         target=80,
-        tuned=_START_AUTOENCODER,
+        start=_START_AUTOENCODER,
     ),
     "mnist-autoencoder": Problem(
         data="mnist",
@@ -132,7 +138,7 @@ PROBLEMS: dict[str, Problem] = {
         epochs=20,
         batch_size=256,
         target=70,
-        tuned=_START_AUTOENCODER,
+        start=_START_AUTOENCODER,
     ),
     "cifar10-3c3d": Problem(
         data="cifar10",
@@ -140,7 +146,6 @@ PROBLEMS: dict[str, Problem] = {
         epochs=30,
         batch_size=128,
         target=0.5,
-        tuned=_START,
         augment=True,
     ),
     "cifar100-allcnnc": Problem(
@@ -149,7 +154,6 @@ PROBLEMS: dict[str, Problem] = {
         epochs=60,
         batch_size=256,
         target=1.5,
-        tuned=_START,
         augment=True,
     ),
     "cifar10-resnet18": Problem(
@@ -158,7 +162,6 @@ PROBLEMS: dict[str, Problem] = {
         epochs=30,
         batch_size=128,
         target=0.1,
-        tuned=_START,
         augment=True,
     ),
     "cifar10-vit": Problem(
@@ -167,7 +170,6 @@ PROBLEMS: dict[str, Problem] = {
         epochs=50,
         batch_size=128,
         target=0.7,
-        tuned=_START,
         augment=True,
     ),
     "help-gpt": Problem(
@@ -177,6 +179,5 @@ PROBLEMS: dict[str, Problem] = {
         epochs=10,
         batch_size=64,
         target=1.5,
-        tuned=_START,
     ),
 }

@@ -4,28 +4,33 @@ Runs that are finished with the very same settings are not trained again, and in
 checkpoint if they have one (--save-every), so the same command resumes a sweep.
 """
 
+import contextlib
 import itertools
 import json
-import os
+import logging
 import shlex
-import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import joblib
+import pandas as pd
 import tyro
 import yaml
 from tqdm import tqdm
 
-from experiments.plots import evaluations, read_metrics
-from experiments.train import Config, SettingsError, check_least, parse
+from curvopt import CurvoptError
+from experiments.config import Config, SettingsError, check_least, parse
+from experiments.data import DataError
+from experiments.plots import evaluations, markdown, read_metrics
+from experiments.run_directory import is_finished
+from experiments.train import train
+from experiments.training import DivergedError
 
-#: What the last evaluation of a run has.
-METRICS = ("train_set_loss", "test_loss", "test_accuracy", "seconds")
+#: Numbers that the last evaluation of a run has.
+METRICS = ("train/loss", "test/loss", "test/accuracy", "time/training")
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,13 @@ class Sweep:
     """Which grid, and how to run it."""
 
     file: Annotated[Path, tyro.conf.Positional] = Path(__file__).with_name("sweep.yaml")
-    """What `wandb sweep` takes: command, method grid, metric, and parameters with a value or values."""
+    """A file for `wandb sweep`: command, method grid, metric, and parameters with a value or values."""
     jobs: int = 1
     """Runs at the same time."""
     out: Path = Path("runs") / "sweep"
     """Directory for the run directories, each named by the settings in which it differs."""
+    overwrite: bool = False
+    """Train all runs anew, also those that are finished."""
 
 
 @dataclass(frozen=True)
@@ -83,49 +90,50 @@ def grid(sweep: Sweep) -> tuple[list[Run], str, bool]:
         expanded: list[str] = []
         for word in words:
             expanded += arguments if word == "${args}" else [str(word)]
-        expanded += [f"--out={directory}", "--resume"]
+        expanded += [f"--out={directory}", "--overwrite" if sweep.overwrite else "--resume"]
         runs.append(Run({parameter: point[parameter] for parameter in varied}, tuple(expanded), parse(expanded)))
     return runs, name, goal == "minimize"
 
 
-def run(run: Run) -> str | None:
-    """Trains a point of the grid unless it is finished; ``None`` or what went wrong."""
-    config = run.config.resolved()
+def run(arguments: Sequence[str]) -> str | None:
+    """Trains a point of the grid unless it is finished; ``None`` or what went wrong. Its output goes to log.txt."""
+    config = parse(arguments).resolved()
     assert config.out is not None
-    if config.finished():
+    if is_finished(config) and not config.overwrite:
         return None
-    arguments = list(run.arguments)
-    if (config.out / "config.json").exists() and set(config.differences()) - {"versions"}:
-        arguments.remove("--resume")  # another run had this name
     config.out.mkdir(parents=True, exist_ok=True)
-    with open(config.out / "log.txt", "wb") as log:
-        code = subprocess.run(
-            [sys.executable, "-m", "experiments.train", *arguments],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={"OMP_NUM_THREADS": "1", **os.environ},  # runs at the same time would fight for the cores
-        ).returncode
-    lines = (config.out / "log.txt").read_text(errors="replace").splitlines()
-    return None if code == 0 else f"{shlex.join(arguments)}: {lines[-1] if lines else f'exit status {code}'}"
+    with open(config.out / "log.txt", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        handler = logging.StreamHandler(log)
+        logging.getLogger().addHandler(handler)
+        try:
+            train(config)
+        except (DivergedError, SettingsError, CurvoptError, DataError, OSError) as error:
+            print(f"stopped: {error}")
+            return f"{shlex.join(arguments)}: {error}"
+        finally:
+            logging.getLogger().removeHandler(handler)
+    return None
 
 
 def table(runs: Sequence[Run], metric: str, smaller: bool) -> str:
     """The runs as Markdown, mean over seeds, the best first; those that diverged or failed last."""
-    groups: dict[str, list[float]] = {}
+    rows = []
     for one in runs:
-        setting = " | ".join(str(value) for name, value in one.point.items() if name != "seed")
         out = one.config.resolved().out
         assert out is not None
-        reached = float("inf") if smaller else float("-inf")
+        reached = None
         if (out / "finished.json").exists() and json.loads((out / "finished.json").read_text())["diverged"] is None:
-            value = evaluations(read_metrics(out))[-1][metric]
-            reached = reached if value is None else value
-        groups.setdefault(setting, []).append(reached)
-    names = [name for name in runs[0].point if name != "seed"]
-    lines = [f"| {' | '.join([*names, metric, 'runs'])} |", "|---" * (len(names) + 2) + "|"]
-    for setting, values in sorted(groups.items(), key=lambda item: statistics.fmean(item[1]) * (1 if smaller else -1)):
-        lines.append(f"| {setting} | {statistics.fmean(values):.4g} | {len(values)} |")
-    return "\n".join(lines)
+            reached = evaluations(read_metrics(out))[-1][metric]
+        if reached is None:
+            reached = float("inf" if smaller else "-inf")
+        settings = {name: str(value) for name, value in one.point.items() if name != "seed"}
+        rows.append({**settings, metric: reached})
+    frame = pd.DataFrame(rows).assign(runs=1)
+    names = list(frame.columns[:-2])
+    if names:
+        frame = frame.groupby(names, as_index=False, sort=False).agg({metric: "mean", "runs": "sum"})
+    frame = frame.sort_values(metric, ascending=smaller, kind="stable")
+    return markdown(frame.assign(**{metric: frame[metric].map("{:.4g}".format)}))
 
 
 def main() -> None:
@@ -134,9 +142,13 @@ def main() -> None:
     try:
         runs, metric, smaller = grid(sweep)
     except SettingsError as error:
-        sys.exit(str(error))
-    with ThreadPoolExecutor(sweep.jobs) as pool:
-        failures = [failure for failure in tqdm(pool.map(run, runs), total=len(runs), unit="run") if failure]
+        sys.exit(f"stopped: {error}")
+    # one thread each: runs at the same time would fight for the cores
+    with joblib.parallel_config("loky", inner_max_num_threads=1):
+        done = joblib.Parallel(sweep.jobs, return_as="generator_unordered")(
+            joblib.delayed(run)(one.arguments) for one in runs
+        )
+        failures = [failure for failure in tqdm(done, total=len(runs), unit="run") if failure]
     print("\n".join(failures), table(runs, metric, smaller), sep="\n")
     sys.exit(bool(failures))
 

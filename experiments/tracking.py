@@ -1,4 +1,4 @@
-"""A wandb run beside ``metrics.jsonl`` that a training never fails by and never waits for."""
+"""A wandb run beside ``metrics.jsonl``; a training never fails by it and never waits for it."""
 
 import logging
 import os
@@ -13,10 +13,11 @@ logger = logging.getLogger(__name__)
 Mode = Literal["online", "offline", "disabled"]
 
 _PATIENCE = 20.0  # seconds that a server may take to answer at the start, and to receive what is left at the end
+_BEST = {"train/loss": "min,last", "test/loss": "min,last", "test/accuracy": "max,last"}  # shown in the table of runs
 
 
 def default_mode() -> Mode:
-    """What ``WANDB_MODE`` says, else online if a key is configured, else offline."""
+    """``WANDB_MODE`` if it is set, else online if a key is configured, else offline."""
     asked = os.environ.get("WANDB_MODE")
     for mode in get_args(Mode):
         if asked == mode:
@@ -36,16 +37,19 @@ class Tracker:
     Args:
         mode: where the run goes; online falls back to offline.
         directory: run directory; ``wandb-id`` in it names the wandb run.
-        name: of the run, for people.
-        config: all settings.
+        config: all settings; those of the problem and the optimizer name the run's group and tags.
         resume: go on with the wandb run that the directory names.
+
+    Attributes:
+        where: a line that says where the run is and how to upload it; empty without one.
     """
 
-    def __init__(self, mode: Mode, directory: Path, name: str, config: Mapping[str, Any], resume: bool = False) -> None:
+    def __init__(self, mode: Mode, directory: Path, config: Mapping[str, Any], resume: bool = False) -> None:
+        self.where = ""
         self._run: Any = None
-        self._id = directory / "wandb-id"
+        file = directory / "wandb-id"
         if not resume:
-            self._id.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
         attempts: dict[Mode, tuple[Mode, ...]] = {
             "online": ("online", "offline"),
             "offline": ("offline",),
@@ -53,9 +57,14 @@ class Tracker:
         }
         for attempt in attempts[mode]:
             try:
-                known = self._id.read_text() if self._id.exists() else None
-                self._run = _start(attempt, directory, name, config, known)
-                self._id.write_text(self._run.id)
+                known = file.read_text() if file.exists() else None
+                self._run = _start(attempt, directory, config, known)
+                file.write_text(self._run.id)
+                if attempt == "online":
+                    self.where = f"wandb: {self._run.url}"
+                else:  # a resumed run has a folder for each time it was started
+                    folders = sorted(directory.glob(f"wandb/offline-run-*-{self._run.id}*"))
+                    self.where = f"wandb: offline; to upload the run: wandb sync {' '.join(map(str, folders))}"
                 return
             except (Exception, SystemExit) as error:
                 logger.warning("wandb could not start %s: %s", attempt, error)
@@ -69,19 +78,27 @@ class Tracker:
 
         self._guarded(log)
 
-    def finish(self, rows: Sequence[Mapping[str, Any]], pictures: Sequence[Path]) -> None:
-        """Add a table of rows, pictures and files, and send what is left, for a bounded time."""
+    def finish(self, rows: Sequence[Mapping[str, Any]], pictures: Sequence[Path], files: Sequence[Path]) -> None:
+        """Add a table of evaluations, pictures, an artifact of the results and one of the checkpoint, and send it all.
+
+        Args:
+            rows: the evaluations.
+            pictures: PNG files.
+            files: other files of the run; ``checkpoint.pt`` becomes an artifact of its own.
+        """
 
         def add(wandb: Any, run: Any) -> None:
-            columns = [name for name in (rows[0] if rows else ()) if name != "layers"]
+            columns = [name for name in (rows[0] if rows else ()) if name != "curvature"]
             table = wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
-            images = {picture.stem: wandb.Image(str(picture)) for picture in pictures}
-            artifact = wandb.Artifact(f"results-{run.id}", type="results")
-            for picture in pictures:
-                artifact.add_file(str(picture))
-            artifact.add(table, "evaluations")
-            run.log({"evaluations": table, **images})
-            run.log_artifact(artifact)
+            results = wandb.Artifact(f"results-{run.id}", type="results")
+            results.add(table, "evaluations")
+            model = wandb.Artifact(f"checkpoint-{run.id}", type="model")
+            for file in (*pictures, *files):
+                (model if file.suffix == ".pt" else results).add_file(str(file))
+            run.log({"results/evaluations": table, **{f"results/{p.stem}": wandb.Image(str(p)) for p in pictures}})
+            for artifact in (results, model):
+                if artifact.manifest.entries:
+                    run.log_artifact(artifact)
 
         run = self._run
         self._guarded(add)
@@ -102,14 +119,14 @@ class Tracker:
 
 
 def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Per-layer entries as ``quantity/layer``, so that wandb groups its charts by quantity; no lists."""
-    layers = row.get("layers") or {}
-    nested = {f"{quantity}/{layer}": value for layer, of in layers.items() for quantity, value in of.items()}
-    flat = {**{name: value for name, value in row.items() if name != "layers"}, **nested}
+    """Curvature as ``curvature/<quantity>/<layer>``, so that wandb draws the layers side by side; no lists."""
+    layers = row.get("curvature") or {}
+    nested = {f"curvature/{quantity}/{layer}": value for layer, of in layers.items() for quantity, value in of.items()}
+    flat = {**{name: value for name, value in row.items() if name != "curvature"}, **nested}
     return {name: value for name, value in flat.items() if not isinstance(value, list)}
 
 
-def _start(mode: Mode, directory: Path, name: str, config: Mapping[str, Any], known: str | None) -> Any:
+def _start(mode: Mode, directory: Path, config: Mapping[str, Any], known: str | None) -> Any:
     if mode == "offline":
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # crash reports would go out even then
     import wandb
@@ -125,14 +142,23 @@ def _start(mode: Mode, directory: Path, name: str, config: Mapping[str, Any], kn
         finish_timeout=_PATIENCE,
     )
     directory.mkdir(parents=True, exist_ok=True)
-    return wandb.init(
+    problem, optimizer = config["problem"], config["optimizer"]["name"]
+    run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "curvopt"),  # a sweep names its own
         id=os.environ.get("WANDB_RUN_ID", known),
         resume="allow",
-        name=name,
+        name=directory.name,
+        group=f"{problem}-{optimizer}",  # seeds together
+        job_type="train",
+        tags=[problem, optimizer],
         dir=directory,
         config=dict(config),
         mode=mode,
         reinit="create_new",
         settings=settings,
     )
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    for name, summary in _BEST.items():
+        run.define_metric(name, step_metric="step", summary=summary)
+    return run

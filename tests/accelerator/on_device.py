@@ -27,7 +27,8 @@ from curvopt.extensions import (
     Extension,
 )
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
-from experiments.train import Processes, Training, parse
+from experiments.config import parse
+from experiments.training import Training
 
 
 @pytest.fixture
@@ -179,15 +180,15 @@ def test_random_numbers_are_drawn_again_on_the_device(device: str):
 def test_training_goes_on_where_it_was_interrupted(optimizer: str, device: str):
     def losses(training: Training, skip: int) -> list[float]:
         batches = itertools.islice(training.batches(0, skip), 3)
-        return [training.step(x, y)["train_loss"] for x, y in batches]
+        return [training.step(x, y)["train/batch_loss"] for x, y in batches]
 
     config = parse(["--problem", "digits-mlp", "--epochs", "1", "--device", device, optimizer]).resolved()
-    training = Training(config, Processes())
+    training = Training(config)
     before = losses(training, 0)
     torch.rand(2, device=device)  # as augmentation does
     state = copy.deepcopy(training.state())
     after, drawn = losses(training, 3), torch.rand(3, device=device)
-    training = Training(config, Processes())
+    training = Training(config)
     training.load(state)
     assert losses(training, 3) == after and torch.equal(torch.rand(3, device=device), drawn)
     assert sum(after) < sum(before)

@@ -1,0 +1,161 @@
+"""The wandb run beside a training, by the records that wandb itself writes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_runs import (
+    command,
+    pictures,  # noqa: F401
+    pictures_only_where_looked_at,  # noqa: F401
+    run,
+)
+
+from experiments.config import Config
+from experiments.optimizers import OPTIMIZERS
+from experiments.plots import evaluations, read_metrics
+from experiments.tracking import default_mode
+from experiments.train import train
+from experiments.training import Training
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """What wandb has written: a log in the format of LevelDB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    raw, at, parts = file.read_bytes(), 7, b""
+    while at + 7 <= len(raw):
+        if 2**15 - at % 2**15 < 7:  # the rest of a block is too short for a header
+            at += 2**15 - at % 2**15
+            continue
+        _, length, kind = struct.unpack("<IHB", raw[at : at + 7])
+        if at + 7 + length > len(raw):
+            return  # it is being written
+        parts += raw[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or last part
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def wandb_run(out: Path) -> tuple[str, dict[int, dict[str, Any]], list[Any]]:
+    """Name, history by step, and all records of the last offline run in a run directory."""
+    file = sorted(out.glob("wandb/offline-run-*/*.wandb"))[-1]
+    deadline = time.monotonic() + 20
+    while True:  # wandb's process may write on for a moment after the run is finished
+        records = list(wandb_records(file))
+        if any(record.WhichOneof("record_type") == "exit" for record in records) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    [name] = [record.run.run_id for record in records if record.WhichOneof("record_type") == "run"]
+    history: dict[int, dict[str, Any]] = {}
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            history[row["_step"]] = row
+    return name, history, records
+
+
+@pytest.mark.usefixtures("pictures")
+def test_the_wandb_run_has_what_metrics_jsonl_has_and_more(tmp_path: Path) -> None:
+    config = Config(problem="digits-mlp", optimizer=OPTIMIZERS["kfac-sgd"](), epochs=2, out=tmp_path, wandb="offline")
+    train(config)
+    name, history, records = wandb_run(tmp_path)
+    assert name == (tmp_path / "wandb-id").read_text()
+    rows = read_metrics(tmp_path)
+    assert list(history) == list(range(len(rows)))
+    for logged, row in zip(history.values(), rows, strict=True):
+        for key in row.keys() - {"curvature"}:
+            assert logged[key] == pytest.approx(row[key])
+    steps = [row for row in rows if "train/batch_loss" in row]
+    assert all({"optim/lr", "optim/damping", "optim/kl", "time/step"} <= row.keys() for row in steps)
+    for logged, row in zip(history.values(), rows, strict=True):
+        for layer, of in row.get("curvature", {}).items():
+            assert layer in ("1.weight", "1.bias", "3.weight", "3.bias")
+            for quantity in ("ggn_trace", "gradient_snr", "top_B"):
+                assert logged[f"curvature/{quantity}/{layer}"] == pytest.approx(of[quantity]) and of[quantity] > 0
+            assert {f"parameters/{layer}/bins", f"gradients/{layer}/bins"} <= logged.keys()
+            assert f"curvature/log10_eigenvalues_B/{layer}/bins" in logged
+            assert of["spectrum_B"] == sorted(of["spectrum_B"]) and len(of["spectrum_B"]) == 11
+    assert {"results/curves/path", "results/layers/path", "results/evaluations/path"} <= history[len(rows) - 1].keys()
+    artifacts = [record.artifact for record in records if record.WhichOneof("record_type") == "artifact"]
+    files = {artifact.type: {entry.path for entry in artifact.manifest.contents} for artifact in artifacts}
+    drawn = {"curves.png", "layers.png", "evaluations.table.json"}
+    assert files["results"] == drawn | {"config.json", "metrics.jsonl"} and files["model"] == {"checkpoint.pt"}
+    [of_run] = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    settings = {update.key: json.loads(update.value_json) for update in of_run.config.update}
+    assert settings["optimizer"]["name"] == "kfac-sgd" and settings["seed"] == 0
+    assert settings["parameters"] == sum(p.numel() for p in Training(config.resolved()).model.parameters())
+    assert (of_run.run_group, of_run.job_type) == ("digits-mlp-kfac-sgd", "train")
+    assert set(of_run.tags) == {"digits-mlp", "kfac-sgd"}
+
+
+def test_charts_have_steps_below_and_the_best_values_are_in_the_summary(tmp_path: Path) -> None:
+    run(tmp_path, wandb="offline")
+    _, _, records = wandb_run(tmp_path)
+    metrics = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
+    assert "*" in {metric.glob_name for metric in metrics}
+    assert {metric.step_metric for metric in metrics if metric.name != "step"} == {"step"}
+    assert {metric.name for metric in metrics if metric.summary.min} == {"train/loss", "test/loss"}
+    assert {metric.name for metric in metrics if metric.summary.max} == {"test/accuracy"}
+    summary: dict[str, Any] = {}
+    for record in records:
+        if record.WhichOneof("record_type") == "summary":
+            for item in record.summary.update:
+                summary["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+    rows = evaluations(read_metrics(tmp_path))
+    assert summary["test/accuracy"]["max"] == pytest.approx(max(row["test/accuracy"] for row in rows))
+
+
+def test_the_command_line_without_a_key_is_offline(tmp_path: Path) -> None:
+    arguments = ["experiments.train", "--problem", "digits-mlp", "--epochs", "1", "sgd", "--lr", "0.05", "--seed", "3"]
+    done = command(*arguments, cwd=tmp_path, HOME=str(tmp_path), NETRC=str(tmp_path / "none"))
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "runs" / "digits-mlp-sgd-3"
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("wandb: offline")]
+    folder = Path(line.split("wandb sync ")[1])
+    assert (tmp_path / folder / f"run-{(out / 'wandb-id').read_text()}.wandb").is_file()
+    assert "curves.png" in done.stdout and (out / "curves.png").exists()
+    assert json.loads((out / "config.json").read_text())["optimizer"]["lr"] == 0.05
+    assert len(wandb_run(out)[1]) == len(read_metrics(out))
+
+
+def test_wandb_that_stops_working_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self, *args, **kwargs) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("wandb.Run.log", full)
+    train(Config(problem="digits-mlp", optimizer=OPTIMIZERS["sgd"](), epochs=1, out=tmp_path, wandb="offline"))
+    assert "No space left" in caplog.text
+    assert len(evaluations(read_metrics(tmp_path))) == 2
+
+
+def test_wandb_disabled_writes_none_of_its_files(tmp_path: Path) -> None:
+    run(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint.pt",
+        "config.json",
+        "curves.png",
+        "finished.json",
+        "layers.png",
+        "metrics.jsonl",
+    ]
+
+
+def test_a_broken_wandb_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert default_mode() == "offline"
+    train(Config(problem="digits-mlp", optimizer=OPTIMIZERS["sgd"](), epochs=1, out=tmp_path, wandb="online"))
+    assert "could not start online" in caplog.text and "could not start offline" in caplog.text
+    assert len(evaluations(read_metrics(tmp_path))) == 2
