@@ -7,23 +7,36 @@ STAMP := $(VENV)/.installed
 # The jobs here are small: one thread each is steady where threads would wait for each other on a busy machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test lint docs setup clean
+.PHONY: help train test test-alone lint docs build setup clean
+.DEFAULT_GOAL := help
 
-train: $(STAMP)  ## set up, then train the default problem with SGD and KFACSGD and compare them
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+train: $(STAMP)  ## train a small CNN with SGD and KFACSGD and compare them: a minute
 	$(BIN)/python -m experiments.compare
 
-test: lint  ## set up, then check style, types and tests
+test: lint  ## check style, types and tests: some ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python tests/alone.py
 
-lint: $(STAMP)
+test-alone: $(STAMP)  ## run 60 random tests, each in a process of its own
+	$(BIN)/python tests/alone.py
+
+lint: $(STAMP)  ## check style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-docs: $(STAMP)  ## set up, then build the documentation, examples included, into docs/_build/html
+docs: $(STAMP)  ## build the documentation, examples included, into docs/_build/html
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
-setup: $(STAMP)
+build: $(STAMP)  ## build wheel and source distribution into dist and check them
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+
+setup: $(STAMP)  ## install curvopt and its development tools into .venv, as every other target does first
 
 # A virtual environment that an interrupted run left half-made has no working pip: it is made anew.
 $(STAMP): pyproject.toml
@@ -34,5 +47,5 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $(STAMP)
 
-clean:
+clean:  ## remove all that the other targets made, but for runs
 	rm -rf $(VENV) dist docs/_build docs/gallery docs/sg_execution_times.rst
