@@ -15,11 +15,14 @@ NAMES = ("checkpoint.pt", "checkpoint.previous.pt")  # newest first
 def replace_file(file: Path, write: Any) -> None:
     """Calls ``write`` on a temporary file beside ``file`` and moves that into place once it is on the disk."""
     part = file.with_name(f"{file.name}.part")
-    with open(part, "wb") as stream:
-        write(stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(part, file)
+    try:
+        with open(part, "wb") as stream:
+            write(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)  # half of a file would fill a full disk
 
 
 def save(state: dict[str, Any], directory: Path) -> None:
@@ -27,7 +30,16 @@ def save(state: dict[str, Any], directory: Path) -> None:
     newest, previous = (directory / name for name in NAMES)
     if newest.exists():
         os.replace(newest, previous)
-    replace_file(newest, lambda stream: torch.save(state, stream))
+
+    def write(stream: Any) -> None:
+        try:
+            torch.save(state, stream)
+        except RuntimeError as error:  # PyTorch's archive cannot be closed where the disk is full
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+    replace_file(newest, write)
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any] | None:

@@ -53,9 +53,9 @@ class Config:
     epochs: int | None = None
     """Passes over the training set; without it those of the problem. May be raised with --resume."""
     batch_size: int | None = None
-    """Samples per step, over all processes; without it those of the problem, 8 times more for hessian-free, lbfgs."""
+    """Samples per step, over all processes; without it the problem's, 8 times as many for hessian-free and lbfgs."""
     accumulate: int = 1
-    """Parts that a batch is cut into, one after the other; saves memory."""
+    """Parts that a batch is cut into and computed one by one, which saves memory."""
     schedule: Literal["constant", "cosine", "linear", "steps"] = "constant"
     """Learning rate after warm-up: to zero by a cosine or linearly, or a tenth after 1/2 and again after 3/4."""
     warmup: int = 0
@@ -169,6 +169,6 @@ def parse(arguments: Sequence[str] | None = None, description: str = "") -> Conf
         Config,
         args=arguments,
         prog="python -m experiments.train",
-        description=f"{description}\n{problems}",
+        description=f"{description.strip()}\n\nProblems:\n\n{problems}",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs, tyro.conf.FlagCreatePairsOff),
     )

@@ -1,6 +1,6 @@
 """Train a network with an optimizer, log everything, draw the curves.
 
-    python -m experiments.train                                   # KFACSGD on 5,000 MNIST images: some 10 seconds
+    python -m experiments.train                                   # KFACSGD on 5,000 MNIST images: half a minute
     python -m experiments.train --problem digits-mlp adamw --lr 0.01
     python -m experiments.train adamw --help                      # the options of AdamW
     torchrun --nproc-per-node 2 -m experiments.train --problem cifar10-3c3d --download sgd
@@ -117,6 +117,7 @@ def main() -> None:
     except (DivergedError, SettingsError, CurvoptError, DataError) as error:
         sys.exit(f"stopped: {error}" if first else 1)
     except OSError as error:
+        logging.raiseExceptions = False  # wandb cannot write its log to that disk either, and would say so at length
         sys.exit(f"stopped: {config.resolved().out} cannot be written: {error}" if first else 1)
     except KeyboardInterrupt:
         sys.exit("interrupted; with --save-every, the same command with --resume goes on from the last checkpoint")

@@ -167,6 +167,7 @@ def test_a_full_disk_ends_in_one_line(writer: str, tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(writer, full)
+    monkeypatch.setattr("logging.raiseExceptions", True)  # put back afterwards
     arguments = ["--problem", "digits-mlp", "--epochs", "1", "--wandb", "disabled", "--out", str(tmp_path), "sgd"]
     monkeypatch.setattr("sys.argv", ["train", *arguments])
     with pytest.raises(SystemExit) as stop:
