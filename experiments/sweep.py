@@ -96,11 +96,9 @@ def grid(sweep: Sweep) -> tuple[list[Run], str, bool]:
 
 
 def run(arguments: Sequence[str]) -> str | None:
-    """Trains a point of the grid unless it is finished; ``None`` or what went wrong. Its output goes to log.txt."""
+    """Trains a point of the grid; the error that stopped it, if one did. Its output goes to log.txt."""
     config = parse(arguments).resolved()
     assert config.out is not None
-    if is_finished(config) and not config.overwrite:
-        return None
     config.out.mkdir(parents=True, exist_ok=True)
     with open(config.out / "log.txt", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         handler = logging.StreamHandler(log)
@@ -143,12 +141,13 @@ def main() -> None:
         runs, metric, smaller = grid(sweep)
     except SettingsError as error:
         sys.exit(f"stopped: {error}")
+    missing = [one for one in runs if sweep.overwrite or not is_finished(one.config.resolved())]
     # one thread each: runs at the same time would fight for the cores
     with joblib.parallel_config("loky", inner_max_num_threads=1):
         done = joblib.Parallel(sweep.jobs, return_as="generator_unordered")(
-            joblib.delayed(run)(one.arguments) for one in runs
+            joblib.delayed(run)(one.arguments) for one in missing
         )
-        failures = [failure for failure in tqdm(done, total=len(runs), unit="run") if failure]
+        failures = [failure for failure in tqdm(done, total=len(missing), unit="run") if failure]
     print("\n".join(failures), table(runs, metric, smaller), sep="\n")
     sys.exit(bool(failures))
 

@@ -32,7 +32,6 @@ from experiments.plots import read_metrics
 from experiments.problems import PROBLEMS
 from experiments.sweep import Sweep, grid
 from experiments.sweep import main as sweep_main
-from experiments.sweep import run as sweep_run
 from experiments.sweep import table as table_of_sweep
 from experiments.train import train
 
@@ -145,21 +144,25 @@ def sweep_file(tmp_path: Path, **changes: Any) -> Path:
 def test_a_sweep_runs_its_grid_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def sweep() -> tuple[Any, str]:
+        with pytest.raises(SystemExit) as stop:
+            sweep_main()
+        return stop.value.code, capsys.readouterr().out
+
+    monkeypatch.setattr("sys.argv", ["sweep", str(sweep_file(tmp_path)), "--out", str(tmp_path / "out")])
     runs, metric, smaller = grid(Sweep(sweep_file(tmp_path), out=tmp_path / "out"))
     assert [one.point for one in runs] == [{"lr": 0.1}, {"lr": 1e30}]
     train(runs[0].config)
     before = read_metrics(tmp_path / "out" / "lr=0.1")
-    good, bad = (sweep_run(one.arguments) for one in runs)
-    assert good is None and bad is not None and "lower --lr" in bad
+    code, printed = sweep()
+    assert code == 1 and "\n--problem=digits-mlp sgd --epochs=1 --lr=1e+30" in printed and "lower --lr" in printed
     assert "lower --lr" in (tmp_path / "out" / "lr=1e+30" / "log.txt").read_text()
     assert read_metrics(tmp_path / "out" / "lr=0.1") == before  # not again
     text = table_of_sweep(runs, metric, smaller)
     assert [line.split()[1] for line in text.splitlines()[2:]] == ["0.1", "1e+30"] and "inf" in text
     monkeypatch.setattr("experiments.sweep.train", lambda config: pytest.fail("trained again"))
-    monkeypatch.setattr("sys.argv", ["sweep", str(sweep_file(tmp_path)), "--out", str(tmp_path / "out")])
-    with pytest.raises(SystemExit) as stop:
-        sweep_main()
-    assert stop.value.code == 0 and text in capsys.readouterr().out
+    code, printed = sweep()
+    assert code == 0 and text in printed
 
 
 def test_the_sweep_file_means_the_same_to_wandb() -> None:
