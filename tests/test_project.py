@@ -1,0 +1,44 @@
+"""The files of the project agree with each other."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import curvopt
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (curvopt.__version__, PROJECT["license"])
+
+
+def test_workflows_test_the_oldest_versions_that_are_promised_and_one_more():
+    [tests] = [yaml.safe_load(file.read_text()) for file in WORKFLOWS if file.stem == "tests"]
+    rows = tests["jobs"]["tests"]["strategy"]["matrix"]["include"]
+    promised = [c.split(" :: ")[2] for c in PROJECT["classifiers"] if re.fullmatch(r".* :: 3\.\d+", c)]
+    assert {row["python"] for row in rows} == {promised[0], promised[-1]}
+    assert PROJECT["requires-python"] == f">={promised[0]}"
+    [torch] = [name for name in PROJECT["dependencies"] if name.startswith("torch")]
+    oldest = next(row["torch"] for row in rows if row["python"] == promised[0])
+    assert f"{oldest.removeprefix('==').removesuffix('.*')}" == torch.removeprefix("torch>=")
+
+
+@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "docs/tutorial.md", "examples/GALLERY_HEADER.rst"])
+def test_installations_name_the_distribution(file: str):
+    named = re.findall(r"pip install '?([\w.-]+)", " ".join((ROOT / file).read_text().split()))
+    assert named and set(named) <= {PROJECT["name"], ".", "-e"}
+
+
+def test_links_of_the_pages_beside_the_readme():
+    for page in ("CONTRIBUTING.md", "SECURITY.md"):
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / page).read_text()):
+            assert (ROOT / target).exists(), f"{page}: {target} does not exist"
