@@ -18,7 +18,7 @@ def extended_copy(model: nn.Module, lossfunc: nn.Module) -> tuple[nn.Module, nn.
 
 
 def layer_statistics(
-    model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Tensor, mc_samples: int = 1
+    model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Tensor, mc_samples: int = 10
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
     """Curvature and gradient noise of every parameter on one batch.
 
@@ -27,7 +27,7 @@ def layer_statistics(
         lossfunc: a loss that is a mean over samples.
         x: inputs ``[N, ...]``.
         y: targets ``[N, ...]``.
-        mc_samples: samples per datum of the curvature.
+        mc_samples: samples per datum of the curvature; a single one misses the rare ones of a confident network.
 
     Returns:
         For each parameter: ``ggn_trace``, trace of its block of the generalized Gauss-Newton matrix (sampled);

@@ -28,7 +28,6 @@ from experiments.data import ALPHABET, DEFAULT_ROOT, Data, DataError
 from experiments.plots import COLOURS, MARKERS
 from experiments.problems import PROBLEMS
 
-_MC_SAMPLES = 10  # per datum, for traces and factors
 _SHOWN = 10  # images
 
 
@@ -71,7 +70,7 @@ def inspect(inspection: Inspection) -> list[Path]:
     title = f"{config['problem']}, {config['optimizer']['name']}, step {state['step']}"
 
     x, y = _spread(given, inspection.samples)
-    layers, histograms = layer_statistics(model, lossfunc, x, y, mc_samples=_MC_SAMPLES)
+    layers, histograms = layer_statistics(model, lossfunc, x, y)
     figures = {
         "traces": draw_traces({name: row["ggn_trace"] for name, row in layers.items()}),
         "spectra": draw_spectra(histograms),
