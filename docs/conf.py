@@ -61,7 +61,7 @@ STORIES = [
 ]
 
 
-class Told:
+class StoryOrder:
     """Sorts the examples."""
 
     def __init__(self, folder: str):
@@ -87,7 +87,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",
     "filename_pattern": r"/plot_",
-    "within_subsection_order": Told,
+    "within_subsection_order": StoryOrder,
     "reset_modules": ("matplotlib", reset),
     "abort_on_example_error": True,
     "download_all_examples": False,

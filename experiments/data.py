@@ -19,7 +19,7 @@ BLOCK = 64  # characters that a language model sees at once
 
 
 class DataError(RuntimeError):
-    """Data are absent, corrupt or of the wrong form; says which, and what to do."""
+    """Data are absent, corrupt or of the wrong form; says which, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Dataset:
-    """How to get a data set, and what is known of it before."""
+    """How to get a data set, and its shape."""
 
     load: Callable[[Path, bool], Data]
     """Root of the files and whether to download them -> images ``[N, C, H, W]`` in [0, 1], or texts ``[N, T]``."""
@@ -88,13 +88,13 @@ def _torchvision(name: str, classes: int) -> Callable[[Path, bool], Data]:
                 _require_labels(split, classes, name)
         except Exception as error:  # whatever a parser says to a broken file
             if download:
-                reason = f"could not be downloaded to {root}, or what is there is corrupt"
-                remedy = "remove it and run the same command again, or put the files there by hand"
+                reason = f"could not be downloaded to {root}, or its files are corrupt"
+                remedy = "remove them and run this command again, or put the files there by hand"
             else:
                 reason = f"is not in {root}, or is corrupt"
                 folder = getattr(getattr(torchvision.datasets, name), "base_folder", f"{name}/raw")
                 remedy = (
-                    f"run the same command with --download, or with --data-root DIR where the files are in DIR/{folder}"
+                    f"run this command with --download, or with --data-root DIR where the files are in DIR/{folder}"
                 )
             raise DataError(f"{name} {reason} ({type(error).__name__}: {error}); {remedy}.") from error
         return Data(*splits, classes=classes)
@@ -145,10 +145,10 @@ def load(name: str, root: Path = DEFAULT_ROOT, download: bool = False) -> Data:
     Args:
         name: a key of ``DATASETS``.
         root: where files are looked for and cached.
-        download: get what is missing from the network; some data sets need it once.
+        download: get missing files from the network; some data sets need it once.
 
     Raises:
-        DataError: files are absent or corrupt; says what to run.
+        DataError: files are absent or corrupt; names the command to run.
     """
     return DATASETS[name].load(root, download)
 

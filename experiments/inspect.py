@@ -33,7 +33,7 @@ _SHOWN = 10  # images
 
 @dataclass(frozen=True)
 class Inspection:
-    """What to look at."""
+    """Which checkpoint, and how much of it to draw."""
 
     checkpoint: Annotated[Path, tyro.conf.Positional]
     """A checkpoint, or a run directory with one."""
@@ -133,7 +133,7 @@ def draw_traces(traces: Mapping[str, float]) -> Figure:
 def draw_spectra(histograms: Mapping[str, Tensor]) -> Figure:
     """Eigenvalues of the factors of weights in descending order."""
     figure = Figure(figsize=(13, 5), layout="constrained")
-    for axes, letter, what in zip(
+    for axes, letter, title in zip(
         figure.subplots(1, 2), "AB", ("A: second moment of inputs", "B: curvature of outputs"), strict=True
     ):
         prefix = f"curvature/log10_eigenvalues_{letter}/"
@@ -153,7 +153,7 @@ def draw_spectra(histograms: Mapping[str, Tensor]) -> Figure:
                 lw=1,
                 markevery=0.1,
             )
-        axes.set(xscale="log", yscale="log", xlabel="index", ylabel="eigenvalue", title=what)
+        axes.set(xscale="log", yscale="log", xlabel="index", ylabel="eigenvalue", title=title)
         axes.grid(alpha=0.3)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8)
@@ -172,7 +172,7 @@ def draw_gradients(x: Tensor, y: Tensor, norms: Tensor, z: Tensor) -> Figure:
     axes.grid(alpha=0.3)
     hardest = norms.argsort(descending=True)[:_SHOWN].tolist()
 
-    def told(i: int) -> str:
+    def describe(i: int) -> str:
         if not x.is_floating_point():
             return repr("".join(ALPHABET[code] for code in x[i]))
         return "" if y.is_floating_point() else f"is {y[i]}, said {z[i].argmax()}"
@@ -182,10 +182,10 @@ def draw_gradients(x: Tensor, y: Tensor, norms: Tensor, z: Tensor) -> Figure:
         for axes, i in zip(panels, hardest, strict=False):
             image = x[i] - x.amin()
             axes.imshow((image / (x.amax() - x.amin())).permute(1, 2, 0).numpy(), cmap="gray", vmin=0, vmax=1)
-            axes.set_title(f"{told(i)}\nnorm {norms[i]:.3g}".lstrip(), fontsize=9)
+            axes.set_title(f"{describe(i)}\nnorm {norms[i]:.3g}".lstrip(), fontsize=9)
             axes.axis("off")
     else:
-        lines = ["    norm  sample", *(f"{norms[i]:8.3g}  {told(i)}" for i in hardest)]
+        lines = ["    norm  sample", *(f"{norms[i]:8.3g}  {describe(i)}" for i in hardest)]
         below.text(0.02, 0.95, "\n".join(lines), va="top", family="monospace", fontsize=9)
     return figure
 

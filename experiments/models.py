@@ -113,7 +113,7 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits: ``[N, outputs]`` of the mean token, or, if causal, ``[N, outputs, T]`` of each token."""
         tokens = self.embedding(x)
-        # every sample looks up the positions itself, so that its share of their gradient can be told
+        # every sample looks up the positions itself, so that it has a share of their gradient
         index = torch.arange(tokens.shape[1], device=x.device).expand(tokens.shape[:2])
         z = self.norm(self.blocks(tokens + self.positions(index)))
         return self.head(z).mT if self.causal else self.head(z.mean(1))

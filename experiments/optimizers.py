@@ -66,7 +66,7 @@ class OptimizerConfig:
 
     @property
     def remedy(self) -> str:
-        """What to change when the loss explodes."""
+        """Advice for a loss that explodes."""
         return "lower --lr or raise --damping" if "damping" in self.options() else "lower --lr"
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ class InTurn(torch.optim.Optimizer):
             part.step()
 
     def metrics(self) -> dict[str, Any]:
-        """What the parts report of their last step."""
+        """The metrics of the parts' last step."""
         reports = [part.metrics() for part in self.parts if hasattr(part, "metrics")]  # pyright: ignore
         return {name: value for report in reports for name, value in report.items()}
 
@@ -186,7 +186,7 @@ def _scalar(hint: Any) -> Any:
 
 
 def _helps(kind: type) -> dict[str, str]:
-    """First sentence of what a docstring says on each argument."""
+    """First sentence of a docstring on each argument."""
     texts = {}
     for argument in docstring_parser.parse(kind.__doc__ or "").params:
         text = re.sub("`_*", "", " ".join((argument.description or "").split()))

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogFormatter
 
-# Okabe & Ito (2008): told apart with every kind of colour vision; each colour has a marker of its own besides.
+# Okabe & Ito (2008): distinct with every kind of colour vision; each colour has a marker of its own besides.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 

@@ -83,7 +83,7 @@ class RunDirectory:
         settings = {**config.as_json(), **facts}
         self._write_json("config.json", settings)
         self._file = open(self.path / "metrics.jsonl", "ab")
-        self._file.truncate(0 if state is None else state["metrics_bytes"])  # what was written later comes again
+        self._file.truncate(0 if state is None else state["metrics_bytes"])  # rows behind the checkpoint come again
         self._rows = len(read_metrics(self.path))
         self.tracker = Tracker(config.wandb or default_mode(), self.path, settings, config.resume)
 

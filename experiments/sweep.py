@@ -60,7 +60,7 @@ def grid(sweep: Sweep) -> tuple[list[Run], str, bool]:
     """The runs of a sweep file, the metric to compare them by, and whether less of it is better.
 
     Raises:
-        SettingsError: the file cannot be read, needs wandb's server, or compares by what runs do not have.
+        SettingsError: the file cannot be read, needs wandb's server, or compares by a number that runs do not have.
     """
     try:
         settings = yaml.safe_load(sweep.file.read_text())

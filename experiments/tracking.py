@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 Mode = Literal["online", "offline", "disabled"]
 
-_PATIENCE = 20.0  # seconds that a server may take to answer at the start, and to receive what is left at the end
+_PATIENCE = 20.0  # seconds that a server may take to answer at the start, and to receive the rest at the end
 _BEST = {"train/loss": "min,last", "test/loss": "min,last", "test/accuracy": "max,last"}  # shown in the table of runs
 
 
@@ -102,7 +102,7 @@ class Tracker:
 
         run = self._run
         self._guarded(add)
-        self._run = run  # what was logged before is sent in any case
+        self._run = run  # the rows logged before are sent in any case
         self._guarded(lambda wandb, run: run.finish())
         self._run = None
 

@@ -35,7 +35,7 @@ _LAYER_SAMPLES = 128  # that curvature per layer is taken of
 
 
 class DivergedError(RuntimeError):
-    """The training loss stopped being finite; says what to lower."""
+    """The training loss stopped being finite; names the option to lower."""
 
 
 def accelerator_for(config: Config) -> Accelerator:

@@ -1,4 +1,4 @@
-"""Runs random tests, each in a process of its own, so that none passes thanks to what another one left behind.
+"""Runs random tests, each in a process of its own, so that none passes thanks to leftovers of another.
 
 python tests/alone.py                   60 tests, or as many as start within three minutes
 python tests/alone.py --seed 7          the 60 tests that a run with this seed took

@@ -1,4 +1,4 @@
-"""The script that runs tests in processes of their own notices those that need what another one left behind."""
+"""The script that runs tests in processes of their own notices those that need leftovers of another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training: what it learns, what it logs, what it refuses, and that seeds fix it."""
+"""Training: it learns, logs, refuses wrong settings, and follows its seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems and data of the experiments: what is loaded, what is refused, and that every model trains."""
+"""Problems and data of the experiments: they load, are refused where they are wrong, and every model trains."""
 
 import gzip
 import os
@@ -132,7 +132,7 @@ def test_mnist_is_read_from_its_files(mnist_files: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10", "cifar100"])
 def test_absent_files_get_a_command(name: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"is not in .*run the same command with --download, or with --data-root DIR"):
+    with pytest.raises(DataError, match=r"is not in .*run this command with --download, or with --data-root DIR"):
         data.load(name, tmp_path)
 
 

@@ -215,15 +215,19 @@ def test_inspect_draws_what_a_checkpoint_says(tmp_path: Path) -> None:
 
 
 def test_inspect_tells_of_samples_that_are_no_images() -> None:
-    def told(x: torch.Tensor) -> list[str]:
+    def described(x: torch.Tensor) -> list[str]:
         y, norms = torch.tensor([1, 0, 2]), torch.tensor([1.0, 3.0, 2.0])
         [text] = draw_gradients(x, y, norms, torch.eye(3)).subfigs[1].texts
         return text.get_text().splitlines()[1:]
 
-    assert told(torch.randn(3, 5)) == ["       3  is 0, said 1", "       2  is 2, said 2", "       1  is 1, said 0"]
-    assert told(torch.randn(3, 2, 5, 5)) == told(torch.randn(3, 5))
+    assert described(torch.randn(3, 5)) == [
+        "       3  is 0, said 1",
+        "       2  is 2, said 2",
+        "       1  is 1, said 0",
+    ]
+    assert described(torch.randn(3, 2, 5, 5)) == described(torch.randn(3, 5))
     words = torch.tensor([[data.ALPHABET.index(letter) for letter in word] for word in ("one", "two", "six")])
-    assert told(words) == ["       3  'two'", "       2  'six'", "       1  'one'"]
+    assert described(words) == ["       3  'two'", "       2  'six'", "       1  'one'"]
 
 
 def test_curvature_per_layer_is_what_its_names_say() -> None:

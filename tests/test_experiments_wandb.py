@@ -28,7 +28,7 @@ from experiments.training import Training
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
-    """What wandb has written: a log in the format of LevelDB."""
+    """The records of a wandb file: a log in the format of LevelDB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     raw, at, parts = file.read_bytes(), 7, b""

@@ -1,4 +1,4 @@
-"""Short trainings for the tests of the experiments, and how to look at what they leave behind."""
+"""Short trainings for the tests of the experiments, and how to look at their results."""
 
 from __future__ import annotations
 
