@@ -42,7 +42,7 @@ def accelerator_for(config: Config) -> Accelerator:
     """The device, the precision and the processes of a run; torchrun or ``accelerate launch`` start several."""
     AcceleratorState._reset_state(reset_partial_state=True)  # of a run before in this process
     if "LOCAL_RANK" not in os.environ and config.device != "cpu":
-        os.environ["ACCELERATE_TORCH_DEVICE"] = config.device
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(torch.empty(0, device=config.device).device)
     try:
         return Accelerator(
             cpu=config.device == "cpu",
@@ -81,12 +81,12 @@ class Training:
         except ValueError as error:
             raise SettingsError(f"{config.optimizer}: {error}") from error
         self._optimizer = optimizer
+        self.per_epoch = len(self.train_set.x) // config.batch_size
+        self.steps = config.epochs * self.per_epoch
+        self.scheduler = self._scheduler()  # before accelerate notes the optimizer's step, which schedulers wrap
         self.network = self.accelerator.prepare_model(self.model)  # called in a step: in parallel, in mixed precision
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
         attach(optimizer, self.model, self.lossfunc, self.accelerator.scaler)
-        self.per_epoch = len(self.train_set.x) // config.batch_size
-        self.steps = config.epochs * self.per_epoch
-        self.scheduler = self._scheduler()
         set_seed(config.seed + 1_000_003 * self.accelerator.process_index)  # dropout, augmentation, sampling
         self.done, self.seconds = 0, 0.0  # steps, and their time
 
