@@ -149,7 +149,7 @@ def main() -> None:
         )
         failures = [failure for failure in tqdm(done, total=len(missing), unit="run") if failure]
     print("\n".join(failures), table(runs, metric, smaller), sep="\n")
-    sys.exit(bool(failures))
+    sys.exit(1 if failures else 0)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def main() -> None:
     if late:
         print(f"{late} tests were left out: {options.seconds} seconds were over")
     print(f"{results.count('')} passed, {len(failed)} failed, {late} skipped")
-    sys.exit(bool(failed) or not results.count(""))
+    sys.exit(1 if failed or not results.count("") else 0)
 
 
 if __name__ == "__main__":
