@@ -1,6 +1,6 @@
 """Runs random tests, each in a process of its own, so that none passes thanks to leftovers of another.
 
-python tests/alone.py                   60 tests, or as many as start within three minutes
+python tests/alone.py                   60 tests, or as many as start within four minutes
 python tests/alone.py --seed 7          the 60 tests that a run with this seed took
 """
 
@@ -53,7 +53,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=60, help="tests to run (60)")
-    parser.add_argument("--seconds", type=int, default=180, help="no test starts later (180)")
+    parser.add_argument("--seconds", type=int, default=240, help="no test starts later (240)")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="chooses the tests")
     options = parser.parse_args()
     tests = collect()
