@@ -6,7 +6,6 @@ the time of what the engine chooses, divided by that of the best.
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,11 +23,9 @@ from benchmarks.packages import method
 from benchmarks.problems import PROBLEMS
 from benchmarks.tables import Choice, ProblemName
 from benchmarks.timing import RESULTS, machine, save, seconds
-from curvopt import backpack, extend
-from curvopt.core import costs, onednn
+from curvopt.core import costs
 from curvopt.core.derivatives.rules import AffineRule, rule_for
 from curvopt.core.jacobians import Outer, Patches, Squares
-from curvopt.extensions import SumGradSquared
 
 #: Largest temporary that a forced choice may ask for, in numbers.
 LARGEST = 2e8
@@ -68,8 +65,6 @@ class Layer:
     """A linear layer or a convolution, as the engine sees it: see `Outer`."""
 
     name: str
-    module: nn.Module
-    x: Tensor
     right: Tensor
     patches: Patches | None
     shape: torch.Size
@@ -88,7 +83,7 @@ def layers(problem: str) -> Iterator[Layer]:
                 shape = module.get_parameter("weight").shape
                 right = rule.unfold(module, args[0].detach())
                 right, patches = (right.whole, right.used_once()) if isinstance(right, Patches) else (right, None)
-                found.setdefault((right.shape, shape), Layer(name, module, args[0].detach(), right, patches, shape))
+                found.setdefault((right.shape, shape), Layer(name, right, patches, shape))
 
             handles.append(module.register_forward_hook(keep))
     task.model(task.x)
@@ -97,20 +92,12 @@ def layers(problem: str) -> Iterator[Layer]:
     yield from found.values()
 
 
-def gradient(module: nn.Module, x: Tensor) -> Tensor | None:
-    """Of one layer's weight, with squares of individual gradients."""
-    module.zero_grad()
-    with torch.enable_grad(), backpack(SumGradSquared()):
-        module(x).sum().backward()
-    return module.get_parameter("weight").grad
-
-
-def chunks(left: Tensor, right: Tensor | Patches, shape: torch.Size, columns: int, kept: int = 1) -> Any:
-    """Squares of columns that come one by one, as in a sweep of a large network, with memory for some."""
+def chunks(left: Tensor, right: Tensor | Patches, shape: torch.Size, columns: int) -> Any:
+    """Squares of columns that come one by one, as in a sweep of a large network."""
     squares, right = Squares(), right.used_once() if isinstance(right, Patches) else right
     for _ in range(columns):
         outer = Outer(left, right, shape)
-        outer.columns, outer.kept = columns, kept
+        outer.columns = columns
         squares.add(outer)
     return squares.total()
 
@@ -127,24 +114,14 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
         if I >= costs.SYMMETRIC_BLOCK:
             yield Case("symmetric products by blocks", f"{where} F={I}", "by_blocks", (True, False), outer.right_factor)
         if layer.patches is not None:
-            yield Case("moments by shifts", f"{where} S={S} I={I}", "by_shifts", (True, False), in_use.right_factor)
+            yield Case("moments by rows", f"{where} S={S} I={I}", "by_rows", (True, False), in_use.right_factor)
             call = Outer(left, right, matrix).left_factor
             yield Case("moments sample by sample", f"{where} S={S} O={O}", "moment_by_samples", (True, False), call)
             numbers = tuple(dict.fromkeys((1, min(8, N), N)))
             yield Case("rows of a moment at once", f"{where} S={S} I={I}", "rows_at_once", numbers, in_use.right_factor)
-        if onednn.available() and S * O * I >= costs.ONEDNN_REPEATED:
-            for what, call in {
-                "squares": partial(chunks, left, layer.patches or right, matrix, 1),
-                "moment": in_use.right_factor,
-            }.items():
-                shape = f"{what} S={S} O={O} I={I}"
-                yield Case("products by oneDNN", f"{where} {shape}", "onednn_is_faster", (True, False), call)
         if S == 1:
             continue
         shape = f"S={S} O={O} I={I}"
-        if 3 * left.numel() <= costs.KEPT_ENTRIES:
-            call = partial(chunks, left, layer.patches or right, matrix, 6, kept=3)
-            yield Case("columns kept for later", f"{where} {shape}", "vectors_worth_keeping", (1, 3), call)
         pairs = S * (S + 1) // 2
         if 2 * N * S * S < LARGEST and N * O * I < LARGEST:
             yield Case("norms by Gram matrices", f"{where} {shape}", "by_gram", (True, False), outer.norms2)
@@ -158,13 +135,6 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
         if layer.patches is not None:
             call = partial(chunks, left, layer.patches, matrix, 1)
             yield Case("patches one by one", f"{where} {shape}", "one_by_one", (True, False), call)
-        yield Case(
-            "gradients as sums of products",
-            f"{where} {shape}",
-            "spares_gradient",
-            (True, False),
-            partial(gradient, extend(copy.deepcopy(layer.module)), layer.x),
-        )
         for V in (1, PROBLEMS[problem].classes):
             if N * pairs * (O + I) < LARGEST and V <= 100:
                 call = partial(chunks, left, right, matrix, V)
@@ -178,7 +148,6 @@ def cases_of_networks(problem: str) -> Iterator[Case]:
             call = method("curvopt", PROBLEMS[problem].make(), quantity).run
             where = f"{problem} {quantity}"
             yield Case("columns at once", where, "columns_at_once", together, call)
-            yield Case("the gradient for a column", where, "gradient_for_column", (True, False), call)
 
 
 def chosen(case: Case) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,8 +26,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
 
 from curvopt import CurvoptError, backpack, extend, extensions
-from curvopt.core.derivatives.rules import DefaultRule
-from curvopt.core.sweep import Pass
+from curvopt.core.autograd_graph.backward_graph import CallInGraph
+from curvopt.core.backward import hessian_residuals
+from curvopt.core.backward.backward_pass import BackwardPass, FactoredLoss
+from curvopt.core.derivatives.sample_by_sample import SharedCall
+from curvopt.core.functional import FunctionalUse
 
 N, C = 2, 3  # samples and classes
 
@@ -218,11 +222,9 @@ class Definition:
             yield self.sampled[torch.arange(N), list(labels)]
 
 
-def definitions(layer: Layer) -> dict[str, Definition] | None:
-    """Of every parameter of a layer; none where the samples depend on each other."""
+def definitions(layer: Layer) -> dict[str, Definition]:
+    """Of every parameter of a layer."""
     model, inputs, y = build(layer, layer.same or layer.make)
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()):
-        return None
     with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no second derivative
         z = model(inputs)
     return {name: Definition(z, y, p) for name, p in model.layer.named_parameters()}
@@ -249,17 +251,15 @@ def are_factors(factors: list[Tensor], p: nn.Parameter) -> bool:
     return prod((f.shape[-1] for f in factors), start=groups) == p.numel() and all(is_psd(f) for f in factors)
 
 
-def is_right(field: str, p: nn.Parameter, of: Definition | None) -> bool:
+def is_right(field: str, p: nn.Parameter, of: Definition) -> bool:
     """Whether a field of a parameter agrees with its definition, as far as that determines it."""
     value = getattr(p, field)
     if field in ("kfac", "kflr", "kfra", "kfac_empirical"):
-        if not are_factors(value, p) or of is None or len(value) > 1 or field == "kfra":
+        if not are_factors(value, p) or len(value) > 1 or field == "kfra":
             return are_factors(value, p)
         if field == "kfac_empirical":
             return close(value[0], N * of.gradients.T @ of.gradients)
         return close(value[0], of.ggn.sum(0)) if field == "kflr" else any(close(value[0], s.T @ s) for s in of.drawn())
-    if of is None:
-        return value.shape == p.shape and bool((value >= 0).all())
     diagonals = of.ggn.diagonal(0, 1, 2), of.hessian.diagonal(0, 1, 2)
     match field:
         case "grad_batch":
@@ -325,30 +325,43 @@ def build(layer: Layer, make: Callable[[], nn.Module]) -> tuple[Net, Sequence[Te
         return Net(make(), inputs).train(layer.train), inputs, torch.randint(C, (N,))
 
 
+def way_of(call: CallInGraph) -> str:
+    """How the Jacobians of a call's parameters are computed."""
+    if isinstance(call.samples, dict) or isinstance(call.rule, SharedCall):
+        return "sample by sample"
+    return "operations" if isinstance(call.call, FunctionalUse) else "rule"
+
+
 @contextmanager
-def observed() -> Iterator[tuple[set[nn.Module], set[nn.Parameter]]]:
-    """Modules that got the default rule, and parameters that were differentiated twice, while this is open."""
-    by_default: set[nn.Module] = set()
-    twice: set[nn.Parameter] = set()
-    jac_t, direct = DefaultRule.jac_t, Pass._direct
+def observed() -> Iterator[dict[nn.Parameter, set[str]]]:
+    """How the quantities of each parameter are computed, while this is open."""
+    ways: dict[nn.Parameter, set[str]] = defaultdict(set)
+    begin, differentiate = BackwardPass.before_backward, hessian_residuals._by_double_backward
 
-    def default_jac_t(self: DefaultRule, use: Any, *args: Any) -> Any:
-        by_default.add(use.module)
-        return jac_t(self, use, *args)
+    def observed_begin(run: BackwardPass) -> None:
+        for call in run.calls:
+            for p in call.parameters.values():
+                ways[p].add(way_of(call))
+        begin(run)
 
-    def observed_direct(self: Pass, use: Any, slope: Tensor, parameters: list[nn.Parameter], *args: Any) -> None:
-        twice.update(parameters)
-        direct(self, use, slope, parameters, *args)
+    def observed_differentiate(
+        run: BackwardPass, loss: FactoredLoss, slope: Tensor, parameters: list[nn.Parameter], *args: Any
+    ) -> None:
+        ways.update((p, {"double backward"}) for p in parameters)
+        differentiate(run, loss, slope, parameters, *args)
 
-    with mock.patch.object(DefaultRule, "jac_t", default_jac_t), mock.patch.object(Pass, "_direct", observed_direct):
-        yield by_default, twice
+    with (
+        mock.patch.object(BackwardPass, "before_backward", observed_begin),
+        mock.patch.object(hessian_residuals, "_by_double_backward", observed_differentiate),
+    ):
+        yield ways
 
 
-def cell(layer: Layer, kind: Kind, expected: dict[str, Definition] | None) -> Cell:
+def cell(layer: Layer, kind: Kind, expected: dict[str, Definition]) -> Cell:
     """Compute one quantity of one layer, see how it was done, and check it."""
     model, inputs, y = build(layer, layer.make)
     model, lossfunc = extend(model), extend(nn.CrossEntropyLoss())
-    with warnings.catch_warnings(), observed() as (by_default, twice):
+    with warnings.catch_warnings(), observed() as ways:
         warnings.simplefilter("ignore")  # of cost
         try:
             with backpack(kind()):
@@ -360,14 +373,10 @@ def cell(layer: Layer, kind: Kind, expected: dict[str, Definition] | None) -> Ce
     for name, p in model.layer.named_parameters():
         if not hasattr(p, kind.field):
             return Cell("wrong", f"{name} got no field")
-        if not is_right(kind.field, p, expected and expected[name]):
+        if not is_right(kind.field, p, expected[name]):
             return Cell("wrong", f"{name} disagrees with its definition")
-    ways = set()
-    for module in model.layer.modules():
-        for p in module.parameters(recurse=False):
-            holder = model.layer if module not in by_default and model.layer in by_default else module
-            ways.add("double backward" if p in twice else "default" if holder in by_default else "rule")
-    return Cell(", ".join(way for way in ("rule", "default", "double backward") if way in ways))
+    found = set[str]().union(*(ways[p] for p in model.layer.parameters()))
+    return Cell(", ".join(way for way in ("rule", "operations", "sample by sample", "double backward") if way in found))
 
 
 def shortened(message: str, field: str) -> str:
@@ -391,8 +400,11 @@ Every layer of `torch.nn` that has parameters, in a network of that layer, a tan
 quantity of the layer's parameters is computed:
 
 - **rule**: a registered rule, and for quantities of the Hessian what the nonlinear operations after the layer add.
-- **default**: the layer is differentiated sample by sample with `torch.func`; exact, and slower.
-- **double backward**: a rule (or the default) for the Gauss-Newton part; what the layer itself adds to the Hessian, by
+- **operations**: the operations at which the parameters meet the samples, read off the autograd graph, each by the rule
+  of its kind.
+- **sample by sample**: an operation that no rule knows, or whose samples are not along one axis, gets the vectors of
+  each sample by themselves; exact, and slower.
+- **double backward**: one of these for the Gauss-Newton part; what the layer itself adds to the Hessian, by
   differentiating its gradient again, one backward for each entry of the parameter.
 - **not defined**: refused with an error, shortened below.
 

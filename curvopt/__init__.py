@@ -1,8 +1,8 @@
 """Second-order information in one backward pass, and torch.optim optimizers that live on it."""
 
 from curvopt.core import derivatives  # registers the rules
-from curvopt.core.context import backpack
-from curvopt.core.sweep import set_columns_per_sweep
+from curvopt.core.backward.backpack import backpack
+from curvopt.core.backward.columns import set_columns_per_sweep
 from curvopt.core.uses import disable, extend
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.regularizers import L2Regularizer

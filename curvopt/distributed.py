@@ -11,21 +11,20 @@ Train with ``DistributedDataParallel`` as with any torch optimizer; nothing else
             lossfunc(model(x), y).backward()
         optimizer.step()
 
-On steps that refresh the curvature, ``step()`` first takes the mean over the ranks of what their backwards have
-brought, as DDP does with gradients. So the loss of the step is the mean of the ranks' losses, and R ranks on equal
-parts of a batch take the step that one rank takes on the whole. Where the parts are unequal, let each rank's loss be
-the sum over its samples times R, divided by the number of samples on all ranks; a rank may then have none. Between
-refreshes nothing is exchanged.
+On steps that refresh the curvature, ``step()`` first averages the curvature over the ranks, as DDP does with
+gradients. So the loss of the step is the mean of the ranks' losses, and R ranks on equal parts of a batch take the step
+that one rank takes on the whole. Where the parts are unequal, let each rank's loss be the sum over its samples times R,
+divided by the number of samples on all ranks; a rank may then have none. Between refreshes nothing is exchanged.
 
 Inverses and eigenbases are divided among the ranks by cost (d³ for a ``[d, d]`` matrix), each is computed once and
-broadcast. All decisions (what is not finite, which bases have turned) are made on numbers that are the same on every
-rank, so no rank steps alone.
+broadcast. All decisions (which curvature is not finite, which bases are renewed) are made on numbers that are equal on
+all ranks, so no rank steps alone.
 
-What all ranks must do alike: build the optimizer from the same model, load the same checkpoint (that of any rank will
-do), call ``step()`` equally often. Ranks that run out of batches before others cannot be waited for by
+All ranks build the optimizer from one model, load one checkpoint (that of any rank will do), and call ``step()``
+equally often. Ranks that run out of batches before others cannot be waited for by
 ``torch.distributed.algorithms.Join``; give them empty batches. Monte-Carlo samples follow from a seed that all ranks
-share, the number of draws and the rank: each rank has a stream of its own, and a run resumes bit for bit on as many
-ranks as it had.
+share, the number of draws and the rank: each rank has its own stream, and a run resumes bit for bit on as many ranks as
+it had.
 
 ``optimizer.process_group`` chooses other ranks than all, or with ``None`` a process on its own.
 """
@@ -43,7 +42,7 @@ from torch import Tensor
 from curvopt.errors import CurvoptError
 
 
-class Peers:
+class Ranks:
     """The ranks that train one model together.
 
     Args:
@@ -52,7 +51,7 @@ class Peers:
     """
 
     def __init__(self, group: "dist.ProcessGroup", device: torch.device):
-        """Look up who we are."""
+        """Look up the rank and the number of ranks."""
         self.group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -76,13 +75,13 @@ class Peers:
     def union(
         self, forms: Mapping[int, Any], names: Sequence[str], largest: Sequence[int], equal: Any
     ) -> tuple[dict[int, Any], list[int]]:
-        """Agree on what there is: one small transfer, and a second one where the ranks differ in ``forms``.
+        """Agree on forms and numbers: one small transfer, and a second one where the ranks differ in ``forms``.
 
         Args:
-            forms: by index of a parameter, in increasing order; made of numbers and strings.
+            forms: numbers and strings, by index of a parameter in increasing order.
             names: of the parameters.
-            largest: below 2⁶³.
-            equal: what must not differ; made of numbers and strings.
+            largest: numbers below 2⁶³.
+            equal: numbers and strings that must not differ.
 
         Returns:
             The forms of all ranks together, and the largest over the ranks of each number in ``largest``.
@@ -98,7 +97,7 @@ class Peers:
             raise CurvoptError(
                 f"the ranks' optimizers are not in the same state (rank {self.rank}: {equal}). Build them from the "
                 "same model, load the same checkpoint and call step() on every rank; or set optimizer.process_group, "
-                "to None for a process that trains a model of its own."
+                "to None for a process that trains another model."
             )
         if high_forms == -low_forms:
             return dict(forms), result
@@ -115,16 +114,21 @@ class Peers:
         return dict(sorted(merged.items())), result
 
 
-def peers_of(group: "dist.ProcessGroup | Literal['world'] | None", device: torch.device) -> Peers | None:
+def ranks_of(group: "dist.ProcessGroup | Literal['world'] | None", device: torch.device) -> Ranks | None:
     """The ranks to work with: all, or those of a group; ``None`` for a process on its own, or outside of the group."""
     if group is None or not dist.is_available() or not dist.is_initialized():
         return None
     chosen: Any = dist.group.WORLD if group == "world" else group
-    return Peers(chosen, device) if dist.get_world_size(chosen) > 1 else None
+    return Ranks(chosen, device) if dist.get_world_size(chosen) > 1 else None
+
+
+def mean_of(ranks: Ranks | None, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The mean over all processes that train the model together."""
+    return list(tensors) if ranks is None else ranks.mean(tensors)
 
 
 def share(
-    peers: Peers | None,
+    ranks: Ranks | None,
     factors: Sequence[Tensor],
     work: Callable[[list[int]], Sequence[list[Tensor]]],
     shapes: Sequence[Callable[[Tensor], Sequence[int]]],
@@ -132,37 +136,37 @@ def share(
     """Do work on many factors, each matrix on one rank; diagonals ``[d]`` cost less than sending them.
 
     Args:
-        peers: who shares the work.
+        ranks: those that share the work.
         factors: equal on all ranks.
         work: from the indices of some factors to lists of results, one for each factor and of its dtype.
         shapes: of the results of a factor, for each list.
 
     Returns:
-        The lists of results for all factors, the same on every rank.
+        The lists of results for all factors, equal on all ranks.
     """
-    if peers is None:
+    if ranks is None:
         return work(list(range(len(factors))))
-    shares = divide([prod(f.shape[:-1]) * f.shape[-1] ** 2 if f.ndim > 1 else 0 for f in factors], peers.size)
-    own = [*shares[peers.rank], *(i for i, factor in enumerate(factors) if factor.ndim < 2)]
+    shares = divide([prod(f.shape[:-1]) * f.shape[-1] ** 2 if f.ndim > 1 else 0 for f in factors], ranks.size)
+    own = [*shares[ranks.rank], *(i for i, factor in enumerate(factors) if factor.ndim < 2)]
     results = [[torch.empty(0)] * len(factors) for _ in shapes]
     for column, found in zip(results, work(own), strict=True):
         for i, result in zip(own, found, strict=True):
-            column[i] = result.contiguous()  # as others get it: products of other strides are rounded otherwise
+            column[i] = result.contiguous()  # as broadcast: products with other strides round differently
 
     running = []
     for owner, chosen in enumerate(shares):
         for members in _kinds(factors, chosen):
             like = factors[members[0]]
-            if owner == peers.rank:
+            if owner == ranks.rank:
                 buffer = torch.cat([column[i].to(like).reshape(-1) for column in results for i in members])
             else:
                 buffer = like.new_empty(sum(prod(shape(factors[i])) for shape in shapes for i in members))
-            handle = dist.broadcast(buffer, group=peers.group, group_src=owner, async_op=True)
+            handle = dist.broadcast(buffer, group=ranks.group, group_src=owner, async_op=True)
             running.append((owner, members, buffer, handle))
     for owner, members, buffer, handle in running:
         assert handle is not None
         handle.wait()
-        if owner != peers.rank:
+        if owner != ranks.rank:
             for column, shape in zip(results, shapes, strict=True):
                 for i in members:
                     form = tuple(shape(factors[i]))
@@ -187,9 +191,9 @@ def refuse_sharded(parameters: Iterable[tuple[str, str, Tensor]]) -> None:
     """Raise if a parameter is sharded: its Kronecker factors need the rows and columns that other ranks have.
 
     Args:
-        parameters: with who asks for each, and its name.
+        parameters: the caller to name in the error, the parameter's name, and the parameter.
     """
-    module = sys.modules.get("torch.distributed.tensor")  # whoever has such parameters has imported it
+    module = sys.modules.get("torch.distributed.tensor")  # imported by all code that makes such parameters
     if module is None:
         return
     gathered = _gathered()
@@ -205,7 +209,7 @@ def refuse_sharded(parameters: Iterable[tuple[str, str, Tensor]]) -> None:
 
 
 def _gathered() -> set[int]:
-    """The parameters that ``fully_shard`` puts in the place of sharded ones for the forward and the backward."""
+    """Ids of the parameters that ``fully_shard`` uses in place of sharded ones in forward and backward."""
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
     groups: list[Any] = []
     for state in [state() for state in states.values()]:

@@ -5,7 +5,7 @@ A *factor list* stands for one symmetric positive semi-definite matrix over the 
 - ``[F1, F2, ...]``, each ``[d, d]``: ``F1 ⊗ F2 ⊗ ...`` (for a weight ``[O, I]``: ``[B, A]``, ``B ⊗ A`` row-major);
 - a factor ``[d]`` is the diagonal of a diagonal matrix, a factor ``[]`` a multiple of the identity;
 - factors ``[G, d, d]`` are ``G`` groups: the block-diagonal matrix of their ``G`` Kronecker products;
-- a factor ``[G, K, b, b]`` is block-diagonal: of each group K blocks, the last of which may reach over its size d.
+- a factor ``[G, K, b, b]`` is block-diagonal: K blocks for each group, and the last may reach beyond its size d.
 """
 
 import logging
@@ -16,11 +16,8 @@ from math import isnan, prod
 import torch
 from torch import Tensor
 
-from curvopt.core import costs
 from curvopt.core.eigen import LinAlgError, eigh
 from curvopt.core.jacobians import in_pieces
-from curvopt.core.products import product as matrix_product
-from curvopt.core.products import set_products
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +25,7 @@ logger = logging.getLogger(__name__)
 def sizes_of(factors: Sequence[Tensor], shape: Sequence[int]) -> list[int]:
     """The sizes d of the factors of a parameter: the first axes belong to the first factor, all others to the second.
 
-    That is axis 0, or more where the factors say so: those of groups and inputs of a parameter ``[G, I, O]``.
+    These are axis 0, or more where the sizes of the factors require it, as for a parameter ``[G, I, O]``.
     """
     if len(factors) == 1:
         return [prod(shape)]
@@ -87,17 +84,13 @@ def kfac_mat_prod(factors: Sequence[Tensor], sizes: Sequence[int] | None = None)
             right //= d
             if factor.ndim == 1:
                 y = factor[:, None] * y.reshape(groups * left, d, right)
+            elif factor.ndim == 4 and right == 1:
+                pieces = in_pieces(y.reshape(groups, left, d), factor.shape[-1]).transpose(1, 2)
+                y = (pieces @ factor.mT).transpose(1, 2).flatten(2)[:, :, :d]
             elif factor.ndim == 4:
-                if right == 1:  # as below
-                    y = _times_blocks(factor, y.reshape(groups, left, d), 2)
-                else:
-                    of_left = factor.unsqueeze(1).expand(-1, left, -1, -1, -1).flatten(0, 1)
-                    y = _times_blocks(of_left, y.reshape(groups * left, d, right), 1)
-            elif factor.ndim == 2 and right == 1:  # one large product instead of `left` products with a vector
-                y = matrix_product(y.reshape(groups * left, d), factor.mT)
-            elif factor.ndim == 2 and groups * left == 1:
-                y = matrix_product(factor, y.reshape(d, right))
-            elif right == 1:
+                pieces = in_pieces(y.reshape(groups, left, d, right), factor.shape[-1], -2)
+                y = (factor.unsqueeze(1) @ pieces).flatten(2, 3)[:, :, :d]
+            elif right == 1:  # one large product instead of `left` products with a vector
                 y = y.reshape(groups, left, d) @ factor.mT
             elif factor.ndim == 3:
                 y = factor.unsqueeze(1) @ y.reshape(groups, left, d, right)
@@ -107,21 +100,6 @@ def kfac_mat_prod(factors: Sequence[Tensor], sizes: Sequence[int] | None = None)
         return y.reshape(x.shape)
 
     return product
-
-
-def _times_blocks(blocks: Tensor, y: Tensor, axis: int) -> Tensor:
-    """Matrices of diagonal blocks ``[B, K, b, b]`` times columns ``[B, d, M]``, or along axis 2 rows ``[B, M, d]``."""
-    d, size = y.shape[axis], blocks.shape[-1]
-    if costs.blocks_at_once(y.device.type):
-        if axis == 1:
-            return (blocks @ in_pieces(y, size, -2)).flatten(1, 2)[:, :d]
-        return (in_pieces(y, size).transpose(1, 2) @ blocks.mT).transpose(1, 2).flatten(2)[:, :, :d]
-    result = torch.empty_like(y, memory_format=torch.contiguous_format)
-    for k, start in enumerate(range(0, d, size)):
-        part, into = (each.narrow(axis, start, min(size, d - start)) for each in (y, result))
-        block = blocks[:, k, : part.shape[axis], : part.shape[axis]]
-        set_products(into, block, part) if axis == 1 else set_products(into, part, block.mT)
-    return result
 
 
 def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
@@ -161,7 +139,7 @@ def mean_diagonal(factor: Tensor) -> Tensor:
 def pi_damping(factors: Sequence[Tensor], damping: float) -> list[Tensor]:
     """Shifts of a factor list that together stand for ``+ damping I`` (Martens & Grosse 2015, section 6.3).
 
-    ``(B + √λ/π I) ⊗ (A + π √λ I)`` with ``π² = (tr A / dim A) / (tr B / dim B)`` damps both factors by the same
+    ``(B + √λ/π I) ⊗ (A + π √λ I)`` with ``π² = (tr A / dim A) / (tr B / dim B)`` damps both factors by one
     multiple ``√(λ / (a b))`` of their mean eigenvalues ``a``, ``b``. A single factor is shifted by ``damping``.
 
     Returns:
@@ -189,14 +167,14 @@ def damped_inverses(
 
     Factors of equal shape are inverted together by Cholesky. A matrix for which this fails goes down a ladder:
     float64, ten times the shift, clamped eigenvalues, the stale inverse, the inverse of the diagonal. Each rung below
-    the first is logged; nothing is raised. Of an infinite shift the inverse is zero; one that is no number (nan) leads
-    to the stale inverse, or counts as zero in that of the diagonal.
+    the first is logged; nothing is raised. For an infinite shift the inverse is zero. A shift that is nan gives the
+    stale inverse, or counts as zero in the inverse of the diagonal.
 
     Args:
         factors: ``[d]``, ``[d, d]``, ``[G, d, d]`` or ``[G, K, b, b]`` each, at least float32.
         shifts: one per factor, ``[]``, ``[G]`` or ``[G, 1]``.
         stale: former inverses, used when all else fails.
-        names: how the log calls the factors.
+        names: of the factors, for the log.
 
     Returns:
         The inverses, shaped as the factors, and how many matrices needed the ladder.
@@ -308,7 +286,7 @@ def _eigh(batch: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of a batch of factors of one shape."""
     if batch.ndim < 5:
         return eigh(batch)
-    # what a block reaches over the factor's size is zero: made its largest eigenvalues, it stays at the end
+    # rows beyond the factor's size are zero: as the largest eigenvalues they stay at the end
     rest = (batch == 0).all(-1)
     largest = batch.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) + 1
     apart = largest * torch.arange(1, batch.shape[-1] + 1).to(batch)

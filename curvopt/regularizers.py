@@ -1,4 +1,4 @@
-"""Terms of the loss that the quantities contain exactly."""
+"""Regularizers whose curvature the quantities contain exactly."""
 
 from __future__ import annotations
 

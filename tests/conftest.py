@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvopt.core import costs, onednn
 from curvopt.utils.examples import mnist_images
 
 torch.set_num_threads(1)
@@ -46,17 +45,6 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["", "onednn"])
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Double precision, and single precision by oneDNN, where it is, however small the products."""
-    if request.param == torch.float32:
-        if not onednn.available():
-            pytest.skip("PyTorch has no oneDNN here")
-        for name, value in {"onednn_is_faster": lambda: True, "ONEDNN_SIZE": 1, "ONEDNN_REPEATED": 1}.items():
-            monkeypatch.setattr(costs, name, value)
-    return request.param
 
 
 @pytest.fixture(scope="session")

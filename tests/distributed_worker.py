@@ -484,7 +484,7 @@ def ranks_draw_samples_of_their_own() -> None:
     for step in range(2):  # before and after the ranks have met
         torch.manual_seed(0)
         run.backward(*batch(0))
-        drawn = [c.sums[0] for c in run.optimizer._pending.curvature.values()]
+        drawn = [c.sums[0] for c in run.optimizer._accumulation.since_last_step.curvature.values()]
         first = [tensor.clone() for tensor in drawn]
         for tensor in first:
             dist.broadcast(tensor, 0)
@@ -559,7 +559,7 @@ def curvature_that_is_not_finite_on_one_rank() -> None:
         x, y = own(2)
         run.lossfunc(run.model(x), y).backward()
     if dist.get_rank() == 1:
-        run.optimizer._pending.curvature[run.module[5].weight].sums[0][0, 0] = torch.nan
+        run.optimizer._accumulation.since_last_step.curvature[run.module[5].weight].sums[0][0, 0] = torch.nan
     factors = [f.clone() for f in run.optimizer.state[run.module[5].weight]["factors"]]
     run.optimizer.step()
     assert all(
@@ -613,7 +613,7 @@ def ranks_in_different_states() -> None:
 def parameters_of_different_kinds() -> None:
     run = Run(EXACT["KFACSGD"])
     run.backward(*own(0))
-    curvature = run.optimizer._pending.curvature[run.module[7].weight]
+    curvature = run.optimizer._accumulation.since_last_step.curvature[run.module[7].weight]
     if dist.get_rank() == 1:
         curvature.sums, curvature.of_input = [curvature.sums[0]], None
     with raises("parameter 0.6 has", "same modules on every rank"):

@@ -322,4 +322,8 @@ def test_a_scale_beyond_the_range_of_float16_reaches_no_column():
         loss = run.loss(0)
     with run.optimizer.curvature(loss_scale=2.0**16):
         (2.0**16 * loss).backward()
-    assert all(factor.isfinite().all() for c in run.optimizer._pending.curvature.values() for factor in c.sums)
+    assert all(
+        factor.isfinite().all()
+        for c in run.optimizer._accumulation.since_last_step.curvature.values()
+        for factor in c.sums
+    )

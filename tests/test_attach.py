@@ -204,12 +204,13 @@ def test_a_backward_without_curvature_says_what_to_do() -> None:
 
 
 def test_terms_and_batches_without_curvature_go_where_errors_say() -> None:
-    run, plain = (attached(KFACSGD, cnn, reduction="sum") for _ in range(2))
+    run, plain = (attached(KFACSGD, cnn, reduction="sum", fisher="exact") for _ in range(2))
     for step in range(3):
         run.optimizer.zero_grad()
-        penalty = run.model(run.x[:4]).square().mean()  # of activations, say
-        for refused in (penalty, run.lossfunc(run.model(run.x[:0]), run.y[:0])):
-            with pytest.raises(CurvoptError, match=r"inside of an empty `with backpack\(\):`"):
+        penalty = run.model(run.x[:4]).mean(0).square().sum()  # of mean activations, say
+        empty = run.lossfunc(run.model(run.x[:0]), run.y[:0])
+        for refused, reason in ((penalty, "couples samples"), (empty, r"inside of an empty `with backpack\(\):`")):
+            with pytest.raises(CurvoptError, match=reason):
                 refused.backward(retain_graph=True)
             run.optimizer.zero_grad()
             with backpack():
@@ -373,11 +374,11 @@ def test_a_context_of_the_user() -> None:
 
 
 def test_an_error_of_one_context_leaves_nothing_of_the_others() -> None:
-    run = attached(KFACSGD, lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10)))
-    with pytest.raises(CurvoptError, match="grad_batch need independent samples"), backpack(BatchGrad()):
+    run = attached(KFACSGD, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.BatchNorm1d(9), nn.Linear(9, 10)))
+    with pytest.raises(CurvoptError, match="grad_batch .* need independent samples"), backpack(BatchGrad()):
         run.loss(0).backward()
     assert all(not vars(p) for p in run.model.parameters())
-    assert not run.optimizer._pending.curvature
+    assert not run.optimizer._accumulation.since_last_step.curvature
     train(run, range(2))
 
 

@@ -281,7 +281,7 @@ def test_names_that_are_not_known_are_refused(module, option, monkeypatch, capsy
 def test_costmodel(monkeypatch, tmp_path, capsys):
     command(monkeypatch, costmodel, "--problem", "tiny", "--rounds", 1, "--out", tmp_path)
     results = json.loads((tmp_path / "costmodel.json").read_text())["results"]
-    expected = {"norms by Gram matrices", "squares by pairs of positions", "moments by shifts"}
+    expected = {"norms by Gram matrices", "squares by pairs of positions", "rows of a moment at once"}
     assert {r["choice"] for r in results} >= expected
     assert all(r["regret"] >= 1 and str(r["chosen"]) in r["milliseconds"] for r in results)
     assert "| norms by Gram matrices | 1 |" in capsys.readouterr().out

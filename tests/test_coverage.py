@@ -56,5 +56,5 @@ def test_a_wrong_number_is_noticed(kind, monkeypatch):
 
 def test_an_error_that_is_no_refusal_is_wrong(monkeypatch):
     monkeypatch.setattr(Linear, "unfold", lambda self, module, x: x.reshape(-1, 7, 7, 7))
-    cell = coverage.cell(coverage.LAYERS[0], coverage.EXTENSIONS[0], None)
+    cell = coverage.cell(coverage.LAYERS[0], coverage.EXTENSIONS[0], {})
     assert cell.how == "wrong" and cell.note.startswith("RuntimeError: shape")

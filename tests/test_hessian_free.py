@@ -24,14 +24,9 @@ from curvopt.extensions import DiagGGNExact
 from curvopt.hessianfree import Solution
 from curvopt.optim import KFACSGD, HessianFree, hessian_free
 from curvopt.optim.closures import Closure
-from curvopt.optim.hessian_free import (
-    Objective,
-    QuadraticModel,
-    backtrack,
-    levenberg_marquardt,
-    line_search,
-    solve,
-)
+from curvopt.optim.objective import Objective
+from curvopt.optim.quadratic_model import QuadraticModel
+from curvopt.optim.truncated_newton import backtrack, levenberg_marquardt, line_search, solve
 
 float64 = torch.float64
 

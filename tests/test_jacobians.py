@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import mmap
-import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -21,13 +17,11 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from curvopt import backpack, extend
-from curvopt.core import costs, onednn
+from curvopt import backpack, extend, set_columns_per_sweep
+from curvopt.core import costs
+from curvopt.core.backward.backward_pass import BackwardPass
 from curvopt.core.derivatives import rule_for
 from curvopt.core.jacobians import Computed, Dense, Jacobian, Outer, Patches, Scaled, Squares, combine
-from curvopt.core.products import add_product, add_products, product
-from curvopt.core.saved import inputs_left
-from curvopt.core.sweep import Pass, set_columns_per_sweep
 from curvopt.core.uses import KEY
 from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact, KFACEmpirical, SqrtGGNExact
 
@@ -54,14 +48,13 @@ def outer(
     G: int = 1,
     transposed: bool = False,
     weighted: bool = False,
-    dtype: torch.dtype = torch.float64,
 ) -> Outer:
     """Random products of 5 samples, with positions last in memory as convolutions have them."""
-    left, right = torch.randn(V, 5, G, O, S).to(dtype).mT, torch.randn(G, I, 5, S).to(dtype).permute(2, 0, 3, 1)
+    left, right = torch.randn(V, 5, G, O, S).double().mT, torch.randn(G, I, 5, S).double().permute(2, 0, 3, 1)
     sides = (I, O) if transposed else (O, I)
     result = Outer(left, right, torch.Size((G * sides[0], sides[1])), transposed)
     if weighted:
-        result.weights = torch.randn(V, 5).to(dtype)
+        result.weights = torch.randn(V, 5).double()
     return result
 
 
@@ -89,7 +82,6 @@ CHOICES = {
         "samples_at_once": lambda *_: 2,
     },
     "pairs of some": {"by_pairs": lambda *sizes: True, "samples_at_once": lambda *_: 2},
-    "large pages": {"KEPT_BLOCK": 0},
 }
 
 
@@ -134,10 +126,8 @@ def test_products_of_computed_weights_are_those_of_the_parameter(kind: type, S: 
     ids=lambda sizes: ",".join(str(int(size)) for size in sizes),
 )
 @pytest.mark.parametrize("grad", [False, True], ids=["", "graph"])
-def test_algorithms_agree(
-    sizes: tuple, choice: str, weighted: bool, grad: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
-    jacobian = outer(*sizes, weighted=weighted, dtype=dtype)
+def test_algorithms_agree(sizes: tuple, choice: str, weighted: bool, grad: bool, monkeypatch: pytest.MonkeyPatch):
+    jacobian = outer(*sizes, weighted=weighted)
     expected = [getattr(multiplied(jacobian), name)() for name in REDUCTIONS]
     for name, value in CHOICES[choice].items():
         monkeypatch.setattr(costs, name, value)
@@ -170,22 +160,20 @@ def test_convolutions_by_views_of_their_input(
     views: bool,
     weighted: bool,
     rows: int,
-    dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Sums of squares and norms without putting the patches together, and then the patches."""
     monkeypatch.setattr(costs, "by_pairs", lambda *sizes: False)
     monkeypatch.setattr(costs, "by_gram", lambda *sizes: False)
     monkeypatch.setattr(costs, "samples_at_once", lambda *sizes: 1)
-    conv = extend(conv.to(dtype))
-    x = torch.randn(3 * rows, conv.weight.shape[1] * conv.groups, *shape).to(dtype)
+    conv = extend(conv.double())
+    x = torch.randn(3 * rows, conv.weight.shape[1] * conv.groups, *shape).double()
     z = conv(x)
     use = z.grad_fn.metadata[KEY][0][0]
-    vectors = torch.randn(2, *use.shapes[0]).to(dtype)
+    vectors = torch.randn(2, *use.shapes[0]).double()
     of_sample = [slice(n * rows, (n + 1) * rows) for n in range(3)]
-    with use.holding(inputs_left(use, z.grad_fn)):
-        jacobian = rule_for(conv).jac_t(use, [vectors], ["weight"], 3)["weight"]
-    jacobian.weights = torch.randn(2, 3).to(dtype) if weighted else None
+    jacobian = rule_for(conv).jac_t(use, [vectors], ["weight"], 3)["weight"]
+    jacobian.weights = torch.randn(2, 3).double() if weighted else None
     J = torch.stack(
         [torch.autograd.grad(conv(x[n]), conv.weight, vectors[v, n])[0] for v in range(2) for n in of_sample]
     ).unflatten(0, (2, 3))
@@ -194,8 +182,7 @@ def test_convolutions_by_views_of_their_input(
     with torch.no_grad():
         for name in ("squares", "norms2"):
             assert_same(getattr(jacobian, name)(), getattr(expected, name)())
-        viewed = views or dtype == torch.float32 and conv.groups == 1
-        assert ("whole" not in vars(use.cache["right"])) == (viewed and rows == 1)
+        assert ("whole" not in vars(use.cache["right"])) == (views and rows == 1)
         for name in REDUCTIONS:
             assert_same(getattr(jacobian, name)(), getattr(expected, name)())
         monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: 2)
@@ -206,12 +193,11 @@ def test_convolutions_by_views_of_their_input(
 
 
 @pytest.mark.parametrize("channels", [16, 64])
-def test_small_products_of_convolutions_do_not_put_all_patches_together(channels: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(costs, "onednn_is_faster", lambda: False)
+def test_small_products_of_convolutions_do_not_put_all_patches_together(channels: int):
     conv = extend(nn.Conv2d(channels, channels, 3))
     z = conv(torch.randn(4, channels, 25, 25))
     use = z.grad_fn.metadata[KEY][0][0]
-    with torch.no_grad(), use.holding(inputs_left(use, z.grad_fn)):
+    with torch.no_grad():
         squares = rule_for(conv).jac_t(use, [torch.randn(1, *z.shape)], ["weight"], 4)["weight"].squares()
     assert squares.shape == conv.weight.shape and 4 * squares.numel() < costs.CACHED_ENTRIES
     assert "whole" not in vars(use.cache["right"])
@@ -219,16 +205,15 @@ def test_small_products_of_convolutions_do_not_put_all_patches_together(channels
 
 @pytest.mark.parametrize("graph", [False, True], ids=["plain", "graph"])
 @pytest.mark.parametrize("limit", [None, 8])
-@pytest.mark.parametrize("shifts", [False, True])
+@pytest.mark.parametrize("by", ["by_blocks", "by_rows"])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
 def test_second_moments_in_half_precision(
-    half: torch.dtype, groups: int, shifts: bool, limit: int | None, graph: bool, monkeypatch: pytest.MonkeyPatch
+    half: torch.dtype, groups: int, by: str, limit: int | None, graph: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Of many parts, of which each would vanish in the sum of the others, and over more positions than float16 has."""
-    for name, choice in (("by_shifts", shifts), ("by_blocks", not shifts)):
-        monkeypatch.setattr(costs, name, lambda *sizes, choice=choice: choice)
-    monkeypatch.setattr(costs, "samples_in_cache", lambda *sizes: 1)
+    for choice in ("by_blocks", "by_rows"):
+        monkeypatch.setattr(costs, choice, lambda *sizes, choice=choice: choice == by)
     monkeypatch.setattr(costs, "SYMMETRIC_BLOCK", 7)
     monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: 1)
     conv, x = nn.Conv2d(2 * groups, 4, 3, padding=1, groups=groups), torch.randn(1200, 2 * groups, 8, 8).to(half)
@@ -244,20 +229,17 @@ def test_second_moments_in_half_precision(
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
-@pytest.mark.parametrize(("pairs", "kept"), [(True, 1), (False, 1), (False, 3), (False, 1000)])
-def test_squares_of_chunks(
-    pairs: bool, kept: int, per_sample: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.parametrize("pairs", [True, False])
+def test_squares_of_chunks(pairs: bool, per_sample: bool, monkeypatch: pytest.MonkeyPatch):
     """Chunks that share their right side, then some with another, some multiplied out, and the first kind again."""
     monkeypatch.setattr(costs, "by_pairs", lambda *sizes: pairs)
-    first, other = outer(2, 3, 4, 2, dtype=dtype), outer(1, 2, 4, 2, dtype=dtype)
+    first, other = outer(2, 3, 4, 2), outer(1, 2, 4, 2)
     more = [Outer(torch.randn_like(first.left), first.right, first.shape) for _ in range(4)]
-    more[2].weights, more[3].weights = torch.randn(2, 2, 5).to(dtype)
-    chunks: list[Jacobian] = [first, more[0], other, Dense(torch.randn(2, 5, 4, 2).to(dtype)), *more[1:]]
-    squares, expected = Squares(per_sample), torch.zeros((5, 4, 2) if per_sample else (4, 2)).to(dtype)
+    more[2].weights, more[3].weights = torch.randn(2, 2, 5).double()
+    chunks: list[Jacobian] = [first, more[0], other, Dense(torch.randn(2, 5, 4, 2).double()), *more[1:]]
+    squares, expected = Squares(per_sample), torch.zeros((5, 4, 2) if per_sample else (4, 2)).double()
     with torch.no_grad():
         for i, chunk in enumerate(chunks):
-            chunk.kept = kept
             squares.add(chunk)
             values = chunk.dense().square() * (1 if chunk.weights is None else chunk.weights[..., None, None])
             expected += values.sum(0 if per_sample else (0, 1))
@@ -276,19 +258,18 @@ def test_small_squares_in_half_precision_add_up(monkeypatch: pytest.MonkeyPatch)
     assert_close(squares.total(), torch.full((3, 3), 2.0**-16, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("kept", [1, 3, 1000])
-def test_exact_diagonals_with_columns_kept(kept: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    """Of several layers, of groups, of one used twice, in front of a sum; columns come one by one."""
+def test_exact_diagonals_of_columns_one_by_one(monkeypatch: pytest.MonkeyPatch):
+    """Of several layers, of groups, of one used twice, in front of a sum."""
 
     class Residual(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             return x + super().forward(x)
 
-    x, y = torch.randn(3, 4, 6, 6).to(dtype), torch.tensor([0, 3, 4])
+    x, y = torch.randn(3, 4, 6, 6).double(), torch.tensor([0, 3, 4])
     shared = nn.Conv2d(4, 4, 3, padding=1)
     residual = Residual(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 1))
     layers = [shared, nn.ReLU(), shared, residual, nn.ConvTranspose2d(4, 6, 2), nn.Tanh(), nn.Conv2d(6, 4, 2, groups=2)]
-    model = extend(nn.Sequential(*layers, nn.Flatten(), nn.Linear(144, 5)).to(dtype))
+    model = extend(nn.Sequential(*layers, nn.Flatten(), nn.Linear(144, 5)).double())
     lossfunc = extend(nn.CrossEntropyLoss())
 
     def diagonals() -> list[Tensor]:
@@ -299,19 +280,12 @@ def test_exact_diagonals_with_columns_kept(kept: int, dtype: torch.dtype, monkey
     expected = diagonals()
     monkeypatch.setattr(costs, "by_pairs", lambda *sizes: False)
     monkeypatch.setattr(costs, "columns_at_once", lambda *sizes: 1)
-    monkeypatch.setattr(costs, "columns_to_keep", lambda *sizes: kept)
     assert_same(diagonals(), expected)
-    set_columns_per_sweep(1)
-    try:
-        monkeypatch.delattr(Outer, "together")  # who bounds memory has nothing kept
-        assert_same(diagonals(), expected)
-    finally:
-        set_columns_per_sweep(None)
 
 
 @pytest.mark.parametrize("G", [1, 3])
-def test_symmetric_products_by_blocks(G: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    jacobian = outer(2, 4, 7, 8, G, dtype=dtype)
+def test_symmetric_products_by_blocks(G: int, monkeypatch: pytest.MonkeyPatch):
+    jacobian = outer(2, 4, 7, 8, G)
     expected = [jacobian.left_factor(), jacobian.right_factor()]
     monkeypatch.setattr(costs, "SYMMETRIC_BLOCK", 3)
     monkeypatch.setattr(costs, "by_blocks", lambda *sizes: True)
@@ -320,9 +294,9 @@ def test_symmetric_products_by_blocks(G: int, dtype: torch.dtype, monkeypatch: p
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_products_of_sides_of_any_layout(transposed: bool, dtype: torch.dtype):
+def test_products_of_sides_of_any_layout(transposed: bool):
     """Gradients of sums are expanded, those of slices lie apart."""
-    values, features = torch.randn(2, 5, 1, 4, 6).to(dtype), torch.randn(2, 5, 1, 6, 4).to(dtype).mT
+    values, features = torch.randn(2, 5, 1, 4, 6).double(), torch.randn(2, 5, 1, 6, 4).double().mT
     shape = torch.Size((4, 3) if transposed else (3, 4))
     for left in (
         values[..., 1:4],
@@ -338,61 +312,15 @@ def test_products_of_sides_of_any_layout(transposed: bool, dtype: torch.dtype):
                     assert_same(getattr(jacobian, name)(), getattr(multiplied(jacobian), name)())
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["", "graph"])
-def test_products_of_matrices_of_any_layout(grad: bool, dtype: torch.dtype):
-    wide = torch.randn(200, 300).to(dtype)
-    layouts = [wide[:70, :80], wide[:80, :70].T, wide[:70, :80].contiguous(), wide[:80, :70].contiguous().T]
-    with torch.set_grad_enabled(grad):
-        for a in layouts:
-            for columns in (70, 3):
-                for b in (layout.T[:, :columns] for layout in layouts):
-                    expected, total = torch.einsum("mk,kn->mn", a, b), torch.randn(70, columns).to(dtype)
-                    assert_same(product(a, b), expected)
-                    assert_same(add_product(None, a, b, 0.5), expected / 2)
-                    assert_same(add_product(total.clone(), a, b, 2.0), total + 2 * expected)
-                    assert_same(add_product(total.fill_(torch.nan), a, b, overwrite=True), expected)
-                    assert product(a, b).is_contiguous()
-
-
-@pytest.mark.parametrize("of_onednn", [False, True])
-@pytest.mark.parametrize("G", [1, 3])
-def test_products_side_by_side(of_onednn: bool, G: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    if of_onednn and onednn.available():
-        monkeypatch.setattr(costs, "ONEDNN_SIZE", 0)
-        monkeypatch.setattr(costs, "onednn_is_faster", lambda: True)
-    a, b, total = torch.randn(G, 4, 5).to(dtype), torch.randn(G, 6, 5).to(dtype).mT, torch.randn(G, 4, 6).to(dtype)
-    with torch.no_grad():
-        assert_same(add_products(None, a, b, 0.5), a @ b / 2)
-        assert_same(add_products(total.clone(), a, b, 0.5), total + a @ b / 2)
-
-
-@pytest.mark.skipif(not onednn.available(), reason="about oneDNN")
-@pytest.mark.parametrize(("blas", "faster"), [(1.5, True), (1.3, False)])
-def test_libraries_are_compared_whatever_the_defaults(blas: float, faster: bool, monkeypatch: pytest.MonkeyPatch):
-    results: list[Tensor] = []
-
-    def seconds(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor) -> float:
-        results.append(multiply(a, a.T))
-        return blas if len(results) <= 5 else 1.0
-
-    monkeypatch.setattr(costs, "_seconds", seconds)
-    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
-        assert costs.onednn_is_faster.__wrapped__() == faster
-    assert {(result.dtype, result.device.type) for result in results} == {(torch.float32, "cpu")}
-    assert_close(results[0], results[-1])
-
-
 @pytest.mark.parametrize("step", [1, 3, 99])
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("by_samples", [False, True])
-def test_second_moments_of_positions(
-    step: int, blocks: bool, by_samples: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
+def test_second_moments_of_positions(step: int, blocks: bool, by_samples: bool, monkeypatch: pytest.MonkeyPatch):
     """A few samples at a time."""
     monkeypatch.setattr(costs, "samples_at_once", lambda *args: step)
     monkeypatch.setattr(costs, "by_blocks", lambda *sizes: blocks)
     monkeypatch.setattr(costs, "moment_by_samples", lambda *sizes: by_samples)
-    for jacobian in (outer(2, 4, 3, 2, dtype=dtype), outer(1, 3, 3, 2, 2, dtype=dtype)):
+    for jacobian in (outer(2, 4, 3, 2), outer(1, 3, 3, 2, 2)):
         expected = torch.einsum("vngso,vngsp->gop", jacobian.left, jacobian.left)
         with torch.no_grad():
             assert_same(jacobian.left_factor(), expected if jacobian.G > 1 else expected[0])
@@ -406,56 +334,43 @@ def test_second_moments_of_positions(
         nn.Conv2d(2, 4, (2, 4), padding=(0, 1), groups=2),
         nn.Conv1d(2, 3, 2),
         nn.Conv3d(1, 2, (1, 2, 3), stride=(1, 2, 1)),
-        nn.Conv2d(2, 3, (4, 1)),
         nn.Conv2d(2, 3, (5, 2)),
         nn.Conv2d(2, 3, 3, dilation=(2, 1)),
-        nn.Conv2d(4, 2, 3, stride=(2, 1), groups=2),
-        nn.Conv2d(2, 3, (1, 3), stride=(1, 2)),
         nn.Conv2d(2, 3, (3, 4), padding="same", padding_mode="circular"),
-        nn.Conv3d(2, 3, (2, 3, 2)),
         nn.Conv3d(4, 2, (2, 3, 2), stride=(2, 1, 1), padding=1, groups=2),
         nn.Conv2d(2, 3, 1),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("samples", [None, 1, 3])
-def test_second_moments_of_patches_by_shifts(
-    conv: nn.Module, samples: int | None, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_second_moments_of_patches_of_a_few_samples_at_a_time(
+    conv: nn.Module, by_rows: bool, samples: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Along one axis or two, of planes of all samples or of a few at a time."""
-    extend(conv.to(dtype))
-    z = conv(torch.randn(4, conv.in_channels, *[5, 6, 7][5 - conv.weight.dim() :]).to(dtype))
+    extend(conv.double())
+    z = conv(torch.randn(4, conv.in_channels, *[5, 6, 7][5 - conv.weight.dim() :]).double())
     assert z.grad_fn is not None
     use = z.grad_fn.metadata[KEY][0][0]
     with torch.no_grad():
-        with use.holding(inputs_left(use, z.grad_fn)):
-            jacobian = rule_for(conv).jac_t(use, [torch.ones_like(z)[None]], ["weight"], 4 // rows)["weight"]
+        jacobian = rule_for(conv).jac_t(use, [torch.ones_like(z)[None]], ["weight"], 4 // rows)["weight"]
         assert isinstance(jacobian, Outer) and isinstance(jacobian._right, Patches)
-        expected = outer_of(jacobian).right_factor()
-        if samples is not None:
-            monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: samples)
-            monkeypatch.setattr(costs, "samples_in_cache", lambda *sizes: samples)
-            jacobian.share_no_patches()
-        for choice in (True, False):
-            monkeypatch.setattr(costs, "by_shifts", lambda *sizes, choice=choice: choice)
-            # not where some windows have nothing in common
-            shifted = choice and conv.stride[-1] == 1 and conv.kernel_size not in ((1, 1), (5, 2))
-            assert (jacobian._right.shifted_moment() is not None) == shifted
-            assert_same(jacobian.right_factor(), expected)
+        expected = Outer(jacobian.left, jacobian.right, jacobian.shape).right_factor()
+        monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: samples)
+        monkeypatch.setattr(costs, "by_rows", lambda *sizes: by_rows)
+        jacobian.share_no_patches()
+        # else some entries of the kernel have no rows in common
+        tall = conv.stride[0] > 1 or z.shape[2] >= conv.dilation[0] * (conv.kernel_size[0] - 1)
+        assert (jacobian._right.moment_by_rows() is not None) == (by_rows and tall)
+        assert_same(jacobian.right_factor(), expected)
 
 
-@pytest.mark.parametrize("conv", [nn.Conv2d(3, 2, 3, padding=1), nn.Conv1d(3, 2, 4)], ids=str)
 @pytest.mark.parametrize("last", [False, True])
-def test_small_moments_of_patches_are_not_lost_beside_large_edges(
-    conv: nn.Module, last: bool, monkeypatch: pytest.MonkeyPatch
-):
-    """Entries of the kernel that do not see the first, or last, rows and columns keep their precision."""
-    x = torch.randn(4, 3, *[8] * (conv.weight.dim() - 2))
-    for axis in range(2, x.dim()):
-        x.select(axis, -1 if last else 0).mul_(1e4)
-    factors = []
-    for shifts, dtype in ((True, torch.float32), (False, torch.float64)):
-        monkeypatch.setattr(costs, "by_shifts", lambda *sizes, shifts=shifts: shifts)
+def test_small_moments_of_patches_are_not_lost_beside_large_edges(last: bool, monkeypatch: pytest.MonkeyPatch):
+    """Entries of the kernel that do not see the first, or last, row keep their precision."""
+    conv, x, factors = nn.Conv2d(3, 2, 3, padding=1), torch.randn(4, 3, 8, 8), []
+    x[:, :, -1 if last else 0].mul_(1e4)
+    for by_rows, dtype in ((True, torch.float32), (False, torch.float64)):
+        monkeypatch.setattr(costs, "by_rows", lambda *sizes, by_rows=by_rows: by_rows)
         model = extend(copy.deepcopy(conv).to(dtype))
         with backpack(KFACEmpirical()):
             z = model(x.to(dtype))
@@ -474,11 +389,6 @@ def test_squares_by_pairs_are_not_negative(monkeypatch: pytest.MonkeyPatch):
     with backpack(BatchDiagGGNExact(), DiagGGNExact()):
         F.cross_entropy(model(1000 + torch.randn(8, 8, 2, 2)), torch.arange(8) % 5).backward()
     assert model[0].weight.diag_ggn_exact_batch.min() >= 0 and model[0].weight.diag_ggn_exact.min() >= 0
-
-
-def outer_of(jacobian: Outer) -> Outer:
-    """The same of patches that are put together, and not known to be shifted."""
-    return Outer(jacobian.left, jacobian.right, jacobian.shape)
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
@@ -524,59 +434,9 @@ def test_groups_share_the_calls_for_second_moments(conv: type[nn.Module]) -> Non
     assert calls(8) == calls(2) <= calls(1) + 20
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="about pages of Linux")
-def test_a_system_without_large_pages_has_small_ones(monkeypatch: pytest.MonkeyPatch):
-    class Small(mmap.mmap):
-        def madvise(self, *args: int) -> None:
-            raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(mmap, "mmap", Small)
-    monkeypatch.setattr(costs, "KEPT_BLOCK", 0)
-    assert costs.empty((2, 3), torch.empty(0)).shape == (2, 3)
-
-
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="about pages of Linux")
-def test_large_results_use_the_memory_of_former_ones(monkeypatch: pytest.MonkeyPatch):
-    mapped = []
-
-    def spy(size: int, original: Callable = costs._mapped) -> mmap.mmap:
-        mapped.append(size)
-        return original(size)
-
-    monkeypatch.setattr(costs, "_mapped", spy)
-    monkeypatch.setattr(costs, "_freed", ({}, {}))
-    monkeypatch.setattr(costs, "KEPT_BLOCK", 0)
-    model, lossfunc = extend(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))), extend(nn.CrossEntropyLoss())
-    inputs = torch.randn(7, 4, 6)
-
-    def fields(x: Tensor) -> list[Tensor]:
-        with backpack(BatchGrad(), DiagGGNExact(), BatchDiagGGNExact(), KFLR()):
-            lossfunc(model(x), torch.zeros(len(x), dtype=torch.long)).backward()
-        fields = [getattr(p, name) for p in model.parameters() for name in ("grad_batch", "diag_ggn_exact_batch")]
-        return fields + [factor for p in model.parameters() for factor in p.kflr]
-
-    kept = fields(inputs[0])  # somebody else's from now on
-    values = [field.clone() for field in kept]
-    assert mapped
-    fields(inputs[1])
-    mapped.clear()
-    found = [field.clone() for field in fields(inputs[2])]
-    assert not mapped
-    assert all(map(torch.equal, kept, values))
-    monkeypatch.setattr(costs, "KEPT_BLOCK", 1 << 30)
-    assert all(map(torch.equal, found, fields(inputs[2])))
-
-    monkeypatch.setattr(costs, "KEPT_BLOCK", 0)
-    for x in (inputs[3, :2], inputs[4, :2], inputs[5, :2]):  # blocks of another size are not kept for ever
-        fields(x)
-    mapped.clear()
-    fields(inputs[6])
-    assert mapped
-
-
-def forget_last(self: Pass, sweep: Callable, *args: object, **options: object) -> None:
-    """A sweep that is not told that it is the last, which would have it clear the caches."""
-    sweep(self, *args, **options | {"last": False})
+def forget_last(self: BackwardPass, sweep: Callable, *args: object, **options: object) -> None:
+    """A sweep that does not know that it is the last, which would have it clear the caches."""
+    sweep(self, *args[:6], **options)
 
 
 @pytest.mark.parametrize(("extensions", "kept"), [((KFLR(),), False), ((KFLR(), DiagGGNExact()), True)])
@@ -584,32 +444,16 @@ def test_patches_are_kept_for_those_who_look_again(
     extensions: tuple, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = extend(nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)))
-    lossfunc, caches, release = extend(nn.CrossEntropyLoss()), [], Pass.release
+    lossfunc, caches, release = extend(nn.CrossEntropyLoss()), [], BackwardPass.release
 
-    def spy(self: Pass) -> None:
-        caches.extend(set(vars(entry.use.cache["right"])) for entry in self.entries if "right" in entry.use.cache)
+    def spy(self: BackwardPass) -> None:
+        caches.extend(set(vars(call.call.cache["right"])) for call in self.calls if "right" in call.call.cache)
         release(self)
 
-    monkeypatch.setattr(Pass, "release", spy)
-    monkeypatch.setattr(Pass, "_chunk_size", 1)
-    monkeypatch.setattr(costs, "gradient_for_column", lambda *_: False)
-    monkeypatch.setattr(Pass, "_sweep", functools.partialmethod(forget_last, Pass._sweep))
+    monkeypatch.setattr(BackwardPass, "release", spy)
+    monkeypatch.setattr(BackwardPass, "chunk_size", 1)
+    monkeypatch.setattr(BackwardPass, "sweep", functools.partialmethod(forget_last, BackwardPass.sweep))
     with backpack(*extensions):
         lossfunc(model(torch.randn(4, 2, 4, 4)), torch.zeros(4, dtype=torch.long)).backward()
     found = [{"windows", "whole"} & cache for cache in caches if "kept" in cache]
     assert found == [{"whole"} if kept else set()]
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
-def test_temporaries_use_the_same_pages_again():
-    program = """if True:
-        import resource, torch, curvopt
-        with curvopt.backpack():
-            pass
-        for _ in range(5):  # until the heap has found its order
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            [torch.ones(5 << 20) for _ in range(4)]
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 1000  # of 20480 pages

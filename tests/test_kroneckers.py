@@ -76,10 +76,10 @@ def test_dense_matrix(name: str) -> None:
 
 @pytest.mark.parametrize("columns", [None, 1, 7])
 @pytest.mark.parametrize("name", FACTORS)
-def test_product_is_the_dense_product(name: str, columns: int | None, dtype: torch.dtype) -> None:
-    factors = [factor.to(dtype) for factor in FACTORS[name]()]
+def test_product_is_the_dense_product(name: str, columns: int | None) -> None:
+    factors = FACTORS[name]()
     dense = kfacs_to_mat(factors)
-    x = torch.randn(len(dense), *([] if columns is None else [columns]), dtype=dtype)
+    x = torch.randn(len(dense), *([] if columns is None else [columns])).double()
     with torch.no_grad():
         assert_same(kfac_mat_prod(factors)(x), dense @ x)
         assert_same(apply_kfac_mat_prod(factors, x), dense @ x)
@@ -90,10 +90,9 @@ def test_product_refuses_other_sizes() -> None:
         kfac_mat_prod([psd(3), psd(4)])(torch.ones(11, dtype=torch.float64))
 
 
-def test_product_refuses_another_precision(dtype: torch.dtype) -> None:
-    other = torch.float64 if dtype == torch.float32 else torch.float32
-    with torch.no_grad(), pytest.raises(RuntimeError, match="dtype"):
-        kfac_mat_prod([psd(3, dtype=dtype), psd(4, dtype=dtype)])(torch.ones(12, dtype=other))
+def test_product_refuses_another_precision() -> None:
+    with pytest.raises(RuntimeError, match="dtype|scalar type"):
+        kfac_mat_prod([psd(3), psd(4)])(torch.ones(12))
 
 
 @pytest.mark.parametrize("shift", [None, 0.3, [0.2, 0.7]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 import warnings
@@ -362,27 +361,37 @@ VIEWS = torch.tensor([2, 0, 3, 1])
     [
         (nn.CosineEmbeddingLoss, lambda f, x, y: (*f(torch.cat([x, y])).chunk(2), x.new_tensor([1, -1, 1, -1]))),
         (nn.TripletMarginLoss, lambda f, x, y: (f(x), f(y), f(x)[VIEWS])),
-        (nn.MSELoss, lambda f, x, y: (f(x), f(torch.stack([x, y])).mean(0))),
-        (nn.GaussianNLLLoss, lambda f, x, y: (f(x), y[:, :3], f(y.expand(2, 4, 4)).exp().prod(0))),
-        (nn.MSELoss, lambda f, x, y: (f(x), f(x[:1]))),
+        (nn.MSELoss, lambda f, x, y: (f(x), f(torch.stack([x, y], 1)).mean(1))),
+        (nn.GaussianNLLLoss, lambda f, x, y: (f(x), y[:, :3], f(y[:, None].expand(4, 2, 4)).exp().prod(1))),
     ],
 )
 def test_losses_of_several_predictions(lossfunc, arguments):
-    """Row n of every argument is sample n, wherever the network has it; second order is refused."""
+    """Row n of each call of the model is sample n, wherever the loss has it; second order is refused."""
     model = extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double())
-    data = torch.randn(2, 4, 4, dtype=torch.float64)
-    z = arguments(model, *data)
-    for columns in (BatchGrad(), DiagGGNExact()):
-        refused = len(z[1]) == 1 or not isinstance(columns, BatchGrad)
-        with warnings.catch_warnings(), backpack(columns):
-            warnings.simplefilter("ignore", CurvoptWarning)
-            with pytest.raises(CurvoptError, match="argument") if refused else contextlib.nullcontext():
-                extend(lossfunc())(*arguments(model, *data)).backward()
-    if len(z[1]) == 1:
-        return
-    parts = lossfunc(reduction="none")(*z).reshape(4, -1).mean(1) / 4
+    data, calls = torch.randn(2, 4, 4, dtype=torch.float64), []
+
+    def call(x: Tensor) -> Tensor:
+        calls.append(model(x))
+        return calls[-1]
+
+    with backpack(DiagGGNExact()), pytest.raises(CurvoptError, match="argument"):
+        extend(lossfunc())(*arguments(model, *data)).backward()
+    loss = extend(lossfunc())(*arguments(call, *data))
+    heads = [z for z in calls if z.grad_fn is not None]
+    gradients = torch.autograd.grad(loss, heads, retain_graph=True)
+    with backpack(BatchGrad()):
+        loss.backward(retain_graph=True)
     for p in model.parameters():
-        assert_close(p.grad_batch, torch.stack([torch.autograd.grad(part, p, retain_graph=True)[0] for part in parts]))
+        for n, found in enumerate(p.grad_batch):
+            own = [g * (torch.arange(len(g)) == n).view(-1, *[1] * (g.dim() - 1)) for g in gradients]
+            assert_close(found, torch.autograd.grad(heads, p, own, retain_graph=True)[0])
+
+
+def test_predictions_of_batches_of_different_lengths_have_no_samples_in_common():
+    model = extend(nn.Linear(4, 3))
+    x = torch.randn(4, 4)
+    with pytest.raises(CurvoptError, match="grad_batch .* batches of different lengths"), backpack(BatchGrad()):
+        F.mse_loss(model(x), model(x[:1]).expand(4, 3)).backward()
 
 
 def test_losses_of_containers_are_read_off_the_graph():

@@ -26,7 +26,9 @@ from curvopt.extensions import KFLR, BatchGrad
 from curvopt.hessianfree import ggn_vector_product
 from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
-from curvopt.optim.base import CurvatureOptimizer, annealed_interval, ema_update, kl_clip_factor, number
+from curvopt.optim.accumulation import ema_update, number
+from curvopt.optim.curvature_optimizer import CurvatureOptimizer, annealed_interval
+from curvopt.optim.step_size import kl_clip_factor
 
 #: Optimizers that take the step of SGD on preconditioned gradients.
 SGD_LIKE: dict[str, Callable[..., CurvatureOptimizer]] = {
@@ -840,7 +842,7 @@ def test_batches_without_targets_change_nothing(
     backward(run, ignored=True)
     run.optimizer.step()
     assert_equal(run.weights(), before)
-    run.optimizer._draws = 0
+    run.optimizer._samples.draws = 0
     for step in range(2):
         for each in (run, plain):
             each.optimizer.zero_grad()
@@ -905,7 +907,7 @@ def test_an_exception_drops_the_curvature_of_its_context(make: Callable) -> None
     with pytest.raises(KeyError), hit.optimizer.curvature():
         hit.loss(7).backward()
         raise KeyError
-    hit.optimizer._draws = 0
+    hit.optimizer._samples.draws = 0
     hit.optimizer.zero_grad()
     assert_equal(clean.train(3).weights(), hit.train(3).weights())
 
@@ -1091,7 +1093,7 @@ def test_a_weight_of_two_kinds_of_use_is_refused(make: Callable, accumulated: bo
     model, lossfunc = extend(TiedHeads()), extend(nn.CrossEntropyLoss())
     optimizer = make(model.parameters(), fisher="exact")
     inputs, y = (torch.randn(8, 4), torch.randint(4, (8,))), torch.randint(4, (8,))
-    with pytest.raises(CurvoptError, match="uses of different kinds"):
+    with pytest.raises(CurvoptError, match="layers of different kinds"):
         for x in inputs:
             if not accumulated:
                 optimizer.zero_grad()
@@ -1120,7 +1122,7 @@ def test_a_weight_that_is_pruned_during_training_begins_anew(make: Callable) -> 
 def test_losses_by_two_kinds_of_use_are_refused() -> None:
     model, lossfunc = extend(TiedHeads()), extend(nn.CrossEntropyLoss())
     x, indices, y = torch.randn(8, 4), torch.randint(4, (8,)), torch.randint(4, (8,))
-    with pytest.raises(CurvoptError, match=r"weight: .*uses of different kinds.*kflr"), backpack(KFLR()):
+    with pytest.raises(CurvoptError, match=r"weight: .*layers of different kinds.*kflr"), backpack(KFLR()):
         (lossfunc(model(x), y) + lossfunc(model(indices), y)).backward()
 
 

@@ -144,7 +144,7 @@ def test_positive_curvature_is_proportional_to_the_loss(modify: str):
         problem = extended(
             Case("", lambda: mlp(4, 5, 3, activation=nn.Sigmoid), normal(4, 4), cross_entropy(), labels, scale=scale)
         )
-        with backpack(PCHMP(modify)):
+        with backpack(PCHMP(modify=modify)):
             problem.loss().backward()
         products.append([p.pchmp(torch.eye(p.numel()).double().view(-1, *p.shape)) for p in problem.model.parameters()])
     for single, triple in zip(*products, strict=True):

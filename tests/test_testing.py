@@ -9,12 +9,12 @@ from test_hessian import NO_PCHMP
 from torch import Tensor, nn
 
 from curvopt import CurvoptError, backpack, extend
-from curvopt.core import sweep
+from curvopt.core.backward import hessian_residuals
+from curvopt.core.backward.columns import Empirical, Exact, MonteCarlo
 from curvopt.core.derivatives.affine import Linear
 from curvopt.core.derivatives.losses import Softmax
 from curvopt.core.jacobians import Jacobian, Outer
 from curvopt.core.residuals import residual_columns
-from curvopt.core.sweep import Empirical, Exact, MonteCarlo
 from curvopt.core.uses import LossUse
 from curvopt.extensions import (
     GGNMP,
@@ -40,7 +40,8 @@ from curvopt.extensions import (
     Variance,
 )
 from curvopt.kroneckers import eigenbases
-from curvopt.testing import _EXPECTED, check
+from curvopt.testing import check
+from curvopt.testing.comparison import EXPECTED
 
 ALL: list[Extension] = [
     BatchGrad(),
@@ -54,14 +55,14 @@ ALL: list[Extension] = [
     SqrtGGNExact(subsampling=[2, 0]),
     SqrtGGNMC(),
     KFAC(approx="reduce"),
-    KFLR(),
+    KFLR(approx="backpack"),
     KFRA(),
     KFACEmpirical(),
     GGNMP(),
     DiagHessian(),
     BatchDiagHessian(),
     HMP(),
-    PCHMP("abs"),
+    PCHMP(modify="abs"),
 ]
 OF_LINEAR = [e for e in ALL if not isinstance(e, KFRA)]  # which unfolds the second time by itself
 
@@ -84,7 +85,7 @@ def test_every_field_agrees_and_is_in_the_printed_table(capsys):
     assert len(result.rows) == 4 * (len(ALL) + 1) + 1  # bounds of pchmp, and the draws
     printed = capsys.readouterr().out
     assert str(result) in printed
-    assert all(f" {field} " in printed for field in _EXPECTED if field != "eigen_diagonal")  # has its own test
+    assert all(f" {field} " in printed for field in EXPECTED if field != "eigen_diagonal")  # has its own test
 
 
 @by_case
@@ -143,8 +144,8 @@ def test_wrong_gradients_of_predictions_are_noticed(monkeypatch):
 
 @pytest.mark.parametrize("modify", ["clip", "abs"])
 def test_replaced_curvature_that_is_none_is_noticed(modify, monkeypatch):
-    monkeypatch.setattr(sweep, "residual_columns", lambda *args: residual_columns(*args[:-1], None))
-    result = check(mlp(), nn.CrossEntropyLoss(), *batch(3, 4), [PCHMP(modify)])
+    monkeypatch.setattr(hessian_residuals, "residual_columns", lambda *args: residual_columns(*args[:-1], None))
+    result = check(mlp(), nn.CrossEntropyLoss(), *batch(3, 4), [PCHMP(modify=modify)])
     assert {row.note for row in result.wrong} == {"not below hmp and ggnmp"}
 
 
@@ -265,7 +266,7 @@ def test_what_cannot_be_checked_is_refused(monkeypatch):
     with pytest.raises(CurvoptError, match=r"1 \(BatchNorm1d\) mixes the samples in train mode; call model.eval"):
         check(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), nn.CrossEntropyLoss(), x, y, [KFAC()])
     with pytest.raises(CurvoptError, match=r"samples, a smaller network"):
-        monkeypatch.setattr("curvopt.testing.JACOBIAN_LIMIT", 100)
+        monkeypatch.setattr("curvopt.testing.checking.JACOBIAN_LIMIT", 100)
         check(mlp(), nn.CrossEntropyLoss(), x, y, [DiagGGNExact()])
 
 

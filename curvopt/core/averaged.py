@@ -11,19 +11,23 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from curvopt.core.autograd_graph.backward_graph import CallInGraph
 from curvopt.core.derivatives.affine import Convolution
 from curvopt.core.derivatives.losses import LossCurvature
 from curvopt.core.derivatives.rules import AffineRule
 from curvopt.core.eigen import eigh
-from curvopt.core.entries import Entry
-from curvopt.core.graph import Graph
 from curvopt.core.jacobians import Jacobian
 from curvopt.core.residuals import leads_to, name_of, pull
 from curvopt.errors import CurvoptError
 
 
 def averaged_jacobians(
-    edge: GradientEdge, curvature: LossCurvature, scale: Tensor, graph: Graph, entries: Sequence[Entry], N: int
+    edge: GradientEdge,
+    curvature: LossCurvature,
+    scale: Tensor,
+    calls: Sequence[CallInGraph],
+    frozen: Sequence[CallInGraph],
+    N: int,
 ) -> Iterator[tuple[nn.Parameter, Jacobian]]:
     """For every parameter the root of the averaged matrix at its layer's output, as Jacobian products of "one sample".
 
@@ -31,20 +35,20 @@ def averaged_jacobians(
         edge: the network's output.
         curvature: Hessian of the loss there.
         scale: root of the factor of the loss.
-        graph: what lies behind the loss.
-        entries: the uses in it.
+        calls: the calls with parameters behind it.
+        frozen: those without.
         N: number of samples.
 
     Raises:
         CurvoptError: if the network is not sequential, or has parameters in other than linear and convolution layers.
     """
-    for entry in entries:
+    for entry in calls:
         if not isinstance(entry.rule, AffineRule):
             raise CurvoptError(
-                f"{entry.use.describe()}: kfra is defined for sequential networks of linear and convolution "
+                f"{entry.call.describe()}: kfra is defined for sequential networks of linear and convolution "
                 "layers; use KFAC or KFLR."
             )
-    at = {(e.node, e.output_nr): entry for entry in graph.entries.values() for e in entry.edges.values()}
+    at = {(e.node, e.output_nr): entry for entry in (*calls, *frozen) for e in entry.edges.values()}
     columns = curvature.root(0, curvature.columns) * scale
     root = _root(columns.reshape(len(columns), len(columns[0]), -1).flatten(0, 1))
     left = {place for place, entry in at.items() if entry.parameters}
@@ -59,12 +63,11 @@ def averaged_jacobians(
         entry = at.get(place)
         if entry is not None and place in left:
             left.remove(place)
-            entry.use.cache.clear()  # its patches, as the positions of one sample
-            with graph.holding(entry):
-                jacobians = entry.rule.jac_t(entry.use, [vectors], list(entry.parameters), 1)
-            entry.use.cache.clear()
+            entry.call.cache.clear()  # its patches, as the positions of one sample
+            jacobians = entry.rule.jac_t(entry.call, [vectors], list(entry.parameters), 1)
+            entry.call.cache.clear()
             for name, jacobian in jacobians.items():
-                jacobian.origin = (entry.use,)  # a second use has inputs of its own
+                jacobian.origin = (entry.call,)  # a second use has inputs of its own
                 yield entry.parameters[name], jacobian
         if not left:
             return
@@ -92,10 +95,10 @@ def _root(columns: Tensor) -> Tensor:
     return (eigenvectors * eigenvalues.clamp(min=0).sqrt()).T
 
 
-def _inputs(node: Node, entry: Entry | None) -> list[GradientEdge]:
+def _inputs(node: Node, entry: CallInGraph | None) -> list[GradientEdge]:
     """Of the whole use if it is the output of a convolution, whose padding may go several ways (a circular one)."""
-    if entry is not None and isinstance(entry.rule, Convolution) and len(entry.use.boundary) == 1:
-        (before,) = entry.use.boundary
+    if entry is not None and isinstance(entry.rule, Convolution) and len(entry.call.boundary) == 1:
+        (before,) = entry.call.boundary
         if len(before._input_metadata) == 1:  # type: ignore[attr-defined]
             return [GradientEdge(before, 0)]
     return [GradientEdge(f, nr) for f, nr in node.next_functions if f is not None]

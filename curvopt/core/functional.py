@@ -20,9 +20,9 @@ from torch.nn.modules import _functions
 from curvopt.core.derivatives.affine import Conv, ConvTranspose, Product
 from curvopt.core.derivatives.embedding import Embedding, Indexed
 from curvopt.core.derivatives.rules import Rule
-from curvopt.core.residuals import dependents, leaf_of, name_of, parents_of, shape_of
+from curvopt.core.residuals import name_of, shape_of
 from curvopt.core.saved import Saved
-from curvopt.core.uses import Use, records_of
+from curvopt.core.uses import Use
 
 
 class FunctionalUse(Use):
@@ -47,9 +47,8 @@ class FunctionalUse(Use):
         boundary: frozenset[Node] = frozenset(),
     ):
         """Record what the node saved."""
-        self.path, self.module, self.args, self.kwargs, self._owner = path, module, args, {}, owner
-        self.versions, self.boundary, self.outputs, self.left = tuple([x._version for x in args]), boundary, None, None
-        self.random, self.state, self.block, self.steps = None, {}, None, None
+        self.path, self.model, self.module, self.args, self.kwargs, self._owner = path, None, module, args, {}, owner
+        self.versions, self.boundary, self.steps = tuple([x._version for x in args]), boundary, None
         self.shapes, self.cache, self.settings, self.seen = (shape,), {}, None, tuple(module._parameters.values())
 
     @property
@@ -64,12 +63,13 @@ class Way(NamedTuple):
     Attributes:
         node: of the operation.
         position: of the operand.
-        passed: the operations before it, from the parameter on; ``None`` if they have other operands, too.
+        passed: the operations before it, from the parameter on, and which output of each goes on; ``None`` if they have
+            other operands, too.
     """
 
     node: Node
     position: int
-    passed: tuple[Node, ...] | None = ()
+    passed: tuple[tuple[Node, int], ...] | None = ()
 
     @property
     def operand(self) -> tuple[Node, int]:
@@ -78,21 +78,28 @@ class Way(NamedTuple):
 
 
 def seen_of(p: nn.Parameter, way: Way) -> Tensor | None:
-    """What an operation sees of a parameter, without values: its strides tell which entries are which.
+    """What an operation sees of a parameter, without values: strides and offset tell which entries are which.
 
-    ``None`` if that is not all entries, each as it is.
+    ``None`` if that is not a view of it.
     """
     if way.passed is None:
         return None
     seen: Tensor | None = torch.empty(p.shape, device="meta")
-    for node in way.passed:
-        seen = None if seen is None else viewed(node, seen)
+    for node, output_nr in way.passed:
+        seen = None if seen is None else viewed(node, output_nr, seen)
     return seen
 
 
-def viewed(node: Node, x: Tensor) -> Tensor | None:
-    """What an operation that moves entries makes of a tensor without values; ``None`` if it does anything else."""
+def viewed(node: Node, output_nr: int, x: Tensor) -> Tensor | None:
+    """An output of an operation that views its operand, from a tensor without values; ``None`` for other operations."""
     name, saved = name_of(node), Saved(node)
+    if name == "SplitBackward0":
+        return x.split(saved.split_size, signed_axis(saved.dim))[output_nr]
+    if name == "SplitWithSizesBackward0":
+        return x.split(saved.split_sizes, signed_axis(saved.dim))[output_nr]
+    if name == "SliceBackward0" and saved.step == 1:
+        start, end = (signed_axis(row) for row in (saved.start, saved.end))
+        return x.movedim(signed_axis(saved.dim), 0)[start:end].movedim(0, signed_axis(saved.dim))
     if name == "TBackward0":
         return x.t()
     if name == "TransposeBackward0":
@@ -117,7 +124,7 @@ _VIEWS = frozenset(
 
 
 def signed_axis(dim: int) -> int:
-    """An axis as a node has it, where negative ones are kept as unsigned numbers."""
+    """An axis, or an index, as a node has it, where negative ones are kept as unsigned numbers."""
     return dim - 2**64 if dim >= 2**63 else dim
 
 
@@ -129,12 +136,14 @@ class LayerCall(NamedTuple):
         module: with the settings that the rule reads, without parameters.
         input: the input.
         other: the input's position among the operands, if it is one.
+        start: the first row of the parameter that is the weight, if not all of them are.
     """
 
     rule: Rule
     module: nn.Module
     input: Tensor
     other: int | None
+    start: int | None = None
 
 
 def layer_call(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
@@ -154,31 +163,6 @@ def is_layer(node: Node) -> bool:
     return name_of(node) in _LAYERS
 
 
-def constants_of(node: Node) -> list[tuple[Tensor, Sequence[int]]]:
-    """What a layer is applied to, where that is a constant for autograd, with the lengths of axes that it keeps.
-
-    Nothing for other operations.
-    """
-    name, saved = name_of(node), Saved(node)
-    found: list[tuple[Tensor | None, Sequence[int]]] = []
-    x: Tensor | None
-    if name == "EmbeddingBackward0":
-        found = [(saved.indices, saved.indices.shape)]
-    elif name in ("IndexBackward0", "IndexSelectBackward0"):
-        x = _index(node)
-        found = [] if x is None else [(x, x.shape)]
-    elif name in _PRODUCTS:
-        first, *sides = _PRODUCTS[name]
-        for i, side in enumerate(sides):
-            x = getattr(saved, side) if node.next_functions[first + i][0] is None else None
-            if x is not None:
-                summed = x.dim() - 1 - i if x.dim() > 1 else 0
-                found.append((x, [length for axis, length in enumerate(x.shape) if axis != summed]))
-    elif name in ("ConvolutionBackward0", "NativeLayerNormBackward0") and node.next_functions[0][0] is None:
-        found = [(saved.input, saved.input.shape[:1])]
-    return [(x, lengths) for x, lengths in found if x is not None]
-
-
 #: Position of the first of two matrices, and the names by which they are saved.
 _PRODUCTS = {
     "MmBackward0": (0, "self", "mat2"),
@@ -189,13 +173,18 @@ _PRODUCTS = {
 }
 
 
-def _matrices(weight: Tensor, shape: torch.Size, from_left: bool) -> tuple[bool, bool] | None:
-    """Whether a batch of matrices is one that is repeated, and whether a parameter of some shape has O axes last."""
+def _matrices(weight: Tensor, shape: torch.Size, from_left: bool) -> tuple[bool, bool, int | None] | None:
+    """Whether a batch of matrices is one that is repeated, and whether a parameter of some shape has O axes last.
+
+    Besides, the first row of the parameter that is seen, if not all of them are (packed weights).
+    """
     G, *sizes = weight.shape if weight.dim() == 3 else (1, *weight.shape)
     (O, I), (by_O, by_I) = (  # noqa: E741
         pair if from_left else pair[::-1] for pair in (sizes, weight.stride()[-2:])
     )
-    shared = G > 1 and weight.stride(0) == 0
+    shared, start, offset = G > 1 and weight.stride(0) == 0, None, int(weight.storage_offset())
+    if (shared or G == 1) and len(shape) == 2 and O < shape[0] and I == shape[1] and offset % I == 0:
+        start, shape = offset // I, torch.Size([O, I])
     if (1 if shared else G) * O * I != shape.numel() or not (shared or G == 1 or weight.stride(0) == O * I):
         return None
     plain, transposed = (
@@ -203,7 +192,9 @@ def _matrices(weight: Tensor, shape: torch.Size, from_left: bool) -> tuple[bool,
     )
     if plain and transposed:
         transposed = shape[0] == I != O
-    return (shared, transposed) if plain or transposed else None
+    if not (plain or transposed) or (transposed and start is not None):
+        return None
+    return shared, transposed, start
 
 
 def _product(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
@@ -214,7 +205,8 @@ def _product(node: Node, position: int, weight: Tensor, shape: torch.Size) -> La
     kind = _matrices(weight if weight.dim() > 1 else weight.unsqueeze(1), shape, from_left)
     if kind is None:
         return None
-    return LayerCall(Product(from_left, *kind), nn.Module(), getattr(saved, sides[from_left]), first + from_left)
+    *kind, start = kind
+    return LayerCall(Product(from_left, *kind), nn.Module(), getattr(saved, sides[from_left]), first + from_left, start)
 
 
 def _convolution(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
@@ -301,19 +293,6 @@ class Repetition(NamedTuple):
     linear: bool = True
 
 
-def met_by_parameters(nodes: Sequence[Node]) -> set[Node]:
-    """The operations among all of a graph with an operand that may be a parameter, or computed from those alone."""
-    leaves = [(node, leaf_of(node)) for node in nodes]
-    given = [node for node, leaf in leaves if leaf is not None and not isinstance(leaf, nn.Parameter)]
-    given += [node for node in nodes if records_of(node) or name_of(node).startswith("Embedding")]
-    dependent = dependents(given, parents_of(nodes))
-    return {
-        node
-        for node in nodes
-        if (is_layer(node) or repeats(node)) and any(below not in dependent for below, _ in node.next_functions)
-    }
-
-
 def repeats(node: Node) -> bool:
     """Whether an operation may repeat an operand."""
     return name_of(node) in _REPETITIONS
@@ -324,45 +303,9 @@ def repetition(node: Node, position: int) -> Repetition | None:
     return _REPETITIONS[name_of(node)](Saved(node), position)
 
 
-def has_number(node: Node) -> bool:
-    """Whether an operation is a product with a number, as far as that is known."""
-    if name_of(node) != "MulBackward0":
-        return False
-    try:
-        other = Saved(node).self if node.next_functions[0][0] is None else Saved(node).other
-    except RuntimeError:  # of a graph that is gone, or computed again in the backward
-        return False
-    return other is not None and other.dim() == 0
-
-
-def spreads(node: Node, position: int) -> bool:
-    """Whether an operation that keeps no tensors repeats an operand along the first axis."""
-    return name_of(node) in ("ExpandBackward0", "RepeatBackward0", "AddBackward0", "SubBackward0") and broadcasts(
-        node, position
-    )
-
-
-def broadcasts(node: Node, position: int) -> bool:
-    """Whether an operation that `repeats` does so with an operand along the first axis."""
-    if not repeats(node):
-        return False
-    along_others = name_of(node) == "RepeatBackward0" and _sizes_among(node, position)[1:] != list(shape_of(node)[1:])
-    return lacks_rows(node, position) and shape_of(node)[0] > 1 and not along_others
-
-
 def lacks_rows(node: Node, position: int) -> bool:
     """Whether an operand has only one row, or no axis for rows, of an output with axes."""
     return len(shape_of(node)) > 0 and _sizes_among(node, position)[0] == 1
-
-
-def of_each_sample(node: Node, position: int, vectors: Tensor, N: int) -> Tensor:
-    """Vectors ``[v, *out]`` at an operation that `spreads` an operand, pulled back for each: ``[v N, *operand]``."""
-    found, below = repetition(node, position), node.next_functions[position]
-    assert found is not None
-    metadata: Any = below[0]._input_metadata[below[1]]  # type: ignore[union-attr]
-    vectors = found.scale * vectors.unflatten(1, (N, -1)).flatten(0, 1)
-    axes = [axis for axis, size in enumerate(_sizes_among(node, position), 1) if size == 1]
-    return vectors.sum(axes, dtype=metadata.dtype).reshape(-1, *metadata.shape)
 
 
 def _sizes_among(node: Node, position: int) -> list[int]:

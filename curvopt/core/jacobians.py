@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property, reduce
-from itertools import accumulate, chain, islice, repeat
 from math import prod
 from typing import Any, Literal, TypeVar
 
@@ -21,7 +20,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core import costs
-from curvopt.core.products import add_product, add_products, by_onednn, gapless, of_gapless, product
 
 Approx = Literal["expand", "reduce"]
 T = TypeVar("T")
@@ -52,14 +50,8 @@ class Jacobian(ABC):
     of_batch = False
     #: Those of single uses, if it is of several of which some are of the batch.
     uses: Sequence[Jacobian] = ()
-    #: How many columns there is memory for, if they are worth keeping.
-    kept = 1
-    #: The sum over the samples, where it is known: autograd has it (see `Extension.uses_gradient`), or `sums`.
+    #: The sum over the samples, where it is known.
     gradient: Tensor | None = None
-    #: Whether whoever multiplies out the products shall leave their sum over the samples as `gradient`.
-    sums = False
-    #: Factors of the samples in this sum, ``[N]``; ``None`` for ones.
-    shares: Tensor | None = None
     #: The parameter; known to extensions whose quantity depends on it.
     parameter: Tensor | None = None
 
@@ -104,6 +96,11 @@ class Jacobian(ABC):
         """How many positions the samples have, where those of the batch may be of one sample each."""
         return 0
 
+    @property
+    def rows_of_batch(self) -> int:
+        """Number of samples that reach the parameter here."""
+        return self.N
+
     def set_lengths(self, lengths: Tensor) -> None:  # noqa: B027 - a difference where positions are averaged only
         """Tell how long the sequences are, ``[N]``, if there are zeros in the place of steps that some have not."""
 
@@ -142,8 +139,16 @@ class Jacobian(ABC):
         return self.dense().reshape(self.V, self.N, -1)
 
     @abstractmethod
-    def owned(self) -> Jacobian:
-        """The same, sharing nothing with the network's activations or graph."""
+    def owned(self, alike: Jacobian | None = None) -> Jacobian:
+        """A copy that shares nothing with the network's activations or graph.
+
+        Args:
+            alike: such a copy for other vectors of the same uses, with which this one may share the layer's input.
+        """
+
+    def joined(self, others: Sequence[Jacobian]) -> Sequence[Jacobian]:
+        """One for the vectors of this and of others, as far as they share the layer's input, and all that do not."""
+        return [self, *others]
 
     def settled(self) -> Jacobian:
         """The same, needing no more of the network's graph."""
@@ -192,7 +197,7 @@ class Dense(Jacobian):
             return self.left_of.left_squares.flatten(1)
         return _weighted(self.values.square(), self.weights)
 
-    def owned(self) -> Jacobian:
+    def owned(self, alike: Jacobian | None = None) -> Jacobian:
         result = Dense(self.values)  # its neighbour holds the activations
         result.weights = self.weights
         return result
@@ -227,23 +232,13 @@ class Patches:
 
     Args:
         x: the input, ``[N, ...]``.
-        see: what the kernel sees of some samples, ``[N, G, C, K, R, S]``: the ``I = [C, K, R]`` entries of the patches
-            at S positions. A view: what each of K entries along an axis of the kernel sees begins later in the same
-            memory.
-        planes: of some samples what a kernel ``[L, K]`` moves over by one to see its patches of ``I = [C, L, K]``
-            entries, ``[N, G, C, P, L + H - 1, K + W - 1]``, where ``S = [P, H, W]``.
-        kernel: L and K, where there are planes.
+        see: rows ``[N, G, C, R, T]`` of some samples, K, and their length: of the ``I = [C, K, R]`` entries of a patch
+            those at k see the S positions from the k-th row on.
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        see: Callable[[Tensor], Tensor],
-        planes: Callable[[Tensor], Tensor] | None = None,
-        kernel: Sequence[int] = (1, 1),
-    ):
+    def __init__(self, x: Tensor, see: Callable[[Tensor], tuple[Tensor, int, int]]):
         """Keep the input."""
-        self._x, self._see, self._planes, self._kernel = x, see, planes, kernel
+        self._x, self._see = x, see
         #: Rows of the input that make a sample, whose positions are those of all of them.
         self.rows = 1
         #: Whether others need them, too.
@@ -255,16 +250,15 @@ class Patches:
 
     @cached_property
     def windows(self) -> Tensor:
-        """What the kernel sees."""
-        return self._see(self._x)
+        """What the kernel sees at all positions, a view ``[N, G, C, K, R, S]``."""
+        rows, K, row = self._see(self._x)
+        return rows.unfold(-1, rows.shape[-1] - (K - 1) * row, max(row, 1)).transpose(3, 4)
 
     @cached_property
     def whole(self) -> Tensor:
         """The patches, ``[N, G, S, I]``; in memory positions come last, and samples before them."""
         seen = self.windows.permute(1, 2, 3, 4, 0, 5)
         del self.windows  # few will ask for both
-        if not torch.is_grad_enabled() and prod(seen.shape[2:4]) > 1 and not seen.is_contiguous():
-            seen = costs.empty(seen.shape, seen).copy_(seen)
         return by_sample(seen.flatten(1, 3).permute(2, 0, 3, 1), len(self))
 
     @property
@@ -274,13 +268,6 @@ class Patches:
             return None
         return self.windows.transpose(2, 3)
 
-    def of_each(self) -> Iterator[Tensor]:
-        """The entries of the patches of one sample after the other, ``[G, *I, S]``."""
-        if self.rows == 1:
-            yield from self.windows
-        else:
-            yield from chain.from_iterable(part.mT for part in self.split(1))
-
     def split(self, step: int) -> Iterator[Tensor]:
         """The whole, a few samples at a time if nobody else needs it."""
         if self.kept:
@@ -289,21 +276,32 @@ class Patches:
         for x in self._x.split(step * self.rows):
             yield self._changed(_x=x).whole
 
-    def shifted_moment(self) -> Tensor | None:
-        """Mean ``x x^T`` of all samples and positions, ``[G, I, I]``, by shifts of the planes if that is cheaper."""
-        if self._planes is None or not len(self):
+    def moment_by_rows(self) -> Tensor | None:
+        """Mean ``x x^T`` of all samples and positions, ``[G, I, I]``, by products of rows if that is cheaper.
+
+        Entries k and k + d see the rows that 0 and d see, k rows further down. So products of rows with those d further
+        down are summed once over the rows that count for every k, and by themselves for rows that some k see.
+        """
+        rows, K, row = self._see(self._x[:1])
+        _, G, C, R, T = rows.shape
+        N, F, S = len(self._x), C * R, T - (K - 1) * row
+        if S < (K - 1) * row or not costs.by_rows(F, K, N * S, N * row, rows.device.type):
             return None
-        _, G, C, P, rows, columns = self._planes(self._x[:1]).shape
-        L, K = self._kernel
-        device, positions = self._x.device.type, (len(self._x) * P, rows - L + 1, columns - K + 1)
-        met = rows >= 2 * (L - 1) and columns >= 2 * (K - 1)
-        if not met or not costs.by_shifts(C, (L, K), positions, device, self.kept):
-            return None
-        moments = [_ShiftedMoment(L, K, 1 / prod(positions)) for _ in range(G)]
-        for x in self._x.split(costs.rows_at_once(P * max(positions[1:]), G * C * L * K, device)):
-            for moment, planes in zip(moments, self._planes(x).permute(1, 2, 0, 3, 4, 5).flatten(2, 3), strict=True):
-                moment.add(planes)
-        return torch.stack([moment.total() for moment in moments])
+        sizes = [[row] * m + [S - m * row] + [row] * m for m in reversed(range(K))]
+        sums = [widened(rows.new_zeros(len(sizes[d]), G, F, F)) for d in range(K)]
+        for x in self._x.split(costs.rows_at_once(S, G * K * F, rows.device.type)):
+            rows = self._see(x)[0].flatten(2, 3).permute(1, 2, 3, 0).contiguous()  # [G, F, T, N]
+            for d in range(K):
+                pairs = (side.split(sizes[d], 2) for side in (rows[:, :, : T - d * row], rows[:, :, d * row :]))
+                for total, left, right in zip(sums[d], *pairs, strict=True):
+                    _add_product(total, left.flatten(2), right.flatten(2).mT, 1 / (N * S))
+        moments = rows.new_empty(G, C, K, R, C, K, R)
+        for d, of_d in enumerate(sums):
+            for k in range(K - d):
+                moment = of_d[k : k + K - d].sum(0).view(G, C, R, C, R)
+                moments[:, :, k, :, :, k + d] = moment
+                moments[:, :, k + d, :, :, k] = moment.permute(0, 3, 4, 1, 2)
+        return moments.view(G, K * F, K * F)
 
     def used_once(self) -> Patches:
         """The same, kept for nobody."""
@@ -341,7 +339,6 @@ class Outer(Jacobian):
         self.V, self.N, self.G, self.S, self.O = left.shape
         self.I = prod(shape) // (self.G * self.O)
         self._moment: Tensor | None = None
-        self._lefts = [left]
         #: How many positions each sample has, ``[N]``, if there are zeros in the place of others.
         self.lengths: Tensor | None = None
 
@@ -351,22 +348,13 @@ class Outer(Jacobian):
         return self._right.whole if isinstance(self._right, Patches) else self._right
 
     def dense(self) -> Tensor:
-        if self._by_onednn(self.V):
-            result = costs.empty((self.V, self.N, *self.shape), self.left)
-            for vectors, samples, products in self._by_sample():
-                part = result[vectors, samples]
-                part.copy_(products.reshape(part.shape))
-            return result
         if torch.is_grad_enabled() or not isinstance(self._right, Patches):
-            products = _products(*self._sides(self.left, self.right)).reshape(self.V, self.N, *self.shape)
-        else:
-            products = costs.empty((self.V, self.N, *self.shape), self.left)
-            of_matrices, n = products.view(self.V, self.N, self.G, *self._sides(self.O, self.I)), 0
-            for right in self._right.split(costs.rows_at_once(self.S, self.G * self.I, self.left.device.type)):
-                samples = slice(n, n := n + len(right))
-                _products(*self._sides(self.left[:, samples], right), out=of_matrices[:, samples])
-        if self.sums and self.gradient is None:
-            self.gradient = self._add_sum(None, products[0], slice(None))
+            return _products(*self._sides(self.left, self.right)).reshape(self.V, self.N, *self.shape)
+        products = self.left.new_empty(self.V, self.N, *self.shape)
+        of_matrices, n = products.view(self.V, self.N, self.G, *self._sides(self.O, self.I)), 0
+        for right in self._right.split(costs.rows_at_once(self.S, self.G * self.I, self.left.device.type)):
+            samples = slice(n, n := n + len(right))
+            _products(*self._sides(self.left[:, samples], right), out=of_matrices[:, samples])
         return products
 
     def set_lengths(self, lengths: Tensor) -> None:
@@ -391,19 +379,14 @@ class Outer(Jacobian):
         """Squared norms ``[V, N]`` without forming the products where that is cheaper (Gram trick, Goodfellow 2015)."""
         if self.G == self.S == 1:
             return self.left_norms2 * _norms2(self.right)
-        if costs.by_gram(self.S, self.O, self.I, self.sums):
+        if costs.by_gram(self.S, self.O, self.I):
             # terms of both signs may round to less than nothing
             return ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum((2, 3, 4)).clamp(min=0)
         if torch.is_grad_enabled():
             return self.dense().reshape(self.V, self.N, -1).square().sum(2)
         norms = self.left.new_empty(self.V, self.N)
-        for vectors, samples, products in self._by_sample():
-            values = products.square_().sum([*range(1, products.dim())])
-            if len(values) == norms.numel():
-                norms = values.view_as(norms)
-            else:
-                part = norms[vectors, samples]
-                part.copy_(values.view_as(part))
+        for v, samples, products in self._by_sample():
+            norms[v, samples] = products.square_().sum([*range(1, products.dim())])
         return norms
 
     def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
@@ -438,7 +421,12 @@ class Outer(Jacobian):
         rows = self.right.mean(2, keepdim=True)
         if self.lengths is not None:
             rows = rows * (self.S / self.lengths.clamp(min=1)).to(rows)[:, None, None, None]
-        return _second_moment(rows, limit, 1 / max(len(rows), 1))
+        return _second_moment(rows, limit, 1 / max(self.rows_of_batch, 1))
+
+    @property
+    def rows_of_batch(self) -> int:
+        """Number of samples that have positions."""
+        return self.N if self.lengths is None else int((self.lengths > 0).sum())
 
     def _mean_square(self, limit: int | None) -> Tensor:
         """The mean over all positions, ended sequences' included."""
@@ -447,9 +435,8 @@ class Outer(Jacobian):
             return _second_moment(self.right, limit, 1 / max(self.right.shape[0] * self.right.shape[2], 1))
         limited = limit is not None and self.I > limit
         if isinstance(right, Patches):
-            shifted = None if limited else right.shifted_moment()
-            if shifted is not None:
-                return cast(_ungrouped(shifted), self.left.dtype)
+            if not limited and (moments := right.moment_by_rows()) is not None:
+                return _ungrouped(moments)
             right = right if right.rows == 1 else right.whole
         if isinstance(right, Patches):
             step = costs.rows_at_once(self.S, self.G * self.I, self.left.device.type)
@@ -483,20 +470,50 @@ class Outer(Jacobian):
         return Outer(left, right, shape, transposed)
 
     def project(self, directions: Tensor) -> Tensor:
-        return torch.einsum("vngso,kngso->kvn", self.left, self.right @ self.matrices(directions).mT)
+        # one product with the input for all directions, then one for each sample: summed as they lie in memory
+        directions = self.matrices(directions)[:, 0].transpose(0, 1)  # [G, K, O, I]
+        seen = directions.flatten(1, 2) @ _by_feature(self.right)
+        seen = seen.unflatten(2, (self.N, self.S)).unflatten(1, (-1, self.O)).permute(3, 1, 0, 2, 4)  # [N, K, G, O, S]
+        # small products of other layouts take five times as long
+        seen = (seen if self._features_first else seen.mT).flatten(2).contiguous()
+        return (seen @ self._left_rows.mT).permute(1, 2, 0)
 
     def expand(self, coefficients: Tensor) -> Tensor:
-        left = torch.einsum("kvn,vngso->kgnso", coefficients, self.left).flatten(2, 3)
-        return self._shaped(left.mT @ self.right.transpose(0, 1).flatten(1, 2))
+        sides = (self.O, self.S) if self._features_first else (self.S, self.O)
+        left = (coefficients.permute(2, 0, 1) @ self._left_rows).unflatten(2, (self.G, *sides))  # [N, K, G, *]
+        left = (left if self._features_first else left.mT).permute(2, 1, 3, 0, 4)  # [G, K, O, N, S]
+        products = left.flatten(3).flatten(1, 2) @ _by_feature(self.right).mT
+        return self._shaped(products.unflatten(1, (-1, self.O)).transpose(0, 1))
+
+    @property
+    def _features_first(self) -> bool:
+        """Whether the left side has the positions of a feature next to each other in memory."""
+        return self.left.stride(3) < self.left.stride(4)
+
+    @property
+    def _left_rows(self) -> Tensor:
+        """The left side as ``[N, V, *]``, with features and positions in the order in which they lie in memory."""
+        return (self.left.mT if self._features_first else self.left).transpose(0, 1).flatten(2)
 
     def share_no_patches(self) -> None:
         if isinstance(self._right, Patches):
             self._right = self._right.used_once()
 
-    def owned(self) -> Jacobian:
-        result = Outer(self.left, self.right.clone(), self.shape, self.transposed)
+    def owned(self, alike: Jacobian | None = None) -> Jacobian:
+        right = alike.right if isinstance(alike, Outer) else self.right.clone()
+        result = Outer(self.left, right, self.shape, self.transposed)
         result.weights = self.weights
         return result
+
+    def joined(self, others: Sequence[Jacobian]) -> Sequence[Jacobian]:
+        sharing = [self, *(other for other in others if isinstance(other, Outer) and other._right is self._right)]
+        if len(sharing) == 1:
+            return [self, *others]
+        result = Outer(torch.cat([each.left for each in sharing]), self._right, self.shape, self.transposed)
+        result.weights = torch.cat(
+            [each.left.new_ones(each.V, each.N) if each.weights is None else each.weights for each in sharing]
+        )
+        return [result, *(other for other in others if other not in sharing)]
 
     def matrices(self, directions: Tensor) -> Tensor:
         """``[K, *p]`` as ``[K, 1, G, O, I]``, the inverse of `_shaped`."""
@@ -532,37 +549,11 @@ class Outer(Jacobian):
             return self._shaped(reduce(add, (widened(_over_samples(part, right)) for part, right in parts)))
         if torch.is_grad_enabled():
             return self._shaped(torch.cat([part.mT @ right for part, right in parts]))
-        result = costs.empty((1, self.N, self.G, *self._sides(self.O, self.I)), left)
+        result = left.new_empty(1, self.N, self.G, *self._sides(self.O, self.I))
         for (part, right), out in zip(parts, result.split(step, 1), strict=True):
             rows, columns = self._sides(part, right)
             _products(rows.unsqueeze(0), columns.unsqueeze(0), out)
         return result.reshape(self.N, *self.shape)
-
-    @property
-    def vectors_to_keep(self) -> int:
-        """How many vectors' squares to add at once, taken `together`."""
-        if self.sums:
-            return 1
-        vectors = min(self.kept, costs.vectors_worth_keeping(self.S, self.O, self.I))
-        vectors = costs.even_share(self.columns or vectors, vectors)
-        return vectors if self._by_onednn(vectors) else 1
-
-    def goes_with(self, other: Outer) -> bool:
-        """Whether both may be taken `together`."""
-        same_kind = (other.weights is None) == (self.weights is None) and other.sums == self.sums
-        return other._right is self._right and same_kind
-
-    def together(self, others: Sequence[Outer]) -> Outer | None:
-        """One for the vectors of this and others, for `add_squares` only; ``None`` where oneDNN does not form products.
-
-        Left sides stay where they are.
-        """
-        result = Outer(self.left, self._right, self.shape, self.transposed)
-        result._lefts = [self.left, *(other.left for other in others)]
-        result.V = sum(len(left) for left in result._lefts)
-        if self.weights is not None:
-            result.weights = torch.cat([outer.weights for outer in (self, *others) if outer.weights is not None])
-        return result if self._by_onednn(result.V) else None
 
     def add_squares(self, total: Tensor | None, per_sample: bool) -> Tensor:
         """``total`` plus the squares, ``[*p]`` or, sample by sample, ``[N, *p]``; in place where no graph is built.
@@ -574,23 +565,25 @@ class Outer(Jacobian):
             return add(total, squares if per_sample else squares.sum(0))
         if per_sample:
             like = widened(self.left.new_empty(0))
-            result = costs.empty((self.N, *self.shape), like) if total is None else total.contiguous()
-            for vectors, samples, products in self._by_sample(in_order=True):
-                weighted = self._times_weights(products, vectors, samples)
+            result = like.new_empty(self.N, *self.shape) if total is None else total.contiguous()
+            for v, samples, products in self._by_sample(in_order=True):
+                weighted = self._times_weights(products, v, samples)
                 of_samples = result[samples].view(-1, *products.shape[1:])
-                overwrite = total is None and vectors.start == 0
-                if len(products) > len(of_samples):
-                    _add_products(of_samples[0], weighted, products, overwrite)
-                elif overwrite:
+                if total is None and v == 0:
                     torch.mul(weighted, products, out=of_samples)
                 else:
                     of_samples.addcmul_(weighted, products)
             return result
         squares = None
-        for vectors, samples, products in self._by_sample():
+        for v, samples, products in self._by_sample():
             if squares is None:
                 squares = widened(torch.zeros_like(products[0]))
-            _add_products(squares, self._times_weights(products, vectors, samples), products)
+            weighted = self._times_weights(products, v, samples)
+            if len(products) > 1 and not costs.adds_one_by_one(squares.numel(), squares.device.type):
+                squares.add_(_sum(products.mul_(weighted)))
+                continue
+            for a, b in zip(weighted, products, strict=True):
+                squares.addcmul_(a, b)
         assert squares is not None
         return add(total, squares.reshape(self.shape).contiguous())
 
@@ -598,8 +591,8 @@ class Outer(Jacobian):
         """Left and right side, in the order in which the parameter has them."""
         return (right, left) if self.transposed else (left, right)
 
-    def _by_sample(self, in_order: bool = False) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Some vectors of one sample, or samples of one vector, and their products ``[n, *]``; see `sums`.
+    def _by_sample(self, in_order: bool = False) -> Iterator[tuple[int, slice, Tensor]]:
+        """A vector, some samples, and their products ``[n, *]``.
 
         The last axes are the parameter's, split. They are overwritten by the next ones: fresh memory costs more than
         arithmetic.
@@ -607,47 +600,9 @@ class Outer(Jacobian):
         Args:
             in_order: entries are in the parameter's order in memory, too.
         """
-        formed = self._formed_by_onednn() if self._by_onednn(self.V) else self._formed(in_order)
-        if not self.sums or self.gradient is not None:
-            yield from formed
-            return
-        total = None
-        for vectors, samples, products in formed:
-            total = self._add_sum(total, products, samples)
-            yield vectors, samples, products
-        assert total is not None
-        self.gradient = total.reshape(self.shape).contiguous()
+        return self._formed(in_order)
 
-    def _add_sum(self, total: Tensor | None, products: Tensor, samples: slice) -> Tensor:
-        """The sum over all samples so far, plus the products of some."""
-        if len(products) == 1:
-            total = torch.zeros_like(products[0]) if total is None else total
-            return total.add_(products[0], alpha=1.0 if self.shares is None else float(self.shares[samples]))
-        shares = None if self.shares is None else self.shares[samples].reshape(-1, *[1] * (products.dim() - 1))
-        part = _sum(products if shares is None else products * shares)
-        return part if total is None else total.add_(part)
-
-    def _by_onednn(self, V: int) -> bool:
-        """Whether oneDNN forms the products of V vectors, those of a sample and some vectors at once."""
-        return self.G == 1 and by_onednn(self.left, V * self.O, self.S, self.I, repeated=True)
-
-    def _formed_by_onednn(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        step = costs.vectors_at_once(self.O * self.I, self.V)
-        windows = self._right.of_each() if isinstance(self._right, Patches) else self._right.mT
-        lefts = [left.mT.transpose(0, 1).unbind() for left in self._lefts]
-        for n, (seen, *parts) in enumerate(zip(windows, *lefts, strict=True)):
-            right = gapless(seen.reshape(self.I, self.S))
-            if step > 1 and len(parts) > 1:
-                parts = [torch.cat(parts)]
-            for v, left in enumerate(chain.from_iterable(part.split(step) for part in parts)):
-                rows = gapless(left.reshape(-1, self.S))
-                if self.transposed:
-                    products = of_gapless(right, rows.T).view(self.I, -1, self.O).transpose(0, 1)
-                else:
-                    products = of_gapless(rows, right.T).view(-1, self.O, self.I)
-                yield slice(v * step, (v + 1) * step), slice(n, n + 1), products
-
-    def _formed(self, in_order: bool) -> Iterator[tuple[slice, slice, Tensor]]:
+    def _formed(self, in_order: bool) -> Iterator[tuple[int, slice, Tensor]]:
         # [I, O]: few inputs, as of the first convolution, fill the rows of a matrix product better than its columns
         right_first = self.transposed or not (in_order or isinstance(self._right, Tensor))
         sides = (self.I, self.O) if right_first else (self.O, self.I)
@@ -663,7 +618,7 @@ class Outer(Jacobian):
                     n, g = divmod(i, self.G)
                     torch.bmm(right, left.expand(K, -1, -1), out=buffer[g])
                     if g == self.G - 1:
-                        yield slice(v, v + 1), slice(n, n + 1), products
+                        yield v, slice(n, n + 1), products
             return
         rights = _pieces(self.right, step)
         buffer = self.left.new_empty(min(step, self.N) * self.G, *sides)
@@ -672,12 +627,12 @@ class Outer(Jacobian):
                 rows, columns = (right, left) if right_first else (left, right)
                 products = torch.bmm(rows.mT, columns, out=buffer[: len(left)]).view(-1, self.G, *sides)
                 products = products if right_first == self.transposed else products.mT
-                yield slice(v, v + 1), slice(i * step, (i + 1) * step), products
+                yield v, slice(i * step, (i + 1) * step), products
 
-    def _times_weights(self, products: Tensor, vectors: slice, samples: slice) -> Tensor:
+    def _times_weights(self, products: Tensor, v: int, samples: slice) -> Tensor:
         if self.weights is None:
             return products
-        return products * self.weights[vectors, samples].reshape(-1, *[1] * (products.dim() - 1))
+        return products * self.weights[v, samples].reshape(-1, *[1] * (products.dim() - 1))
 
 
 class Computed(Jacobian):
@@ -742,7 +697,7 @@ class Computed(Jacobian):
         result.weights = self.weights
         return result
 
-    def owned(self) -> Jacobian:
+    def owned(self, alike: Jacobian | None = None) -> Jacobian:
         return self.settled()
 
     def _parts(self) -> Iterator[tuple[slice, Tensor]]:
@@ -855,7 +810,15 @@ class Lookup(Jacobian):
         result.weights = self.weights
         return result
 
-    def owned(self) -> Jacobian:
+    def project(self, directions: Tensor) -> Tensor:
+        products = torch.einsum("vpd,kpd->kvp", self.left, directions[:, self.rows])
+        return self._scatter(products, 2, self.samples, self.N)
+
+    def expand(self, coefficients: Tensor) -> Tensor:
+        values = torch.einsum("kvp,vpd->kpd", coefficients[:, :, self.samples], self.left)
+        return self._scatter(values, 1, self.rows, self.shape[0])
+
+    def owned(self, alike: Jacobian | None = None) -> Jacobian:
         result = Lookup(self.left, self.rows.clone(), self.samples, self.N, self.shape)
         result.weights = self.weights
         return result
@@ -876,14 +839,14 @@ class Lookup(Jacobian):
     def _scatter(values: Tensor, axis: int, index: Tensor, size: int) -> Tensor:
         """Values summed into ``size`` places along an axis."""
         shape = (*values.shape[:axis], size, *values.shape[axis + 1 :])
-        return costs.empty(shape, values).zero_().index_add_(axis, index, values)
+        return values.new_zeros(shape).index_add_(axis, index, values)
 
 
 class Squares:
     """Squared products, summed over chunks of columns, over vectors and, unless they are kept apart, over samples.
 
     Chunks of an `Outer` share their right side. Where squares are taken by pairs of positions (or there is one position
-    only), it is multiplied once, at the end; else with several of them together, where that is worth keeping them.
+    only), it is multiplied once, at the end.
 
     Args:
         per_sample: keep samples apart.
@@ -895,7 +858,6 @@ class Squares:
         self._value: Tensor | None = None
         self._pairs: tuple[Outer, Tensor] | None = None
         self._signed = False
-        self._kept: list[Outer] = []
         self._dtype: torch.dtype | None = None
 
     def add(self, jacobian: Jacobian) -> Squares:
@@ -913,23 +875,11 @@ class Squares:
             self._pairs = jacobian, pairs if self._pairs is None else self._pairs[1] + pairs
             self._signed = self._signed or jacobian.weights is not None
             return self
-        if self._kept and not self._kept[0].goes_with(jacobian):
-            self._add_kept()
-        self._kept.append(jacobian)
-        if sum(kept.V for kept in self._kept) >= jacobian.vectors_to_keep:
-            self._add_kept()
+        self._value = jacobian.add_squares(self._value, self.per_sample)
         return self
-
-    def _add_kept(self) -> None:
-        kept, self._kept = self._kept, []
-        together = kept[0].together(kept[1:]) if len(kept) > 1 else None
-        for jacobian in kept if together is None else [together]:
-            self._value = jacobian.add_squares(self._value, self.per_sample)
 
     def total(self) -> Tensor:
         """What has been added, ``[*p]`` or ``[N, *p]``."""
-        if self._kept:
-            self._add_kept()
         if self._pairs is not None:
             (jacobian, left), self._pairs = self._pairs, None
             squares = jacobian.squares_of_pairs(cast(left, jacobian.left.dtype), self.per_sample)
@@ -969,7 +919,7 @@ def _products(rows: Tensor, columns: Tensor, out: Tensor | None = None) -> Tenso
         return rows.mT @ columns
     V = len(rows) if rows.dim() == 5 else len(columns)
     shape = (*(rows if rows.dim() == 4 else columns).shape[:2], rows.shape[-1], columns.shape[-1])
-    result = costs.empty((V, *shape), rows) if out is None else out
+    result = rows.new_empty(V, *shape) if out is None else out
     if rows.shape[-2] == 1:
         return torch.mul(rows.mT, columns, out=result)
     for v in range(V):
@@ -991,11 +941,7 @@ def _by_feature(values: Tensor) -> Tensor:
 
 def _over_samples(left: Tensor, right: Tensor) -> Tensor:
     """``sum_{n,s} l r^T`` of ``[..., N, G, S, O]`` and ``[N, G, S, I]``, ``[..., G, O, I]``."""
-    left, right = _by_feature(left), _by_feature(right).mT
-    batch = left.shape[:-2]
-    if batch.numel() != 1:
-        return left @ right
-    return product(left.reshape(left.shape[-2:]), right[0]).reshape(*batch, left.shape[-2], -1)
+    return _by_feature(left) @ _by_feature(right).mT
 
 
 def _norms2(sides: Tensor) -> Tensor:
@@ -1010,17 +956,6 @@ def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:
     if weights is None:
         return values.sum(0) if len(values) > 1 else values[0]
     return torch.einsum("vn,vn...->n...", weights, values)
-
-
-def _add_products(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
-    """``total + sum_v left[v] * right[v]``, or without the total, in place; the right side is overwritten."""
-    if len(right) > 1 and not costs.adds_one_by_one(total.numel(), total.device.type):
-        products = torch.mul(left, right, out=right)
-        torch.sum(products, 0, dtype=total.dtype, out=total) if overwrite else total.add_(_sum(products))
-        return
-    for a, b in zip(left.unbind(), right.unbind(), strict=True):
-        torch.mul(a, b, out=total) if overwrite else total.addcmul_(a, b)
-        overwrite = False
 
 
 def _sum(values: Tensor) -> Tensor:
@@ -1075,10 +1010,13 @@ def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
     """The same of parts of the samples, which have R positions in all."""
     moments, dtype, F, block = None, None, 0, 0
     for part in parts:
+        x = _by_feature(part)
         if moments is None:
-            dtype, F = part.dtype, part.shape[3]
-            block = min(costs.SYMMETRIC_BLOCK, -(-F // 2)) if costs.by_blocks(F, R, part.device.type) else F
-        moments = widened(_add_moments(moments, _by_feature(part), scale, block))
+            dtype, (G, F, _) = x.dtype, x.shape
+            block = min(costs.SYMMETRIC_BLOCK, -(-F // 2)) if costs.by_blocks(F, R, x.device.type) else F
+            moments = widened(x.new_zeros(G, F, F))
+        for i in range(0, F, block):  # what is below the diagonal follows
+            _add_product(moments[:, i : i + block, i:], x[:, i : i + block], x[:, i:].mT, scale)
     assert moments is not None
     for i in range(0, F - block, block):
         j = i + block
@@ -1086,120 +1024,12 @@ def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
     return cast(_ungrouped(moments), dtype)
 
 
-def _add_moments(moments: Tensor | None, x: Tensor, scale: float, block: int) -> Tensor:
-    """``moments + scale x x^T`` of ``[G, F, R]``, of which only blocks that reach above the diagonal are computed."""
-    G, F, R = x.shape
-    if block == F:
-        return add_products(moments, x, x.mT, scale)
-    if by_onednn(x, block, R, F):
-        x = x.contiguous()  # and so are some of its rows
-    totals = costs.empty((G, F, F), x) if moments is None else moments
-    for total, rows in zip(totals, x, strict=True):
-        for i in range(0, F, block):
-            add_product(total[i : i + block, i:], rows[i : i + block], rows[i:].T, scale, overwrite=moments is None)
-    return totals
-
-
-class _ShiftedMoment:
-    """``scale x x^T`` of the patches that a kernel ``[L, K]`` sees of planes, of which few entries need long products.
-
-    The entry ``(i, j)`` of the kernel sees a window of the planes, and ``x_i x_a^T`` sums products of what lies in it
-    with what lies some steps further. Windows of the same steps have most of it in common, which is summed once, for
-    one of them; rows and columns at the edges, which some see, are summed by themselves. Nothing is subtracted.
-    """
-
-    def __init__(self, L: int, K: int, scale: float):
-        """Begin with nothing."""
-        self.L, self.K, self.scale = L, K, scale
-        #: Products of what windows have in common; of the first and the last columns, and rows, that some see.
-        self._common: list[Tensor] = []
-        self._columns: tuple[list[Tensor], list[Tensor]] = [], []
-        self._rows: tuple[list[Tensor], list[Tensor]] = [], []
-
-    def add(self, planes: Tensor) -> None:
-        """Add planes ``[C, P, L + H - 1, K + W - 1]``, of ``H >= L - 1``, ``W >= K - 1``, so that all windows meet."""
-        L, K = self.L, self.K
-        C, _, rows, columns = planes.shape
-        H, W = rows - L + 1, columns - K + 1
-        for part in planes.split(costs.samples_in_cache(C * rows * columns, planes.device.type), 1):
-            _add_pairs(self._common, self._shifted(part), self.scale)
-        for sums, strip in zip(self._columns, (planes[..., : K - 1], planes[..., W:]), strict=True):
-            ends = strip.unfold(2, L, 1).permute(3, 4, 0, 1, 2).flatten(3).flatten(1, 2)  # [K - 1, L C, P H]
-            _add_pairs(sums, ((end, ends[k:].flatten(0, 1)) for k, end in enumerate(ends)), self.scale)
-        for sums, strip in zip(self._rows, (planes[:, :, : L - 1], planes[:, :, H:]), strict=True):
-            left = strip[..., :W].permute(2, 0, 1, 3).flatten(2).flatten(0, 1)  # [(L - 1) C, P W]
-            strip = strip.clone()
-            strip[..., : K - 1] = 0
-            ends = strip.unfold(3, K, 1).permute(2, 4, 0, 1, 3).flatten(3).flatten(0, 2)  # [(L - 1) K C, P W]
-            _add_pairs(sums, [(left, ends)], self.scale)
-
-    def _shifted(self, planes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Planes as the entry ``(i, 0)`` sees them, and as ``(a, b)`` does, or ``(0, b)`` unless i is 0.
-
-        Rows of all planes lie one after the other, so that a shift is an offset: what it takes too much meets zeros, as
-        does what not all windows of the same steps see.
-        """
-        L, K = self.L, self.K
-        C, P, rows, columns = planes.shape
-        H, W, row = rows - L + 1, columns - K + 1, P * columns
-        planes = planes.transpose(1, 2)
-        end = C * rows * row
-        flat = planes.new_empty(end + (L - 1) * row + K - 1)
-        right = flat[:end].view(C, rows, P, columns)
-        right[:, L - 1 :] = planes[:, L - 1 :]
-        right[:, : L - 1], right[..., : K - 1], flat[end:] = 0, 0, 0
-        # oneDNN takes no gaps: there a shift goes on into the rows of the next feature
-        size = rows * row if costs.onednn_is_faster() else H * row
-        left = planes.new_empty(C, size // row, P, columns)
-        left[:, H:], left[..., W:] = 0, 0
-
-        def pair(a: int, b: int) -> tuple[Tensor, Tensor]:
-            return left.view(C, size), flat.as_strided((C, size), (rows * row, 1), a * row + b)
-
-        left[:, :H, :, :W] = planes[:, :H, :, :W]
-        yield from (pair(a, b) for a in range(L) for b in range(K))
-        right[:, : L - 1, :, K - 1 :] = planes[:, : L - 1, :, K - 1 :]
-        for i in range(1, L):
-            top = L - 1 - i
-            left[:, :top] = 0
-            left[:, top:H, :, :W] = planes[:, L - 1 : H + i, :, :W]
-            yield from (pair(0, b) for b in range(1, K))
-
-    def total(self) -> Tensor:
-        """The sum over all that were added, ``[I, I]``."""
-        L, K, C, common = self.L, self.K, len(self._common[0]), iter(self._common)
-        products = self._common[0].new_empty(L, K, L, K, C, C)
-        ends = [sums[0].view(L - 1, C, L - 1, K, C).permute(0, 2, 3, 1, 4) for sums in self._rows]
-        for i in range(L if K > 1 else 1):
-            for a in range(1 if i else L):
-                b = slice(bool(i), K)
-                first, last = ([each[m + i, m + a, b] for m in range(L - 1 - i - a)] for each in ends)
-                out = [products[m + i, 0, m + a, b] for m in range(L - i - a)]
-                _over_windows(torch.stack([*islice(common, len(out[0]))]), first, last, out)
-        for i in range(1, L):
-            products[i, 0, :i, 0] = products[:i, 0, i, 0].mT
-        for k in range(K):
-            ends = [[each.view(L, C, -1, L, C)[:, :, k] for each in sums[: K - 1 - k]] for sums in self._columns]
-            first, last = ([each.transpose(1, 2) for each in of_end] for of_end in ends)
-            _over_windows(products[:, 0, :, k], first, last, [products[:, j, :, j + k] for j in range(K - k)])
-        for k in range(1, K):
-            products[:, k, :, :k] = products[:, :k, :, k].permute(2, 0, 1, 4, 3)
-        return products.permute(4, 0, 1, 5, 2, 3).reshape(C * L * K, C * L * K)
-
-
-def _over_windows(common: Tensor, first: Sequence[Tensor], last: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """Sums over windows that are shifted by one: all see what is common, the m-th ``first[m:]`` and ``last[:m]``."""
-    out[-1].copy_(common)
-    for m in reversed(range(len(first))):
-        torch.add(out[m + 1], first[m], out=out[m])
-    for m, seen in enumerate(accumulate(last), start=1):
-        out[m].add_(seen)
-
-
-def _add_pairs(totals: list[Tensor], pairs: Iterable[tuple[Tensor, Tensor]], alpha: float) -> None:
-    """Add scaled products over positions of pairs, ``[*, R]`` each, to totals (none are zeros) in float32 at least."""
-    some = list(totals) or repeat(None)
-    totals[:] = [widened(add_product(total, a, b.T, alpha)) for total, (a, b) in zip(some, pairs, strict=False)]
+def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """``total += scale left @ right`` of ``[G, M, R]`` and ``[G, R, K]``; the total may be in higher precision."""
+    if total.dtype == left.dtype:
+        total.baddbmm_(left, right, alpha=scale)
+    else:
+        total.add_(torch.baddbmm(left.new_zeros(1), left, right, beta=0, alpha=scale))
 
 
 def in_blocks(values: Tensor, limit: int) -> Tensor:

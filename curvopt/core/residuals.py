@@ -69,7 +69,7 @@ def operation(node: Node) -> str:
     if is_sink(node) or (isinstance(node, BackwardCFunction) and name == "BackwardHookFunctionBackward"):
         return "ALIAS"  # PyTorch's own functions: the latter is for full backward hooks of modules
     if isinstance(node, BackwardCFunction):
-        return f"user's {name}"
+        return "SYNCBATCHNORM" if name == "SyncBatchNormBackward" else f"user's {name}"
     return re.sub(r"BACKWARD\d*$", "", name.upper())
 
 
@@ -210,17 +210,19 @@ class Columns(NamedTuple):
     weights: Tensor
 
 
-def nonlinear_operations(root: Node, uses: set[Node]) -> list[Residual]:
-    """The operations between ``root`` and the outputs of uses that add a residual.
+def nonlinear_operations(roots: Sequence[GradientEdge], uses: set[Node]) -> list[Residual]:
+    """The operations between some edges and the outputs of uses that add a residual.
 
     Args:
-        root: node of the network's output.
+        roots: where the network's outputs come from.
         uses: nodes of the outputs of all uses.
     """
     order: list[Node] = []  # inputs before what they feed
     seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(root, False)]
-    reached: dict[Node, set[int]] = {root: {0}}
+    stack: list[tuple[Node, bool]] = [(root.node, False) for root in roots]
+    reached: dict[Node, set[int]] = {}
+    for root in roots:
+        reached.setdefault(root.node, set()).add(root.output_nr)
     while stack:
         node, inputs_done = stack.pop()
         if inputs_done:

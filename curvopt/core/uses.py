@@ -9,25 +9,23 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from operator import is_
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.modules.module import _global_forward_hooks
-from torch.nn.utils import parametrize
-from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from curvopt.core.jacobians import widened
-from curvopt.core.randomness import RandomState
+from curvopt.core.recording import model_calls
+from curvopt.core.recording.model_calls import Model
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
@@ -113,129 +111,119 @@ def unheard() -> Iterator[None]:
 
 
 class Use:
-    """One call of a module that owns parameters."""
+    """One call of a module that has a rule, with what it got.
+
+    A tensor that autograd keeps for the backward anyway is referred to weakly, so that its memory is free again as soon
+    as the backward has passed the layer.
+    """
 
     __slots__ = (
         "__weakref__",
-        "args",
-        "block",
+        "_args",
         "boundary",
         "cache",
         "given",
         "kwargs",
-        "kind",
-        "left",
+        "model",
         "module",
-        "outputs",
         "path",
-        "random",
         "rule",
         "seen",
         "settings",
         "shapes",
-        "state",
         "steps",
         "versions",
     )
 
     #: Set by `curvopt.core.derivatives.rules`, which knows modules, as this file does not.
-    rule_for: ClassVar[Callable[[nn.Module], Rule]]
+    rule_for: ClassVar[Callable[[nn.Module], Rule | None]]
 
-    def __init__(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: list[Tensor]):
-        """Record what the call got, unless the graph has it; of ``outputs`` shapes, and values if there is no rule."""
+    def __init__(
+        self,
+        path: str,
+        model: Model | None,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        outputs: Sequence[Tensor],
+        traced: bool = False,
+    ):
+        """Record what the call got, and the shapes of ``outputs``; it is ``traced`` in code that was compiled."""
         inputs = _tensors((args, kwargs)) if kwargs or len(args) != 1 else _tensors(args[0])
-        self.path, self.module, self.args, self.kwargs = path, module, args, kwargs
+        self.path, self.model, self.module, self.kwargs = path, model, module, kwargs
         self.boundary = frozenset([leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None])
         leaves = [leaf for leaf in inputs if leaf.grad_fn is None and leaf.requires_grad]
         #: Its own parameters among the inputs: no border in the graph tells what of them entered as which.
         self.given = tuple([p for p in module.parameters() if any([p is leaf for leaf in leaves])]) if leaves else ()
-        # an in-place forward: the input is gone, and holding the output would be a cycle (of several, copies are handed
-        # out, and an input may be among them)
-        changed = bool(self.boundary) and len(outputs) == 1 and any([outputs[0] is leaf for leaf in inputs])
-        if changed:
-            self.args, self.kwargs = (), {}
-        self.random = _random_states.pop(module, None) if isinstance(module, nn.MultiheadAttention) else None
         self.seen = tuple(module._parameters.values())  # torch.func.functional_call puts others in their place
         self.shapes = tuple([out.shape for out in outputs])
         self.cache: dict[str, Any] = {}  # what several columns and quantities share; emptied after each backward
-        self.rule = Use.rule_for(module)
-        self.settings = None if self.rule.checks_outputs else _settings(module, self.rule)
-        self.outputs, self.state = None, {}
+        rule = Use.rule_for(module)
+        assert rule is not None
+        self.rule = rule
+        self.settings = _settings(module, self.rule)
         #: How the steps came before the samples, where these were put first (see `samples_first`).
         self.steps: Steps | None = None
-        #: Where the graph has the input, so that memory is free again with it.
-        self.left: Left | Callable[[], tuple[Tensor, ...]] | None = None
-        #: The block of an activation checkpoint that a module without a rule is called in, and what kind of call it is.
-        self.block, self.kind = None, None
-        frozen = not (module._modules or any([p is not None and p.requires_grad for p in self.seen]))
-        known = False
-        if not frozen and self.rule.checks_outputs:
-            self.block = _block()
-            if self.block is not None and all([leaf.requires_grad for leaf in inputs if leaf.is_floating_point()]):
-                flags = [p.requires_grad for p in module.parameters()]
-                self.kind = (module.training, *flags, *[(leaf.shape, leaf.dtype) for leaf in inputs], *self.shapes)
-                known = self.kind in _read_off.get(module, ())
-            if not known:
-                # kept to check that calling the module again, sample by sample, gives what it gave
-                self.outputs, self.state = [_kept(out) for out in outputs], self.rule.state(module)
-        elif not (frozen or changed) and len(inputs) == len(outputs) == 1 and self.rule.leaves_input(module):
-            # a rule of a user's, built on one of ours, may be of a layer that does something to the input first
-            if type(self.rule).__module__.startswith("curvopt."):
-                self.left = _place_of(inputs[0], outputs[0].grad_fn)
-        if not changed and (frozen or known or self.left is not None):
-            self._hold(_without_entries)
+        # an in-place forward: the input is gone, and holding the output would be a cycle (of several, copies are handed
+        # out, and an input may be among them)
+        changed = bool(self.boundary) and len(outputs) == 1 and any([outputs[0] is leaf for leaf in inputs])
+        frozen = not any([p is not None and p.requires_grad for p in self.seen])
+        if changed:
+            self._args, self.kwargs = (), {}
+        elif frozen:
+            self._args, self.kwargs = tree_map_only(Tensor, _without_entries, (args, kwargs))
+        elif not traced and len(args) == 1 and not kwargs and self._is_kept(args[0]):
+            self._args = (TensorWeakRef(args[0]),)
+        else:
+            self._args = args
         #: Of what is held; ``None`` if it is not what it was.
-        self.versions: tuple[int, ...] | None = None if changed else () if self.left is not None else self._versions()
+        self.versions: tuple[int, ...] | None = None if changed else self._versions()
+
+    def _is_kept(self, x: Any) -> bool:
+        """Whether autograd keeps the only input of the module as it is until the backward has passed."""
+        return (
+            isinstance(x, Tensor)
+            and self.rule.leaves_input(self.module)
+            and type(self.rule).__module__.startswith("curvopt.")  # one of a user's may do something to it first
+            and x.is_floating_point()
+            and x.layout == torch.strided
+            and x.is_contiguous()
+            and x.grad_fn is not None
+            # autograd may keep another view of its base
+            and (not x._is_view() or (x.dim() == 2 and isinstance(self.module, nn.Linear)))
+            and not torch.is_autocast_enabled(x.device.type)
+            and torch._C._autograd._top_saved_tensors_default_hooks(False) is None  # type: ignore[attr-defined]
+        )
+
+    @property
+    def args(self) -> tuple:
+        """The positional arguments."""
+        if len(self._args) == 1 and isinstance(self._args[0], TensorWeakRef):
+            x = self._args[0]()
+            if x is None:
+                raise CurvoptError(
+                    f"{self.describe()}: its input is gone, since the graph of this forward pass was freed; call "
+                    "backward with retain_graph=True to go through it again."
+                )
+            return (x,)
+        return self._args
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the arguments are still there."""
+        return not any(isinstance(x, TensorWeakRef) and x() is None for x in self._args)
+
+    @args.setter
+    def args(self, args: tuple) -> None:
+        self._args = args
 
     @property
     def input(self) -> Tensor:
         """The first input of the call, given by position or by name."""
         return self.args[0] if self.args else next(iter(self.kwargs.values()))
 
-    def _hold(self, what: Callable[[Tensor], Tensor]) -> None:
-        """Put something in the place of each input."""
-        if len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], Tensor):
-            self.args = (what(self.args[0]),)  # nearly always; a general tree takes long
-        else:
-            self.args, self.kwargs = tree_map_only(Tensor, what, (self.args, self.kwargs))
-
-    def hold_nothing(self) -> None:
-        """Leave the inputs to the graph: what is held has their shapes."""
-        self._hold(_without_entries)
-        self.versions = self._versions()
-
     def _versions(self) -> tuple[int, ...]:
         return tuple([version(leaf) for leaf in _tensors((self.args, self.kwargs))])
-
-    @contextmanager
-    def holding(self, inputs: Iterable[Tensor]) -> Iterator[None]:
-        """Inside, the use has its inputs again, if they were left to the graph."""
-        if self.left is None:
-            yield
-            return
-        given, before = iter(inputs), (self.args, self.kwargs)
-        self._hold(lambda blank: x if (x := next(given)).shape == blank.shape else x.view(blank.shape))
-        try:
-            yield
-        finally:
-            self.args, self.kwargs = before
-
-    def was_read_off(self) -> None:
-        """Its operations were read off the graph: the next call of this kind in a checkpoint need not keep anything."""
-        if self.kind is not None:
-            kinds = _read_off.setdefault(self.module, set())
-            if len(kinds) >= 64:  # bounded
-                kinds.clear()
-            kinds.add(self.kind)
-
-    def check_held(self) -> None:
-        """Raise if a module without a rule has to be called again, but its inputs were not kept."""
-        if self.block is not None and self.outputs is None:
-            _read_off.pop(self.module, None)
-            raise CurvoptError(
-                f"{self.describe()}: it uses its parameters in a way that is not known, unlike before, so that its "
-                "input was left to torch.utils.checkpoint; run the forward pass again, which keeps it."
-            )
 
     @property
     def owner(self) -> nn.Module:
@@ -253,23 +241,14 @@ class Use:
             return self
         use = copy.copy(self)
         raised = tree_map_only(Tensor, lambda x: x.to(dtype) if x.dtype in low else x, (self.args, self.kwargs))
-        (use.args, use.kwargs), use.outputs = raised, None
+        use.args, use.kwargs = raised
         return use
-
-    @property
-    def is_lookup(self) -> bool:
-        """Whether the call got indices and nothing else, and has a rule."""
-        given = [*self.args, *self.kwargs.values()]
-        if self.outputs is not None or len(given) != 1 or not isinstance(given[0], Tensor):
-            return False
-        return not (given[0].is_floating_point() or given[0].is_complex())
 
     def batched(self) -> Use:
         """The same call of a single sample, as one of a batch."""
         use = copy.copy(self)
         use.args, use.kwargs = tree_map_only(Tensor, lambda x: x.unsqueeze(0), (self.args, self.kwargs))
         use.shapes = tuple([torch.Size([1, *shape]) for shape in self.shapes])
-        use.outputs = self.outputs and [(out.unsqueeze(0), seen) for out, seen in self.outputs]
         return use
 
     def samples_first(self, N: int, steps: Steps) -> Use:
@@ -283,13 +262,6 @@ class Use:
             blanks = [_blank(shape, torch.float32, torch.device("cpu")) for shape in self.shapes]
             use.shapes = tuple([first(blank).shape for blank in blanks])
         use.cache, use.steps = self.cache.setdefault("samples first", {}), steps
-        return use
-
-    def expanded(self, shape: torch.Size, shared: bool) -> Use:
-        """The same lookup for each of ``shape[0]`` samples, by indices without a batch axis or with one of length 1."""
-        use = copy.copy(self)
-        x = self.input if shared else self.input[0]
-        use.args, use.kwargs, use.shapes, use.cache = (x.expand(shape[0], *x.shape),), {}, (shape,), {}
         return use
 
     def check_settings(self) -> None:
@@ -310,7 +282,7 @@ class Use:
                 "(torch.func.functional_call? fully_shard?); call it with its own, so that quantities can be put "
                 "on it. In several processes, train with DistributedDataParallel, which does not shard parameters."
             )
-        if type(self.left) is not Left and self.versions != self._versions():
+        if self.versions != self._versions():
             raise self.modified()
 
     def modified(self) -> CurvoptError:
@@ -319,29 +291,6 @@ class Use:
             f"{self.describe()}: an input was modified in place, by the module itself or after it, so its Jacobian "
             "cannot be formed; give the in-place operation a copy (`x = x.clone()`)."
         )
-
-
-# by modules without a rule the kinds of their calls in checkpoints that were read off the graph
-_read_off: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
-
-
-def _block() -> int | None:
-    """The identity of the hook by which the block of an activation checkpoint keeps its tensors, if one runs.
-
-    To hold the hook would be to hold the block's input.
-    """
-    hooks = _hooks()
-    return None if hooks is None or not of_checkpoint(hooks[1]) else id(hooks[1])
-
-
-def _hooks() -> tuple[Callable, Callable] | None:
-    """The hooks by which tensors are saved now."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
-
-
-def of_checkpoint(hook: Callable) -> bool:
-    """Whether an activation checkpoint has put a hook where tensors are saved."""
-    return hook.__module__ == checkpoint.__name__
 
 
 def samples_of(sequences: Tensor, N: int) -> Tensor:
@@ -368,9 +317,8 @@ class Packed(NamedTuple):
         return len(self.there) // len(self.lengths)
 
     @staticmethod
-    def of(sequences: Tensor, N: int) -> Packed:
-        """From the sequence of each row, whose steps come in their order; samples are equal shares of the sequences."""
-        samples = samples_of(sequences, N)
+    def of(samples: Tensor, N: int) -> Packed:
+        """From the sample of each row, whose steps come in their order."""
         lengths, order = samples.bincount(minlength=N), samples.argsort(stable=True)
         begins = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
         places, longest = samples.clone(), int(lengths.max())
@@ -394,48 +342,6 @@ def samples_first(N: int, steps: Steps, x: Tensor, axis: int = 0) -> Tensor:
     return x.unflatten(axis, (-1, N)).transpose(axis, axis + 1).flatten(axis, axis + 1)
 
 
-class Left(NamedTuple):
-    """Where the graph has the input of a module.
-
-    Attributes:
-        depth: number of nodes to pass from that of the output.
-        name: by which the node there has it.
-        version: of it.
-        hooked: whether something decides, as checkpoints do, what becomes of what nodes save.
-    """
-
-    depth: int
-    name: str
-    version: int
-    hooked: bool
-
-
-#: The names by which operations keep their input.
-_KEEPING = {
-    "AddmmBackward0": "_saved_mat1",
-    "MmBackward0": "_saved_self",
-    **dict.fromkeys(
-        [f"{name}Backward0" for name in ("Convolution", "NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm")],
-        "_saved_input",
-    ),
-}
-_VIEWING = frozenset(["ViewBackward0", "UnsafeViewBackward0"])
-
-
-def _place_of(x: Tensor, node: Node | None) -> Left | None:
-    """Where the graph has the one input of a module of one operation, of which ``node`` gives the output."""
-    for depth in range(3) if x.is_floating_point() else ():
-        if node is None:
-            break
-        name = type(node).name(node)
-        if name in _KEEPING:
-            return Left(depth, _KEEPING[name], version(x), _hooks() is not None)
-        if name not in _VIEWING:
-            break
-        node = node.next_functions[0][0]
-    return None
-
-
 def _without_entries(x: Tensor) -> Tensor:
     """A tensor of the same kind that takes no memory; what was computed with its entries would be nan."""
     if x.layout != torch.strided or x.is_nested or not x.is_floating_point():
@@ -446,14 +352,6 @@ def _without_entries(x: Tensor) -> Tensor:
 @lru_cache(maxsize=1000)
 def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
-
-
-def _kept(out: Tensor) -> tuple[Tensor, int]:
-    """An output, in the precision in which autocast may have computed parts of it, and its version."""
-    device, kept = out.device.type, out.detach()
-    if torch.is_autocast_enabled(device) and kept.is_floating_point():
-        kept = kept.to(torch.get_autocast_dtype(device))
-    return kept, version(kept)
 
 
 class TermUse:
@@ -528,16 +426,6 @@ def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
 
 
-# random numbers before forwards that draw, until their use is recorded
-_random_states: WeakKeyDictionary[nn.Module, RandomState] = WeakKeyDictionary()
-
-
-def _keep_random_state(module: nn.Module, args: tuple) -> None:
-    """Forward pre-hook of attention: what it takes to draw the same dropout mask again."""
-    if _records() and module.training and module.dropout:
-        _random_states[module] = RandomState([next(module.parameters()).device])
-
-
 def _settings(module: nn.Module, rule: Rule) -> list[Any]:
     """Numbers, flags and names among a module's attributes that its rule may read."""
     if rule.reads is not None:
@@ -597,38 +485,75 @@ def _records() -> bool:
 
 
 class Recorder:
-    """The forward hook of a module that owns parameters. Stateless: it may be copied and pickled with its module."""
+    """The forward hooks of a module of an extended model. Stateless: they may be copied and pickled with the module."""
 
-    def __init__(self, path: str):
-        """Remember the module's path in the extended model."""
-        self.path = path
+    def __init__(self, path: str, model: Model):
+        """Remember the module's path in the model."""
+        self.path, self.model = path, model
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        """Put a `Use` on the node of each output."""
+    def begin(self, module: nn.Module, args: tuple) -> None:
+        """Before the forward: a call of the module runs."""
+        if not _records():
+            return
+        if torch.compiler.is_dynamo_compiling():
+            outside_of_graphs(self.begin, module, args)
+        else:
+            model_calls.begin(self.model, "." not in self.path)
+
+    def __call__(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any, traced: bool = False
+    ) -> Any:
+        """Put a `Use` on the node of each output, and a `ModelCall` if the call is the outermost one."""
         if not _records():
             return None
         if torch.compiler.is_dynamo_compiling():
-            return outside_of_graphs(self, module, args, kwargs, output)
+            return outside_of_graphs(self, module, args, kwargs, output, True)
+        running = model_calls.running_model()
+        outermost = model_calls.end()
         outputs = _tensors(output)
         nodes = [out.grad_fn for out in outputs]
         if not any(nodes):
             return None
-        use = Use(self.path, module, args, kwargs, outputs)
-        if len(outputs) > 1:
-            # an output may be computed from another: hand out copies, so that what arrives there comes from outside
-            # (no views: changed in place, they would take the record out of the graph)
-            output = tree_map_only(Tensor, lambda out: out.clone() if out.grad_fn is not None else out, output)
-            outputs = _tensors(output)
-            nodes = [out.grad_fn for out in outputs]
-        for index, (out, node) in enumerate(zip(outputs, nodes, strict=True)):
-            # record the node now: an in-place activation will replace out.grad_fn
-            if node is not None:
-                _record(node, use, index, out.output_nr)
-        return output if len(outputs) > 1 else None
+        ruled = self._has_rule(module)
+        if ruled:
+            use = Use(self.path, running or self.model, module, args, kwargs, outputs, traced)
+            if len(outputs) > 1:
+                # an output may be computed from another: hand out copies, so that what arrives there comes from outside
+                # (no views: changed in place, they would take the record out of the graph)
+                output = tree_map_only(Tensor, lambda out: out.clone() if out.grad_fn is not None else out, output)
+                outputs = _tensors(output)
+                nodes = [out.grad_fn for out in outputs]
+            for index, (out, node) in enumerate(zip(outputs, nodes, strict=True)):
+                # record the node now: an in-place activation will replace out.grad_fn
+                if node is not None:
+                    _record(node, use, index, out.output_nr)
+        if outermost:
+            # parameters of the model that it is called with are no samples
+            given = [x for x in _tensors((args, kwargs)) if x not in _extended]
+            call = model_calls.model_call(self.model, describe(self.path, module), args, kwargs, given)
+            self.model.last = call.samples
+            for out, node in zip(outputs, nodes, strict=True):
+                if node is not None:
+                    model_calls.record_model_call(node, call, out.output_nr)
+        return output if ruled and len(outputs) > 1 else None
+
+    def _has_rule(self, module: nn.Module) -> bool:
+        """Whether a rule is known for the module; else its parameters are found in the graph, by their names."""
+        owned = module._parameters or owned_parameters(module)
+        if not owned or Use.rule_for(module) is not None:
+            return bool(owned)
+        for name, p in owned_parameters(module).items():
+            if p not in _extended:  # of a copy, or added since
+                _extended[p] = f"{self.path}.{name}".lstrip("."), weakref.ref(module), self.model
+        return False
 
 
-class LossRecorder(Recorder):
+class LossRecorder:
     """The forward hook of a loss."""
+
+    def __init__(self, path: str):
+        """Remember the module's path."""
+        self.path = path
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Put a `LossUse` on the node of the loss."""
@@ -644,25 +569,7 @@ class LossRecorder(Recorder):
         _record(output.grad_fn, LossUse(self.path, module, args, kwargs), 0, output.output_nr)
 
 
-class Called(NamedTuple):
-    """A call of a model without parameters of its own, for where none of its modules is called, but theirs are used."""
-
-    module: nn.Module
-
-    def describe(self) -> str:
-        """The model, for messages."""
-        return describe("", self.module)
-
-
-def _note_call(module: nn.Module, args: tuple, output: Any) -> None:
-    """The forward hook of such a model."""
-    if _records() and not torch.compiler.is_dynamo_compiling():
-        for out in _tensors(output):
-            if out.grad_fn is not None:
-                _record(out.grad_fn, Called(module), 0, out.output_nr)
-
-
-def _record(node: Node, record: Use | LossUse | TermUse | Called, index: int, output_nr: int) -> None:
+def _record(node: Node, record: Use | LossUse | TermUse, index: int, output_nr: int) -> None:
     node.metadata.setdefault(KEY, []).append((record, index, output_nr))  # type: ignore[attr-defined]
 
 
@@ -680,20 +587,6 @@ def _hear(arrived: Callable[[Tensor], None], output_nr: int, grads: Sequence[Ten
         arrived(grad)
 
 
-def is_hooked(parameters: Sequence[nn.Parameter], nodes: Sequence[Node]) -> bool:
-    """Whether hooks of anybody see, and may change, what is computed at some nodes or arrives at some parameters."""
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters):
-        return True
-    for node in nodes:
-        for register in (node.register_hook, node.register_prehook):
-            handle = register(lambda *_: None)  # joins the others, which nothing else tells of
-            hooks = handle.hooks_dict_ref()
-            handle.remove()
-            if hooks:
-                return True
-    return False
-
-
 def record_term(out: Tensor, parameters: Sequence[nn.Parameter], weight: float) -> None:
     """Note on the node of ``out`` that it is ``weight / 2`` times the squared norm of the parameters."""
     if _records() and out.grad_fn is not None:
@@ -707,8 +600,7 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """
     owned = {name: p for name, p in module._parameters.items() if p is not None}
     for name, child in module.named_children():
-        functional = name == "out_proj" and type(module).forward is nn.MultiheadAttention.forward  # never called
-        if functional or isinstance(child, (nn.ParameterList, nn.ParameterDict)) or name == "parametrizations":
+        if isinstance(child, (nn.ParameterList, nn.ParameterDict)) or name == "parametrizations":
             owned |= {f"{name}.{key}": p for key, p in child.named_parameters(remove_duplicate=False)}
     return owned
 
@@ -722,16 +614,37 @@ def extended_name(p: Tensor) -> str | None:
     return _extended[p][0] if p in _extended else None
 
 
+def extended_model(p: Tensor) -> Model | None:
+    """The extended model to which a parameter belongs, ``None`` for other tensors."""
+    return _extended[p][2] if p in _extended else None
+
+
+def extended_parameters(models: Collection[Model | None]) -> list[Tensor]:
+    """The parameters of some extended models."""
+    return [p for p, (_, _, model) in _extended.items() if model in models]
+
+
 def extended_owner(p: Tensor) -> nn.Module:
     """The extended module that owns a parameter, called or not; an empty one if there is none any more."""
     owner = _extended[p][1]() if p in _extended else None
     return nn.Module() if owner is None else owner
 
 
+def _model_of(module: nn.Module, batch_axis: int) -> Model:
+    """The model that a module is extended as: the larger one that it is a part of, or itself."""
+    size = sum(1 for _ in module.modules())
+    recorder = next((hook for hook in module._forward_hooks.values() if isinstance(hook, Recorder)), None)
+    if recorder is not None and recorder.model.size >= size:
+        if batch_axis:
+            recorder.model.batch_axis = batch_axis
+        return recorder.model
+    return Model(describe("", module), batch_axis, size)
+
+
 M = TypeVar("M", bound=nn.Module)
 
 
-def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bool = False) -> M:
+def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bool = False, batch_axis: int = 0) -> M:
     """Make a model or a loss tell the engine what it does. Changes and returns the same module; idempotent.
 
     Modules and parameters that are added or replaced afterwards have no fields until it is called again.
@@ -743,6 +656,7 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
             connections and reused modules work as they are.
         loss: the module is a loss of one's own, called as ``module(output, target)`` with a scalar result; its
             curvature comes from autograd. PyTorch's losses are known without.
+        batch_axis: axis of the model's inputs and outputs that counts the samples.
 
     Raises:
         TypeError: if ``module`` is not an ``nn.Module``, or a part of it was made by ``torch.jit``.
@@ -760,28 +674,28 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
                 "module that it was made of (torch.compile may compile extended ones)."
             )
     losses = [path for path, child in module.named_modules() if is_loss(child) or (loss and child is module)]
+    model = _model_of(module, batch_axis)
     for path, child in module.named_modules():
         if any(path != outer and f"{path}.".startswith(f"{outer}." if outer else "") for outer in losses):
             continue  # part of a loss
+        if path in losses:
+            if not any(isinstance(hook, LossRecorder) for hook in child._forward_hooks.values()):
+                child.register_forward_hook(LossRecorder(path), with_kwargs=True, prepend=True)
+            continue
         held = isinstance(child, (nn.ParameterList, nn.ParameterDict))
         if "parametrizations" in path.split(".") or (held and child is not module):
             continue  # used through the module that holds them
-        if path in losses:
-            recorder = LossRecorder(path)
-        elif owned_parameters(child) or parametrize.is_parametrized(child):
-            recorder = Recorder(path)
-        else:
-            calls_others = isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
-            if child is module and not calls_others and _note_call not in child._forward_hooks.values():
-                child.register_forward_hook(_note_call)
-            continue
+        recorder = next((hook for hook in child._forward_hooks.values() if isinstance(hook, Recorder)), None)
+        own = model if recorder is None or recorder.model.size <= model.size else recorder.model
         for name, p in owned_parameters(child).items():
-            _extended[p] = f"{path}.{name}".lstrip("."), weakref.ref(child)
-        if not any(isinstance(hook, Recorder) for hook in child._forward_hooks.values()):
-            # first of all hooks: what the others make of the output is the graph's affair
-            child.register_forward_hook(recorder, with_kwargs=True, prepend=True)
-            if isinstance(child, nn.MultiheadAttention):
-                child.register_forward_pre_hook(_keep_random_state)
-            if debug:
-                print(f"curvopt: extended {describe(path, child)}")
+            _extended[p] = f"{path}.{name}".lstrip("."), weakref.ref(child), own
+        if recorder is not None:
+            recorder.model = own
+            continue
+        recorder = Recorder(path, own)
+        child.register_forward_pre_hook(recorder.begin, prepend=True)
+        # first of all hooks: what the others make of the output is the graph's affair
+        child.register_forward_hook(recorder, with_kwargs=True, prepend=True, always_call=True)
+        if debug and owned_parameters(child):
+            print(f"curvopt: extended {describe(path, child)}")
     return module

@@ -1,4 +1,4 @@
-"""Quantities that one backward can compute; see `Extension` for writing one's own."""
+"""Quantities that one backward can compute; subclass `Extension` to add one."""
 
 from curvopt.extensions.base import Extension
 from curvopt.extensions.firstorder import BatchGrad, BatchL2Grad, SumGradSquared, Variance

@@ -1,4 +1,4 @@
-"""What an extension is: which columns travel backwards, and what is made of the Jacobian at a parameter."""
+"""The base class of extensions: the columns that are pulled back, and the reduction of the Jacobian at a parameter."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from curvopt.core.backward.columns import Averaged, Empirical, Exact, Gradient, MonteCarlo
 from curvopt.core.jacobians import Jacobian
-from curvopt.core.sweep import Averaged, Empirical, Exact, Gradient, MonteCarlo
 from curvopt.errors import CurvoptError
 
 
 class Extension(ABC):
     """One quantity of every parameter, computed along with a backward.
 
-    A quantity of one's own is one subclass: name the `field`, choose the `columns`, and say in `update` how the
-    Jacobian of a chunk of columns enters the total.
+    A new quantity is one subclass: name the `field`, choose the `columns`, and let `update` add the Jacobian of a chunk
+    of columns to the total.
     """
 
     #: Attribute of the parameter that holds the result.
-    field: ClassVar[str]
-    #: What travels backwards.
+    field: str
+    #: The vectors that are pulled back.
     columns: Gradient | Exact | MonteCarlo | Empirical | Averaged = Gradient()
 
     #: Whether samples are kept apart in the result.
@@ -32,37 +32,28 @@ class Extension(ABC):
     #: Whether the quantity is undefined when samples mix (train-mode batch norm).
     needs_independent_samples: ClassVar[bool] = True
 
+    #: Whether a first-order quantity is the sum of those of parts of the batch.
+    adds_up: ClassVar[bool] = False
+
     #: Indices of the samples that are kept, as of a list: negative ones count from the end; ``None`` for all.
     subsampling: Sequence[int] | None = None
 
-    #: Whether each column counts as it is, not only the sum of their outer products.
-    keeps_columns: ClassVar[bool] = False
-
-    #: Whether only the first chunk of columns looks at inputs, so that patches of convolutions need not be kept.
+    #: Whether only the first chunk of columns reads inputs, so that patches of convolutions need not be kept.
     reads_inputs_once: ClassVar[bool] = False
 
-    #: Whether a first-order quantity is told the sum over samples as `Jacobian.gradient`, if autograd has it.
-    uses_gradient: ClassVar[bool] = False
+    @property
+    def savefield(self) -> str:
+        """BackPACK's name of `field`."""
+        return self.field
 
     @abstractmethod
     def update(self, total: Any, jacobian: Jacobian) -> Any:
         """The total after a chunk of columns.
 
         Args:
-            total: what the last call returned, ``None`` at the first chunk. First-order quantities see a single chunk.
+            total: the result of the last call, ``None`` at the first chunk. First-order quantities get a single chunk.
             jacobian: Jacobian products of the chunk, with all uses of the parameter combined.
         """
-
-    def forms_products(self, S: int, O: int, I: int, V: int = 1) -> bool:  # noqa: E741 - the reserved letters
-        """Whether a quantity multiplies out the products of every sample, of which the gradient is the sum.
-
-        Args:
-            S: positions that the products are sums over.
-            O: features of the output.
-            I: features of the input.
-            V: columns, of which one is the gradient.
-        """
-        return False
 
     def regularize(self, total: Any, weight: Tensor, p: Tensor, N: int) -> Any:
         """The total with ``weight`` times the identity added to the curvature of parameter p (an L2 regularizer).
@@ -84,7 +75,7 @@ def indices(subsampling: Iterable[int] | None) -> list[int] | None:
     """Indices of samples as plain numbers, ``None`` for all.
 
     Raises:
-        TypeError: for what is no index: a fraction, or an entry of a mask.
+        TypeError: for an entry that is no index: a fraction, or an entry of a mask.
     """
     if subsampling is None:
         return None

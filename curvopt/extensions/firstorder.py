@@ -3,7 +3,6 @@
 ``g_n`` is the gradient of sample n's term of the loss, scaled as the loss reduces it.
 """
 
-# ruff: noqa: E741 - the reserved letters
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvopt.core import costs
 from curvopt.core.jacobians import Dense, Jacobian
 from curvopt.extensions.base import Extension, indices
 
@@ -29,12 +27,9 @@ class BatchGrad(Extension):
     def __init__(self, subsampling: Sequence[int] | None = None):
         self.subsampling = indices(subsampling)
 
-    def forms_products(self, S: int, O: int, I: int, V: int = 1) -> bool:
-        return self.subsampling is None
-
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
         values = jacobian.select(self.subsampling).dense()[0]
-        # those of a bias are the gradient of the output itself, which other layers may share
+        # those of a bias are a view of the output's gradient, which other layers may share
         return values.clone() if isinstance(jacobian, Dense) else values
 
 
@@ -42,9 +37,6 @@ class BatchL2Grad(Extension):
     """Squared norms of individual gradients ``batch_l2``, ``[N]`` per parameter (Goodfellow 2015)."""
 
     field = "batch_l2"
-
-    def forms_products(self, S: int, O: int, I: int, V: int = 1) -> bool:
-        return not costs.by_gram(S, O, I, sums=True)
 
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
         return jacobian.norms2()[0]
@@ -55,9 +47,6 @@ class SumGradSquared(Extension):
 
     field = "sum_grad_squared"
 
-    def forms_products(self, S: int, O: int, I: int, V: int = 1) -> bool:
-        return True
-
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
         return jacobian.squares()
 
@@ -66,15 +55,11 @@ class Variance(Extension):
     """Variance of individual gradients ``variance``: ``sum_n g_n^2 / N - (sum_n g_n / N)^2``, like the parameter."""
 
     field = "variance"
-    uses_gradient = True
-
-    def forms_products(self, S: int, O: int, I: int, V: int = 1) -> bool:
-        return True
 
     def update(self, total: None, jacobian: Jacobian) -> Tensor:
         squares, N = jacobian.squares(), jacobian.N
         gradient = jacobian.sum_batch()[0] if jacobian.gradient is None else jacobian.gradient
         if torch.is_grad_enabled():
             return (squares / N - (gradient / N).square()).clamp(min=0)
-        # of gradients that are nearly equal the difference may round to less than nothing
+        # the difference of nearly equal gradients may round to a negative number
         return squares.div_(N).addcmul_(gradient, gradient, value=-1 / N**2).clamp_(min=0)

@@ -1,13 +1,13 @@
-"""Quantities of the Hessian's blocks: the GGN and what nonlinear operations of the network add to it.
+"""Quantities of the Hessian's blocks: the GGN plus the second derivatives of nonlinear operations of the network.
 
-For networks that are piecewise linear in every layer (ReLU, max-pooling) nothing is added and the blocks of Hessian and
-GGN are equal. Every smooth activation adds columns of its own, one for each of its units, which makes these quantities
-expensive in wide networks.
+Networks that are piecewise linear in every layer (ReLU, max-pooling) have none, so their blocks of Hessian and GGN are
+equal. Every smooth activation adds columns, one for each of its units, which makes these quantities expensive in wide
+networks.
 """
 
 from __future__ import annotations
 
-from curvopt.core.sweep import Hessian
+from curvopt.core.backward.columns import Hessian
 from curvopt.extensions.secondorder import BatchDiagonal, Diagonal
 
 

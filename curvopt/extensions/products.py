@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvopt.core.backward.columns import Exact, Hessian
 from curvopt.core.jacobians import Jacobian
-from curvopt.core.sweep import Exact, Hessian
 from curvopt.errors import CurvoptError
 from curvopt.extensions.base import Extension
 
@@ -25,61 +27,87 @@ class BlockProduct:
         self._jacobians = jacobians
 
     def __call__(self, directions: Tensor) -> Tensor:
-        """The matrix applied to ``[V, *p]`` directions, same shape.
+        """The matrix applied to ``[V, *p]`` directions, or to a single one like ``p``; shaped as they are.
 
         Raises:
-            CurvoptError: if the directions do not have the parameter's shape behind a leading axis.
+            CurvoptError: for directions of another shape.
         """
         shape = self._jacobians[0].shape
+        if directions.shape == shape:
+            return self(directions.unsqueeze(0)).squeeze(0)
         if directions.shape[1:] != shape:
             raise CurvoptError(
-                f"expected directions of shape {['V', *shape]}, got {list(directions.shape)}; stack them along a "
-                "leading axis (unsqueeze(0) for a single one)."
+                f"expected directions of shape {['V', *shape]}, or {list(shape)} for a single one, got "
+                f"{list(directions.shape)}; stack them along a leading axis."
             )
-        return sum((jacobian.matmul(directions) for jacobian in self._jacobians), start=directions.new_zeros(()))
+        return reduce(add, (jacobian.matmul(directions) for jacobian in self._jacobians))
 
 
 class _Identity:
-    """A multiple of the identity, like a `Jacobian` as far as products go."""
+    """A multiple of the identity, with the products of a `Jacobian`."""
 
     def __init__(self, weight: Tensor, shape: torch.Size):
         self.weight, self.shape = weight, shape
+
+    def joined(self, others: Sequence[Any]) -> Sequence[Any]:
+        return [self, *others]
 
     def matmul(self, directions: Tensor) -> Tensor:
         return self.weight * directions
 
 
 class _Product(Extension):
-    def update(self, total: list[Jacobian] | None, jacobian: Jacobian) -> list[Jacobian]:
-        return [*(total or ()), jacobian.owned()]
+    """Keeps the columns.
 
-    def regularize(self, total: list[Jacobian], weight: Tensor, p: Tensor, N: int) -> list[Any]:
-        return [*total, _Identity(weight, p.shape)]
+    Args:
+        savefield: another name for the field.
+    """
 
-    def finish(self, total: list[Any]) -> BlockProduct:
-        return BlockProduct(total)
+    def __init__(self, savefield: str | None = None):
+        self.field = savefield or self.field
+
+    def update(self, total: dict[Any, list[Jacobian]] | None, jacobian: Jacobian) -> dict[Any, list[Jacobian]]:
+        total = total or {}
+        alike = total.setdefault(jacobian.origin or jacobian, [])  # chunks of columns of the same uses
+        alike.append(jacobian.owned(alike[0] if alike else None))
+        return total
+
+    def regularize(self, total: dict[Any, list[Any]], weight: Tensor, p: Tensor, N: int) -> dict[Any, list[Any]]:
+        return {**total, "identity": [_Identity(weight, p.shape)]}
+
+    def finish(self, total: dict[Any, list[Any]]) -> BlockProduct:
+        return BlockProduct([each for first, *others in total.values() for each in first.joined(others)])
 
 
 class GGNMP(_Product):
-    """Products with the GGN's blocks ``ggnmp``: a callable ``[V, *p] -> [V, *p]``."""
+    """Products with the GGN's blocks ``ggnmp``, a callable: see `BlockProduct`.
+
+    Args:
+        savefield: another name for the field.
+    """
 
     field = "ggnmp"
     columns = Exact()
 
 
 class HMP(_Product):
-    """Products with the Hessian's blocks ``hmp``: a callable ``[V, *p] -> [V, *p]``."""
+    """Products with the Hessian's blocks ``hmp``, a callable: see `BlockProduct`.
+
+    Args:
+        savefield: another name for the field.
+    """
 
     field = "hmp"
     columns = Hessian()
 
 
 class PCHMP(_Product):
-    """Products with the positive-curvature Hessian ``pchmp`` (Chen et al. 2018): a callable ``[V, *p] -> [V, *p]``.
+    """Products with the positive-curvature Hessian ``pchmp`` (Chen et al. 2018), a callable: see `BlockProduct`.
 
-    The GGN plus, for each nonlinear operation, a positive semi-definite replacement of what it adds to the Hessian.
+    The GGN plus, for each nonlinear operation, a positive semi-definite replacement of its term in the Hessian.
 
     Args:
+        savefield: another name for the field, so that both replacements can be had in one backward.
         modify: drop negative eigenvalues (``"clip"``) or take absolute values (``"abs"``).
 
     Raises:
@@ -88,7 +116,8 @@ class PCHMP(_Product):
 
     field = "pchmp"
 
-    def __init__(self, modify: str = "clip"):
+    def __init__(self, savefield: str | None = None, modify: str = "clip"):
+        super().__init__(savefield)
         if modify not in ("clip", "abs"):
             raise ValueError(f"PCHMP: modify must be 'clip' or 'abs', got {modify!r}.")
         self.columns = Hessian(modify)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from curvopt.core import costs
+from curvopt.core.backward.columns import Averaged, Empirical, Exact, MonteCarlo
 from curvopt.core.jacobians import Approx, Dense, Jacobian, Squares, add, widened
-from curvopt.core.sweep import Averaged, Empirical, Exact, MonteCarlo
 from curvopt.core.uses import extended_name
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions.base import Extension, indices
@@ -38,9 +39,6 @@ class _Sampled(Extension):
 
 class Diagonal(Extension):
     """Squares of all columns, summed over samples unless `per_sample`."""
-
-    def forms_products(self, S: int, O: int, I: int, V: int = 1) -> bool:  # noqa: E741 - the reserved letters
-        return not costs.by_pairs(V, S, O, I)
 
     def update(self, total: Squares | None, jacobian: Jacobian) -> Squares:
         return (total or Squares(self.per_sample)).add(jacobian)
@@ -91,7 +89,7 @@ class BatchDiagGGNMC(_Sampled, BatchDiagonal):
 
 @dataclasses.dataclass
 class _Chunks:
-    """Columns, the last of them in memory for ``missing`` more."""
+    """Columns; the last tensor has memory for ``missing`` more."""
 
     values: list[Tensor] = dataclasses.field(default_factory=list)
     missing: int = 0
@@ -100,17 +98,15 @@ class _Chunks:
 class _Root(Extension):
     """Root of the GGN: transposed Jacobian products of all columns, kept in the order of the columns."""
 
-    keeps_columns = True
-
     def update(self, total: _Chunks | None, jacobian: Jacobian) -> _Chunks:
         chunk, total = jacobian.select(self.subsampling).dense(), total or _Chunks()
         columns = jacobian.columns or len(chunk)
         if len(chunk) == columns or torch.is_grad_enabled():
-            # what arrived may be shared with others
+            # a dense Jacobian may be a view of the output's gradient, which other layers may share
             total.values.append(chunk.clone() if isinstance(jacobian, Dense) else chunk)
             return total
         if not total.missing:
-            total.values.append(costs.empty((columns, *chunk.shape[1:]), chunk))
+            total.values.append(chunk.new_empty(columns, *chunk.shape[1:]))
             total.missing = columns
         total.values[-1][-total.missing :][: len(chunk)] = chunk
         total.missing -= len(chunk)
@@ -169,19 +165,21 @@ class KroneckerFactors(list[Tensor]):
 
 @dataclasses.dataclass
 class _Factors:
-    """The left factor summed over columns, and the right one of each group of uses."""
+    """The output factor B, summed over columns, and the input factor A of each group of calls."""
 
     transposed: bool
     dtype: torch.dtype
-    left: Tensor | None = None
-    rights: dict[tuple, Tensor | None] = dataclasses.field(default_factory=dict)
+    B: Tensor | None = None
+    A: dict[tuple, Tensor | None] = dataclasses.field(default_factory=dict)
+    rows: dict[tuple, int] = dataclasses.field(default_factory=dict)
 
 
 def _different_kinds(field: str, jacobian: Jacobian) -> CurvoptError:
     name = "a parameter" if jacobian.parameter is None else extended_name(jacobian.parameter) or "a parameter"
     return CurvoptError(
-        f"{name}: losses reach it by uses of different kinds (an embedding and a linear layer, say), of which {field} "
-        "do not add up; compute the losses from one output, untie it, or ask for a diagonal (DiagonalNewton)."
+        f"{name}: losses reach it through layers of different kinds (an embedding and a linear layer, for example), "
+        f"and their {field} do not add up; compute the losses from one output, untie it, or ask for a diagonal "
+        "(DiagonalNewton)."
     )
 
 
@@ -189,36 +187,41 @@ class _Kronecker(Extension):
     """Kronecker factors: ``[B, A]`` with ``G ≈ B ⊗ A`` of ``[O, I]`` matrices, a single factor for other parameters."""
 
     reads_inputs_once = True
-    approx: Approx = "expand"
+    approx: Approx | Literal["backpack"] = "expand"
     limit: int | None = None
 
-    def _set_approx(self, approx: Approx, limit: int | None) -> None:
-        if approx not in ("expand", "reduce"):
-            raise ValueError(f"{type(self).__name__}: approx must be 'expand' or 'reduce', got {approx!r}.")
+    def _set_approx(self, approx: Approx | Literal["backpack"], limit: int | None) -> None:
+        if approx not in ("expand", "reduce", "backpack"):
+            raise ValueError(f"{type(self).__name__}: approx must be 'expand', 'reduce' or 'backpack', got {approx!r}.")
         if limit is not None and limit < 1:
             raise ValueError(f"{type(self).__name__}: max_factor_size must be at least 1 or None, got {limit}.")
         self.approx, self.limit = approx, limit
 
     def update(self, total: _Factors | None, jacobian: Jacobian) -> _Factors:
-        if self.approx == "reduce" and jacobian.positions_of_all:
+        of_B, of_A = ("reduce", "expand") if self.approx == "backpack" else (self.approx, self.approx)
+        if of_A == "reduce" and jacobian.positions_of_all:
             raise CurvoptError(
-                f"{jacobian.origin[0].describe()}: {self.field} with approx='reduce' averages the positions of each "
+                f"{jacobian.origin[0].describe()}: {self.field} with approx={self.approx!r} sums the positions of each "
                 "sample, but its first axis does not hold the samples one after the other; use approx='expand' or a "
                 "batch-first layout."
             )
-        left = jacobian.left_factor(self.approx, self.limit)
-        total = total or _Factors(jacobian.transposed, left.dtype)
-        if total.left is not None and (total.left.shape, total.transposed) != (left.shape, jacobian.transposed):
+        B = jacobian.left_factor(of_B, self.limit)
+        total = total or _Factors(jacobian.transposed, B.dtype)
+        if total.B is not None and (total.B.shape, total.transposed) != (B.shape, jacobian.transposed):
             raise _different_kinds(self.field, jacobian)
-        total.left = add(total.left, widened(left))
-        if jacobian.origin not in total.rights:
-            # once for all columns; several losses may come by different uses
-            total.rights[jacobian.origin] = jacobian.right_factor_of_uses(self.approx, self.limit)
+        total.B = add(total.B, widened(B))
+        if jacobian.origin not in total.A:
+            # once for all columns; several losses may reach the parameter through different layers
+            A = jacobian.right_factor_of_uses(of_A, self.limit)
+            if A is not None and self.approx == "backpack":
+                A = A * (jacobian.positions / jacobian.N)
+            total.A[jacobian.origin] = A
+            total.rows[jacobian.origin] = jacobian.rows_of_batch
         return total
 
     def regularize(self, total: _Factors, weight: Tensor, p: Tensor, N: int) -> _Factors:
-        assert total.left is not None
-        if any(right is not None for right in total.rights.values()):
+        assert total.B is not None
+        if any(A is not None for A in total.A.values()):
             warnings.warn(
                 f"{self.field} of a matrix leaves the L2Regularizer out: a Kronecker product plus a multiple of the "
                 "identity is no Kronecker product. Add its weight to the damping.",
@@ -226,17 +229,18 @@ class _Kronecker(Extension):
                 stacklevel=2,
             )
         else:
-            total.left = total.left + (weight if total.left.dim() == 1 else weight * torch.eye(len(total.left)).to(p))
+            total.B = total.B + (weight if total.B.dim() == 1 else weight * torch.eye(len(total.B)).to(p))
         return total
 
     def finish(self, total: _Factors) -> KroneckerFactors:
-        assert total.left is not None
-        rights = [right for right in total.rights.values() if right is not None]
-        left = total.left.to(total.dtype)
-        if not rights:
-            return KroneckerFactors([left])
-        right = rights[0] if len(rights) == 1 else sum(rights[1:], start=rights[0]) / len(rights)
-        return KroneckerFactors([right, left] if total.transposed else [left, right], total.transposed)
+        assert total.B is not None
+        of_groups = {origin: A for origin, A in total.A.items() if A is not None}
+        B = total.B.to(total.dtype)
+        if not of_groups:
+            return KroneckerFactors([B])
+        rows = sum(total.rows[origin] for origin in of_groups)  # of batches that were appended, say
+        A = reduce(torch.add, (A * (total.rows[origin] / max(rows, 1)) for origin, A in of_groups.items()))
+        return KroneckerFactors([A, B] if total.transposed else [B, A], total.transposed)
 
 
 class KFAC(_Kronecker):
@@ -249,7 +253,8 @@ class KFAC(_Kronecker):
     Args:
         mc_samples: number of samples drawn per data point.
         approx: how shared positions enter (Eschenhagen et al. 2023): each by itself (``"expand"``), or the mean of the
-            inputs and the sum of the backpropagated vectors (``"reduce"``).
+            inputs and the sum of the backpropagated vectors (``"reduce"``). Or as in BackPACK (``"backpack"``), with
+            the B of ``"reduce"`` and R times the A of ``"expand"``.
         generator: source of randomness, else the global one.
         max_factor_size: a factor ``[F, F]`` with more rows is cut down to K blocks on its diagonal, ``[G, K, b, b]``
             with ``K b >= F``.
@@ -264,7 +269,7 @@ class KFAC(_Kronecker):
     def __init__(
         self,
         mc_samples: int = 1,
-        approx: Approx = "expand",
+        approx: Approx | Literal["backpack"] = "expand",
         generator: torch.Generator | None = None,
         max_factor_size: int | None = None,
     ):
@@ -287,7 +292,7 @@ class KFACEmpirical(_Kronecker):
     columns = Empirical()
     needs_independent_samples = False
 
-    def __init__(self, approx: Approx = "expand", max_factor_size: int | None = None):
+    def __init__(self, approx: Approx | Literal["backpack"] = "expand", max_factor_size: int | None = None):
         self._set_approx(approx, max_factor_size)
 
 
@@ -302,7 +307,7 @@ class KFLR(_Kronecker):
     field = "kflr"
     columns = Exact()
 
-    def __init__(self, approx: Approx = "expand", max_factor_size: int | None = None):
+    def __init__(self, approx: Approx | Literal["backpack"] = "expand", max_factor_size: int | None = None):
         self._set_approx(approx, max_factor_size)
 
 
@@ -339,8 +344,8 @@ class EigenDiagonal(Extension):
         bases = self.bases.get(jacobian.parameter)
         if bases is not None and len(bases) != (2 if jacobian.factored else 1):
             raise CurvoptError(
-                f"{_different_kinds('bases', jacobian)} If it is used otherwise than before (pruned, say), let its "
-                "curvature begin anew by optimizer.state[p].clear()."
+                f"{_different_kinds('bases', jacobian)} If its layer has changed (pruned, for example), restart its "
+                "curvature by optimizer.state[p].clear()."
             )
         return None if bases is None else add(total, jacobian.rotated(bases).squares().reshape(-1))
 

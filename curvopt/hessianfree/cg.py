@@ -14,13 +14,13 @@ Product = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 class Solution(NamedTuple):
-    """What `cg` found.
+    """The result of `cg`.
 
     Attributes:
         x: the approximate solution.
         iterations: number of products with A that were used to improve it.
-        reason: why it stopped: the residual is small, progress is slow, a direction without positive (or finite)
-            curvature was met, or the budget is used up.
+        reason: why it stopped: the residual is small, progress is slow, a direction has no positive (or finite)
+            curvature, or the budget is used up.
     """
 
     x: list[Tensor]
@@ -55,8 +55,8 @@ def cg(
         callback: called as ``callback(iteration, x)`` after each step, the first being 1; it may keep ``x``.
 
     Returns:
-        The solution with the number of steps and the reason to stop. Where a direction has no positive curvature, the
-        last point before it.
+        The solution with the number of steps and the reason to stop. Where a direction has no positive curvature, it
+        is the last point before that direction.
     """
     b = [t.detach() for t in b]
     x = [torch.zeros_like(t) for t in b] if x0 is None else [t.detach().clone() for t in x0]

@@ -46,23 +46,23 @@ def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def check_shapes(what: str, vectors: Sequence[Tensor], like: Sequence[Tensor]) -> None:
-    """Raise a ``ValueError`` if vectors do not have the shapes of what they belong to."""
+def check_shapes(argument: str, vectors: Sequence[Tensor], like: Sequence[Tensor]) -> None:
+    """Raise a ``ValueError`` if vectors do not have the shapes of ``like``."""
     got, expected = [list(v.shape) for v in vectors], [list(t.shape) for t in like]
     if got != expected:
-        raise ValueError(f"{what}: expected vectors of shapes {expected}, got {got}.")
+        raise ValueError(f"{argument}: expected vectors of shapes {expected}, got {got}.")
 
 
 _once_differentiable = torch.autograd.function.once_differentiable(lambda ctx, grad: grad).__code__
 
 
-def check_differentiable(what: str, ys: Sequence[Tensor] | Sequence[GradientEdge]) -> None:
-    """Raise if a function behind ``ys`` is marked as differentiable only once, which autograd.grad takes for linear."""
+def check_differentiable(caller: str, ys: Sequence[Tensor] | Sequence[GradientEdge]) -> None:
+    """Raise if a function behind ``ys`` is marked as differentiable only once: autograd.grad takes it for linear."""
     for node in walk([node for y in ys if (node := y.node if isinstance(y, GradientEdge) else y.grad_fn) is not None]):
         if isinstance(node, BackwardCFunction):
             function = node._forward_cls  # type: ignore[attr-defined]
             if getattr(function.backward, "__code__", None) is _once_differentiable:
                 raise CurvoptError(
-                    f"{what}: {function.__name__} is marked as once_differentiable, so PyTorch has no second "
+                    f"{caller}: {function.__name__} is marked as once_differentiable, so PyTorch has no second "
                     "derivative of it; write its backward in operations that are differentiable."
                 )

@@ -51,7 +51,7 @@ def linearise(
     """The map ``v -> J v`` for many vectors: the graph of ``J^T w`` is built here, once.
 
     Args:
-        ys: outputs, or where they lie in the graph.
+        ys: outputs, or their edges in the graph.
         xs: inputs that the outputs were computed from.
         like: tensors like the outputs.
         retain_graph: keep the graph of ``ys``, which the map does not need.

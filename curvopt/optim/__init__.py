@@ -1,4 +1,4 @@
-"""Optimizers of ``torch.optim`` that live on curvature."""
+"""Optimizers of ``torch.optim`` that precondition by curvature."""
 
 from curvopt.optim.diagonal_newton import DiagonalNewton
 from curvopt.optim.ekfac_sgd import EKFACSGD

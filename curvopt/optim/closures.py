@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from curvopt.core.context import engine
+from curvopt.core.backward.backpack import engine
 from curvopt.core.randomness import RandomState
 from curvopt.core.uses import hears_itself
 from curvopt.errors import CurvoptError
@@ -21,7 +21,7 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 
 
 def without_autocast(step: Step) -> Step:
-    """Mixed precision is for the network: a step leaves ``torch.autocast`` where it is inside, its closure does not."""
+    """Run a step outside of ``torch.autocast``, and its closure inside: mixed precision is for the network."""
 
     @wraps(step)
     def call(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -45,41 +45,41 @@ def without_autocast(step: Step) -> Step:
 
 
 class Closure:
-    """Runs a closure as it is at first, then again for its value alone, unnoticed.
+    """Runs a closure normally at first, then again for its value alone, without side effects.
 
-    What it computes is the sum of what it calls ``backward`` on, or if it never does, what it returns. When run again,
+    Its value is the sum of all tensors that it calls ``backward`` on, or if it never does, its result. When run again,
     it runs without gradients (unless it calls ``torch.autograd.grad``) and its backwards do nothing; random numbers are
     those of the first time; modules work on copies of their buffers and parameters have no gradients, so that running
-    statistics and ``.grad`` stay. Contexts that are open, or that it opens, are told of the first time alone. Other
-    things that the closure changes are its own affair.
+    statistics and ``.grad`` stay. Contexts (``backpack``) see the first run alone. Anything else that the closure
+    changes, it changes in each run.
 
     Args:
         closure: computes the loss and returns it, or calls ``backward`` on it, or both.
         parameters: the parameters whose gradients it may set.
 
     Attributes:
-        result: what it returned the first time.
-        start: what it computed then.
-        eps: precision of that.
+        result: of the first run.
+        start: value of the first run.
+        eps: precision of the value.
         roots: the tensors it called ``backward`` on then, or its result.
         cotangents: the gradients that it gave for them.
     """
 
     def __init__(self, closure: Callable[[], Any], parameters: Sequence[Tensor]):
-        """Note the state of the random number generators."""
+        """Keep the state of the random number generators."""
         self.closure, self.parameters = closure, parameters
         self._random = RandomState(p.device for p in parameters)
-        self._buffers: dict[nn.Module, dict[str, Tensor | None]] = {}  # of the modules called, before they were
+        self._buffers: dict[nn.Module, dict[str, Tensor | None]] = {}  # by module, before its first call
         self._calls_backward = self._calls_grad = False
 
     def first(self, keep_graph: bool = False) -> Any:
-        """Run it as it is.
+        """Run it normally.
 
         Args:
             keep_graph: whether its backwards keep their graph.
 
         Raises:
-            CurvoptError: if it shows no loss.
+            CurvoptError: if it neither returns a loss nor calls ``backward`` on one.
         """
         roots: list[Tensor] = []
         cotangents: list[Tensor] = []
@@ -91,7 +91,7 @@ class Closure:
 
         handle = register_module_forward_pre_hook(self._note_buffers)
         try:
-            with torch.enable_grad(), self._watched(backward, told=True):
+            with torch.enable_grad(), self._watched(backward, contexts=True):
                 self.result = self.closure()
         finally:
             handle.remove()
@@ -108,20 +108,21 @@ class Closure:
         return self.result
 
     def again(self) -> float:
-        """What it computes at the present parameters."""
+        """Its value at the present parameters."""
         total = 0.0
 
         def backward(run: Callable, outputs: Any, grads: Any, *rest: Any, **options: Any) -> None:
             nonlocal total
             total += _sum(outputs, _cotangents(outputs, grads))
 
-        with torch.set_grad_enabled(self._calls_grad), self._watched(backward, told=False) as called, self._unnoticed():
+        quiet = self._without_side_effects()
+        with torch.set_grad_enabled(self._calls_grad), self._watched(backward, contexts=False) as called, quiet:
             result = self.closure()
         # `if loss.requires_grad: loss.backward()`
         return total if self._calls_backward and called else float(result)
 
     def restore_buffers(self) -> None:
-        """Put the buffers of all modules back to what they were before it was first called."""
+        """Put the buffers of all modules back to their values before the first run."""
         for module, before in self._buffers.items():
             for name, old in before.items():
                 if old is not None:
@@ -132,8 +133,8 @@ class Closure:
             self._buffers[module] = _clones(module._buffers)
 
     @contextmanager
-    def _watched(self, backward: Callable, told: bool) -> Iterator[list[Any]]:
-        """Backwards that accumulate gradients go to ``backward``, and are listed. Contexts are told of them or not."""
+    def _watched(self, backward: Callable, contexts: bool) -> Iterator[list[Any]]:
+        """Pass backwards that accumulate gradients to ``backward``, and list them; contexts see them, or do not."""
         called: list[Any] = []
 
         def run(original: Callable, outputs: Sequence[Any], *rest: Any, **options: Any) -> Any:
@@ -144,15 +145,15 @@ class Closure:
             self._calls_grad = self._calls_grad or own
             return original(outputs, *rest, **options)
 
-        with engine(run, told):
+        with engine(run, contexts):
             yield called
 
     @contextmanager
-    def _unnoticed(self) -> Iterator[None]:
-        """Random numbers are those at θ, and buffers and gradients are copies or none, inside; outside all stays."""
+    def _without_side_effects(self) -> Iterator[None]:
+        """Random numbers of the first run, copies of buffers and no gradients inside; all is as before afterwards."""
         buffers = {module: dict(module._buffers) for module in self._buffers}
         grads = [p.grad for p in self.parameters]
-        torch.clear_autocast_cache()  # of weights as they were, and of those without a graph, below
+        torch.clear_autocast_cache()  # it holds older weights here, and weights without a graph below
         with self._random.again():
             try:
                 for module, originals in buffers.items():

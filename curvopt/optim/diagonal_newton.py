@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from curvopt.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
-from curvopt.optim.base import pop_field
+from curvopt.optim.accumulation import pop_field
 from curvopt.optim.solvers import FactoredInverse
 
 
@@ -14,13 +14,13 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
     """``torch.optim.SGD`` whose gradient ``g`` is replaced by ``ν g / (h + λ)``.
 
     ``h`` is a moving average of the diagonal of the GGN (or Fisher) matrix or of the Hessian, ``λ`` the damping,
-    ``ν ≤ 1`` the KL clip. Use it as ``KFACSGD``; the loop, the checkpoints and the shared options are the same.
+    ``ν ≤ 1`` the KL clip. Use it as ``KFACSGD``: loop, checkpoints and shared options are alike.
 
-    The diagonal knows nothing of how parameters act together: of the change ``δᵀGδ`` that a step ``δ`` makes, it
+    The diagonal ignores how parameters act together: of the change ``δᵀGδ`` that a step ``δ`` makes, it
     predicts a small part ``Σ hᵢδᵢ²``, one in hundreds or thousands for usual networks. So the clip bounds the largest
     change that a matrix with this diagonal allows: ``δᵀGδ ≤ (Σ √hᵢ |δᵢ|)²`` for every positive semi-definite ``G``,
-    by the Cauchy-Schwarz inequality; or what the damped diagonal predicts, where that is more: in directions without
-    curvature.
+    by the Cauchy-Schwarz inequality; or the prediction of the damped diagonal, where that is more: in directions
+    without curvature.
 
     Args:
         params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, ``damping``,
@@ -28,8 +28,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         lr: learning rate.
         momentum: momentum of the preconditioned gradients.
         curvature: name of the diagonal, ``"diag_ggn_mc"`` (sampled), ``"diag_ggn_exact"`` or ``"diag_h"``.
-        modify: what is made of the negative entries of ``"diag_h"``: their absolute value (``"abs"``) or zero
-            (``"clip"``).
+        modify: replaces the negative entries of ``"diag_h"`` by their absolute value (``"abs"``) or zero (``"clip"``).
         damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
         ema: decay of the average per refresh, bias-corrected.
         kl_clip: bound ``κ`` on ``lr² (Σ √hᵢ |uᵢ|)² / √V``, and on ``lr² uᵀ g / V``, of a step ``u`` over all groups,
@@ -105,7 +104,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         return None if diagonal is None else ([diagonal.reshape(-1)], None)
 
     def _average(self, state: dict[str, Any], new: list[Tensor], ema: float) -> None:
-        # now that the parts of the batch are added up
+        # after the sum over backwards, whose parts of the batch may have other signs
         (diagonal,) = new
         super()._average(state, [diagonal.abs() if self._options["modify"] == "abs" else diagonal.clamp(min=0)], ema)
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from curvopt.core.jacobians import Approx
 from curvopt.extensions import EigenDiagonal
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
-from curvopt.optim.base import ema_update, number, pop_field
+from curvopt.optim.accumulation import ema_update, number, pop_field
 from curvopt.optim.kronecker import Fisher, Kronecker
-from curvopt.optim.solvers import Eigenbasis, squared, transposed, turns
+from curvopt.optim.solvers import Eigenbasis, basis_changes, squared, transposed
 
 
 class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
@@ -18,10 +18,10 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
 
     ``U = U_B ⊗ U_A`` are the eigenvectors of KFAC's factors, ``s`` a moving average of the diagonal of the Fisher (or
     GGN) matrix in that basis: the best diagonal there is, where KFAC has the products of the factors' eigenvalues. The
-    damping ``λ`` is exact. The scales are renewed with every refresh of the curvature, the bases only once the factors
-    have turned out of them.
+    damping ``λ`` is exact. The scales are renewed with every refresh of the curvature, a basis only once its factor is
+    no longer diagonal in it.
 
-    Use it as ``KFACSGD``; the loop, the checkpoints and the shared options are the same.
+    Use it as ``KFACSGD``: loop, checkpoints and shared options are alike.
 
     Args:
         params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, ``damping``,
@@ -115,10 +115,10 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
             state["scales_weight"] = number(weight)
         super()._average(state, new[:factors], ema)
 
-    def _turn(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
+    def _change_basis(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
         state, sizes = self.state[param], sizes_of(self.state[param]["factors"], param.shape)
         if old:
-            state["scales"] = kfac_mat_prod(squared(turns(state["bases"], old)), sizes)(state["scales"])
+            state["scales"] = kfac_mat_prod(squared(basis_changes(state["bases"], old)), sizes)(state["scales"])
         else:
             state["scales"] = kron_diagonal([spectrum for spectrum in spectra if spectrum is not None], sizes)
             state["scales_weight"] = number(float(state["ema_weight"]))

@@ -7,23 +7,23 @@ from torch import Tensor
 
 from curvopt.core.jacobians import Approx
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
-from curvopt.optim.base import cosine, moments
 from curvopt.optim.kronecker import Fisher, Kronecker
-from curvopt.optim.solvers import Eigenbasis, squared, transposed, turns
+from curvopt.optim.solvers import Eigenbasis, basis_changes, squared, transposed
+from curvopt.optim.step_size import cosine, moments
 
 
 class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     """``torch.optim.AdamW`` in the coordinates ``Uᵀ p`` of KFAC's eigenvectors ``U = U_B ⊗ U_A``.
 
-    Adam divides each coordinate by the root of its mean squared gradient, and so knows nothing of how coordinates act
+    Adam divides each coordinate by the root of its mean squared gradient, and so ignores how coordinates act
     together. In the eigenbasis of the Fisher (or GGN) matrix, where curvature is (nearly) diagonal, that is no loss.
-    SOAP (Vyas et al. 2024) does the same in the eigenbasis of the gradients' second moments, George et al. (2018)
+    SOAP (Vyas et al. 2024) works in the eigenbasis of the gradients' second moments instead, George et al. (2018)
     describe both. As in SOAP, vectors (biases, scales of norms) keep their own coordinates; so do parameters that the
     curvature does not cover. Weight decay and the state of AdamW are as in ``torch.optim.AdamW``, the latter in the
     new coordinates.
 
-    Use it as ``KFACSGD``; the loop, the checkpoints and the shared options are the same. There is no damping but
-    ``eps``, and no KL clip: as in Adam, ``lr`` bounds the step.
+    Use it as ``KFACSGD``: loop, checkpoints and shared options are alike. There is no damping but ``eps``, and no KL
+    clip: as in Adam, ``lr`` bounds the step.
 
     Args:
         params: parameters, named parameters or param groups; ``ema`` and the options of AdamW may differ between
@@ -90,10 +90,10 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         (factor,), of_input = taken
         return [kron_diagonal([factor.diagonal(dim1=-2, dim2=-1)], sizes_of([factor], param.shape))], of_input
 
-    def _turn(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
+    def _change_basis(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
         state = self.state[param]
         new, sizes = state["bases"], sizes_of(state["factors"], param.shape)
-        change = turns(new, old) if old else transposed(new)
+        change = basis_changes(new, old) if old else transposed(new)
         for name, matrices in (
             ("exp_avg", change),
             ("exp_avg_sq", squared(change)),
@@ -109,7 +109,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
 
     def _rotated(self, param: Tensor, value: Tensor, back: bool = False) -> Tensor:
         bases = self.state[param].get("bases")
-        if not bases or all(basis.ndim < 2 for basis in bases):  # diagonal: no turn
+        if not bases or all(basis.ndim < 2 for basis in bases):  # diagonal: nothing to rotate
             return value
         return self._product(bases if back else transposed(bases), sizes_of(bases, param.shape), value)
 

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from curvopt.core.jacobians import Approx
 from curvopt.extensions import KFAC, KFLR, KFACEmpirical
-from curvopt.optim.base import CurvatureOptimizer, pop_field
+from curvopt.optim.accumulation import pop_field
+from curvopt.optim.curvature_optimizer import CurvatureOptimizer
 
 Fisher = Literal["mc", "exact", "empirical"]
 

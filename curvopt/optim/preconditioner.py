@@ -8,13 +8,13 @@ from torch import nn
 
 from curvopt import extend
 from curvopt.core.jacobians import Approx
-from curvopt.optim.base import Overflow
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.solvers import FactoredInverse
+from curvopt.optim.step_checks import Overflow
 
 
 class _NoStep(torch.optim.Optimizer):
-    """Leaves the parameters to somebody else."""
+    """Takes no step; another optimizer does."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Nothing."""
@@ -85,7 +85,7 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
         super().__init__(parameters, {"lr": lr})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Exchange the gradients; see `curvopt.optim.base.CurvatureOptimizer.step`."""
+        """Exchange the gradients; see `curvopt.optim.curvature_optimizer.CurvatureOptimizer.step`."""
         try:
             return super().step(closure)
         except Overflow:

@@ -1,4 +1,4 @@
-"""How optimizers solve with averaged curvature: by inverses of the factors, or in their eigenbasis."""
+"""Solving with averaged curvature: by inverses of the factors, or in their eigenbasis."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from curvopt.kroneckers import (
     pi_damping,
     sizes_of,
 )
-from curvopt.optim.base import CurvatureOptimizer
+from curvopt.optim.curvature_optimizer import CurvatureOptimizer
 
 
 class FactoredInverse(CurvatureOptimizer):
@@ -39,7 +39,7 @@ class FactoredInverse(CurvatureOptimizer):
                 shifts += pi_damping(own, group["damping"])
                 stale += former if len(former) == len(own) and former[0].ndim else [None] * len(own)
                 labels += [f"{names[param]} factor {i}" for i in range(len(own))]
-        peers, failures = self._peers(), 0
+        ranks, failures = self._ranks(), 0
 
         def invert(chosen: list[int]) -> list[list[Tensor]]:
             nonlocal failures
@@ -47,8 +47,8 @@ class FactoredInverse(CurvatureOptimizer):
             inverted, failures = damped_inverses(*own)
             return [inverted]
 
-        (inverses,) = share(peers, factors, invert, [lambda factor: factor.shape])
-        self._metrics["fallbacks"] = float(failures if peers is None else peers.sum(failures))
+        (inverses,) = share(ranks, factors, invert, [lambda factor: factor.shape])
+        self._metrics["fallbacks"] = float(failures if ranks is None else ranks.sum(failures))
         self._metrics["condition"] = largest_condition(factors, shifts, inverses)
 
         results = iter(inverses)
@@ -80,15 +80,15 @@ def mean_curvature(states: Mapping[Tensor, dict[str, Any]]) -> Tensor:
     return torch.stack([trace.to(traces[0]) for trace in traces]).sum() / numel
 
 
-#: Part of a factor, in its norm, that may lie off the diagonal in its former basis before a new one is computed.
-TURNED = 0.1
+#: A basis is renewed once ``‖offdiag(UᵀFU)‖ / ‖F‖`` of its factor exceeds this.
+MAX_OFF_DIAGONAL = 0.1
 
 
 class Eigenbasis(CurvatureOptimizer):
-    """Works in the eigenbases of factors, which are computed anew once the factors have turned out of them."""
+    """Works in the eigenbases of factors, and renews a basis once its factor is no longer diagonal in it."""
 
     def _renew(self) -> None:
-        """Renew ``state["bases"]``: of new parameters, and of all factors that are no longer diagonal in theirs."""
+        """Renew ``state["bases"]`` of new parameters and of factors that are no longer diagonal in theirs."""
         names = self._names()
         covered = [param for param in self._params() if "factors" in self.state[param]]
         factors, former, labels = [], [], []
@@ -99,15 +99,15 @@ class Eigenbasis(CurvatureOptimizer):
                 factors.append(factor)
                 former.append(state["bases"][i] if state["bases"] else None)
                 labels.append(f"{names[param]} factor {i}")
-        peers = self._peers()
-        (turned,) = share(
-            peers, factors, lambda own: [[off_diagonal(factors[i], former[i]) for i in own]], [lambda _: ()]
+        ranks = self._ranks()
+        (off_diagonals,) = share(
+            ranks, factors, lambda own: [[off_diagonal(factors[i], former[i]) for i in own]], [lambda _: ()]
         )
         # one transfer for all
-        parts = torch.stack([part.to(factors[0].device, torch.float32) for part in turned]).tolist()
-        chosen = [i for i, part in enumerate(parts) if part > TURNED]
+        parts = torch.stack([part.to(factors[0].device, torch.float32) for part in off_diagonals]).tolist()
+        chosen = [i for i, part in enumerate(parts) if part > MAX_OFF_DIAGONAL]
         bases, values = share(
-            peers,
+            ranks,
             [factors[i] for i in chosen],
             lambda own: eigenbases([factors[chosen[i]] for i in own], [labels[chosen[i]] for i in own]),
             [lambda factor: factor.shape, lambda factor: factor.shape[:-1]],
@@ -122,12 +122,12 @@ class Eigenbasis(CurvatureOptimizer):
             if not new.keys().isdisjoint(own):
                 old = state["bases"]
                 state["bases"] = [new[i][0] if i in new else former[i] for i in own]
-                self._turn(param, old, [new[i][1] if i in new else None for i in own])
+                self._change_basis(param, old, [new[i][1] if i in new else None for i in own])
         self._progress["mean_curvature"] = mean_curvature(self.state)
 
     @abstractmethod
-    def _turn(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
-        """Take what is kept in the old bases over to the new ones, or begin if there are none.
+    def _change_basis(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
+        """Transform all state that is kept in the old bases to the new ones, or begin it if there are none.
 
         Args:
             param: the parameter whose ``state["bases"]`` are new.
@@ -141,13 +141,13 @@ def transposed(bases: list[Tensor]) -> list[Tensor]:
     return [basis if basis.ndim < 2 else basis.mT for basis in bases]
 
 
-def turns(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-    """Changes of coordinates from old to new bases."""
+def basis_changes(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
+    """Matrices that change coordinates from old to new bases."""
     return [u if u.ndim < 2 else u.mT @ v for u, v in zip(new, old, strict=True)]
 
 
 def squared(matrices: list[Tensor]) -> list[Tensor]:
-    """Entries squared: what maps a diagonal to the diagonal after a change of coordinates."""
+    """Squared entries: these map a diagonal to the diagonal after a change of coordinates."""
     return [matrix.square() for matrix in matrices]
 
 

@@ -89,12 +89,10 @@ def test_quantities_do_not_wait(
         with backpack(extension()):
             loss.backward()
     found = waits()
-    if make is not Transformer:
-        assert not found
-    elif extension is not DiagHessian:
-        assert found == {"item": 1}  # whether attention, done again, gives the same
-    else:  # and which operations are nonlinear somewhere, whatever the number of columns
+    if make is Transformer and extension is DiagHessian:  # which operations are nonlinear, for all columns at once
         assert sum(found.values()) <= 10
+    else:
+        assert not found
 
 
 @every_net
@@ -159,8 +157,7 @@ def test_launches_of_a_step(make_optimizer: type, device: str, waits: Callable):
     assert ordinary(2, 45) == few
 
 
-def test_random_numbers_are_drawn_again_on_the_device(device: str):
-    """Attention is done again with the dropout it had, and nothing else sees it."""
+def test_quantities_draw_no_random_numbers_on_the_device(device: str):
     model, lossfunc, x, y = prepared(Transformer, device)
     state = torch.get_device_module(device).get_rng_state()
     lossfunc(model(x), y).backward()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import takewhile
 from math import prod
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from curvopt.core import costs
 from curvopt.core.derivatives.rules import AffineRule, register
 from curvopt.core.jacobians import Patches
 from curvopt.core.uses import Use
@@ -89,26 +87,7 @@ class Conv(Convolution):
     """A convolution is a matrix applied to patches (im2col); groups act on their own channels."""
 
     def unfold(self, module: nn.Conv2d, x: Tensor) -> Patches:
-        axes = zip(*moves(module), strict=True)
-        kernel = tuple(size for size, *_ in takewhile(lambda axis: axis[1:] == (1, 1), reversed([*axes])))[1::-1]
-        see = partial(self._see, module)
-        if prod(kernel) == 1:
-            return Patches(x, see)
-        return Patches(x, see, partial(self._planes, module, len(kernel)), (1, *kernel)[-2:])
-
-    def _see(self, module: nn.Conv2d, x: Tensor) -> Tensor:
-        return patches(module, self._padded(module, x))
-
-    def _planes(self, module: nn.Conv2d, axes: int, x: Tensor) -> Tensor:
-        """Padded values of which the kernel moves by one along the last axes, unfolded along all others."""
-        x = self._padded(module, x)
-        others = len(module.kernel_size) - axes
-        sizes, strides, dilations = moves(module)
-        x = _unfolded(x, sizes[:others], strides, dilations)
-        last = x.shape[2 + others : 2 + others + axes]
-        x = x.movedim([*range(2 + others + axes, x.dim())], [*range(2, 2 + others)])  # [N, G C, *kernel, *P, *last]
-        G, features = module.groups, prod(x.shape[1 : 2 + others]) // module.groups
-        return x.reshape(len(x), G, features, prod(x.shape[2 + others : -axes]), *(1, *last)[-2:])
+        return Patches(x, lambda x: rows_seen(module, self._padded(module, x)))
 
     def _padded(self, module: nn.Conv2d, x: Tensor) -> Tensor:
         mode, (sizes, _, dilations) = module.padding_mode, moves(module)
@@ -149,48 +128,33 @@ class ConvTranspose(Convolution):
             # pad (or crop) the output to what the patches of all input positions span, whatever output_padding added
             span = (x.shape[axis] - 1) * stride + dilation * (size - 1) + 1
             amounts = [padding, span - padding - grad.shape[1 + axis], *amounts]
-        seen = Patches(F.pad(grad.flatten(0, 1), amounts), partial(patches, module))
+        seen = Patches(F.pad(grad.flatten(0, 1), amounts), partial(rows_seen, module))
         return seen.whole.unflatten(0, grad.shape[:2])
 
     def bias(self, grad: Tensor, left: Tensor) -> Tensor:
         return grad.flatten(3).sum(3).unflatten(1, (left.shape[1], -1)).sum(2)
 
 
-def patches(module: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> Tensor:
-    """What the kernel of a module sees of padded values, its groups of channels apart: see `Patches`."""
-    seen = windows(x, *moves(module))
-    return seen.unflatten(1, (module.groups, -1))
+def rows_seen(module: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> tuple[Tensor, int, int]:
+    """The padded input as a kernel sees it: rows ``[N, G, C, R, T]``, K and the length of a row, see `Patches`.
 
-
-def windows(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
-    """What a kernel sees of the padded input, ``[N, C, K, R, S]`` for ``[K, R]`` kernel entries and S positions.
-
-    K are the entries along the first axis, if kernels move there by one: each sees what the one before sees, shifted.
-    All others are put beside each other, by a copy with positions last, which reads and writes whole rows of the image:
-    an order of magnitude faster than patch by patch.
+    K are the kernel's entries along the first axis, if it moves there by one: each sees what the one before sees, a row
+    further down. All R others are put beside each other, by a copy with positions last, which reads and writes whole
+    rows of the image: an order of magnitude faster than patch by patch.
     """
-    dim = len(kernel_size)
-    first = int(stride[0] == 1 and kernel_size[0] > 1)
-    x = _unfolded(x, kernel_size, stride, dilation, first)
-    kernel, positions = range(2 + dim, x.dim()), range(2, 2 + dim)
-    x = x.permute(0, 1, *kernel, *positions) if first else x.permute(1, *kernel, 0, *positions)
-    if not torch.is_grad_enabled() and prod(kernel_size[first:]) > 1:
-        x = costs.empty(x.shape, x).copy_(x)
+    sizes, strides, dilations = moves(module)
+    x, dim = x.unflatten(1, (module.groups, -1)), len(sizes)
+    first = int(strides[0] == 1 and sizes[0] > 1)
+    for axis in range(first, dim):
+        spread = dilations[axis]
+        x = x.unfold(3 + axis, spread * (sizes[axis] - 1) + 1, strides[axis])[..., ::spread]
+    kernel, positions = range(3 + dim, x.dim()), range(3, 3 + dim)
     if not first:
-        return x.flatten(2 + dim).flatten(1, dim).permute(2, 0, 1, 3).unsqueeze(2)
-    shift = dilation[0] * prod(x.shape[x.dim() - dim + 1 :])
-    x = x.reshape(*x.shape[:2], prod(kernel_size[1:]), prod(x.shape[-dim:]))
-    return x.unfold(-1, x.shape[-1] - shift * (kernel_size[0] - 1), shift).transpose(2, 3)
-
-
-def _unfolded(
-    x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int], first: int = 0
-) -> Tensor:
-    """A view of ``[N, C, *positions]`` in which what the kernel sees along each of its axes is an axis at the end."""
-    for axis in range(first, len(kernel_size)):
-        spread = dilation[axis]
-        x = x.unfold(2 + axis, spread * (kernel_size[axis] - 1) + 1, stride[axis])[..., ::spread]
-    return x
+        x = x.permute(1, 2, *kernel, 0, *positions).flatten(3 + dim).flatten(2, 1 + dim)
+        return x.permute(3, 0, 1, 2, 4), 1, 0
+    x = x.permute(0, 1, 2, *kernel, *positions)
+    row = dilations[0] * prod(x.shape[x.dim() - dim + 1 :])
+    return x.reshape(*x.shape[:3], prod(sizes[1:]), prod(x.shape[-dim:])), sizes[0], row
 
 
 class Product(AffineRule):

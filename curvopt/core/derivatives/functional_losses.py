@@ -20,8 +20,8 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.derivatives.losses import Bernoulli, Diagonal, LossCurvature, Softmax, root_of_weights
 from curvopt.core.jacobians import widened
 from curvopt.core.residuals import LINEAR, MULTILINEAR, leads_to, leaf_of, name_of, operation, pull
-from curvopt.core.saved import Blocks, names_of, read
-from curvopt.core.uses import LossUse, TermUse, Use, records_of
+from curvopt.core.saved import saved_names
+from curvopt.core.uses import Loss, LossUse, TermUse, Use, records_of
 from curvopt.errors import CurvoptError
 
 # operations that are linear in what comes from the network, while nothing else in them depends on its parameters
@@ -120,8 +120,7 @@ def _class_axis(dim: int, dims: int) -> int:
 
 def _saved(node: Node) -> SimpleNamespace:
     """What a node saved, by name."""
-    with Blocks([node], lambda _: [node]):
-        return SimpleNamespace(**{name.removeprefix("_saved_"): read(node, name) for name in names_of(node)})
+    return SimpleNamespace(**{name.removeprefix("_saved_"): getattr(node, name) for name in saved_names(node)})
 
 
 def _recognise(node: Node) -> FunctionalLoss | None:
@@ -168,7 +167,7 @@ def _check_time_last(node: Node, uses: Collection[Node]) -> None:
         )
 
 
-Losses = dict[LossUse | FunctionalLoss, GradientEdge]
+Losses = dict[Loss, GradientEdge]
 
 
 def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[Losses, list[str]]:

@@ -39,13 +39,6 @@ class LossCurvature(ABC):
     #: Number of variables that are predicted for one of them: its entries of z, but one for a choice among classes.
     variables: int = 1
 
-    def __init_subclass__(cls, **kwargs: Any):
-        """In the columns of another root, the coordinates that were inherited are none."""
-        super().__init_subclass__(**kwargs)
-        first = next(base for base in cls.__mro__ if {"columns", "root", "coordinates"} & vars(base).keys())
-        if "coordinates" not in vars(first):
-            cls.coordinates = LossCurvature.coordinates
-
     @property
     @abstractmethod
     def columns(self) -> int:
@@ -58,10 +51,6 @@ class LossCurvature(ABC):
     def by_entries(self) -> LossCurvature:
         """The same with the usual root, of a column for every entry of z, where `root` has fewer."""
         return self
-
-    def coordinates(self, vectors: Tensor) -> Tensor | None:
-        """Coordinates ``[V, N]`` of vectors like z in the columns of `root`; ``None`` if that is not known."""
-        return None
 
     @abstractmethod
     def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
@@ -94,9 +83,6 @@ class Diagonal(LossCurvature):
         columns = flat.new_zeros(stop - start, *flat.shape)
         columns[index, :, start + index] = flat[:, start:stop].T
         return columns.reshape(-1, *self.diagonal.shape)
-
-    def coordinates(self, vectors: Tensor) -> Tensor:
-        return torch.where(self.diagonal == 0, 0, vectors / self.diagonal).reshape(len(vectors), -1).T
 
     def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
         return self.diagonal * _normal(self.diagonal, (samples, *self.diagonal.shape), generator)
@@ -181,14 +167,6 @@ class Softmax(LossCurvature):
         p = self.p.reshape(*self.p.shape[:2], -1).mT
         u, likeliest = _root_of(p), p.argmax(-1, keepdim=True)
         return u, likeliest, (u + _onehot(likeliest, u)) / (1 + u.gather(-1, likeliest))
-
-    def coordinates(self, vectors: Tensor) -> Tensor | None:
-        if self.full or self.p.dim() > 2:
-            return None
-        u, likeliest, reflected = (t[:, 0] for t in self._reflection)
-        scaled = torch.where(u * self.mass == 0, 0, vectors / (u * self.mass))
-        found = scaled - u * (reflected * scaled).sum(1, keepdim=True)
-        return found.scatter(1, likeliest, found[:, -1:])[:, :-1].T
 
     def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
         labels = draw(self.p.detach().movedim(1, -1), samples, generator).movedim(-1, 0).unsqueeze(2)

@@ -9,9 +9,11 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from curvopt.core.autograd_graph.node_vjp import pull_to_leaf
 from curvopt.core.derivatives.rules import Jacobians, Rule, tensors
 from curvopt.core.functional import Repetition, repeats, repetition, viewed
 from curvopt.core.jacobians import Computed, Dense, Jacobian, Outer, Scaled
@@ -95,21 +97,6 @@ class Repeated(Rule):
         return dict.fromkeys(names, _through(use, self.source, self.p, jacobian))
 
 
-class Itself(Rule):
-    """A parameter of which it is not known where it meets the samples: what arrives there, sample by sample."""
-
-    def rows(self, use: Use) -> int:
-        return 1
-
-    def output_axis(self, use: Use, index: int) -> int | None:
-        return None
-
-    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
-        (grad,) = grads
-        assert grad is not None
-        return {name: Dense(grad.unsqueeze(1)) for name in names}
-
-
 class Derived(Rule):
     """An operation with a weight that was computed from the parameter.
 
@@ -117,11 +104,12 @@ class Derived(Rule):
         rule: of the operation with a weight of its own, by the name ``weight``.
         p: the parameter.
         source: where the weight was computed; ``None`` if it is the parameter, with axes moved perhaps.
+        start: the first row of the parameter that is the weight; ``None`` if all rows are.
     """
 
-    def __init__(self, rule: Rule, p: nn.Parameter, source: GradientEdge | None):
+    def __init__(self, rule: Rule, p: nn.Parameter, source: GradientEdge | None, start: int | None = None):
         """Keep them, and read what nodes saved: while the graph is passed, checkpoints give that out only once."""
-        self.rule, self.p, self.source = rule, p, source
+        self.rule, self.p, self.source, self.start = rule, p, source, start
         self._way = [] if source is None else _way_back(source, p)
 
     @cached_property
@@ -144,6 +132,9 @@ class Derived(Rule):
                 use.cache["sides"] = Sides(source, self._way, jacobian)
             sides = use.cache["sides"]
             jacobian, source = sides(jacobian), sides.source
+        if self.start is not None and isinstance(jacobian, Outer):
+            others = self.start, len(self.p) - self.start - jacobian.O
+            jacobian = jacobian.with_sides(F.pad(jacobian.left, others), None, self.p.shape, False)
         return dict.fromkeys(names, _through(use, source, self.p, jacobian))
 
 
@@ -178,7 +169,8 @@ def _way_back(source: GradientEdge, p: nn.Parameter) -> list[Passed]:
         elif name_of(node) == "CloneBackward0":
             what = torch.empty(shape, device="meta")
         elif not repeats(node):
-            what = viewed(node, torch.empty(shape, device="meta"))
+            what = viewed(node, at.output_nr, torch.empty(shape, device="meta"))
+            what = what if what is None or what.numel() == shape.numel() else None
         elif shape == shape_of(node):
             what = repetition(node, position)
         if what is None:
@@ -361,8 +353,15 @@ def _through(use: Use, source: GradientEdge | None, p: nn.Parameter, jacobian: J
 
 def _pull(source: GradientEdge, p: nn.Parameter, vectors: Tensor) -> Tensor:
     shape = shape_of(source.node, source.output_nr)
-    (found,) = pull([source], [p], [vectors.reshape(-1, *shape)])
+    found = pull_to_parameter(source, p, vectors.reshape(-1, *shape))
     return p.new_zeros(len(vectors), *p.shape) if found is None else found
+
+
+def pull_to_parameter(source: GradientEdge, p: nn.Parameter, vectors: Tensor) -> Tensor | None:
+    """Pull vectors ``[v, *source]`` back to a parameter past its hooks, ``[v, *p]``; ``None`` if nothing arrives."""
+    if p._backward_hooks:
+        return pull_to_leaf(source[:2], p, vectors)
+    return pull([source], [p], [vectors])[0]
 
 
 def _is_by_entry(source: GradientEdge, p: nn.Parameter) -> bool:
@@ -385,4 +384,4 @@ def _is_linear(source: GradientEdge | None, p: nn.Parameter) -> bool:
     if source is None:
         return True
     leaves = {node for node in walk([source.node]) if leaf_of(node) is p}
-    return not nonlinear_operations(source.node, leaves)
+    return not nonlinear_operations([source], leaves)

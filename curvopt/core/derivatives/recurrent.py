@@ -1,4 +1,4 @@
-"""Rules of recurrent nets and their cells: time steps are shared positions of the recurrent matrices."""
+"""Rules of recurrent nets: time steps are shared positions of the recurrent matrices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from curvopt.core.derivatives.replay import ReplayRule, Site, Tape
-from curvopt.core.derivatives.rules import Jacobians, arguments, check_outputs, register
-from curvopt.core.derivatives.unrolled import State, Unrolled
+from curvopt.core.derivatives.rules import Jacobians, arguments, register
 from curvopt.core.uses import Use
 from curvopt.errors import CurvoptError
+
+State = tuple[Tensor, ...]
 
 
 def step(mode: str, from_input: Tensor, from_state: Tensor, state: State) -> State:
@@ -64,60 +65,26 @@ class Recurrent(ReplayRule):
         return int(x.batch_sizes[0]) if isinstance(x, PackedSequence) else super().rows(use)
 
     def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
-        module, given = cast(nn.RNNBase, use.module), arguments(use)
-        if torch.is_grad_enabled() or module.proj_size:
-            return self._of_lengths(given["input"], super().jac_t(use, grads, names, N))
-        if "unrolled" not in use.cache:
-            self._check_dropout(use)
-            x, lengths = self._padded(module, given["input"])
-            unrolled = Unrolled(module, x, self._initial(module, given["hx"], x), lengths)
-            output, *states = unrolled.outputs
-            check_outputs(use, self._outputs(module, given["input"], output, states), "called again")
-            use.cache["unrolled"] = unrolled
-        unrolled = use.cache["unrolled"]
-        output, *states = (grad if grad is None else grad.to(unrolled.outputs[0].dtype) for grad in grads)
-        states = states[-len(unrolled.outputs[1:]) :]  # without integers of packed sequences
-        if output is not None and isinstance(given["input"], PackedSequence):
-            padded = output.new_zeros(len(output), *unrolled.outputs[0].shape)
-            samples, times = steps_of(given["input"])
-            padded[:, samples, times] = output
-            output = padded
-        elif output is not None and not module.batch_first:
-            output = output.transpose(1, 2)
-        sites: list[Site] = []
-        lefts: list[Tensor] = []
-        for layer, own, arrived in zip(
-            unrolled.layers, module._all_weights, unrolled.pull(output, states), strict=True
-        ):
-            rights, biases = (layer.x, layer.before), own[2:] or (None, None)
-            sites += [Site(*site) for site in zip(rights, own[:2], biases, strict=True)]
-            lefts += arrived
-        return self._of_lengths(given["input"], self.jacobians(use, sites, lefts, names, N))
-
-    @staticmethod
-    def _of_lengths(x: Tensor | PackedSequence, jacobians: Jacobians) -> Jacobians:
+        jacobians, x = super().jac_t(use, grads, names, N), arguments(use)["input"]
         if isinstance(x, PackedSequence):
             lengths = steps_of(x)[0].bincount().cpu()
             for jacobian in jacobians.values():
                 jacobian.set_lengths(lengths)
         return jacobians
 
-    @staticmethod
-    def _check_dropout(use: Use) -> None:
-        module = cast(nn.RNNBase, use.module)
+    def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
+        module, given = cast(nn.RNNBase, use.module), arguments(use)
         if module.dropout and module.training and module.num_layers > 1:
             raise CurvoptError(
                 f"{use.describe()}: the dropout between its layers drew masks that cannot be drawn again; call "
                 "model.eval(), or stack single layers with nn.Dropout between them."
             )
-
-    def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
-        module, given = cast(nn.RNNBase, use.module), arguments(use)
-        self._check_dropout(use)
-        x, lengths = self._padded(module, given["input"])
-        active = None
-        if lengths is not None:
+        packed, active = given["input"], None
+        if isinstance(packed, PackedSequence):
+            x, lengths = pad_packed_sequence(packed, batch_first=True)
             active = (torch.arange(x.shape[1]) < lengths[:, None]).to(x.device).unsqueeze(2)
+        else:
+            x = packed if module.batch_first else packed.transpose(0, 1)
         directions = 2 if module.bidirectional else 1
         initial = self._initial(module, given["hx"], x)
         finals: list[State] = []
@@ -130,24 +97,10 @@ class Recurrent(ReplayRule):
                 finals.append(final)
             x = torch.cat(outputs, -1)
         states = [torch.stack(part) for part in zip(*finals, strict=True)]
-        return self._outputs(module, given["input"], x, states)
-
-    @staticmethod
-    def _padded(module: nn.RNNBase, x: Tensor | PackedSequence) -> tuple[Tensor, Tensor | None]:
-        """The input ``[N, T, features]``, and the lengths of packed sequences."""
-        if isinstance(x, PackedSequence):
-            return pad_packed_sequence(x, batch_first=True)
-        return x if module.batch_first else x.transpose(0, 1), None
-
-    @staticmethod
-    def _outputs(
-        module: nn.RNNBase, x: Tensor | PackedSequence, output: Tensor, states: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """What the module gives for an input, from outputs ``[N, T, features]``."""
-        if not isinstance(x, PackedSequence):
-            return [output if module.batch_first else output.transpose(0, 1), *states]
-        integers = 1 if x.sorted_indices is None else 3  # batch sizes and, if any, the order
-        return [output[steps_of(x)], *[None] * integers, *states]
+        if not isinstance(packed, PackedSequence):
+            return [x if module.batch_first else x.transpose(0, 1), *states]
+        integers = 1 if packed.sorted_indices is None else 3  # batch sizes and, if any, the order
+        return [x[steps_of(packed)], *[None] * integers, *states]
 
     @staticmethod
     def _initial(module: nn.RNNBase, hx: Tensor | State | None, x: Tensor) -> State:
@@ -192,34 +145,3 @@ class Recurrent(ReplayRule):
         if probe_hr is not None:
             tape.note(probe_hr, Site(torch.stack(hidden, 1) * mask, "weight_hr" + names))
         return torch.stack(outputs, 1) * mask, state
-
-
-@register(nn.RNNCell, nn.LSTMCell, nn.GRUCell)
-class Cell(ReplayRule):
-    """One time step; a cell that is called again and again gathers its steps as shared positions.
-
-    On accelerators it is one operation with biases inside, which the graph does not tell.
-    """
-
-    takes_single = True
-    by_operations = True
-
-    def expected(self, module: nn.RNNCellBase) -> Container[str]:
-        return ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-
-    def least_dims(self, module: nn.RNNCellBase) -> int:
-        return 2
-
-    def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
-        module, given = cast(nn.RNNCell, use.module), arguments(use)
-        x, hx = given["input"], given["hx"]
-        mode = "LSTM" if isinstance(module, nn.LSTMCell) else "GRU"
-        if isinstance(module, nn.RNNCell):
-            mode = f"RNN_{module.nonlinearity.upper()}"
-        if hx is None:
-            h = x.new_zeros(x.shape[0], module.hidden_size)
-            hx = (h, h) if mode == "LSTM" else h
-        state = (hx,) if isinstance(hx, Tensor) else tuple(hx)
-        from_input = tape.linear(x, "weight_ih", "bias_ih")
-        from_state = tape.linear(state[0], "weight_hh", "bias_hh")
-        return step(mode, from_input, from_state, state)

@@ -1,23 +1,21 @@
-"""Rules of modules with matrices inside (recurrent nets, attention): their forward is replayed from products ``W x``.
+"""Rules of recurrent nets, with matrices inside: their forward is replayed from products ``W x``.
 
 Autograd pulls the vectors at the module's outputs back to every such product of the replay; from there on each matrix
-is a linear layer with its own shared positions (time steps, tokens), so its Jacobian is an `Outer`.
+is a linear layer whose shared positions are the time steps, so its Jacobian is an `Outer`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvopt.core.derivatives.rules import Jacobians, Rule, check_outputs
+from curvopt.core.derivatives.rules import Jacobians, Rule
 from curvopt.core.jacobians import Dense, Jacobian, Outer, combine
 from curvopt.core.residuals import pull
 from curvopt.core.uses import Use, disable
@@ -25,19 +23,17 @@ from curvopt.core.uses import Use, disable
 
 @dataclass
 class Site:
-    """A product in a module: ``input W^T + b`` with some rows of a weight and of a bias.
+    """A product in a module, ``input W^T + b``.
 
     Attributes:
-        input: ``[N, *S, I]``, or ``None`` where only a bias is added.
-        weight: name of the weight, if there is one.
+        input: ``[N, *S, I]``.
+        weight: name of the weight.
         bias: name of the bias, if there is one.
-        start: first of the O rows of the weight and bias that are used.
     """
 
-    input: Tensor | None = None
-    weight: str | None = None
+    input: Tensor
+    weight: str
     bias: str | None = None
-    start: int = 0
 
 
 class Tape:
@@ -54,15 +50,14 @@ class Tape:
         self.sites: list[tuple[Site, Tensor]] = []
 
     def parameter(self, name: str) -> Tensor | None:
-        """A parameter by its dotted name, ``None`` where the module does without."""
-        return reduce(lambda owner, key: getattr(owner, key, None), name.split("."), self.module)  # type: ignore
+        """A parameter by its name, ``None`` where the module does without."""
+        return getattr(self.module, name, None)
 
-    def linear(self, x: Tensor, weight: str, bias: str, rows: slice = slice(None)) -> Tensor:
-        """``x W^T + b`` with some rows of the named parameters."""
+    def linear(self, x: Tensor, weight: str, bias: str) -> Tensor:
+        """``x W^T + b`` with the named parameters."""
         W, b = self.parameter(weight), self.parameter(bias)
         assert W is not None
-        output = F.linear(x.to(W.dtype), W[rows], None if b is None else b[rows])
-        return self.note(output, Site(x, weight, None if b is None else bias, rows.start or 0))
+        return self.note(F.linear(x.to(W.dtype), W, b), Site(x, weight, None if b is None else bias))
 
     def note(self, output: Tensor, site: Site) -> Tensor:
         """Remember a site and return its output."""
@@ -72,12 +67,7 @@ class Tape:
 
 
 class ReplayRule(Rule):
-    """A module told by a forward that calls `Tape.linear` for every product with a parameter.
-
-    Random numbers in it are those of the forward pass.
-    """
-
-    checks_outputs = True
+    """A module told by a forward that calls `Tape.linear` for every product with a parameter."""
 
     @abstractmethod
     def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
@@ -86,9 +76,8 @@ class ReplayRule(Rule):
     def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         if "replay" not in use.cache:
             tape = Tape(use.module)
-            with torch.enable_grad(), disable(), use.random.again() if use.random else nullcontext():
+            with torch.enable_grad(), disable():
                 outputs = self.replay(use, tape)
-            check_outputs(use, outputs, "called again")
             use.cache["replay"] = outputs, tape.sites
         outputs, sites = use.cache["replay"]
         sites = [(site, output) for site, output in sites if site.weight in names or site.bias in names]
@@ -104,14 +93,8 @@ class ReplayRule(Rule):
             output.new_zeros(V, *output.shape) if left is None else left
             for (_, output), left in zip(sites, pulled, strict=True)
         ]
-        return self.jacobians(use, [site for site, _ in sites], lefts, names, N)
-
-    def jacobians(
-        self, use: Use, sites: Sequence[Site], lefts: Sequence[Tensor], names: list[str], N: int
-    ) -> Jacobians:
-        """The Jacobians of some parameters from what arrived at sites, ``[V, N, *S, O]`` each."""
         parts: dict[str, list[Jacobian]] = {name: [] for name in names}
-        for site, left in zip(sites, lefts, strict=True):
+        for (site, _), left in zip(sites, lefts, strict=True):
             rows = left.reshape(len(left), N, 1, -1, left.shape[-1])
             for name in (site.weight, site.bias):
                 if name in parts:
@@ -120,11 +103,7 @@ class ReplayRule(Rule):
 
     @staticmethod
     def _jacobian(parameter: Tensor, site: Site, left: Tensor, is_bias: bool) -> Jacobian:
-        rows = parameter.numel() if is_bias else parameter.shape[0]
-        if left.shape[-1] != rows:
-            left = F.pad(left, (site.start, rows - site.start - left.shape[-1]))
         if is_bias:
             return Dense(left.sum(3).reshape(*left.shape[:2], *parameter.shape))
-        assert site.input is not None
         right = site.input if torch.is_grad_enabled() else site.input.detach()
         return Outer(left, right.to(left.dtype).reshape(left.shape[1], 1, -1, right.shape[-1]), parameter.shape)

@@ -1,0 +1,1 @@
+"""What programs written for BackPACK import, on top of curvopt; see `curvopt.as_backpack`."""

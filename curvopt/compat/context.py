@@ -1,0 +1,109 @@
+"""BackPACK's contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, ClassVar
+
+from torch import nn
+
+import curvopt
+from curvopt.extensions import Extension
+
+
+class backpack(curvopt.backpack):  # noqa: N801 - the name of BackPACK
+    """As `curvopt.backpack`, but a ``ValueError`` for what is no extension, and seen by `CTX`."""
+
+    active: ClassVar[list[backpack]] = []
+
+    def __init__(self, *extensions: Extension, **options: Any):
+        """Check the extensions."""
+        try:
+            super().__init__(*extensions, **options)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+    def __enter__(self) -> backpack:
+        """Activate the extensions."""
+        super().__enter__()
+        self.active.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Deactivate them."""
+        self.active.remove(self)
+        super().__exit__(kind, error, trace)
+
+
+class CTX:
+    """What the innermost open context was given."""
+
+    @staticmethod
+    def get_active_exts() -> tuple[Extension, ...]:
+        """Its extensions."""
+        return tuple(backpack.active[-1].extensions) if backpack.active else ()
+
+    @staticmethod
+    def is_extension_active(*extension_classes: type) -> bool:
+        """Whether one of them is of a class."""
+        return any(isinstance(extension, extension_classes) for extension in CTX.get_active_exts())
+
+    @staticmethod
+    def get_extension_hook() -> Callable[[nn.Module], None]:
+        """Its hook, or one that does nothing."""
+        hook = backpack.active[-1].extension_hook if backpack.active else None
+        return hook or (lambda module: None)
+
+    @staticmethod
+    def get_debug() -> bool:
+        """Whether it prints."""
+        return bool(backpack.active) and backpack.active[-1].debug
+
+    @staticmethod
+    def remove_hooks() -> None:
+        """Do nothing: modules stay extended, which costs nothing outside of contexts."""
+
+
+class disable(AbstractContextManager[None]):  # noqa: N801 - the name of BackPACK
+    """As `curvopt.disable`."""
+
+    store_io: ClassVar[bool] = True
+
+    def __enter__(self) -> None:
+        """Record no forward passes."""
+        self._before, disable.store_io = disable.store_io, False
+        self._context = curvopt.disable()
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Record them again."""
+        disable.store_io = self._before
+        self._context.__exit__(*error)
+
+    @staticmethod
+    def should_store_io() -> bool:
+        """Whether forward passes are recorded, as far as these contexts are concerned."""
+        return disable.store_io
+
+
+class weight_jac_t_save_memory(AbstractContextManager[None]):  # noqa: N801 - the name of BackPACK
+    """A context that does nothing: how convolutions are differentiated is chosen by cost here."""
+
+    def __init__(self, save_memory: bool = True):
+        """Take the option."""
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing."""
+
+
+def memory_cleanup(module: nn.Module) -> None:
+    """Do nothing: no inputs and outputs are kept on modules."""
+
+
+def convert_module_to_backpack(module: nn.Module, debug: bool = False) -> nn.Module:
+    """The module itself: functional code and reused modules are extended as they are."""
+    return module

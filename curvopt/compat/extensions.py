@@ -1,0 +1,84 @@
+"""BackPACK's extensions: Kronecker factors of convolutions on its scale, and the base class of all."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from typing import Any
+
+from curvopt import extensions
+from curvopt.compat.unserved import EXTENSION, RULE
+
+
+class Served:
+    """What BackPACK's extensions have beside what curvopt's have."""
+
+    subsampling: Sequence[int] | None
+
+    def get_subsampling(self) -> Sequence[int] | None:
+        """Indices of the samples that are kept, ``None`` for all."""
+        return self.subsampling
+
+    def set_module_extension(self, module: type, extension: object, overwrite: bool = False) -> None:
+        """Refuse: this is what BackPACK needs a class for each layer and quantity for."""
+        raise ImportError(f"set_module_extension: curvopt needs none for {module.__name__}; {RULE}.")
+
+
+def served(kind: type[extensions.Extension]) -> type[extensions.Extension]:
+    """One of curvopt's extensions as one of BackPACK's."""
+    return type(kind.__name__, (Served, kind), {"__module__": __name__, "__doc__": kind.__doc__})
+
+
+class KFAC(Served, extensions.KFAC):
+    """As `curvopt.extensions.KFAC` with ``approx="backpack"``."""
+
+    def __init__(self, mc_samples: int = 1):
+        """Take the number of samples."""
+        super().__init__(mc_samples, approx="backpack")
+
+
+class KFLR(Served, extensions.KFLR):
+    """As `curvopt.extensions.KFLR` with ``approx="backpack"``."""
+
+    def __init__(self) -> None:
+        """Take no option."""
+        super().__init__(approx="backpack")
+
+
+class KFRA(Served, extensions.KFRA):
+    """As `curvopt.extensions.KFRA`, with BackPACK's factors of convolutions."""
+
+    approx = "backpack"
+
+
+class BackpropExtension(ABC):  # noqa: B024 - nobody builds one
+    """The class of all extensions, to annotate and to test with; ones of one's own are `curvopt.extensions.Extension`.
+
+    Raises:
+        ImportError: when a subclass is built.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        """Refuse."""
+        raise ImportError(f"{type(self).__name__}: curvopt has no extensions made of parts for modules; {EXTENSION}.")
+
+
+BackpropExtension.register(extensions.Extension)
+
+
+class LossHessianStrategy:
+    """How the Hessian of a loss enters."""
+
+    EXACT, SAMPLING, SUM = CHOICES = ["exact", "sampling", "sum"]
+
+
+class BackpropStrategy:
+    """What travels backwards."""
+
+    BATCH_AVERAGE, SQRT = CHOICES = ["average", "sqrt"]
+
+
+class ExpectationApproximation:
+    """What is averaged over the samples."""
+
+    BOTEV_MARTENS, CHEN = CHOICES = ["E[J^T E(H) J]", "E(J^T) E(H) E(J)"]

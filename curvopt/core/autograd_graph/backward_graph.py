@@ -1,0 +1,348 @@
+"""Reading the autograd graph of one backward: the calls of modules and models in it, and how parameters enter it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+
+from curvopt.core.autograd_graph.node_vjp import Place, consumers_first
+from curvopt.core.batch_axis.layout import Layout, axis_of
+from curvopt.core.derivatives.rules import Rule, no_batch_axis
+from curvopt.core.jacobians import Jacobian, cast, of_samples
+from curvopt.core.recording.model_calls import Model, ModelCall, model_calls_of
+from curvopt.core.residuals import is_sink, leaf_of, name_of, shape_of, walk
+from curvopt.core.uses import Packed, Steps, TermUse, Use, extended_name, records_of, samples_first, samples_of
+from curvopt.distributed import refuse_sharded
+from curvopt.errors import CurvoptError
+
+if TYPE_CHECKING:
+    from curvopt.core.batch_axis.samples import Location
+
+R = TypeVar("R")
+Way = tuple[Node, int]  # an operation, and the position of one of its operands
+_Where = Literal["first", "axis", "rows"] | tuple[int, ...] | None
+
+
+class CallInGraph:
+    """A call of a module, or an operation on parameters, in the graph of one backward.
+
+    Attributes:
+        call: what was recorded of it.
+        rule: how vectors at its outputs become Jacobians of its parameters.
+        parameters: the trainable ones that enter the graph in it, by the names that the rule knows.
+        edges: where the gradients of its outputs arrive, by the number of the output.
+        location: the samples of its model.
+        samples: where they are for the rule: on the axis that it expects (``"first"``), behind steps (see
+            `curvopt.core.uses.Steps`), or elsewhere: then the layouts of the outputs, by which single samples are given
+            to the rule one by one.
+    """
+
+    location: Location
+    samples: Literal["first"] | Steps | dict[int, Layout] = "first"
+
+    def __init__(self, call: Use, rule: Rule, parameters: dict[str, nn.Parameter], edges: dict[int, GradientEdge]):
+        self.call, self.rule, self.parameters, self.edges = call, rule, parameters, edges
+
+    def axis(self, index: int) -> int | Tensor | None:
+        """The axis of an output that counts the samples, as the rule expects it."""
+        return -1 if self.single else self.rule.output_axis(self.call, index)
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether it is a call on a single sample without a batch axis."""
+        return self.rule.is_single(self.call)
+
+    @property
+    def nodes(self) -> set[Node]:
+        """The nodes of its outputs."""
+        return {edge.node for edge in self.edges.values()}
+
+    def locate(self, location: Location) -> bool:
+        """Find out where the samples are; whether all outputs that lead to the heads have some."""
+        self.location = location
+        found: dict[int, Layout] = {}
+        for index, edge in self.edges.items():
+            place = edge.node, edge.output_nr
+            layout = location.axes.layouts.get(place)
+            if isinstance(layout, Layout):
+                if self.single and location.N == 1:
+                    return False  # as for several samples, seen from where it becomes a row
+                if self.single:
+                    raise no_batch_axis(self.call)
+                if self.rule.least_dims(self.call.module) > 1:
+                    self.rule.rows(self.call)  # raises where there is no batch axis
+                found[index] = layout
+            elif place in location.axes.layouts:
+                return False
+        ways: set[_Where] = {self._samples(index, layout) for index, layout in found.items()}
+        way = next(iter(ways)) if len(ways) == 1 else None
+        if isinstance(way, tuple):  # the sample of each row
+            device = next(iter(self.parameters.values())).device
+            self.samples = Packed.of(torch.tensor(way, dtype=torch.long, device=device), location.N)
+        else:
+            self.samples = found if way is None else way
+        return bool(found)
+
+    def _samples(self, index: int, layout: Layout) -> _Where:
+        """Where the samples of an output are for the rule; ``None`` where it cannot take them so."""
+        if self.rule.sample_by_sample:
+            return None
+        edge, wanted = self.edges[index], self.rule.output_axis(self.call, index)
+        shape = shape_of(edge.node, edge.output_nr)
+        axis = axis_of(shape, layout)
+        if self.location.N == 1 and isinstance(wanted, int) and wanted < len(shape) and shape[wanted] == 1:
+            return "first"
+        if isinstance(wanted, Tensor):
+            if (int(wanted.max()) + 1) % self.location.N:
+                return None
+            return "first" if layout.labels == tuple(samples_of(wanted, self.location.N).tolist()) else None
+        if axis is None or wanted is None:
+            return None
+        if layout.labels is not None:
+            by_rows = axis == (0, 1, 1) and wanted == 0 and len(self.edges) == 1
+            return layout.labels if by_rows and self.rule.takes_steps(self.call, "rows") else None
+        if axis[:2] == (wanted, 1):
+            return "first"
+        how: Literal["axis", "rows"] = "axis" if axis.index else "rows"
+        steps = wanted == 0 and (axis == (1, 1, 1) or (axis.index == 0 and axis.after == 1))
+        return how if steps and len(self.edges) == 1 and self.rule.takes_steps(self.call, how) else None
+
+    def jac_t(self, grads: list[Tensor | None]) -> dict[str, Jacobian]:
+        """Jacobian products of the parameters, by their names, with vectors ``[V, *out]`` at the outputs.
+
+        Raises:
+            CurvoptError: if an input has changed since the forward pass.
+        """
+        N, names, samples = self.location.N, list(self.parameters), self.samples
+        dtype = next(iter(self.parameters.values())).dtype
+        if not self.rule.takes_any_dtype:
+            grads = [None if grad is None else cast(grad, dtype) for grad in grads]
+        self.call.check_inputs()
+        call = self.call.in_precision(dtype)
+        if samples == "first":
+            return self.rule.jac_t(call, grads, names, N)
+        if not isinstance(samples, dict):
+            call = call.samples_first(N, samples)
+            grads = [None if grad is None else samples_first(N, samples, grad, 1) for grad in grads]
+            jacobians = self.rule.jac_t(call, grads, names, N)
+            if isinstance(samples, Packed):
+                for jacobian in jacobians.values():
+                    jacobian.set_lengths(samples.lengths)
+            return jacobians
+        alone = [None if g is None else apart(g, samples[i], N) for i, g in enumerate(grads)]
+        jacobians = self.rule.jac_t(call, alone, names, 1)
+        return {name: of_samples(jacobian, N) for name, jacobian in jacobians.items()}
+
+
+def apart(vectors: Tensor, layout: Layout, N: int) -> Tensor:
+    """Vectors ``[V, *out]``, each once for every sample and zero for the others: ``[V N, *out]``."""
+    flat = vectors.reshape(len(vectors), 1, layout.before, layout.rows, layout.after)
+    labels = torch.tensor(range(N) if layout.labels is None else layout.labels, device=vectors.device)
+    own = (labels == torch.arange(N, device=vectors.device)[:, None]).to(vectors.dtype)
+    return (flat * own[None, :, None, :, None]).reshape(len(vectors) * N, *vectors.shape[1:])
+
+
+@dataclass
+class BackwardGraph:
+    """The graph behind the scalar that is differentiated.
+
+    Attributes:
+        roots: nodes of what is differentiated.
+        nodes: all nodes, each after those that use its outputs.
+        leaves: tensors whose gradients are accumulated.
+        module_calls: calls of modules that have a rule, of frozen ones, too.
+        model_calls: outputs of model calls.
+        terms: regularizers, and where their gradients arrive.
+        ways: by parameter of an extended model, the operations by which it enters the graph outside of `module_calls`.
+        inside: operations of `module_calls` that share operands with others.
+    """
+
+    roots: list[Node]
+    nodes: list[Node] = field(default_factory=list)
+    leaves: list[Tensor] = field(default_factory=list)
+    module_calls: dict[Use, CallInGraph] = field(default_factory=dict)
+    model_calls: list[tuple[ModelCall, Place]] = field(default_factory=list)
+    terms: dict[TermUse, GradientEdge] = field(default_factory=dict)
+    ways: dict[nn.Parameter, list[Way]] = field(default_factory=dict)
+    inside: set[Way] = field(default_factory=set)
+
+    @cached_property
+    def users(self) -> dict[Place, list[Way]]:
+        """The operations that use an output of a node."""
+        users: dict[Place, list[Way]] = {}
+        for node in self.nodes:
+            for position, place in enumerate(node.next_functions):
+                if place[0] is not None:
+                    users.setdefault(place, []).append((node, position))  # type: ignore[arg-type]
+        return users
+
+    def users_of(self, node: Node) -> list[Way]:
+        """The operations that use any output of a node."""
+        outputs = range(len(node._input_metadata))  # type: ignore[attr-defined]
+        return [user for nr in outputs for user in self.users.get((node, nr), ())]
+
+    @contextmanager
+    def own_backwards(self) -> Iterator[None]:
+        """Backwards inside are the engine's own: ``DistributedDataParallel`` must not take them for the user's.
+
+        Its sinks have the first backward of a static graph end with an all-reduce of gradients that are not there yet.
+        """
+        sinks: list[Any] = [node for node in self.nodes if isinstance(node, BackwardCFunction) and is_sink(node)]
+        models = [ddp for ddp in {sink.ddp_weakref() for sink in sinks} if ddp is not None and ddp.static_graph]
+        before = [ddp._static_graph_delay_allreduce_enqueued for ddp in models]
+        for ddp in models:
+            ddp._static_graph_delay_allreduce_enqueued = True
+        try:
+            yield
+        finally:
+            for ddp, enqueued in zip(models, before, strict=True):
+                ddp._static_graph_delay_allreduce_enqueued = enqueued
+
+
+def read_graph(roots: Sequence[Node]) -> BackwardGraph:
+    """Walk the graph from its roots to its leaves once.
+
+    Raises:
+        CurvoptError: for parameters that are sharded, complex or without values, and calls that have changed since.
+    """
+    graph = BackwardGraph(list(dict.fromkeys(roots)))
+    graph.nodes = consumers_first(graph.roots)
+    entering: list[tuple[Way, nn.Parameter]] = []
+    for node in graph.nodes:
+        if isinstance(node, BackwardCFunction) and name_of(node) == "CheckpointFunctionBackward":
+            raise CurvoptError(
+                "torch.utils.checkpoint with use_reentrant=True starts a backward inside of the backward, whose layers "
+                "cannot be seen; use use_reentrant=False."
+            )
+        leaf = leaf_of(node)
+        if leaf is not None:
+            graph.leaves.append(leaf)
+            continue
+        for record, index, output_nr in records_of(node):
+            if isinstance(record, TermUse):
+                graph.terms[record] = GradientEdge(node, output_nr)
+            elif isinstance(record, Use):
+                found = graph.module_calls.get(record)
+                if found is None:
+                    found = graph.module_calls[record] = CallInGraph(record, record.rule, {}, {})
+                found.edges[index] = GradientEdge(node, output_nr)
+        graph.model_calls += [(call, (node, output_nr)) for call, output_nr in model_calls_of(node)]
+        for position, (below, _) in enumerate(node.next_functions):
+            p = leaf_of(below)
+            if isinstance(p, nn.Parameter) and p.requires_grad and p.numel():
+                entering.append(((node, position), p))
+    inside: set[Way] = set()
+    for found in graph.module_calls.values():
+        found.call.check_settings()
+        _find_parameters(found, inside)
+    for term, edge in graph.terms.items():
+        inside.update(ways_inside([edge.node], frozenset(), set(term.parameters)))
+    for way, p in entering:
+        if way not in inside and extended_name(p) is not None:
+            graph.ways.setdefault(p, []).append(way)
+    _find_used_outside(graph)
+    return graph
+
+
+def _find_used_outside(graph: BackwardGraph) -> None:
+    """Add the ways of parameters that calls share with operations outside.
+
+    The backward of a linear layer saves W^T, that of a recurrent one its states. A call whose states are used outside
+    is no call for the engine: its operations are read one by one.
+    """
+    for found in graph.module_calls.values():
+        if not found.parameters:
+            continue
+        ends, own, boundary = found.nodes, set(found.parameters.values()), found.call.boundary
+        nodes = set(walk(list(ends), boundary))
+        shared = [
+            node
+            for node in nodes - ends
+            if leaf_of(node) is None and any(user not in nodes for user, _ in graph.users_of(node))
+        ]
+        if all(_is_made_of(node, own) for node in shared):
+            ways = ways_inside(shared, boundary, own)
+            graph.inside.update(user for node in shared for user in graph.users_of(node) if user[0] in nodes)
+        else:
+            ways, found.parameters = ways_inside(list(ends), boundary, own), {}
+        for way, p in ways.items():
+            if way not in graph.ways.setdefault(p, []):
+                graph.ways[p].append(way)
+
+
+def _is_made_of(node: Node, parameters: set[nn.Parameter]) -> bool:
+    """Whether an operation depends on parameters alone."""
+    for inner in walk([node]):
+        if any(below is None for below, _ in inner.next_functions) or not (
+            inner.next_functions or leaf_of(inner) in parameters
+        ):
+            return False
+    return True
+
+
+def _find_parameters(found: CallInGraph, inside: set[Way]) -> None:
+    """Set the parameters of a call of a module, those that enter the part of the graph between outputs and inputs."""
+    call = found.call
+    own = {
+        name: p
+        for name, p in found.rule.parameters(call.module).items()
+        if p.requires_grad and p.numel() and not any(p is x for x in call.given)
+    }
+    refuse_sharded((call.describe(), f"'{name}'", p) for name, p in own.items())
+    for name, p in own.items():
+        if p.is_complex():
+            raise CurvoptError(f"{call.describe()}: parameter '{name}' is complex; use two real ones.")
+        if p.is_meta:
+            raise CurvoptError(f"{call.describe()}: parameter '{name}' is on the meta device; give it numbers first.")
+    ways = ways_inside([edge.node for edge in found.edges.values()], call.boundary, set(own.values()))
+    inside.update(ways)
+    entering = set(ways.values())
+    found.parameters = {name: p for name, p in own.items() if p in entering}
+    if found.parameters:
+        call.check_inputs()
+        if any(isinstance(x, Tensor) and x.is_nested for x in call.args):
+            found.rule.rows(call)  # raises
+
+
+def ways_inside(ends: list[Node], boundary: frozenset, parameters: set[nn.Parameter]) -> dict[Way, nn.Parameter]:
+    """How parameters enter the part of the graph between some ends and a boundary."""
+    ways: dict[Way, nn.Parameter] = {}
+    for node in walk(ends, boundary):
+        for position, (below, _) in enumerate(node.next_functions):
+            p = leaf_of(below)
+            if p is not None and p in parameters:
+                ways[node, position] = p
+    return ways
+
+
+def leaves_behind(roots: Sequence[Node]) -> set[Tensor]:
+    """All leaf tensors that a backward from some nodes reaches."""
+    return {leaf for leaf in map(leaf_of, walk(list(roots))) if leaf is not None}
+
+
+def records_behind(roots: list[Node], kind: type[R]) -> Iterator[tuple[R, GradientEdge]]:
+    """The records of a kind behind some nodes, and where their gradients arrive."""
+    for node in walk(roots):
+        for record, _, output_nr in records_of(node):
+            if isinstance(record, kind):
+                yield record, GradientEdge(node, output_nr)
+
+
+__all__ = [
+    "BackwardGraph",
+    "CallInGraph",
+    "Model",
+    "Way",
+    "leaves_behind",
+    "read_graph",
+    "records_behind",
+    "ways_inside",
+]

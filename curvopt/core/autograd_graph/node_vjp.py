@@ -1,0 +1,144 @@
+"""Vector-Jacobian products through the graph, node by node.
+
+`pull_by_nodes` calls the nodes itself instead of autograd's engine: hooks of tensors, parameters and modules do not
+run, and nothing is accumulated in ``.grad``. The graph stays alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch._vmap_internals import _vmap
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from curvopt.core.residuals import cut, pull
+
+Place = tuple[Node, int]  # an output of a node
+
+
+def consumers_first(roots: Iterable[Node], last: Collection[Node] = ()) -> list[Node]:
+    """These nodes and all behind them, each after the nodes that use its outputs; nodes of ``last`` are not left."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            if node not in last:
+                stack += [(below, False) for below, _ in node.next_functions if below is not None and below not in seen]
+    return order[::-1]
+
+
+def call_node(node: Node, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients at the operands of an operation, from those at its outputs."""
+    return [
+        # as autograd's engine does for an operand that was repeated
+        grad if grad is None or below is None else _summed(grad, below._input_metadata[nr].shape)  # type: ignore[attr-defined]
+        for grad, (below, nr) in zip(_called(node, grads), node.next_functions, strict=False)
+    ]
+
+
+def _summed(grad: Tensor, shape: torch.Size) -> Tensor:
+    return grad if grad.shape == shape or grad.is_sparse else grad.sum_to_size(shape)
+
+
+def _called(node: Node, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    if isinstance(node, BackwardCFunction):
+        return _by_engine(node, grads)
+    result = node(*grads)  # type: ignore[operator]
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def _by_engine(node: Node, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The same of a function that is written in Python, which may free what it saved unless the engine tells it not to.
+
+    Hooks of its operands run.
+    """
+    outputs = [GradientEdge(node, nr) for nr, grad in enumerate(grads) if grad is not None]
+    operands = list(dict.fromkeys(place for place in node.next_functions if place[0] is not None))
+    if not outputs or not operands:
+        return [None] * len(node.next_functions)
+    with cut([below for below, _ in operands]):
+        vectors = [grad.unsqueeze(0) for grad in grads if grad is not None]
+        found = pull(outputs, [GradientEdge(below, nr) for below, nr in operands], vectors)  # type: ignore[arg-type]
+    arrived = {place: None if grad is None else grad[0] for place, grad in zip(operands, found, strict=True)}
+    first = {place: position for position, place in reversed(list(enumerate(node.next_functions)))}
+    # an operand that is given twice has the sum: once
+    return [arrived.get(place) if first[place] == i else None for i, place in enumerate(node.next_functions)]
+
+
+def pull_by_nodes(vectors: Mapping[Place, Tensor], targets: Collection[Place]) -> dict[Place, Tensor]:
+    """Pull vectors back from outputs of nodes to others; those at which nothing arrives are left out.
+
+    A target does not stop a vector: behind it may be another one.
+    """
+    ends = {node for node, _ in targets}
+    order = consumers_first([node for node, _ in vectors])
+    leads = set[Node]()  # further to a target
+    for node in reversed(order):
+        if any(below in ends or below in leads for below, _ in node.next_functions):
+            leads.add(node)
+    arrived: dict[Place, Tensor] = dict(vectors)
+    found: dict[Place, Tensor] = {}
+    for node in order:
+        if node not in leads and node not in ends:
+            continue
+        grads = [arrived.pop((node, nr), None) for nr in range(len(node._input_metadata))]  # type: ignore[attr-defined]
+        found.update(((node, nr), g) for nr, g in enumerate(grads) if g is not None and (node, nr) in targets)
+        if node in leads and any(grad is not None for grad in grads):
+            for below, grad in zip(node.next_functions, call_node(node, grads), strict=False):
+                if grad is not None and below[0] is not None and (below[0] in leads or below[0] in ends):
+                    place = below[0], below[1]
+                    arrived[place] = arrived[place] + grad if place in arrived else grad
+    return found
+
+
+def pull_together(node: Node, output_nr: int, position: int, vectors: Tensor) -> Tensor | None:
+    """Pull vectors ``[v, *output]`` through one operation to one of its operands, ``[v, *operand]``."""
+    outputs = len(node._input_metadata)  # type: ignore[attr-defined]
+
+    def single(vector: Tensor) -> Tensor | None:
+        return call_node(node, [vector if nr == output_nr else None for nr in range(outputs)])[position]
+
+    return _together(single, vectors, not isinstance(node, BackwardCFunction))
+
+
+def pull_to_leaf(source: Place, leaf: Tensor, vectors: Tensor) -> Tensor | None:
+    """Pull vectors ``[v, *source]`` back to a leaf, ``[v, *leaf]``, past its hooks; ``None`` if nothing arrives."""
+    target = get_gradient_edge(leaf)[:2]
+
+    def single(vector: Tensor) -> Tensor | None:
+        return pull_by_nodes({source: vector}, [target]).get(target)
+
+    return _together(single, vectors, not any(isinstance(n, BackwardCFunction) for n in consumers_first([source[0]])))
+
+
+def _together(single: Callable[[Tensor], Tensor | None], vectors: Tensor, batched: bool) -> Tensor | None:
+    if batched and not torch.is_anomaly_enabled():
+        try:
+            # the one of `torch.autograd.grad`: that of `torch.func` gives wrong numbers for the backward of cdist
+            found = _vmap(single, 0, 0, allow_none_pass_through=True)(vectors)
+            if found is None or _is_linear(single, vectors, found):
+                return found
+        except (RuntimeError, ValueError):  # vmap cannot enter an operation
+            pass
+    found = [single(vector) for vector in vectors]
+    return None if found[0] is None else torch.stack([x for x in found if x is not None])
+
+
+def _is_linear(single: Callable[[Tensor], Tensor | None], vectors: Tensor, found: Tensor) -> bool:
+    """Whether products that were computed together have the sum that they should: some batching rules are wrong."""
+    sizes = found.detach().abs().reshape(len(found), -1).amax(1).clamp(min=torch.finfo(found.dtype).tiny).to(vectors)
+    weights = torch.randn(len(vectors), generator=torch.Generator().manual_seed(0)).to(vectors) / sizes
+    of_sum, sum_of = single(torch.tensordot(weights, vectors, 1)), torch.tensordot(weights.to(found), found, 1)
+    if of_sum is None or not of_sum.numel():
+        return True
+    tolerance = torch.finfo(found.dtype).eps ** 0.5 * of_sum.abs().max()
+    return not bool(((sum_of - of_sum).abs() > tolerance).any())

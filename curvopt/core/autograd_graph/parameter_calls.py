@@ -1,0 +1,239 @@
+"""Where parameters meet the samples outside of modules with a rule: read off the graph.
+
+From a parameter one goes towards the loss until an operation whose output has samples: ``F.linear(x, W)``,
+``h * scale``, ``h + positions``. What lies between is computed from the parameter before it meets the samples, such as
+a mask, a norm or a sum of low rank::
+
+    W ── t ── addmm(b, x, W^T) [N, O]        a linear layer
+    W ── mul(W, mask) ── addmm [N, O]        a linear layer with a weight that was computed
+    g ── mul(h, g) [N, O]                    a factor that all samples share
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node
+
+from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Way
+from curvopt.core.autograd_graph.node_vjp import Place
+from curvopt.core.batch_axis.layout import Layout
+from curvopt.core.batch_axis.samples import Location
+from curvopt.core.derivatives.operations import Derived, Repeated
+from curvopt.core.derivatives.rules import AffineRule, Rule
+from curvopt.core.derivatives.sample_by_sample import Operand, SharedCall
+from curvopt.core.functional import (
+    FunctionalUse,
+    is_bias,
+    is_layer,
+    layer_call,
+    repeats,
+    repetition,
+    seen_of,
+    shape_among,
+)
+from curvopt.core.functional import Way as _Moved
+from curvopt.core.residuals import is_complex, leaf_of, shape_of
+from curvopt.core.uses import extended_name, extended_owner
+
+
+class Meeting(NamedTuple):
+    """An operation whose output has samples, and an operand of it that comes from a parameter or a shared call.
+
+    Attributes:
+        node: of the operation.
+        output_nr: which output has the samples.
+        position: of the operand.
+        passed: outputs of operations between the parameter and this one, if each has one operand only; else ``None``.
+    """
+
+    node: Node
+    output_nr: int
+    position: int
+    passed: tuple[Place, ...] | None
+
+    @property
+    def operand(self) -> GradientEdge:
+        """Where the operand was computed."""
+        return GradientEdge(*self.node.next_functions[self.position])  # type: ignore[arg-type]
+
+
+def find_meetings(
+    ways: Sequence[Way], graph: BackwardGraph, layouts: Mapping[Place, object], alone: bool = True
+) -> tuple[list[Meeting], list[Way]]:
+    """The first operations with samples on the ways to the heads, and operations that lead around the heads.
+
+    Args:
+        ways: operations, and the positions of operands, to start with.
+        graph: the graph.
+        layouts: of all tensors behind the heads.
+        alone: whether these operands are the parameter itself.
+    """
+    found: list[tuple[Node, int, Way]] = []
+    around: list[Way] = []
+    before: dict[Way, list[tuple[Way, int] | None]] = {way: [None] for way in ways}  # what leads to it
+    stack = list(before)
+    while stack:
+        way = stack.pop()
+        node = way[0]
+        outputs = [(node, nr) for nr in range(len(node._input_metadata))]  # type: ignore[attr-defined]
+        behind = [place for place in outputs if place in layouts]
+        if not behind:
+            around.append(way)
+        for place in behind:
+            if isinstance(layouts[place], Layout):
+                found.append((*place, way))
+                continue
+            for user in graph.users.get(place, ()):
+                if user in graph.inside:
+                    continue
+                if user not in before:
+                    stack.append(user)
+                before.setdefault(user, []).append((way, place[1]))
+    meetings = [Meeting(node, nr, way[1], _passed(way, before) if alone else None) for node, nr, way in found]
+    return meetings, around
+
+
+def _passed(way: Way, before: Mapping[Way, Sequence[tuple[Way, int] | None]]) -> tuple[Place, ...] | None:
+    """The outputs of operations before one, if there is one way only, and each of them has one operand."""
+    passed: list[Place] = []
+    while len(before[way]) == 1:
+        (come,) = before[way]
+        if come is None:
+            return tuple(reversed(passed))
+        way, output_nr = come
+        if sum(below is not None for below, _ in way[0].next_functions) > 1:
+            return None
+        passed.append((way[0], output_nr))
+    return None
+
+
+def parameter_calls(p: nn.Parameter, meetings: Iterable[Meeting], location: Location) -> Iterator[CallInGraph]:
+    """The uses of a parameter by operations."""
+    path = (extended_name(p) or "").rpartition(".")[0]
+    owner = extended_owner(p)
+    for meeting in meetings:
+        yield _operation(p, meeting, location, path, owner)
+
+
+def _operation(
+    p: nn.Parameter, meeting: Meeting, location: Location, path: str, owner: nn.Module, itself: bool = False
+) -> CallInGraph:
+    """The call of an operation on a parameter.
+
+    Args:
+        p: the parameter, or a stand-in for the operand.
+        meeting: the operation.
+        location: of its samples.
+        path: of the module, for messages.
+        owner: the module.
+        itself: the operand is ``p``, wherever it comes from.
+    """
+    node, nr, position, _ = meeting
+    edges = {0: GradientEdge(node, nr)}
+    if nr == 0 and not is_complex(node):
+        try:
+            found = _layer(p, meeting, path, owner, itself) or _broadcast(p, meeting, path, owner, itself)
+        except RuntimeError:  # a part of the graph that is gone
+            found = None
+        if found is not None:
+            call = CallInGraph(*found, {"weight": p}, edges)
+            call.locate(location)
+            if not isinstance(call.samples, dict):
+                return call
+    call = CallInGraph(
+        FunctionalUse(path, nn.Module(), (), shape_of(node, nr), owner),
+        Operand(node, nr, position, None if itself else p),
+        {"weight": p},
+        edges,
+    )
+    call.locate(location)
+    return call
+
+
+def _layer(
+    p: nn.Parameter, meeting: Meeting, path: str, owner: nn.Module, itself: bool
+) -> tuple[FunctionalUse, Rule] | None:
+    """The operation as a layer with the operand as its weight."""
+    node, _, position, passed = meeting
+    if not is_layer(node):
+        return None
+    source, operand, shape = None, meeting.operand, p.shape
+    way = _Moved(node, position, passed)
+    seen = torch.empty(p.shape, device="meta") if itself else seen_of(p, way)
+    call = None if seen is None else layer_call(node, position, seen, shape)
+    if call is None and not itself:
+        shape = shape_of(operand.node, operand.output_nr)
+        source, seen = operand, torch.empty(shape, device="meta")
+        call = layer_call(node, position, seen, shape)
+    if call is None or seen is None:
+        return None
+    whole = source is None and call.start is None
+    call.module._parameters["weight"] = p if whole else nn.Parameter(seen, requires_grad=False)
+    rule = call.rule if whole and p.dim() > 1 else Derived(call.rule, p, source, call.start)
+    before = None if call.other is None else node.next_functions[call.other][0]
+    boundary = frozenset() if before is None else frozenset([before])
+    return FunctionalUse(path, call.module, (call.input,), shape_of(node), owner, boundary), rule
+
+
+def _broadcast(
+    p: nn.Parameter, meeting: Meeting, path: str, owner: nn.Module, itself: bool
+) -> tuple[FunctionalUse, Rule] | None:
+    """The operation as one that repeats the operand for the samples."""
+    node, _, position, _ = meeting
+    if not repeats(node):
+        return None
+    operand = meeting.operand
+    source = None if itself or leaf_of(operand.node) is p else operand
+    shape, out = shape_among(node, shape_of(operand.node, operand.output_nr)), shape_of(node)
+    sizes = [1] * (len(out) - len(shape)) + list(shape)
+    if len(sizes) > len(out) or any(a not in (1, b) for a, b in zip(sizes, out, strict=True)):
+        return None
+    found = repetition(node, position)
+    if found is None:
+        return None
+    call = FunctionalUse(path, owner, found.args, out, owner)
+    return call, Repeated(p, source, shape, found.scale, found.factor, found.linear)
+
+
+def join_biases(calls: list[CallInGraph]) -> list[CallInGraph]:
+    """Calls of layers whose bias is a parameter, too, as one."""
+    layers = {
+        next(iter(call.nodes)): call
+        for call in calls
+        if isinstance(call.rule, AffineRule) and isinstance(call.call, FunctionalUse)
+    }
+    joined: list[CallInGraph] = []
+    for call in calls:
+        p = call.parameters["weight"]
+        layer = layers.get(next(iter(call.nodes)))
+        if isinstance(call.rule, Repeated) and call.rule.source is None and layer is not None:
+            node = next(iter(call.nodes))
+            positions = [i for i, (below, _) in enumerate(node.next_functions) if leaf_of(below) is p]
+            if "bias" not in layer.parameters and any(is_bias(node, i, p) for i in positions):
+                layer.parameters["bias"] = layer.call.module._parameters["bias"] = p
+                layer.call.seen = tuple(layer.call.module._parameters.values())
+                continue
+        joined.append(call)
+    return joined
+
+
+def shared_call(found: CallInGraph, graph: BackwardGraph, location: Location) -> CallInGraph:
+    """A call of a module whose output has no samples of its own, seen from the operations where samples meet it."""
+    ways = [way for edge in found.edges.values() for way in graph.users.get((edge.node, edge.output_nr), ())]
+    meetings, _ = find_meetings(ways, graph, location.axes.layouts, alone=False)
+    operands = []
+    for meeting in meetings:
+        like = meeting.operand.node._input_metadata[meeting.operand.output_nr]  # type: ignore[attr-defined]
+        stand_in = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device="meta"), requires_grad=False)
+        operands.append(_operation(stand_in, meeting, location, found.call.path, found.call.owner, itself=True))
+    call = FunctionalUse(found.call.path, found.call.module, (), torch.Size(), found.call.owner)
+    call.shapes = tuple([operand.call.shapes[0] for operand in operands])
+    edges = {i: operand.edges[0] for i, operand in enumerate(operands)}
+    rule = SharedCall(found.rule, found.call, found.edges, operands, [meeting.operand for meeting in meetings])
+    result = CallInGraph(call, rule, found.parameters, edges)
+    result.location, result.samples = location, "first"
+    return result

@@ -1,0 +1,1 @@
+"""One backward of the user, and what is computed along with it."""

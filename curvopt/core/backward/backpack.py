@@ -1,0 +1,356 @@
+"""The ``with backpack(...)`` context: which extensions are active, and when a backward begins and ends."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
+
+from curvopt.core.autograd_graph.backward_graph import leaves_behind, records_behind
+from curvopt.core.backward.backward_pass import Backward, BackwardPass
+from curvopt.core.backward.columns import Gradient
+from curvopt.core.backward.located_graph import read_and_locate
+from curvopt.core.backward.request_checks import (
+    check_derivatives,
+    check_request,
+    coupling_losses,
+    fields_of,
+    generic_loss,
+    naming_fields,
+)
+from curvopt.core.batch_axis.samples import EmptyBatch
+from curvopt.core.derivatives.functional_losses import find_losses
+from curvopt.core.residuals import leaf_of
+from curvopt.core.uses import Use, extend, extended_model, extended_parameters, listeners, outside_of_graphs
+from curvopt.errors import CurvoptError
+
+if TYPE_CHECKING:
+    from curvopt.extensions.base import Extension
+
+
+class backpack:  # noqa: N801 - the name users of BackPACK know
+    """Compute quantities along with every backward inside the context and put them on the parameters.
+
+    ::
+
+        with backpack(BatchGrad(), KFAC()):
+            loss.backward()
+        model[0].weight.grad_batch, model[0].weight.kfac
+
+    Fields are reset, never accumulated, by each backward. Contexts nest: the innermost decides. Nothing is left
+    behind after an exception.
+
+    Args:
+        *extensions: instances of `curvopt.extensions`; none is allowed and computes nothing.
+        extension_hook: called as ``extension_hook(module)`` as soon as all fields of a module's parameters are
+            complete; it may use and delete them, so that not all layers' quantities are in memory at once. Called once
+            in a backward for each module whose own parameters have fields, not for losses, containers and layers
+            without parameters. Inside, ``module.input0`` (``input1``, ...) and ``module.output`` are what a layer that
+            has a rule was called with and gave, detached unless the backward creates a graph.
+        debug: print which field is set on which parameter.
+        retain_graph: accepted for programs written for BackPACK and needed for nothing: quantities that outlive the
+            backward (matrix products) own what they need.
+
+    Raises:
+        TypeError: for an extension class instead of an instance, or something that is no extension.
+        ValueError: if two extensions write the same field.
+    """
+
+    def __init__(
+        self,
+        *extensions: Extension,
+        extension_hook: Callable[[nn.Module], None] | None = None,
+        debug: bool = False,
+        retain_graph: bool = False,
+    ):
+        """Check the extensions."""
+        from curvopt.extensions.base import Extension
+
+        for extension in extensions:
+            if isinstance(extension, type) and issubclass(extension, Extension):
+                raise TypeError(
+                    f"backpack: got the class {extension.__name__}; pass an instance: {extension.__name__}()."
+                )
+            if not isinstance(extension, Extension):
+                raise TypeError(f"backpack: expected extensions such as curvopt.extensions.KFAC(), got {extension!r}.")
+        fields = [extension.field for extension in extensions]
+        for field in fields:
+            if fields.count(field) > 1:
+                raise ValueError(f"backpack: two extensions write the field '{field}'; use separate contexts.")
+        self.extensions, self.extension_hook, self.debug = extensions, extension_hook, debug
+        #: Sum of the predictions' weights in the losses of all backwards so far: 1 for a mean, N for a sum over N; of
+        #: elementwise losses a prediction is a sample with all its entries. For second-order quantities only.
+        self.loss_weight: Tensor | float = 0.0
+        #: Called before each backward that accumulates gradients.
+        self.began: Callable[[], None] | None = None
+        #: Called at the end of each backward with this weight, and with the number of variables of a prediction.
+        self.finished: Callable[[Tensor | float, int], None] | None = None
+        #: Called once gradients are what the backward leaves (``DistributedDataParallel`` writes them after its end).
+        self.ended: Callable[[], None] | None = None
+        #: If set, only losses that reach one of these tensors count in the weight: the optimizer's, whose step has to
+        #: be the same whatever is added to its loss.
+        self.counted: set[Tensor] | None = None
+        #: Whether backwards of empty batches are let through, without fields; else they are refused.
+        self.skips_empty = False
+        self._pass: BackwardPass | None = None  # of the running backward
+        self._is_first = True  # whether no backward has been since the context was entered
+
+    def __enter__(self) -> backpack:
+        """Activate the extensions."""
+        listeners.append(self)
+        self._is_first = True
+        _watch(+1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Deactivate them; after an exception, take back what a half-finished backward has set."""
+        _watch(-1)
+        listeners.remove(self)
+        self._abandon()
+
+    def _started_inside(self) -> CurvoptError:
+        return CurvoptError(
+            f"{fields_of(self.extensions)}: an extended module was used in a backward that was started "
+            "inside of another one; use torch.utils.checkpoint with use_reentrant=False."
+        )
+
+    def _finish(self, finished: BackwardPass) -> None:
+        finished.finish()
+        self._pass = None
+        self.loss_weight = self.loss_weight + finished.weight
+        if self.finished is not None:
+            self.finished(finished.weight, finished.variables)
+        if self.debug:
+            for p, extensions in finished.done.items():
+                print(f"curvopt: {finished.located.name(p)}: {', '.join(sorted(e.field for e in extensions))}")
+
+    def _abandon(self) -> None:
+        if self._pass is not None:
+            self._pass.undo()
+            self._pass = None
+
+    def _prepare(self, how: Backward) -> BackwardPass | None:
+        """Read, locate and check: the pass of a call into autograd, if there is anything to do in it."""
+        roots = [node for node, _ in how.roots]
+        try:
+            located = read_and_locate(roots)
+        except CurvoptError as error:
+            if self.skips_empty and isinstance(error, EmptyBatch):
+                return None
+            raise naming_fields(self.extensions, error) from error
+        # of another tensor, or of data alone; functions of users may hide parameters
+        leaves, custom = located.graph.leaves, any(isinstance(node, BackwardCFunction) for node in located.graph.nodes)
+        of_data = not custom and not any(isinstance(leaf, nn.Parameter) for leaf in leaves)
+        if not located.calls and (of_data or not how.accumulates):
+            return None
+        if how.batched:
+            raise CurvoptError(
+                f"{fields_of(self.extensions)}: is_grads_batched=True pulls several vectors back at once, while fields "
+                "are those of one backward; call torch.autograd.grad for each vector, or for all of them inside of an "
+                "empty `with backpack():`, which asks for no fields."
+            )
+        losses, nonlinear = {}, []
+        if any(not isinstance(e.columns, Gradient) for e in self.extensions):
+            ends = {edge.node for call in located.calls for edge in call.edges.values()}
+            try:
+                losses, nonlinear = find_losses(roots, ends | {edge.node for edge in located.graph.terms.values()})
+            except CurvoptError as error:
+                raise naming_fields(self.extensions, error) from error
+            nonlinear = nonlinear or coupling_losses(located, losses)
+        generic = generic_loss(self.extensions, located, how.roots, nonlinear, how.again and self.counted is None)
+        check_request(self.extensions, located, losses, generic is not None)
+        if how.again and self.counted is None:  # nobody differentiates what optimizers take
+            check_derivatives(self.extensions, located, [GradientEdge(node, nr) for node, nr in how.roots])
+        return BackwardPass(self.extensions, self.extension_hook, located, losses, how, self.counted, generic)
+
+    def _remove_fields(self, begun: BackwardPass) -> None:
+        """Remove fields of an earlier batch from all parameters of the models that take part."""
+        self._is_first = False
+        models = {extended_model(p) for p in begun.located.owners}
+        for p in extended_parameters(models):
+            for extension in self.extensions:
+                if extension not in begun.done.get(p, ()):  # type: ignore[call-overload]
+                    vars(p).pop(extension.field, None)
+
+    def _run(self, call: Callable[..., Any], how: Backward) -> Any:
+        """A call into autograd, with its graph read (and the request checked) before anything is computed."""
+        if self.began is not None and how.accumulates:
+            self.began()
+        prepared = self._prepare(how)
+        if prepared is None:
+            return call()  # a gradient of something else
+        handles, self._pass = list[RemovableHandle](), prepared
+        try:
+            prepared.before_backward()
+            if self._is_first:
+                self._remove_fields(prepared)
+            # not in the forward: a model that is extended but not asked should cost nothing
+            handles += prepared.listen()
+            result = call()
+            self._finish(prepared)
+            if self.ended is not None and how.accumulates:
+                self.ended()
+            return result
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _Together:
+    """Several contexts that are told of one backward: those of attached optimizers, then one that the user opened."""
+
+    def __init__(self, contexts: list[backpack]):
+        self.contexts = contexts
+
+    def __enter__(self) -> None:
+        listeners.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        listeners.remove(self)
+
+
+def _told() -> list[backpack]:
+    """The contexts with extensions that are told what happens now."""
+    top = listeners[-1] if listeners else None
+    contexts = top.contexts if isinstance(top, _Together) else [top]
+    return [context for context in contexts if isinstance(context, backpack) and context.extensions]
+
+
+_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined] # what every way into autograd ends in
+_watching = 0
+
+
+def _watch(change: int) -> None:
+    """While any context is open, autograd shows the engine what is differentiated: the roots of the graph."""
+    global _watching
+    _watching += change
+    torch.autograd._engine_run_backward = _watched_backward if _watching else _run_backward  # type: ignore[attr-defined]
+
+
+_heard = True
+
+
+def heard() -> bool:
+    """Whether contexts are told of backwards."""
+    return _heard
+
+
+@contextmanager
+def engine(run: Callable[..., Any], told: bool) -> Iterator[None]:
+    """Calls into autograd inside end in ``run(engine, *args, **kwargs)``, whatever contexts are open or opened there.
+
+    Args:
+        run: is given what would have been called, and its arguments.
+        told: whether contexts are told of the calls.
+    """
+    global _run_backward, _heard
+    before = _run_backward, _heard
+    _run_backward, _heard = functools.partial(run, _run_backward), told
+    _watch(0)
+    try:
+        yield
+    finally:
+        _run_backward, _heard = before
+        _watch(0)
+
+
+class Observer(Protocol):
+    """Somebody with a context for backwards that others start."""
+
+    def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> AbstractContextManager[Any] | None:
+        """The context to run a backward in that will reach some parameters; ``None`` to let it run as it is."""
+
+
+_observers: weakref.WeakKeyDictionary[Observer, None] = weakref.WeakKeyDictionary()  # in the order of attach()
+
+
+def attach(observer: Observer, *modules: nn.Module | None) -> None:
+    """Extend modules, and ask ``observer`` for a context for every backward from now on.
+
+    Not for those inside a context without extensions.
+    """
+    for module in modules:
+        if module is not None:
+            extend(module)
+    if observer not in _observers:
+        _observers[observer] = None
+        _watch(+1)
+        weakref.finalize(observer, _watch, -1)
+
+
+def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return outside_of_graphs(functools.partial(_watched_backward, **kwargs), outputs, *args)
+
+    def call() -> Any:
+        return _run_backward(outputs, *args, **kwargs)
+
+    if not _heard:
+        return call()
+    nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in outputs]
+    roots = [node for node in nodes if node is not None]
+    accumulates, inputs = kwargs.get("accumulate_grad", False), args[3]
+    contexts = _told()
+    if torch._C._current_graph_task_id() != -1:  # of a hook inside a backward
+        if contexts and accumulates and any(records_behind(roots, Use)):
+            raise contexts[-1]._started_inside()
+        return call()
+    if not roots or (inputs and not any(_is_parameter(x) for x in inputs)):  # of slopes, say, that the loss is made of
+        return call()
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():  # where leaves have no nodes
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        if accumulates and (contexts or not listeners):
+            # attached optimizers first: they take their fields off, and leave those of the user
+            contexts = [*_observing(stack, lambda: set(inputs) if inputs else leaves_behind(roots)), *contexts]
+            if len(contexts) > 1:
+                stack.enter_context(_Together(contexts))
+        if contexts and args[2]:
+            # backward(create_graph=True) is what one asks for here; fields hold no reference to .grad
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
+        is_batched = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
+        batched = any(is_batched(grad) for grad in args[0] if grad is not None)
+        given = {}
+        for root, grad in zip(outputs, args[0], strict=True):
+            place = (root.node, root.output_nr) if isinstance(root, GradientEdge) else (root.grad_fn, root.output_nr)
+            if place[0] is not None:
+                grad = root.new_ones(()) if grad is None and isinstance(root, Tensor) else grad
+                given[place] = given[place] + grad if place in given else grad
+        how = Backward(given, accumulates, bool(inputs), bool(args[2]), batched)
+        run: Callable[[], Any] = call
+        for context in reversed(contexts):
+            run = functools.partial(context._run, run, how)
+        return run()
+
+
+def _is_parameter(x: Tensor | GradientEdge) -> bool:
+    return isinstance(leaf_of(x.node) if isinstance(x, GradientEdge) else x, nn.Parameter)
+
+
+def _observing(stack: ExitStack, parameters: Callable[[], set[Any]]) -> list[Any]:
+    """Enter the contexts of all observers that want one; return them."""
+    if not _observers:
+        return []
+    outside, parameters = len(listeners), functools.cache(parameters)
+    for observer in list(_observers):
+        opened = observer._context_of_backward(parameters)
+        if opened is not None:
+            stack.enter_context(opened)
+    return listeners[outside:]

@@ -1,0 +1,504 @@
+"""One backward of the user and what is computed along with it, in eight stages.
+
+read, locate (`curvopt.core.backward.located_graph`), check (`request_checks`), then here: **factor** the loss Hessian
+into columns, **pull back** the columns to the outputs of all calls with parameters, **reduce** what arrives there, by
+the rule of the call and the extension, and **finish**: set the fields and call the hook. Second-order quantities are
+computed before the user's backward begins. The gradient of first-order ones is that of the user's own backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
+
+from curvopt.core import costs
+from curvopt.core.autograd_graph.backward_graph import CallInGraph
+from curvopt.core.autograd_graph.node_vjp import Place, pull_by_nodes
+from curvopt.core.averaged import averaged_jacobians
+from curvopt.core.backward.columns import (
+    Empirical,
+    Exact,
+    Gradient,
+    Hessian,
+    MonteCarlo,
+    columns_per_sweep,
+    ranks_of,
+)
+from curvopt.core.backward.hessian_residuals import sweep_residuals
+from curvopt.core.backward.located_graph import LocatedGraph
+from curvopt.core.backward.request_checks import fields_of, naming_fields
+from curvopt.core.batch_axis.samples import Location
+from curvopt.core.derivatives.losses import LossCurvature
+from curvopt.core.functional import FunctionalUse
+from curvopt.core.generic_loss import GenericLoss
+from curvopt.core.jacobians import Computed, Dense, Jacobian, cast, combine
+from curvopt.core.module_io import Call, showing
+from curvopt.core.residuals import leaf_of, pull_each, walk
+from curvopt.core.uses import Loss, listen
+from curvopt.errors import CurvoptError
+
+if TYPE_CHECKING:
+    from curvopt.extensions.base import Extension
+
+
+class Backward(NamedTuple):
+    """How autograd was called.
+
+    Attributes:
+        roots: outputs of nodes that are differentiated, with the gradients that were passed in.
+        accumulates: whether gradients are accumulated in leaves.
+        partial: whether it goes to some inputs only, and so perhaps past some uses of a parameter.
+        again: whether it builds a graph of its own, by which fields may be differentiated.
+        batched: whether several vectors are pulled back at once (``is_grads_batched=True``).
+    """
+
+    roots: Mapping[Place, Tensor]
+    accumulates: bool
+    partial: bool
+    again: bool
+    batched: bool
+
+
+class FactoredLoss(NamedTuple):
+    """A loss with its Hessian in its input z, factored.
+
+    Attributes:
+        loss: the loss.
+        edge: where z comes from.
+        curvature: its Hessian, up to a factor.
+        scale: the root of the factor.
+        slope: its gradient, from what arrived at the loss.
+        grad: what arrived.
+    """
+
+    loss: Loss
+    edge: GradientEdge
+    curvature: LossCurvature
+    scale: Tensor
+    grad: Tensor
+
+
+class BackwardPass:
+    """Collects what arrives at the calls of one backward, reduces it as soon as it is whole, and sets the fields.
+
+    Args:
+        extensions: the active extensions.
+        extension_hook: called with each module whose fields are complete.
+        located: the graph of this backward, with its calls and samples.
+        losses: the losses of a second-order quantity, and where their gradients arrive.
+        how: how autograd was called.
+        counted: losses that reach none of these parameters do not count in the weight; ``None`` if all do.
+        generic: the whole scalar, where it is no sum of known losses.
+    """
+
+    def __init__(
+        self,
+        extensions: Sequence[Extension],
+        extension_hook: Callable[[nn.Module], None] | None,
+        located: LocatedGraph,
+        losses: Mapping[Loss, GradientEdge],
+        how: Backward,
+        counted: set[Tensor] | None = None,
+        generic: GenericLoss | None = None,
+    ):
+        self.generic = generic
+        self.extensions, self.extension_hook, self.located, self.losses = extensions, extension_hook, located, losses
+        self.how, self.counted, self.calls = how, counted, located.calls
+        self.first_order = [e for e in extensions if isinstance(e.columns, Gradient)]
+        self.second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
+        self.calls_of = Counter(p for call in self.calls for p in call.parameters.values())
+        self.parts: dict[nn.Parameter, list[Jacobian]] = {}
+        self.totals: dict[tuple[nn.Parameter, Extension], Any] = {}
+        self.terms: dict[nn.Parameter, Tensor] = {}
+        self.done: dict[nn.Parameter, set[Extension]] = {}
+        self.hooked: set[nn.Module] = set()
+        #: How many losses of a mean prediction were differentiated (see `LossCurvature.weights`), for second order.
+        self.weight: Tensor | float = 0.0
+        #: The largest number of variables of a prediction (see `LossCurvature.variables`).
+        self.variables = 1
+        self._task: int | None = None
+
+    @cached_property
+    def device(self) -> str:
+        """Type of the device of the parameters."""
+        return next(iter(self.located.owners)).device.type if self.located.owners else "cpu"
+
+    # Before the user's backward
+
+    def before_backward(self) -> None:
+        """Factor, pull back and reduce: all that needs no gradient of the user's backward."""
+        graph = self.located.graph
+        with self._own_computation():
+            places = {(edge.node, edge.output_nr) for edge in (*self.losses.values(), *graph.terms.values())}
+            wanted = places if self.second_order or graph.terms else set()
+            arrived = pull_by_nodes(self.how.roots, wanted) if wanted else {}
+            for term, edge in graph.terms.items():
+                if (grad := arrived.get((edge.node, edge.output_nr))) is not None:
+                    for p in term.parameters:
+                        self.terms[p] = self.terms.get(p, 0) + grad * term.weight
+            if self.second_order and self.generic is not None:
+                self._second_order_of_any_loss(self.generic)
+            elif self.second_order:
+                self._second_order(arrived)
+            for p, extension in list(self.totals):
+                self._complete(p, extension)
+
+    @contextlib.contextmanager
+    def _own_computation(self) -> Iterator[None]:
+        """Quantities are computed in the precision of their parameters, and differentiable if the backward is."""
+        with (
+            torch.set_grad_enabled(self.how.again),
+            self.located.graph.own_backwards(),
+            contextlib.ExitStack() as stack,
+        ):
+            if torch.is_autocast_enabled(self.device):
+                stack.enter_context(torch.autocast(self.device, enabled=False))
+            yield
+
+    def _second_order(self, arrived: Mapping[Place, Tensor]) -> None:
+        factored = [
+            self._factor(loss, arrived[edge.node, edge.output_nr])
+            for loss, edge in self.losses.items()
+            if loss.edge is not None and loss.input.numel() and (edge.node, edge.output_nr) in arrived
+        ]
+        by_columns: dict[Any, list[Extension]] = {}
+        for extension in self.second_order:
+            columns = extension.columns
+            by_columns.setdefault(Exact() if isinstance(columns, Exact) else columns, []).append(extension)
+        remaining = len(by_columns) + sum(isinstance(e.columns, Hessian) for e in self.second_order)
+        for columns, extensions in by_columns.items():
+            remaining -= 1
+            last = remaining == 0 and not self.first_order
+            if isinstance(columns, Exact):
+                self._exact(factored, extensions, last)
+            elif isinstance(columns, MonteCarlo):
+                drawn = [(columns.draw(each.curvature) * each.scale) for each in factored]
+                edges = [each.edge for each in factored]
+                drawn = [cast(v, each.loss.input.dtype) for v, each in zip(drawn, factored, strict=True)]
+                self._sweep_chunks(edges, drawn, columns.samples, extensions, last)
+            elif isinstance(columns, Empirical):
+                column = [cast(self._empirical(each), each.loss.input.dtype) for each in factored]
+                self._sweep_chunks([each.edge for each in factored], column, 1, extensions, last)
+            else:
+                self._averaged(factored, extensions)
+        for hessian in dict.fromkeys(e.columns for e in self.second_order if isinstance(e.columns, Hessian)):
+            extensions = [e for e in self.second_order if e.columns == hessian]
+            for each in factored:
+                slope = each.loss.slope(each.grad).to(each.loss.input.dtype)
+                sweep_residuals(self, [each.edge], [slope], hessian.modify, extensions)
+
+    def _second_order_of_any_loss(self, loss: GenericLoss) -> None:
+        """Pull back the columns of a loss of no known kind, from the heads."""
+        edges = [head.edge for head in loss.heads]
+        try:
+            self.weight, self.variables = loss.weight, 1
+            for columns, extensions in self._by_columns().items():
+                signed = isinstance(columns, Hessian)
+                if isinstance(columns, Exact):
+                    for heads, vectors, weights in (loss.signed if signed else loss.root)(self.chunk_size):
+                        self.sweep([edges[i] for i in heads], vectors, weights, extensions, (), loss.num_columns)
+                elif isinstance(columns, MonteCarlo):
+                    drawn = [v / columns.samples**0.5 for v in loss.sample(columns.samples, columns.generator)]
+                    self._sweep_chunks(edges, drawn, columns.samples, extensions, False)
+                elif isinstance(columns, Empirical):
+                    weights = [w.clamp(min=torch.finfo(w.dtype).tiny) for w in loss.weights]
+                    slopes = zip(loss.slope, weights, loss.heads, strict=True)
+                    column = [s.unsqueeze(0) / _along(w.sqrt(), head.axis, s) for s, w, head in slopes]
+                    self._sweep_chunks(edges, column, 1, extensions, False)
+                if signed:
+                    sweep_residuals(self, edges, loss.slope, columns.modify, extensions)
+        except CurvoptError as error:
+            raise naming_fields(self.second_order, error) from error
+
+    def _by_columns(self) -> dict[Any, list[Extension]]:
+        groups: dict[Any, list[Extension]] = {}
+        for extension in self.second_order:
+            groups.setdefault(extension.columns, []).append(extension)
+        return groups
+
+    def _factor(self, loss: Loss, grad: Tensor) -> FactoredLoss:
+        try:
+            curvature, scale = loss.curvature(grad)
+        except CurvoptError as error:
+            raise naming_fields(self.second_order, error) from error
+        if any(isinstance(e.columns, Exact) and e.columns.by_entries for e in self.second_order):
+            curvature = curvature.by_entries()
+        assert loss.edge is not None and curvature.weights is not None
+        if not self._is_of_others(loss):
+            self.weight = self.weight + (curvature.weights * scale.square()).detach().sum()
+            self.variables = max(self.variables, curvature.variables)
+        return FactoredLoss(loss, loss.edge, curvature, scale, grad)
+
+    def _is_of_others(self, loss: Loss) -> bool:
+        """Whether a loss of a sum reaches none of the parameters that count."""
+        if self.counted is None or len(self.losses) == 1 or self.counted.issuperset(self.located.graph.leaves):
+            return False
+        assert loss.edge is not None
+        return not any(leaf_of(node) in self.counted for node in walk([loss.edge.node]))
+
+    def _exact(self, factored: Sequence[FactoredLoss], extensions: Sequence[Extension], last: bool) -> None:
+        locations = list({id(call.location): call.location for call in self.calls}.values())
+        for loss, curvature, scale in ((each, each.curvature, each.scale) for each in factored):
+            for location in locations:
+                rows = len(loss.loss.input)
+                samples = location.rows_of(loss.edge, rows)
+                ranks = list(range(rows)) if samples is None else ranks_of(samples)
+                columns = Exact()
+                left = total = columns.total(curvature, ranks)
+                skip = {call for call in self.calls if call.location is not location} if len(locations) > 1 else ()
+                final = last and len(factored) == len(locations) == 1
+                for chunk in columns.chunks(curvature, self.chunk_size, ranks):
+                    left -= len(chunk)
+                    vectors = cast(chunk * scale, loss.loss.input.dtype)
+                    self.sweep([loss.edge], [vectors], None, extensions, skip, total, final and left == 0)
+
+    def _empirical(self, loss: FactoredLoss) -> Tensor:
+        assert loss.curvature.weights is not None
+        weights = loss.curvature.weights * loss.scale.square()
+        # a prediction that weighs nothing has no gradient, either
+        factors = 1 / weights.clamp(min=torch.finfo(weights.dtype).tiny).sqrt()
+        return (loss.loss.slope(loss.grad) * factors).unsqueeze(0)
+
+    def _sweep_chunks(
+        self,
+        edges: Sequence[GradientEdge],
+        vectors: Sequence[Tensor],
+        total: int,
+        extensions: Sequence[Extension],
+        last: bool,
+    ) -> None:
+        """Pull back columns of all losses together."""
+        for start in range(0, total if edges else 0, self.chunk_size):
+            part = [v[start : start + self.chunk_size] for v in vectors]
+            self.sweep(edges, part, None, extensions, (), total, last and start + self.chunk_size >= total)
+
+    def _averaged(self, factored: Sequence[FactoredLoss], extensions: Sequence[Extension]) -> None:
+        for each in factored:
+            frozen = [call for call in self.located.graph.module_calls.values() if not call.parameters]
+            N = self.calls[0].location.N
+            found = averaged_jacobians(each.edge, each.curvature, each.scale, self.calls, frozen, N)
+            for p, jacobian in found:
+                self._update(p, jacobian, extensions)
+
+    # Pull back and reduce
+
+    def sweep(
+        self,
+        edges: Sequence[GradientEdge],
+        vectors: Sequence[Tensor],
+        weights: Tensor | None,
+        extensions: Sequence[Extension],
+        skip: Collection[CallInGraph | nn.Parameter] = (),
+        columns: int | None = None,
+        last: bool = False,
+    ) -> None:
+        """Pull vectors ``[v, *z]`` back to all calls and update the totals of their parameters.
+
+        Args:
+            edges: where the vectors are.
+            vectors: one tensor for each.
+            weights: of the vectors in sums of squares, ``[v, N]``; ``None`` for ones.
+            extensions: whose totals are updated.
+            skip: calls and parameters that are left out.
+            columns: number of columns of the whole sweep.
+            last: no vectors follow, so what is shared among them may go.
+        """
+        calls = [call for call in self.calls if call not in skip] if skip else self.calls
+        parts: dict[nn.Parameter, list[Jacobian]] = {}
+
+        def reduce(p: nn.Parameter) -> None:
+            jacobian = combine(parts.pop(p))
+            jacobian.weights, jacobian.columns = None if weights is None else weights.to(p), columns
+            self._update(p, jacobian, extensions)
+
+        def visit(call: CallInGraph, grads: list[Tensor | None]) -> None:
+            for p, jacobian in self._jacobians(call, grads, last):
+                if p not in skip:
+                    parts.setdefault(p, []).append(jacobian)
+                    del jacobian
+                    if len(parts[p]) == self.calls_of[p]:
+                        reduce(p)
+
+        self._arrivals(edges, vectors, calls, visit)
+        for p in list(parts):
+            reduce(p)
+
+    def _arrivals(
+        self,
+        edges: Sequence[GradientEdge],
+        vectors: Sequence[Tensor],
+        calls: Sequence[CallInGraph],
+        visit: Callable[[CallInGraph, list[Tensor | None]], None],
+    ) -> None:
+        """What arrives at the outputs of each call, ``[v, *out]``, once it is there for all of them; if it does."""
+        places = [(call, index) for call in calls for index in call.edges]
+        waiting: dict[CallInGraph, list[Tensor | None]] = {}
+
+        def arrived(i: int, grad: Tensor) -> None:
+            call, index = places[i]
+            grads = waiting.setdefault(call, [None] * len(call.call.shapes))
+            grads[index] = grad
+            if sum(grad is not None for grad in grads) == len(call.edges):
+                visit(call, waiting.pop(call))
+
+        together = len(vectors[0]) > 1 or self.chunk_size > 1
+        pull_each(edges, [call.edges[index] for call, index in places], vectors, arrived, together)
+        for call in list(waiting):
+            visit(call, waiting.pop(call))
+
+    def _jacobians(
+        self, call: CallInGraph, grads: list[Tensor | None], last: bool
+    ) -> Iterator[tuple[nn.Parameter, Jacobian]]:
+        try:
+            jacobians = call.jac_t(grads)
+        except CurvoptError as error:
+            raise naming_fields(self.extensions, error) from error
+        if last:
+            call.call.cache.clear()  # patches go with the Jacobians, layer by layer
+        for name in list(jacobians):
+            jacobian = jacobians.pop(name)
+            jacobian.origin = (call.call,)
+            if self.reads_inputs_once:
+                jacobian.share_no_patches()
+            yield call.parameters[name], jacobian
+
+    @cached_property
+    def reads_inputs_once(self) -> bool:
+        """Whether inputs are needed for the first chunk of columns only."""
+        return all(e.reads_inputs_once for e in self.extensions)
+
+    def _update(self, p: nn.Parameter, jacobian: Jacobian, extensions: Sequence[Extension]) -> None:
+        jacobian.parameter = p
+        for extension in extensions:
+            if (p, extension) not in self.totals:
+                vars(p).pop(extension.field, None)  # its memory is used again
+            self.totals[p, extension] = extension.update(self.totals.get((p, extension)), jacobian)
+
+    update = _update
+
+    @cached_property
+    def chunk_size(self) -> int:
+        """Columns to sweep together, from the activations that one column fills."""
+        return columns_per_sweep() or costs.columns_at_once(self._column_entries, self.device)
+
+    @cached_property
+    def _column_entries(self) -> int:
+        """Activations that one column fills."""
+        return sum(prod(shape) for call in self.calls for shape in call.call.shapes)
+
+    # In the user's backward
+
+    def listen(self) -> list[RemovableHandle]:
+        """Have the gradients of first-order quantities come here."""
+        if not self.first_order:
+            return []
+        return [
+            listen(edge, partial(self._gradient, call, index))
+            for call in self.calls
+            for index, edge in call.edges.items()
+        ]
+
+    @cached_property
+    def _gradients_of(self) -> Counter[nn.Parameter]:
+        """How many parts the gradient of each parameter comes in."""
+        found: Counter[nn.Parameter] = Counter()
+        for call in self.calls:
+            for p in call.parameters.values():
+                found[p] += len(call.edges)
+        return found
+
+    @cached_property
+    def _sources_of(self) -> Mapping[nn.Parameter, set[object]]:
+        """What the calls of each parameter got: the parameter itself (``None``), or where it was computed from it."""
+        found: dict[nn.Parameter, set[object]] = {}
+        for call in self.calls:
+            for p in call.parameters.values():
+                found.setdefault(p, set()).add(getattr(call.rule, "source", None))
+        return found
+
+    def _gradient(self, call: CallInGraph, index: int, grad: Tensor) -> None:
+        """The gradient of one output of a call: reduce it, or keep it until the parameter's other calls have theirs."""
+        task = torch._C._current_graph_task_id()
+        self._task = task if self._task is None else self._task
+        if task != self._task:
+            return  # of a backward that was started inside of this one
+        grads = [grad.unsqueeze(0) if i == index else None for i in range(len(call.call.shapes))]
+        with self._own_computation():
+            for p, jacobian in self._jacobians(call, grads, last=True):
+                if isinstance(jacobian, Computed) and len(self._sources_of[p]) > 1:
+                    jacobian = (
+                        jacobian.settled()
+                    )  # the graph behind one source may be freed before the others have theirs
+                parts = self.parts.setdefault(p, [])
+                parts.append(jacobian)
+                if len(parts) == self._gradients_of[p]:
+                    self._reduce_gradient(p)
+
+    def _reduce_gradient(self, p: nn.Parameter) -> None:
+        jacobian = combine(self.parts.pop(p))
+        if p in self.terms:
+            share = self.terms[p] * p / jacobian.N
+            jacobian = combine([jacobian, Dense(share.expand(1, jacobian.N, *p.shape))])
+        self._update(p, jacobian, self.first_order)
+        for extension in self.first_order:
+            self._complete(p, extension)
+
+    # Finish
+
+    def finish(self) -> None:
+        """The backward is over: reduce what is left, and forget everything shared."""
+        with self._own_computation():
+            for p in list(self.parts):
+                if not self.how.partial or len(self.parts[p]) == self._gradients_of[p]:
+                    self._reduce_gradient(p)
+        self.release()
+
+    def release(self) -> None:
+        """Drop what calls cached for this backward."""
+        for call in self.calls:
+            call.call.cache.clear()
+
+    def undo(self) -> None:
+        """Take back the fields that a failed backward has set."""
+        for p, extensions in self.done.items():
+            for extension in extensions:
+                if hasattr(p, extension.field):
+                    delattr(p, extension.field)
+        self.release()
+
+    def _complete(self, p: nn.Parameter, extension: Extension) -> None:
+        """Set one field; call the extension hook once all fields of a module's own parameters are there."""
+        total = self.totals.pop((p, extension))
+        if p in self.terms and extension in self.second_order:
+            total = extension.regularize(total, self.terms[p], p, self.located.owners[p][0].location.N)
+        setattr(p, extension.field, extension.finish(total))
+        self.done.setdefault(p, set()).add(extension)
+        module = self.located.owners[p][0].call.owner
+        if self.extension_hook is None or module in self.hooked:
+            return
+        wanted = {q for call in self.calls if call.call.owner is module for q in call.parameters.values()}
+        if all(len(self.done.get(q, ())) == len(self.extensions) for q in wanted):
+            self.hooked.add(module)
+            calls = (call.call for call in self.calls if call.call.module is module)
+            found = next((call for call in calls if not isinstance(call, FunctionalUse) and call.is_held), None)
+            shown = None if found is None else showing(module, Call(found, found.args, found.kwargs))
+            with contextlib.nullcontext() if shown is None else shown:
+                self.extension_hook(module)
+
+
+def _along(values: Tensor, axis: int, like: Tensor) -> Tensor:
+    """A value for each sample, spread over the shares of an axis."""
+    share = like.shape[axis] // len(values)
+    return values.repeat_interleave(share).view(-1, *[1] * (like.dim() - axis - 1))
+
+
+__all__ = ["Backward", "BackwardPass", "FactoredLoss", "Location", "fields_of"]

@@ -1,0 +1,201 @@
+"""Read and locate: the graph of one backward with all calls that have parameters, and where their samples are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Way, read_graph, ways_inside
+from curvopt.core.autograd_graph.parameter_calls import find_meetings, join_biases, parameter_calls, shared_call
+from curvopt.core.batch_axis.layout import Layout
+from curvopt.core.batch_axis.samples import Location, locate
+from curvopt.core.derivatives.sample_by_sample import Operand, SharedCall
+from curvopt.core.recording.model_calls import Model
+from curvopt.core.residuals import name_of, shape_of, walk
+from curvopt.core.uses import Use, extended_model, extended_name, records_of
+from curvopt.errors import CurvoptError, CurvoptWarning
+
+
+@dataclass
+class LocatedGraph:
+    """What a backward has.
+
+    Attributes:
+        graph: the graph.
+        locations: where the samples are, by model.
+        calls: the calls that have parameters.
+        owners: for each parameter the call that counts for messages and hooks, and its name there.
+        outside: names of parameters that enter the loss by an added term, which no quantity contains.
+        weights: names of those that weigh losses.
+    """
+
+    graph: BackwardGraph
+    locations: dict[Model | None, Location] = field(default_factory=dict)
+    calls: list[CallInGraph] = field(default_factory=list)
+    owners: dict[nn.Parameter, tuple[CallInGraph, str]] = field(default_factory=dict)
+    outside: list[str] = field(default_factory=list)
+    weights: list[str] = field(default_factory=list)
+
+    def name(self, p: Tensor) -> str:
+        """Path of a parameter in the extended model."""
+        if not isinstance(p, nn.Parameter) or p not in self.owners:
+            return extended_name(p) or "a parameter"
+        call, name = self.owners[p]
+        return extended_name(p) or f"{call.call.path}.{name}".lstrip(".")
+
+    def location_of(self, model: Model | None) -> Location | None:
+        """The samples of a model; those of the only other one where it was not called itself."""
+        if model in self.locations:
+            return self.locations[model]
+        others = list(dict.fromkeys(map(id, self.locations.values())))
+        return next(iter(self.locations.values())) if len(others) == 1 else None
+
+
+def read_and_locate(roots: Sequence[Node]) -> LocatedGraph:
+    """Read the graph behind some nodes, and find out where the samples are in it.
+
+    Raises:
+        CurvoptError: where that is not clear, or what is computed would be wrong.
+    """
+    located = LocatedGraph(read_graph(roots))
+    graph = located.graph
+    if not graph.ways and not any(found.parameters for found in graph.module_calls.values()):
+        return located
+    located.locations = locate(graph)
+    for found in graph.module_calls.values():
+        if not found.parameters:
+            continue
+        location = located.location_of(found.call.model)
+        if location is None:
+            raise _no_samples(found.call.describe())
+        if found.locate(location):
+            located.calls.append(found)
+        elif any((edge.node, edge.output_nr) in location.axes.layouts for edge in found.edges.values()):
+            _leave_to_operations(found, graph)
+            if found.parameters:
+                located.calls.append(shared_call(found, graph, location))
+        else:
+            raise CurvoptError(
+                f"{found.call.describe()}: the loss depends on it by a way around the outputs of the model (a term "
+                "that is computed inside of the model and kept?), whose samples cannot be told; return that, too."
+            )
+    functional: list[CallInGraph] = []
+    for p, ways in graph.ways.items():
+        location = located.location_of(extended_model(p))
+        if location is None:
+            raise _no_samples(f"parameter '{located.name(p)}'")
+        meetings, around = find_meetings(ways, graph, location.axes.layouts)
+        functional += parameter_calls(p, meetings, location)
+        for way in around:
+            _note_around(located, p, way, location)
+    located.calls += join_biases(functional)
+    for call in located.calls:
+        for name, p in call.parameters.items():
+            located.owners.setdefault(p, (call, name))
+    _warn_of_cost(located)
+    return located
+
+
+def _leave_to_operations(found: CallInGraph, graph: BackwardGraph) -> None:
+    """Take parameters from a shared call that are also in its input: where samples meet it, both ways count as one."""
+    ends = [edge.node for edge in found.edges.values()]
+    behind = set(walk(ends)) if any(p in graph.ways for p in found.parameters.values()) else ()
+    for name, p in list(found.parameters.items()):
+        if any(node in behind for node, _ in graph.ways.get(p, ())):
+            del found.parameters[name]
+            graph.ways[p] += ways_inside(ends, found.call.boundary, {p})
+
+
+def _no_samples(what: str) -> CurvoptError:
+    return CurvoptError(
+        f"{what}: no call of the extended model that it belongs to leads to this loss, so its samples cannot be told; "
+        "call the model (not under curvopt.disable()), or extend the module that is called. A backward that is not "
+        "meant (of a penalty alone, say) goes inside of `with backpack():`."
+    )
+
+
+#: Products: where the network is another operand, a parameter weighs losses.
+WEIGHING = ("Mul", "Div", "Dot", "Mv", "Mm", "Bmm", "Addmv", "Addmm", "Addcmul", "Addcdiv")
+
+
+def _note_around(located: LocatedGraph, p: nn.Parameter, way: Way, location: Location) -> None:
+    """Note a way from a parameter to the loss around the heads: a term of parameters alone, or a weight of losses."""
+    graph, layouts = located.graph, location.axes.layouts
+    heads = set(location.heads)
+    stack, seen, weighs = [way], {way}, False
+    while stack:
+        node, position = stack.pop()
+        for other, place in enumerate(node.next_functions):
+            if other != position and place[0] is not None and (place in heads or _leads_to(place[0], heads)):
+                weighs = weighs or name_of(node).startswith(WEIGHING)
+        for nr in range(len(node._input_metadata)):  # type: ignore[attr-defined]
+            for user in graph.users.get((node, nr), ()):
+                if user not in seen and (user[0], 0) not in layouts:
+                    seen.add(user)
+                    stack.append(user)
+    names = located.weights if weighs else located.outside
+    if located.name(p) not in names:
+        names.append(located.name(p))
+
+
+def _leads_to(node: Node, heads: set) -> bool:
+    nodes = {head for head, _ in heads}
+    return any(other in nodes for other in walk([node]))
+
+
+def _warn_of_cost(located: LocatedGraph) -> None:
+    """Say once for each model where quantities are computed sample by sample, if that costs much."""
+    slow = [call for call in located.calls if isinstance(call.samples, dict) or isinstance(call.rule, SharedCall)]
+    if not slow:
+        return
+    fast = sum(shape.numel() for call in located.calls if call not in slow for shape in call.call.shapes)
+    for call in slow:
+        N = call.location.N
+        shapes = call.rule.call.shapes if isinstance(call.rule, SharedCall) else call.call.shapes
+        if N * sum(shape.numel() for shape in shapes) <= fast or N < 2:
+            continue
+        p = next(iter(call.parameters.values()))
+        model = extended_model(p)
+        if model is not None and model.warned:
+            return
+        if model is not None:
+            model.warned = True
+        layout = "an operation that is not known" if isinstance(call.rule, Operand) else "its output"
+        warnings.warn(
+            f"{call.call.describe()}: {layout} does not hold the {N} samples along one axis, so its quantities are "
+            f"computed sample by sample, at up to {N} times the cost.",
+            CurvoptWarning,
+            stacklevel=2,
+        )
+
+
+def edges_of(calls: Sequence[CallInGraph]) -> list[tuple[CallInGraph, int, GradientEdge]]:
+    """Where the gradients of all outputs arrive."""
+    return [(call, index, edge) for call in calls for index, edge in call.edges.items()]
+
+
+def mixing_norms(located: LocatedGraph) -> list[str]:
+    """Descriptions of the train-mode batch norms by which samples meet."""
+    found = []
+    for node in located.graph.nodes:
+        if node.next_functions and "BatchNorm" in name_of(node):
+            places = [(following, nr) for following, nr in node.next_functions if following is not None]
+            layouts = [location.axes.layouts.get(place) for place in places for location in located.locations.values()]
+            if getattr(node, "_saved_training", True) and any(isinstance(x, Layout) and x.mixed for x in layouts):
+                records = [record.describe() for record, *_ in records_of(node) if isinstance(record, Use)]
+                found.append(records[0] if records else name_of(node))
+    return found
+
+
+def is_mixed(call: CallInGraph) -> bool:
+    """Whether samples meet in a train-mode batch norm between a call and the heads."""
+    layouts = call.location.axes.layouts
+    found = [layouts.get((edge.node, edge.output_nr)) for edge in call.edges.values()]
+    return any(isinstance(layout, Layout) and layout.mixed for layout in found)
+
+
+__all__ = ["LocatedGraph", "edges_of", "is_mixed", "read_and_locate", "shape_of"]

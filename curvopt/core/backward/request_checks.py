@@ -1,0 +1,234 @@
+"""What is refused, or warned of, before anything is computed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from curvopt.core.autograd_graph.backward_graph import leaves_behind
+from curvopt.core.autograd_graph.node_vjp import Place
+from curvopt.core.backward.columns import Averaged, Gradient, Hessian
+from curvopt.core.backward.located_graph import LocatedGraph, is_mixed, mixing_norms
+from curvopt.core.batch_axis.layout import Layout, axis_of
+from curvopt.core.batch_axis.samples import Location
+from curvopt.core.generic_loss import GenericLoss
+from curvopt.core.loss_blocks import Head
+from curvopt.core.residuals import WRONG_THREE_TIMES, WRONG_TWICE, Wrong, name_of, shape_of, walk
+from curvopt.core.uses import Loss
+from curvopt.errors import CurvoptError, CurvoptWarning
+
+if TYPE_CHECKING:
+    from curvopt.extensions.base import Extension
+
+
+def fields_of(extensions: Iterable[Extension]) -> str:
+    """Names of the fields, for messages."""
+    return ", ".join(e.field for e in extensions)
+
+
+def naming_fields(extensions: Iterable[Extension], error: CurvoptError) -> CurvoptError:
+    """An error that names the fields that were asked for."""
+    return CurvoptError(f"{fields_of(extensions)}: {error}")
+
+
+def coupling_losses(located: LocatedGraph, losses: Iterable[Loss]) -> list[str]:
+    """Known losses with a row that may depend on several samples, such as a mean over the batch."""
+    locations = {id(location): location for location in located.locations.values()}.values()
+    return [
+        loss.describe()
+        for loss in losses
+        if loss.edge is not None
+        and loss.input.dim()
+        and locations
+        and all(location.N > 1 and not _is_in_rows(location, loss.edge, loss.input.shape) for location in locations)
+    ]
+
+
+def _is_in_rows(location: Location, edge: GradientEdge, shape: torch.Size) -> bool:
+    """Whether a tensor has rows of one sample each, or a batch axis behind the rows."""
+    layout = location.axes.layouts.get((edge.node, edge.output_nr))
+    return isinstance(layout, Layout) or location.rows_of(edge, shape[0]) is not None
+
+
+def generic_loss(
+    extensions: Sequence[Extension],
+    located: LocatedGraph,
+    roots: Mapping[Place, Tensor],
+    nonlinear: Sequence[str],
+    again: bool,
+) -> GenericLoss | None:
+    """The scalar as a loss of no known kind, where second-order quantities need it.
+
+    Raises:
+        CurvoptError: where they cannot be had of such a loss.
+    """
+    second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
+    locations = list({id(location): location for location in located.locations.values()}.values())
+    if not (second_order and nonlinear and located.calls):
+        return None
+    what = f"{fields_of(second_order)}: the loss is of no known kind ({', '.join(dict.fromkeys(nonlinear))})"
+    if len(locations) > 1 or again or any(isinstance(e.columns, Averaged) for e in second_order):
+        raise CurvoptError(
+            f"{what}, where several models with different numbers of samples, derivatives of fields "
+            "(create_graph=True) and KFRA are not supported; use a known loss such as nn.CrossEntropyLoss, or an "
+            "empirical quantity."
+        )
+    ends = {node for node, _ in locations[0].heads}
+    if any(
+        name_of(node).startswith("CompiledFunction")
+        for node in walk([n for n, _ in roots], last=ends)
+        if node not in ends
+    ):
+        raise CurvoptError(
+            f"{what}, and a part of it was compiled by torch.compile, which has no second derivative; compute the loss "
+            "outside of what torch.compile compiles."
+        )
+    heads = []
+    for (node, output_nr), layout in locations[0].heads.items():
+        axis = axis_of(shape_of(node, output_nr), layout)
+        if axis is None or axis.before > 1 or layout.labels is not None:
+            raise CurvoptError(
+                f"{what}, where an output of the model has to have its samples one after the other along one axis; "
+                "return it so, or use a known loss such as nn.CrossEntropyLoss."
+            )
+        heads.append(Head(GradientEdge(node, output_nr), locations[0].N, axis.index))
+    edges = [GradientEdge(node, output_nr) for node, output_nr in roots]
+    return GenericLoss(edges, list(roots.values()), heads)
+
+
+def check_request(
+    extensions: Sequence[Extension], located: LocatedGraph, losses: Collection[Loss], generic: bool
+) -> None:
+    """Refuse what cannot be computed rightly.
+
+    Args:
+        extensions: what was asked for.
+        located: the graph.
+        losses: the losses that were found.
+        generic: whether the loss is none of those.
+
+    Raises:
+        CurvoptError: that says what was asked for, what is in the way, and what to do.
+    """
+    second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
+    if not located.calls:
+        raise CurvoptError(
+            f"{fields_of(extensions)}: no extended module took part in this backward; call extend(model) "
+            "before the forward pass (and outside of curvopt.disable()), before the first one if it is compiled. A "
+            "backward that is not meant (of a penalty alone, say) goes inside of `with backpack():`. A "
+            "torch.utils.checkpoint of the whole model needs use_reentrant=False."
+        )
+    if second_order and not losses and not generic:
+        raise CurvoptError(
+            f"{fields_of(second_order)} need the curvature of the loss, but no loss was recognised in this "
+            "backward; use lossfunc = extend(nn.CrossEntropyLoss()) (or MSELoss, BCEWithLogitsLoss)."
+        )
+    for loss in losses:
+        others = getattr(loss, "others", ())
+        if loss.edge is None and any(other.requires_grad for other in others):
+            raise CurvoptError(
+                f"{loss.describe()}: only the first argument of a loss may depend on parameters; swap the arguments."
+            )
+        if second_order and loss.edge is not None and loss.input.dim() == 0:
+            raise CurvoptError(
+                f"{loss.describe()}: its input is a single number, but {fields_of(second_order)} need a row "
+                "for each sample; give the loss the outputs of all samples, not their mean (of a single sample, "
+                "unsqueeze(0) output and target)."
+            )
+    _check_samples(extensions, located)
+    for names, what in (
+        (
+            located.outside,
+            "also enter the loss by an added term (a regularizer?), which is in .grad but not in these quantities; "
+            "write it as curvopt.L2Regularizer to have it in both.",
+        ),
+        (located.weights, "weigh the losses: they have gradients, but none of these quantities."),
+    ):
+        if names:
+            warnings.warn(
+                f"{fields_of(extensions)}: {', '.join(names)} {what}",
+                CurvoptWarning,
+                stacklevel=2,
+            )
+
+
+def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> None:
+    independent = [e for e in extensions if e.needs_independent_samples]
+    mixed = [call for call in located.calls if is_mixed(call)] if independent else []
+    if mixed:
+        norm = next(iter(mixing_norms(located)), "a batch norm")
+        raise CurvoptError(
+            f"{norm}: {fields_of(independent)} of {mixed[0].call.describe()} need independent samples, but train-mode "
+            "batch norm mixes them; call model.eval() (with running statistics) or use a Monte-Carlo quantity (KFAC, "
+            "DiagGGNMC)."
+        )
+    apart = [e for e in extensions if e.per_sample or (isinstance(e.columns, Gradient) and not e.adds_up)]
+    if apart and any(location.appended for location in located.locations.values()):
+        raise CurvoptError(
+            f"{fields_of(apart)} keep samples apart, but the model was called with batches of different lengths, whose "
+            "rows do not belong together; call backward for each batch, or ask for a quantity of the whole batch."
+        )
+    if apart:
+        _check_ctc(apart, located)
+    for extension in extensions:
+        for location in located.locations.values():
+            missing = [n for n in extension.subsampling or () if not -location.N <= n < location.N]
+            if missing:
+                raise CurvoptError(
+                    f"{extension.field}: subsampling asks for sample {missing[0]}, but this batch has {location.N}; "
+                    f"choose indices from {-location.N} to {location.N - 1} for each batch, as the last one may be "
+                    "smaller."
+                )
+    averaged = [e for e in extensions if isinstance(e.columns, Averaged)]
+    elsewhere = [call for call in located.calls if call.samples != "first" or len(located.locations) > 1]
+    if averaged and elsewhere:
+        where = ", ".join(dict.fromkeys(call.call.describe() for call in elsewhere))
+        raise CurvoptError(
+            f"{where}: the samples meet, or trade places, on the way to the loss, where "
+            f"{fields_of(averaged)} is not defined; use KFAC or KFLR."
+        )
+
+
+def _check_ctc(apart: Sequence[Extension], located: LocatedGraph) -> None:
+    """Refuse CTC losses, which have the samples along axis 1, of models that have them along axis 0."""
+    for node in located.graph.nodes:
+        if "CtcLoss" not in name_of(node):
+            continue
+        edge = GradientEdge(*node.next_functions[0])  # type: ignore[arg-type]
+        shape = shape_of(edge.node, edge.output_nr)
+        for location in located.locations.values():
+            if len(shape) == 3 and location.N > 1 and location.rows_of(edge, shape[0]) is not None:
+                raise CurvoptError(
+                    f"{fields_of(apart)}: the {shape[1]} samples of CTCLoss are along axis 1 of its log-probabilities, "
+                    f"but the model was called with {location.N} samples along axis 0 of them; call the model with "
+                    "batch-first data, and transpose its output for the loss."
+                )
+
+
+def check_derivatives(extensions: Sequence[Extension], located: LocatedGraph, edges: Iterable[GradientEdge]) -> None:
+    """Refuse to build a graph of fields by which they would be differentiated wrongly."""
+    of_hessian = [e for e in extensions if isinstance(e.columns, Hessian)]
+    others = [e for e in extensions if e not in of_hessian]
+    for edge in edges:
+        for wrong, some in ((WRONG_TWICE, others), (WRONG_THREE_TIMES, of_hessian)):
+            if some:
+                what = f"{fields_of(some)} cannot be differentiated"
+                refuse_wrong(located, wrong, edge.node, what, "call backward without create_graph")
+
+
+def refuse_wrong(located: LocatedGraph, wrong: Wrong, root: Node, what: str, remedy: str) -> None:
+    """Refuse where a derivative is needed that PyTorch computes wrongly."""
+    behind = leaves_behind(wrong.nodes([root]))
+    for p in located.owners:
+        if p in behind:
+            raise CurvoptError(
+                f"{located.name(p)}: PyTorch's {wrong.derivative} is wrong, so {what}; {wrong.instead}, or {remedy}."
+            )
+
+
+__all__ = ["check_derivatives", "check_request", "fields_of", "naming_fields", "refuse_wrong"]

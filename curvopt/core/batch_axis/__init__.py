@@ -1,0 +1,1 @@
+"""Where the samples are in every tensor of a backward."""

@@ -1,0 +1,148 @@
+"""Which sample each entry of a tensor belongs to.
+
+A tensor ``[T, N, d]`` with the samples along axis 1 has ``Layout(before=T, rows=N, after=d)``: seen as ``[T, N, d]``,
+row n belongs to sample n. Views keep a layout for free, since they keep the order of the entries. Where rows are picked
+(``h[mask]``, one part of a batch), ``labels`` say which sample each row belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Final, NamedTuple
+
+#: Label of a row from which nothing leads to the heads.
+UNUSED = -1
+
+
+class Layout(NamedTuple):
+    """Where the samples are in a tensor, seen as ``[before, rows, after]``.
+
+    Attributes:
+        before: product of the lengths of the axes before the batch axis.
+        rows: length of the batch axis: N, the number of samples, unless there are labels.
+        after: product of the lengths of the axes behind it.
+        labels: the sample of each row, or `UNUSED`; ``None`` if row n belongs to sample n.
+        mixed: whether a train-mode batch norm mixes the samples on the way to the heads.
+    """
+
+    before: int
+    rows: int
+    after: int
+    labels: tuple[int, ...] | None = None
+    mixed: bool = False
+
+
+class Unknown:
+    """The layout of a tensor whose samples no rule tells."""
+
+    def __repr__(self) -> str:
+        return "UNKNOWN"
+
+
+UNKNOWN: Final = Unknown()
+#: ``None``: the tensor holds no samples, all of them share it.
+AnyLayout = Layout | Unknown | None
+
+
+class Axis(NamedTuple):
+    """The axis that holds the samples, whose length is ``before * rows * after``."""
+
+    index: int
+    before: int
+    after: int
+
+
+def axis_of(shape: Sequence[int], layout: Layout) -> Axis | None:
+    """The axis of a shape along which the rows of a layout lie; ``None`` if they lie along several."""
+    start = 1
+    for index, length in enumerate(shape):
+        if start == layout.before and length == layout.rows:
+            return Axis(index, 1, 1)
+        start *= length
+    start = 1
+    for index, length in enumerate(shape):
+        if not layout.rows:  # of an empty tensor
+            if not length:
+                return Axis(index, 1, 1)
+        elif start * length >= layout.before * layout.rows and layout.before >= start and layout.before % start == 0:
+            before = layout.before // start
+            if before * layout.rows <= length and length % (before * layout.rows) == 0:
+                return Axis(index, before, length // (before * layout.rows))
+        start *= length
+    return None
+
+
+def along(shape: Sequence[int], axis: Axis, layout: Layout) -> Layout:
+    """The layout of a tensor of a shape that has the samples along an axis as another one has."""
+    before = prod(shape[: axis.index]) * axis.before
+    size = prod(shape)
+    return layout._replace(before=before, after=size // max(before * layout.rows, 1))
+
+
+def labels_along(layout: Layout, axis: Axis) -> tuple[int, ...]:
+    """The sample of each entry of the axis that holds them."""
+    rows = range(layout.rows) if layout.labels is None else layout.labels
+    return tuple([label for _ in range(axis.before) for label in rows for _ in range(axis.after)])
+
+
+def labelled(shape: Sequence[int], axis: int, labels: Sequence[int], N: int, mixed: bool) -> Layout:
+    """The layout of a tensor whose entries along an axis belong to these samples; regular if all are in order."""
+    before, length, after = prod(shape[:axis]), len(labels), prod(shape[axis + 1 :])
+    labels = tuple(labels)
+    if length and length % N == 0:
+        share = length // N
+        if labels == tuple([j // share for j in range(length)]):
+            return Layout(before, N, after * share, mixed=mixed)
+        if labels == tuple([j % N for j in range(length)]):
+            return Layout(before * share, N, after, mixed=mixed)
+    return Layout(before, length, after, labels, mixed)
+
+
+def completed(layout: Layout, N: int) -> Layout:
+    """A layout in which unused rows are given to samples, so that it is regular where that is possible."""
+    labels = layout.labels
+    if labels is None or UNUSED not in labels:
+        return layout
+    length = len(labels)
+    patterns = [[j // (length // N) for j in range(length)], [j % N for j in range(length)]] if length % N == 0 else []
+    for pattern in patterns:
+        if all(label in (UNUSED, own) for label, own in zip(labels, pattern, strict=True)):
+            return labelled((layout.before, length, layout.after), 1, pattern, N, layout.mixed)
+    return layout._replace(labels=tuple([max(label, 0) for label in labels]))
+
+
+def merged(one: AnyLayout, other: AnyLayout, N: int) -> AnyLayout:
+    """The layout of a tensor that two operations use."""
+    if one is other or one == other:
+        return one
+    if not (isinstance(one, Layout) and isinstance(other, Layout)):
+        if N == 1:
+            return one if isinstance(one, Layout) else other
+        return UNKNOWN  # one operation uses the rows of single samples, the other one those of all
+    mixed = one.mixed or other.mixed
+    if N == 1 or one[:4] == other[:4]:
+        return one._replace(mixed=mixed)
+    if one.labels is None and other.labels is None:
+        return UNKNOWN
+    coarse, fine = (one, other) if other.rows * other.before >= one.rows * one.before else (other, one)
+    labels = _labels_like(coarse, fine)
+    if labels is None:
+        return UNKNOWN
+    rows = []
+    for a, b in zip(labels, range(fine.rows) if fine.labels is None else fine.labels, strict=True):
+        if UNUSED not in (a, b) and a != b:
+            return UNKNOWN
+        rows.append(max(a, b))
+    if UNUSED in rows:
+        return fine._replace(labels=tuple(rows), mixed=mixed)
+    return labelled((fine.before, fine.rows, fine.after), 1, rows, N, mixed)
+
+
+def _labels_like(coarse: Layout, fine: Layout) -> tuple[int, ...] | None:
+    """The samples of a layout for each row of another one, if these rows are of one sample each."""
+    if coarse.after % fine.after or (fine.rows * fine.after) % (coarse.rows * coarse.after):
+        return None
+    rows = range(coarse.rows) if coarse.labels is None else coarse.labels
+    share = coarse.after // fine.after
+    return tuple([rows[j // share % coarse.rows] for j in range(fine.rows)])

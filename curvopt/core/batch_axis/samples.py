@@ -1,0 +1,411 @@
+"""What a sample is: a row of what the model was called with, whatever the loss says.
+
+`locate` finds the model calls of a backward, their heads (the outputs that the loss reaches) and with them the batch
+axis of every tensor behind. Each extended model has its own number of samples, so a generator may have 6 where the
+discriminator has 12; models with equal numbers share a `Location`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node
+
+from curvopt.core.autograd_graph.node_vjp import Place
+from curvopt.core.batch_axis.layout import UNUSED, Axis, Layout, axis_of, labelled, labels_along
+from curvopt.core.batch_axis.propagation import BatchAxes, propagate_batch_axis
+from curvopt.core.recording.model_calls import Model, ModelCall
+from curvopt.core.residuals import leaf_of, shape_of, walk
+from curvopt.core.uses import extended_model, extended_owner
+from curvopt.errors import CurvoptError
+
+if TYPE_CHECKING:
+    from curvopt.core.autograd_graph.backward_graph import BackwardGraph
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where the samples of some models are.
+
+    Attributes:
+        N: number of samples.
+        heads: outputs of the models, or of operations, whose rows are the samples; what each sample feeds from there on
+            is its part of the loss.
+        axes: the batch axis of all tensors behind them.
+        appended: whether the rows of several calls of different lengths were appended to one batch.
+        models: the models; none for functional code.
+    """
+
+    N: int
+    heads: Mapping[Place, Layout]
+    axes: BatchAxes
+    appended: bool
+    models: frozenset[Model]
+
+    def rows_of(self, edge: GradientEdge, rows: int) -> list[int] | None:
+        """The sample of each row (along axis 0) of a tensor before or behind the heads.
+
+        ``None`` where it cannot be told, or one row depends on several samples.
+        """
+        place = edge.node, edge.output_nr
+        shape = shape_of(*place)
+        layout = self.axes.layouts.get(place)
+        if isinstance(layout, Layout):
+            axis = axis_of(shape, layout)
+            return None if axis is None or axis.index else list(labels_along(layout, axis))
+        if place in self.axes.layouts:
+            return None
+        return samples_of_rows(place, self.heads)
+
+
+def locate(graph: BackwardGraph) -> dict[Model | None, Location]:
+    """The location of the samples of each model; by ``None`` that of functional code, of no model that was called.
+
+    Raises:
+        CurvoptError: where it is not clear what a sample is.
+    """
+    by_model: dict[Model, list[tuple[ModelCall, Place]]] = {}
+    for call, place in graph.model_calls:
+        by_model.setdefault(call.model, []).append((call, place))
+    found: list[tuple[Model | None, int, dict[Place, Layout], bool]] = []
+    for model, outputs in by_model.items():
+        located = _of_model(model, outputs, graph)
+        if located is not None:
+            found.append((model, *located))
+    for model in _without_heads(graph, by_model):
+        for N in model.last:
+            heads = _behind_reductions(graph, N, model.batch_axis)
+            if heads:
+                found.append((model, N, heads, False))
+                break
+    for model in {extended_model(p) for p in graph.leaves}:
+        if model is not None:
+            model.last = ()
+    if not found:
+        functional = _functional(graph)
+        found = [] if functional is None else [(None, *functional, False)]
+    locations: dict[Model | None, Location] = {}
+    for key in dict.fromkeys((N, appended) for _, N, _, appended in found):
+        same = [(model, heads) for model, N, heads, appended in found if (N, appended) == key]
+        heads = {place: layout for _, own in same for place, layout in own.items()}
+        axes = propagate_batch_axis(heads, key[0])
+        location = Location(key[0], heads, axes, key[1], frozenset(model for model, _ in same if model is not None))
+        locations.update((model, location) for model, _ in same)
+    return locations
+
+
+def _without_heads(graph: BackwardGraph, called: Collection[Model]) -> list[Model]:
+    """The models of which parameters take part but no output, as in a gradient penalty."""
+    parameters = (p for p in graph.leaves if isinstance(p, nn.Parameter))
+    models = dict.fromkeys(model for p in parameters if (model := extended_model(p)) is not None)
+    return [model for model in models if model.last and model not in called]
+
+
+def _of_model(
+    model: Model, outputs: Sequence[tuple[ModelCall, Place]], graph: BackwardGraph
+) -> tuple[int, dict[Place, Layout], bool] | None:
+    """Number of samples, heads, and whether batches were appended; ``None`` for calls without tensors."""
+    first = _first_calls(outputs, graph)
+    voting = [call for call in first if call.samples]
+    if not voting:
+        return None
+    ends = {node for _, (node, _) in outputs}
+    met = set(walk(graph.roots, last=ends))
+    heads = [(call, place) for call, place in outputs if place[0] in met and len(shape_of(*place)) > 0]
+    axis = model.batch_axis
+    lengths = [_number(call, heads, axis) for call in voting]
+    N, appended = lengths[0], len(set(lengths)) > 1
+    if len(lengths) > 1 and set(lengths) == {1}:
+        raise CurvoptError(
+            f"{voting[0].name} was called {len(lengths)} times with one row each, so that each call has one sample "
+            "of its own; stack the rows and call it once."
+        )
+    if 0 in lengths:
+        alone = not any(shape_of(*place).numel() for _, place in graph.model_calls)
+        raise (EmptyBatch if alone else CurvoptError)(EMPTY.format(voting[0].name))
+    starts: dict[int, int] = {}
+    if appended:
+        for call in voting:
+            starts[call.number] = sum(lengths[: len(starts)])
+        N = sum(lengths)
+    size = {call.number: length for call, length in zip(voting, lengths, strict=True)}
+    known: dict[Place, Layout] = {}
+    others: list[tuple[ModelCall, Place]] = []
+    for call, place in sorted(outputs, key=lambda output: output[0].number):
+        shape = shape_of(*place)
+        if not shape:
+            continue
+        # along the batch axis, or the first one
+        rows = size.get(call.number, N) if appended else N
+        at = _axis_of_head(place, rows, axis)
+        own = at is not None
+        if call.number in size and own:
+            start = starts.get(call.number, 0)
+            known[place] = labelled(shape, at or 0, range(start, start + rows), N, False)
+        elif call.number not in size and (labels := samples_of_rows(place, known)) is not None:
+            known[place] = labelled(shape, 0, labels, N, False)
+        elif own and not appended:
+            known[place] = labelled(shape, at or 0, range(N), N, False)
+        elif (call, place) in heads:
+            others.append((call, place))
+    shares = [] if not others else _place_others(others, known, N, axis, appended)
+    found = {place: known[place] for _, place in heads}
+    found = found or _behind_reductions(graph, N, axis)
+    if not found:
+        raise CurvoptError(
+            f"{voting[0].name} was called with {N} samples, but no tensor with {N} rows along axis {axis} leads to the "
+            "loss; if the samples are along another axis, say extend(model, batch_axis=1)."
+        )
+    _check_shares(shares, found, graph, N)
+    if not appended:
+        found |= _around_heads(graph, N, axis, found)
+    return N, found, appended
+
+
+def _axis_of_head(place: Place, rows: int, axis: int) -> int | None:
+    """The batch axis of an output: where the first axis fits besides, the one along which more is located."""
+    shape = shape_of(*place)
+    fit = [i for i in dict.fromkeys((axis, 0)) if len(shape) > i and shape[i] == rows]
+    if len(fit) < 2:
+        return fit[0] if fit else None
+
+    def located(i: int) -> int:
+        layouts = propagate_batch_axis({place: labelled(shape, i, range(rows), rows, False)}, rows).layouts
+        return sum(isinstance(layout, Layout) for layout in layouts.values())
+
+    return max(fit, key=located)
+
+
+def _around_heads(graph: BackwardGraph, N: int, axis: int, heads: Mapping[Place, Layout]) -> dict[Place, Layout]:
+    """More heads where parameters behind the heads take part around them, too: the slopes in a gradient penalty.
+
+    The first tensors with N rows behind the scalar, as far as their rows are those of the heads.
+    """
+    ends = {node for node, _ in heads}
+    around = {leaf for node in walk(graph.roots, last=ends) if node not in ends and (leaf := leaf_of(node)) is not None}
+    if not around or not any(leaf in around for leaf in map(leaf_of, walk(list(ends))) if leaf is not None):
+        return {}
+    alone, found = parameters_alone(graph.nodes), dict[Place, Layout]()
+    stack: list[Place] = [(root, 0) for root in graph.roots]
+    seen = set(stack)
+    while stack:
+        place = stack.pop()
+        node, shape = place[0], shape_of(*place)
+        if place in heads or node in alone or leaf_of(node) is not None:
+            continue
+        if len(shape) > axis and shape[axis] == N:
+            leads = not ends.isdisjoint(walk([node]))
+            rows = samples_of_rows(place, heads) if leads else list(range(N))
+            if rows is not None and (axis == 0 or not leads):
+                found[place] = labelled(shape, axis, rows, N, False)
+                continue
+        for below in node.next_functions:
+            if below[0] is not None and below not in seen:
+                seen.add(below)  # type: ignore[arg-type]
+                stack.append(below)  # type: ignore[arg-type]
+    return found
+
+
+def _place_others(
+    others: Sequence[tuple[ModelCall, Place]], known: dict[Place, Layout], N: int, axis: int, appended: bool
+) -> list[tuple[ModelCall, Place]]:
+    """Add heads without N rows: those whose rows others tell, and shares of k rows each, which are returned."""
+    layouts = propagate_batch_axis(known, N).layouts
+    told = {place: layout for place, layout in layouts.items() if isinstance(layout, Layout)}
+    shares: list[tuple[ModelCall, Place]] = []
+    for call, place in others:
+        shape = shape_of(*place)
+        rows = samples_of_rows(place, told)
+        if rows is not None and UNUSED not in rows:
+            known[place] = labelled(shape, 0, rows, N, False)
+            continue
+        if appended or axis or shape[0] % N or not shape[0]:
+            raise _other_length(call, shape, N, axis)
+        known[place] = Layout(1, N, prod(shape) // N)
+        axes = propagate_batch_axis({place: known[place]}, N, told, complete=False)
+        pairs = _matched(axes, told)
+        # other outputs tell of other shares, or that it cannot be told
+        if any(other in axes.layouts for other in told) and (pairs is None or any(a != b for a, b in pairs.items())):
+            raise _other_length(call, shape, N, axis)
+        shares.append((call, place))
+    return shares
+
+
+class EmptyBatch(CurvoptError):
+    """All that the models were called with is empty."""
+
+
+EMPTY = "{}: the batch is empty; skip it, or call backward inside of an empty `with backpack():` for it."
+
+
+def _number(call: ModelCall, heads: Sequence[tuple[ModelCall, Place]], axis: int) -> int:
+    """The number of samples of a call, which the heads decide where a list may be one batch or several inputs."""
+    for length in call.samples:
+        if any(len(shape := shape_of(*place)) > axis and shape[axis] == length for _, place in heads):
+            return length
+    return call.samples[0]
+
+
+def _first_calls(outputs: Sequence[tuple[ModelCall, Place]], graph: BackwardGraph) -> list[ModelCall]:
+    """The calls of a model whose inputs depend on no other call of it."""
+    calls = list(dict.fromkeys(call for call, _ in outputs))
+    if len(calls) == 1:
+        return calls
+    behind: dict[Node, frozenset[int]] = {}  # the calls on which a node depends
+    at: dict[Node, set[int]] = {}
+    for call, (node, _) in outputs:
+        at.setdefault(node, set()).add(call.number)
+    later = set[int]()
+    for node in reversed(graph.nodes):
+        found: frozenset[int] = frozenset()
+        for below, _ in node.next_functions:
+            if below is not None and behind.get(below):
+                found = found | behind[below] if found else behind[below]
+        if node in at:
+            # what a call depends on, but for its own outputs
+            later |= {number for number in at[node] if found - {number}}
+            found = found | at[node]
+        behind[node] = found
+    return [call for call in calls if call.number not in later]
+
+
+def samples_of_rows(place: Place, known: Mapping[Place, Layout]) -> list[int] | None:
+    """The sample of each row of a tensor that was computed from tensors with known layouts, row by row.
+
+    ``None`` if a row depends on several samples, or that cannot be told.
+    """
+    shape = shape_of(*place)
+    if not shape:
+        return None
+    samples = max((layout.rows for layout in known.values() if layout.labels is None), default=1)
+    for rows in dict.fromkeys((shape[0], samples, 1)):  # of several rows, of shares of samples, or of one sample
+        if not rows or shape[0] % rows:
+            continue
+        axes = propagate_batch_axis({place: Layout(1, rows, prod(shape) // rows)}, rows, known, complete=False)
+        found = _matched(axes, known)
+        if found is not None:
+            share = shape[0] // rows
+            return [found.get(row // share, UNUSED) for row in range(shape[0])]
+    return None
+
+
+def _matched(axes: BatchAxes, known: Mapping[Place, Layout]) -> dict[int, int] | None:
+    """The sample that each row belongs to, from the layouts that both have of some tensors."""
+    samples: dict[int, int] = {}
+    met = [other for other in known if other in axes.layouts]
+    for other in met:
+        by_rows, by_samples = axes.layouts[other], known[other]
+        if not isinstance(by_rows, Layout):
+            return None
+        pairs = _pairs(by_rows, by_samples)
+        if pairs is None:
+            return None
+        for row, sample in pairs:
+            if row != UNUSED and samples.setdefault(row, sample) != sample:
+                return None
+    return samples if met else None
+
+
+def _pairs(one: Layout, other: Layout) -> Iterable[tuple[int, int]] | None:
+    """For all entries of a tensor the row by one layout and by another one, each pair once."""
+    rows = range(one.rows) if one.labels is None else one.labels
+    samples = range(other.rows) if other.labels is None else other.labels
+    if (one.before, one.rows, one.after) == (other.before, other.rows, other.after):
+        return zip(rows, samples, strict=True)
+    size = one.before * one.rows * one.after
+    step = gcd(one.after, other.after)
+    if size // step > 1 << 20:
+        return None
+    entries = torch.arange(0, size, step)
+    by_row = torch.tensor(rows)[entries // one.after % one.rows]
+    by_sample = torch.tensor(samples)[entries // other.after % other.rows]
+    return [tuple(pair) for pair in torch.stack([by_row, by_sample], 1).unique(dim=0).tolist()]  # type: ignore[misc]
+
+
+def _check_shares(
+    shares: Sequence[tuple[ModelCall, Place]], heads: Mapping[Place, Layout], graph: BackwardGraph, N: int
+) -> None:
+    """Raise where a head has several rows of a sample, but no layer says that these come one after the other."""
+    if not shares:
+        return
+    axes = propagate_batch_axis(heads, N)
+    for call in graph.module_calls.values():
+        for index, edge in call.edges.items():
+            layout = axes.of(edge.node, edge.output_nr)
+            axis = call.axis(index)
+            if isinstance(layout, Layout) and isinstance(axis, int):
+                shape = shape_of(edge.node, edge.output_nr)
+                if axis_of(shape, layout) == Axis(axis, 1, 1) and shape[axis] == N:
+                    return
+    call, place = shares[0]
+    raise CurvoptError(
+        f"{call.name} was called with {N} samples but gives {shape_of(*place)[0]} rows, and no layer with {N} rows "
+        "says which rows belong to a sample; return the output with a batch axis and reshape it outside of the model."
+    )
+
+
+def _other_length(call: ModelCall, shape: torch.Size, N: int, axis: int) -> CurvoptError:
+    return CurvoptError(
+        f"{call.name} was called with {N} samples along axis {axis}, but gives an output of shape {list(shape)}; if "
+        "the samples are along another axis, say extend(model, batch_axis=1), else return one row for each sample."
+    )
+
+
+def _behind_reductions(graph: BackwardGraph, N: int, axis: int) -> dict[Place, Layout]:
+    """The first tensors with N rows behind the scalar that is differentiated, of those that depend on parameters."""
+    found: dict[Place, Layout] = {}
+    stack = list(dict.fromkeys((root, 0) for root in graph.roots))
+    seen = set(stack)
+    while stack:
+        node, nr = stack.pop()
+        shape = shape_of(node, nr)
+        if leaf_of(node) is not None:
+            continue
+        if len(shape) > axis and shape[axis] == N:
+            found[node, nr] = labelled(shape, axis, range(N), N, False)
+            continue
+        for below in node.next_functions:
+            if below[0] is not None and below not in seen:
+                seen.add(below)  # type: ignore[arg-type]
+                stack.append(below)  # type: ignore[arg-type]
+    return found
+
+
+def _functional(graph: BackwardGraph) -> tuple[int, dict[Place, Layout]] | None:
+    """Number of samples and heads of code that calls no extended module: rows at which parameters first meet data."""
+    owners = [extended_owner(p) for p in graph.ways]
+    if not all(type(owner).forward is nn.Module.forward for owner in owners):
+        return None  # a model that was called where nothing is recorded
+    lengths: dict[int, None] = {}
+    alone = parameters_alone(graph.nodes)
+    for node in graph.nodes:
+        if node in alone or leaf_of(node) is not None:
+            continue
+        below = [b for b, _ in node.next_functions if b is not None]
+        shape = shape_of(node)
+        if below and all(b in alone for b in below) and len(shape) > 0:
+            lengths[shape[0]] = None
+    lengths = {length: None for length in lengths if length}
+    for N in sorted(lengths, reverse=True):
+        heads = _behind_reductions(graph, N, 0)
+        if heads:
+            return N, heads
+    return None
+
+
+def parameters_alone(nodes: Collection[Node]) -> set[Node]:
+    """The nodes that depend on parameters alone, no data, as far as operands tell."""
+    alone: set[Node] = set()
+    for node in reversed(list(nodes)):
+        leaf = leaf_of(node)
+        if leaf is not None:
+            if isinstance(leaf, nn.Parameter):
+                alone.add(node)
+        elif node.next_functions and all(below in alone for below, _ in node.next_functions):
+            alone.add(node)
+    return alone

@@ -1,0 +1,115 @@
+"""Recording the calls of extended models, whose inputs say what a sample is.
+
+A model call is the outermost call of an extended module: calls inside of it are its layers. Its number of samples N is
+the length of the batch axis of its first tensor input; its outputs are the heads of the model.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+KEY = "curvopt.model"
+
+
+class Model:
+    """An extended model: a token that its modules share, also in copies of it.
+
+    Attributes:
+        name: for messages.
+        batch_axis: axis of the inputs and outputs of the model that counts the samples.
+        size: number of its modules.
+        warned: whether it was said that quantities are computed sample by sample.
+        last: `ModelCall.samples` of the last call since a backward, which counts where the loss depends on no output
+            (a gradient penalty of a network of ReLUs).
+    """
+
+    def __init__(self, name: str, batch_axis: int = 0, size: int = 1):
+        self.name, self.batch_axis, self.size, self.warned = name, batch_axis, size, False
+        self.last: tuple[int, ...] = ()
+
+
+class ModelCall(NamedTuple):
+    """The outermost call of an extended module.
+
+    Attributes:
+        model: the model to which the module belongs.
+        name: of the module, for messages.
+        samples: lengths that may be the number of samples, the likeliest first: of a list of tensors, of the batch
+            axis of the first tensor; none of a call without tensors.
+        number: distinguishes the calls.
+    """
+
+    model: Model
+    name: str
+    samples: tuple[int, ...]
+    number: int
+
+
+class _Running(threading.local):
+    """The calls of extended modules that run now in a thread, outermost first, and the frame of the outermost one."""
+
+    def __init__(self) -> None:
+        self.calls: list[Model] = []
+        self.frame: FrameType | None = None
+        self.count = 0
+
+
+_running = _Running()
+
+
+def begin(model: Model, top: bool) -> None:
+    """The call of an extended module begins; ``top`` for the model itself or one of its children."""
+    if top and _running.calls and not _is_running(_running.frame):
+        _running.calls.clear()  # a call that was interrupted
+    if not _running.calls:
+        _running.frame = sys._getframe(2)
+    _running.calls.append(model)
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    at: FrameType | None = sys._getframe(2)
+    while at is not None and at is not frame:
+        at = at.f_back
+    return at is not None
+
+
+def end() -> bool:
+    """It ends, also with an exception; whether it was a model call."""
+    if _running.calls:
+        _running.calls.pop()
+    if not _running.calls:
+        _running.frame = None
+    return not _running.calls
+
+
+def running_model() -> Model | None:
+    """The model whose call runs now."""
+    return _running.calls[0] if _running.calls else None
+
+
+def model_call(model: Model, name: str, args: tuple, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> ModelCall:
+    """A call with some arguments, among which are some tensors."""
+    axis = model.batch_axis
+    lengths = [x.shape[axis] for x in tensors if x.dim() > axis][:1]
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    if isinstance(first, list) and first and all(isinstance(x, Tensor) for x in first):
+        lengths.insert(0, len(first))  # a list of images, say
+    _running.count += 1
+    return ModelCall(model, name, tuple(lengths), _running.count)
+
+
+def record_model_call(node: Node, call: ModelCall, output_nr: int) -> None:
+    """Note on a node that it gives an output of a model."""
+    node.metadata.setdefault(KEY, []).append((call, output_nr))  # type: ignore[attr-defined]
+
+
+def model_calls_of(node: Node) -> list[tuple[ModelCall, int]]:
+    """The model calls of which a node gives an output, and which output of the node that is."""
+    return node.metadata.get(KEY, [])  # type: ignore[attr-defined]

@@ -1,0 +1,158 @@
+"""The state of curvature optimizers in checkpoints, next to that of the torch optimizer."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvopt.core.jacobians import widened
+from curvopt.errors import CurvoptError
+from curvopt.kroneckers import sizes_of
+
+#: Entries of a parameter's ``state`` that the torch optimizer does not have; they keep their own dtype.
+CURVATURE_STATE = ("factors", "ema_weight", "inverses", "bases", "scales", "scales_weight")
+
+
+class SampleStream:
+    """Generators for Monte-Carlo samples, one for each ``curvature()``, which leave the global one alone.
+
+    They follow from a seed, the number of those before and the rank: the checkpoint of any rank serves all.
+
+    Args:
+        seed: ``None`` to take that of PyTorch at the first draw.
+        draws: number of generators that were made.
+    """
+
+    def __init__(self, seed: int | None = None, draws: int = 0):
+        self.seed, self.draws = seed, draws
+
+    def next(self, device: torch.device, rank: int) -> torch.Generator:
+        """The next generator."""
+        if self.seed is None:
+            self.seed = torch.initial_seed() % 2**62
+        digest = blake2b(f"{self.seed} {self.draws} {rank}".encode(), digest_size=7).digest()
+        self.draws += 1
+        return torch.Generator(device).manual_seed(int.from_bytes(digest))
+
+
+@contextmanager
+def without_curvature(states: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Inside, states are those of torch optimizers alone, which take one that is not empty for one of their own."""
+    own = [(state, {name: state.pop(name) for name in CURVATURE_STATE if name in state}) for state in states]
+    try:
+        yield
+    finally:
+        for state, ours in own:
+            state.update(ours)
+
+
+def export_run(
+    kind: str, progress: dict[str, Any], samples: SampleStream, metrics: dict[str, float | Tensor]
+) -> dict[str, Any]:
+    """The part of a checkpoint that belongs to no parameter: class, progress, random numbers, metrics."""
+    # some metrics are measured only now and then: a resumed run logs the last ones, too
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return {**progress, "optimizer": kind, "sampler": (samples.seed, samples.draws), "metrics": numbers}
+
+
+def import_run(exported: dict[str, Any]) -> tuple[dict[str, Any], SampleStream, dict[str, float | Tensor]]:
+    """Progress, random numbers and metrics of `export_run`."""
+    progress = {name: exported[name] for name in exported if name not in ("optimizer", "sampler", "metrics")}
+    for name, value in {"closure_weight": exported["step_weight"], "kl": torch.zeros(())}.items():
+        progress.setdefault(name, value)  # of older versions
+    return progress, SampleStream(*exported["sampler"]), dict(exported.get("metrics", {}))
+
+
+@contextmanager
+def exporting(optimizer: torch.optim.Optimizer, curvature: Callable[[], dict[str, Any]]) -> Iterator[None]:
+    """Inside, ``state_dict()`` has an entry ``curvature()``."""
+    # a hook before those of users, which see all of it
+    handle = optimizer.register_state_dict_post_hook(lambda _, state: {**state, "curvature": curvature()}, True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def importing(
+    optimizer: torch.optim.Optimizer, names: dict[Tensor, str], restore: Callable[[dict[str, Any]], None]
+) -> Iterator[None]:
+    """Inside, ``load_state_dict()`` checks the state, loads our part of it, too, and passes its entry to ``restore``.
+
+    Args:
+        optimizer: the optimizer that loads.
+        names: of its parameters, in order.
+        restore: takes the entry of `exporting`.
+
+    Raises:
+        CurvoptError: from ``load_state_dict()``, if it is the state of another optimizer, or of parameters of other
+            shapes.
+    """
+    ours: list[dict[str, Any]] = []
+    entry: dict[str, Any] = {}
+
+    def take_ours(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+        check_origin(optimizer, loaded)
+        entry.update(loaded["curvature"])
+        states = dict(loaded["state"])
+        for index in (index for group in loaded["param_groups"] for index in group["params"]):
+            state = states.get(index, {})
+            ours.append({name: state[name] for name in CURVATURE_STATE if name in state})
+            if index in states:  # torch would cast ours to the dtype of the parameter
+                states[index] = {name: state[name] for name in state if name not in CURVATURE_STATE}
+        for (param, name), state in zip(names.items(), ours, strict=False):
+            if not fits(state.get("factors", []), param.shape):
+                raise CurvoptError(
+                    f"{type(optimizer).__name__}.load_state_dict(): {name} has shape {list(param.shape)}, but "
+                    "curvature of another one was saved "
+                    f"({[list(factor.shape) for factor in state['factors']]}); load the state of an equal model, "
+                    "whose parameters come in this order. Nothing has changed."
+                )
+        return {**loaded, "state": states}
+
+    def put_back(_: Any) -> None:
+        for param, state in zip(names, ours, strict=True):
+            like = widened(param.new_empty(0))
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.ndim:
+                    value = value.to(like)
+                elif isinstance(value, list):
+                    value = [tensor.to(like) for tensor in value]
+                optimizer.state[param][name] = value
+        restore(entry)
+
+    # after the hooks of users that may replace the state, and before those that see the loaded optimizer
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(take_ours),
+        optimizer.register_load_state_dict_post_hook(put_back, True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def check_origin(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+    """Refuse the state of an optimizer of another class."""
+    who = f"{type(optimizer).__name__}.load_state_dict()"
+    if "curvature" not in loaded:
+        raise CurvoptError(f'{who}: no "curvature" entry, so this is the state of another optimizer.')
+    saved = loaded["curvature"].get("optimizer", type(optimizer).__name__)
+    if saved not in (kind.__name__ for kind in type(optimizer).__mro__):  # a subclass may go on with its state
+        raise CurvoptError(
+            f"{who}: this is the state of another optimizer, {saved}; build that one. Nothing has changed."
+        )
+
+
+def fits(factors: Sequence[Tensor], shape: Sequence[int]) -> bool:
+    """Whether a factor list may be that of a parameter of some shape."""
+    if not factors or (len(factors) > 1 and len(shape) < 2):
+        return not factors
+    pairs = list(zip(factors, sizes_of(factors, shape), strict=True))
+    # blocks are padded
+    return all(f.shape[-1] == d if f.ndim < 4 else 0 <= f.shape[-3] * f.shape[-1] - d < f.shape[-1] for f, d in pairs)

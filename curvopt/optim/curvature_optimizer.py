@@ -1,0 +1,359 @@
+"""The step that all curvature optimizers share: refresh the curvature, precondition, clip, step, adapt the damping."""
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvopt.core.backward.backpack import attach, heard
+from curvopt.core.jacobians import widened
+from curvopt.core.uses import extended_name, outside_of_graphs
+from curvopt.errors import CurvoptError, CurvoptWarning
+from curvopt.optim.accumulation import Collection, ema_update, number
+from curvopt.optim.checkpoint import export_run, exporting, import_run, importing, without_curvature
+from curvopt.optim.closures import Closure, without_autocast
+from curvopt.optim.collector import CurvatureCollector
+from curvopt.optim.reports import coverage, listed
+from curvopt.optim.step_checks import accepted_curvature, check_new_group, check_options, has_curvature
+from curvopt.optim.step_size import (
+    ADAPT_EVERY,
+    adapt_damping,
+    by_device,
+    cosine,
+    kl_clip_factor,
+    moments,
+    shorten_momentum,
+)
+from curvopt.optim.torch_step import decay_weights, take_torch_step
+
+#: Attributes that copies of an optimizer keep, next to its state.
+_KEPT = ("kl_clip", "curvature_every", "inverse_every", "adaptive_damping", "_group_defaults", "_options", "_attached")
+
+
+def annealed_interval(step: int, every: int) -> int:
+    """Steps until the next refresh: half of those taken so far, at least 1 and at most ``every``."""
+    return max(1, min(every, step // 2))
+
+
+def new_progress() -> dict[str, Any]:
+    """Counters, flags and numbers of a run that belong to no single parameter, at its start."""
+    return {
+        "step": 0,
+        "next_refresh": 0,
+        "next_inverse": 0,
+        "stale": False,
+        "step_weight": torch.ones(()),
+        "closure_weight": torch.zeros(()),
+        "variables": 1,
+        "mean_curvature": torch.zeros(()),
+        "kl": torch.zeros(()),  # of the last step, before clipping
+    }
+
+
+def warn_of_no_module(who: str, names: Sequence[str]) -> None:
+    """Warn of parameters that no extended module owns, which never receive curvature."""
+    warnings.warn(
+        f"{listed(names)}: of no extended module, so {who} takes the mean curvature of other parameters for theirs. "
+        "Where modules were added or replaced, call optimizer.attach(model) (or extend(model)) again.",
+        CurvoptWarning,
+        stacklevel=6,
+    )
+
+
+def _is_renewed(state: dict[str, Any]) -> bool:
+    """Whether a solver has used the factors of a parameter, or has replaced them where there are none so far."""
+    made = state.get("inverses", state.get("bases"))
+    if made is None or "factors" not in state:
+        return made is not None
+    return bool(made) and made[0].ndim > 0
+
+
+class CurvatureOptimizer(CurvatureCollector):
+    """Preconditions gradients by damped curvature, then takes the step of the torch optimizer it is mixed into.
+
+    A concrete optimizer is ``class X(<collects curvature>, <solves with it>, torch.optim.Y)`` of classes such as
+    `curvopt.optim.kronecker.Kronecker` and `curvopt.optim.solvers.FactoredInverse`, which implement ``_extensions``,
+    ``_take``, ``_renew`` and ``_solve``. It calls ``_configure`` before the constructor of ``Y``. Per parameter,
+    ``state`` holds ``factors`` (moving average of a factor list, see `curvopt.kroneckers`), ``ema_weight``, and the
+    solver's results.
+
+    All curvature is kept per unit of weight of the loss, that is for a mean-reduced loss, and gradients are divided by
+    the weight of theirs: so ``damping`` and ``kl_clip`` have one meaning at any batch size, reduction, number of
+    accumulated backwards or loss scale.
+
+    The gradients seen by the caller do not change: ``.grad`` is exchanged for the preconditioned gradient only while
+    the step of ``Y`` runs. So clipping or ``GradScaler.unscale_`` before ``step()`` act on raw gradients, and
+    logging after it sees them. ``weight_decay`` is decoupled (``p *= 1 - lr * weight_decay``), whatever ``Y`` does.
+    """
+
+    #: Whether the caller's gradients are put back after the step.
+    _restores_gradients = True
+
+    @abstractmethod
+    def _renew(self) -> None:
+        """Prepare ``_solve`` by the averaged factors of all parameters, and set ``metrics``."""
+
+    def _solve(self, param: Tensor, grad: Tensor, damping: float) -> Tensor:
+        """The preconditioned gradient ``[P]``; needed unless ``_precondition`` is overridden."""
+        raise NotImplementedError(f"{type(self).__name__} has neither _solve nor a _precondition of its own")
+
+    def _configure(
+        self,
+        *,
+        damping: float,
+        ema: float,
+        kl_clip: float | None,
+        curvature_every: int,
+        inverse_every: int,
+        adaptive_damping: bool = False,
+    ) -> None:
+        """Check and store the options; before the constructor of the torch optimizer, which adds the param groups."""
+        if kl_clip is not None and not kl_clip > 0:
+            raise ValueError(f"kl_clip must be positive or None, got {kl_clip}")
+        for name, every in (("curvature_every", curvature_every), ("inverse_every", inverse_every)):
+            if every < 1:
+                raise ValueError(f"{name} counts steps and must be at least 1, got {every}")
+        self.kl_clip, self.adaptive_damping = kl_clip, adaptive_damping
+        self.curvature_every, self.inverse_every = curvature_every, inverse_every
+        self._group_defaults: dict[str, Any] = {"damping": damping, "ema": ema, "last_lr": inf}
+        self._progress = new_progress()
+        self._attached = False
+        self._metrics: dict[str, float | Tensor] = {}
+        self._start_collecting()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, before or during training; ``damping`` and ``ema`` may be set per group."""
+        for name, value in self._group_defaults.items():
+            param_group.setdefault(name, value)
+        if not param_group["damping"] >= 0:
+            raise ValueError(f"damping must be at least 0, got {param_group['damping']}")
+        if not 0 <= param_group["ema"] < 1:
+            raise ValueError(f"ema must be in [0, 1), got {param_group['ema']}")
+        super().add_param_group(param_group)
+        check_new_group(self, self._names())
+        self._progress["next_refresh"] = self._progress["step"]  # new parameters do not wait for the interval
+
+    def _due(self) -> bool:
+        due = self._progress["step"] >= self._progress["next_refresh"]
+        # a state that was emptied has to be filled again
+        return heard() and (due or not has_curvature(self.state))
+
+    # --- the step -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    @without_autocast
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step.
+
+        Args:
+            closure: computes gradients and returns the loss; called with gradients enabled, inside ``curvature()``.
+                With ``adaptive_damping`` it is called once more every fifth step, with equal random numbers. Where
+                backwards accumulate it may be the last of them alone.
+
+        Raises:
+            CurvoptError: a gradient is not finite or sparse, an option has left its range, the parameters have another
+                precision than before, no curvature was ever computed, or ``adaptive_damping`` has no closure. Nothing
+                has changed then, but the curvature collected for this step is dropped.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return outside_of_graphs(self.step, closure)
+        if closure is None and self.adaptive_damping:
+            raise CurvoptError(
+                f"{type(self).__name__}.step(): adaptive_damping compares losses before and after a step, so it needs "
+                "step(closure) with a closure that computes gradients and returns the loss."
+            )
+        loss, objective = (None, None) if closure is None else self._evaluate(closure)
+        collected, self._accumulation.since_last_step = self._accumulation.since_last_step, Collection()
+        ranks = self._ranks()
+        if ranks is not None and (self._due() or not self._ranks_agree):
+            run = {name: self._progress[name] for name in ("step", "next_refresh", "next_inverse")}
+            damping = [float(group["damping"]) for group in self.param_groups]
+            collected = self._exchange(collected, ranks, run | {"damping": damping})
+        grads = {p: p.grad for p in self._params() if p.grad is not None}
+        if not grads:
+            return loss
+        who, names = type(self).__name__, self._names()
+        check_options(who, self.kl_clip, self.param_groups)
+        accepted = accepted_curvature(who, names, self.state, grads, collected)
+        if not accepted and not has_curvature(self.state):  # the loss weighs nothing
+            return loss
+        self._refresh(grads, collected, accepted)
+        before = {param: param.clone() for param in grads} if objective is not None else {}
+        update = self._precondition(grads)
+        decay_weights(self, grads)
+        self._take_torch_step(grads, update)
+        self._progress["step"] += 1
+        if objective is not None:
+            ratio = adapt_damping(self.param_groups, self.state, self._progress, before, grads, objective, ranks)
+            self._metrics |= {} if ratio is None else {"reduction_ratio": ratio}
+        return loss
+
+    def _evaluate(self, closure: Callable[[], Any]) -> tuple[Any, Closure | None]:
+        """Call the closure inside ``curvature()``; return its result, and the objective if the damping adapts now."""
+        objective = None
+        if self.adaptive_damping and self._progress["step"] % ADAPT_EVERY == 0:
+            objective = Closure(closure, self._params())
+            closure = objective.first
+        earlier = self._accumulation.since_last_step
+        weight = earlier.step_weight
+        # an attached optimizer has a context in each backward, also where the closure has one of its own
+        with torch.enable_grad(), nullcontext() if self._attached else self.curvature():
+            loss = closure()
+        now = self._accumulation.since_last_step
+        # the rest is of accumulated backwards before it, unless their gradients were reset
+        now.closure_weight = now.step_weight - weight.to(now.step_weight) if now is earlier else now.step_weight
+        return loss, objective
+
+    def _refresh(
+        self, grads: dict[Tensor, Tensor], collected: Collection, accepted: dict[Tensor, list[Tensor]]
+    ) -> None:
+        """Move new factors into the averages, and call ``_renew`` if that is due."""
+        progress = self._progress
+        if accepted:
+            progress["next_refresh"] = progress["step"] + annealed_interval(progress["step"], self.curvature_every)
+            progress["stale"] = True
+            progress |= {name: getattr(collected, name) for name in ("step_weight", "closure_weight", "variables")}
+            decays = {param: group["ema"] for group in self.param_groups for param in group["params"]}
+            for param, factors in accepted.items():
+                self._average(self.state[param], factors, decays[param])
+        unknown = [p for p in self._params() if not _is_renewed(self.state[p])]
+        outside = {p for p in unknown if p in grads and "factors" not in self.state[p] and extended_name(p) is None}
+        if outside:
+            warn_of_no_module(type(self).__name__, [name for p, name in self._names().items() if p in outside])
+        if unknown or (progress["stale"] and progress["step"] >= progress["next_inverse"]):
+            self._renew()
+            progress["next_inverse"] = progress["step"] + annealed_interval(progress["step"], self.inverse_every)
+            progress["stale"] = False
+
+    def _average(self, state: dict[str, Any], new: list[Tensor], ema: float) -> None:
+        """Move a parameter's new factors into their average."""
+        if "factors" in state:
+            state["ema_weight"] = number(ema_update(state["factors"], float(state["ema_weight"]), new, ema))
+        else:
+            state["factors"] = [factor.clone() for factor in new]
+            state["ema_weight"] = number(1 - ema)
+
+    def _precondition(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """The preconditioned gradients, scaled by the KL clip; records the metrics."""
+        updates: dict[Tensor, Tensor] = {}
+        sums = []
+        for group in self.param_groups:
+            lr, pairs = group["lr"], []
+            for param in group["params"]:
+                if param in grads:
+                    grad = widened(grads[param].reshape(-1))
+                    update = self._solve(param, grad, group["damping"])
+                    updates[param] = update = update.clone() if update is grad else update
+                    pairs.append((update, grad))
+            if pairs:
+                total = moments(pairs)
+                sums.append(torch.cat([total, total[:2] * (lr * lr)]))
+        weight = self._progress["step_weight"].to(sums[0])
+        # the sums are divided by the weight of the loss, not the gradients; so are the updates, below
+        total = torch.stack([each.to(sums[0]) for each in sums]).sum(0)
+        # twice, because the square of the weight may leave the range of float32
+        ug, uu, gg, quadratic, length = total / weight / weight
+        quadratic = self._kl(quadratic, updates, weight)
+        clip = kl_clip_factor(quadratic, self.kl_clip)
+        shorten_momentum(self.param_groups, self.state, self._progress["kl"], self.kl_clip)
+        self._progress["kl"] = quadratic
+        self._metrics |= {
+            "kl": clip.square() * quadratic,
+            "kl_clip_factor": clip,
+            "step_norm": clip * length.sqrt(),
+            "grad_norm": gg.sqrt(),
+            "cosine": cosine(ug, uu, gg),
+            "damping": float(self.param_groups[0]["damping"]),
+        }
+        scale = clip / weight
+        for device, own in by_device(updates.values()).items():
+            torch._foreach_mul_(own, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
+        # like the gradient, which may be kept in another dtype than the parameter
+        return {param: update.to(grads[param].dtype).reshape(param.shape) for param, update in updates.items()}
+
+    def _kl(self, quadratic: Tensor, updates: dict[Tensor, Tensor], weight: Tensor) -> Tensor:
+        """The number that the KL clip bounds: the change predicted by the curvature, per variable of a prediction.
+
+        Args:
+            quadratic: ``lr² uᵀg``.
+            updates: ``u`` by parameter, ``[P]``, still times ``weight``.
+            weight: of the loss.
+        """
+        return quadratic / self._progress["variables"]
+
+    def _take_torch_step(self, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
+        """Run the step of the torch optimizer on ``update`` in place of the gradients."""
+        torch_step = super().step.__func__  # type: ignore[attr-defined]
+        take_torch_step(self, torch_step, update, grads if self._restores_gradients else {})
+
+    # --- reports and checkpoints --------------------------------------------------------------------------------
+
+    def coverage(self) -> dict[str, str]:
+        """The curvature that preconditions each parameter: ``"kronecker"``, ``"dense"``, ``"diagonal"`` or ``"none"``.
+
+        Parameters are called by name if the optimizer was given ``model.named_parameters()``, else ``group.index``;
+        by name and group if names repeat in groups of several modules. Before the first step all are ``"none"``: they
+        are known once curvature was computed. A parameter that stays so is trained as if it had the mean curvature of
+        the others; if it belongs to no extended module, its first step warns of that.
+        """
+        return coverage(self._names(), self.state)
+
+    def metrics(self) -> dict[str, float | Tensor]:
+        """Numbers of the last step; tensors ``[]`` stay on the device until you read them.
+
+        ``kl``: the number that ``kl_clip`` bounds, after clipping; unless the optimizer says otherwise, ``lr² uᵀg`` per
+        variable of a prediction. ``kl_clip_factor``: 1 if not clipped.
+        ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss. ``cosine``: between
+        gradient and preconditioned gradient. ``damping``: of the first group. ``fallbacks``: matrices that needed more
+        than the usual factorisation at the last renewal. ``condition``: largest condition number of a damped factor
+        (in the 1-norm) there, where factors are inverted. ``new_bases``: eigenbases that were computed when the
+        bases were last checked, where the optimizer uses them. ``reduction_ratio``: last one of ``adaptive_damping``,
+        nan if no decrease was predicted. ``KFACAdamW`` has no damping and no clip; its ``step_norm`` and ``cosine`` are
+        those of the whole step.
+        """
+        return dict(self._metrics)
+
+    def _export(self) -> dict[str, Any]:
+        return export_run(type(self).__name__, self._progress, self._samples, self._metrics)
+
+    def _import(self, exported: dict[str, Any]) -> None:
+        self._progress, self._samples, self._metrics = import_run(exported)
+        self._ranks_agree = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the torch optimizer plus all that a run needs to continue bit for bit."""
+        with exporting(self, self._export):
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a ``state_dict()``, of a model in any precision; curvature is kept in at least single precision.
+
+        Raises:
+            CurvoptError: if it is the state of another optimizer, or of parameters of other shapes. Nothing has changed
+                then.
+        """
+        with importing(self, self._names(), self._import):
+            super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **super().__getstate__(),
+            **{name: self.__dict__[name] for name in _KEPT if name in self.__dict__},
+            **({"process_group": None} if self.process_group is None else {}),
+            "curvature": self._export(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        exported = state.pop("curvature", None)
+        with without_curvature(state["state"].get(p, {}) for group in state["param_groups"] for p in group["params"]):
+            super().__setstate__(state)
+        if exported is not None:  # unpickled or copied; load_state_dict() imports by itself
+            self._start_collecting()
+            self._import(exported)
+            if self._attached:
+                attach(self)

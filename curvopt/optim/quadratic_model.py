@@ -1,0 +1,199 @@
+r"""The quadratic model of an objective around the parameters, by products with vectors.
+
+    q(δ) = f(θ) + gᵀδ + ½ δᵀ B δ,        B = Jᵀ H J + weight decay
+
+J is the Jacobian of the network's outputs z in θ, H the Hessian of the loss in z: both are read off the graph of the
+loss, and a product with B costs about 4/3 gradients. Nothing is stored but vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from curvopt.core.autograd_graph.backward_graph import records_behind
+from curvopt.core.derivatives.functional_losses import find_losses
+from curvopt.core.derivatives.losses import LossCurvature
+from curvopt.core.residuals import precisions
+from curvopt.core.uses import Loss, TermUse, listen, unheard
+from curvopt.distributed import Ranks, mean_of
+from curvopt.errors import CurvoptError
+from curvopt.hessianfree.cg import dot
+from curvopt.hessianfree.rop import linearise
+
+Vector = list[Tensor]  # like the parameters
+
+
+class Differentiated:
+    """The gradient of ``Σ_i c_i root_i``, and the factor by which each loss and each regularizer enters that sum.
+
+    Args:
+        roots: tensors; their graph is kept.
+        cotangents: ``c_i``, like the roots.
+        parameters: those to differentiate with respect to.
+
+    Attributes:
+        gradient: like the parameters.
+        losses: each with its gradient in the backward, and the edge of its input in the graph.
+        terms: calls of ``L2Regularizer``, each with its gradient in the backward.
+
+    Raises:
+        CurvoptError: if the roots are no linear function of losses that are known.
+    """
+
+    def __init__(self, roots: Sequence[Tensor], cotangents: Sequence[Tensor], parameters: Sequence[Tensor]):
+        self.losses: list[tuple[Loss, Tensor, GradientEdge]] = []
+        self.terms: list[tuple[TermUse, Tensor]] = []
+        leaves = {get_gradient_edge(p).node for p in parameters}
+        nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+        known, nonlinear = find_losses(nodes, leaves)
+        if nonlinear or not known:
+            operations = ", ".join(dict.fromkeys(nonlinear))
+            fault = f"depends on {operations} of the parameters outside of" if nonlinear else "contains none of"
+            raise CurvoptError(
+                f"HessianFree: the objective of the closure {fault} the losses that are known (cross-entropy, squared "
+                "error, binary cross-entropy of logits, as modules or functions). Mark a custom loss by "
+                "curvopt.extend(loss, loss=True); for weight decay use the option weight_decay or "
+                "curvopt.L2Regularizer."
+            )
+        handles = [listen(edge, partial(self._loss, loss)) for loss, edge in known.items()]
+        handles += [listen(edge, partial(self._term, term)) for term, edge in records_behind(nodes, TermUse)]
+        try:
+            with unheard():
+                self.gradient: Vector = list(
+                    torch.autograd.grad(roots, parameters, cotangents, retain_graph=True, materialize_grads=True)
+                )
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _term(self, use: TermUse, grad: Tensor) -> None:
+        self.terms.append((use, grad))
+
+    def _loss(self, use: Loss, grad: Tensor) -> None:
+        if use.edge is not None:
+            self.losses.append((use, grad, use.edge))
+
+
+class QuadraticModel:
+    """Gradient and Gauss-Newton matrix of the objective at the parameters that the graph was built with.
+
+    Args:
+        differentiated: the losses.
+        parameters: θ.
+        decays: weight decay of each.
+        ranks: those that train together; the objective is the mean of their losses.
+
+    Attributes:
+        gradient: ``g``.
+        shifts: multiples of the identity in ``B``, by parameter.
+        weight: how many mean losses the objective is, see `curvopt.backpack.loss_weight`.
+
+    Raises:
+        CurvoptError: if a loss is not convex in its input.
+    """
+
+    def __init__(
+        self,
+        differentiated: Differentiated,
+        parameters: Sequence[Tensor],
+        decays: Sequence[float],
+        ranks: Ranks | None = None,
+    ):
+        self.parameters, self._ranks = parameters, ranks
+        gradient = mean_of(ranks, differentiated.gradient)
+        self.gradient = [g + decay * p for g, p, decay in zip(gradient, parameters, decays, strict=True)]
+        self.shifts: list[float | Tensor] = list(decays)
+        for use, grad in differentiated.terms:
+            regularized = set(use.parameters)
+            self.shifts = [
+                shift + use.weight * grad if p in regularized else shift
+                for shift, p in zip(self.shifts, parameters, strict=True)
+            ]
+        weight = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+        self._curvatures: list[tuple[LossCurvature, Tensor]] = []
+        self._slopes: list[Tensor] = []
+        for loss, grad, _ in differentiated.losses:
+            curvature, scale = loss.curvature(grad)
+            assert curvature.weights is not None
+            weight += (curvature.weights.sum() * scale.square()).to(weight)
+            self._curvatures.append((curvature, scale))
+            with torch.enable_grad(), unheard():
+                self._slopes.append(loss.slope(grad))
+        self.weight = float(mean_of(ranks, [weight])[0])
+        self._edges = [edge for *_, edge in differentiated.losses]
+        self._inputs = [loss.input for loss, *_ in differentiated.losses]
+        self._jacobian = linearise(self._edges, parameters, self._inputs)
+        self._checked = False
+
+    def product(self, v: Vector) -> Vector:
+        """``B v``: forwards through the network (R-operator), the Hessian of the loss, and backwards.
+
+        Raises:
+            CurvoptError: if an operation of the network has no second derivative.
+        """
+        try:
+            Jv = self._jacobian(v)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in ("derivative", "double backward")):
+                raise
+            raise CurvoptError(
+                f"HessianFree: PyTorch has no second derivative of an operation of the network ({error}). Attention "
+                "has one unless a kernel other than SDPBackend.MATH is chosen for it, cuDNN's recurrent nets with "
+                "torch.backends.cudnn.flags(enabled=False), compiled models before they are compiled."
+            ) from error
+        HJv = [_hessian_product(*term) for term in zip(self._slopes, self._edges, Jv, strict=True)]
+        if not self._checked:
+            self._check_transposed(v, Jv)
+        Gv = mean_of(self._ranks, self._pulled_back(HJv))
+        return [Gt + shift * t for Gt, shift, t in zip(Gv, self.shifts, v, strict=True)]
+
+    def _check_transposed(self, v: Vector, Jv: Sequence[Tensor]) -> None:
+        """Check ``uᵀ (J v) = vᵀ (Jᵀ u)``: J v is wrong where a backward hides its operations from autograd."""
+        self._checked = True
+        u = [slope.detach().to(z.dtype) for slope, z in zip(self._slopes, self._inputs, strict=True)]
+        Jtu = self._pulled_back(u)
+        left, right = dot(u, Jv), dot(v, Jtu)
+        eps = max(torch.finfo(dtype).eps for dtype in precisions([edge.node for edge in self._edges]))
+        # near a minimum the samples' terms of Jᵀu cancel, and its rounding errors are those of J v
+        lengths = (dot(v, v) * dot(Jtu, Jtu)) ** 0.5 + (dot(u, u) * dot(Jv, Jv)) ** 0.5
+        rounding = 100 * eps * lengths + torch.finfo(torch.float32).tiny
+        if abs(left - right) > eps**0.3 * max(abs(left), abs(right)) + rounding:
+            raise CurvoptError(
+                "HessianFree: the Jacobian of the network by double backward is not that by backward "
+                f"({left:.6g} and {right:.6g}). An autograd.Function or hook in it does something in its backward that "
+                "PyTorch cannot differentiate (.data, .detach(), numpy, in-place changes)."
+            )
+
+    def sampled_diagonal(self, samples: int) -> Vector:
+        """Unbiased estimate of B's diagonal: mean squares of Jᵀs with random s, E[s sᵀ] = H (Chapelle & Erhan 2011).
+
+        Random numbers are equal at each step.
+        """
+        generators = {z.device: torch.Generator(z.device).manual_seed(0) for z in self._inputs}
+        squares = [torch.zeros_like(p) for p in self.parameters]
+        for _ in range(samples):
+            columns = [
+                (scale * curvature.sample(1, generators[z.device])[0]).to(z.dtype)
+                for (curvature, scale), z in zip(self._curvatures, self._inputs, strict=True)
+            ]
+            for square, column in zip(squares, self._pulled_back(columns), strict=True):
+                square.addcmul_(column, column, value=1 / samples)
+        return [square + shift for square, shift in zip(mean_of(self._ranks, squares), self.shifts, strict=True)]
+
+    def _pulled_back(self, vectors: Vector) -> Sequence[Tensor]:
+        with unheard():
+            return torch.autograd.grad(self._edges, self.parameters, vectors, retain_graph=True, materialize_grads=True)
+
+
+def _hessian_product(slope: Tensor, edge: GradientEdge, u: Tensor) -> Tensor:
+    """``H u`` from the gradient of a loss with respect to the tensor at ``edge``."""
+    if not slope.requires_grad:
+        return torch.zeros_like(u)
+    with unheard():
+        (Hu,) = torch.autograd.grad(slope, edge, u.to(slope.dtype), retain_graph=True, allow_unused=True)
+    return torch.zeros_like(u) if Hu is None else Hu

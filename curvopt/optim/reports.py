@@ -1,0 +1,32 @@
+"""Reports of optimizers on their parameters."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def parameter_names(groups: Sequence[dict[str, Any]]) -> dict[Tensor, str]:
+    """Names of the parameters: those that were given, else ``group.index``; by name and group where names repeat."""
+    names: dict[Tensor, tuple[str, int]] = {}
+    for i, group in enumerate(groups):
+        given = group.get("param_names") or [f"{i}.{j}" for j in range(len(group["params"]))]
+        names.update(zip(group["params"], ((name, i) for name in given), strict=True))
+    times = Counter(name for name, _ in names.values())  # groups of modules have names of their own
+    return {p: name if times[name] == 1 else f"{name} (group {i})" for p, (name, i) in names.items()}
+
+
+def coverage(names: Mapping[Tensor, str], states: Mapping[Tensor, dict[str, Any]]) -> dict[str, str]:
+    """By name of a parameter, the form of the curvature that its state holds."""
+    kinds = {}
+    for param, name in names.items():
+        factors = states[param].get("factors", []) if param in states else []
+        single = {0: "none", 1: "diagonal"}.get(factors[0].ndim if factors else 0, "dense")
+        kinds[name] = "kronecker" if len(factors) > 1 else single
+    return kinds
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first five names and the number of the others."""
+    return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"

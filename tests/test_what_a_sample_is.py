@@ -1,0 +1,653 @@
+"""A sample is a row of what the model was called with: against loops over the samples' parts of the loss."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
+
+from curvopt import CurvoptError, CurvoptWarning, backpack, extend
+from curvopt.extensions import (
+    GGNMP,
+    KFAC,
+    KFLR,
+    BatchDiagGGNExact,
+    BatchDiagHessian,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagHessian,
+    KFACEmpirical,
+    SqrtGGNExact,
+    SumGradSquared,
+    Variance,
+)
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Program(NamedTuple):
+    """A model, the loss of a batch, and of each of its samples the part of the loss.
+
+    Attributes:
+        model: the extended model, or a module of several ones.
+        total: the loss of the batch.
+        parts: for each sample its part, of calls of the model on one sample.
+        known: whether second-order quantities are defined for the loss.
+    """
+
+    model: nn.Module
+    total: Callable[[], Tensor]
+    parts: list[Callable[[], Tensor]]
+    known: bool = True
+
+
+PROGRAMS: dict[str, Callable[[], Program]] = {}
+
+
+def program(**rows: tuple) -> Callable[[Callable[..., Program]], Callable[..., Program]]:
+    """Add a function to the table, once for each keyword, whose value are the arguments."""
+
+    def add(make: Callable[..., Program]) -> Callable[..., Program]:
+        for name, args in (rows or {"": ()}).items():
+            PROGRAMS[f"{make.__name__} {name}".strip()] = lambda args=args: make(*args)
+        return make
+
+    return add
+
+
+def mlp(inputs: int = 4, outputs: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, 5), nn.Tanh(), nn.Linear(5, outputs))
+
+
+def each(N: int, part: Callable[[int], Tensor]) -> list[Callable[[], Tensor]]:
+    return [lambda n=n: part(n) for n in range(N)]
+
+
+def one(x: Tensor, n: int) -> Tensor:
+    return x[n : n + 1]
+
+
+@program(
+    one=([4],), two=([1, 4],), half=([0, 2, 4],), first=([0, 1, 2],), four=([3, 1, 2, 0],), all=([0, 1, 2, 3, 4, 5],)
+)
+def loss_on_some_rows(rows: list[int], loss: Callable = F.mse_loss) -> Program:
+    m, x, y, t = extend(mlp()), torch.randn(6, 4), torch.randint(3, (6,)), torch.randn(6, 3)
+
+    def total() -> Tensor:
+        z = m(x)
+        return F.cross_entropy(z, y) + loss(z[rows], t[rows])
+
+    def part(n: int) -> Tensor:
+        z = m(one(x, n))
+        return F.cross_entropy(z, one(y, n)) / 6 + (loss(z, one(t, n)) / len(rows) if n in rows else 0)
+
+    return Program(m, total, each(6, part), loss is F.mse_loss)
+
+
+@program(some=([1, 4],), half=([2, 0, 4],))
+def unknown_loss_on_some_rows(rows: list[int]) -> Program:
+    return loss_on_some_rows(rows, F.smooth_l1_loss)
+
+
+@program(recognised=(True,), by_hand=(False,))
+def halves_of_a_discriminator(known: bool) -> Program:
+    m, x = extend(mlp(outputs=1)), torch.randn(6, 4)
+
+    def loss(z: Tensor, real: float) -> Tensor:
+        if known:
+            return F.binary_cross_entropy_with_logits(z, torch.full_like(z, real))
+        return F.softplus(-z if real else z).mean()
+
+    def total() -> Tensor:
+        z = m(torch.cat([x[:3], x[3:]]))
+        return loss(z[:3], 1.0) + loss(z[3:], 0.0)
+
+    return Program(m, total, each(6, lambda n: loss(m(one(x, n)), float(n < 3)) / 3), known)
+
+
+@program(cross_entropy=(F.cross_entropy, True), squares=(F.mse_loss, True), by_hand=(None, False))
+def loop_over_images(loss: Callable | None, known: bool) -> Program:
+    m, x = extend(mlp()), torch.randn(2, 5, 4)
+    y = torch.randint(3, (2, 5)) if loss is F.cross_entropy else torch.randn(2, 5, 3)
+
+    def of_image(z: Tensor, n: int) -> Tensor:
+        return (z.abs() ** 3).mean() if loss is None else loss(z, y[n])
+
+    def total() -> Tensor:
+        return sum(of_image(z, n) for n, z in enumerate(m(x))) / 2
+
+    return Program(m, total, each(2, lambda n: of_image(m(one(x, n))[0], n) / 2), known)
+
+
+@program(one_each=([0, 5, 8],), unequal=([0, 1, 5, 8],), none_of_one=([0, 1, 8],), many=([0, 1, 2, 5, 8, 9, 10, 11],))
+def masked_tokens(where: list[int]) -> Program:
+    layers = (nn.Embedding(7, 6), nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True), nn.Linear(6, 7))
+    m, ids = extend(nn.Sequential(*layers)), torch.randint(7, (3, 4))
+    mask = torch.zeros(12, dtype=torch.bool).index_fill(0, torch.tensor(where), True).view(3, 4)
+
+    def part(n: int) -> Tensor:
+        return F.cross_entropy(m(one(ids, n))[one(mask, n)], one(ids, n)[one(mask, n)], reduction="sum") / len(where)
+
+    return Program(m, lambda: F.cross_entropy(m(ids)[mask], ids[mask]), each(3, part))
+
+
+@program(flattened=(True, False), classes_second=(False, False), ignored=(True, True))
+def language_model(flattened: bool, ignored: bool) -> Program:
+    m, ids, y = extend(nn.Sequential(nn.Embedding(7, 4), mlp(4, 7))), torch.randint(7, (3, 4)), torch.randint(7, (3, 4))
+    if ignored:
+        y[0, 1:], y[2, 0] = -100, -100
+    count = int((y >= 0).sum())
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        z, y = (z.flatten(0, 1), y.flatten()) if flattened else (z.mT, y)
+        return F.cross_entropy(z, y, reduction="sum") / count
+
+    return Program(m, lambda: loss(m(ids), y), each(3, lambda n: loss(m(one(ids, n)), one(y, n))))
+
+
+class Losses(nn.Module):
+    """Returns its loss, and maybe logits whose tokens are rows."""
+
+    def __init__(self, flat: bool):
+        super().__init__()
+        self.body, self.flat = nn.Sequential(nn.Embedding(7, 4), mlp(4, 7)), flat
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        z = self.body(ids).flatten(0, 1)
+        return z if labels is None else F.cross_entropy(z, labels.flatten(), reduction="sum")
+
+
+@program(loss=(True,), rows=(False,))
+def model_that_returns(loss: bool) -> Program:
+    m, ids = extend(Losses(True)), torch.randint(7, (3, 4))
+
+    def of(ids: Tensor) -> Tensor:
+        return m(ids, labels=ids) if loss else F.cross_entropy(m(ids), ids.flatten(), reduction="sum")
+
+    return Program(m, lambda: of(ids), each(3, lambda n: of(one(ids, n))))
+
+
+@program(known=(F.mse_loss, True), unknown=(F.smooth_l1_loss, False))
+def parameter_list(loss: Callable, known: bool) -> Program:
+    W, x, y = extend(nn.ParameterList([torch.randn(3, 4), torch.randn(3)])), torch.randn(6, 4), torch.randn(6, 3)
+    total = lambda x, y: loss(F.linear(x, *W), y, reduction="sum")  # noqa: E731
+    return Program(W, lambda: total(x, y), each(6, lambda n: total(one(x, n), one(y, n))), known)
+
+
+class Detector(nn.Module):
+    """Classes of images, and boxes of those regions that hold something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.classes, self.boxes = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.body(x).tanh().flatten(2).mT
+        return self.classes(h.mean(1)), self.boxes(h[mask])
+
+
+@program(inside=(True,), parts=(False,))
+def detector(inside: bool) -> Program:
+    m, x, y = extend(Detector()), torch.randn(3, 2, 2, 2), torch.randint(3, (3,))
+    mask, boxes = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 1], [1, 1, 1, 0]]).bool(), torch.randn(3, 4, 2)
+
+    def loss(rows: slice) -> Tensor:
+        if inside:
+            h = m.body(x[rows]).tanh().flatten(2).mT
+            z, b = m.classes(h.mean(1)), m.boxes(h[mask[rows]])
+        else:
+            z, b = m(x[rows], mask[rows])
+        own = F.cross_entropy(z, y[rows], reduction="sum")
+        return own + F.mse_loss(b, boxes[rows][mask[rows]], reduction="sum")
+
+    if not inside:  # rows of which no layer with N rows says whose they are
+        m = extend(nn.ModuleDict({"body": m.body, "classes": m.classes, "boxes": m.boxes}))
+        inside, m.body, m.classes, m.boxes = True, m["body"], m["classes"], m["boxes"]
+    return Program(m, lambda: loss(slice(None)), each(3, lambda n: loss(slice(n, n + 1))))
+
+
+@program(known=(F.mse_loss, True), unknown=(F.huber_loss, False))
+def tasks_by_mask(loss: Callable, known: bool) -> Program:
+    m, x, task = extend(mlp()), torch.randn(6, 4), torch.tensor([0, 1, 1, 0, 1, 1])
+    y, t = torch.randint(2, (6,)), torch.randn(6)
+
+    def total() -> Tensor:
+        z = m(x)
+        return F.cross_entropy(z[task == 0, :2], y[task == 0]) + loss(z[task == 1][:, 2], t[task == 1])
+
+    def part(n: int) -> Tensor:
+        z = m(one(x, n))
+        return F.cross_entropy(z[:, :2], one(y, n)) / 2 if task[n] == 0 else loss(z[:, 2], one(t, n)) / 4
+
+    return Program(m, total, each(6, part), known)
+
+
+@program()
+def adaptive_softmax() -> Program:
+    m, x, y = extend(nn.ModuleList([mlp(4, 6), nn.AdaptiveLogSoftmaxWithLoss(6, 9, [2, 5], div_value=1.5)])), torch.randn(5, 4), torch.tensor([0, 3, 8, 1, 6])  # fmt: skip # noqa: E501
+    total = lambda x, y: m[1](m[0](x), y).output.neg().sum()  # noqa: E731
+    return Program(m, lambda: total(x, y), each(5, lambda n: total(one(x, n), one(y, n))), known=False)
+
+
+@program()
+def replay() -> Program:
+    """Some rows count less, and come from elsewhere."""
+    m, x, y = extend(mlp()), torch.randn(6, 4), torch.randint(3, (6,))
+
+    def total() -> Tensor:
+        now, before = m(torch.cat([x[:2], x[2:]])).split([2, 4])
+        return F.cross_entropy(now, y[:2]) + 0.5 * F.cross_entropy(before, y[2:])
+
+    return Program(m, total, each(6, lambda n: F.cross_entropy(m(one(x, n)), one(y, n)) * (0.5 if n < 2 else 0.125)))
+
+
+@program()
+def fixmatch_in_one_call() -> Program:
+    """Pseudo labels from the weak half where it is confident, for the strong half, besides some labels."""
+    m, x, y, sure = extend(mlp()), torch.randn(8, 4), torch.randint(3, (2,)), torch.tensor([True, False, True])
+
+    def total() -> Tensor:
+        labelled, weak, strong = m(x).split([2, 3, 3])
+        pseudo = weak.detach().argmax(1)
+        return F.cross_entropy(labelled, y) + (F.cross_entropy(strong, pseudo, reduction="none") * sure).mean()
+
+    def part(n: int) -> Tensor:
+        z = m(one(x, n))
+        if n < 2:
+            return F.cross_entropy(z, one(y, n)) / 2
+        pseudo = m(one(x, n - 3)).detach().argmax(1) if n > 4 else torch.zeros(1).long()
+        return F.cross_entropy(z, pseudo) * (float(sure[n - 5]) / 3 if n > 4 else 0)
+
+    return Program(m, total, each(8, part))
+
+
+@program(mask=([True, False, True, True],), one=([False, True, False, False],), all=([True] * 4,))
+def trunk_and_heads(mask: list[bool]) -> Program:
+    m, x = extend(nn.ModuleList([mlp(4, 5), nn.Linear(5, 3), mlp(5, 2)])), torch.randn(4, 4)
+    chosen, y, t = torch.tensor(mask), torch.randint(3, (4,)), torch.randn(4, 2)
+
+    def loss(rows: slice) -> Tensor:
+        h = m[0](x[rows]).tanh()
+        own, c = F.cross_entropy(m[1](h), y[rows], reduction="sum"), chosen[rows]
+        return own + F.mse_loss(m[2](h[c]), t[rows][c], reduction="sum") if c.any() else own
+
+    return Program(m, lambda: loss(slice(None)), each(4, lambda n: loss(slice(n, n + 1))))
+
+
+@program()
+def siamese() -> Program:
+    m, a, b, y = extend(mlp()), torch.randn(5, 4), torch.randn(5, 4), torch.rand(5).round()
+    loss = lambda d, y: (y * d.square() + (1 - y) * F.relu(2 - d).square()).sum()  # noqa: E731
+    total = lambda a, b, y: loss((m(a) - m(b)).norm(dim=1), y)  # noqa: E731
+    return Program(m, lambda: total(a, b, y), each(5, lambda n: total(one(a, n), one(b, n), one(y, n))), known=False)
+
+
+@program(lstm=(nn.LSTMCell,), gru=(nn.GRUCell,), own=(None,))
+def cell_in_a_loop(kind: type[nn.RNNCellBase] | None) -> Program:
+    cell = mlp(7, 4) if kind is None else kind(3, 4)
+    m, x, y = (
+        extend(nn.ModuleDict({"cell": cell, "head": nn.Linear(4, 3)})),
+        torch.randn(4, 6, 3),
+        torch.randint(3, (4, 6)),
+    )
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 4)
+        state = (h, h) if kind is nn.LSTMCell else h
+        total = torch.zeros(())
+        for t in range(6):
+            state = m["cell"](torch.cat([x[:, t], state], 1)) if kind is None else m["cell"](x[:, t], state)
+            h = state[0] if kind is nn.LSTMCell else state
+            total = total + F.cross_entropy(m["head"](h), y[:, t], reduction="sum")
+        return total
+
+    return Program(m, lambda: loss(x, y), each(4, lambda n: loss(one(x, n), one(y, n))))
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.net, self.last = nn.Linear(3, 4), nn.GRU(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.net(self.first(x).tanh())[0])
+
+
+@program(known=(True,), unknown=(False,))
+def batch_axis_of_one(known: bool) -> Program:
+    m, x, y = extend(TimeFirst(), batch_axis=1), torch.randn(5, 4, 3), torch.randint(3, (5, 4))
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        z = m(x)
+        return F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="sum") if known else z.cosh().log().sum()
+
+    return Program(m, lambda: loss(x, y), each(4, lambda n: loss(x[:, n : n + 1], y[:, n : n + 1])), known)
+
+
+@program(alone=(0.0,), with_the_outputs=(1.0,))
+def gradient_penalty(weight: float) -> Program:
+    m, x = (
+        extend(nn.Sequential(nn.Linear(4, 5), nn.LeakyReLU(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1))),
+        torch.randn(6, 4),
+    )
+
+    def loss(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        z = m(x)
+        (slopes,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+        penalty = (slopes.norm(dim=1) - 1).square().sum()
+        return penalty + weight * z.sum() if weight else penalty
+
+    return Program(m, lambda: loss(x), each(6, lambda n: loss(one(x, n))), known=False)
+
+
+@program()
+def wasserstein_with_penalty() -> Program:
+    """One call on real and generated samples; the slopes are of another one on points between them."""
+    m, x = extend(nn.Sequential(nn.Linear(4, 5), nn.LeakyReLU(), nn.Linear(5, 1))), torch.randn(3, 3, 4)
+
+    def loss(x: Tensor) -> Tensor:
+        real, fake, between = x.unbind(1)
+        between = between.clone().requires_grad_()
+        (slopes,) = torch.autograd.grad(m(between).sum(), between, create_graph=True)
+        return (m(fake) - m(real)).sum() + 10 * (slopes.norm(dim=1) - 1).square().sum()
+
+    return Program(m, lambda: loss(x), each(3, lambda n: loss(one(x, n))), known=False)
+
+
+class OfList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, images: list[Tensor]) -> Tensor:
+        return self.body(torch.stack([image.mean(0) for image in images]))
+
+
+@program()
+def list_of_images() -> Program:
+    m, images, y = extend(OfList()), [torch.randn(k, 4) for k in (2, 5, 3)], torch.randint(3, (3,))
+    total = lambda images, y: F.cross_entropy(m(images), y, reduction="sum")  # noqa: E731
+    return Program(m, lambda: total(images, y), each(3, lambda n: total([images[n]], one(y, n))))
+
+
+REORDERED: dict[str, Callable[[Tensor], Tensor]] = {
+    "permuted": lambda z: z[[2, 0, 3, 1]],
+    "twice": lambda z: torch.cat([z, z.sin()]),
+    "flipped": lambda z: z.flip(0),
+    "sorted": lambda z: z[z[:, 0].argsort()],
+    "repeated": lambda z: z.repeat_interleave(2, 0),
+    "split": lambda z: torch.cat(z.split([1, 2, 1])[::-1]),
+    "unbound": lambda z: torch.stack(z.unbind(0)[::-1], 1).T,
+    "rolled": lambda z: z.roll(1, 0),
+    "transposed": lambda z: z.T.reshape(3, 2, 2).permute(1, 2, 0).flatten(0, 1),
+}
+
+
+@program(**{name: (reorder,) for name, reorder in REORDERED.items()})
+def reordered_before_the_loss(reorder: Callable[[Tensor], Tensor]) -> Program:
+    m, x, t = extend(mlp()), torch.randn(4, 4), torch.randn(3)
+    return Program(m, lambda: F.mse_loss(reorder(m(x)), t.expand(reorder(m(x)).shape), reduction="sum"), each(4, lambda n: _mse(reorder, m, x, n, t)))  # fmt: skip # noqa: E501
+
+
+def _mse(reorder: Callable[[Tensor], Tensor], m: nn.Module, x: Tensor, n: int, t: Tensor) -> Tensor:
+    """Only the rows of sample n."""
+    z = m(one(x, n))
+    rows = torch.cat([z, z.sin()]) if reorder is REORDERED["twice"] else z
+    rows = z.repeat_interleave(2, 0) if reorder is REORDERED["repeated"] else rows
+    return F.mse_loss(rows, t.expand(rows.shape), reduction="sum")
+
+
+def gradients(p: Program) -> dict[nn.Parameter, Tensor]:
+    """The gradients of all parts, ``[N, *p]``, by autograd alone."""
+    params = list(p.model.parameters())
+    found = [torch.autograd.grad(part(), params, allow_unused=True) for part in p.parts]
+    found = [[torch.zeros_like(q) if g is None else g for q, g in zip(params, row, strict=True)] for row in found]
+    return {q: torch.stack(rows) for q, *rows in zip(params, *found, strict=True)}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_first_order(name: str):
+    p = PROGRAMS[name]()
+    expected = gradients(p)
+    with warnings.catch_warnings(), backpack(BatchGrad(), BatchL2Grad(), SumGradSquared(), Variance()):
+        warnings.simplefilter("error", CurvoptWarning)
+        p.total().backward()
+    for i, (q, g) in enumerate(expected.items()):
+        if q.grad is None:
+            assert not hasattr(q, "grad_batch") and not g.any()
+            continue
+        assert_close(q.grad_batch, g, msg=lambda text, i=i: f"parameter {i}: {text}")
+        assert_close(q.batch_l2, g.flatten(1).square().sum(1))
+        assert_close(q.sum_grad_squared, g.square().sum(0))
+        assert_close(q.variance, g.var(0, correction=0))
+
+
+#: first order says the same of these, in less time
+SLOW = {
+    "cell_in_a_loop lstm",
+    "cell_in_a_loop gru",
+    "masked_tokens many",
+    "masked_tokens one_each",
+    "masked_tokens unequal",
+    "reordered_before_the_loss twice",  # a loss of any kind: of its Hessian in the output of the model
+}
+KNOWN = [name for name in PROGRAMS if "unknown" not in name and name not in SLOW]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_second_order(name: str):
+    p = PROGRAMS[name]()
+    if not p.known:
+        pytest.skip("its loss has no second-order quantities")
+    with sdpa_kernel(SDPBackend.MATH):  # the other has no second derivative
+        compare_second_order(p)
+
+
+def compare_second_order(p: Program) -> None:
+    params = list(p.model.parameters())
+    hessians = [_hessian_diagonals(part(), params) for part in p.parts]
+    extensions = [DiagGGNExact(), BatchDiagGGNExact(), DiagHessian(), BatchDiagHessian(), SqrtGGNExact(), GGNMP()]
+    alone = []
+    for part in p.parts:
+        with backpack(DiagGGNExact(), KFLR(approx="reduce")):
+            part().backward()
+        fields = [
+            (q.diag_ggn_exact, q.kflr) if hasattr(q, "diag_ggn_exact") else (torch.zeros_like(q), None) for q in params
+        ]
+        alone.append(fields)
+    with backpack(*extensions, KFLR(approx="reduce")):
+        p.total().backward()
+    for i, q in enumerate(params):
+        ggn = torch.stack([fields[i][0] for fields in alone])
+        hessian = torch.stack([diagonals[i] for diagonals in hessians])
+        assert_close(q.diag_ggn_exact_batch, ggn)
+        assert_close(q.diag_ggn_exact, ggn.sum(0))
+        assert_close(q.diag_h_batch, hessian)
+        assert_close(q.diag_h, hessian.sum(0))
+        assert_close(q.sqrt_ggn_exact.square().sum(0), ggn)
+        assert_close(torch.stack([q.ggnmp(torch.eye(q.numel())[k].view(1, *q.shape)).flatten()[k] for k in (0, -1)]), ggn.sum(0).flatten()[[0, -1]])  # fmt: skip # noqa: E501
+
+
+def _hessian_diagonals(loss: Tensor, params: list[nn.Parameter]) -> list[Tensor]:
+    grads = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+    found = []
+    for q, g in zip(params, grads, strict=True):
+        if g is None or not g.requires_grad:
+            found.append(torch.zeros_like(q))
+            continue
+        rows = [torch.autograd.grad(e, q, retain_graph=True, allow_unused=True)[0] for e in g.flatten()]
+        found.append(torch.stack([torch.zeros(()) if row is None else row.flatten()[k] for k, row in enumerate(rows)]).view_as(q))  # fmt: skip # noqa: E501
+    return found
+
+
+# batches of different lengths: as if their rows were appended
+
+
+@pytest.mark.parametrize("sizes", [(6, 4), (3, 6), (1, 5), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("loss", [F.mse_loss, F.cross_entropy], ids=["values", "classes"])
+def test_unequal_batches_are_appended(sizes: tuple[int, ...], loss: Callable):
+    m, batches = extend(mlp()), [torch.randn(size, 4) for size in sizes]
+    targets = [torch.randn(k, 3) if loss is F.mse_loss else torch.randint(3, (k,)) for k in sizes]
+    quantities = [DiagGGNExact(), DiagHessian(), KFLR(), GGNMP()]
+    params, found = list(m.parameters()), []
+
+    def fields() -> list[list[Tensor]]:
+        v = [torch.ones(1, *p.shape) for p in params]
+        return [[p.diag_ggn_exact, p.diag_h, *p.kflr, p.ggnmp(x)[0]] for p, x in zip(params, v, strict=True)]
+
+    for x, y in zip(batches, targets, strict=True):
+        with backpack(*quantities):
+            loss(m(x), y).backward()
+        found.append(fields())
+    with backpack(*quantities):
+        sum(loss(m(x), y) for x, y in zip(batches, targets, strict=True)).backward()
+    shares = torch.tensor(sizes) / sum(sizes)
+    for i, together in enumerate(fields()):
+        for k, field in enumerate(together):
+            alone = torch.stack([each[i][k] for each in found])
+            is_input_factor = k == 3 and len(together) == 5
+            weights = shares if is_input_factor else torch.ones(len(sizes))
+            assert_close(field, torch.einsum("b,b...->...", weights, alone))
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, BatchL2Grad, SumGradSquared, Variance, BatchDiagGGNExact])
+def test_unequal_batches_keep_no_samples_apart(extension: type):
+    m = extend(mlp())
+    with pytest.raises(CurvoptError, match=f"{extension.field} keep samples apart.*different lengths"):
+        with backpack(extension()):
+            sum(F.mse_loss(m(torch.randn(k, 4)), torch.zeros(k, 3)) for k in (6, 4)).backward()
+
+
+# named errors
+
+
+def rows_in_a_loop() -> Tensor:
+    m = extend(mlp())
+    return F.mse_loss(torch.cat([m(torch.randn(1, 4)) for _ in range(3)]), torch.zeros(3, 3))
+
+
+def time_first() -> Tensor:
+    return F.cross_entropy(extend(TimeFirst())(torch.randn(5, 4, 3)).mean(0), torch.zeros(4).long())
+
+
+class TimeFirstMean(TimeFirst):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean(0)
+
+
+def time_first_without_batch_axis() -> Tensor:
+    return F.cross_entropy(extend(TimeFirstMean())(torch.randn(5, 4, 3)), torch.zeros(4).long())
+
+
+class Pooled(nn.Module):
+    """Several rows for each sample, in an order that no layer tells."""
+
+    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.of = nn.Linear(4, 3), of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.of(self.body(x))
+
+
+def mean_over_the_batch() -> Tensor:
+    return F.mse_loss(extend(Pooled(lambda h: h.mean(0)))(torch.randn(6, 4)), torch.zeros(3))
+
+
+def fewer_rows() -> Tensor:
+    return F.mse_loss(extend(Pooled(lambda h: h.view(2, 3, 3).sum(1)))(torch.randn(6, 4)), torch.zeros(2, 3))
+
+
+def more_rows() -> Tensor:
+    return F.mse_loss(extend(Pooled(lambda h: torch.cat([h, h[:2]])))(torch.randn(6, 4)), torch.zeros(8, 3))
+
+
+def empty_batch() -> Tensor:
+    return extend(mlp())(torch.randn(0, 4)).sum()
+
+
+def calls_that_disagree_with_an_axis() -> Tensor:
+    return extend(TimeFirst(), batch_axis=1)(torch.randn(5, 4, 3)).mean((1, 2)).square().sum() * 0 + rows_in_a_loop()
+
+
+ERRORS: dict[Callable[[], Tensor], str] = {
+    rows_in_a_loop: "called 3 times with one row each.*stack the rows",
+    time_first_without_batch_axis: r"5 samples along axis 0.*\[4, 3\].*batch_axis=1",
+    mean_over_the_batch: r"6 samples.*\[3\]",
+    fewer_rows: r"6 samples along axis 0.*\[2, 3\]",
+    more_rows: r"6 samples along axis 0.*\[8, 3\]",
+    empty_batch: "batch is empty",
+}
+
+
+@pytest.mark.parametrize("make", ERRORS, ids=lambda make: make.__name__)
+def test_ambiguities_are_named(make: Callable[[], Tensor]):
+    loss = make()
+    with pytest.raises(CurvoptError, match=f"(?s){ERRORS[make]}") as error, backpack(BatchGrad()):
+        loss.backward()
+    assert str(error.value).count(". ") <= 2
+
+
+# programs of several models and contexts
+
+
+def test_each_model_has_samples_of_its_own():
+    """A generator makes 3 of the 6 rows that the discriminator sees."""
+    G, D = extend(mlp(2, 4)), extend(mlp(4, 1))
+    noise, real = torch.randn(3, 2), torch.randn(3, 4)
+
+    def loss(real: Tensor, noise: Tensor) -> Tensor:
+        z = D(torch.cat([real, G(noise)]))
+        return F.softplus(z[len(real) :]).sum() + F.softplus(-z[: len(real)]).sum()
+
+    with backpack(BatchGrad()):
+        loss(real, noise).backward()
+    of_noise = [
+        torch.autograd.grad(loss(real[:0], one(noise, n)), [*G.parameters(), *D.parameters()]) for n in range(3)
+    ]
+    of_real = [torch.autograd.grad(F.softplus(-D(one(real, n))).sum(), list(D.parameters())) for n in range(3)]
+    k = len(list(G.parameters()))
+    for p, *gradients in zip(G.parameters(), *[row[:k] for row in of_noise], strict=True):
+        assert_close(p.grad_batch, torch.stack(gradients))
+    for p, *gradients in zip(D.parameters(), *of_real, *[row[k:] for row in of_noise], strict=True):
+        assert_close(p.grad_batch, torch.stack(gradients))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+
+    def forward(self, x: Tensor, route: Tensor) -> Tensor:
+        out = x.new_zeros(len(x), 3)
+        for k, expert in enumerate(self.experts):
+            if (route == k).any():
+                out[route == k] = expert(x[route == k])
+        return out
+
+
+def test_fields_of_an_earlier_batch_are_removed():
+    m, x, y = extend(Experts()), torch.randn(4, 4), torch.randint(3, (4,))
+    for route in ([0, 1, 0, 1], [0, 0, 0, 0]):
+        with backpack(BatchGrad(), DiagGGNExact(), KFAC(), KFACEmpirical()):
+            F.cross_entropy(m(x, torch.tensor(route)), y).backward()
+        fields = [f for p in m.experts[1].parameters() for f in ("grad_batch", "diag_ggn_exact", "kfac", "kfac_empirical") if hasattr(p, f)]  # fmt: skip # noqa: E501
+        assert bool(fields) == (1 in route)
+        z = m(x, torch.tensor(route))
+        losses = F.cross_entropy(z, y, reduction="none") / 4
+        expected = [torch.autograd.grad(loss, m.experts[0].weight, retain_graph=True)[0] for loss in losses]
+        assert_close(m.experts[0].weight.grad_batch, torch.stack(expected))
