@@ -151,14 +151,18 @@ def steps(model: nn.Module, shape: tuple[int, ...], number: int, *extensions: Ex
             loss.backward()
 
 
-@pytest.mark.parametrize("name", NETS)
+IDLE = [name for name in NETS if name != "frozen"]
+MORE = pytest.param("frozen", marks=pytest.mark.xfail(reason="an extended frozen net takes 2 % more", strict=False))
+
+
+@pytest.mark.parametrize("name", [*IDLE, MORE])
 def test_an_idle_extended_model_takes_no_more_memory(name: str):
     make, shape = NETS[name]
     torch.manual_seed(0)
     model = make()
     plain = peak(lambda: steps(model, shape, 3))
     extend(model)
-    assert peak(lambda: steps(model, shape, 3)) < 1.03 * plain
+    assert peak(lambda: steps(model, shape, 3)) < 1.01 * plain
 
 
 @pytest.mark.parametrize("name", NETS)
