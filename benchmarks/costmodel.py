@@ -1,4 +1,4 @@
-"""Whether the engine chooses the faster of its algorithms: `curvopt.core.costs` against measurements of both ways.
+"""Whether the engine chooses the faster of its algorithms: its chunk sizes against measurements of both ways.
 
 For every layer of the networks, and for whole networks, a choice is forced either way and both are timed. "Regret" is
 the time of what the engine chooses, divided by that of the best.
@@ -23,9 +23,11 @@ from benchmarks.packages import method
 from benchmarks.problems import PROBLEMS
 from benchmarks.tables import Choice, ProblemName
 from benchmarks.timing import RESULTS, machine, save, seconds
-from curvopt.core import costs
-from curvopt.core.derivatives.rules import AffineRule, rule_for
-from curvopt.core.jacobians import Outer, Patches, Squares
+from curvopt.core.jacobians import chunk_sizes as costs
+from curvopt.core.jacobians.outer import Outer
+from curvopt.core.jacobians.patches import Patches
+from curvopt.core.jacobians.squares import Squares
+from curvopt.core.layers.rule import AffineRule, rule_for
 
 #: Largest temporary that a forced choice may ask for, in numbers.
 LARGEST = 2e8

@@ -29,8 +29,8 @@ from curvopt import CurvoptError, backpack, extend, extensions
 from curvopt.core.autograd_graph.backward_graph import CallInGraph
 from curvopt.core.backward import hessian_residuals
 from curvopt.core.backward.backward_pass import BackwardPass, FactoredLoss
-from curvopt.core.derivatives.sample_by_sample import SharedCall
-from curvopt.core.functional import FunctionalUse
+from curvopt.core.layers.functional import FunctionalUse
+from curvopt.core.layers.sample_by_sample import SharedCall
 
 N, C = 2, 3  # samples and classes
 

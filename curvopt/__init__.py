@@ -1,9 +1,9 @@
 """Second-order information in one backward pass, and torch.optim optimizers that live on it."""
 
-from curvopt.core import derivatives  # registers the rules
 from curvopt.core.backward.backpack import backpack
 from curvopt.core.backward.columns import set_columns_per_sweep
-from curvopt.core.uses import disable, extend
+from curvopt.core.recording.extend import extend
+from curvopt.core.recording.state import disable
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.regularizers import L2Regularizer
 
@@ -14,7 +14,6 @@ __all__ = [
     "CurvoptWarning",
     "L2Regularizer",
     "backpack",
-    "derivatives",
     "disable",
     "extend",
     "set_columns_per_sweep",

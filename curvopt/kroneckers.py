@@ -16,8 +16,8 @@ from math import isnan, prod
 import torch
 from torch import Tensor
 
-from curvopt.core.eigen import LinAlgError, eigh
-from curvopt.core.jacobians import in_pieces
+from curvopt.core.jacobians.second_moments import in_pieces
+from curvopt.core.linear_algebra import LinAlgError, eigh
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from curvopt import backpack, extend
-from curvopt.core.derivatives import Rule, register
-from curvopt.core.jacobians import Dense
+from curvopt.core.jacobians.base import Dense
+from curvopt.extending import Rule, register
 from curvopt.extensions import KFLR, BatchGrad, DiagGGNExact
 from curvopt.testing import check
 from curvopt.utils.examples import load_one_batch_mnist

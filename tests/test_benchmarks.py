@@ -16,7 +16,7 @@ from torch import nn
 from benchmarks import agreement, costmodel, memory, packages, quantities, scaling, tables, timing
 from benchmarks.packages import EXACT, PACKAGES, PRODUCTS, QUANTITIES
 from benchmarks.problems import PROBLEMS, Problem
-from curvopt.core import costs
+from curvopt.core.jacobians import chunk_sizes as costs
 from experiments import models
 
 TINY = PROBLEMS["tiny"]

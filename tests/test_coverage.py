@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import coverage
-from curvopt.core.derivatives import rules
-from curvopt.core.derivatives.affine import Linear
+from curvopt.core.layers import rule as rules
+from curvopt.core.layers.affine import Linear
 from curvopt.extensions import KFRA
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "supported_layers.md"

@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from curvopt import backpack, extend
-from curvopt.core.generic_loss import GenericLoss
-from curvopt.core.loss_blocks import Head
+from curvopt.core.losses.generic_loss import GenericLoss
+from curvopt.core.losses.loss_blocks import Head
 from curvopt.errors import CurvoptError
 from curvopt.extensions import DiagGGNExact
 

@@ -19,8 +19,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from curvopt import L2Regularizer, backpack, extend, set_columns_per_sweep
-from curvopt.core.derivatives import affine
-from curvopt.core.uses import Use
+from curvopt.core.layers import affine
+from curvopt.core.recording.calls import Use
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions import (
     GGNMP,

@@ -18,11 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from curvopt import backpack, extend, set_columns_per_sweep
-from curvopt.core import costs
 from curvopt.core.backward.backward_pass import BackwardPass
-from curvopt.core.derivatives import rule_for
-from curvopt.core.jacobians import Computed, Dense, Jacobian, Outer, Patches, Scaled, Squares, combine
-from curvopt.core.uses import KEY
+from curvopt.core.jacobians import chunk_sizes as costs
+from curvopt.core.jacobians.base import Dense, Jacobian
+from curvopt.core.jacobians.combine import combine
+from curvopt.core.jacobians.outer import Outer
+from curvopt.core.jacobians.patches import Patches
+from curvopt.core.jacobians.pulled_back import Computed, Scaled
+from curvopt.core.jacobians.squares import Squares
+from curvopt.core.recording.calls import KEY
+from curvopt.extending import rule_for
 from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact, KFACEmpirical, SqrtGGNExact
 
 

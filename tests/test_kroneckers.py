@@ -9,7 +9,7 @@ import torch
 from checks import assert_same
 from torch import Tensor
 
-from curvopt.core.eigen import eigh
+from curvopt.core.linear_algebra import eigh
 from curvopt.kroneckers import (
     apply_kfac_mat_prod,
     damped_inverses,

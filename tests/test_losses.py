@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from curvopt import CurvoptError, backpack, extend
-from curvopt.core.derivatives.losses import Diagonal, Softmax, curvature_of, draw, register_loss
-from curvopt.core.uses import LossUse
+from curvopt.core.losses.hessian_root import Diagonal, Softmax, draw
+from curvopt.core.losses.loss_call import LossUse, curvature_of
+from curvopt.core.losses.registry import register_loss
 from curvopt.errors import CurvoptWarning
 from curvopt.extensions import GGNMP, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, DiagHessian, KFACEmpirical
 

@@ -22,10 +22,13 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
 from curvopt import backpack, extend
-from curvopt.core.derivatives import rule_for
-from curvopt.core.jacobians import Dense, Jacobian, Lookup, Outer, combine
-from curvopt.core.uses import KEY, Use
+from curvopt.core.jacobians.base import Dense, Jacobian
+from curvopt.core.jacobians.combine import combine
+from curvopt.core.jacobians.lookup import Lookup
+from curvopt.core.jacobians.outer import Outer
+from curvopt.core.recording.calls import KEY, Use
 from curvopt.errors import CurvoptError
+from curvopt.extending import rule_for
 from curvopt.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, SumGradSquared, Variance
 
 N = 3  # samples

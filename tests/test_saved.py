@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from curvopt import CurvoptError, backpack, extend
-from curvopt.core.derivatives import register
-from curvopt.core.derivatives.affine import Linear
+from curvopt.core.layers.affine import Linear
+from curvopt.extending import register
 from curvopt.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact
 from curvopt.extensions.base import Extension
 

@@ -9,13 +9,14 @@ from test_hessian import NO_PCHMP
 from torch import Tensor, nn
 
 from curvopt import CurvoptError, backpack, extend
+from curvopt.core.autograd_graph.second_derivatives import residual_columns
 from curvopt.core.backward import hessian_residuals
 from curvopt.core.backward.columns import Empirical, Exact, MonteCarlo
-from curvopt.core.derivatives.affine import Linear
-from curvopt.core.derivatives.losses import Softmax
-from curvopt.core.jacobians import Jacobian, Outer
-from curvopt.core.residuals import residual_columns
-from curvopt.core.uses import LossUse
+from curvopt.core.jacobians.base import Jacobian
+from curvopt.core.jacobians.outer import Outer
+from curvopt.core.layers.affine import Linear
+from curvopt.core.losses.hessian_root import Softmax
+from curvopt.core.losses.loss_call import LossUse
 from curvopt.extensions import (
     GGNMP,
     HMP,

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 EXTENSION = "a quantity of your own is a curvopt.extensions.Extension"
-RULE = "one curvopt.core.derivatives.Rule for a layer serves all quantities, and unknown layers need none"
+RULE = "one curvopt.extending.Rule for a layer serves all quantities, and unknown layers need none"
 
 #: What to do instead, by patterns of modules.
 _INSTEAD = {

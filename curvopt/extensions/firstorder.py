@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvopt.core.jacobians import Dense, Jacobian
+from curvopt.core.jacobians.base import Dense, Jacobian
 from curvopt.extensions.base import Extension, indices
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from curvopt.core.backward.columns import Exact, Hessian
-from curvopt.core.jacobians import Jacobian
+from curvopt.core.jacobians.base import Jacobian
 from curvopt.errors import CurvoptError
 from curvopt.extensions.base import Extension
 

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from curvopt.core.backward.columns import Averaged, Empirical, Exact, MonteCarlo
-from curvopt.core.jacobians import Approx, Dense, Jacobian, Squares, add, widened
-from curvopt.core.uses import extended_name
+from curvopt.core.jacobians.base import Approx, Dense, Jacobian
+from curvopt.core.jacobians.squares import Squares
+from curvopt.core.jacobians.sums import add, widened
+from curvopt.core.recording.extended_parameters import extended_name
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions.base import Extension, indices
 

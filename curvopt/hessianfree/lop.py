@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from curvopt.core.residuals import walk
-from curvopt.core.uses import unheard
+from curvopt.core.autograd_graph.nodes import walk
+from curvopt.core.autograd_graph.vjp import unheard
 from curvopt.errors import CurvoptError
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvopt.core.uses import unheard
+from curvopt.core.autograd_graph.vjp import unheard
 from curvopt.hessianfree.lop import as_list, check_differentiable, check_shapes
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvopt.core.jacobians import widened
-from curvopt.core.uses import extended_name
+from curvopt.core.jacobians.sums import widened
+from curvopt.core.recording.extended_parameters import extended_name
 from curvopt.distributed import Ranks
 from curvopt.errors import CurvoptError
 
@@ -93,7 +93,7 @@ class Collection:
         closure_weight: the part of ``step_weight`` that belongs to the closure of the step.
         foreign: number of parameters of other optimizers that received curvature where none of ours did; -1 if some of
             ours did, or if there was no backward at all.
-        variables: largest number of variables of a prediction, see `curvopt.core.derivatives.losses.LossCurvature`.
+        variables: largest number of variables of a prediction, see `curvopt.core.losses.hessian_root.LossCurvature`.
         zeros: the gradients after the last of the backwards and their versions, if they were all zero.
     """
 

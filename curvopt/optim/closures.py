@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from curvopt.core.autograd_graph.vjp import hears_itself
 from curvopt.core.backward.backpack import engine
 from curvopt.core.randomness import RandomState
-from curvopt.core.uses import hears_itself
 from curvopt.errors import CurvoptError
 
 Step = TypeVar("Step", bound=Callable[..., Any])

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from curvopt import backpack
 from curvopt.core.backward.backpack import attach
-from curvopt.core.jacobians import widened
-from curvopt.core.uses import outside_of_graphs, owned_parameters
+from curvopt.core.jacobians.sums import widened
+from curvopt.core.recording.extended_parameters import owned_parameters
+from curvopt.core.recording.state import outside_of_graphs
 from curvopt.distributed import Ranks, ranks_of, refuse_sharded
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.optim.accumulation import Accumulation, Collection, nothing_received

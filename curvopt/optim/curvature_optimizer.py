@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from curvopt.core.backward.backpack import attach, heard
-from curvopt.core.jacobians import widened
-from curvopt.core.uses import extended_name, outside_of_graphs
+from curvopt.core.jacobians.sums import widened
+from curvopt.core.recording.extended_parameters import extended_name
+from curvopt.core.recording.state import outside_of_graphs
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.optim.accumulation import Collection, ema_update, number
 from curvopt.optim.checkpoint import export_run, exporting, import_run, importing, without_curvature

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvopt.core.jacobians import Approx
+from curvopt.core.jacobians.base import Approx
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.solvers import FactoredInverse
 

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from curvopt.core.jacobians import Approx
+from curvopt.core.jacobians.base import Approx
 from curvopt.extensions import KFAC, KFLR, KFACEmpirical
 from curvopt.optim.accumulation import pop_field
 from curvopt.optim.curvature_optimizer import CurvatureOptimizer

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvopt.core.autograd_graph.backward_graph import records_behind
-from curvopt.core.derivatives.functional_losses import find_losses
-from curvopt.core.derivatives.losses import LossCurvature
-from curvopt.core.residuals import precisions
-from curvopt.core.uses import Loss, TermUse, listen, unheard
+from curvopt.core.autograd_graph.nodes import precisions
+from curvopt.core.autograd_graph.vjp import listen, unheard
+from curvopt.core.losses.hessian_root import Loss, LossCurvature
+from curvopt.core.losses.loss_search import find_losses
+from curvopt.core.recording.calls import TermUse
 from curvopt.distributed import Ranks, mean_of
 from curvopt.errors import CurvoptError
 from curvopt.hessianfree.cg import dot

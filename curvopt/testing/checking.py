@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from curvopt.core.backward.backpack import backpack
 from curvopt.core.backward.columns import Exact, Gradient, Hessian, MonteCarlo
-from curvopt.core.uses import extend
+from curvopt.core.recording.extend import extend
 from curvopt.errors import CurvoptError
 from curvopt.extensions import PCHMP, BatchL2Grad, EigenDiagonal, Extension
 from curvopt.testing.comparison import EXPECTED, Comparison, compare, compare_draws, compare_pchmp, plain_loss

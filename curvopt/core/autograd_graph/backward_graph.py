@@ -14,12 +14,16 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.node_vjp import Place, consumers_first
+from curvopt.core.autograd_graph.nodes import is_sink, leaf_of, name_of, shape_of, walk
 from curvopt.core.batch_axis.layout import Layout, axis_of
-from curvopt.core.derivatives.rules import Rule, no_batch_axis
-from curvopt.core.jacobians import Jacobian, cast, of_samples
+from curvopt.core.jacobians.base import Jacobian
+from curvopt.core.jacobians.combine import of_samples
+from curvopt.core.jacobians.sums import cast
+from curvopt.core.layers.rule import Rule, no_batch_axis
+from curvopt.core.recording.calls import TermUse, Use, records_of
+from curvopt.core.recording.extended_parameters import extended_name
 from curvopt.core.recording.model_calls import Model, ModelCall, model_calls_of
-from curvopt.core.residuals import is_sink, leaf_of, name_of, shape_of, walk
-from curvopt.core.uses import Packed, Steps, TermUse, Use, extended_name, records_of, samples_first, samples_of
+from curvopt.core.recording.steps import Packed, Steps, samples_first, samples_of
 from curvopt.distributed import refuse_sharded
 from curvopt.errors import CurvoptError
 
@@ -41,7 +45,7 @@ class CallInGraph:
         edges: where the gradients of its outputs arrive, by the number of the output.
         location: the samples of its model.
         samples: where they are for the rule: on the axis that it expects (``"first"``), behind steps (see
-            `curvopt.core.uses.Steps`), or elsewhere: then the layouts of the outputs, by which single samples are given
+            `recording.steps`), or elsewhere: then the layouts of the outputs, by which single samples are given
             to the rule one by one.
     """
 

@@ -14,7 +14,7 @@ from torch._vmap_internals import _vmap
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from curvopt.core.residuals import cut, pull
+from curvopt.core.autograd_graph.vjp import cut, pull
 
 Place = tuple[Node, int]  # an output of a node
 

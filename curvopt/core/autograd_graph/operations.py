@@ -38,7 +38,7 @@ elementwise    | elementwise | Sigmoid Silu Sin Sinc Sinh Softplus Sqrt Tan Tanh
 elementwise    | -           | Addcdiv Atan2 BinaryCrossEntropy BinaryCrossEntropyWithLogits Div HuberLoss LogAddExp
 elementwise    | -           | LogAddExp2 MseLoss SmoothL1Loss SoftMarginLoss Xlogy
 elementwise    | -           | EluBackward GeluBackward HardswishBackward HardtanhBackward LeakyReluBackward
-elementwise    | -           | LogSigmoidBackward MishBackward SigmoidBackward SiluBackward SoftplusBackward
+elementwise    | -           | LogSigmoidBackward SigmoidBackward SoftplusBackward
 elementwise    | -           | TanhBackward ThresholdBackward
 
 view           | linear      | ReshapeAlias Squeeze UnsafeView Unsqueeze View
@@ -110,3 +110,13 @@ def _table() -> dict[str, Operation]:
 #: By upper-case names.
 OPERATIONS = _table()
 UNKNOWN_OPERATION = Operation(None, None)
+
+
+def _with_second_derivative(kind: str) -> frozenset[str]:
+    return frozenset(name for name, operation in OPERATIONS.items() if operation.second_derivative == kind)
+
+
+#: Names of operations by their second derivative (see `Operation`).
+LINEAR, MULTILINEAR, ELEMENTWISE = map(_with_second_derivative, ("linear", "multilinear", "elementwise"))
+#: Operations that leave entries where they are.
+BY_ENTRY = frozenset(name for name, operation in OPERATIONS.items() if operation.batch_axis == "elementwise")

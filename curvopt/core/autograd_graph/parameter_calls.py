@@ -20,24 +20,17 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Way
 from curvopt.core.autograd_graph.node_vjp import Place
+from curvopt.core.autograd_graph.nodes import is_complex, leaf_of, shape_of
 from curvopt.core.batch_axis.layout import Layout
 from curvopt.core.batch_axis.samples import Location
-from curvopt.core.derivatives.operations import Derived, Repeated
-from curvopt.core.derivatives.rules import AffineRule, Rule
-from curvopt.core.derivatives.sample_by_sample import Operand, SharedCall
-from curvopt.core.functional import (
-    FunctionalUse,
-    is_bias,
-    is_layer,
-    layer_call,
-    repeats,
-    repetition,
-    seen_of,
-    shape_among,
-)
-from curvopt.core.functional import Way as _Moved
-from curvopt.core.residuals import is_complex, leaf_of, shape_of
-from curvopt.core.uses import extended_name, extended_owner
+from curvopt.core.layers.broadcast import is_bias, repeats, repetition, shape_among
+from curvopt.core.layers.broadcast_rule import Repeated
+from curvopt.core.layers.computed_weight import Derived
+from curvopt.core.layers.functional import FunctionalUse, is_layer, layer_call, seen_of
+from curvopt.core.layers.functional import Way as _Moved
+from curvopt.core.layers.rule import AffineRule, Rule
+from curvopt.core.layers.sample_by_sample import Operand, SharedCall
+from curvopt.core.recording.extended_parameters import extended_name, extended_owner
 
 
 class Meeting(NamedTuple):

@@ -17,6 +17,8 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.autograd_graph.backward_graph import leaves_behind, records_behind
+from curvopt.core.autograd_graph.nodes import leaf_of
+from curvopt.core.autograd_graph.vjp import listeners
 from curvopt.core.backward.backward_pass import Backward, BackwardPass
 from curvopt.core.backward.columns import Gradient
 from curvopt.core.backward.located_graph import read_and_locate
@@ -29,9 +31,11 @@ from curvopt.core.backward.request_checks import (
     naming_fields,
 )
 from curvopt.core.batch_axis.samples import EmptyBatch
-from curvopt.core.derivatives.functional_losses import find_losses
-from curvopt.core.residuals import leaf_of
-from curvopt.core.uses import Use, extend, extended_model, extended_parameters, listeners, outside_of_graphs
+from curvopt.core.losses.loss_search import find_losses
+from curvopt.core.recording.calls import Use
+from curvopt.core.recording.extend import extend
+from curvopt.core.recording.extended_parameters import extended_model, extended_parameters
+from curvopt.core.recording.state import outside_of_graphs
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:

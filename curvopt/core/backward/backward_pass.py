@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from curvopt.core import costs
 from curvopt.core.autograd_graph.backward_graph import CallInGraph
 from curvopt.core.autograd_graph.node_vjp import Place, pull_by_nodes
-from curvopt.core.averaged import averaged_jacobians
+from curvopt.core.autograd_graph.nodes import leaf_of, walk
+from curvopt.core.autograd_graph.vjp import listen, pull_each
 from curvopt.core.backward.columns import (
     Empirical,
     Exact,
@@ -34,16 +34,19 @@ from curvopt.core.backward.columns import (
     ranks_of,
 )
 from curvopt.core.backward.hessian_residuals import sweep_residuals
+from curvopt.core.backward.kfra import averaged_jacobians
 from curvopt.core.backward.located_graph import LocatedGraph
+from curvopt.core.backward.module_io import Call, showing
 from curvopt.core.backward.request_checks import fields_of, naming_fields
 from curvopt.core.batch_axis.samples import Location
-from curvopt.core.derivatives.losses import LossCurvature
-from curvopt.core.functional import FunctionalUse
-from curvopt.core.generic_loss import GenericLoss
-from curvopt.core.jacobians import Computed, Dense, Jacobian, cast, combine
-from curvopt.core.module_io import Call, showing
-from curvopt.core.residuals import leaf_of, pull_each, walk
-from curvopt.core.uses import Loss, listen
+from curvopt.core.jacobians import chunk_sizes as costs
+from curvopt.core.jacobians.base import Dense, Jacobian
+from curvopt.core.jacobians.combine import combine
+from curvopt.core.jacobians.pulled_back import Computed
+from curvopt.core.jacobians.sums import cast
+from curvopt.core.layers.functional import FunctionalUse
+from curvopt.core.losses.generic_loss import GenericLoss
+from curvopt.core.losses.hessian_root import Loss, LossCurvature
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from curvopt.core.derivatives.losses import LossCurvature
-from curvopt.core.residuals import Modify
+from curvopt.core.autograd_graph.second_derivatives import Modify
+from curvopt.core.losses.hessian_root import LossCurvature
 
 _columns_per_sweep: int | None = None
 

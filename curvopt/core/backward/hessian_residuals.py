@@ -11,23 +11,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core.autograd_graph.backward_graph import leaves_behind
-from curvopt.core.backward.request_checks import fields_of, refuse_wrong
-from curvopt.core.batch_axis.layout import Layout
-from curvopt.core.compare import allclose
-from curvopt.core.jacobians import Dense
-from curvopt.core.residuals import (
-    WRONG_TWICE,
+from curvopt.core.autograd_graph.nodes import is_complex, precisions
+from curvopt.core.autograd_graph.second_derivatives import (
     Modify,
-    cut,
-    is_complex,
-    lone_biases,
     nonlinear_operations,
     polarize,
-    precisions,
-    pull,
     residual_columns,
     unit_vectors,
 )
+from curvopt.core.autograd_graph.vjp import cut, pull
+from curvopt.core.backward.request_checks import fields_of, refuse_wrong
+from curvopt.core.batch_axis.layout import Layout
+from curvopt.core.jacobians.base import Dense
+from curvopt.core.linear_algebra import allclose
+from curvopt.core.pytorch_workarounds import WRONG_TWICE, lone_biases
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Way, read_graph, ways_inside
+from curvopt.core.autograd_graph.nodes import name_of, shape_of, walk
 from curvopt.core.autograd_graph.parameter_calls import find_meetings, join_biases, parameter_calls, shared_call
 from curvopt.core.batch_axis.layout import Layout
 from curvopt.core.batch_axis.samples import Location, locate
-from curvopt.core.derivatives.sample_by_sample import Operand, SharedCall
+from curvopt.core.layers.sample_by_sample import Operand, SharedCall
+from curvopt.core.recording.calls import Use, records_of
+from curvopt.core.recording.extended_parameters import extended_model, extended_name
 from curvopt.core.recording.model_calls import Model
-from curvopt.core.residuals import name_of, shape_of, walk
-from curvopt.core.uses import Use, extended_model, extended_name, records_of
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 

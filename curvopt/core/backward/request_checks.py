@@ -12,14 +12,15 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.backward_graph import leaves_behind
 from curvopt.core.autograd_graph.node_vjp import Place
+from curvopt.core.autograd_graph.nodes import name_of, shape_of, walk
 from curvopt.core.backward.columns import Averaged, Gradient, Hessian
 from curvopt.core.backward.located_graph import LocatedGraph, is_mixed, mixing_norms
 from curvopt.core.batch_axis.layout import Layout, axis_of
 from curvopt.core.batch_axis.samples import Location
-from curvopt.core.generic_loss import GenericLoss
-from curvopt.core.loss_blocks import Head
-from curvopt.core.residuals import WRONG_THREE_TIMES, WRONG_TWICE, Wrong, name_of, shape_of, walk
-from curvopt.core.uses import Loss
+from curvopt.core.losses.generic_loss import GenericLoss
+from curvopt.core.losses.hessian_root import Loss
+from curvopt.core.losses.loss_blocks import Head
+from curvopt.core.pytorch_workarounds import WRONG_THREE_TIMES, WRONG_TWICE, Wrong
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from curvopt.core.autograd_graph.node_vjp import Place, consumers_first
+from curvopt.core.autograd_graph.nodes import name_of, operation
 from curvopt.core.autograd_graph.operations import OPERATIONS, UNKNOWN_OPERATION
 from curvopt.core.batch_axis.layout import (
     UNKNOWN,
@@ -40,8 +41,7 @@ from curvopt.core.batch_axis.layout import (
     merged,
 )
 from curvopt.core.batch_axis.probe import probe_operands
-from curvopt.core.residuals import name_of, operation
-from curvopt.core.uses import Use, records_of
+from curvopt.core.recording.calls import Use, records_of
 
 
 class BatchAxes(NamedTuple):

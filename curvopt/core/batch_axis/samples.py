@@ -17,11 +17,11 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.node_vjp import Place
+from curvopt.core.autograd_graph.nodes import leaf_of, shape_of, walk
 from curvopt.core.batch_axis.layout import UNUSED, Axis, Layout, axis_of, labelled, labels_along
 from curvopt.core.batch_axis.propagation import BatchAxes, propagate_batch_axis
+from curvopt.core.recording.extended_parameters import extended_model, extended_owner
 from curvopt.core.recording.model_calls import Model, ModelCall
-from curvopt.core.residuals import leaf_of, shape_of, walk
-from curvopt.core.uses import extended_model, extended_owner
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:

@@ -1,0 +1,138 @@
+"""Nodes of the autograd graph: names, shapes, leaves, saved tensors, and walks over them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+
+def operation(node: Node) -> str:
+    """Upper-case name of the operation a node differentiates, e.g. ``TANH``; functions of users keep a small letter."""
+    name = name_of(node).rsplit("::", 1)[-1]
+    if is_sink(node) or (isinstance(node, BackwardCFunction) and name == "BackwardHookFunctionBackward"):
+        return "ALIAS"  # PyTorch's own functions: the latter is for full backward hooks of modules
+    if isinstance(node, BackwardCFunction):
+        return "SYNCBATCHNORM" if name == "SyncBatchNormBackward" else f"user's {name}"
+    return re.sub(r"BACKWARD\d*$", "", name.upper())
+
+
+def name_of(node: Node) -> str:
+    """The name of a node, whose own attribute of that name is a user's if it is a user's function."""
+    return type(node).name(node)
+
+
+def leaf_of(node: Node | None) -> Any:
+    """The leaf tensor whose gradient a node accumulates, if it does; what users keep on their functions is none."""
+    return None if isinstance(node, BackwardCFunction) else getattr(node, "variable", None)
+
+
+def is_sink(node: Node) -> bool:
+    """Whether a node is the identity that ``DistributedDataParallel`` may put behind the outputs of its module."""
+    return isinstance(node, BackwardCFunction) and name_of(node) == "_DDPSinkBackward"
+
+
+def walk(roots: list[Node], boundary: frozenset = frozenset(), last: Collection[Node] = ()) -> Iterator[Node]:
+    """Every node reachable from ``roots``, once; nodes of ``boundary`` are not entered, those of ``last`` not left."""
+    stack = [root for root in dict.fromkeys(roots) if root not in boundary]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        for following, _ in () if node in last else node.next_functions:
+            if following is not None and following not in seen and following not in boundary:
+                seen.add(following)
+                stack.append(following)
+
+
+def leads_to(root: Node, targets: Collection[Node]) -> bool:
+    """Whether any of some nodes lies behind ``root``, or is it."""
+    return root in targets or leads_further_to(root, targets)
+
+
+def leads_further_to(root: Node, targets: Collection[Node]) -> bool:
+    """Whether any of some nodes lies behind ``root``; the nearest are looked at first."""
+    nodes, seen = [root], {root}
+    for node in nodes:
+        for following, _ in node.next_functions:
+            if following in targets:
+                return True
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return False
+
+
+def parents_of(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
+    """Who consumes each node."""
+    parents: dict[Node, list[Node]] = {}
+    for node in nodes:
+        for following, _ in node.next_functions:
+            if following is not None:
+                parents.setdefault(following, []).append(node)
+    return parents
+
+
+def dependents(found: Iterable[Node], parents: dict[Node, list[Node]]) -> set[Node]:
+    """The nodes that depend on some others, or are among them."""
+    stack = list(found)
+    dependent = set(stack)
+    while stack:
+        for parent in parents.get(stack.pop(), ()):
+            if parent not in dependent:
+                dependent.add(parent)
+                stack.append(parent)
+    return dependent
+
+
+def shape_of(node: Any, nr: int = 0) -> torch.Size:
+    """Shape of an output of a node."""
+    return torch.Size(node._input_metadata[nr].shape)
+
+
+def is_complex(node: Any, nr: int = 0) -> bool:
+    """Whether an output of a node has complex entries."""
+    return node._input_metadata[nr].dtype.is_complex
+
+
+def precisions(nodes: list[Node]) -> set[torch.dtype]:
+    """The floating dtypes behind some nodes: under autocast others than those of parameters and outputs."""
+    return {
+        metadata.dtype
+        for node in walk(nodes)
+        for metadata in node._input_metadata  # type: ignore[attr-defined]
+        if metadata.dtype.is_floating_point
+    }
+
+
+class Saved:
+    """What a node saved, by name."""
+
+    def __init__(self, node: Node):
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, f"_saved_{name}")
+
+    def of_function(self, function: type[torch.autograd.Function]) -> tuple[Tensor, ...] | None:
+        """What a function that is written in Python saved, in order; ``None`` if it is another."""
+        node: Any = self._node
+        return node.saved_tensors if node._forward_cls is function else None
+
+
+def saved_names(node: Node) -> tuple[str, ...]:
+    """The attributes by which a node gives what it saved."""
+    if isinstance(node, BackwardCFunction):
+        return ("saved_tensors",)
+    return _names(type(node))
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_saved_"))

@@ -1,0 +1,183 @@
+r"""Curvature that nonlinear operations add to the Gauss-Newton matrix.
+
+The Hessian of ``L(f(w))`` is ``J^T (\nabla^2 L) J`` plus, for every nonlinear operation ``b = h(a)`` of the network,
+the residual ``J_a^T R J_a`` with ``R = \nabla_a^2 (g^T h(a))`` and g the gradient at b. Operations are read off the
+autograd graph, so functional code counts. R is local: it is evaluated by differentiating the operation's own
+backward, and travels on as columns ``u`` with weights: ``R = sum_v w_v u_v u_v^T``, sample by sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+
+from curvopt.core.autograd_graph.nodes import is_complex, operation
+from curvopt.core.autograd_graph.operations import ELEMENTWISE, LINEAR, MULTILINEAR
+from curvopt.core.autograd_graph.vjp import cut, pull
+from curvopt.core.linear_algebra import eigh
+
+Modify = Literal["clip", "abs"] | None
+
+
+class Residual(NamedTuple):
+    """A nonlinear operation: its node, the edges of its inputs that depend on parameters, and whether R is diagonal."""
+
+    node: Node
+    outputs: list[int]
+    inputs: list[GradientEdge]
+    diagonal: bool
+
+
+class Columns(NamedTuple):
+    """Columns at several edges together, ``[v, *shape]`` each, with their weights ``[v, N]``."""
+
+    edges: list[GradientEdge]
+    vectors: list[Tensor]
+    weights: Tensor
+
+
+def nonlinear_operations(roots: Sequence[GradientEdge], uses: set[Node]) -> list[Residual]:
+    """The operations between some edges and the outputs of uses that add a residual.
+
+    Args:
+        roots: where the network's outputs come from.
+        uses: nodes of the outputs of all uses.
+    """
+    order: list[Node] = []  # inputs before what they feed
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root.node, False) for root in roots]
+    reached: dict[Node, set[int]] = {}
+    for root in roots:
+        reached.setdefault(root.node, set()).add(root.output_nr)
+    while stack:
+        node, inputs_done = stack.pop()
+        if inputs_done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            for following, nr in node.next_functions:
+                if following is not None:
+                    reached.setdefault(following, set()).add(nr)
+                    stack.append((following, False))
+    dependent: set[Node] = set()
+    found: list[Residual] = []
+    for node in order:
+        inputs = {(f, nr): GradientEdge(f, nr) for f, nr in node.next_functions if f is not None and f in dependent}
+        links = sum(1 for f, _ in node.next_functions if f is not None and f in dependent)
+        if inputs or node in uses:
+            dependent.add(node)
+        name = operation(node)
+        linear = name in LINEAR or (name in MULTILINEAR and links == 1)
+        if not inputs or (linear and not _curved(node, name)):
+            continue
+        if name == "DIV" and links == 1 and node.next_functions[0][0] in dependent:
+            continue  # linear in the numerator
+        diagonal = links == 1 and (name in ELEMENTWISE or name == "DIV")
+        found.append(Residual(node, sorted(reached[node]), list(inputs.values()), diagonal))
+    return found
+
+
+def _curved(node: Node, name: str) -> bool:
+    """Whether an operation is nonlinear although its name is among the linear or multilinear ones."""
+    if name == "ABS":  # of complex numbers
+        following, nr = node.next_functions[0]
+        return following is not None and is_complex(following, nr)
+    return name.endswith("BATCHNORM") and bool(
+        getattr(node, "_saved_training", False)
+    )  # of single samples: instance norm
+
+
+def residual_columns(residual: Residual, grads: list[Tensor], N: int, size: int, modify: Modify) -> Iterator[Columns]:
+    """Weighted columns of one operation's residual, at most ``size`` at a time.
+
+    Args:
+        residual: the operation.
+        grads: gradients of the loss at its outputs.
+        N: number of samples; entries of the inputs belong to samples in equal contiguous shares.
+        size: columns at a time.
+        modify: replace R by its positive part (``"clip"``) or absolute value (``"abs"``), else leave it.
+    """
+    if isinstance(residual.node, BackwardCFunction):
+        # a function that is differentiable once protests only if its gradient could be differentiated
+        grads = [grad if grad.requires_grad else grad.detach().requires_grad_() for grad in grads]
+    # stay within the operation: an input may depend on another, and the gradient (under create_graph) on all of them
+    borders = [edge.node for edge in residual.inputs] + [grad.grad_fn for grad in grads]
+    with torch.enable_grad(), cut(borders):
+        # the operation's own backward at a fixed gradient, as a function of the operation's inputs
+        outputs = [GradientEdge(residual.node, nr) for nr in residual.outputs]
+        pulled = pull(outputs, residual.inputs, [grad.unsqueeze(0) for grad in grads])
+        found = [(e, p[0]) for e, p in zip(residual.inputs, pulled, strict=True) if p is not None and p.requires_grad]
+    if not found:
+        return
+    edges, values = [edge for edge, _ in found], [value for _, value in found]
+    shapes = [value.shape for value in values]
+
+    def apply(vectors: list[Tensor]) -> list[Tensor]:
+        with cut(borders):
+            result = pull(values, edges, vectors)
+        return [torch.zeros_like(v) if r is None else r for r, v in zip(result, vectors, strict=True)]
+
+    dims = [shape.numel() // N for shape in shapes]
+    if residual.diagonal:
+        diagonal = apply([torch.ones_like(values[0]).unsqueeze(0)])[0].reshape(N, dims[0])
+        if modify is not None:
+            diagonal = diagonal.clamp(min=0) if modify == "clip" else diagonal.abs()
+        active = (diagonal != 0).any(0).nonzero()[:, 0]
+        for indices in active.split(size) if len(active) else ():
+            units = unit_vectors(indices, dims[0], N, diagonal).reshape(-1, *shapes[0])
+            yield Columns(edges, [units], diagonal[:, indices].T)
+        return
+
+    total = sum(dims)
+    if modify is not None:
+        R = torch.cat([_rows(apply, i, dims, shapes, N, values[0]) for i in torch.arange(total).split(size)], 1)
+        eigenvalues, eigenvectors = eigh((R + R.mT) / 2)
+        weights = eigenvalues.clamp(min=0) if modify == "clip" else eigenvalues.abs()
+        for indices in torch.arange(total, device=R.device).split(size):
+            flat = eigenvectors[:, :, indices].permute(2, 0, 1).split(dims, 2)
+            vectors = [u.reshape(-1, *shape) for u, shape in zip(flat, shapes, strict=True)]
+            yield Columns(edges, vectors, weights[:, indices].T)
+        return
+    for indices in torch.arange(total, device=values[0].device).split(max(1, size // 2)):
+        units = unit_vectors(indices, total, N, values[0])
+        both, weights = polarize(units, _rows(apply, indices, dims, shapes, N, values[0]).transpose(0, 1))
+        vectors = [u.reshape(-1, *shape) for u, shape in zip(both.split(dims, 2), shapes, strict=True)]
+        yield Columns(edges, vectors, weights)
+
+
+def polarize(units: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns ``[2 v, N, D]`` and weights ``[2 v, N]`` of ``sum_v (e (Re)^T + (Re) e^T) / 2``.
+
+    Over all units that is R itself.
+
+    Args:
+        units: unit vectors e, ``[v, N, D]``.
+        images: their products Re with a symmetric matrix of each sample.
+    """
+    # (e + Re)(e + Re)^T - (e - Re)(e - Re)^T = 2 (e (Re)^T + (Re) e^T), with e and Re brought to one length first
+    length = images.detach().square().sum(2, keepdim=True).sqrt()
+    root = length.sqrt()
+    images = torch.where(length > 0, images / root.clamp(min=torch.finfo(images.dtype).tiny), 0)
+    both = torch.cat([units * root + images, units * root - images])
+    quarter = both.new_full((len(units), 1), 0.25)
+    return both, torch.cat([quarter, -quarter]).expand(-1, both.shape[1])
+
+
+def unit_vectors(indices: Tensor, dim: int, N: int, like: Tensor) -> Tensor:
+    """Unit vectors ``[v, N, dim]``, the same for all samples."""
+    units = torch.zeros(len(indices), dim, dtype=like.dtype, device=like.device)
+    return units.scatter_(1, indices.to(like.device).unsqueeze(1), 1).unsqueeze(1).expand(-1, N, -1)
+
+
+def _rows(apply, indices: Tensor, dims: list[int], shapes: list[torch.Size], N: int, like: Tensor) -> Tensor:
+    """Rows ``R e_i`` of the joint residual of all inputs, ``[N, v, sum(dims)]``."""
+    units = unit_vectors(indices, sum(dims), N, like).split(dims, 2)
+    vectors = [u.reshape(-1, *shape) for u, shape in zip(units, shapes, strict=True)]
+    image = apply(vectors)
+    return torch.cat([r.reshape(len(indices), N, d) for r, d in zip(image, dims, strict=True)], 2).transpose(0, 1)

@@ -1,0 +1,105 @@
+"""Batch-averaged backpropagation of a curvature matrix, layer by layer (Botev et al. 2017).
+
+One matrix ``G``, shared by all samples, travels backwards: ``G_in = 1/N sum_n J_n^T G J_n`` at every operation. It is
+kept as a root with one column for each unit at most. Only sequential networks have such a recursion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+from curvopt.core.autograd_graph.backward_graph import CallInGraph
+from curvopt.core.autograd_graph.nodes import leads_to, name_of
+from curvopt.core.autograd_graph.vjp import pull
+from curvopt.core.jacobians.base import Jacobian
+from curvopt.core.layers.affine import Convolution
+from curvopt.core.layers.rule import AffineRule
+from curvopt.core.linear_algebra import eigh
+from curvopt.core.losses.hessian_root import LossCurvature
+from curvopt.errors import CurvoptError
+
+
+def averaged_jacobians(
+    edge: GradientEdge,
+    curvature: LossCurvature,
+    scale: Tensor,
+    calls: Sequence[CallInGraph],
+    frozen: Sequence[CallInGraph],
+    N: int,
+) -> Iterator[tuple[nn.Parameter, Jacobian]]:
+    """For every parameter the root of the averaged matrix at its layer's output, as Jacobian products of "one sample".
+
+    Args:
+        edge: the network's output.
+        curvature: Hessian of the loss there.
+        scale: root of the factor of the loss.
+        calls: the calls with parameters behind it.
+        frozen: those without.
+        N: number of samples.
+
+    Raises:
+        CurvoptError: if the network is not sequential, or has parameters in other than linear and convolution layers.
+    """
+    for entry in calls:
+        if not isinstance(entry.rule, AffineRule):
+            raise CurvoptError(
+                f"{entry.call.describe()}: kfra is defined for sequential networks of linear and convolution "
+                "layers; use KFAC or KFLR."
+            )
+    at = {(e.node, e.output_nr): entry for entry in (*calls, *frozen) for e in entry.edges.values()}
+    columns = curvature.root(0, curvature.columns) * scale
+    root = _root(columns.reshape(len(columns), len(columns[0]), -1).flatten(0, 1))
+    left = {place for place, entry in at.items() if entry.parameters}
+    while True:
+        shape = edge.node._input_metadata[edge.output_nr].shape
+        if shape[0] != N:
+            raise CurvoptError(
+                f"kfra: {name_of(edge.node)} has an output of shape {list(shape)}, not one row for each sample."
+            )
+        vectors = root.reshape(-1, 1, *shape[1:])
+        place = edge.node, edge.output_nr
+        entry = at.get(place)
+        if entry is not None and place in left:
+            left.remove(place)
+            entry.call.cache.clear()  # its patches, as the positions of one sample
+            jacobians = entry.rule.jac_t(entry.call, [vectors], list(entry.parameters), 1)
+            entry.call.cache.clear()
+            for name, jacobian in jacobians.items():
+                jacobian.origin = (entry.call,)  # a second use has inputs of its own
+                yield entry.parameters[name], jacobian
+        if not left:
+            return
+        nodes = {node for node, _ in left}
+        inputs = [e for e in _inputs(edge.node, entry) if leads_to(e.node, nodes)]
+        if len(inputs) != 1:
+            raise CurvoptError(
+                f"kfra is defined for sequential networks only, but {name_of(edge.node)} has {len(inputs)} inputs that "
+                "depend on parameters; use KFAC or KFLR."
+            )
+        pulled = pull([edge], inputs, [vectors.expand(-1, *shape)])[0]
+        edge = inputs[0]
+        if pulled is None:
+            return
+        flat = pulled.reshape(len(pulled), len(pulled[0]), -1)
+        # an operation that treats all samples alike (linear, convolution, reshape) keeps the columns as they are
+        root = flat[:, 0] if bool((flat == flat[:, :1]).all()) else _root(flat.flatten(0, 1) / N**0.5)
+
+
+def _root(columns: Tensor) -> Tensor:
+    """Rows ``[D or fewer, D]`` with the same second moment as the given ones."""
+    if columns.shape[0] <= columns.shape[1]:
+        return columns
+    eigenvalues, eigenvectors = eigh(columns.T @ columns)
+    return (eigenvectors * eigenvalues.clamp(min=0).sqrt()).T
+
+
+def _inputs(node: Node, entry: CallInGraph | None) -> list[GradientEdge]:
+    """Of the whole use if it is the output of a convolution, whose padding may go several ways (a circular one)."""
+    if entry is not None and isinstance(entry.rule, Convolution) and len(entry.call.boundary) == 1:
+        (before,) = entry.call.boundary
+        if len(before._input_metadata) == 1:  # type: ignore[attr-defined]
+            return [GradientEdge(before, 0)]
+    return [GradientEdge(f, nr) for f, nr in node.next_functions if f is not None]

@@ -1,0 +1,87 @@
+"""The inputs and the output of a module's call, as attributes of the module while a hook looks at it.
+
+::
+
+    with showing(module, Call(use, use.args, use.kwargs)):
+        module.input0  # its first argument
+        module.output  # computed when it is asked for
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from curvopt.core.recording.calls import Use
+from curvopt.core.recording.state import disable
+
+
+class Call(NamedTuple):
+    """A call of a module and what it was given, which the call may have left to the graph."""
+
+    use: Use
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+@contextmanager
+def showing(module: nn.Module, call: Call) -> Iterator[None]:
+    """Inside, ``input0``, ``input1``, ... are the arguments, ``output`` is the first result, without its graph.
+
+    Names that the module has itself are left alone. There is no output where random numbers were drawn for it.
+    """
+    buffers = module._buffers
+    values: dict[str, Callable[[], Any]] = {f"input{i}": partial(_input, x) for i, x in enumerate(call.args)}
+    if not (module.training and getattr(module, "dropout", 0)):
+        values["output"] = cache(lambda: _output(module, call, buffers))
+    # attributes and parameters are found before buffers, submodules after them
+    values = {name: value for name, value in values.items() if name not in buffers and name not in module._modules}
+    shown = _Shown(buffers, values)
+    vars(module)["_buffers"] = shown
+    try:
+        yield
+    finally:
+        buffers.clear()
+        buffers.update(shown)
+        vars(module)["_buffers"] = buffers
+
+
+class _Shown(dict[str, Any]):
+    """The buffers of a module, where it finds more when it is asked for an attribute. That is not listed among them."""
+
+    def __init__(self, buffers: dict[str, Any], values: dict[str, Callable[[], Any]]):
+        super().__init__(buffers)
+        self._values = values
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values or super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]() if name in self._values else super().__getitem__(name)
+
+    def __delitem__(self, name: str) -> None:
+        if self._values.pop(name, None) is None:
+            super().__delitem__(name)
+
+
+def _input(x: Any) -> Any:
+    """An argument; with its graph where fields have theirs."""
+    return x.detach() if isinstance(x, Tensor) and not torch.is_grad_enabled() else x
+
+
+def _output(module: nn.Module, call: Call, buffers: dict[str, Any]) -> Any:
+    """The first result; if it was not kept, of a call of a twin, which may change its buffers."""
+    twin, use = object.__new__(type(module)), copy.copy(call.use)
+    copies = {name: buffer if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+    vars(twin).update(vars(module), _buffers=copies)
+    use.args, use.kwargs = call.args, call.kwargs
+    use = use.in_precision(next(p.dtype for p in module.parameters() if p.is_floating_point()))
+    with torch.no_grad(), disable():
+        output = twin.forward(*use.args, **use.kwargs)
+    return output[0] if isinstance(output, tuple) else output

@@ -1,0 +1,1 @@
+"""Products of Jacobians with vectors, in factored form."""

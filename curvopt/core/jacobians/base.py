@@ -1,0 +1,243 @@
+"""Transposed-Jacobian products of one parameter, kept in factored form, and the reductions every quantity is made of.
+
+A rule turns the vectors that arrive at a module's output into a `Jacobian`: for each vector ``v`` and sample ``n`` the
+product ``J_n^T v_n`` with respect to one parameter of shape ``p``. Letters: V vectors, N samples, G groups, S shared
+positions (sequence, space, or several calls of one module), O/I output/input features.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from curvopt.core.jacobians.second_moments import _in_basis, _second_moment
+from curvopt.core.jacobians.sums import _weighted, add, widened
+
+if TYPE_CHECKING:
+    from curvopt.core.jacobians.outer import Outer
+
+Approx = Literal["expand", "reduce"]
+
+#: Largest number of entries of a parameter without Kronecker structure that still gets a dense curvature block.
+DENSE_BLOCK_LIMIT = 2048
+
+
+class Jacobian(ABC):
+    """``J_n^T v_n`` for V vectors and N samples with respect to one parameter of shape ``shape``."""
+
+    shape: torch.Size
+    V: int
+    N: int
+    #: Whether the parameter has two Kronecker factors.
+    factored = True
+    #: Whether axis 0 of the parameter belongs to `right_factor` (``[I, O]``: transposed convolutions, embeddings).
+    transposed = False
+    #: Signed weight of every vector in the sums of squares and products, ``[V, N]``; ``None`` for ones.
+    weights: Tensor | None = None
+    #: The uses it belongs to; chunks of columns of the same uses share their right side.
+    origin: tuple = ()
+    #: Number of columns of the whole sweep, of which V are here.
+    columns: int | None = None
+    #: Whether some positions may be those of other samples, where these do not lie one after the other.
+    positions_of_all = False
+    #: Whether it has all positions of the batch for every sample, of which each may be of one sample only.
+    of_batch = False
+    #: Those of single uses, if it is of several of which some are of the batch.
+    uses: Sequence[Jacobian] = ()
+    #: The sum over the samples, where it is known.
+    gradient: Tensor | None = None
+    #: The parameter; known to extensions whose quantity depends on it.
+    parameter: Tensor | None = None
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """All products, ``[V, N, *p]``."""
+
+    @abstractmethod
+    def sum_batch(self) -> Tensor:
+        """Products summed over the samples, ``[V, *p]``."""
+
+    @abstractmethod
+    def squares(self) -> Tensor:
+        """Squared entries, weighted by `weights`, summed over vectors and samples, ``[*p]``."""
+
+    @abstractmethod
+    def squares_batch(self) -> Tensor:
+        """Squared entries, weighted by `weights`, summed over the vectors only, ``[N, *p]``."""
+
+    def by_pairs(self) -> Outer | None:
+        """Itself if squares are cheaper by pairs of positions."""
+        return None
+
+    def add_squares(self, total: Tensor | None, per_sample: bool) -> Tensor:
+        """``total`` plus the squares, ``[*p]`` or, sample by sample, ``[N, *p]``, in at least float32."""
+        return add(total, widened(self.squares_batch() if per_sample else self.squares()))
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Type of the products."""
+
+    @abstractmethod
+    def norms2(self) -> Tensor:
+        """Squared Euclidean norm of every product, ``[V, N]``."""
+
+    @abstractmethod
+    def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+        """Second moment of the backpropagated side, summed over vectors and samples (the ``B`` of KFAC).
+
+        ``[O, O]`` (``[G, O, O]`` with groups) for a parameter with Kronecker structure, its blocks ``[G, K, b, b]`` on
+        the diagonal where O is more than ``limit``. Else the dense block ``sum_vn j j^T`` of shape ``[P, P]``, or such
+        blocks of it, or its diagonal ``[P]`` for more than `DENSE_BLOCK_LIMIT` entries.
+        """
+
+    @abstractmethod
+    def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor | None:
+        """Second moment of the input side, averaged over samples and positions (the ``A`` of KFAC), if there is one.
+
+        Blocks ``[G, K, b, b]`` on its diagonal where I is more than ``limit``.
+        """
+
+    @property
+    def positions(self) -> int:
+        """How many positions the samples have, where those of the batch may be of one sample each."""
+        return 0
+
+    @property
+    def rows_of_batch(self) -> int:
+        """Number of samples that reach the parameter here."""
+        return self.N
+
+    def set_lengths(self, lengths: Tensor) -> None:  # noqa: B027 - a difference where positions are averaged only
+        """Tell how long the sequences are, ``[N]``, if there are zeros in the place of steps that some have not."""
+
+    def right_factor_of_uses(self, approx: Approx = "expand", limit: int | None = None) -> Tensor | None:
+        """`right_factor`, in which every use counts by its `positions`."""
+        if approx == "reduce" or not self.uses:
+            return self.right_factor(approx, limit)
+        counts = [use.positions for use in self.uses]
+        factors = (use.right_factor(approx, limit) for use in self.uses)
+        means = zip(counts, factors, strict=True)
+        return reduce(add, (factor * (count / max(sum(counts), 1)) for count, factor in means if factor is not None))
+
+    @abstractmethod
+    def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
+        """Products in other coordinates: ``(U1 ⊗ U2)^T j`` for orthogonal bases shaped as the Kronecker factors.
+
+        Args:
+            bases: the columns of the first and second factor's bases, or of the only one's; those of diagonal factors
+                are the identity, whatever their entries.
+        """
+
+    def select(self, samples: Sequence[int] | None) -> Jacobian:
+        """The same for some samples only (all for ``None``), in the order given."""
+        return self if samples is None else Dense(self.dense()[:, list(samples)])
+
+    def project(self, directions: Tensor) -> Tensor:
+        """Inner product of every product with ``[K, *p]`` directions, ``[K, V, N]``."""
+        return torch.einsum("vnp,kp->kvn", self._flat(), directions.reshape(len(directions), -1))
+
+    def expand(self, coefficients: Tensor) -> Tensor:
+        """Products weighted by ``[K, V, N]`` coefficients and summed over vectors and samples, ``[K, *p]``."""
+        result = torch.einsum("kvn,vnp->kp", coefficients, self._flat())
+        return result.reshape(-1, *self.shape)
+
+    def _flat(self) -> Tensor:
+        return self.dense().reshape(self.V, self.N, -1)
+
+    @abstractmethod
+    def owned(self, alike: Jacobian | None = None) -> Jacobian:
+        """A copy that shares nothing with the network's activations or graph.
+
+        Args:
+            alike: such a copy for other vectors of the same uses, with which this one may share the layer's input.
+        """
+
+    def joined(self, others: Sequence[Jacobian]) -> Sequence[Jacobian]:
+        """One for the vectors of this and of others, as far as they share the layer's input, and all that do not."""
+        return [self, *others]
+
+    def settled(self) -> Jacobian:
+        """The same, needing no more of the network's graph."""
+        return self
+
+    def share_no_patches(self) -> None:  # noqa: B027 - few have any
+        """Let patches that are put together for this one go with it."""
+
+    def matmul(self, directions: Tensor) -> Tensor:
+        """``sum_vn w_vn j_vn j_vn^T`` applied to ``[K, *p]`` directions."""
+        coefficients = self.project(directions)
+        return self.expand(coefficients if self.weights is None else coefficients * self.weights)
+
+
+class Dense(Jacobian):
+    """Products that are already multiplied out: biases, scales, anything without structure.
+
+    Args:
+        values: ``[V, N, *p]``.
+        left_of: products of one position whose left side has the same values, so that both share what is made of it.
+    """
+
+    factored = False
+
+    def __init__(self, values: Tensor, left_of: Outer | None = None):
+        """Keep the values."""
+        self.values, self.left_of = values, left_of
+        self.V, self.N = values.shape[:2]
+        self.shape = values.shape[2:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def dense(self) -> Tensor:
+        return self.values
+
+    def sum_batch(self) -> Tensor:
+        return self.values.sum(1)
+
+    def squares(self) -> Tensor:
+        return self._squares().sum(0)
+
+    def squares_batch(self) -> Tensor:
+        squares = self._squares()
+        return squares if self.left_of is None else squares.clone()  # others may share them
+
+    def _squares(self) -> Tensor:
+        if self.left_of is not None and self.left_of.weights is self.weights:
+            return self.left_of.left_squares.flatten(1)
+        return _weighted(self.values.square(), self.weights)
+
+    def owned(self, alike: Jacobian | None = None) -> Jacobian:
+        result = Dense(self.values)  # its neighbour holds the activations
+        result.weights = self.weights
+        return result
+
+    def norms2(self) -> Tensor:
+        if self.left_of is not None:
+            return self.left_of.left_norms2.clone()
+        return self.values.reshape(self.V, self.N, -1).square().sum(2)
+
+    def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+        flat = self.values.reshape(self.V * self.N, -1)
+        if flat.shape[1] > DENSE_BLOCK_LIMIT:
+            return flat.square().sum(0)
+        if self.left_of is None or (limit is not None and flat.shape[1] > limit):
+            return _second_moment(flat[:, None, None], limit)
+        return self.left_of.left_moment()
+
+    def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
+        return None
+
+    def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
+        (basis,) = bases
+        if basis.dim() == 1:
+            return self
+        result = Dense(_in_basis(self._flat()[..., None, None, :], basis).reshape(self.values.shape))
+        result.weights = self.weights
+        return result

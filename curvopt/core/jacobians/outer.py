@@ -1,0 +1,381 @@
+"""Products ``sum_s left ⊗ right`` of linear and convolution layers, which are rarely multiplied out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, reduce
+from math import prod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from curvopt.core.jacobians import chunk_sizes as costs
+from curvopt.core.jacobians.base import Approx, Jacobian
+from curvopt.core.jacobians.patches import Patches
+from curvopt.core.jacobians.second_moments import (
+    _are_apart,
+    _by_feature,
+    _in_basis,
+    _in_parts,
+    _moment_of_parts,
+    _second_moment,
+    _ungrouped,
+)
+from curvopt.core.jacobians.squares import Squares
+from curvopt.core.jacobians.sums import _sum, _weighted, add, cast, widened
+
+T = TypeVar("T")
+
+
+class Outer(Jacobian):
+    """Products ``sum_s left ⊗ right`` of a matrix-times-patches parameter (linear, convolution, ...).
+
+    Args:
+        left: what arrived from the output, ``[V, N, G, S, O]``.
+        right: the layer's input, ``[N, G, S, I]``, as `Patches` perhaps.
+        shape: shape of the parameter, a reshaped ``[G, O, I]``.
+        transposed: the parameter is a reshaped ``[G, I, O]`` instead.
+    """
+
+    def __init__(self, left: Tensor, right: Tensor | Patches, shape: torch.Size, transposed: bool = False):
+        """Keep both sides."""
+        self.left, self._right, self.shape, self.transposed = left, right, shape, transposed
+        self.V, self.N, self.G, self.S, self.O = left.shape
+        self.I = prod(shape) // (self.G * self.O)
+        self._moment: Tensor | None = None
+        #: How many positions each sample has, ``[N]``, if there are zeros in the place of others.
+        self.lengths: Tensor | None = None
+
+    @property
+    def right(self) -> Tensor:
+        """The layer's input, ``[N, G, S, I]``."""
+        return self._right.whole if isinstance(self._right, Patches) else self._right
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
+    def dense(self) -> Tensor:
+        if torch.is_grad_enabled() or not isinstance(self._right, Patches):
+            return _products(*self._sides(self.left, self.right)).reshape(self.V, self.N, *self.shape)
+        products = self.left.new_empty(self.V, self.N, *self.shape)
+        of_matrices, n = products.view(self.V, self.N, self.G, *self._sides(self.O, self.I)), 0
+        for right in self._right.split(costs.rows_at_once(self.S, self.G * self.I, self.left.device.type)):
+            samples = slice(n, n := n + len(right))
+            _products(*self._sides(self.left[:, samples], right), out=of_matrices[:, samples])
+        return products
+
+    def set_lengths(self, lengths: Tensor) -> None:
+        steps = int(lengths.max()) * (len(lengths) // self.N)  # of all sequences of a sample
+        self.lengths = lengths.view(self.N, -1).sum(1) * (self.S // max(steps, 1))
+
+    @property
+    def positions(self) -> int:
+        number = self.N * self.S if self.lengths is None else int(self.lengths.sum())
+        return number // self.N if self.of_batch and _are_apart(self.left.movedim(3, 2)) else number
+
+    def sum_batch(self) -> Tensor:
+        return self._shaped(_over_samples(self.left, self.right))
+
+    def squares(self) -> Tensor:
+        return Squares().add(self).total()
+
+    def squares_batch(self) -> Tensor:
+        return Squares(per_sample=True).add(self).total()
+
+    def norms2(self) -> Tensor:
+        """Squared norms ``[V, N]`` without forming the products where that is cheaper (Gram trick, Goodfellow 2015)."""
+        if self.G == self.S == 1:
+            return self.left_norms2 * _norms2(self.right)
+        if costs.by_gram(self.S, self.O, self.I):
+            # terms of both signs may round to less than nothing
+            return ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum((2, 3, 4)).clamp(min=0)
+        if torch.is_grad_enabled():
+            return self.dense().reshape(self.V, self.N, -1).square().sum(2)
+        norms = self.left.new_empty(self.V, self.N)
+        for v, samples, products in self._by_sample():
+            norms[v, samples] = products.square_().sum([*range(1, products.dim())])
+        return norms
+
+    def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+        if self.S == 1 and (limit is None or self.O <= limit):
+            return self.left_moment()
+        left = self.left.sum(3, keepdim=True) if approx == "reduce" else self.left
+        return _second_moment(left.flatten(0, 1), limit)
+
+    # of the left side of one position, which are those of a bias, too:
+
+    def left_moment(self) -> Tensor:
+        """Second moment, computed for who asks first; the others get copies."""
+        if self._moment is not None:
+            return self._moment.clone()
+        self._moment = _second_moment(self.left.flatten(0, 1))
+        return self._moment
+
+    @cached_property
+    def left_norms2(self) -> Tensor:
+        """Squared norms, ``[V, N]``."""
+        return _norms2(self.left)
+
+    @cached_property
+    def left_squares(self) -> Tensor:
+        """Squares, weighted and summed over vectors, ``[N, G, 1, O]``."""
+        return _weighted(self.left * self.left, self.weights)
+
+    def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+        if approx == "expand":
+            factor = self._mean_square(limit)
+            return factor if self.lengths is None else factor * (self.N * self.S / max(int(self.lengths.sum()), 1))
+        rows = self.right.mean(2, keepdim=True)
+        if self.lengths is not None:
+            rows = rows * (self.S / self.lengths.clamp(min=1)).to(rows)[:, None, None, None]
+        return _second_moment(rows, limit, 1 / max(self.rows_of_batch, 1))
+
+    @property
+    def rows_of_batch(self) -> int:
+        """Number of samples that have positions."""
+        return self.N if self.lengths is None else int((self.lengths > 0).sum())
+
+    def _mean_square(self, limit: int | None) -> Tensor:
+        """The mean over all positions, ended sequences' included."""
+        right = self._right
+        if torch.is_grad_enabled():
+            return _second_moment(self.right, limit, 1 / max(self.right.shape[0] * self.right.shape[2], 1))
+        limited = limit is not None and self.I > limit
+        if isinstance(right, Patches):
+            if not limited and (moments := right.moment_by_rows()) is not None:
+                return _ungrouped(moments)
+            right = right if right.rows == 1 else right.whole
+        if isinstance(right, Patches):
+            step = costs.rows_at_once(self.S, self.G * self.I, self.left.device.type)
+            R, parts = len(right) * self.S, right.split(step)
+        else:  # of KFRA, more positions than on the left
+            R, parts = right.shape[0] * right.shape[2], _in_parts(right)
+        scale = 1 / max(R, 1)
+        if not limited:
+            return _moment_of_parts(parts, R, scale)
+        moment = reduce(add, (widened(_second_moment(part, limit, scale)) for part in parts))
+        return cast(moment, self.left.dtype)
+
+    def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
+        of_left, of_right = reversed(bases) if self.transposed else bases
+        left, right = _in_basis(self.left, of_left), _in_basis(self.right, of_right)
+        result = Outer(left, right, self.shape, self.transposed)
+        result.weights = self.weights
+        return result
+
+    def select(self, samples: Sequence[int] | None) -> Jacobian:
+        if samples is None:
+            return self
+        samples, right = list(samples), self._right
+        right = right.select(samples) if isinstance(right, Patches) else right[samples]
+        return Outer(self.left[:, samples], right, self.shape, self.transposed)
+
+    def with_sides(self, left: Tensor, right: Tensor | None, shape: torch.Size, transposed: bool) -> Outer:
+        """The same, of another left side and another right one perhaps."""
+        if right is None:
+            return Outer(left, self._right, shape, transposed)
+        return Outer(left, right, shape, transposed)
+
+    def project(self, directions: Tensor) -> Tensor:
+        # one product with the input for all directions, then one for each sample: summed as they lie in memory
+        directions = self.matrices(directions)[:, 0].transpose(0, 1)  # [G, K, O, I]
+        seen = directions.flatten(1, 2) @ _by_feature(self.right)
+        seen = seen.unflatten(2, (self.N, self.S)).unflatten(1, (-1, self.O)).permute(3, 1, 0, 2, 4)  # [N, K, G, O, S]
+        # small products of other layouts take five times as long
+        seen = (seen if self._features_first else seen.mT).flatten(2).contiguous()
+        return (seen @ self._left_rows.mT).permute(1, 2, 0)
+
+    def expand(self, coefficients: Tensor) -> Tensor:
+        sides = (self.O, self.S) if self._features_first else (self.S, self.O)
+        left = (coefficients.permute(2, 0, 1) @ self._left_rows).unflatten(2, (self.G, *sides))  # [N, K, G, *]
+        left = (left if self._features_first else left.mT).permute(2, 1, 3, 0, 4)  # [G, K, O, N, S]
+        products = left.flatten(3).flatten(1, 2) @ _by_feature(self.right).mT
+        return self._shaped(products.unflatten(1, (-1, self.O)).transpose(0, 1))
+
+    @property
+    def _features_first(self) -> bool:
+        """Whether the left side has the positions of a feature next to each other in memory."""
+        return self.left.stride(3) < self.left.stride(4)
+
+    @property
+    def _left_rows(self) -> Tensor:
+        """The left side as ``[N, V, *]``, with features and positions in the order in which they lie in memory."""
+        return (self.left.mT if self._features_first else self.left).transpose(0, 1).flatten(2)
+
+    def share_no_patches(self) -> None:
+        if isinstance(self._right, Patches):
+            self._right = self._right.used_once()
+
+    def owned(self, alike: Jacobian | None = None) -> Jacobian:
+        right = alike.right if isinstance(alike, Outer) else self.right.clone()
+        result = Outer(self.left, right, self.shape, self.transposed)
+        result.weights = self.weights
+        return result
+
+    def joined(self, others: Sequence[Jacobian]) -> Sequence[Jacobian]:
+        sharing = [self, *(other for other in others if isinstance(other, Outer) and other._right is self._right)]
+        if len(sharing) == 1:
+            return [self, *others]
+        result = Outer(torch.cat([each.left for each in sharing]), self._right, self.shape, self.transposed)
+        result.weights = torch.cat(
+            [each.left.new_ones(each.V, each.N) if each.weights is None else each.weights for each in sharing]
+        )
+        return [result, *(other for other in others if other not in sharing)]
+
+    def matrices(self, directions: Tensor) -> Tensor:
+        """``[K, *p]`` as ``[K, 1, G, O, I]``, the inverse of `_shaped`."""
+        matrices = directions.reshape(-1, 1, self.G, *self._sides(self.O, self.I))
+        return matrices.mT if self.transposed else matrices
+
+    def _shaped(self, matrices: Tensor) -> Tensor:
+        """``[..., G, O, I]`` as ``[..., *p]``."""
+        matrices = matrices.mT if self.transposed else matrices
+        return matrices.reshape(*matrices.shape[:-3], *self.shape)
+
+    def by_pairs(self) -> Outer | None:
+        V = self.columns or self.V
+        return self if costs.by_pairs(V, self.S, self.O, self.I, -(-V // self.V)) else None
+
+    def left_pairs(self) -> Tensor:
+        """Products of the left sides of all pairs of positions, summed over vectors, ``[N, G, P, O]``."""
+        if self.S == 1:
+            return self.left_squares
+        return torch.cat([_weighted(pairs, self.weights) for pairs in _pairs(self.left)], 2)
+
+    def squares_of_pairs(self, left: Tensor, per_sample: bool) -> Tensor:
+        """Squares from `left_pairs`, ``[*p]`` or, sample by sample, ``[N, *p]``."""
+        P, width, device = left.shape[2], self.G * self.I, left.device.type
+        step = costs.samples_at_once(P * width, self.N, device) if per_sample else costs.rows_at_once(P, width, device)
+        left = torch.cat([left[:, :, : self.S], 2 * left[:, :, self.S :]], 2) if self.S > 1 else left
+        several = step < self.N
+        sides = zip(left.split(step), self.right.split(step), strict=True) if several else [(left, self.right)]
+        parts = ((part, right * right if self.S == 1 else torch.cat([*_pairs(right)], 2)) for part, right in sides)
+        if not per_sample:
+            return self._shaped(reduce(add, (widened(_over_samples(part, right)) for part, right in parts)))
+        if torch.is_grad_enabled():
+            return self._shaped(torch.cat([part.mT @ right for part, right in parts]))
+        result = left.new_empty(1, self.N, self.G, *self._sides(self.O, self.I))
+        for (part, right), out in zip(parts, result.split(step, 1), strict=True):
+            rows, columns = self._sides(part, right)
+            _products(rows.unsqueeze(0), columns.unsqueeze(0), out)
+        return result.reshape(self.N, *self.shape)
+
+    def add_squares(self, total: Tensor | None, per_sample: bool) -> Tensor:
+        """``total`` plus the squares, ``[*p]`` or, sample by sample, ``[N, *p]``; in place where no graph is built.
+
+        The result is of at least float32 (see `widened`).
+        """
+        if torch.is_grad_enabled():
+            squares = widened(_weighted(self.dense().square(), self.weights))
+            return add(total, squares if per_sample else squares.sum(0))
+        if per_sample:
+            like = widened(self.left.new_empty(0))
+            result = like.new_empty(self.N, *self.shape) if total is None else total.contiguous()
+            for v, samples, products in self._by_sample(in_order=True):
+                weighted = self._times_weights(products, v, samples)
+                of_samples = result[samples].view(-1, *products.shape[1:])
+                if total is None and v == 0:
+                    torch.mul(weighted, products, out=of_samples)
+                else:
+                    of_samples.addcmul_(weighted, products)
+            return result
+        squares = None
+        for v, samples, products in self._by_sample():
+            if squares is None:
+                squares = widened(torch.zeros_like(products[0]))
+            weighted = self._times_weights(products, v, samples)
+            if len(products) > 1 and not costs.adds_one_by_one(squares.numel(), squares.device.type):
+                squares.add_(_sum(products.mul_(weighted)))
+                continue
+            for a, b in zip(weighted, products, strict=True):
+                squares.addcmul_(a, b)
+        assert squares is not None
+        return add(total, squares.reshape(self.shape).contiguous())
+
+    def _sides(self, left: T, right: T) -> tuple[T, T]:
+        """Left and right side, in the order in which the parameter has them."""
+        return (right, left) if self.transposed else (left, right)
+
+    def _by_sample(self, in_order: bool = False) -> Iterator[tuple[int, slice, Tensor]]:
+        """A vector, some samples, and their products ``[n, *]``.
+
+        The last axes are the parameter's, split. They are overwritten by the next ones: fresh memory costs more than
+        arithmetic.
+
+        Args:
+            in_order: entries are in the parameter's order in memory, too.
+        """
+        return self._formed(in_order)
+
+    def _formed(self, in_order: bool) -> Iterator[tuple[int, slice, Tensor]]:
+        # [I, O]: few inputs, as of the first convolution, fill the rows of a matrix product better than its columns
+        right_first = self.transposed or not (in_order or isinstance(self._right, Tensor))
+        sides = (self.I, self.O) if right_first else (self.O, self.I)
+        device = self.left.device.type
+        step = costs.samples_at_once(self.G * self.O * self.I, self.N, device)
+        bands = self._right.bands if isinstance(self._right, Patches) and right_first else None
+        if bands is not None and (step == 1 or costs.one_by_one(self.I // bands.shape[2], self.I * self.S, device)):
+            K, C, R = bands.shape[2:5]
+            buffer, rights = self.left.new_empty(self.G, K, C * R, self.O), bands.flatten(3, 4).flatten(0, 1).unbind()
+            products = buffer.view(1, self.G, K, C, R, self.O).permute(0, 1, 5, 3, 2, 4)
+            for v, of_v in enumerate(self.left):
+                for i, (left, right) in enumerate(zip(of_v.flatten(0, 1), rights, strict=True)):
+                    n, g = divmod(i, self.G)
+                    torch.bmm(right, left.expand(K, -1, -1), out=buffer[g])
+                    if g == self.G - 1:
+                        yield v, slice(n, n + 1), products
+            return
+        rights = _pieces(self.right, step)
+        buffer = self.left.new_empty(min(step, self.N) * self.G, *sides)
+        for v, of_v in enumerate(self.left):
+            for i, (left, right) in enumerate(zip(_pieces(of_v, step), rights, strict=True)):
+                rows, columns = (right, left) if right_first else (left, right)
+                products = torch.bmm(rows.mT, columns, out=buffer[: len(left)]).view(-1, self.G, *sides)
+                products = products if right_first == self.transposed else products.mT
+                yield v, slice(i * step, (i + 1) * step), products
+
+    def _times_weights(self, products: Tensor, v: int, samples: slice) -> Tensor:
+        if self.weights is None:
+            return products
+        return products * self.weights[v, samples].reshape(-1, *[1] * (products.dim() - 1))
+
+
+def _pairs(sides: Tensor) -> Iterator[Tensor]:
+    """Products of all pairs of positions of ``[..., S, F]``, by their distance: ``[..., S - d, F]``."""
+    S = sides.shape[-2]
+    yield from (sides[..., : S - d, :] * sides[..., d:, :] for d in range(max(S, 1)))
+
+
+def _products(rows: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:
+    """``rows^T columns`` of ``[V, N, G, S, *]`` or, for all vectors, ``[N, G, S, *]``; into ``out``."""
+    if torch.is_grad_enabled():
+        return rows.mT @ columns
+    V = len(rows) if rows.dim() == 5 else len(columns)
+    shape = (*(rows if rows.dim() == 4 else columns).shape[:2], rows.shape[-1], columns.shape[-1])
+    result = rows.new_empty(V, *shape) if out is None else out
+    if rows.shape[-2] == 1:
+        return torch.mul(rows.mT, columns, out=result)
+    for v in range(V):
+        # one by one: a product that is broadcast copies the side that all vectors share
+        of_v = [(side[v] if side.dim() == 5 else side).flatten(0, 1) for side in (rows, columns)]
+        torch.bmm(of_v[0].mT, of_v[1], out=result[v].flatten(0, 1))
+    return result
+
+
+def _pieces(sides: Tensor, step: int) -> Sequence[Tensor]:
+    """Some samples of ``[N, G, S, F]`` at a time, ``[n G, S, F]``."""
+    return [sides.flatten(0, 1)] if step >= len(sides) else sides.flatten(0, 1).split(step * sides.shape[1])
+
+
+def _over_samples(left: Tensor, right: Tensor) -> Tensor:
+    """``sum_{n,s} l r^T`` of ``[..., N, G, S, O]`` and ``[N, G, S, I]``, ``[..., G, O, I]``."""
+    return _by_feature(left) @ _by_feature(right).mT
+
+
+def _norms2(sides: Tensor) -> Tensor:
+    """Squared norms of sides ``[..., G, S, F]``."""
+    if torch.is_grad_enabled():  # at zero a norm has no second derivative
+        return (sides * sides).sum((-3, -2, -1))
+    return torch.linalg.vector_norm(sides, dim=(-3, -2, -1)).square_()

@@ -1,5 +1,0 @@
-"""Modules that older tutorials import from here."""
-
-from torch.nn import Flatten
-
-__all__ = ["Flatten"]

@@ -1,0 +1,76 @@
+"""The rule of parameters that an operation broadcasts over the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from curvopt.core.jacobians.base import Dense
+from curvopt.core.layers.pull_to_parameter import _is_linear, _through
+from curvopt.core.layers.rule import Jacobians, Rule, tensors
+from curvopt.core.recording.calls import Use
+
+
+class Repeated(Rule):
+    """What an operation repeats for every sample, times a number and a factor that differs among them perhaps.
+
+    Args:
+        p: the parameter.
+        source: where what is repeated was computed from it; ``None`` for itself.
+        shape: shape of what is repeated.
+        scale: the number.
+        factor: computes the factor from the tensors of the use.
+        linear: whether the operation is linear in what it repeats.
+    """
+
+    def __init__(
+        self,
+        p: nn.Parameter,
+        source: GradientEdge | None,
+        shape: Sequence[int],
+        scale: float,
+        factor: Callable[..., Tensor] | None,
+        linear: bool,
+    ):
+        """Keep them."""
+        self.p, self.source, self.shape, self.scale, self.factor = p, source, tuple(shape), scale, factor
+        self._in_operand = linear
+
+    @cached_property
+    def linear(self) -> bool:  # type: ignore[override]
+        return self._in_operand and _is_linear(self.source, self.p)
+
+    def rows(self, use: Use) -> int:
+        return use.shapes[0][0]
+
+    def takes_steps(self, use: Use, how: Literal["axis", "rows"]) -> bool:
+        shape, axis = use.shapes[0], 1 if how == "axis" else 0
+        given = all(x.shape[: axis + 1] == shape[: axis + 1] for x in tensors(use))
+        return given and len(shape) > axis and self._sizes(len(shape))[axis] == 1
+
+    def _sizes(self, dims: int) -> list[int]:
+        """Of what is repeated, along the axes of the output."""
+        return [1] * (dims - len(self.shape)) + list(self.shape)
+
+    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+        (grad,) = grads
+        assert grad is not None
+        if self.factor is not None:
+            grad = grad * self.factor(*use.args).to(grad.dtype)
+        sizes = self._sizes(grad.dim() - 1)
+        if use.steps == "axis":
+            sizes[:2] = sizes[1::-1]
+        if sizes[0] == 1:
+            values = grad.unflatten(1, (N, -1))
+        else:  # rows of its own for each sample, or for the only one
+            values = grad.new_zeros(len(grad), N, *grad.shape[1:])
+            for n, rows in enumerate(grad.split(grad.shape[1] // N, 1)):
+                values[:, n, n * rows.shape[1] : (n + 1) * rows.shape[1]] = rows
+        axes = [i for i, size in enumerate(sizes, 2) if size == 1]
+        values = (values.sum(axes) if axes else values) * self.scale
+        jacobian = Dense(values.reshape(len(grad), N, *self.shape))
+        return dict.fromkeys(names, _through(use, self.source, self.p, jacobian))

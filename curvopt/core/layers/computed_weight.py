@@ -1,0 +1,57 @@
+"""The rule of a layer whose weight is computed from a parameter: masks, norms, parts of a packed weight."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from curvopt.core.jacobians.outer import Outer
+from curvopt.core.layers.pull_to_parameter import _is_linear, _through
+from curvopt.core.layers.rule import Jacobians, Rule
+from curvopt.core.layers.two_sides import Sides, _way_back
+from curvopt.core.recording.calls import Use
+
+
+class Derived(Rule):
+    """An operation with a weight that was computed from the parameter.
+
+    Args:
+        rule: of the operation with a weight of its own, by the name ``weight``.
+        p: the parameter.
+        source: where the weight was computed; ``None`` if it is the parameter, with axes moved perhaps.
+        start: the first row of the parameter that is the weight; ``None`` if all rows are.
+    """
+
+    def __init__(self, rule: Rule, p: nn.Parameter, source: GradientEdge | None, start: int | None = None):
+        """Keep them, and read what nodes saved: while the graph is passed, checkpoints give that out only once."""
+        self.rule, self.p, self.source, self.start = rule, p, source, start
+        self._way = [] if source is None else _way_back(source, p)
+
+    @cached_property
+    def linear(self) -> bool:  # type: ignore[override]
+        return self.rule.linear and _is_linear(self.source, self.p)
+
+    def rows(self, use: Use) -> int:
+        return self.rule.rows(use)
+
+    def takes_steps(self, use: Use, how: Literal["axis", "rows"]) -> bool:
+        return self.rule.takes_steps(use, how)
+
+    def output_axis(self, use: Use, index: int) -> int | Tensor | None:
+        return self.rule.output_axis(use, index)
+
+    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+        jacobian, source = self.rule.jac_t(use, grads, ["weight"], N)["weight"], self.source
+        if source is not None and isinstance(jacobian, Outer):
+            if "sides" not in use.cache:
+                use.cache["sides"] = Sides(source, self._way, jacobian)
+            sides = use.cache["sides"]
+            jacobian, source = sides(jacobian), sides.source
+        if self.start is not None and isinstance(jacobian, Outer):
+            others = self.start, len(self.p) - self.start - jacobian.O
+            jacobian = jacobian.with_sides(F.pad(jacobian.left, others), None, self.p.shape, False)
+        return dict.fromkeys(names, _through(use, source, self.p, jacobian))

@@ -1,0 +1,271 @@
+"""Operations of the graph as calls of a layer: products, convolutions and lookups.
+
+It does not matter which function made them: ``F.linear(x, W)``, ``x @ W``, ``torch.einsum``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from curvopt.core.autograd_graph.nodes import Saved, name_of, shape_of
+from curvopt.core.layers.affine import Conv, ConvTranspose, Product
+from curvopt.core.layers.embedding import Embedding, Indexed
+from curvopt.core.layers.rule import Rule
+from curvopt.core.recording.calls import Use
+
+
+class FunctionalUse(Use):
+    """An operation read off the graph.
+
+    Args:
+        path: of the module in which it was called.
+        module: for the rule: one that would compute the same.
+        args: what the node saved.
+        shape: of the output.
+        owner: the module in which it was called.
+        boundary: where the operands come from that are no parameters.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        args: tuple[Tensor, ...],
+        shape: torch.Size,
+        owner: nn.Module,
+        boundary: frozenset[Node] = frozenset(),
+    ):
+        """Record what the node saved."""
+        self.path, self.model, self.module, self.args, self.kwargs, self._owner = path, None, module, args, {}, owner
+        self.versions, self.boundary, self.steps = tuple([x._version for x in args]), boundary, None
+        self.shapes, self.cache, self.settings, self.seen = (shape,), {}, None, tuple(module._parameters.values())
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module in which the operation was called."""
+        return self._owner
+
+
+class Way(NamedTuple):
+    """How a parameter comes to an operation.
+
+    Attributes:
+        node: of the operation.
+        position: of the operand.
+        passed: the operations before it, from the parameter on, and which output of each goes on; ``None`` if they have
+            other operands, too.
+    """
+
+    node: Node
+    position: int
+    passed: tuple[tuple[Node, int], ...] | None = ()
+
+    @property
+    def operand(self) -> tuple[Node, int]:
+        """The node of the operand, and which output of it that is."""
+        return self.node.next_functions[self.position]  # type: ignore[return-value]
+
+
+def seen_of(p: nn.Parameter, way: Way) -> Tensor | None:
+    """What an operation sees of a parameter, without values: strides and offset tell which entries are which.
+
+    ``None`` if that is not a view of it.
+    """
+    if way.passed is None:
+        return None
+    seen: Tensor | None = torch.empty(p.shape, device="meta")
+    for node, output_nr in way.passed:
+        seen = None if seen is None else viewed(node, output_nr, seen)
+    return seen
+
+
+def viewed(node: Node, output_nr: int, x: Tensor) -> Tensor | None:
+    """An output of an operation that views its operand, from a tensor without values; ``None`` for other operations."""
+    name, saved = name_of(node), Saved(node)
+    if name == "SplitBackward0":
+        return x.split(saved.split_size, signed_axis(saved.dim))[output_nr]
+    if name == "SplitWithSizesBackward0":
+        return x.split(saved.split_sizes, signed_axis(saved.dim))[output_nr]
+    if name == "SliceBackward0" and saved.step == 1:
+        start, end = (signed_axis(row) for row in (saved.start, saved.end))
+        return x.movedim(signed_axis(saved.dim), 0)[start:end].movedim(0, signed_axis(saved.dim))
+    if name == "TBackward0":
+        return x.t()
+    if name == "TransposeBackward0":
+        return x.transpose(signed_axis(saved.dim0), signed_axis(saved.dim1))
+    if name == "PermuteBackward0":
+        return x.permute([signed_axis(dim) for dim in saved.dims])
+    if name not in _VIEWS:
+        return None
+    shape = shape_of(node)
+    try:
+        return x.expand(shape) if name == "ExpandBackward0" else x.view(shape)
+    except RuntimeError:  # the entries were copied
+        return None
+
+
+_VIEWS = frozenset(
+    [
+        *(f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias")),
+        *("SqueezeBackward1", "SqueezeBackward2", "ToCopyBackward0", "ExpandBackward0"),
+    ]
+)
+
+
+def signed_axis(dim: int) -> int:
+    """An axis, or an index, as a node has it, where negative ones are kept as unsigned numbers."""
+    return dim - 2**64 if dim >= 2**63 else dim
+
+
+class LayerCall(NamedTuple):
+    """An operation as a call of a layer.
+
+    Attributes:
+        rule: of the layer.
+        module: with the settings that the rule reads, without parameters.
+        input: the input.
+        other: the input's position among the operands, if it is one.
+        start: the first row of the parameter that is the weight, if not all of them are.
+    """
+
+    rule: Rule
+    module: nn.Module
+    input: Tensor
+    other: int | None
+    start: int | None = None
+
+
+def layer_call(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
+    """An operation as a call of a layer, ``None`` if it is none.
+
+    Args:
+        node: of the operation.
+        position: of the operand that is the weight.
+        weight: what the operation sees of it, without values.
+        shape: shape of the parameter of which the operation sees this.
+    """
+    return _LAYERS[name_of(node)](node, position, weight, shape) if is_layer(node) else None
+
+
+def is_layer(node: Node) -> bool:
+    """Whether an operation may be a call of a layer."""
+    return name_of(node) in _LAYERS
+
+
+#: Position of the first of two matrices, and the names by which they are saved.
+_PRODUCTS = {
+    "MmBackward0": (0, "self", "mat2"),
+    "MvBackward0": (0, "self", "vec"),
+    "AddmmBackward0": (1, "mat1", "mat2"),
+    "BmmBackward0": (0, "self", "mat2"),
+    "BaddbmmBackward0": (1, "batch1", "batch2"),
+}
+
+
+def _matrices(weight: Tensor, shape: torch.Size, from_left: bool) -> tuple[bool, bool, int | None] | None:
+    """Whether a batch of matrices is one that is repeated, and whether a parameter of some shape has O axes last.
+
+    Besides, the first row of the parameter that is seen, if not all of them are (packed weights).
+    """
+    G, *sizes = weight.shape if weight.dim() == 3 else (1, *weight.shape)
+    (O, I), (by_O, by_I) = (  # noqa: E741
+        pair if from_left else pair[::-1] for pair in (sizes, weight.stride()[-2:])
+    )
+    shared, start, offset = G > 1 and weight.stride(0) == 0, None, int(weight.storage_offset())
+    if (shared or G == 1) and len(shape) == 2 and O < shape[0] and I == shape[1] and offset % I == 0:
+        start, shape = offset // I, torch.Size([O, I])
+    if (1 if shared else G) * O * I != shape.numel() or not (shared or G == 1 or weight.stride(0) == O * I):
+        return None
+    plain, transposed = (
+        (b == 1 or by_b == 1) and (a == 1 or by_a == b) for a, b, by_a, by_b in ((O, I, by_O, by_I), (I, O, by_I, by_O))
+    )
+    if plain and transposed:
+        transposed = shape[0] == I != O
+    if not (plain or transposed) or (transposed and start is not None):
+        return None
+    return shared, transposed, start
+
+
+def _product(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
+    (first, *sides), saved = _PRODUCTS[name_of(node)], Saved(node)
+    from_left = position == first
+    if position < first or (first and saved.alpha != 1) or (from_left and name_of(node) == "MvBackward0"):
+        return None
+    kind = _matrices(weight if weight.dim() > 1 else weight.unsqueeze(1), shape, from_left)
+    if kind is None:
+        return None
+    *kind, start = kind
+    return LayerCall(Product(from_left, *kind), nn.Module(), getattr(saved, sides[from_left]), first + from_left, start)
+
+
+def _convolution(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
+    if position != 1 or not weight.is_contiguous() or weight.numel() != shape.numel():
+        return None
+    saved = Saved(node)
+    rule, module = _convolution_layer(saved, saved.transposed, weight)
+    return LayerCall(rule, module, saved.input, 0)
+
+
+def _slope_of_convolution(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
+    """The gradient by a convolution's input: a transposed one, with the same weight, of what arrived at its output."""
+    saved, metadata = Saved(node), node._input_metadata  # type: ignore[attr-defined]
+    alone = not any(len(of_others.shape) for of_others in metadata[1:])  # else of the gradient by its weight, too
+    if position != 2 or not alone or not weight.is_contiguous() or weight.numel() != shape.numel():
+        return None
+    if saved.transposed and any(a >= b for a, b in zip(saved.output_padding, saved.stride, strict=True)):
+        return None  # rows that no input has painted
+    rule, module = _convolution_layer(saved, not saved.transposed, weight)
+    return LayerCall(rule, module, saved.grad_output, 0)
+
+
+def _convolution_layer(saved: Saved, transposed: bool, weight: Tensor) -> tuple[Rule, nn.Module]:
+    """Rule and settings of a convolution, or of a transposed one, with the settings that a node saved."""
+    first, second, *kernel = weight.shape
+    plain = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    kinds: Any = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d) if transposed else plain
+    sides = (first, second * saved.groups)
+    channels = sides if transposed else sides[::-1]
+    settings = {name: getattr(saved, name) for name in ("stride", "padding", "dilation", "groups")}
+    module = kinds[len(kernel) - 1](*channels, tuple(kernel), bias=False, device="meta", **settings)
+    return ConvTranspose() if transposed else Conv(), module
+
+
+def _lookup(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
+    saved = Saved(node)
+    if saved.scale_grad_by_freq or weight.shape != shape or not weight.is_contiguous():
+        return None
+    module, padding = nn.Embedding(1, 1, device="meta"), saved.padding_idx
+    module.padding_idx = padding if padding is not None and 0 <= padding < len(weight) else None
+    return LayerCall(Embedding(), module, saved.indices, None)
+
+
+def _indexed(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
+    x = _index(node)
+    if x is None or weight.dim() > 2 or weight.shape != shape or not weight.is_contiguous():
+        return None
+    module = nn.Embedding(1, 1, device="meta")
+    return LayerCall(Indexed(), module, x, None)
+
+
+def _index(node: Node) -> Tensor | None:
+    """The integers by which rows are picked, and nothing else."""
+    saved = Saved(node)
+    if name_of(node) == "IndexSelectBackward0":
+        return saved.index if saved.dim == 0 else None
+    x, *others = saved.indices
+    return None if x is None or others or x.dtype not in (torch.int32, torch.int64) else x
+
+
+_LAYERS: dict[str, Callable[[Node, int, Tensor, torch.Size], LayerCall | None]] = {
+    **dict.fromkeys(_PRODUCTS, _product),
+    "ConvolutionBackward0": _convolution,
+    "ConvolutionBackwardBackward0": _slope_of_convolution,
+    "EmbeddingBackward0": _lookup,
+    "IndexBackward0": _indexed,
+    "IndexSelectBackward0": _indexed,
+}

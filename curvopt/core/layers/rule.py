@@ -1,0 +1,271 @@
+"""Rules: how a module turns vectors at its output into Jacobians of its parameters.
+
+A rule is registered beside its definition with ``@register(nn.Linear)``. An affine layer needs two views,
+`AffineRule.unfold` and `AffineRule.fold`, nothing else. The parameters of modules without a rule are found in the
+graph, in the operations that their forward is made of; a registered rule is only ever a faster equal of that.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.nn.modules.module import _global_forward_hooks
+from torch.utils._pytree import tree_leaves
+
+from curvopt.core.jacobians.base import Dense, Jacobian
+from curvopt.core.jacobians.outer import Outer
+from curvopt.core.jacobians.patches import Patches, by_sample
+from curvopt.core.jacobians.sums import cast
+from curvopt.core.recording.calls import Use
+from curvopt.core.recording.extend import Recorder
+from curvopt.core.recording.extended_parameters import owned_parameters
+from curvopt.errors import CurvoptError
+
+Jacobians = dict[str, Jacobian]
+
+
+class Rule(ABC):
+    """How one kind of module maps vectors at its outputs to Jacobians of its parameters."""
+
+    #: Whether the only input may have any number of axes before those of the features, which all mean the same.
+    any_axes = False
+    #: Whether rows of the only input may come in another order, in which those of the output are then.
+    any_order = False
+    #: Whether the output is linear in the parameters (the input fixed), so that only operations after it add curvature.
+    linear = False
+    #: Whether samples are given to the rule one by one, wherever they are.
+    sample_by_sample = False
+    #: Whether vectors come in the type of the output, not in that of the parameters.
+    takes_any_dtype = False
+    #: Whether a call on a single sample without a batch axis is the same as on a batch of it.
+    takes_single = False
+    #: Where what the rule knows was computed from the parameter: the graph behind it is needed.
+    source: GradientEdge | None = None
+    #: Attributes of the module that the rule reads; ``None`` for any number, flag or name among them but ``training``.
+    reads: tuple[str, ...] | None = None
+    #: Whether the rule looks at ``module.training``.
+    reads_mode = False
+
+    def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters this rule answers for, by their names relative to the module."""
+        return owned_parameters(module)
+
+    def expected(self, module: Any) -> Container[str] | None:
+        """Names of the parameters that the rule knows; a module with others (parametrized weights) has none."""
+        return None
+
+    def fits(self, module: Any) -> bool:
+        """Whether the parameters have the shapes that the rule knows, where the module's forward takes others, too."""
+        return True
+
+    def leaves_input(self, module: Any) -> bool:
+        """Whether the module is one operation, which keeps the input as it is for its backward."""
+        return False
+
+    def least_dims(self, module: Any) -> int:
+        """Number of axes that an input with a batch axis has at least."""
+        return 1
+
+    def batch_axis(self, module: Any) -> int:
+        """Axis of the first input that counts the samples."""
+        return 0
+
+    def output_axis(self, use: Use, index: int) -> int | Tensor | None:
+        """Axis of an output that counts the samples, or the packed sequence of each row; ``None`` if neither tells."""
+        return 0
+
+    def takes_steps(self, use: Use, how: Literal["axis", "rows"]) -> bool:
+        """Whether a call in which steps come before the samples is the same as one in which these come first."""
+        if not self.any_order:
+            return False
+        x, shape = tensors(use)[0], use.shapes[0]
+        alike = x.dim() - (self.least_dims(use.module) - 1) if self.any_axes else 1
+        return (how == "rows" or alike > 1) and x.layout == torch.strided and shape[:alike] == x.shape[:alike]
+
+    def rows(self, use: Use) -> int:
+        """Length of the batch axis of the use's input; 0 for a call on a single sample, which has none.
+
+        Raises:
+            CurvoptError: for an input without a batch axis where the rule needs one, or a nested tensor.
+        """
+        if any(isinstance(x, Tensor) and x.is_nested for x in (*use.args, *use.kwargs.values())):
+            raise CurvoptError(
+                f"{use.describe()} was called with a nested tensor, whose samples cannot be told apart; pad it "
+                "(x.to_padded_tensor(0)), or call the module on each part."
+            )
+        if self.is_single(use):
+            return 0
+        if self.least_dims(use.module) == 1:
+            return batch_length(use)
+        x = tensors(use)[0]
+        if x.dim() < self.least_dims(use.module):
+            raise no_batch_axis(use)
+        return x.shape[self.batch_axis(use.module)]
+
+    def is_single(self, use: Use) -> bool:
+        """Whether it is a call on a single sample without a batch axis."""
+        return self.takes_single and tensors(use)[0].dim() == self.least_dims(use.module) - 1
+
+    @abstractmethod
+    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+        """Transposed-Jacobian products of the named parameters.
+
+        Args:
+            use: the recorded call.
+            grads: per output ``[V, *out]``, or ``None`` where nothing arrived.
+            names: parameters wanted.
+            N: number of samples; the batch axis of the use is a multiple, ``[N k, ...]`` with k rows of a sample
+                together.
+        """
+
+
+_rules: dict[type[nn.Module] | str, Rule] = {}
+
+_rule_of_kind: dict[tuple, Rule | None] = {}
+
+R = TypeVar("R", bound=Rule)
+
+
+def register(*types: type[nn.Module] | str) -> Callable[[type[R]], type[R]]:
+    """Class decorator: the rule serves these module types and their subclasses that keep the type's ``forward``.
+
+    A type of a package that need not be there is given by its full name.
+    """
+
+    def add(rule: type[R]) -> type[R]:
+        _rules.update(dict.fromkeys(types, rule()))
+        _rule_of_kind.clear()
+        return rule
+
+    return add
+
+
+def rule_for(module: nn.Module) -> Rule | None:
+    """The rule of a module: that of its type if the module still computes what its type does, else ``None``."""
+    # asked in every forward, so remembered by all that the answer depends on
+    own = type(module)
+    kind = (own, own.forward, getattr(own, "_conv_forward", None), *module._parameters, *module._modules)
+    if _is_patched(module):
+        return None
+    if kind not in _rule_of_kind:
+        _rule_of_kind[kind] = _find_rule(module)
+    rule = _rule_of_kind[kind]
+    return rule if rule is not None and rule.fits(module) else None
+
+
+Use.rule_for = rule_for
+
+
+def _is_patched(module: nn.Module) -> bool:
+    """Whether something other than the forward of its type decides what a module gives."""
+    hooks = module._forward_hooks
+    first = next(iter(hooks.values())) if hooks else None
+    return (
+        "forward" in vars(module)
+        or "_conv_forward" in vars(module)
+        or not (first is None or isinstance(first, Recorder))
+        or bool(_global_forward_hooks)  # which come before all others
+    )
+
+
+def _find_rule(module: nn.Module) -> Rule | None:
+    for base in type(module).__mro__:
+        rule = _rules.get(base) or _rules.get(f"{base.__module__}.{base.__qualname__}")
+        if rule is not None:
+            forwards = [f for f in ("forward", "_conv_forward") if hasattr(base, f)]
+            kept = all(getattr(type(module), f) is getattr(base, f) and _is_original(base, f) for f in forwards)
+            expected = rule.expected(module)
+            plain = expected is None or all(name in expected for name in owned_parameters(module))
+            return rule if kept and plain else None
+    return None
+
+
+def _is_original(kind: type, name: str) -> bool:
+    """Whether a method was written where its class was, not put there later."""
+    owner = next(base for base in kind.__mro__ if name in vars(base))
+    return getattr(vars(owner)[name], "__globals__", {}).get("__name__") == owner.__module__
+
+
+def no_batch_axis(use: Use) -> CurvoptError:
+    """The error where the samples cannot be told without one."""
+    return CurvoptError(
+        f"{use.describe()} was called with an input of shape {list(tensors(use)[0].shape)}, which has no batch axis; "
+        "give it a batch of one, e.g. x.unsqueeze(0)."
+    )
+
+
+def batch_length(use: Use) -> int:
+    """Length of the first axis of the first tensor among the inputs."""
+    for leaf in tree_leaves((use.args, use.kwargs)):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    raise CurvoptError(
+        f"{use.describe()} was called without a tensor that has a batch axis; pass the batch to its forward."
+    )
+
+
+def arguments(use: Use) -> dict[str, Any]:
+    """What the forward was given by the names of its parameters, in their order, defaults included."""
+    bound = inspect.signature(use.module.forward).bind(*use.args, **use.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def tensors(use: Use) -> list[Tensor]:
+    """The tensors among the arguments, in the order of the forward's parameters."""
+    given = arguments(use).values() if use.kwargs else use.args
+    return [value for value in given if isinstance(value, Tensor)]
+
+
+class AffineRule(Rule):
+    """A layer ``W x + b`` at every shared position, told by two views."""
+
+    any_order = True
+    linear = True
+    takes_single = True
+
+    #: Whether the weight is a reshaped ``[G, I, O]``.
+    transposed = False
+
+    @abstractmethod
+    def unfold(self, module: Any, *inputs: Tensor) -> Tensor | Patches:
+        """The inputs of the call as patches, ``[N, G, S, I]``."""
+
+    @abstractmethod
+    def fold(self, module: Any, grad: Tensor, *inputs: Tensor) -> Tensor:
+        """Vectors at the output, ``[V, N, *out]``, with positions and features sorted: ``[V, N, G, S, O]``."""
+
+    def bias(self, grad: Tensor, left: Tensor) -> Tensor:
+        """Vectors at the output, and what `fold` made of them, summed over positions: ``[V, N, *bias]``."""
+        return left.flatten(2) if left.shape[3] == 1 else left.sum(3).flatten(2)
+
+    def leaves_input(self, module: Any) -> bool:
+        weight = module._parameters.get("weight")
+        return weight is not None and weight.requires_grad
+
+    def expected(self, module: Any) -> Container[str]:
+        return ("weight", "bias")
+
+    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+        grad = grads[0]
+        assert grad is not None  # a use is only asked when something arrived at its one output
+        inputs = tensors(use)
+        left = by_sample(self.fold(use.module, grad, *inputs), N)
+        jacobians: dict[str, Any] = {}
+        if "weight" in names:
+            if "right" not in use.cache:
+                # autocast: the input may be in another precision
+                right = self.unfold(use.module, *[cast(x, left.dtype) for x in inputs])
+                use.cache["right"] = right.by_sample(N) if isinstance(right, Patches) else by_sample(right, N)
+            shape = use.module._parameters["weight"].shape  # type: ignore[union-attr]
+            jacobians["weight"] = Outer(left, use.cache["right"], shape, self.transposed)
+        if "bias" in names:
+            weight = jacobians.get("weight") if left.shape[2:4] == (1, 1) and not self.transposed else None
+            jacobians["bias"] = Dense(self.bias(grad, left), left_of=weight)
+        return jacobians

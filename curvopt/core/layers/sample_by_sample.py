@@ -1,0 +1,129 @@
+"""Rules for what no other rule serves: exact for every layout of the samples, at N times the cost of the operation.
+
+They get vectors that are zero but for one sample, ``[V N, *out]``, and are asked for the Jacobian of "one sample".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+from curvopt.core.autograd_graph.node_vjp import pull_together
+from curvopt.core.autograd_graph.nodes import shape_of
+from curvopt.core.autograd_graph.second_derivatives import nonlinear_operations
+from curvopt.core.autograd_graph.vjp import pull
+from curvopt.core.jacobians.base import Dense
+from curvopt.core.jacobians.combine import of_samples
+from curvopt.core.jacobians.sums import cast
+from curvopt.core.layers.pull_to_parameter import pull_to_parameter
+from curvopt.core.layers.rule import Jacobians, Rule
+from curvopt.core.recording.calls import Use
+
+if TYPE_CHECKING:
+    from curvopt.core.autograd_graph.backward_graph import CallInGraph
+
+
+class Operand(Rule):
+    """An operation with an operand that all samples share: what arrives at the operand from each of them.
+
+    Args:
+        node: of the operation.
+        output_nr: which output of it has the samples.
+        position: of the operand.
+        p: the parameter from which the operand was computed; ``None`` for the operand itself.
+    """
+
+    sample_by_sample = True
+    takes_any_dtype = True
+
+    def __init__(self, node: Node, output_nr: int, position: int, p: nn.Parameter | None = None):
+        self.node, self.output_nr, self.position, self.p = node, output_nr, position, p
+
+    @property
+    def edge(self) -> GradientEdge:
+        """Where the operand was computed."""
+        return GradientEdge(*self.node.next_functions[self.position])  # type: ignore[arg-type]
+
+    def rows(self, use: Use) -> int:
+        return 1
+
+    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+        (grad,) = grads
+        assert grad is not None
+        values = pull_together(self.node, self.output_nr, self.position, grad.to(self._dtype(grad)))
+        shape = shape_of(self.edge.node, self.edge.output_nr)
+        below = self.edge.node._input_metadata[self.edge.output_nr]  # type: ignore[attr-defined]
+        if values is None:
+            values = torch.zeros(len(grad), *shape, dtype=below.dtype, device=grad.device)
+        if self.p is not None and getattr(self.edge.node, "variable", None) is not self.p:
+            pulled = pull_to_parameter(self.edge, self.p, values)
+            values = self.p.new_zeros(len(grad), *self.p.shape) if pulled is None else pulled
+        return dict.fromkeys(names, Dense(values.unsqueeze(1)))
+
+    def _dtype(self, grad: Tensor) -> torch.dtype:
+        return self.node._input_metadata[self.output_nr].dtype  # type: ignore[attr-defined]
+
+
+class SharedCall(Rule):
+    """A call of a module that all samples share, or whose samples meet behind it, seen from where these meet it.
+
+    Args:
+        rule: of the module.
+        call: the call.
+        edges: where its outputs' gradients arrive, by the number of the output.
+        operands: the operations behind which the call is.
+        sources: where the operands were computed that lead to the call.
+    """
+
+    takes_any_dtype = True
+
+    def __init__(
+        self,
+        rule: Rule,
+        call: Use,
+        edges: dict[int, GradientEdge],
+        operands: Sequence[CallInGraph],
+        sources: Sequence[GradientEdge],
+    ):
+        self.rule, self.call, self.edges, self.operands, self.sources = rule, call, edges, operands, sources
+        ends = {edge.node for edge in edges.values()}
+        #: Whether the parameters enter linearly up to where the samples are.
+        self.linear = (
+            rule.linear and all(operand.rule.linear for operand in operands) and not nonlinear_operations(sources, ends)
+        )
+
+    def rows(self, use: Use) -> int:
+        return 1
+
+    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+        given: list[tuple[GradientEdge, Tensor]] = []
+        for operand, source, grad in zip(self.operands, self.sources, grads, strict=True):
+            if grad is not None:
+                jacobian = operand.jac_t([grad])["weight"]
+                given.append((source, jacobian.dense().flatten(0, 1)))
+        targets = list(self.edges.values())
+        if all(source in targets for source, _ in given):
+            found: dict[GradientEdge, Tensor | None] = {}
+            for source, vectors in given:
+                before = found.get(source)
+                found[source] = vectors if before is None else before + vectors
+        else:
+            sources, every = [source for source, _ in given], [vectors for _, vectors in given]
+            found = dict(zip(targets, pull(sources, targets, every), strict=True))
+        dtype = next(iter(self.rule.parameters(self.call.module).values())).dtype
+        arrived: list[Tensor | None] = [None] * len(self.call.shapes)
+        for index, edge in self.edges.items():
+            vectors = found.get(edge)
+            arrived[index] = None if vectors is None else cast(vectors, dtype)
+        if all(grad is None for grad in arrived):
+            index, like = min(self.edges), given[0][1]
+            arrived[index] = torch.zeros(len(like), *self.call.shapes[index], dtype=dtype, device=like.device)
+        call = self.call.in_precision(dtype)
+        if self.rule.is_single(call):
+            call, arrived = call.batched(), [None if grad is None else grad.unsqueeze(1) for grad in arrived]
+        jacobians = self.rule.jac_t(call, arrived, names, 1)
+        return {name: of_samples(jacobian, N) for name, jacobian in jacobians.items()}

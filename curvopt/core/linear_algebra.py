@@ -1,0 +1,43 @@
+"""Eigendecompositions that work where LAPACK's fail, and comparisons that do not wait for the device."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
+
+
+def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """``torch.linalg.eigh``, in float64 where it fails in the dtype of the matrices, and in float32 for half precision.
+
+    Of matrices of low rank, as curvature often has, LAPACK's divide and conquer sometimes makes nan without an error.
+
+    Raises:
+        LinAlgError: it failed in float64, too, as of matrices that are not finite.
+    """
+    natural = torch.promote_types(matrices.dtype, torch.float32)
+    for dtype in dict.fromkeys((natural, torch.float64)):
+        try:
+            values, vectors = torch.linalg.eigh(matrices.to(dtype))
+        except LinAlgError:
+            continue
+        if bool(values.isfinite().all() & vectors.isfinite().all()):
+            if dtype != natural:
+                logger.info("eigendecomposition of matrices %s in float64", tuple(matrices.shape))
+            return values.to(matrices.dtype), vectors.to(matrices.dtype)
+    raise LinAlgError(f"no eigendecomposition of matrices {list(matrices.shape)} in float64")
+
+
+@torch.no_grad()
+def allclose(values: Tensor, expected: Tensor, rtol: float, atol: Tensor, equal_nan: bool = False) -> Tensor:
+    """``torch.allclose`` with tensors for ``atol`` and the result, which whoever asks for it waits for."""
+    error = (values - expected).abs()
+    close = (values == expected) | (error.isfinite() & (error <= atol + rtol * expected.abs()))
+    if equal_nan:
+        close |= values.isnan() & expected.isnan()
+    return close.all()

@@ -1,0 +1,127 @@
+"""Losses read off the graph, so that ``F.cross_entropy(model(x), y)`` needs no `curvopt.extend`.
+
+Whatever its options, a cross-entropy is *linear* in log-probabilities ``l = log_softmax(z)``: ``L = -sum t_c l_c``.
+So the Hessian at a position is ``m (diag p - p p^T)`` with the mass ``m = sum_c t_c = -sum_c dL/dl_c``, which the
+backward itself brings to the log-softmax. Class weights, ignored targets, smoothing, probabilities as targets,
+reductions, scale, and losses written by hand need no further knowledge: only that everything after the log-softmax is
+linear, which the names of the nodes tell. The same holds for squared errors and binary cross-entropies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from curvopt.core.autograd_graph.nodes import name_of, operation, saved_names
+from curvopt.core.autograd_graph.vjp import pull
+from curvopt.core.jacobians.sums import widened
+from curvopt.core.losses.hessian_root import Bernoulli, Diagonal, LossCurvature, Softmax, root_of_weights
+
+
+class FunctionalLoss:
+    """A nonlinear operation of a known kind, after which the loss is linear.
+
+    Attributes:
+        node: the operation's node.
+        edge: where its input z, the network's output, comes from.
+    """
+
+    axis = 0
+
+    def __init__(self, node: Node, edge: GradientEdge):
+        """Remember the place; what the node saved is read when the backward arrives."""
+        self.node, self.edge = node, edge
+
+    @property
+    def input(self) -> Tensor:
+        """A tensor with the shape, type and device of z."""
+        z = self.edge.node._input_metadata[self.edge.output_nr]
+        return torch.empty((), dtype=z.dtype, device=z.device).expand(z.shape)
+
+    def describe(self) -> str:
+        """What was recognised, for messages."""
+        return f"the functional loss with {name_of(self.node)}"
+
+    def slope(self, grad: Tensor) -> Tensor:
+        """Gradient of the loss in z, from the gradient after the operation."""
+        own = grad.clone()  # which hooks may change in place
+        (slope,) = pull([GradientEdge(self.node, 0)], [self.edge], [own.unsqueeze(0)])
+        assert slope is not None
+        return slope[0]
+
+    def curvature(self, grad: Tensor) -> tuple[LossCurvature, Tensor]:
+        """The curvature, from the gradient after the operation; the factor of the loss is part of it.
+
+        Raises:
+            CurvoptError: if the loss weighs some entries negatively.
+        """
+        weight, build = _KINDS[operation(self.node)](_saved(self.node), grad)
+        rounding = 1e3 * torch.finfo(weight.dtype).eps * grad.abs().max()
+        root = root_of_weights(weight, self.describe(), rounding)
+        return build(root), torch.ones((), dtype=weight.dtype, device=weight.device)
+
+
+Kind = tuple[Tensor, Callable[[Tensor], LossCurvature]]
+
+
+def _log_softmax(saved: Any, grad: Tensor) -> Kind:
+    dim = _class_axis(saved.dim, saved.result.dim())
+    return -widened(grad).sum(dim), lambda mass: Softmax(widened(saved.result).exp(), mass, dim)
+
+
+def _squared_error(saved: Any, grad: Tensor) -> Kind:
+    z = widened(saved.self)
+    return (2 * _by_entry(saved, grad)).expand(z.shape), lambda root: Diagonal(root, root.square() / 2)
+
+
+def _bce_with_logits(saved: Any, grad: Tensor) -> Kind:
+    z, y = widened(saved.self), widened(saved.target)
+    weight = _by_entry(saved, grad)
+    if saved.pos_weight is not None:
+        weight = weight * (1 + (saved.pos_weight - 1) * y)
+    if saved.weight is not None:
+        weight = weight * saved.weight
+    return weight.expand(z.shape), lambda root: Bernoulli(z, root)
+
+
+#: Operation to what it makes of what it saved and of the gradient: the weight of its entries, and the curvature for the
+#: root of the weight.
+_KINDS: dict[str, Callable[[Any, Tensor], Kind]] = {
+    "LOGSOFTMAX": _log_softmax,
+    "MSELOSS": _squared_error,
+    "BINARYCROSSENTROPYWITHLOGITS": _bce_with_logits,
+}
+
+
+def _by_entry(saved: Any, grad: Tensor) -> Tensor:
+    """What arrives at every entry of an elementwise loss before its reduction."""
+    grad = widened(grad)
+    return grad / saved.self.numel() if saved.reduction == 1 else grad
+
+
+def _class_axis(dim: int, dims: int) -> int:
+    return (dim - 2**64 if dim >= 2**63 else dim) % max(dims, 1)  # a negative axis is saved as an unsigned number
+
+
+def _saved(node: Node) -> SimpleNamespace:
+    """What a node saved, by name."""
+    return SimpleNamespace(**{name.removeprefix("_saved_"): getattr(node, name) for name in saved_names(node)})
+
+
+def _recognise(node: Node) -> FunctionalLoss | None:
+    kind = operation(node)
+    edges = [GradientEdge(following, nr) for following, nr in node.next_functions if following is not None]
+    if kind not in _KINDS or len(edges) != 1:
+        return None  # unknown, or the target depends on parameters, too
+    if kind == "LOGSOFTMAX" and _class_axis(node._saved_dim, len(node._input_metadata[0].shape)) == 0:  # type: ignore[attr-defined]
+        return None  # no batch axis
+    if kind != "LOGSOFTMAX" and operation(edges[0].node) == "EXPAND":
+        return None  # broadcast to the target: rows are no samples
+    if kind == "BINARYCROSSENTROPYWITHLOGITS" and node.next_functions[0][0] is None:
+        return None
+    return FunctionalLoss(node, edges[0])

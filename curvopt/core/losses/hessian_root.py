@@ -1,0 +1,233 @@
+"""Hessians of losses in the output z of the network, factored sample by sample: protocols and the usual kinds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from curvopt.errors import CurvoptError
+
+
+class Head(Protocol):
+    """An output z of the network whose rows are the samples, or parts of them."""
+
+    @property
+    def edge(self) -> GradientEdge | None:
+        """Where z comes from, if from parameters at all."""
+        ...
+
+    @property
+    def input(self) -> Tensor:
+        """A tensor like z."""
+        ...
+
+    @property
+    def axis(self) -> int:
+        """Along which its rows lie."""
+        ...
+
+    def describe(self) -> str:
+        """What it is and where, for messages."""
+        ...
+
+    def slope(self, grad: Tensor) -> Tensor:
+        """Gradient in z, from what arrived; differentiable if gradients are enabled."""
+        ...
+
+
+class Loss(Head, Protocol):
+    """A term of what is differentiated, as a function of z."""
+
+    def curvature(self, grad: Tensor) -> tuple[LossCurvature, Tensor]:
+        """The Hessian in z up to a factor, from what arrived, and the root of the factor."""
+        ...
+
+
+class LossCurvature(ABC):
+    """Hessian of a loss in the network's output z, factored sample by sample."""
+
+    #: The factor that each independent prediction's own loss (the sum over its entries of z) has in the loss, 1/N for a
+    #: mean over N of them; broadcastable to z. ``None`` to have it read off the loss module's reduction.
+    weights: Tensor | None = None
+    #: Number of variables that are predicted for one of them: its entries of z, but one for a choice among classes.
+    variables: int = 1
+
+    @property
+    @abstractmethod
+    def columns(self) -> int:
+        """Number V of columns of the exact root (of each sample)."""
+
+    @abstractmethod
+    def root(self, start: int, stop: int) -> Tensor:
+        """Columns ``start`` to ``stop`` of the exact root S, ``[stop - start, *z.shape]``."""
+
+    def by_entries(self) -> LossCurvature:
+        """The same with the usual root, of a column for every entry of z, where `root` has fewer."""
+        return self
+
+    @abstractmethod
+    def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
+        """Independent random columns ``[samples, *z.shape]``, each with ``E[s s^T] = S S^T``.
+
+        Where the loss is a negative log-likelihood, they are its gradients at targets drawn from the model.
+        """
+
+
+class Diagonal(LossCurvature):
+    """A sum of functions of single entries of ``z``. Samples are Gaussian.
+
+    Args:
+        diagonal: root of the Hessian's diagonal, like ``z``.
+        weight: the factor that each entry's loss has in the loss, like ``z``, if known.
+    """
+
+    def __init__(self, diagonal: Tensor, weight: Tensor | None = None):
+        self.diagonal, self.variables = diagonal, prod(diagonal.shape[1:])
+        if weight is not None:
+            self.weights = weight.mean(tuple(range(1, weight.dim())), keepdim=True) if weight.dim() > 1 else weight
+
+    @property
+    def columns(self) -> int:
+        return prod(self.diagonal.shape[1:])
+
+    def root(self, start: int, stop: int) -> Tensor:
+        flat = self.diagonal.reshape(len(self.diagonal), -1)
+        index = torch.arange(stop - start, device=flat.device)
+        columns = flat.new_zeros(stop - start, *flat.shape)
+        columns[index, :, start + index] = flat[:, start:stop].T
+        return columns.reshape(-1, *self.diagonal.shape)
+
+    def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
+        return self.diagonal * _normal(self.diagonal, (samples, *self.diagonal.shape), generator)
+
+
+class Bernoulli(Diagonal):
+    """Binary cross-entropy of logits, ``w p (1 - p)`` at every entry. Samples are Bernoulli labels.
+
+    Args:
+        logits: the network's output.
+        weight: root of the weight w of every entry, like ``logits``.
+    """
+
+    def __init__(self, logits: Tensor, weight: Tensor):
+        self.p, self.weight = logits.sigmoid(), weight
+        # not p (1 - p): 1 - p rounds to zero where p is close to one
+        super().__init__(_root_of(self.p * (-logits).sigmoid()) * weight, weight.square())
+
+    def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
+        p = self.p.detach().nan_to_num()  # of a network that diverged: the columns are nan all the same
+        labels = torch.bernoulli(p.expand(samples, *p.shape), generator=generator)
+        return (self.p - labels) * self.weight
+
+
+class Softmax(LossCurvature):
+    """Cross-entropy of logits, ``m (diag p - p p^T)`` at every position. Samples are labels drawn from the softmax.
+
+    Whatever the target, the cross-entropy is linear in the log-probabilities, and the curvature depends on the target
+    only by its mass m at the position: the sum over classes of its weighted probabilities, times the factor of the
+    reduction (Kunstner et al. 2019 on the samples, "MC Fisher").
+
+    ``u = sqrt(p)`` is of length 1 and no curvature lies along it: ``diag(u) (1 - u u^T) diag(u)``. A reflection turns u
+    into a unit vector, that of the likeliest class, so that its column vanishes, and nothing cancels in the others.
+
+    Args:
+        p: probabilities, like ``z``.
+        mass: root of the mass, like ``z`` without the classes.
+        dim: axis of the classes, not the first.
+        full: give a column for every class, ``sqrt(m p_c) (e_c - p)``, though one less is enough.
+    """
+
+    def __init__(self, p: Tensor, mass: Tensor, dim: int = 1, full: bool = False):
+        self.p, self.mass, self.dim = p.movedim(dim, 1), mass.unsqueeze(1), dim
+        self.full = full or p.shape[dim] == 1  # one column of zeros for a single class
+        self.weights = self.mass.square().movedim(1, dim)
+
+    def by_entries(self) -> Softmax:
+        return Softmax(self.p.movedim(1, self.dim), self.mass.squeeze(1), self.dim, full=True)
+
+    @property
+    def columns(self) -> int:
+        return (self.p.shape[1] - (not self.full)) * prod(self.p.shape[2:])
+
+    def root(self, start: int, stop: int) -> Tensor:
+        # column (c, position): a vector at that position, zero elsewhere
+        p, mass = (t.reshape(*t.shape[:2], -1).mT for t in (self.p, self.mass))
+        index = torch.arange(start, stop, device=p.device)
+        c, position = index // p.shape[1], index % p.shape[1]
+
+        def at(values: Tensor) -> Tensor:  # [N, positions, *] as [v, N, *]
+            values = values.transpose(0, 1)
+            return values.expand(len(index), -1, -1) if len(values) == 1 else values[position]
+
+        c = c.view(-1, 1, 1).expand(-1, len(p), 1)
+        if self.full:
+            p_at = at(p)
+            vectors = _root_of(p_at.gather(2, c)) * (_onehot(c, p_at) - p_at)
+        else:
+            u, likeliest, reflected = map(at, self._reflection)
+            c = torch.where(c == likeliest, p.shape[2] - 1, c)  # the last class has the column that vanishes
+            vectors = u * (_onehot(c, u) - reflected * u.gather(2, c))
+        vectors = vectors * at(mass)
+        if self.p.dim() == 2:
+            return vectors
+        columns = vectors.new_zeros(*vectors.shape, p.shape[1])
+        columns[index - start, :, :, position] = vectors
+        return columns.unflatten(3, self.p.shape[2:]).movedim(2, self.dim + 1)
+
+    @cached_property
+    def _reflection(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Roots u of probabilities, the likeliest class k, ``(u + e_k) / (1 + u_k)``; ``[N, positions, *]`` each."""
+        p = self.p.reshape(*self.p.shape[:2], -1).mT
+        u, likeliest = _root_of(p), p.argmax(-1, keepdim=True)
+        return u, likeliest, (u + _onehot(likeliest, u)) / (1 + u.gather(-1, likeliest))
+
+    def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
+        labels = draw(self.p.detach().movedim(1, -1), samples, generator).movedim(-1, 0).unsqueeze(2)
+        columns = self.p.expand(samples, *self.p.shape) * self.mass
+        return columns.scatter_add_(2, labels, -self.mass.expand(labels.shape)).movedim(2, self.dim + 1)
+
+
+def draw(p: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
+    """Labels ``[..., samples]`` from probabilities ``[..., C]``, by inverting their cumulative sums.
+
+    Not ``torch.multinomial``, which draws a random number for every class.
+    """
+    sums = p.cumsum(-1)
+    uniform = torch.rand(*p.shape[:-1], samples, dtype=p.dtype, device=p.device, generator=generator)
+    labels = torch.searchsorted(sums, uniform * sums[..., -1:], right=True)
+    return labels.clamp_(max=p.shape[-1] - 1)  # where a probability is nan
+
+
+def _root_of(p: Tensor) -> Tensor:
+    """Root of probabilities; where one rounds to zero, so does the root's derivative in the logits."""
+    return torch.where(p > 0, p, 1).sqrt() * (p > 0) if p.requires_grad else p.sqrt()
+
+
+def _onehot(index: Tensor, like: Tensor) -> Tensor:
+    """Unit vectors along the last axis, at ``index`` of length 1 there."""
+    return torch.zeros_like(like).scatter_(-1, index, 1.0)
+
+
+def root_of_weights(weight: Tensor, what: str, rounding: Tensor | float = 0.0) -> Tensor:
+    """The root of the weights of a loss' entries; of what rounding makes negative, zero.
+
+    Raises:
+        CurvoptError: if some are negative; elsewhere than on a CPU, where asking has to wait, their root is nan.
+    """
+    negative = weight < -rounding
+    if weight.device.type == "cpu" and bool(negative.any()):
+        raise CurvoptError(
+            f"{what}: some entries have the negative weight {float(weight.min()):.3g}; second-order quantities need a "
+            "loss that is minimised (its curvature is positive)."
+        )
+    return weight.clamp(min=0).sqrt().masked_fill(negative, torch.nan)
+
+
+def _normal(like: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)

@@ -1,0 +1,126 @@
+"""One call of an extended loss."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_map_only
+
+from curvopt.core.jacobians.sums import widened
+from curvopt.core.losses.autograd_root import _from_autograd
+from curvopt.core.losses.hessian_root import Diagonal, LossCurvature
+from curvopt.core.losses.registry import _losses
+from curvopt.core.recording.calls import _tensors, describe, version
+from curvopt.core.recording.state import disable
+from curvopt.errors import CurvoptError
+
+if TYPE_CHECKING:
+    from curvopt.core.losses.hessian_root import LossCurvature
+
+
+class LossUse:
+    """One call of an extended loss: its module, its input (the network's output) and its other arguments."""
+
+    __slots__ = ("__weakref__", "args", "edge", "further", "input", "kwargs", "module", "path", "target", "version")
+    axis = 0
+
+    def __init__(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        """Record the arguments of the loss, given by position or by name: first the input, then the target if any."""
+        self.path, self.module = path, module
+        self.args, self.kwargs = args, kwargs
+        given = [*args, *kwargs.values()]
+        self.target: Any = kwargs.get("target", given[1] if len(given) > 1 else None)
+        self._look_at(_first(args, kwargs))
+        others = {id(other): other for other in self.others if other.requires_grad}
+        #: The same call for each other argument that requires gradients.
+        self.further = [copy.copy(self)._look_at(other) for other in others.values()]
+
+    def _look_at(self, argument: Tensor) -> LossUse:
+        self.input, self.version = argument, version(argument)
+        self.edge = get_gradient_edge(argument) if argument.requires_grad else None
+        return self
+
+    @property
+    def others(self) -> list[Tensor]:
+        """Every tensor among the arguments but the input."""
+        return [leaf for leaf in _tensors((self.args, self.kwargs)) if leaf is not self.input]
+
+    def again(self, z: Tensor) -> Tensor:
+        """The value of the loss at another input, in float32 at least."""
+        given = (self.args, self.kwargs)
+        args, kwargs = tree_map_only(Tensor, lambda arg: z if arg is self.input else widened(arg), given)
+        held = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
+        wide = {name: raised for name, tensor in held if (raised := widened(tensor)) is not tensor}
+        return torch.func.functional_call(self.module, wide, args, kwargs) if wide else self.module(*args, **kwargs)
+
+    def slope(self, grad: Tensor) -> Tensor:
+        """Gradient of the loss in its input, from the gradient of its value."""
+        create_graph = torch.is_grad_enabled()
+        # in float32 at least: a scaled loss would leave the range of float16
+        z = self.input.to(torch.promote_types(self.input.dtype, torch.float32))
+        z = z.view_as(z) if create_graph else z.detach().requires_grad_()  # an alias: the input itself has hooks
+        with torch.enable_grad(), disable():
+            value = self.again(z)
+        grad = grad.reshape(value.shape).to(value.dtype)
+        return torch.autograd.grad(value, z, grad, create_graph=create_graph)[0]
+
+    def curvature(self, grad: Tensor) -> tuple[LossCurvature, Tensor]:
+        """The curvature, and the root of the factor ``grad`` by which the loss was scaled."""
+        from curvopt.core.losses.loss_call import curvature_of
+
+        return curvature_of(self, grad)
+
+    def describe(self) -> str:
+        """Path and type of the loss module, for messages."""
+        return describe(self.path, self.module)
+
+
+def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The argument of a loss that is the network's output, ``None`` if there are no arguments."""
+    return args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
+
+
+def curvature_of(use: LossUse, grad: Tensor) -> tuple[LossCurvature, Tensor]:
+    """The curvature of a recorded loss, and the root of the factor ``grad`` by which the loss was scaled.
+
+    Raises:
+        CurvoptError: for a loss that does not reduce to a scalar, was given a negative factor, whose input changed
+            since, whose target depends on parameters, or whose Hessian has no root.
+    """
+    reduction = getattr(use.module, "reduction", "mean")
+    if reduction not in ("mean", "sum", "batchmean") or grad.numel() != 1:
+        raise CurvoptError(
+            f"{use.describe()}: second-order quantities need a scalar loss, but this one has shape {list(grad.shape)} "
+            f"(reduction={reduction!r}); use reduction='mean' or 'sum'."
+        )
+    # elsewhere than on a CPU, whoever asks waits for the device: there the root below is nan
+    if grad.device.type == "cpu" and bool(grad < 0):
+        raise CurvoptError(
+            f"{use.describe()}: the loss was scaled by {float(grad):g}; second-order quantities need a loss that is "
+            "minimised (its curvature is positive)."
+        )
+    if version(use.input) != use.version:
+        raise CurvoptError(
+            f"{use.describe()}: its input was modified in place after the loss was computed; give it a copy."
+        )
+    if any(other.requires_grad for other in use.others):
+        raise CurvoptError(
+            f"{use.describe()}: only the first argument of a loss may depend on parameters, but another one requires "
+            "gradients; detach() it, or pass all that depends on parameters as one tensor to a loss of your own."
+        )
+    z = widened(use.input)
+    for base in type(use.module).__mro__:
+        if base in _losses and type(use.module).forward is base.forward:
+            curvature = _losses[base](use.module, z, use.target)
+            break
+    else:
+        curvature = _from_autograd(use, z)
+    if curvature.weights is None:
+        terms = z.numel() if isinstance(curvature, Diagonal) and reduction == "mean" else len(z)
+        curvature.weights = z.new_ones(len(z), *[1] * (z.dim() - 1)) * (1.0 if reduction == "sum" else 1 / terms)
+    return curvature, grad.sqrt()

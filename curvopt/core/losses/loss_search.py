@@ -1,0 +1,122 @@
+"""The losses of which the differentiated scalar is a linear function, found in the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node
+
+from curvopt.core.autograd_graph.nodes import leads_to, leaf_of, name_of, operation
+from curvopt.core.autograd_graph.operations import LINEAR, MULTILINEAR
+from curvopt.core.losses.functional_losses import _recognise
+from curvopt.core.losses.hessian_root import Loss
+from curvopt.core.losses.loss_call import LossUse
+from curvopt.core.recording.calls import TermUse, Use, records_of
+from curvopt.errors import CurvoptError
+
+# operations that are linear in what comes from the network, while nothing else in them depends on its parameters
+_LINEAR = (LINEAR | MULTILINEAR | {"NLLLOSS", "NLLLOSS2D", "DIV"}) - {
+    "NATIVEBATCHNORM",
+    "CUDNNBATCHNORM",
+    "MIOPENBATCHNORM",
+}
+
+_ONE_OPERAND = MULTILINEAR | {"DIV", "NLLLOSS", "NLLLOSS2D"}
+
+
+def _by_argument(loss: LossUse, uses: Collection[Node]) -> Iterator[LossUse]:
+    """An extended loss, and the same for each other argument that depends on a use."""
+    yield loss
+    for further in loss.further:
+        if further.edge is None or not leads_to(further.edge.node, uses):
+            continue
+        if further.input.shape[:1] != loss.input.shape[:1]:
+            raise CurvoptError(
+                f"{loss.describe()}: arguments of shapes {list(loss.input.shape)} and {list(further.input.shape)} both "
+                "depend on parameters; give each of them a row for each sample (expand what all samples share)."
+            )
+        yield further
+
+
+def _check_time_last(node: Node, uses: Collection[Node]) -> None:
+    """Refuse a CTC loss, which takes ``[T, N, C]``, of a network that may not have the samples on the first axis."""
+    following, nr = node.next_functions[0]
+    assert following is not None
+    T, *rest = following._input_metadata[nr].shape
+    N = rest[0] if len(rest) == 2 else 1
+    shapes = {use: use._input_metadata[0].shape for use in uses if leaf_of(use) is None}  # a parameter has no samples
+    others = {use for use, shape in shapes.items() if N and shape and (shape[0] % N or shape[0] == T)}
+    if leads_to(node, others):
+        raise CurvoptError(
+            f"{name_of(node)}: the CTC loss sees {N} samples of {T} steps, but a layer has an output of "
+            f"shape {list(shapes[others.pop()])}; use a batch-first layout in the network, log_probs.transpose(0, 1) "
+            "in front of the loss, and another number of steps than samples."
+        )
+
+
+Losses = dict[Loss, GradientEdge]
+
+
+def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[Losses, list[str]]:
+    """Losses of which ``roots`` are linear functions, and the names of operations that stand in the way.
+
+    Args:
+        roots: nodes of the scalars that are differentiated.
+        uses: nodes of outputs of modules with parameters.
+
+    Returns:
+        The losses, and where their gradients arrive: of extended ones the factor by which it was scaled. Functional
+        ones are found where there are no extended ones. If some operation stands in the way, the sum of what
+        second-order rules know is not the loss; extended losses behind it are still among the losses.
+    """
+    losses: Losses = {}
+    unknown: list[str] = []
+    seen, stack = set(roots), [(root, True) for root in roots]
+    while stack:
+        node, known = stack.pop()
+        records = records_of(node)
+        # of nested losses the outermost, but of those that return the same tensor the innermost, which may be known;
+        # one that was not reduced is read off the graph
+        extended = [
+            (record, GradientEdge(node, output_nr))
+            for record, _, output_nr in records
+            if isinstance(record, LossUse)
+            and getattr(record.module, "reduction", "") != "none"
+            and not isinstance(record.module, nn.CTCLoss)
+        ]
+        if extended and node not in uses:
+            losses.update((use, extended[0][1]) for use in _by_argument(extended[0][0], uses))
+            continue
+        if any(isinstance(record, TermUse) for record, *_ in records) or leaf_of(node) is not None:
+            continue  # parameters alone: no sample's loss
+        inputs = [following for following, _ in node.next_functions if following is not None]
+        if operation(node).endswith("CTCLOSS"):
+            _check_time_last(node, uses)
+        if known:
+            # of a use that answers for it: what was read off a module's operations may have a loss among them
+            inside = [record.describe() for record, *_ in records if isinstance(record, Use) and node in uses]
+            functional = None if inside else _recognise(node)
+            if functional is not None:
+                if leads_to(functional.edge.node, uses):
+                    losses[functional] = GradientEdge(node, 0)
+                continue
+            name = operation(node)
+            if name in _ONE_OPERAND and len(inputs) > 1:  # a weight that is learned is a constant for all others
+                inputs = [following for following in inputs if leads_to(following, uses)]
+            linear = name in _LINEAR and not (name in _ONE_OPERAND and len(inputs) > 1)
+            linear = linear and not (name == "DIV" and node.next_functions[0][0] not in inputs)
+            if inside or not linear:
+                if not leads_to(node, uses):
+                    continue
+                reduced = extended or not len(node._input_metadata[0].shape)  # type: ignore[attr-defined]
+                where = f" inside of {inside[0]} (move its parameters into a submodule)" if inside and reduced else ""
+                unknown.append(name_of(node) + where)
+                known = False
+        if node in uses:
+            continue
+        for following in inputs:
+            if following not in seen:
+                seen.add(following)
+                stack.append((following, known))
+    return losses, unknown

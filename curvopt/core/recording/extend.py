@@ -1,0 +1,177 @@
+"""`extend`: a model or a loss records its calls in the forward pass, by forward hooks.
+
+The hooks may be copied and pickled with the modules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks
+from torch.utils._pytree import tree_map_only
+
+from curvopt.core.losses.loss_call import LossUse, _first
+from curvopt.core.recording import model_calls
+from curvopt.core.recording.calls import Use, _record, _tensors, describe
+from curvopt.core.recording.extended_parameters import _extended, owned_parameters
+from curvopt.core.recording.model_calls import Model
+from curvopt.core.recording.state import _records, outside_of_graphs
+
+
+class Recorder:
+    """The forward hooks of a module of an extended model. Stateless: they may be copied and pickled with the module."""
+
+    def __init__(self, path: str, model: Model):
+        """Remember the module's path in the model."""
+        self.path, self.model = path, model
+
+    def begin(self, module: nn.Module, args: tuple) -> None:
+        """Before the forward: a call of the module runs."""
+        if not _records():
+            return
+        if torch.compiler.is_dynamo_compiling():
+            outside_of_graphs(self.begin, module, args)
+        else:
+            model_calls.begin(self.model, "." not in self.path)
+
+    def __call__(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any, traced: bool = False
+    ) -> Any:
+        """Put a `Use` on the node of each output, and a `ModelCall` if the call is the outermost one."""
+        if not _records():
+            return None
+        if torch.compiler.is_dynamo_compiling():
+            return outside_of_graphs(self, module, args, kwargs, output, True)
+        running = model_calls.running_model()
+        outermost = model_calls.end()
+        outputs = _tensors(output)
+        nodes = [out.grad_fn for out in outputs]
+        if not any(nodes):
+            return None
+        ruled = self._has_rule(module)
+        if ruled:
+            use = Use(self.path, running or self.model, module, args, kwargs, outputs, traced)
+            if len(outputs) > 1:
+                # an output may be computed from another: hand out copies, so that what arrives there comes from outside
+                # (no views: changed in place, they would take the record out of the graph)
+                output = tree_map_only(Tensor, lambda out: out.clone() if out.grad_fn is not None else out, output)
+                outputs = _tensors(output)
+                nodes = [out.grad_fn for out in outputs]
+            for index, (out, node) in enumerate(zip(outputs, nodes, strict=True)):
+                # record the node now: an in-place activation will replace out.grad_fn
+                if node is not None:
+                    _record(node, use, index, out.output_nr)
+        if outermost:
+            # parameters of the model that it is called with are no samples
+            given = [x for x in _tensors((args, kwargs)) if x not in _extended]
+            call = model_calls.model_call(self.model, describe(self.path, module), args, kwargs, given)
+            self.model.last = call.samples
+            for out, node in zip(outputs, nodes, strict=True):
+                if node is not None:
+                    model_calls.record_model_call(node, call, out.output_nr)
+        return output if ruled and len(outputs) > 1 else None
+
+    def _has_rule(self, module: nn.Module) -> bool:
+        """Whether a rule is known for the module; else its parameters are found in the graph, by their names."""
+        owned = module._parameters or owned_parameters(module)
+        if not owned or Use.rule_for(module) is not None:
+            return bool(owned)
+        for name, p in owned_parameters(module).items():
+            if p not in _extended:  # of a copy, or added since
+                _extended[p] = f"{self.path}.{name}".lstrip("."), weakref.ref(module), self.model
+        return False
+
+
+class LossRecorder:
+    """The forward hook of a loss."""
+
+    def __init__(self, path: str):
+        """Remember the module's path."""
+        self.path = path
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Put a `LossUse` on the node of the loss."""
+        if not _records():
+            return
+        if torch.compiler.is_dynamo_compiling():
+            outside_of_graphs(self, module, args, kwargs, output)
+            return
+        if not isinstance(output, Tensor) or output.grad_fn is None or _global_forward_hooks:
+            return  # hooks for all modules come first and may have changed it: the graph tells what it is
+        if not isinstance(_first(args, kwargs), Tensor):
+            return  # outputs in a container: the graph tells what it makes of each
+        _record(output.grad_fn, LossUse(self.path, module, args, kwargs), 0, output.output_nr)
+
+
+def _model_of(module: nn.Module, batch_axis: int) -> Model:
+    """The model that a module is extended as: the larger one that it is a part of, or itself."""
+    size = sum(1 for _ in module.modules())
+    recorder = next((hook for hook in module._forward_hooks.values() if isinstance(hook, Recorder)), None)
+    if recorder is not None and recorder.model.size >= size:
+        if batch_axis:
+            recorder.model.batch_axis = batch_axis
+        return recorder.model
+    return Model(describe("", module), batch_axis, size)
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bool = False, batch_axis: int = 0) -> M:
+    """Make a model or a loss tell the engine what it does. Changes and returns the same module; idempotent.
+
+    Modules and parameters that are added or replaced afterwards have no fields until it is called again.
+
+    Args:
+        module: a model (every submodule that owns parameters is recorded) or a loss such as ``nn.CrossEntropyLoss``.
+        debug: print each module that is recorded.
+        use_converter: accepted for programs written for BackPACK and needed for nothing: functional code, residual
+            connections and reused modules work as they are.
+        loss: the module is a loss of one's own, called as ``module(output, target)`` with a scalar result; its
+            curvature comes from autograd. PyTorch's losses are known without.
+        batch_axis: axis of the model's inputs and outputs that counts the samples.
+
+    Raises:
+        TypeError: if ``module`` is not an ``nn.Module``, or a part of it was made by ``torch.jit``.
+    """
+    from curvopt.core.losses.registry import is_loss
+
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"extend: expected a torch.nn.Module, got {type(module).__name__}; pass the model or the loss module."
+        )
+    for path, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
+            raise TypeError(
+                f"extend: {describe(path, child)} is a program of torch.jit, whose calls cannot be seen; extend the "
+                "module that it was made of (torch.compile may compile extended ones)."
+            )
+    losses = [path for path, child in module.named_modules() if is_loss(child) or (loss and child is module)]
+    model = _model_of(module, batch_axis)
+    for path, child in module.named_modules():
+        if any(path != outer and f"{path}.".startswith(f"{outer}." if outer else "") for outer in losses):
+            continue  # part of a loss
+        if path in losses:
+            if not any(isinstance(hook, LossRecorder) for hook in child._forward_hooks.values()):
+                child.register_forward_hook(LossRecorder(path), with_kwargs=True, prepend=True)
+            continue
+        held = isinstance(child, (nn.ParameterList, nn.ParameterDict))
+        if "parametrizations" in path.split(".") or (held and child is not module):
+            continue  # used through the module that holds them
+        recorder = next((hook for hook in child._forward_hooks.values() if isinstance(hook, Recorder)), None)
+        own = model if recorder is None or recorder.model.size <= model.size else recorder.model
+        for name, p in owned_parameters(child).items():
+            _extended[p] = f"{path}.{name}".lstrip("."), weakref.ref(child), own
+        if recorder is not None:
+            recorder.model = own
+            continue
+        recorder = Recorder(path, own)
+        child.register_forward_pre_hook(recorder.begin, prepend=True)
+        # first of all hooks: what the others make of the output is the graph's affair
+        child.register_forward_hook(recorder, with_kwargs=True, prepend=True, always_call=True)
+        if debug and owned_parameters(child):
+            print(f"curvopt: extended {describe(path, child)}")
+    return module

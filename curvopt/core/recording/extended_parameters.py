@@ -1,0 +1,47 @@
+"""The parameters of extended models: names, modules and models."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from curvopt.core.recording.model_calls import Model
+
+
+def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that a module's own forward uses: its own, and those of containers that have no forward.
+
+    Names are relative to the module, e.g. ``weight``, ``parametrizations.weight.original0``, ``scales.0``.
+    """
+    owned = {name: p for name, p in module._parameters.items() if p is not None}
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ParameterList, nn.ParameterDict)) or name == "parametrizations":
+            owned |= {f"{name}.{key}": p for key, p in child.named_parameters(remove_duplicate=False)}
+    return owned
+
+
+# names of the parameters of extended modules, and the modules, to notice uses that nothing recorded
+_extended = WeakIdKeyDictionary()
+
+
+def extended_name(p: Tensor) -> str | None:
+    """Path of a parameter in the model that was extended, ``None`` for other tensors."""
+    return _extended[p][0] if p in _extended else None
+
+
+def extended_model(p: Tensor) -> Model | None:
+    """The extended model to which a parameter belongs, ``None`` for other tensors."""
+    return _extended[p][2] if p in _extended else None
+
+
+def extended_parameters(models: Collection[Model | None]) -> list[Tensor]:
+    """The parameters of some extended models."""
+    return [p for p, (_, _, model) in _extended.items() if model in models]
+
+
+def extended_owner(p: Tensor) -> nn.Module:
+    """The extended module that owns a parameter, called or not; an empty one if there is none any more."""
+    owner = _extended[p][1]() if p in _extended else None
+    return nn.Module() if owner is None else owner

@@ -1,0 +1,42 @@
+"""Everything that an extension of curvopt is made of: rules of layers, Hessians of losses, quantities.
+
+The page "Extending" of the documentation shows one of each.
+"""
+
+from curvopt.core.backward.columns import Averaged, Empirical, Exact, Gradient, Hessian, MonteCarlo
+from curvopt.core.jacobians.base import Dense, Jacobian
+from curvopt.core.jacobians.lookup import Lookup
+from curvopt.core.jacobians.outer import Outer
+from curvopt.core.jacobians.patches import Patches
+from curvopt.core.layers.replay import ReplayRule, Site, Tape
+from curvopt.core.layers.rule import AffineRule, Rule, register, rule_for
+from curvopt.core.losses.hessian_root import Bernoulli, Diagonal, LossCurvature, Softmax
+from curvopt.core.losses.registry import register_loss
+from curvopt.extensions.base import Extension
+
+__all__ = [
+    "AffineRule",
+    "Averaged",
+    "Bernoulli",
+    "Dense",
+    "Diagonal",
+    "Empirical",
+    "Exact",
+    "Extension",
+    "Gradient",
+    "Hessian",
+    "Jacobian",
+    "Lookup",
+    "LossCurvature",
+    "MonteCarlo",
+    "Outer",
+    "Patches",
+    "ReplayRule",
+    "Rule",
+    "Site",
+    "Softmax",
+    "Tape",
+    "register",
+    "register_loss",
+    "rule_for",
+]
