@@ -29,8 +29,8 @@ from curvopt import CurvoptError, backpack, extend, extensions
 from curvopt.core.autograd_graph.backward_graph import CallInGraph
 from curvopt.core.backward import hessian_residuals
 from curvopt.core.backward.backward_pass import BackwardPass, FactoredLoss
-from curvopt.core.layers.functional import FunctionalUse
-from curvopt.core.layers.sample_by_sample import SharedCall
+from curvopt.core.layers.functional import ParameterCall
+from curvopt.core.layers.sample_by_sample import SharedCallRule
 
 N, C = 2, 3  # samples and classes
 
@@ -327,9 +327,9 @@ def build(layer: Layer, make: Callable[[], nn.Module]) -> tuple[Net, Sequence[Te
 
 def way_of(call: CallInGraph) -> str:
     """How the Jacobians of a call's parameters are computed."""
-    if isinstance(call.samples, dict) or isinstance(call.rule, SharedCall):
+    if isinstance(call.samples, dict) or isinstance(call.rule, SharedCallRule):
         return "sample by sample"
-    return "operations" if isinstance(call.call, FunctionalUse) else "rule"
+    return "operations" if isinstance(call.call, ParameterCall) else "rule"
 
 
 @contextmanager

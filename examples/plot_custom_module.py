@@ -84,8 +84,8 @@ by_default = [seconds(*extensions) for extensions in quantities.values()]
 
 @register(RadialBasis)
 class RadialBasisRule(Rule):
-    def jac_t(self, use, grads, names, N):
-        away = use.input[:, None] - use.module.centres  # [N, outputs, inputs]
+    def jac_t(self, call, grads, names, N):
+        away = call.input[:, None] - call.module.centres  # [N, outputs, inputs]
         values = torch.exp(-away.square().sum(2) / 2)
         return {"centres": Dense((grads[0] * values)[..., None] * away)}
 

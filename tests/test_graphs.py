@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from curvopt import L2Regularizer, backpack, extend, set_columns_per_sweep
 from curvopt.core.layers import affine
-from curvopt.core.recording.calls import Use
+from curvopt.core.recording.calls import ModuleCall
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions import (
     GGNMP,
@@ -598,7 +598,7 @@ def test_vectors_of_one_layer_at_a_time(extension: type[Extension], columns: int
     model = extend(nn.Sequential(*(nn.Conv2d(1, 1, 3) for _ in range(3)), nn.Flatten()))
     events, product = [], affine.Conv.jac_t
 
-    def jac_t(self: affine.Conv, use: Use, *args):
+    def jac_t(self: affine.Conv, use: ModuleCall, *args):
         events.append(f"used {use.path}")
         return product(self, use, *args)
 

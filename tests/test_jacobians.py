@@ -24,7 +24,7 @@ from curvopt.core.jacobians.base import Dense, Jacobian
 from curvopt.core.jacobians.combine import combine
 from curvopt.core.jacobians.outer import Outer
 from curvopt.core.jacobians.patches import Patches
-from curvopt.core.jacobians.pulled_back import Computed, Scaled
+from curvopt.core.jacobians.pulled_back import PulledBack, Scaled
 from curvopt.core.jacobians.squares import Squares
 from curvopt.core.recording.calls import KEY
 from curvopt.extending import rule_for
@@ -92,7 +92,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("S", [1, 2])
-@pytest.mark.parametrize("kind", [Computed, Scaled])
+@pytest.mark.parametrize("kind", [PulledBack, Scaled])
 def test_products_of_computed_weights_are_those_of_the_parameter(kind: type, S: int, weighted: bool):
     inner = outer(3, S, 4, 2)
     if kind is Scaled:
@@ -101,11 +101,11 @@ def test_products_of_computed_weights_are_those_of_the_parameter(kind: type, S: 
         expected = Dense(inner.dense() * slopes.detach())
     else:
         A, p = torch.randn(4, 6, dtype=torch.float64), nn.Parameter(torch.randn(6, 2, dtype=torch.float64))
-        jacobian = Computed(inner, lambda vectors: A.T @ vectors, p, get_gradient_edge(p))
+        jacobian = PulledBack(inner, lambda vectors: A.T @ vectors, p, get_gradient_edge(p))
         expected = Dense(A.T @ inner.dense())
     if weighted:
         jacobian.weights = expected.weights = torch.randn(3, 5, dtype=torch.float64)
-    for reduction in [*REDUCTIONS, "left_factor"]:
+    for reduction in [*REDUCTIONS, "output_factor"]:
         assert_close(getattr(jacobian, reduction)(), getattr(expected, reduction)())
     directions = torch.randn(2, *jacobian.shape, dtype=torch.float64)
     assert_close(jacobian.matmul(directions), expected.matmul(directions))
@@ -227,8 +227,8 @@ def test_second_moments_in_half_precision(
     jacobian = Outer(left, right, conv.weight.shape)
     exact = Outer(left.double(), right.whole.double(), conv.weight.shape)
     with torch.set_grad_enabled(graph):
-        found = jacobian.right_factor(limit=limit), jacobian.left_factor()
-    for moment, expected in zip(found, (exact.right_factor(limit=limit), exact.left_factor()), strict=True):
+        found = jacobian.input_factor(limit=limit), jacobian.output_factor()
+    for moment, expected in zip(found, (exact.input_factor(limit=limit), exact.output_factor()), strict=True):
         assert moment.dtype == half
         assert_close(moment.double(), expected, rtol=1e-2, atol=1e-2 * float(expected.max()))
 
@@ -291,11 +291,11 @@ def test_exact_diagonals_of_columns_one_by_one(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("G", [1, 3])
 def test_symmetric_products_by_blocks(G: int, monkeypatch: pytest.MonkeyPatch):
     jacobian = outer(2, 4, 7, 8, G)
-    expected = [jacobian.left_factor(), jacobian.right_factor()]
+    expected = [jacobian.output_factor(), jacobian.input_factor()]
     monkeypatch.setattr(costs, "SYMMETRIC_BLOCK", 3)
     monkeypatch.setattr(costs, "by_blocks", lambda *sizes: True)
     with torch.no_grad():
-        assert_same([jacobian.left_factor(), jacobian.right_factor()], expected)
+        assert_same([jacobian.output_factor(), jacobian.input_factor()], expected)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -328,7 +328,7 @@ def test_second_moments_of_positions(step: int, blocks: bool, by_samples: bool, 
     for jacobian in (outer(2, 4, 3, 2), outer(1, 3, 3, 2, 2)):
         expected = torch.einsum("vngso,vngsp->gop", jacobian.left, jacobian.left)
         with torch.no_grad():
-            assert_same(jacobian.left_factor(), expected if jacobian.G > 1 else expected[0])
+            assert_same(jacobian.output_factor(), expected if jacobian.G > 1 else expected[0])
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -359,14 +359,14 @@ def test_second_moments_of_patches_of_a_few_samples_at_a_time(
     with torch.no_grad():
         jacobian = rule_for(conv).jac_t(use, [torch.ones_like(z)[None]], ["weight"], 4 // rows)["weight"]
         assert isinstance(jacobian, Outer) and isinstance(jacobian._right, Patches)
-        expected = Outer(jacobian.left, jacobian.right, jacobian.shape).right_factor()
+        expected = Outer(jacobian.left, jacobian.right, jacobian.shape).input_factor()
         monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: samples)
         monkeypatch.setattr(costs, "by_rows", lambda *sizes: by_rows)
         jacobian.share_no_patches()
         # else some entries of the kernel have no rows in common
         tall = conv.stride[0] > 1 or z.shape[2] >= conv.dilation[0] * (conv.kernel_size[0] - 1)
         assert (jacobian._right.moment_by_rows() is not None) == (by_rows and tall)
-        assert_same(jacobian.right_factor(), expected)
+        assert_same(jacobian.input_factor(), expected)
 
 
 @pytest.mark.parametrize("last", [False, True])

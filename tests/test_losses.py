@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from curvopt import CurvoptError, backpack, extend
 from curvopt.core.losses.hessian_root import Diagonal, Softmax, draw
-from curvopt.core.losses.loss_call import LossUse, curvature_of
+from curvopt.core.losses.loss_call import LossCall, curvature_of
 from curvopt.core.losses.registry import register_loss
 from curvopt.errors import CurvoptWarning
 from curvopt.extensions import GGNMP, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, DiagHessian, KFACEmpirical
@@ -26,7 +26,7 @@ ONE = torch.ones((), dtype=torch.float64)
 def curvature(module: nn.Module, z: Tensor, *target: Tensor):
     """As in a backward: gradients are only enabled if ``z`` is to be differentiated again."""
     with torch.set_grad_enabled(z.requires_grad):
-        curved, scale = curvature_of(LossUse("", module, (z, *target), {}), ONE.to(z.dtype))
+        curved, scale = curvature_of(LossCall("", module, (z, *target), {}), ONE.to(z.dtype))
     assert scale == 1
     return curved
 
@@ -438,7 +438,7 @@ def test_arguments_by_any_name():
             return super().forward(prediction, label)
 
     z, y = torch.randn(4, 3, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64)
-    use = LossUse("", Named(), (), {"prediction": z, "label": y})
+    use = LossCall("", Named(), (), {"prediction": z, "label": y})
     with torch.no_grad():
         curved, _ = curvature_of(use, ONE)
     assert_close(dense(curved.root(0, 3)), hessian(LogSumExp(), z, y))
@@ -613,15 +613,15 @@ def test_loss_with_parameters_is_refused():
 )
 def test_calls_that_are_refused(module: nn.Module, z: Tensor, y: Tensor, grad: Tensor, message: str):
     if message == "scaled by -1" and not z.is_cpu:  # nobody waits for the device to learn the sign
-        assert curvature_of(LossUse("", module, (z, y), {}), grad)[1].isnan()
+        assert curvature_of(LossCall("", module, (z, y), {}), grad)[1].isnan()
         return
     with pytest.raises(CurvoptError, match=message):
-        curvature_of(LossUse("", module, (z, y), {}), grad)
+        curvature_of(LossCall("", module, (z, y), {}), grad)
 
 
 def test_input_changed_after_the_loss_is_refused():
     z = torch.rand(3)
-    use = LossUse("", nn.MSELoss(), (z, z.clone()), {})
+    use = LossCall("", nn.MSELoss(), (z, z.clone()), {})
     z.add_(1)
     with pytest.raises(CurvoptError, match="modified in place"):
         curvature_of(use, torch.ones(()))

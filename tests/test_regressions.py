@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from curvopt import backpack, extend, set_columns_per_sweep
-from curvopt.core.autograd_graph.vjp import listeners, unheard
+from curvopt.core.autograd_graph.vjp import listeners, own_backward
 from curvopt.extensions import KFAC, PCHMP, DiagGGNExact, DiagGGNMC, DiagHessian
 
 
@@ -337,7 +337,7 @@ def test_pooling_with_any_hyper_parameters(pooling: tuple[nn.Module, tuple[int, 
 
 def test_contexts_of_two_threads_leave_nothing_behind():
     """They belong to the process, so those of threads may end in another order than they have begun."""
-    pulling, context = unheard(), backpack(KFAC())
+    pulling, context = own_backward(), backpack(KFAC())
     pulling.__enter__()
     context.__enter__()
     pulling.__exit__(None, None, None)

@@ -26,7 +26,7 @@ from curvopt.core.jacobians.base import Dense, Jacobian
 from curvopt.core.jacobians.combine import combine
 from curvopt.core.jacobians.lookup import Lookup
 from curvopt.core.jacobians.outer import Outer
-from curvopt.core.recording.calls import KEY, Use
+from curvopt.core.recording.calls import KEY, ModuleCall
 from curvopt.errors import CurvoptError
 from curvopt.extending import rule_for
 from curvopt.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, SumGradSquared, Variance
@@ -51,7 +51,7 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def record(call: Call) -> tuple[nn.Module, Use, list[Tensor]]:
+def record(call: Call) -> tuple[nn.Module, ModuleCall, list[Tensor]]:
     """The module with random parameters, the recorded use, and the outputs that carry a gradient."""
     module = extend(call.make().double())
     with torch.no_grad():
@@ -267,8 +267,8 @@ def test_embedding_has_the_factors_of_the_linear_layer_on_one_hot_words(approx):
     lookup = Lookup(left.flatten(1, 2), x.flatten(), torch.arange(N).repeat_interleave(4), N, torch.Size([5, 3]))
     outer = Outer(left[:, :, None], one_hot[:, None], torch.Size([5, 3]), transposed=True)
     assert_close(lookup.dense(), outer.dense())
-    assert_close(lookup.left_factor(approx), outer.left_factor(approx))
-    assert_close(lookup.right_factor(approx), outer.right_factor(approx).diagonal())
+    assert_close(lookup.output_factor(approx), outer.output_factor(approx))
+    assert_close(lookup.input_factor(approx), outer.input_factor(approx).diagonal())
 
 
 def test_large_vocabulary_takes_no_memory_per_sample():
@@ -588,9 +588,9 @@ def test_outer(V, n, G, S, O, I, transposed, approx):  # noqa: E741
         check_reductions(outer)
     left, right = (left, right) if approx == "expand" else (left.sum(3, True), right.mean(2, True))
     squeeze = (lambda factor: factor[0]) if G == 1 else (lambda factor: factor)
-    assert_close(outer.left_factor(approx), squeeze(torch.einsum("vngso,vngsp->gop", left, left)))
+    assert_close(outer.output_factor(approx), squeeze(torch.einsum("vngso,vngsp->gop", left, left)))
     assert_close(
-        outer.right_factor(approx), squeeze(torch.einsum("ngsi,ngsj->gij", right, right) / (n * right.shape[2]))
+        outer.input_factor(approx), squeeze(torch.einsum("ngsi,ngsj->gij", right, right) / (n * right.shape[2]))
     )
 
 
@@ -612,7 +612,7 @@ def test_dense(V, n, shape):
     dense = Dense(normal(V, n, *shape))
     check_reductions(dense)
     flat = dense.dense().flatten(2).flatten(0, 1)
-    assert_close(dense.left_factor(), flat.T @ flat)
+    assert_close(dense.output_factor(), flat.T @ flat)
 
 
 def test_combined_uses_add_up():

@@ -16,7 +16,7 @@ from curvopt.core.jacobians.base import Jacobian
 from curvopt.core.jacobians.outer import Outer
 from curvopt.core.layers.affine import Linear
 from curvopt.core.losses.hessian_root import Softmax
-from curvopt.core.losses.loss_call import LossUse
+from curvopt.core.losses.loss_call import LossCall
 from curvopt.extensions import (
     GGNMP,
     HMP,
@@ -137,8 +137,8 @@ def test_diagonals_in_bases(columns, limit, monkeypatch):
 
 
 def test_wrong_gradients_of_predictions_are_noticed(monkeypatch):
-    slope = LossUse.slope
-    monkeypatch.setattr(LossUse, "slope", lambda self, grad: slope(self, grad).abs())
+    slope = LossCall.slope
+    monkeypatch.setattr(LossCall, "slope", lambda self, grad: slope(self, grad).abs())
     result = check(mlp(), nn.CrossEntropyLoss(), *batch(6, 4), [KFACEmpirical(), KFLR()])
     assert {row.field for row in result.wrong} == {"kfac_empirical"}
 

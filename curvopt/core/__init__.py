@@ -1,1 +1,1 @@
-"""The engine: uses recorded in the forward, sweeps through autograd, Jacobians in factored form."""
+"""The engine: calls recorded in the forward pass, vector-Jacobian products, Jacobians in factored form."""

@@ -52,7 +52,7 @@ class Extension(ABC):
 
         Args:
             total: the result of the last call, ``None`` at the first chunk. First-order quantities get a single chunk.
-            jacobian: Jacobian products of the chunk, with all uses of the parameter combined.
+            jacobian: Jacobian products of the chunk, with all calls that share the parameter combined.
         """
 
     def regularize(self, total: Any, weight: Tensor, p: Tensor, N: int) -> Any:

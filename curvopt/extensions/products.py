@@ -68,7 +68,7 @@ class _Product(Extension):
 
     def update(self, total: dict[Any, list[Jacobian]] | None, jacobian: Jacobian) -> dict[Any, list[Jacobian]]:
         total = total or {}
-        alike = total.setdefault(jacobian.origin or jacobian, [])  # chunks of columns of the same uses
+        alike = total.setdefault(jacobian.origin or jacobian, [])  # chunks of columns of the same calls
         alike.append(jacobian.owned(alike[0] if alike else None))
         return total
 

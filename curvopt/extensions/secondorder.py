@@ -207,14 +207,14 @@ class _Kronecker(Extension):
                 "sample, but its first axis does not hold the samples one after the other; use approx='expand' or a "
                 "batch-first layout."
             )
-        B = jacobian.left_factor(of_B, self.limit)
+        B = jacobian.output_factor(of_B, self.limit)
         total = total or _Factors(jacobian.transposed, B.dtype)
         if total.B is not None and (total.B.shape, total.transposed) != (B.shape, jacobian.transposed):
             raise _different_kinds(self.field, jacobian)
         total.B = add(total.B, widened(B))
         if jacobian.origin not in total.A:
             # once for all columns; several losses may reach the parameter through different layers
-            A = jacobian.right_factor_of_uses(of_A, self.limit)
+            A = jacobian.input_factor_of_calls(of_A, self.limit)
             if A is not None and self.approx == "backpack":
                 A = A * (jacobian.positions / jacobian.N)
             total.A[jacobian.origin] = A

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvopt.core.autograd_graph.vjp import unheard
+from curvopt.core.autograd_graph.vjp import own_backward
 from curvopt.core.pytorch_workarounds import WRONG_TWICE, lone_biases
 from curvopt.errors import CurvoptError
 from curvopt.hessianfree.lop import L_op, as_list, check_differentiable, check_shapes
@@ -53,7 +53,7 @@ def hessian_vector_product(
             "by `+`."
         )
     if grad_params is None:
-        with unheard():
+        with own_backward():
             grad_params = torch.autograd.grad(f, params, create_graph=True, materialize_grads=True)
     # the Hessian is symmetric; gradients without a graph are constant
     curved = [(g, vector) for g, vector in zip(grad_params, v, strict=True) if g.requires_grad]

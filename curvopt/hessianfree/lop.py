@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core.autograd_graph.nodes import walk
-from curvopt.core.autograd_graph.vjp import unheard
+from curvopt.core.autograd_graph.vjp import own_backward
 from curvopt.errors import CurvoptError
 
 
@@ -35,7 +35,7 @@ def L_op(  # noqa: N802 - the name in the literature
     """
     ys, xs, ws = as_list(ys), as_list(xs), as_list(ws)
     check_shapes("L_op: ws", ws, ys)
-    with unheard():
+    with own_backward():
         return torch.autograd.grad(
             ys, xs, ws, retain_graph=retain_graph, create_graph=not detach, materialize_grads=True
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvopt.core.autograd_graph.vjp import unheard
+from curvopt.core.autograd_graph.vjp import own_backward
 from curvopt.hessianfree.lop import as_list, check_differentiable, check_shapes
 
 
@@ -61,14 +61,14 @@ def linearise(
     """
     check_differentiable("R_op", ys)
     ws = [torch.zeros(y.shape, dtype=y.dtype, device=y.device, requires_grad=True) for y in like]
-    with unheard(), torch.enable_grad():
+    with own_backward(), torch.enable_grad():
         gs = torch.autograd.grad(ys, xs, ws, retain_graph=retain_graph, create_graph=True, materialize_grads=True)
     dependent = [g.requires_grad for g in gs]
 
     def product(vs: Sequence[Tensor], create_graph: bool = False) -> tuple[Tensor, ...]:
         if not any(dependent):
             return tuple(torch.zeros_like(w) for w in ws)
-        with unheard():
+        with own_backward():
             return torch.autograd.grad(
                 list(compress(gs, dependent)),
                 ws,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvopt.core.backward.backpack import attach, heard
+from curvopt.core.backward.backpack import attach, is_listening
 from curvopt.core.jacobians.sums import widened
 from curvopt.core.recording.extended_parameters import extended_name
 from curvopt.core.recording.state import outside_of_graphs
@@ -142,7 +142,7 @@ class CurvatureOptimizer(CurvatureCollector):
     def _due(self) -> bool:
         due = self._progress["step"] >= self._progress["next_refresh"]
         # a state that was emptied has to be filled again
-        return heard() and (due or not has_curvature(self.state))
+        return is_listening() and (due or not has_curvature(self.state))
 
     # --- the step -----------------------------------------------------------------------------------------------
 

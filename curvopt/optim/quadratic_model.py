@@ -17,10 +17,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvopt.core.autograd_graph.backward_graph import records_behind
 from curvopt.core.autograd_graph.nodes import precisions
-from curvopt.core.autograd_graph.vjp import listen, unheard
+from curvopt.core.autograd_graph.vjp import listen, own_backward
 from curvopt.core.losses.hessian_root import Loss, LossCurvature
 from curvopt.core.losses.loss_search import find_losses
-from curvopt.core.recording.calls import TermUse
+from curvopt.core.recording.calls import TermCall
 from curvopt.distributed import Ranks, mean_of
 from curvopt.errors import CurvoptError
 from curvopt.hessianfree.cg import dot
@@ -48,7 +48,7 @@ class Differentiated:
 
     def __init__(self, roots: Sequence[Tensor], cotangents: Sequence[Tensor], parameters: Sequence[Tensor]):
         self.losses: list[tuple[Loss, Tensor, GradientEdge]] = []
-        self.terms: list[tuple[TermUse, Tensor]] = []
+        self.terms: list[tuple[TermCall, Tensor]] = []
         leaves = {get_gradient_edge(p).node for p in parameters}
         nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
         known, nonlinear = find_losses(nodes, leaves)
@@ -62,9 +62,9 @@ class Differentiated:
                 "curvopt.L2Regularizer."
             )
         handles = [listen(edge, partial(self._loss, loss)) for loss, edge in known.items()]
-        handles += [listen(edge, partial(self._term, term)) for term, edge in records_behind(nodes, TermUse)]
+        handles += [listen(edge, partial(self._term, term)) for term, edge in records_behind(nodes, TermCall)]
         try:
-            with unheard():
+            with own_backward():
                 self.gradient: Vector = list(
                     torch.autograd.grad(roots, parameters, cotangents, retain_graph=True, materialize_grads=True)
                 )
@@ -72,7 +72,7 @@ class Differentiated:
             for handle in handles:
                 handle.remove()
 
-    def _term(self, use: TermUse, grad: Tensor) -> None:
+    def _term(self, use: TermCall, grad: Tensor) -> None:
         self.terms.append((use, grad))
 
     def _loss(self, use: Loss, grad: Tensor) -> None:
@@ -123,7 +123,7 @@ class QuadraticModel:
             assert curvature.weights is not None
             weight += (curvature.weights.sum() * scale.square()).to(weight)
             self._curvatures.append((curvature, scale))
-            with torch.enable_grad(), unheard():
+            with torch.enable_grad(), own_backward():
                 self._slopes.append(loss.slope(grad))
         self.weight = float(mean_of(ranks, [weight])[0])
         self._edges = [edge for *_, edge in differentiated.losses]
@@ -187,7 +187,7 @@ class QuadraticModel:
         return [square + shift for square, shift in zip(mean_of(self._ranks, squares), self.shifts, strict=True)]
 
     def _pulled_back(self, vectors: Vector) -> Sequence[Tensor]:
-        with unheard():
+        with own_backward():
             return torch.autograd.grad(self._edges, self.parameters, vectors, retain_graph=True, materialize_grads=True)
 
 
@@ -195,6 +195,6 @@ def _hessian_product(slope: Tensor, edge: GradientEdge, u: Tensor) -> Tensor:
     """``H u`` from the gradient of a loss with respect to the tensor at ``edge``."""
     if not slope.requires_grad:
         return torch.zeros_like(u)
-    with unheard():
+    with own_backward():
         (Hu,) = torch.autograd.grad(slope, edge, u.to(slope.dtype), retain_graph=True, allow_unused=True)
     return torch.zeros_like(u) if Hu is None else Hu

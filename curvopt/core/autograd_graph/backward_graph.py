@@ -17,10 +17,10 @@ from curvopt.core.autograd_graph.node_vjp import Place, consumers_first
 from curvopt.core.autograd_graph.nodes import is_sink, leaf_of, name_of, shape_of, walk
 from curvopt.core.batch_axis.layout import Layout, axis_of
 from curvopt.core.jacobians.base import Jacobian
-from curvopt.core.jacobians.combine import of_samples
+from curvopt.core.jacobians.combine import from_single_samples
 from curvopt.core.jacobians.sums import cast
 from curvopt.core.layers.rule import Rule, no_batch_axis
-from curvopt.core.recording.calls import TermUse, Use, records_of
+from curvopt.core.recording.calls import ModuleCall, TermCall, records_of
 from curvopt.core.recording.extended_parameters import extended_name
 from curvopt.core.recording.model_calls import Model, ModelCall, model_calls_of
 from curvopt.core.recording.steps import Packed, Steps, samples_first, samples_of
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from curvopt.core.batch_axis.samples import Location
 
 R = TypeVar("R")
-Way = tuple[Node, int]  # an operation, and the position of one of its operands
+Operand = tuple[Node, int]  # an operation, and the position of one of its operands
 _Where = Literal["first", "axis", "rows"] | tuple[int, ...] | None
 
 
@@ -52,7 +52,9 @@ class CallInGraph:
     location: Location
     samples: Literal["first"] | Steps | dict[int, Layout] = "first"
 
-    def __init__(self, call: Use, rule: Rule, parameters: dict[str, nn.Parameter], edges: dict[int, GradientEdge]):
+    def __init__(
+        self, call: ModuleCall, rule: Rule, parameters: dict[str, nn.Parameter], edges: dict[int, GradientEdge]
+    ):
         self.call, self.rule, self.parameters, self.edges = call, rule, parameters, edges
 
     def axis(self, index: int) -> int | Tensor | None:
@@ -86,13 +88,13 @@ class CallInGraph:
                 found[index] = layout
             elif place in location.axes.layouts:
                 return False
-        ways: set[_Where] = {self._samples(index, layout) for index, layout in found.items()}
-        way = next(iter(ways)) if len(ways) == 1 else None
-        if isinstance(way, tuple):  # the sample of each row
+        operands: set[_Where] = {self._samples(index, layout) for index, layout in found.items()}
+        operand = next(iter(operands)) if len(operands) == 1 else None
+        if isinstance(operand, tuple):  # the sample of each row
             device = next(iter(self.parameters.values())).device
-            self.samples = Packed.of(torch.tensor(way, dtype=torch.long, device=device), location.N)
+            self.samples = Packed.of(torch.tensor(operand, dtype=torch.long, device=device), location.N)
         else:
-            self.samples = found if way is None else way
+            self.samples = found if operand is None else operand
         return bool(found)
 
     def _samples(self, index: int, layout: Layout) -> _Where:
@@ -143,7 +145,7 @@ class CallInGraph:
             return jacobians
         alone = [None if g is None else apart(g, samples[i], N) for i, g in enumerate(grads)]
         jacobians = self.rule.jac_t(call, alone, names, 1)
-        return {name: of_samples(jacobian, N) for name, jacobian in jacobians.items()}
+        return {name: from_single_samples(jacobian, N) for name, jacobian in jacobians.items()}
 
 
 def apart(vectors: Tensor, layout: Layout, N: int) -> Tensor:
@@ -165,30 +167,30 @@ class BackwardGraph:
         module_calls: calls of modules that have a rule, of frozen ones, too.
         model_calls: outputs of model calls.
         terms: regularizers, and where their gradients arrive.
-        ways: by parameter of an extended model, the operations by which it enters the graph outside of `module_calls`.
+        operands: by parameter of an extended model, how it enters the graph outside of `module_calls`.
         inside: operations of `module_calls` that share operands with others.
     """
 
     roots: list[Node]
     nodes: list[Node] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
-    module_calls: dict[Use, CallInGraph] = field(default_factory=dict)
+    module_calls: dict[ModuleCall, CallInGraph] = field(default_factory=dict)
     model_calls: list[tuple[ModelCall, Place]] = field(default_factory=list)
-    terms: dict[TermUse, GradientEdge] = field(default_factory=dict)
-    ways: dict[nn.Parameter, list[Way]] = field(default_factory=dict)
-    inside: set[Way] = field(default_factory=set)
+    terms: dict[TermCall, GradientEdge] = field(default_factory=dict)
+    operands: dict[nn.Parameter, list[Operand]] = field(default_factory=dict)
+    inside: set[Operand] = field(default_factory=set)
 
     @cached_property
-    def users(self) -> dict[Place, list[Way]]:
+    def users(self) -> dict[Place, list[Operand]]:
         """The operations that use an output of a node."""
-        users: dict[Place, list[Way]] = {}
+        users: dict[Place, list[Operand]] = {}
         for node in self.nodes:
             for position, place in enumerate(node.next_functions):
                 if place[0] is not None:
                     users.setdefault(place, []).append((node, position))  # type: ignore[arg-type]
         return users
 
-    def users_of(self, node: Node) -> list[Way]:
+    def users_of(self, node: Node) -> list[Operand]:
         """The operations that use any output of a node."""
         outputs = range(len(node._input_metadata))  # type: ignore[attr-defined]
         return [user for nr in outputs for user in self.users.get((node, nr), ())]
@@ -219,7 +221,7 @@ def read_graph(roots: Sequence[Node]) -> BackwardGraph:
     """
     graph = BackwardGraph(list(dict.fromkeys(roots)))
     graph.nodes = consumers_first(graph.roots)
-    entering: list[tuple[Way, nn.Parameter]] = []
+    entering: list[tuple[Operand, nn.Parameter]] = []
     for node in graph.nodes:
         if isinstance(node, BackwardCFunction) and name_of(node) == "CheckpointFunctionBackward":
             raise CurvoptError(
@@ -231,9 +233,9 @@ def read_graph(roots: Sequence[Node]) -> BackwardGraph:
             graph.leaves.append(leaf)
             continue
         for record, index, output_nr in records_of(node):
-            if isinstance(record, TermUse):
+            if isinstance(record, TermCall):
                 graph.terms[record] = GradientEdge(node, output_nr)
-            elif isinstance(record, Use):
+            elif isinstance(record, ModuleCall):
                 found = graph.module_calls.get(record)
                 if found is None:
                     found = graph.module_calls[record] = CallInGraph(record, record.rule, {}, {})
@@ -243,21 +245,21 @@ def read_graph(roots: Sequence[Node]) -> BackwardGraph:
             p = leaf_of(below)
             if isinstance(p, nn.Parameter) and p.requires_grad and p.numel():
                 entering.append(((node, position), p))
-    inside: set[Way] = set()
+    inside: set[Operand] = set()
     for found in graph.module_calls.values():
         found.call.check_settings()
         _find_parameters(found, inside)
     for term, edge in graph.terms.items():
-        inside.update(ways_inside([edge.node], frozenset(), set(term.parameters)))
-    for way, p in entering:
-        if way not in inside and extended_name(p) is not None:
-            graph.ways.setdefault(p, []).append(way)
+        inside.update(operands_inside([edge.node], frozenset(), set(term.parameters)))
+    for operand, p in entering:
+        if operand not in inside and extended_name(p) is not None:
+            graph.operands.setdefault(p, []).append(operand)
     _find_used_outside(graph)
     return graph
 
 
 def _find_used_outside(graph: BackwardGraph) -> None:
-    """Add the ways of parameters that calls share with operations outside.
+    """Add operands of operations outside that share a parameter with a call.
 
     The backward of a linear layer saves W^T, that of a recurrent one its states. A call whose states are used outside
     is no call for the engine: its operations are read one by one.
@@ -273,13 +275,13 @@ def _find_used_outside(graph: BackwardGraph) -> None:
             if leaf_of(node) is None and any(user not in nodes for user, _ in graph.users_of(node))
         ]
         if all(_is_made_of(node, own) for node in shared):
-            ways = ways_inside(shared, boundary, own)
+            operands = operands_inside(shared, boundary, own)
             graph.inside.update(user for node in shared for user in graph.users_of(node) if user[0] in nodes)
         else:
-            ways, found.parameters = ways_inside(list(ends), boundary, own), {}
-        for way, p in ways.items():
-            if way not in graph.ways.setdefault(p, []):
-                graph.ways[p].append(way)
+            operands, found.parameters = operands_inside(list(ends), boundary, own), {}
+        for operand, p in operands.items():
+            if operand not in graph.operands.setdefault(p, []):
+                graph.operands[p].append(operand)
 
 
 def _is_made_of(node: Node, parameters: set[nn.Parameter]) -> bool:
@@ -292,7 +294,7 @@ def _is_made_of(node: Node, parameters: set[nn.Parameter]) -> bool:
     return True
 
 
-def _find_parameters(found: CallInGraph, inside: set[Way]) -> None:
+def _find_parameters(found: CallInGraph, inside: set[Operand]) -> None:
     """Set the parameters of a call of a module, those that enter the part of the graph between outputs and inputs."""
     call = found.call
     own = {
@@ -306,9 +308,9 @@ def _find_parameters(found: CallInGraph, inside: set[Way]) -> None:
             raise CurvoptError(f"{call.describe()}: parameter '{name}' is complex; use two real ones.")
         if p.is_meta:
             raise CurvoptError(f"{call.describe()}: parameter '{name}' is on the meta device; give it numbers first.")
-    ways = ways_inside([edge.node for edge in found.edges.values()], call.boundary, set(own.values()))
-    inside.update(ways)
-    entering = set(ways.values())
+    operands = operands_inside([edge.node for edge in found.edges.values()], call.boundary, set(own.values()))
+    inside.update(operands)
+    entering = set(operands.values())
     found.parameters = {name: p for name, p in own.items() if p in entering}
     if found.parameters:
         call.check_inputs()
@@ -316,15 +318,17 @@ def _find_parameters(found: CallInGraph, inside: set[Way]) -> None:
             found.rule.rows(call)  # raises
 
 
-def ways_inside(ends: list[Node], boundary: frozenset, parameters: set[nn.Parameter]) -> dict[Way, nn.Parameter]:
+def operands_inside(
+    ends: list[Node], boundary: frozenset, parameters: set[nn.Parameter]
+) -> dict[Operand, nn.Parameter]:
     """How parameters enter the part of the graph between some ends and a boundary."""
-    ways: dict[Way, nn.Parameter] = {}
+    operands: dict[Operand, nn.Parameter] = {}
     for node in walk(ends, boundary):
         for position, (below, _) in enumerate(node.next_functions):
             p = leaf_of(below)
             if p is not None and p in parameters:
-                ways[node, position] = p
-    return ways
+                operands[node, position] = p
+    return operands
 
 
 def leaves_behind(roots: Sequence[Node]) -> set[Tensor]:
@@ -344,9 +348,9 @@ __all__ = [
     "BackwardGraph",
     "CallInGraph",
     "Model",
-    "Way",
+    "Operand",
     "leaves_behind",
     "read_graph",
     "records_behind",
-    "ways_inside",
+    "operands_inside",
 ]

@@ -18,22 +18,21 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Way
+from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Operand
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import is_complex, leaf_of, shape_of
 from curvopt.core.batch_axis.layout import Layout
 from curvopt.core.batch_axis.samples import Location
-from curvopt.core.layers.broadcast import is_bias, repeats, repetition, shape_among
-from curvopt.core.layers.broadcast_rule import Repeated
-from curvopt.core.layers.computed_weight import Derived
-from curvopt.core.layers.functional import FunctionalUse, is_layer, layer_call, seen_of
-from curvopt.core.layers.functional import Way as _Moved
+from curvopt.core.layers.broadcast import broadcast_of, broadcasts, is_bias, shape_among
+from curvopt.core.layers.broadcast_rule import BroadcastRule
+from curvopt.core.layers.computed_weight import ComputedWeightRule
+from curvopt.core.layers.functional import OperandPath, ParameterCall, is_layer, layer_call, seen_of
 from curvopt.core.layers.rule import AffineRule, Rule
-from curvopt.core.layers.sample_by_sample import Operand, SharedCall
+from curvopt.core.layers.sample_by_sample import PerSampleRule, SharedCallRule
 from curvopt.core.recording.extended_parameters import extended_name, extended_owner
 
 
-class Meeting(NamedTuple):
+class EntryPoint(NamedTuple):
     """An operation whose output has samples, and an operand of it that comes from a parameter or a shared call.
 
     Attributes:
@@ -54,82 +53,88 @@ class Meeting(NamedTuple):
         return GradientEdge(*self.node.next_functions[self.position])  # type: ignore[arg-type]
 
 
-def find_meetings(
-    ways: Sequence[Way], graph: BackwardGraph, layouts: Mapping[Place, object], alone: bool = True
-) -> tuple[list[Meeting], list[Way]]:
-    """The first operations with samples on the ways to the heads, and operations that lead around the heads.
+def find_entry_points(
+    operands: Sequence[Operand], graph: BackwardGraph, layouts: Mapping[Place, object], alone: bool = True
+) -> tuple[list[EntryPoint], list[Operand]]:
+    """The first operations with samples on the paths to the heads, and operations that lead around the heads.
 
     Args:
-        ways: operations, and the positions of operands, to start with.
+        operands: operations, and the positions of operands, to start with.
         graph: the graph.
         layouts: of all tensors behind the heads.
         alone: whether these operands are the parameter itself.
     """
-    found: list[tuple[Node, int, Way]] = []
-    around: list[Way] = []
-    before: dict[Way, list[tuple[Way, int] | None]] = {way: [None] for way in ways}  # what leads to it
+    found: list[tuple[Node, int, Operand]] = []
+    around: list[Operand] = []
+    before: dict[Operand, list[tuple[Operand, int] | None]] = {
+        operand: [None] for operand in operands
+    }  # what leads to it
     stack = list(before)
     while stack:
-        way = stack.pop()
-        node = way[0]
+        operand = stack.pop()
+        node = operand[0]
         outputs = [(node, nr) for nr in range(len(node._input_metadata))]  # type: ignore[attr-defined]
         behind = [place for place in outputs if place in layouts]
         if not behind:
-            around.append(way)
+            around.append(operand)
         for place in behind:
             if isinstance(layouts[place], Layout):
-                found.append((*place, way))
+                found.append((*place, operand))
                 continue
             for user in graph.users.get(place, ()):
                 if user in graph.inside:
                     continue
                 if user not in before:
                     stack.append(user)
-                before.setdefault(user, []).append((way, place[1]))
-    meetings = [Meeting(node, nr, way[1], _passed(way, before) if alone else None) for node, nr, way in found]
-    return meetings, around
+                before.setdefault(user, []).append((operand, place[1]))
+    entries = [
+        EntryPoint(node, nr, operand[1], _passed(operand, before) if alone else None) for node, nr, operand in found
+    ]
+    return entries, around
 
 
-def _passed(way: Way, before: Mapping[Way, Sequence[tuple[Way, int] | None]]) -> tuple[Place, ...] | None:
-    """The outputs of operations before one, if there is one way only, and each of them has one operand."""
+def _passed(
+    operand: Operand, before: Mapping[Operand, Sequence[tuple[Operand, int] | None]]
+) -> tuple[Place, ...] | None:
+    """The outputs of operations before one, if there is one path only, and each of them has one operand."""
     passed: list[Place] = []
-    while len(before[way]) == 1:
-        (come,) = before[way]
+    while len(before[operand]) == 1:
+        (come,) = before[operand]
         if come is None:
             return tuple(reversed(passed))
-        way, output_nr = come
-        if sum(below is not None for below, _ in way[0].next_functions) > 1:
+        operand, output_nr = come
+        if sum(below is not None for below, _ in operand[0].next_functions) > 1:
             return None
-        passed.append((way[0], output_nr))
+        passed.append((operand[0], output_nr))
     return None
 
 
-def parameter_calls(p: nn.Parameter, meetings: Iterable[Meeting], location: Location) -> Iterator[CallInGraph]:
-    """The uses of a parameter by operations."""
+def parameter_calls(p: nn.Parameter, entries: Iterable[EntryPoint], location: Location) -> Iterator[CallInGraph]:
+    """Calls of operations on a parameter."""
     path = (extended_name(p) or "").rpartition(".")[0]
     owner = extended_owner(p)
-    for meeting in meetings:
-        yield _operation(p, meeting, location, path, owner)
+    for entry in entries:
+        yield _operation(p, entry, location, path, owner)
 
 
 def _operation(
-    p: nn.Parameter, meeting: Meeting, location: Location, path: str, owner: nn.Module, itself: bool = False
+    p: nn.Parameter, entry: EntryPoint, location: Location, path: str, owner: nn.Module, itself: bool = False
 ) -> CallInGraph:
     """The call of an operation on a parameter.
 
     Args:
         p: the parameter, or a stand-in for the operand.
-        meeting: the operation.
+        entry: the operation.
         location: of its samples.
         path: of the module, for messages.
         owner: the module.
         itself: the operand is ``p``, wherever it comes from.
     """
-    node, nr, position, _ = meeting
+    node, nr, position, _ = entry
     edges = {0: GradientEdge(node, nr)}
     if nr == 0 and not is_complex(node):
         try:
-            found = _layer(p, meeting, path, owner, itself) or _broadcast(p, meeting, path, owner, itself)
+            found = _layer(p, entry, path, owner, itself) or _broadcast(p, entry, path, owner, itself)
         except RuntimeError:  # a part of the graph that is gone
             found = None
         if found is not None:
@@ -138,8 +143,8 @@ def _operation(
             if not isinstance(call.samples, dict):
                 return call
     call = CallInGraph(
-        FunctionalUse(path, nn.Module(), (), shape_of(node, nr), owner),
-        Operand(node, nr, position, None if itself else p),
+        ParameterCall(path, nn.Module(), (), shape_of(node, nr), owner),
+        PerSampleRule(node, nr, position, None if itself else p),
         {"weight": p},
         edges,
     )
@@ -148,15 +153,14 @@ def _operation(
 
 
 def _layer(
-    p: nn.Parameter, meeting: Meeting, path: str, owner: nn.Module, itself: bool
-) -> tuple[FunctionalUse, Rule] | None:
+    p: nn.Parameter, entry: EntryPoint, path: str, owner: nn.Module, itself: bool
+) -> tuple[ParameterCall, Rule] | None:
     """The operation as a layer with the operand as its weight."""
-    node, _, position, passed = meeting
+    node, _, position, passed = entry
     if not is_layer(node):
         return None
-    source, operand, shape = None, meeting.operand, p.shape
-    way = _Moved(node, position, passed)
-    seen = torch.empty(p.shape, device="meta") if itself else seen_of(p, way)
+    source, operand, shape = None, entry.operand, p.shape
+    seen = torch.empty(p.shape, device="meta") if itself else seen_of(p, OperandPath(node, position, passed))
     call = None if seen is None else layer_call(node, position, seen, shape)
     if call is None and not itself:
         shape = shape_of(operand.node, operand.output_nr)
@@ -166,30 +170,30 @@ def _layer(
         return None
     whole = source is None and call.start is None
     call.module._parameters["weight"] = p if whole else nn.Parameter(seen, requires_grad=False)
-    rule = call.rule if whole and p.dim() > 1 else Derived(call.rule, p, source, call.start)
+    rule = call.rule if whole and p.dim() > 1 else ComputedWeightRule(call.rule, p, source, call.start)
     before = None if call.other is None else node.next_functions[call.other][0]
     boundary = frozenset() if before is None else frozenset([before])
-    return FunctionalUse(path, call.module, (call.input,), shape_of(node), owner, boundary), rule
+    return ParameterCall(path, call.module, (call.input,), shape_of(node), owner, boundary), rule
 
 
 def _broadcast(
-    p: nn.Parameter, meeting: Meeting, path: str, owner: nn.Module, itself: bool
-) -> tuple[FunctionalUse, Rule] | None:
+    p: nn.Parameter, entry: EntryPoint, path: str, owner: nn.Module, itself: bool
+) -> tuple[ParameterCall, Rule] | None:
     """The operation as one that repeats the operand for the samples."""
-    node, _, position, _ = meeting
-    if not repeats(node):
+    node, _, position, _ = entry
+    if not broadcasts(node):
         return None
-    operand = meeting.operand
+    operand = entry.operand
     source = None if itself or leaf_of(operand.node) is p else operand
     shape, out = shape_among(node, shape_of(operand.node, operand.output_nr)), shape_of(node)
     sizes = [1] * (len(out) - len(shape)) + list(shape)
     if len(sizes) > len(out) or any(a not in (1, b) for a, b in zip(sizes, out, strict=True)):
         return None
-    found = repetition(node, position)
+    found = broadcast_of(node, position)
     if found is None:
         return None
-    call = FunctionalUse(path, owner, found.args, out, owner)
-    return call, Repeated(p, source, shape, found.scale, found.factor, found.linear)
+    call = ParameterCall(path, owner, found.args, out, owner)
+    return call, BroadcastRule(p, source, shape, found.scale, found.factor, found.linear)
 
 
 def join_biases(calls: list[CallInGraph]) -> list[CallInGraph]:
@@ -197,13 +201,13 @@ def join_biases(calls: list[CallInGraph]) -> list[CallInGraph]:
     layers = {
         next(iter(call.nodes)): call
         for call in calls
-        if isinstance(call.rule, AffineRule) and isinstance(call.call, FunctionalUse)
+        if isinstance(call.rule, AffineRule) and isinstance(call.call, ParameterCall)
     }
     joined: list[CallInGraph] = []
     for call in calls:
         p = call.parameters["weight"]
         layer = layers.get(next(iter(call.nodes)))
-        if isinstance(call.rule, Repeated) and call.rule.source is None and layer is not None:
+        if isinstance(call.rule, BroadcastRule) and call.rule.source is None and layer is not None:
             node = next(iter(call.nodes))
             positions = [i for i, (below, _) in enumerate(node.next_functions) if leaf_of(below) is p]
             if "bias" not in layer.parameters and any(is_bias(node, i, p) for i in positions):
@@ -216,17 +220,19 @@ def join_biases(calls: list[CallInGraph]) -> list[CallInGraph]:
 
 def shared_call(found: CallInGraph, graph: BackwardGraph, location: Location) -> CallInGraph:
     """A call of a module whose output has no samples of its own, seen from the operations where samples meet it."""
-    ways = [way for edge in found.edges.values() for way in graph.users.get((edge.node, edge.output_nr), ())]
-    meetings, _ = find_meetings(ways, graph, location.axes.layouts, alone=False)
+    operands = [
+        operand for edge in found.edges.values() for operand in graph.users.get((edge.node, edge.output_nr), ())
+    ]
+    entries, _ = find_entry_points(operands, graph, location.axes.layouts, alone=False)
     operands = []
-    for meeting in meetings:
-        like = meeting.operand.node._input_metadata[meeting.operand.output_nr]  # type: ignore[attr-defined]
+    for entry in entries:
+        like = entry.operand.node._input_metadata[entry.operand.output_nr]  # type: ignore[attr-defined]
         stand_in = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device="meta"), requires_grad=False)
-        operands.append(_operation(stand_in, meeting, location, found.call.path, found.call.owner, itself=True))
-    call = FunctionalUse(found.call.path, found.call.module, (), torch.Size(), found.call.owner)
+        operands.append(_operation(stand_in, entry, location, found.call.path, found.call.owner, itself=True))
+    call = ParameterCall(found.call.path, found.call.module, (), torch.Size(), found.call.owner)
     call.shapes = tuple([operand.call.shapes[0] for operand in operands])
     edges = {i: operand.edges[0] for i, operand in enumerate(operands)}
-    rule = SharedCall(found.rule, found.call, found.edges, operands, [meeting.operand for meeting in meetings])
+    rule = SharedCallRule(found.rule, found.call, found.edges, operands, [entry.operand for entry in entries])
     result = CallInGraph(call, rule, found.parameters, edges)
     result.location, result.samples = location, "first"
     return result

@@ -41,12 +41,12 @@ class Columns(NamedTuple):
     weights: Tensor
 
 
-def nonlinear_operations(roots: Sequence[GradientEdge], uses: set[Node]) -> list[Residual]:
-    """The operations between some edges and the outputs of uses that add a residual.
+def nonlinear_operations(roots: Sequence[GradientEdge], calls: set[Node]) -> list[Residual]:
+    """The operations between some edges and the outputs of calls that add a residual.
 
     Args:
         roots: where the network's outputs come from.
-        uses: nodes of the outputs of all uses.
+        calls: nodes of the outputs of all calls.
     """
     order: list[Node] = []  # inputs before what they feed
     seen: set[Node] = set()
@@ -70,7 +70,7 @@ def nonlinear_operations(roots: Sequence[GradientEdge], uses: set[Node]) -> list
     for node in order:
         inputs = {(f, nr): GradientEdge(f, nr) for f, nr in node.next_functions if f is not None and f in dependent}
         links = sum(1 for f, _ in node.next_functions if f is not None and f in dependent)
-        if inputs or node in uses:
+        if inputs or node in calls:
             dependent.add(node)
         name = operation(node)
         linear = name in LINEAR or (name in MULTILINEAR and links == 1)

@@ -15,23 +15,23 @@ from torch.utils.hooks import RemovableHandle
 from curvopt.core.autograd_graph.nodes import leads_further_to
 from curvopt.core.pytorch_workarounds import _wrong_together
 
-#: The contexts that are told of backwards, innermost last, and an `Engine` while it pulls back itself.
+#: The contexts that are told of backwards, innermost last, and an `OwnBackward` while it pulls back itself.
 listeners: list[Any] = []
 
 
-class Engine:
+class OwnBackward:
     """Hears what it does itself."""
 
 
-def hears_itself() -> bool:
+def is_own_backward() -> bool:
     """Whether the engine pulls back itself."""
-    return bool(listeners) and isinstance(listeners[-1], Engine)
+    return bool(listeners) and isinstance(listeners[-1], OwnBackward)
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
+def own_backward() -> Iterator[None]:
     """Backward passes inside are the engine's own: no listener is told of them."""
-    engine = Engine()
+    engine = OwnBackward()
     listeners.append(engine)
     try:
         yield
@@ -44,10 +44,10 @@ def listen(edge: GradientEdge, arrived: Callable[[Tensor], None]) -> RemovableHa
 
     That is before the node itself, and after the hooks of tensors by which users change gradients.
     """
-    return edge.node.register_prehook(partial(_hear, arrived, edge.output_nr))
+    return edge.node.register_prehook(partial(_on_gradient, arrived, edge.output_nr))
 
 
-def _hear(arrived: Callable[[Tensor], None], output_nr: int, grads: Sequence[Tensor | None]) -> None:
+def _on_gradient(arrived: Callable[[Tensor], None], output_nr: int, grads: Sequence[Tensor | None]) -> None:
     grad = grads[output_nr]
     if grad is not None:
         arrived(grad)
@@ -66,7 +66,7 @@ def pull(
     Builds a graph of its own exactly if gradients are enabled, and leaves the network's graph alive.
     """
     create_graph, V = torch.is_grad_enabled(), vectors[0].shape[0]
-    with unheard():
+    with own_backward():
         # anomaly detection looks at numbers, as vmap cannot, and prints what follows
         if V > 1 and not torch.is_anomaly_enabled() and not _wrong_together(outputs):
             try:

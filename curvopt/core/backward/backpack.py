@@ -32,7 +32,7 @@ from curvopt.core.backward.request_checks import (
 )
 from curvopt.core.batch_axis.samples import EmptyBatch
 from curvopt.core.losses.loss_search import find_losses
-from curvopt.core.recording.calls import Use
+from curvopt.core.recording.calls import ModuleCall
 from curvopt.core.recording.extend import extend
 from curvopt.core.recording.extended_parameters import extended_model, extended_parameters
 from curvopt.core.recording.state import outside_of_graphs
@@ -228,7 +228,7 @@ class _Together:
         listeners.remove(self)
 
 
-def _told() -> list[backpack]:
+def _active_contexts() -> list[backpack]:
     """The contexts with extensions that are told what happens now."""
     top = listeners[-1] if listeners else None
     contexts = top.contexts if isinstance(top, _Together) else [top]
@@ -246,30 +246,30 @@ def _watch(change: int) -> None:
     torch.autograd._engine_run_backward = _watched_backward if _watching else _run_backward  # type: ignore[attr-defined]
 
 
-_heard = True
+_listening = True
 
 
-def heard() -> bool:
+def is_listening() -> bool:
     """Whether contexts are told of backwards."""
-    return _heard
+    return _listening
 
 
 @contextmanager
-def engine(run: Callable[..., Any], told: bool) -> Iterator[None]:
+def engine(run: Callable[..., Any], listening: bool) -> Iterator[None]:
     """Calls into autograd inside end in ``run(engine, *args, **kwargs)``, whatever contexts are open or opened there.
 
     Args:
         run: is given what would have been called, and its arguments.
-        told: whether contexts are told of the calls.
+        listening: whether contexts are told of the calls.
     """
-    global _run_backward, _heard
-    before = _run_backward, _heard
-    _run_backward, _heard = functools.partial(run, _run_backward), told
+    global _run_backward, _listening
+    before = _run_backward, _listening
+    _run_backward, _listening = functools.partial(run, _run_backward), listening
     _watch(0)
     try:
         yield
     finally:
-        _run_backward, _heard = before
+        _run_backward, _listening = before
         _watch(0)
 
 
@@ -304,14 +304,14 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
     def call() -> Any:
         return _run_backward(outputs, *args, **kwargs)
 
-    if not _heard:
+    if not _listening:
         return call()
     nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in outputs]
     roots = [node for node in nodes if node is not None]
     accumulates, inputs = kwargs.get("accumulate_grad", False), args[3]
-    contexts = _told()
+    contexts = _active_contexts()
     if torch._C._current_graph_task_id() != -1:  # of a hook inside a backward
-        if contexts and accumulates and any(records_behind(roots, Use)):
+        if contexts and accumulates and any(records_behind(roots, ModuleCall)):
             raise contexts[-1]._started_inside()
         return call()
     if not roots or (inputs and not any(_is_parameter(x) for x in inputs)):  # of slopes, say, that the loss is made of

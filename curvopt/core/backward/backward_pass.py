@@ -34,7 +34,7 @@ from curvopt.core.backward.columns import (
     ranks_of,
 )
 from curvopt.core.backward.hessian_residuals import sweep_residuals
-from curvopt.core.backward.kfra import averaged_jacobians
+from curvopt.core.backward.kfra import kfra_jacobians
 from curvopt.core.backward.located_graph import LocatedGraph
 from curvopt.core.backward.module_io import Call, showing
 from curvopt.core.backward.request_checks import fields_of, naming_fields
@@ -42,9 +42,9 @@ from curvopt.core.batch_axis.samples import Location
 from curvopt.core.jacobians import chunk_sizes as costs
 from curvopt.core.jacobians.base import Dense, Jacobian
 from curvopt.core.jacobians.combine import combine
-from curvopt.core.jacobians.pulled_back import Computed
+from curvopt.core.jacobians.pulled_back import PulledBack
 from curvopt.core.jacobians.sums import cast
-from curvopt.core.layers.functional import FunctionalUse
+from curvopt.core.layers.functional import ParameterCall
 from curvopt.core.losses.generic_loss import GenericLoss
 from curvopt.core.losses.hessian_root import Loss, LossCurvature
 from curvopt.errors import CurvoptError
@@ -59,7 +59,7 @@ class Backward(NamedTuple):
     Attributes:
         roots: outputs of nodes that are differentiated, with the gradients that were passed in.
         accumulates: whether gradients are accumulated in leaves.
-        partial: whether it goes to some inputs only, and so perhaps past some uses of a parameter.
+        partial: whether it goes to some inputs only, and so perhaps past some calls on a parameter.
         again: whether it builds a graph of its own, by which fields may be differentiated.
         batched: whether several vectors are pulled back at once (``is_grads_batched=True``).
     """
@@ -288,7 +288,7 @@ class BackwardPass:
         for each in factored:
             frozen = [call for call in self.located.graph.module_calls.values() if not call.parameters]
             N = self.calls[0].location.N
-            found = averaged_jacobians(each.edge, each.curvature, each.scale, self.calls, frozen, N)
+            found = kfra_jacobians(each.edge, each.curvature, each.scale, self.calls, frozen, N)
             for p, jacobian in found:
                 self._update(p, jacobian, extensions)
 
@@ -437,7 +437,7 @@ class BackwardPass:
         grads = [grad.unsqueeze(0) if i == index else None for i in range(len(call.call.shapes))]
         with self._own_computation():
             for p, jacobian in self._jacobians(call, grads, last=True):
-                if isinstance(jacobian, Computed) and len(self._sources_of[p]) > 1:
+                if isinstance(jacobian, PulledBack) and len(self._sources_of[p]) > 1:
                     jacobian = (
                         jacobian.settled()
                     )  # the graph behind one source may be freed before the others have theirs
@@ -492,7 +492,7 @@ class BackwardPass:
         if all(len(self.done.get(q, ())) == len(self.extensions) for q in wanted):
             self.hooked.add(module)
             calls = (call.call for call in self.calls if call.call.module is module)
-            found = next((call for call in calls if not isinstance(call, FunctionalUse) and call.is_held), None)
+            found = next((call for call in calls if not isinstance(call, ParameterCall) and call.is_held), None)
             shown = None if found is None else showing(module, Call(found, found.args, found.kwargs))
             with contextlib.nullcontext() if shown is None else shown:
                 self.extension_hook(module)

@@ -70,17 +70,17 @@ def _sweep_residuals(
         what = f"{fields_of(extensions)} cannot be had"
         refuse_wrong(run.located, WRONG_TWICE, edge.node, what, "use a GGN quantity")
     # a parameter used twice, or in a way that is not linear in it, is met by more than the operations after it
-    uses: dict[nn.Parameter, int] = {}
+    calls: dict[nn.Parameter, int] = {}
     for call in run.calls:
         for p in call.parameters.values():
-            uses[p] = uses.get(p, 0) + (len(call.edges) if call.rule.linear else 2)
-    direct = {p for p, count in uses.items() if count > 1}
+            calls[p] = calls.get(p, 0) + (len(call.edges) if call.rule.linear else 2)
+    direct = {p for p, count in calls.items() if count > 1}
     nodes = {node for call in run.calls if not direct.issuperset(call.parameters.values()) for node in call.nodes}
     operations = nonlinear_operations(edges, nodes) if nodes else []
     inputs = [edge for operation in operations for edge in operation.inputs]
     N = run.calls[0].location.N
     if any(is_complex(edge.node, edge.output_nr) or not _is_sample_first(run, edge) for edge in inputs):
-        direct, operations = set(uses), []
+        direct, operations = set(calls), []
     if not operations and not direct:
         return
     lone = [bias for edge in edges for bias in lone_biases(edge.node)] if direct else []

@@ -22,7 +22,7 @@ from curvopt.core.losses.hessian_root import LossCurvature
 from curvopt.errors import CurvoptError
 
 
-def averaged_jacobians(
+def kfra_jacobians(
     edge: GradientEdge,
     curvature: LossCurvature,
     scale: Tensor,
@@ -97,7 +97,7 @@ def _root(columns: Tensor) -> Tensor:
 
 
 def _inputs(node: Node, entry: CallInGraph | None) -> list[GradientEdge]:
-    """Of the whole use if it is the output of a convolution, whose padding may go several ways (a circular one)."""
+    """Of the whole call if it is the output of a convolution, whose padding may go several ways (a circular one)."""
     if entry is not None and isinstance(entry.rule, Convolution) and len(entry.call.boundary) == 1:
         (before,) = entry.call.boundary
         if len(before._input_metadata) == 1:  # type: ignore[attr-defined]

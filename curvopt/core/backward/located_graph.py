@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Way, read_graph, ways_inside
+from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Operand, operands_inside, read_graph
 from curvopt.core.autograd_graph.nodes import name_of, shape_of, walk
-from curvopt.core.autograd_graph.parameter_calls import find_meetings, join_biases, parameter_calls, shared_call
+from curvopt.core.autograd_graph.parameter_calls import find_entry_points, join_biases, parameter_calls, shared_call
 from curvopt.core.batch_axis.layout import Layout
 from curvopt.core.batch_axis.samples import Location, locate
-from curvopt.core.layers.sample_by_sample import Operand, SharedCall
-from curvopt.core.recording.calls import Use, records_of
+from curvopt.core.layers.sample_by_sample import PerSampleRule, SharedCallRule
+from curvopt.core.recording.calls import ModuleCall, records_of
 from curvopt.core.recording.extended_parameters import extended_model, extended_name
 from curvopt.core.recording.model_calls import Model
 from curvopt.errors import CurvoptError, CurvoptWarning
@@ -64,7 +64,7 @@ def read_and_locate(roots: Sequence[Node]) -> LocatedGraph:
     """
     located = LocatedGraph(read_graph(roots))
     graph = located.graph
-    if not graph.ways and not any(found.parameters for found in graph.module_calls.values()):
+    if not graph.operands and not any(found.parameters for found in graph.module_calls.values()):
         return located
     located.locations = locate(graph)
     for found in graph.module_calls.values():
@@ -81,18 +81,18 @@ def read_and_locate(roots: Sequence[Node]) -> LocatedGraph:
                 located.calls.append(shared_call(found, graph, location))
         else:
             raise CurvoptError(
-                f"{found.call.describe()}: the loss depends on it by a way around the outputs of the model (a term "
+                f"{found.call.describe()}: the loss depends on it by a path around the outputs of the model (a term "
                 "that is computed inside of the model and kept?), whose samples cannot be told; return that, too."
             )
     functional: list[CallInGraph] = []
-    for p, ways in graph.ways.items():
+    for p, operands in graph.operands.items():
         location = located.location_of(extended_model(p))
         if location is None:
             raise _no_samples(f"parameter '{located.name(p)}'")
-        meetings, around = find_meetings(ways, graph, location.axes.layouts)
-        functional += parameter_calls(p, meetings, location)
-        for way in around:
-            _note_around(located, p, way, location)
+        entries, around = find_entry_points(operands, graph, location.axes.layouts)
+        functional += parameter_calls(p, entries, location)
+        for operand in around:
+            _note_around(located, p, operand, location)
     located.calls += join_biases(functional)
     for call in located.calls:
         for name, p in call.parameters.items():
@@ -102,13 +102,13 @@ def read_and_locate(roots: Sequence[Node]) -> LocatedGraph:
 
 
 def _leave_to_operations(found: CallInGraph, graph: BackwardGraph) -> None:
-    """Take parameters from a shared call that are also in its input: where samples meet it, both ways count as one."""
+    """Take parameters from a shared call that are also in its input: where samples meet it, both paths count as one."""
     ends = [edge.node for edge in found.edges.values()]
-    behind = set(walk(ends)) if any(p in graph.ways for p in found.parameters.values()) else ()
+    behind = set(walk(ends)) if any(p in graph.operands for p in found.parameters.values()) else ()
     for name, p in list(found.parameters.items()):
-        if any(node in behind for node, _ in graph.ways.get(p, ())):
+        if any(node in behind for node, _ in graph.operands.get(p, ())):
             del found.parameters[name]
-            graph.ways[p] += ways_inside(ends, found.call.boundary, {p})
+            graph.operands[p] += operands_inside(ends, found.call.boundary, {p})
 
 
 def _no_samples(what: str) -> CurvoptError:
@@ -123,11 +123,11 @@ def _no_samples(what: str) -> CurvoptError:
 WEIGHING = ("Mul", "Div", "Dot", "Mv", "Mm", "Bmm", "Addmv", "Addmm", "Addcmul", "Addcdiv")
 
 
-def _note_around(located: LocatedGraph, p: nn.Parameter, way: Way, location: Location) -> None:
-    """Note a way from a parameter to the loss around the heads: a term of parameters alone, or a weight of losses."""
+def _note_around(located: LocatedGraph, p: nn.Parameter, operand: Operand, location: Location) -> None:
+    """Note a path from a parameter to the loss around the heads: a term of parameters alone, or a weight of losses."""
     graph, layouts = located.graph, location.axes.layouts
     heads = set(location.heads)
-    stack, seen, weighs = [way], {way}, False
+    stack, seen, weighs = [operand], {operand}, False
     while stack:
         node, position = stack.pop()
         for other, place in enumerate(node.next_functions):
@@ -150,13 +150,13 @@ def _leads_to(node: Node, heads: set) -> bool:
 
 def _warn_of_cost(located: LocatedGraph) -> None:
     """Say once for each model where quantities are computed sample by sample, if that costs much."""
-    slow = [call for call in located.calls if isinstance(call.samples, dict) or isinstance(call.rule, SharedCall)]
+    slow = [call for call in located.calls if isinstance(call.samples, dict) or isinstance(call.rule, SharedCallRule)]
     if not slow:
         return
     fast = sum(shape.numel() for call in located.calls if call not in slow for shape in call.call.shapes)
     for call in slow:
         N = call.location.N
-        shapes = call.rule.call.shapes if isinstance(call.rule, SharedCall) else call.call.shapes
+        shapes = call.rule.call.shapes if isinstance(call.rule, SharedCallRule) else call.call.shapes
         if N * sum(shape.numel() for shape in shapes) <= fast or N < 2:
             continue
         p = next(iter(call.parameters.values()))
@@ -165,7 +165,7 @@ def _warn_of_cost(located: LocatedGraph) -> None:
             return
         if model is not None:
             model.warned = True
-        layout = "an operation that is not known" if isinstance(call.rule, Operand) else "its output"
+        layout = "an operation that is not known" if isinstance(call.rule, PerSampleRule) else "its output"
         warnings.warn(
             f"{call.call.describe()}: {layout} does not hold the {N} samples along one axis, so its quantities are "
             f"computed sample by sample, at up to {N} times the cost.",
@@ -187,7 +187,7 @@ def mixing_norms(located: LocatedGraph) -> list[str]:
             places = [(following, nr) for following, nr in node.next_functions if following is not None]
             layouts = [location.axes.layouts.get(place) for place in places for location in located.locations.values()]
             if getattr(node, "_saved_training", True) and any(isinstance(x, Layout) and x.mixed for x in layouts):
-                records = [record.describe() for record, *_ in records_of(node) if isinstance(record, Use)]
+                records = [record.describe() for record, *_ in records_of(node) if isinstance(record, ModuleCall)]
                 found.append(records[0] if records else name_of(node))
     return found
 

@@ -2,7 +2,7 @@
 
 ::
 
-    with showing(module, Call(use, use.args, use.kwargs)):
+    with showing(module, Call(record, record.args, record.kwargs)):
         module.input0  # its first argument
         module.output  # computed when it is asked for
 """
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from curvopt.core.recording.calls import Use
+from curvopt.core.recording.calls import ModuleCall
 from curvopt.core.recording.state import disable
 
 
 class Call(NamedTuple):
     """A call of a module and what it was given, which the call may have left to the graph."""
 
-    use: Use
+    record: ModuleCall
     args: tuple
     kwargs: dict[str, Any]
 
@@ -77,11 +77,11 @@ def _input(x: Any) -> Any:
 
 def _output(module: nn.Module, call: Call, buffers: dict[str, Any]) -> Any:
     """The first result; if it was not kept, of a call of a twin, which may change its buffers."""
-    twin, use = object.__new__(type(module)), copy.copy(call.use)
+    twin, record = object.__new__(type(module)), copy.copy(call.record)
     copies = {name: buffer if buffer is None else buffer.clone() for name, buffer in buffers.items()}
     vars(twin).update(vars(module), _buffers=copies)
-    use.args, use.kwargs = call.args, call.kwargs
-    use = use.in_precision(next(p.dtype for p in module.parameters() if p.is_floating_point()))
+    record.args, record.kwargs = call.args, call.kwargs
+    record = record.in_precision(next(p.dtype for p in module.parameters() if p.is_floating_point()))
     with torch.no_grad(), disable():
-        output = twin.forward(*use.args, **use.kwargs)
+        output = twin.forward(*record.args, **record.kwargs)
     return output[0] if isinstance(output, tuple) else output

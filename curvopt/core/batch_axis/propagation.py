@@ -41,7 +41,7 @@ from curvopt.core.batch_axis.layout import (
     merged,
 )
 from curvopt.core.batch_axis.probe import probe_operands
-from curvopt.core.recording.calls import Use, records_of
+from curvopt.core.recording.calls import ModuleCall, records_of
 
 
 class BatchAxes(NamedTuple):
@@ -119,7 +119,7 @@ def _rule(name: str, kind: str) -> Callable[[_Call], list[AnyLayout]] | None:
 
 def _is_recorded_batch_norm(node: Node) -> bool:
     """Whether a compiled function is the call of a batch norm that normalises over the samples."""
-    modules = [record.module for record, *_ in records_of(node) if isinstance(record, Use)]
+    modules = [record.module for record, *_ in records_of(node) if isinstance(record, ModuleCall)]
     norms = [module for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     return any(norm.training or norm.running_mean is None for norm in norms)
 

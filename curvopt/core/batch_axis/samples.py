@@ -216,21 +216,23 @@ def _place_others(
 ) -> list[tuple[ModelCall, Place]]:
     """Add heads without N rows: those whose rows others tell, and shares of k rows each, which are returned."""
     layouts = propagate_batch_axis(known, N).layouts
-    told = {place: layout for place, layout in layouts.items() if isinstance(layout, Layout)}
+    listening = {place: layout for place, layout in layouts.items() if isinstance(layout, Layout)}
     shares: list[tuple[ModelCall, Place]] = []
     for call, place in others:
         shape = shape_of(*place)
-        rows = samples_of_rows(place, told)
+        rows = samples_of_rows(place, listening)
         if rows is not None and UNUSED not in rows:
             known[place] = labelled(shape, 0, rows, N, False)
             continue
         if appended or axis or shape[0] % N or not shape[0]:
             raise _other_length(call, shape, N, axis)
         known[place] = Layout(1, N, prod(shape) // N)
-        axes = propagate_batch_axis({place: known[place]}, N, told, complete=False)
-        pairs = _matched(axes, told)
+        axes = propagate_batch_axis({place: known[place]}, N, listening, complete=False)
+        pairs = _matched(axes, listening)
         # other outputs tell of other shares, or that it cannot be told
-        if any(other in axes.layouts for other in told) and (pairs is None or any(a != b for a, b in pairs.items())):
+        if any(other in axes.layouts for other in listening) and (
+            pairs is None or any(a != b for a, b in pairs.items())
+        ):
             raise _other_length(call, shape, N, axis)
         shares.append((call, place))
     return shares
@@ -378,7 +380,7 @@ def _behind_reductions(graph: BackwardGraph, N: int, axis: int) -> dict[Place, L
 
 def _functional(graph: BackwardGraph) -> tuple[int, dict[Place, Layout]] | None:
     """Number of samples and heads of code that calls no extended module: rows at which parameters first meet data."""
-    owners = [extended_owner(p) for p in graph.ways]
+    owners = [extended_owner(p) for p in graph.operands]
     if not all(type(owner).forward is nn.Module.forward for owner in owners):
         return None  # a model that was called where nothing is recorded
     lengths: dict[int, None] = {}

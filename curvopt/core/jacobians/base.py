@@ -35,11 +35,11 @@ class Jacobian(ABC):
     N: int
     #: Whether the parameter has two Kronecker factors.
     factored = True
-    #: Whether axis 0 of the parameter belongs to `right_factor` (``[I, O]``: transposed convolutions, embeddings).
+    #: Whether axis 0 of the parameter belongs to `input_factor` (``[I, O]``: transposed convolutions, embeddings).
     transposed = False
     #: Signed weight of every vector in the sums of squares and products, ``[V, N]``; ``None`` for ones.
     weights: Tensor | None = None
-    #: The uses it belongs to; chunks of columns of the same uses share their right side.
+    #: The calls it belongs to; chunks of columns of the same calls share their right side.
     origin: tuple = ()
     #: Number of columns of the whole sweep, of which V are here.
     columns: int | None = None
@@ -47,8 +47,8 @@ class Jacobian(ABC):
     positions_of_all = False
     #: Whether it has all positions of the batch for every sample, of which each may be of one sample only.
     of_batch = False
-    #: Those of single uses, if it is of several of which some are of the batch.
-    uses: Sequence[Jacobian] = ()
+    #: Those of single calls, if it is of several of which some are of the batch.
+    calls: Sequence[Jacobian] = ()
     #: The sum over the samples, where it is known.
     gradient: Tensor | None = None
     #: The parameter; known to extensions whose quantity depends on it.
@@ -88,7 +88,7 @@ class Jacobian(ABC):
         """Squared Euclidean norm of every product, ``[V, N]``."""
 
     @abstractmethod
-    def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+    def output_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         """Second moment of the backpropagated side, summed over vectors and samples (the ``B`` of KFAC).
 
         ``[O, O]`` (``[G, O, O]`` with groups) for a parameter with Kronecker structure, its blocks ``[G, K, b, b]`` on
@@ -97,7 +97,7 @@ class Jacobian(ABC):
         """
 
     @abstractmethod
-    def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor | None:
+    def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor | None:
         """Second moment of the input side, averaged over samples and positions (the ``A`` of KFAC), if there is one.
 
         Blocks ``[G, K, b, b]`` on its diagonal where I is more than ``limit``.
@@ -116,12 +116,12 @@ class Jacobian(ABC):
     def set_lengths(self, lengths: Tensor) -> None:  # noqa: B027 - a difference where positions are averaged only
         """Tell how long the sequences are, ``[N]``, if there are zeros in the place of steps that some have not."""
 
-    def right_factor_of_uses(self, approx: Approx = "expand", limit: int | None = None) -> Tensor | None:
-        """`right_factor`, in which every use counts by its `positions`."""
-        if approx == "reduce" or not self.uses:
-            return self.right_factor(approx, limit)
-        counts = [use.positions for use in self.uses]
-        factors = (use.right_factor(approx, limit) for use in self.uses)
+    def input_factor_of_calls(self, approx: Approx = "expand", limit: int | None = None) -> Tensor | None:
+        """`input_factor`, in which every use counts by its `positions`."""
+        if approx == "reduce" or not self.calls:
+            return self.input_factor(approx, limit)
+        counts = [call.positions for call in self.calls]
+        factors = (call.input_factor(approx, limit) for call in self.calls)
         means = zip(counts, factors, strict=True)
         return reduce(add, (factor * (count / max(sum(counts), 1)) for count, factor in means if factor is not None))
 
@@ -155,7 +155,7 @@ class Jacobian(ABC):
         """A copy that shares nothing with the network's activations or graph.
 
         Args:
-            alike: such a copy for other vectors of the same uses, with which this one may share the layer's input.
+            alike: such a copy for other vectors of the same calls, with which this one may share the layer's input.
         """
 
     def joined(self, others: Sequence[Jacobian]) -> Sequence[Jacobian]:
@@ -210,7 +210,7 @@ class Dense(Jacobian):
 
     def _squares(self) -> Tensor:
         if self.left_of is not None and self.left_of.weights is self.weights:
-            return self.left_of.left_squares.flatten(1)
+            return self.left_of.output_squares.flatten(1)
         return _weighted(self.values.square(), self.weights)
 
     def owned(self, alike: Jacobian | None = None) -> Jacobian:
@@ -220,18 +220,18 @@ class Dense(Jacobian):
 
     def norms2(self) -> Tensor:
         if self.left_of is not None:
-            return self.left_of.left_norms2.clone()
+            return self.left_of.output_norms2.clone()
         return self.values.reshape(self.V, self.N, -1).square().sum(2)
 
-    def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+    def output_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         flat = self.values.reshape(self.V * self.N, -1)
         if flat.shape[1] > DENSE_BLOCK_LIMIT:
             return flat.square().sum(0)
         if self.left_of is None or (limit is not None and flat.shape[1] > limit):
             return _second_moment(flat[:, None, None], limit)
-        return self.left_of.left_moment()
+        return self.left_of.output_moment()
 
-    def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
+    def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
         return None
 
     def rotated(self, bases: Sequence[Tensor]) -> Jacobian:

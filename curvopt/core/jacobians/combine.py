@@ -9,22 +9,22 @@ import torch
 from curvopt.core.jacobians.base import Dense, Jacobian
 from curvopt.core.jacobians.lookup import Lookup
 from curvopt.core.jacobians.outer import Outer
-from curvopt.core.jacobians.pulled_back import Computed
+from curvopt.core.jacobians.pulled_back import PulledBack
 
 
 def combine(parts: Sequence[Jacobian]) -> Jacobian:
-    """One Jacobian for all uses of one parameter: positions are concatenated, other kinds are added."""
+    """One Jacobian for all calls that share one parameter: positions are concatenated, other kinds are added."""
     if len(parts) == 1:
         return parts[0]
     result = _concatenate(parts)
     if isinstance(result, (Outer, Lookup)) and any(part.of_batch for part in parts):
-        result.uses = parts
-    result.origin = tuple(use for part in parts for use in part.origin)
+        result.calls = parts
+    result.origin = tuple(call for part in parts for call in part.origin)
     result.positions_of_all = any(part.positions_of_all for part in parts)
     return result
 
 
-def of_samples(jacobian: Jacobian, N: int) -> Jacobian:
+def from_single_samples(jacobian: Jacobian, N: int) -> Jacobian:
     """One Jacobian of V vectors and N samples from one of one sample, whose vectors are those of N samples in turn."""
     if isinstance(jacobian, Outer):
         left, right = jacobian.left.flatten(0, 1).unflatten(0, (-1, N)), jacobian.right.expand(N, -1, -1, -1)
@@ -53,7 +53,7 @@ def _concatenate(parts: Sequence[Jacobian]) -> Jacobian:
             result.lengths = torch.stack([torch.full((o.N,), o.S) if o.lengths is None else o.lengths for o in outers])
             result.lengths = result.lengths.sum(0)
         return result
-    computed = [part for part in parts if isinstance(part, Computed)]
+    computed = [part for part in parts if isinstance(part, PulledBack)]
     if len(computed) == len(parts) and len({part.source for part in computed}) == 1:
         return computed[0].of(_concatenate([part.inner for part in computed]))
     if all(isinstance(part, Lookup) for part in parts):

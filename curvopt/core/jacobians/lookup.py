@@ -61,11 +61,11 @@ class Lookup(Jacobian):
         left, _, samples = self._merged()
         return self._scatter(left.square().sum(2), 1, samples, self.N)
 
-    def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+    def output_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         left = self._scatter(self.left, 1, self.samples, self.N) if approx == "reduce" else self.left
         return _second_moment(left.flatten(0, 1)[None, None], limit)
 
-    def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+    def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         """The diagonal ``[I]`` of the second moment of the one-hot inputs: how often each row is picked."""
         if approx == "expand":
             ones = torch.ones_like(self.rows, dtype=self.left.dtype)

@@ -87,7 +87,7 @@ class Outer(Jacobian):
     def norms2(self) -> Tensor:
         """Squared norms ``[V, N]`` without forming the products where that is cheaper (Gram trick, Goodfellow 2015)."""
         if self.G == self.S == 1:
-            return self.left_norms2 * _norms2(self.right)
+            return self.output_norms2 * _norms2(self.right)
         if costs.by_gram(self.S, self.O, self.I):
             # terms of both signs may round to less than nothing
             return ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum((2, 3, 4)).clamp(min=0)
@@ -98,15 +98,15 @@ class Outer(Jacobian):
             norms[v, samples] = products.square_().sum([*range(1, products.dim())])
         return norms
 
-    def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+    def output_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         if self.S == 1 and (limit is None or self.O <= limit):
-            return self.left_moment()
+            return self.output_moment()
         left = self.left.sum(3, keepdim=True) if approx == "reduce" else self.left
         return _second_moment(left.flatten(0, 1), limit)
 
     # of the left side of one position, which are those of a bias, too:
 
-    def left_moment(self) -> Tensor:
+    def output_moment(self) -> Tensor:
         """Second moment, computed for who asks first; the others get copies."""
         if self._moment is not None:
             return self._moment.clone()
@@ -114,16 +114,16 @@ class Outer(Jacobian):
         return self._moment
 
     @cached_property
-    def left_norms2(self) -> Tensor:
+    def output_norms2(self) -> Tensor:
         """Squared norms, ``[V, N]``."""
         return _norms2(self.left)
 
     @cached_property
-    def left_squares(self) -> Tensor:
+    def output_squares(self) -> Tensor:
         """Squares, weighted and summed over vectors, ``[N, G, 1, O]``."""
         return _weighted(self.left * self.left, self.weights)
 
-    def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+    def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         if approx == "expand":
             factor = self._mean_square(limit)
             return factor if self.lengths is None else factor * (self.N * self.S / max(int(self.lengths.sum()), 1))
@@ -238,14 +238,14 @@ class Outer(Jacobian):
         V = self.columns or self.V
         return self if costs.by_pairs(V, self.S, self.O, self.I, -(-V // self.V)) else None
 
-    def left_pairs(self) -> Tensor:
+    def output_pairs(self) -> Tensor:
         """Products of the left sides of all pairs of positions, summed over vectors, ``[N, G, P, O]``."""
         if self.S == 1:
-            return self.left_squares
+            return self.output_squares
         return torch.cat([_weighted(pairs, self.weights) for pairs in _pairs(self.left)], 2)
 
     def squares_of_pairs(self, left: Tensor, per_sample: bool) -> Tensor:
-        """Squares from `left_pairs`, ``[*p]`` or, sample by sample, ``[N, *p]``."""
+        """Squares from `output_pairs`, ``[*p]`` or, sample by sample, ``[N, *p]``."""
         P, width, device = left.shape[2], self.G * self.I, left.device.type
         step = costs.samples_at_once(P * width, self.N, device) if per_sample else costs.rows_at_once(P, width, device)
         left = torch.cat([left[:, :, : self.S], 2 * left[:, :, self.S :]], 2) if self.S > 1 else left
@@ -275,11 +275,11 @@ class Outer(Jacobian):
             result = like.new_empty(self.N, *self.shape) if total is None else total.contiguous()
             for v, samples, products in self._by_sample(in_order=True):
                 weighted = self._times_weights(products, v, samples)
-                of_samples = result[samples].view(-1, *products.shape[1:])
+                from_single_samples = result[samples].view(-1, *products.shape[1:])
                 if total is None and v == 0:
-                    torch.mul(weighted, products, out=of_samples)
+                    torch.mul(weighted, products, out=from_single_samples)
                 else:
-                    of_samples.addcmul_(weighted, products)
+                    from_single_samples.addcmul_(weighted, products)
             return result
         squares = None
         for v, samples, products in self._by_sample():

@@ -16,7 +16,7 @@ from curvopt.core.jacobians.squares import Squares
 from curvopt.core.jacobians.sums import _weighted
 
 
-class Computed(Jacobian):
+class PulledBack(Jacobian):
     """Products with respect to what was computed from a parameter, pulled back to it a few samples at a time.
 
     Args:
@@ -33,9 +33,9 @@ class Computed(Jacobian):
         self.inner, self.pull, self.p = inner if isinstance(inner, Outer) else Dense(inner.dense()), pull, p
         self.V, self.N, self.shape, self.source = inner.V, inner.N, p.shape, source
 
-    def of(self, inner: Jacobian) -> Computed:
+    def of(self, inner: Jacobian) -> PulledBack:
         """The same of other products."""
-        return Computed(inner, self.pull, self.p, self.source)
+        return PulledBack(inner, self.pull, self.p, self.source)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,12 +63,12 @@ class Computed(Jacobian):
     def norms2(self) -> Tensor:
         return torch.cat([Dense(values).norms2() for _, values in self._parts()], 1)
 
-    def left_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+    def output_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         if self.shape.numel() > base.DENSE_BLOCK_LIMIT:
             return self.squares().flatten()
-        return self.settled().left_factor(approx, limit)
+        return self.settled().output_factor(approx, limit)
 
-    def right_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
+    def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
         return None
 
     def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
@@ -96,7 +96,7 @@ class Computed(Jacobian):
             yield slice(samples.start, samples.stop), pulled
 
 
-class Scaled(Computed):
+class Scaled(PulledBack):
     """The same, of what was computed entry by entry.
 
     Args:
@@ -110,7 +110,7 @@ class Scaled(Computed):
         super().__init__(inner, factor.mul, factor, source)
         self.outer, self.factor = inner, factor
 
-    def of(self, inner: Jacobian) -> Computed:
+    def of(self, inner: Jacobian) -> PulledBack:
         return Scaled(inner, self.factor, self.source) if isinstance(inner, Outer) else super().of(inner)
 
     def squares(self) -> Tensor:

@@ -39,7 +39,7 @@ class Squares:
         if outer is not None:
             if self._pairs is not None and self._pairs[0].right is not outer.right:
                 self.total()
-            pairs = widened(outer.left_pairs())  # which others may share
+            pairs = widened(outer.output_pairs())  # which others may share
             self._pairs = outer, pairs if self._pairs is None else self._pairs[1] + pairs
             self._signed = self._signed or outer.weights is not None
             return self

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from curvopt.core.jacobians.patches import Patches
 from curvopt.core.layers.rule import AffineRule, register
-from curvopt.core.recording.calls import Use
+from curvopt.core.recording.calls import ModuleCall
 
 
 @register(nn.Linear)
@@ -182,8 +182,8 @@ class Product(AffineRule):
         grad = grad if grad.dim() == 4 else grad.unsqueeze(1)
         return grad.unsqueeze(2) if self.shared else grad.transpose(1, 2).unsqueeze(3)
 
-    def rows(self, use: Use) -> int:
-        return use.shapes[0][self.output_axis(use, 0)]
+    def rows(self, call: ModuleCall) -> int:
+        return call.shapes[0][self.output_axis(call, 0)]
 
-    def output_axis(self, use: Use, index: int) -> int:
-        return 0 if self.shared else max(0, len(use.shapes[0]) - (1 if self.from_left else 2))
+    def output_axis(self, call: ModuleCall, index: int) -> int:
+        return 0 if self.shared else max(0, len(call.shapes[0]) - (1 if self.from_left else 2))

@@ -18,7 +18,7 @@ from torch.nn.modules import _functions
 from curvopt.core.autograd_graph.nodes import Saved, name_of, shape_of
 
 
-class Repetition(NamedTuple):
+class Broadcast(NamedTuple):
     """The derivative of an operation in what it repeats.
 
     Attributes:
@@ -34,12 +34,12 @@ class Repetition(NamedTuple):
     linear: bool = True
 
 
-def repeats(node: Node) -> bool:
+def broadcasts(node: Node) -> bool:
     """Whether an operation may repeat an operand."""
     return name_of(node) in _REPETITIONS
 
 
-def repetition(node: Node, position: int) -> Repetition | None:
+def broadcast_of(node: Node, position: int) -> Broadcast | None:
     """What an operation that `repeats` does to an operand; ``None`` if it does not repeat that."""
     return _REPETITIONS[name_of(node)](Saved(node), position)
 
@@ -75,67 +75,67 @@ _BY_CHANNELS = frozenset(
 )
 
 
-def _quotient(saved: Saved, position: int) -> Repetition:
+def _quotient(saved: Saved, position: int) -> Broadcast:
     if position == 0:
-        return Repetition(1.0, torch.reciprocal, (saved.other,))
-    return Repetition(-1.0, _slope_of_quotient, (saved.self, saved.other), linear=False)
+        return Broadcast(1.0, torch.reciprocal, (saved.other,))
+    return Broadcast(-1.0, _slope_of_quotient, (saved.self, saved.other), linear=False)
 
 
-def _power(saved: Saved, position: int) -> Repetition:
+def _power(saved: Saved, position: int) -> Broadcast:
     slope = _slope_in_exponent if position else _slope_in_base
-    return Repetition(1.0, slope, (saved.self, saved.exponent), linear=False)
+    return Broadcast(1.0, slope, (saved.self, saved.exponent), linear=False)
 
 
-def _sum_with_product(saved: Saved, position: int) -> Repetition:
+def _sum_with_product(saved: Saved, position: int) -> Broadcast:
     if position == 0:
-        return Repetition()
-    return Repetition(saved.value, _itself, (saved.tensor2 if position == 1 else saved.tensor1,))
+        return Broadcast()
+    return Broadcast(saved.value, _itself, (saved.tensor2 if position == 1 else saved.tensor1,))
 
 
-def _interpolation(saved: Saved, position: int) -> Repetition:
+def _interpolation(saved: Saved, position: int) -> Broadcast:
     if position == 2:
-        return Repetition(1.0, torch.sub, (saved.end, saved.self))
-    return Repetition(1.0, partial(torch.rsub, other=1) if position == 0 else _itself, (saved.weight,))
+        return Broadcast(1.0, torch.sub, (saved.end, saved.self))
+    return Broadcast(1.0, partial(torch.rsub, other=1) if position == 0 else _itself, (saved.weight,))
 
 
-def _summand_of_product(saved: Saved, position: int) -> Repetition | None:
-    return Repetition(saved.beta) if position == 0 else None
+def _summand_of_product(saved: Saved, position: int) -> Broadcast | None:
+    return Broadcast(saved.beta) if position == 0 else None
 
 
-def _bias(saved: Saved, position: int) -> Repetition | None:
-    return Repetition() if position == 2 else None
+def _bias(saved: Saved, position: int) -> Broadcast | None:
+    return Broadcast() if position == 2 else None
 
 
-def _norm(scale: Callable[[Saved], Repetition]) -> Callable[[Saved, int], Repetition | None]:
+def _norm(scale: Callable[[Saved], Broadcast]) -> Callable[[Saved, int], Broadcast | None]:
     """An operation with a scale, and a bias behind it."""
     return lambda saved, position: scale(saved) if position == 1 else _bias(saved, position)
 
 
-def _scale_of_layer_norm(saved: Saved) -> Repetition:
+def _scale_of_layer_norm(saved: Saved) -> Broadcast:
     x = saved.input
     shape = (*x.shape[: x.dim() - len(saved.normalized_shape)], -1)
-    return Repetition(1.0, partial(_normalised, shape=shape, axes=[-1]), (x, saved.result2))
+    return Broadcast(1.0, partial(_normalised, shape=shape, axes=[-1]), (x, saved.result2))
 
 
-def _scale_of_group_norm(saved: Saved) -> Repetition:
+def _scale_of_group_norm(saved: Saved) -> Broadcast:
     x = saved.input
-    return Repetition(1.0, partial(_normalised, shape=(len(x), saved.group, -1), axes=[-1]), (x, saved.result2))
+    return Broadcast(1.0, partial(_normalised, shape=(len(x), saved.group, -1), axes=[-1]), (x, saved.result2))
 
 
-def _scale_of_batch_norm(saved: Saved) -> Repetition:
+def _scale_of_batch_norm(saved: Saved) -> Broadcast:
     x = saved.input
     if not saved.training:
-        return Repetition(1.0, partial(F.batch_norm, eps=saved.eps), (x, saved.running_mean, saved.running_var))
+        return Broadcast(1.0, partial(F.batch_norm, eps=saved.eps), (x, saved.running_mean, saved.running_var))
     axes = [0, *range(2, x.dim())]
-    return Repetition(1.0, partial(_normalised, shape=x.shape, axes=axes), (x, saved.result2))
+    return Broadcast(1.0, partial(_normalised, shape=x.shape, axes=axes), (x, saved.result2))
 
 
-def _sync_batch_norm(saved: Saved, position: int) -> Repetition | None:
+def _sync_batch_norm(saved: Saved, position: int) -> Broadcast | None:
     tensors = saved.of_function(_functions.SyncBatchNorm)
     if tensors is None or position != 1:
         return None if tensors is None else _bias(saved, position)
     x, _, mean, inverse, *_ = tensors
-    return Repetition(1.0, _standardised, (x, mean, inverse))
+    return Broadcast(1.0, _standardised, (x, mean, inverse))
 
 
 def _slope_of_quotient(x: Tensor, divisor: Tensor) -> Tensor:
@@ -171,22 +171,22 @@ def _normalised(x: Tensor, inverse: Tensor, shape: Sequence[int], axes: list[int
     return (centred * inverse).reshape(x_shape)
 
 
-_REPETITIONS: dict[str, Callable[[Saved, int], Repetition | None]] = {
-    "ExpandBackward0": lambda saved, position: Repetition(),
-    "RepeatBackward0": lambda saved, position: Repetition(),
-    "AddBackward0": lambda saved, position: Repetition(saved.alpha if position else 1.0),
-    "SubBackward0": lambda saved, position: Repetition(-saved.alpha if position else 1.0),
-    "MulBackward0": lambda saved, position: Repetition(1.0, _itself, (saved.self if position else saved.other,)),
+_REPETITIONS: dict[str, Callable[[Saved, int], Broadcast | None]] = {
+    "ExpandBackward0": lambda saved, position: Broadcast(),
+    "RepeatBackward0": lambda saved, position: Broadcast(),
+    "AddBackward0": lambda saved, position: Broadcast(saved.alpha if position else 1.0),
+    "SubBackward0": lambda saved, position: Broadcast(-saved.alpha if position else 1.0),
+    "MulBackward0": lambda saved, position: Broadcast(1.0, _itself, (saved.self if position else saved.other,)),
     "DivBackward0": _quotient,
     "PowBackward1": _power,
-    "WhereBackward0": lambda saved, position: Repetition(
+    "WhereBackward0": lambda saved, position: Broadcast(
         1.0, _itself, (~saved.condition if position else saved.condition,)
     ),
     "PreluKernelBackward0": lambda saved, position: (
-        Repetition(1.0, partial(torch.clamp, max=0), (saved.self,)) if position == 1 else None
+        Broadcast(1.0, partial(torch.clamp, max=0), (saved.self,)) if position == 1 else None
     ),
     "AddcmulBackward0": _sum_with_product,
-    "LerpBackward0": lambda saved, position: Repetition(saved.weight if position else 1 - saved.weight),
+    "LerpBackward0": lambda saved, position: Broadcast(saved.weight if position else 1 - saved.weight),
     "LerpBackward1": _interpolation,
     "AddmmBackward0": _summand_of_product,
     "BaddbmmBackward0": _summand_of_product,

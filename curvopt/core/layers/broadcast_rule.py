@@ -12,10 +12,10 @@ from torch.autograd.graph import GradientEdge
 from curvopt.core.jacobians.base import Dense
 from curvopt.core.layers.pull_to_parameter import _is_linear, _through
 from curvopt.core.layers.rule import Jacobians, Rule, tensors
-from curvopt.core.recording.calls import Use
+from curvopt.core.recording.calls import ModuleCall
 
 
-class Repeated(Rule):
+class BroadcastRule(Rule):
     """What an operation repeats for every sample, times a number and a factor that differs among them perhaps.
 
     Args:
@@ -44,25 +44,25 @@ class Repeated(Rule):
     def linear(self) -> bool:  # type: ignore[override]
         return self._in_operand and _is_linear(self.source, self.p)
 
-    def rows(self, use: Use) -> int:
-        return use.shapes[0][0]
+    def rows(self, call: ModuleCall) -> int:
+        return call.shapes[0][0]
 
-    def takes_steps(self, use: Use, how: Literal["axis", "rows"]) -> bool:
-        shape, axis = use.shapes[0], 1 if how == "axis" else 0
-        given = all(x.shape[: axis + 1] == shape[: axis + 1] for x in tensors(use))
+    def takes_steps(self, call: ModuleCall, how: Literal["axis", "rows"]) -> bool:
+        shape, axis = call.shapes[0], 1 if how == "axis" else 0
+        given = all(x.shape[: axis + 1] == shape[: axis + 1] for x in tensors(call))
         return given and len(shape) > axis and self._sizes(len(shape))[axis] == 1
 
     def _sizes(self, dims: int) -> list[int]:
         """Of what is repeated, along the axes of the output."""
         return [1] * (dims - len(self.shape)) + list(self.shape)
 
-    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+    def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         (grad,) = grads
         assert grad is not None
         if self.factor is not None:
-            grad = grad * self.factor(*use.args).to(grad.dtype)
+            grad = grad * self.factor(*call.args).to(grad.dtype)
         sizes = self._sizes(grad.dim() - 1)
-        if use.steps == "axis":
+        if call.steps == "axis":
             sizes[:2] = sizes[1::-1]
         if sizes[0] == 1:
             values = grad.unflatten(1, (N, -1))
@@ -73,4 +73,4 @@ class Repeated(Rule):
         axes = [i for i, size in enumerate(sizes, 2) if size == 1]
         values = (values.sum(axes) if axes else values) * self.scale
         jacobian = Dense(values.reshape(len(grad), N, *self.shape))
-        return dict.fromkeys(names, _through(use, self.source, self.p, jacobian))
+        return dict.fromkeys(names, _through(call, self.source, self.p, jacobian))

@@ -13,10 +13,10 @@ from curvopt.core.jacobians.outer import Outer
 from curvopt.core.layers.pull_to_parameter import _is_linear, _through
 from curvopt.core.layers.rule import Jacobians, Rule
 from curvopt.core.layers.two_sides import Sides, _way_back
-from curvopt.core.recording.calls import Use
+from curvopt.core.recording.calls import ModuleCall
 
 
-class Derived(Rule):
+class ComputedWeightRule(Rule):
     """An operation with a weight that was computed from the parameter.
 
     Args:
@@ -35,23 +35,23 @@ class Derived(Rule):
     def linear(self) -> bool:  # type: ignore[override]
         return self.rule.linear and _is_linear(self.source, self.p)
 
-    def rows(self, use: Use) -> int:
-        return self.rule.rows(use)
+    def rows(self, call: ModuleCall) -> int:
+        return self.rule.rows(call)
 
-    def takes_steps(self, use: Use, how: Literal["axis", "rows"]) -> bool:
-        return self.rule.takes_steps(use, how)
+    def takes_steps(self, call: ModuleCall, how: Literal["axis", "rows"]) -> bool:
+        return self.rule.takes_steps(call, how)
 
-    def output_axis(self, use: Use, index: int) -> int | Tensor | None:
-        return self.rule.output_axis(use, index)
+    def output_axis(self, call: ModuleCall, index: int) -> int | Tensor | None:
+        return self.rule.output_axis(call, index)
 
-    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
-        jacobian, source = self.rule.jac_t(use, grads, ["weight"], N)["weight"], self.source
+    def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+        jacobian, source = self.rule.jac_t(call, grads, ["weight"], N)["weight"], self.source
         if source is not None and isinstance(jacobian, Outer):
-            if "sides" not in use.cache:
-                use.cache["sides"] = Sides(source, self._way, jacobian)
-            sides = use.cache["sides"]
+            if "sides" not in call.cache:
+                call.cache["sides"] = Sides(source, self._way, jacobian)
+            sides = call.cache["sides"]
             jacobian, source = sides(jacobian), sides.source
         if self.start is not None and isinstance(jacobian, Outer):
             others = self.start, len(self.p) - self.start - jacobian.O
             jacobian = jacobian.with_sides(F.pad(jacobian.left, others), None, self.p.shape, False)
-        return dict.fromkeys(names, _through(use, source, self.p, jacobian))
+        return dict.fromkeys(names, _through(call, source, self.p, jacobian))

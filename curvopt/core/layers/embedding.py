@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from curvopt.core.jacobians.lookup import Lookup
 from curvopt.core.layers.rule import Jacobians, Rule, arguments, register
-from curvopt.core.recording.calls import Use
+from curvopt.core.recording.calls import ModuleCall
 from curvopt.core.recording.steps import Packed
 from curvopt.errors import CurvoptError
 
@@ -31,28 +31,28 @@ class Embedding(Rule):
     def expected(self, module: nn.Embedding) -> Container[str]:
         return ("weight",)
 
-    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
-        _refuse_scaled_gradients(use)
-        grad, x = grads[0], self.rows_picked(use)
+    def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+        _refuse_scaled_gradients(call)
+        grad, x = grads[0], self.rows_picked(call)
         assert grad is not None
         samples = torch.arange(N, device=x.device).repeat_interleave(x.numel() // N)
-        entries = use.module.get_parameter("weight").shape[1:].numel()
+        entries = call.module.get_parameter("weight").shape[1:].numel()
         left, x = grad.reshape(grad.shape[0], x.numel(), entries), x.flatten()
-        if isinstance(use.steps, Packed):
-            there = use.steps.there.repeat_interleave(len(x) // len(use.steps.there))
+        if isinstance(call.steps, Packed):
+            there = call.steps.there.repeat_interleave(len(x) // len(call.steps.there))
             left, x, samples = left[:, there], x[there], samples[there]
-        return _lookup(use, left, x, samples, N)
+        return _lookup(call, left, x, samples, N)
 
-    def rows_picked(self, use: Use) -> Tensor:
+    def rows_picked(self, call: ModuleCall) -> Tensor:
         """Which rows of the weight the input picks."""
-        return use.input
+        return call.input
 
 
 class Indexed(Embedding):
     """``W[x]`` of a tensor, where rows may be counted from the end."""
 
-    def rows_picked(self, use: Use) -> Tensor:
-        return use.input % len(use.module.get_parameter("weight"))
+    def rows_picked(self, call: ModuleCall) -> Tensor:
+        return call.input % len(call.module.get_parameter("weight"))
 
 
 @register(nn.EmbeddingBag)
@@ -64,45 +64,45 @@ class EmbeddingBag(Rule):
     def expected(self, module: nn.EmbeddingBag) -> Container[str]:
         return ("weight",)
 
-    def rows(self, use: Use) -> int:
-        return use.shapes[0][0]
+    def rows(self, call: ModuleCall) -> int:
+        return call.shapes[0][0]
 
-    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
-        _refuse_scaled_gradients(use)
-        given, grad = arguments(use), grads[0]
+    def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+        _refuse_scaled_gradients(call)
+        given, grad = arguments(call), grads[0]
         assert grad is not None
-        if use.module.mode == "max":
+        if call.module.mode == "max":
             raise CurvoptError(
-                f"{use.describe()}: mode='max' has no rule; use nn.Embedding and .amax(1), which give the same."
+                f"{call.describe()}: mode='max' has no rule; use nn.Embedding and .amax(1), which give the same."
             )
         x, offsets, weights = given["input"], given["offsets"], given["per_sample_weights"]
-        bags = use.shapes[0][0]
+        bags = call.shapes[0][0]
         if offsets is None:
             of_bag = torch.arange(bags, device=x.device).repeat_interleave(x.numel() // bags)
         else:
-            starts = offsets[:-1] if use.module.include_last_offset else offsets
+            starts = offsets[:-1] if call.module.include_last_offset else offsets
             # the last bag that begins at or before a position; empty bags begin where the next one does
             of_bag = torch.searchsorted(starts, torch.arange(len(x), device=x.device), right=True) - 1
         x, left = x.flatten(), grad[:, of_bag]
         if weights is not None:
             left = left * weights.flatten()[:, None]
-        if use.module.mode == "mean":
-            counted = of_bag if use.module.padding_idx is None else of_bag[x != use.module.padding_idx]
+        if call.module.mode == "mean":
+            counted = of_bag if call.module.padding_idx is None else of_bag[x != call.module.padding_idx]
             left = left / counted.bincount(minlength=bags).clamp(min=1)[of_bag, None]
-        return _lookup(use, left, x, of_bag // (bags // N), N)
+        return _lookup(call, left, x, of_bag // (bags // N), N)
 
 
-def _lookup(use: Use, left: Tensor, x: Tensor, samples: Tensor, N: int) -> Jacobians:
-    weight: Any = use.module.weight
-    if use.module.padding_idx is not None:
-        kept = x != use.module.padding_idx
+def _lookup(call: ModuleCall, left: Tensor, x: Tensor, samples: Tensor, N: int) -> Jacobians:
+    weight: Any = call.module.weight
+    if call.module.padding_idx is not None:
+        kept = x != call.module.padding_idx
         left, x, samples = left[:, kept], x[kept], samples[kept]
     return {"weight": Lookup(left, x, samples, N, weight.shape)}
 
 
-def _refuse_scaled_gradients(use: Use) -> None:
-    if use.module.scale_grad_by_freq:
+def _refuse_scaled_gradients(call: ModuleCall) -> None:
+    if call.module.scale_grad_by_freq:
         raise CurvoptError(
-            f"{use.describe()}: scale_grad_by_freq=True divides gradients by counts over the batch, so they are no "
+            f"{call.describe()}: scale_grad_by_freq=True divides gradients by counts over the batch, so they are no "
             "gradients of the loss any more; use scale_grad_by_freq=False."
         )

@@ -16,10 +16,10 @@ from curvopt.core.autograd_graph.nodes import Saved, name_of, shape_of
 from curvopt.core.layers.affine import Conv, ConvTranspose, Product
 from curvopt.core.layers.embedding import Embedding, Indexed
 from curvopt.core.layers.rule import Rule
-from curvopt.core.recording.calls import Use
+from curvopt.core.recording.calls import ModuleCall
 
 
-class FunctionalUse(Use):
+class ParameterCall(ModuleCall):
     """An operation read off the graph.
 
     Args:
@@ -51,7 +51,7 @@ class FunctionalUse(Use):
         return self._owner
 
 
-class Way(NamedTuple):
+class OperandPath(NamedTuple):
     """How a parameter comes to an operation.
 
     Attributes:
@@ -71,15 +71,15 @@ class Way(NamedTuple):
         return self.node.next_functions[self.position]  # type: ignore[return-value]
 
 
-def seen_of(p: nn.Parameter, way: Way) -> Tensor | None:
+def seen_of(p: nn.Parameter, path: OperandPath) -> Tensor | None:
     """What an operation sees of a parameter, without values: strides and offset tell which entries are which.
 
     ``None`` if that is not a view of it.
     """
-    if way.passed is None:
+    if path.passed is None:
         return None
     seen: Tensor | None = torch.empty(p.shape, device="meta")
-    for node, output_nr in way.passed:
+    for node, output_nr in path.passed:
         seen = None if seen is None else viewed(node, output_nr, seen)
     return seen
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from curvopt.core.jacobians.base import Dense
 from curvopt.core.layers.rule import Jacobians, Rule, register
-from curvopt.core.recording.calls import Use
+from curvopt.core.recording.calls import ModuleCall
 
 
 class ScaleRule(Rule):
@@ -35,17 +35,17 @@ class ScaleRule(Rule):
     def expected(self, module: Any) -> Container[str]:
         return ("weight", "bias")
 
-    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+    def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         grad = grads[0]
         assert grad is not None
         jacobians: Jacobians = {}
         if "weight" in names:
-            if "scaled" not in use.cache:
+            if "scaled" not in call.cache:
                 # autocast: the input may be in another precision
-                use.cache["scaled"] = self.scaled(use.module, use.input.to(grad.dtype))
-            jacobians["weight"] = self._summed(use.module, "weight", grad * use.cache["scaled"], N)
+                call.cache["scaled"] = self.scaled(call.module, call.input.to(grad.dtype))
+            jacobians["weight"] = self._summed(call.module, "weight", grad * call.cache["scaled"], N)
         if "bias" in names:
-            jacobians["bias"] = self._summed(use.module, "bias", grad, N)
+            jacobians["bias"] = self._summed(call.module, "bias", grad, N)
         return jacobians
 
     def _summed(self, module: nn.Module, name: str, values: Tensor, N: int) -> Dense:
@@ -124,8 +124,8 @@ class PReLU(ScaleRule):
     def scaled(self, module: nn.PReLU, x: Tensor) -> Tensor:
         return x.clamp(max=0)
 
-    def takes_steps(self, use: Use, how: Literal["axis", "rows"]) -> bool:
-        return bool(use.module.num_parameters == 1) or super().takes_steps(use, how)
+    def takes_steps(self, call: ModuleCall, how: Literal["axis", "rows"]) -> bool:
+        return bool(call.module.num_parameters == 1) or super().takes_steps(call, how)
 
     def least_dims(self, module: nn.PReLU) -> int:
         return 1 if module.num_parameters == 1 else 2

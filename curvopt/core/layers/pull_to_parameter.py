@@ -15,20 +15,20 @@ from curvopt.core.autograd_graph.second_derivatives import nonlinear_operations
 from curvopt.core.autograd_graph.vjp import pull
 from curvopt.core.jacobians.base import Dense, Jacobian
 from curvopt.core.jacobians.outer import Outer
-from curvopt.core.jacobians.pulled_back import Computed, Scaled
-from curvopt.core.recording.calls import Use
+from curvopt.core.jacobians.pulled_back import PulledBack, Scaled
+from curvopt.core.recording.calls import ModuleCall
 
 
-def _through(use: Use, source: GradientEdge | None, p: nn.Parameter, jacobian: Jacobian) -> Jacobian:
+def _through(call: ModuleCall, source: GradientEdge | None, p: nn.Parameter, jacobian: Jacobian) -> Jacobian:
     """Products with respect to what was computed from a parameter, as those of the parameter."""
     shape = (jacobian.V, jacobian.N, *p.shape)
     if source is None:
         return jacobian if isinstance(jacobian, Outer) and p.dim() > 1 else Dense(jacobian.dense().reshape(shape))
-    if "slopes" not in use.cache:
-        use.cache["slopes"] = _pull(source, p, torch.ones_like(p))[0] if _is_by_entry(source, p) else None
-    slopes = use.cache["slopes"]
+    if "slopes" not in call.cache:
+        call.cache["slopes"] = _pull(source, p, torch.ones_like(p))[0] if _is_by_entry(source, p) else None
+    slopes = call.cache["slopes"]
     if slopes is None:
-        return Computed(jacobian, partial(_pull, source, p), p, source)
+        return PulledBack(jacobian, partial(_pull, source, p), p, source)
     if isinstance(jacobian, Outer):
         return Scaled(jacobian, slopes, source)
     return Dense(jacobian.dense().reshape(shape) * slopes)
@@ -57,7 +57,7 @@ def _is_by_entry(source: GradientEdge, p: nn.Parameter) -> bool:
 
 
 def _between(root: Node, p: nn.Parameter) -> set[Node]:
-    """The nodes on the ways from a root to a parameter."""
+    """The nodes on the paths from a root to a parameter."""
     nodes = list(walk([root]))
     return dependents([node for node in nodes if leaf_of(node) is p], parents_of(nodes))
 

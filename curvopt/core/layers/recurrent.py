@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from curvopt.core.layers.replay import ReplayRule, Site, Tape
 from curvopt.core.layers.rule import Jacobians, arguments, register
-from curvopt.core.recording.calls import Use
+from curvopt.core.recording.calls import ModuleCall
 from curvopt.errors import CurvoptError
 
 State = tuple[Tensor, ...]
@@ -54,29 +54,29 @@ class Recurrent(ReplayRule):
     def batch_axis(self, module: nn.RNNBase) -> int:
         return 0 if module.batch_first else 1
 
-    def output_axis(self, use: Use, index: int) -> int | Tensor:
-        x = arguments(use)["input"]
+    def output_axis(self, call: ModuleCall, index: int) -> int | Tensor:
+        x = arguments(call)["input"]
         if index > 0:
             return 1  # states, whatever batch_first says
-        return steps_of(x)[0] if isinstance(x, PackedSequence) else self.batch_axis(cast(nn.RNNBase, use.module))
+        return steps_of(x)[0] if isinstance(x, PackedSequence) else self.batch_axis(cast(nn.RNNBase, call.module))
 
-    def rows(self, use: Use) -> int:
-        x = arguments(use)["input"]
-        return int(x.batch_sizes[0]) if isinstance(x, PackedSequence) else super().rows(use)
+    def rows(self, call: ModuleCall) -> int:
+        x = arguments(call)["input"]
+        return int(x.batch_sizes[0]) if isinstance(x, PackedSequence) else super().rows(call)
 
-    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
-        jacobians, x = super().jac_t(use, grads, names, N), arguments(use)["input"]
+    def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+        jacobians, x = super().jac_t(call, grads, names, N), arguments(call)["input"]
         if isinstance(x, PackedSequence):
             lengths = steps_of(x)[0].bincount().cpu()
             for jacobian in jacobians.values():
                 jacobian.set_lengths(lengths)
         return jacobians
 
-    def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
-        module, given = cast(nn.RNNBase, use.module), arguments(use)
+    def replay(self, call: ModuleCall, tape: Tape) -> Sequence[Tensor | None]:
+        module, given = cast(nn.RNNBase, call.module), arguments(call)
         if module.dropout and module.training and module.num_layers > 1:
             raise CurvoptError(
-                f"{use.describe()}: the dropout between its layers drew masks that cannot be drawn again; call "
+                f"{call.describe()}: the dropout between its layers drew masks that cannot be drawn again; call "
                 "model.eval(), or stack single layers with nn.Dropout between them."
             )
         packed, active = given["input"], None

@@ -20,7 +20,7 @@ from curvopt.core.jacobians.base import Dense, Jacobian
 from curvopt.core.jacobians.combine import combine
 from curvopt.core.jacobians.outer import Outer
 from curvopt.core.layers.rule import Jacobians, Rule
-from curvopt.core.recording.calls import Use
+from curvopt.core.recording.calls import ModuleCall
 from curvopt.core.recording.state import disable
 
 
@@ -73,16 +73,16 @@ class ReplayRule(Rule):
     """A module told by a forward that calls `Tape.linear` for every product with a parameter."""
 
     @abstractmethod
-    def replay(self, use: Use, tape: Tape) -> Sequence[Tensor | None]:
+    def replay(self, call: ModuleCall, tape: Tape) -> Sequence[Tensor | None]:
         """The outputs of the call, in order, with batch axes where the module has them; ``None`` for integer ones."""
 
-    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
-        if "replay" not in use.cache:
-            tape = Tape(use.module)
+    def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+        if "replay" not in call.cache:
+            tape = Tape(call.module)
             with torch.enable_grad(), disable():
-                outputs = self.replay(use, tape)
-            use.cache["replay"] = outputs, tape.sites
-        outputs, sites = use.cache["replay"]
+                outputs = self.replay(call, tape)
+            call.cache["replay"] = outputs, tape.sites
+        outputs, sites = call.cache["replay"]
         sites = [(site, output) for site, output in sites if site.weight in names or site.bias in names]
         # autocast: the forward may have run in another precision
         arrived = [
@@ -101,7 +101,7 @@ class ReplayRule(Rule):
             rows = left.reshape(len(left), N, 1, -1, left.shape[-1])
             for name in (site.weight, site.bias):
                 if name in parts:
-                    parts[name].append(self._jacobian(use.module.get_parameter(name), site, rows, name == site.bias))
+                    parts[name].append(self._jacobian(call.module.get_parameter(name), site, rows, name == site.bias))
         return {name: combine(jacobians) for name, jacobians in parts.items()}
 
     @staticmethod

@@ -22,7 +22,7 @@ from curvopt.core.jacobians.base import Dense, Jacobian
 from curvopt.core.jacobians.outer import Outer
 from curvopt.core.jacobians.patches import Patches, by_sample
 from curvopt.core.jacobians.sums import cast
-from curvopt.core.recording.calls import Use
+from curvopt.core.recording.calls import ModuleCall
 from curvopt.core.recording.extend import Recorder
 from curvopt.core.recording.extended_parameters import owned_parameters
 from curvopt.errors import CurvoptError
@@ -76,48 +76,48 @@ class Rule(ABC):
         """Axis of the first input that counts the samples."""
         return 0
 
-    def output_axis(self, use: Use, index: int) -> int | Tensor | None:
+    def output_axis(self, call: ModuleCall, index: int) -> int | Tensor | None:
         """Axis of an output that counts the samples, or the packed sequence of each row; ``None`` if neither tells."""
         return 0
 
-    def takes_steps(self, use: Use, how: Literal["axis", "rows"]) -> bool:
+    def takes_steps(self, call: ModuleCall, how: Literal["axis", "rows"]) -> bool:
         """Whether a call in which steps come before the samples is the same as one in which these come first."""
         if not self.any_order:
             return False
-        x, shape = tensors(use)[0], use.shapes[0]
-        alike = x.dim() - (self.least_dims(use.module) - 1) if self.any_axes else 1
+        x, shape = tensors(call)[0], call.shapes[0]
+        alike = x.dim() - (self.least_dims(call.module) - 1) if self.any_axes else 1
         return (how == "rows" or alike > 1) and x.layout == torch.strided and shape[:alike] == x.shape[:alike]
 
-    def rows(self, use: Use) -> int:
+    def rows(self, call: ModuleCall) -> int:
         """Length of the batch axis of the use's input; 0 for a call on a single sample, which has none.
 
         Raises:
             CurvoptError: for an input without a batch axis where the rule needs one, or a nested tensor.
         """
-        if any(isinstance(x, Tensor) and x.is_nested for x in (*use.args, *use.kwargs.values())):
+        if any(isinstance(x, Tensor) and x.is_nested for x in (*call.args, *call.kwargs.values())):
             raise CurvoptError(
-                f"{use.describe()} was called with a nested tensor, whose samples cannot be told apart; pad it "
+                f"{call.describe()} was called with a nested tensor, whose samples cannot be told apart; pad it "
                 "(x.to_padded_tensor(0)), or call the module on each part."
             )
-        if self.is_single(use):
+        if self.is_single(call):
             return 0
-        if self.least_dims(use.module) == 1:
-            return batch_length(use)
-        x = tensors(use)[0]
-        if x.dim() < self.least_dims(use.module):
-            raise no_batch_axis(use)
-        return x.shape[self.batch_axis(use.module)]
+        if self.least_dims(call.module) == 1:
+            return batch_length(call)
+        x = tensors(call)[0]
+        if x.dim() < self.least_dims(call.module):
+            raise no_batch_axis(call)
+        return x.shape[self.batch_axis(call.module)]
 
-    def is_single(self, use: Use) -> bool:
+    def is_single(self, call: ModuleCall) -> bool:
         """Whether it is a call on a single sample without a batch axis."""
-        return self.takes_single and tensors(use)[0].dim() == self.least_dims(use.module) - 1
+        return self.takes_single and tensors(call)[0].dim() == self.least_dims(call.module) - 1
 
     @abstractmethod
-    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+    def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         """Transposed-Jacobian products of the named parameters.
 
         Args:
-            use: the recorded call.
+            call: the recorded call.
             grads: per output ``[V, *out]``, or ``None`` where nothing arrived.
             names: parameters wanted.
             N: number of samples; the batch axis of the use is a multiple, ``[N k, ...]`` with k rows of a sample
@@ -159,7 +159,7 @@ def rule_for(module: nn.Module) -> Rule | None:
     return rule if rule is not None and rule.fits(module) else None
 
 
-Use.rule_for = rule_for
+ModuleCall.rule_for = rule_for
 
 
 def _is_patched(module: nn.Module) -> bool:
@@ -192,34 +192,34 @@ def _is_original(kind: type, name: str) -> bool:
     return getattr(vars(owner)[name], "__globals__", {}).get("__name__") == owner.__module__
 
 
-def no_batch_axis(use: Use) -> CurvoptError:
+def no_batch_axis(call: ModuleCall) -> CurvoptError:
     """The error where the samples cannot be told without one."""
     return CurvoptError(
-        f"{use.describe()} was called with an input of shape {list(tensors(use)[0].shape)}, which has no batch axis; "
+        f"{call.describe()} was called with an input of shape {list(tensors(call)[0].shape)}, which has no batch axis; "
         "give it a batch of one, e.g. x.unsqueeze(0)."
     )
 
 
-def batch_length(use: Use) -> int:
+def batch_length(call: ModuleCall) -> int:
     """Length of the first axis of the first tensor among the inputs."""
-    for leaf in tree_leaves((use.args, use.kwargs)):
+    for leaf in tree_leaves((call.args, call.kwargs)):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
     raise CurvoptError(
-        f"{use.describe()} was called without a tensor that has a batch axis; pass the batch to its forward."
+        f"{call.describe()} was called without a tensor that has a batch axis; pass the batch to its forward."
     )
 
 
-def arguments(use: Use) -> dict[str, Any]:
+def arguments(call: ModuleCall) -> dict[str, Any]:
     """What the forward was given by the names of its parameters, in their order, defaults included."""
-    bound = inspect.signature(use.module.forward).bind(*use.args, **use.kwargs)
+    bound = inspect.signature(call.module.forward).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
     return bound.arguments
 
 
-def tensors(use: Use) -> list[Tensor]:
+def tensors(call: ModuleCall) -> list[Tensor]:
     """The tensors among the arguments, in the order of the forward's parameters."""
-    given = arguments(use).values() if use.kwargs else use.args
+    given = arguments(call).values() if call.kwargs else call.args
     return [value for value in given if isinstance(value, Tensor)]
 
 
@@ -252,19 +252,19 @@ class AffineRule(Rule):
     def expected(self, module: Any) -> Container[str]:
         return ("weight", "bias")
 
-    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+    def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         grad = grads[0]
         assert grad is not None  # a use is only asked when something arrived at its one output
-        inputs = tensors(use)
-        left = by_sample(self.fold(use.module, grad, *inputs), N)
+        inputs = tensors(call)
+        left = by_sample(self.fold(call.module, grad, *inputs), N)
         jacobians: dict[str, Any] = {}
         if "weight" in names:
-            if "right" not in use.cache:
+            if "right" not in call.cache:
                 # autocast: the input may be in another precision
-                right = self.unfold(use.module, *[cast(x, left.dtype) for x in inputs])
-                use.cache["right"] = right.by_sample(N) if isinstance(right, Patches) else by_sample(right, N)
-            shape = use.module._parameters["weight"].shape  # type: ignore[union-attr]
-            jacobians["weight"] = Outer(left, use.cache["right"], shape, self.transposed)
+                right = self.unfold(call.module, *[cast(x, left.dtype) for x in inputs])
+                call.cache["right"] = right.by_sample(N) if isinstance(right, Patches) else by_sample(right, N)
+            shape = call.module._parameters["weight"].shape  # type: ignore[union-attr]
+            jacobians["weight"] = Outer(left, call.cache["right"], shape, self.transposed)
         if "bias" in names:
             weight = jacobians.get("weight") if left.shape[2:4] == (1, 1) and not self.transposed else None
             jacobians["bias"] = Dense(self.bias(grad, left), left_of=weight)

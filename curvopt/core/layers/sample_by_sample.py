@@ -17,17 +17,17 @@ from curvopt.core.autograd_graph.nodes import shape_of
 from curvopt.core.autograd_graph.second_derivatives import nonlinear_operations
 from curvopt.core.autograd_graph.vjp import pull
 from curvopt.core.jacobians.base import Dense
-from curvopt.core.jacobians.combine import of_samples
+from curvopt.core.jacobians.combine import from_single_samples
 from curvopt.core.jacobians.sums import cast
 from curvopt.core.layers.pull_to_parameter import pull_to_parameter
 from curvopt.core.layers.rule import Jacobians, Rule
-from curvopt.core.recording.calls import Use
+from curvopt.core.recording.calls import ModuleCall
 
 if TYPE_CHECKING:
     from curvopt.core.autograd_graph.backward_graph import CallInGraph
 
 
-class Operand(Rule):
+class PerSampleRule(Rule):
     """An operation with an operand that all samples share: what arrives at the operand from each of them.
 
     Args:
@@ -48,10 +48,10 @@ class Operand(Rule):
         """Where the operand was computed."""
         return GradientEdge(*self.node.next_functions[self.position])  # type: ignore[arg-type]
 
-    def rows(self, use: Use) -> int:
+    def rows(self, call: ModuleCall) -> int:
         return 1
 
-    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+    def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         (grad,) = grads
         assert grad is not None
         values = pull_together(self.node, self.output_nr, self.position, grad.to(self._dtype(grad)))
@@ -68,7 +68,7 @@ class Operand(Rule):
         return self.node._input_metadata[self.output_nr].dtype  # type: ignore[attr-defined]
 
 
-class SharedCall(Rule):
+class SharedCallRule(Rule):
     """A call of a module that all samples share, or whose samples meet behind it, seen from where these meet it.
 
     Args:
@@ -84,7 +84,7 @@ class SharedCall(Rule):
     def __init__(
         self,
         rule: Rule,
-        call: Use,
+        call: ModuleCall,
         edges: dict[int, GradientEdge],
         operands: Sequence[CallInGraph],
         sources: Sequence[GradientEdge],
@@ -96,10 +96,10 @@ class SharedCall(Rule):
             rule.linear and all(operand.rule.linear for operand in operands) and not nonlinear_operations(sources, ends)
         )
 
-    def rows(self, use: Use) -> int:
+    def rows(self, call: ModuleCall) -> int:
         return 1
 
-    def jac_t(self, use: Use, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
+    def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         given: list[tuple[GradientEdge, Tensor]] = []
         for operand, source, grad in zip(self.operands, self.sources, grads, strict=True):
             if grad is not None:
@@ -122,8 +122,8 @@ class SharedCall(Rule):
         if all(grad is None for grad in arrived):
             index, like = min(self.edges), given[0][1]
             arrived[index] = torch.zeros(len(like), *self.call.shapes[index], dtype=dtype, device=like.device)
-        call = self.call.in_precision(dtype)
-        if self.rule.is_single(call):
-            call, arrived = call.batched(), [None if grad is None else grad.unsqueeze(1) for grad in arrived]
-        jacobians = self.rule.jac_t(call, arrived, names, 1)
-        return {name: of_samples(jacobian, N) for name, jacobian in jacobians.items()}
+        own = self.call.in_precision(dtype)
+        if self.rule.is_single(own):
+            own, arrived = own.batched(), [None if grad is None else grad.unsqueeze(1) for grad in arrived]
+        jacobians = self.rule.jac_t(own, arrived, names, 1)
+        return {name: from_single_samples(jacobian, N) for name, jacobian in jacobians.items()}

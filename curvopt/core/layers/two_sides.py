@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from curvopt.core.autograd_graph.nodes import Saved, leaf_of, name_of, shape_of
 from curvopt.core.jacobians.outer import Outer
-from curvopt.core.layers.broadcast import Repetition, repeats, repetition
+from curvopt.core.layers.broadcast import Broadcast, broadcast_of, broadcasts
 from curvopt.core.layers.functional import viewed
 from curvopt.core.layers.pull_to_parameter import _between
 
@@ -32,12 +32,12 @@ class Passed(NamedTuple):
 
     operand: GradientEdge | None
     shape: torch.Size
-    what: tuple[int, Tensor] | Repetition | Tensor
+    what: tuple[int, Tensor] | Broadcast | Tensor
 
 
 def _way_back(source: GradientEdge, p: nn.Parameter) -> list[Passed]:
     """The operations from a weight back to the parameter, as far as these are one after the other, and known."""
-    way: list[Passed] = []
+    path: list[Passed] = []
     between, at = _between(source.node, p), source
     while at is not None:
         node = at.node
@@ -51,16 +51,16 @@ def _way_back(source: GradientEdge, p: nn.Parameter) -> list[Passed]:
             what = position, Saved(node).self if position else Saved(node).mat2
         elif name_of(node) == "CloneBackward0":
             what = torch.empty(shape, device="meta")
-        elif not repeats(node):
+        elif not broadcasts(node):
             what = viewed(node, at.output_nr, torch.empty(shape, device="meta"))
             what = what if what is None or what.numel() == shape.numel() else None
         elif shape == shape_of(node):
-            what = repetition(node, position)
+            what = broadcast_of(node, position)
         if what is None:
             break
         at = None if leaf_of(below[0]) is p else GradientEdge(*below)
-        way.append(Passed(at, shape, what))
-    return way
+        path.append(Passed(at, shape, what))
+    return path
 
 
 class Sides:
@@ -71,44 +71,44 @@ class Sides:
 
     Args:
         source: where the weight was computed.
-        way: the operations from there.
+        path: the operations from there.
         outer: products with respect to the weight.
 
     Attributes:
         source: where the rest was computed; ``None`` if nothing is left.
     """
 
-    def __init__(self, source: GradientEdge, way: Sequence[Passed], outer: Outer):
-        """Go that way."""
+    def __init__(self, source: GradientEdge, path: Sequence[Passed], outer: Outer):
+        """Go that path."""
         self.source: GradientEdge | None = source
         self._shape, self._transposed, self._sizes = outer.shape, outer.transposed, [outer.O, outer.I]
         self._has_groups = outer.G > 1
         self._steps: tuple[list[Step], list[Step]] = [], []
         self._right, self._one = None, outer.left.new_ones(())
-        if self._move(way):
+        if self._move(path):
             return
-        for passed in way:
+        for passed in path:
             if not self._pass(passed):
                 break
             self.source = passed.operand
 
     def __call__(self, outer: Outer) -> Outer:
-        """The products with respect to where the rest of the way begins."""
+        """The products with respect to where the rest of the path begins."""
         left = _apply(self._steps[0], outer.left)
         if self._steps[1] and self._right is None:
             self._right = _apply(self._steps[1], outer.right)
         return outer.with_sides(left, self._right, self._shape, self._transposed)
 
-    def _move(self, way: Sequence[Passed]) -> bool:
-        """Remember in which order the sides have the entries of the parameter, if the way does nothing but move these.
+    def _move(self, path: Sequence[Passed]) -> bool:
+        """Remember in which order the sides have the entries of the parameter, if the path does nothing but move these.
 
         ``torch.einsum`` copies a weight whose axes it sums over in another order.
         """
-        if self._has_groups or not way or way[-1].operand is not None:
+        if self._has_groups or not path or path[-1].operand is not None:
             return False
         pieces = [_Piece(self._sizes[side], side, 1) for side in self._sides]
         axes = _in_axes(pieces, self._shape)
-        for _, shape, what in way:
+        for _, shape, what in path:
             if axes is None or not isinstance(what, Tensor) or what.numel() != prod(shape):
                 return False
             moved = sorted(range(what.dim()), key=what.stride, reverse=True)
@@ -127,14 +127,14 @@ class Sides:
                     steps = torch.arange(length, device=places.device) * stride
                     places = (places[:, None] + steps).flatten()
                 self._steps[side].append((_in_order, places))
-        self._shape, self.source, (O, I) = way[-1].shape, None, self._sizes  # noqa: E741
+        self._shape, self.source, (O, I) = path[-1].shape, None, self._sizes  # noqa: E741
         self._transposed = order == [1, 0] if len(order) == 2 else self._shape[0] == I != O
         return True
 
     def _pass(self, passed: Passed) -> bool:
         """Remember how an operation acts on the sides, if it does."""
         what = passed.what
-        if isinstance(what, Repetition):
+        if isinstance(what, Broadcast):
             return self._pass_factor(what)
         if isinstance(what, Tensor):
             if what.shape != self._shape:
@@ -154,7 +154,7 @@ class Sides:
         self._shape = passed.shape
         return True
 
-    def _pass_factor(self, found: Repetition) -> bool:
+    def _pass_factor(self, found: Broadcast) -> bool:
         factor = found.scale * (self._one if found.factor is None else found.factor(*found.args))
         lengths = [*[1] * (len(self._shape) - factor.dim()), *factor.shape]
         rows, columns = self._sides

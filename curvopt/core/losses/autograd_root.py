@@ -17,7 +17,7 @@ from curvopt.core.recording.state import disable
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
-    from curvopt.core.losses.loss_call import LossUse
+    from curvopt.core.losses.loss_call import LossCall
 
 
 # ------------------------------------------------------------------------------------------------------- any other loss
@@ -46,19 +46,19 @@ class Blocks(LossCurvature):
         return torch.einsum("ndv,mnv->mnd", self.roots, noise).reshape(-1, *self.shape)
 
 
-def _from_autograd(use: LossUse, z: Tensor) -> LossCurvature:
+def _from_autograd(call: LossCall, z: Tensor) -> LossCurvature:
     """The Hessian of a loss that is only known as a function, from double backward, with its properties checked.
 
     The checks are products with random vectors: a Hessian that is diagonal, or has no entries between samples, agrees
     with its diagonal (its blocks) on them, and any other does not, almost surely.
     """
-    if any(p.requires_grad for p in use.module.parameters()):
+    if any(p.requires_grad for p in call.module.parameters()):
         raise CurvoptError(
-            f"{use.describe()}: a loss may have no trainable parameters; put them into the model, or "
+            f"{call.describe()}: a loss may have no trainable parameters; put them into the model, or "
             "requires_grad_(False) them."
         )
     differentiable = torch.is_grad_enabled() and z.requires_grad
-    value, product = _hessian_at(use, z)
+    value, product = _hessian_at(call, z)
     generator = torch.Generator(device=z.device).manual_seed(0)  # the user's random numbers stay as they are
     probe = _normal(z, z.shape, generator)
     image = product(probe)
@@ -67,18 +67,18 @@ def _from_autograd(use: LossUse, z: Tensor) -> LossCurvature:
     if not 0 < limit < inf:
         if not limit == 0:
             if value.isfinite().all():
-                raise CurvoptError(f"{use.describe()}: its Hessian in the network's output is not finite.")
+                raise CurvoptError(f"{call.describe()}: its Hessian in the network's output is not finite.")
             return Diagonal(torch.full_like(z, nan))  # of a network that diverged, as those of known losses
         warnings.warn(
-            f"{use.describe()}: it is (piecewise) linear in its input, so its Gauss-Newton curvature is zero here.",
+            f"{call.describe()}: it is (piecewise) linear in its input, so its Gauss-Newton curvature is zero here.",
             CurvoptWarning,
             stacklevel=2,
         )
-        if not _is_diagonal_elsewhere(use, z, probe, generator):
+        if not _is_diagonal_elsewhere(call, z, probe, generator):
             return Blocks(z.new_zeros(N, D, D), z.shape)
     diagonal = product(torch.ones_like(z))
     if _is_diagonal(diagonal, probe, image):
-        _check_convex(use, diagonal)
+        _check_convex(call, diagonal)
         return Diagonal(diagonal.clamp(min=0).sqrt())
 
     columns = []
@@ -89,26 +89,26 @@ def _from_autograd(use: LossUse, z: Tensor) -> LossCurvature:
     blocks = torch.stack(columns, dim=2)
     if bool(((blocks @ probe.reshape(N, D, 1)).reshape(z.shape) - image).abs().max() > limit):
         raise CurvoptError(
-            f"{use.describe()}: its Hessian couples the rows of its input {list(z.shape)}, but second-order quantities "
-            "need a loss that is a sum over independent samples."
+            f"{call.describe()}: its Hessian couples the rows of its input {list(z.shape)}, but second-order "
+            "quantities need a loss that is a sum over independent samples."
         )
     if differentiable:
         raise CurvoptError(
-            f"{use.describe()}: the root of its Hessian comes from an eigendecomposition, which cannot be "
+            f"{call.describe()}: the root of its Hessian comes from an eigendecomposition, which cannot be "
             "differentiated; call backward without create_graph, or register_loss its curvature."
         )
     values, vectors = eigh(blocks)
-    _check_convex(use, values)
+    _check_convex(call, values)
     return Blocks(vectors * values.clamp(min=0).sqrt().unsqueeze(1), z.shape)
 
 
-def _hessian_at(use: LossUse, z: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _hessian_at(call: LossCall, z: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The value of a loss at ``z``, and products with its Hessian there."""
     differentiable = torch.is_grad_enabled() and z.requires_grad
     with torch.enable_grad(), disable():
         # an alias: z itself has hooks
         at = z.view_as(z) if differentiable else z.detach().requires_grad_()
-        value = use.again(at)
+        value = call.again(at)
         (gradient,) = torch.autograd.grad(value, at, create_graph=True)
 
     def product(vector: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def _hessian_at(use: LossUse, z: Tensor) -> tuple[Tensor, Callable[[Tensor], Ten
             )
         except RuntimeError as error:
             raise CurvoptError(
-                f"{use.describe()}: PyTorch has no second derivative of it ({error}); use another loss, e.g. "
+                f"{call.describe()}: PyTorch has no second derivative of it ({error}); use another loss, e.g. "
                 "CrossEntropyLoss, or write its Hessian down with curvopt.core.losses.registry.register_loss."
             ) from error
         return Hv
@@ -128,15 +128,15 @@ def _hessian_at(use: LossUse, z: Tensor) -> tuple[Tensor, Callable[[Tensor], Ten
     return value, product
 
 
-def _is_diagonal_elsewhere(use: LossUse, z: Tensor, probe: Tensor, generator: torch.Generator) -> bool:
+def _is_diagonal_elsewhere(call: LossCall, z: Tensor, probe: Tensor, generator: torch.Generator) -> bool:
     """Whether the Hessian of a loss that is flat is diagonal where it is not: at outputs that have traded places.
 
     It is a sum over entries then, else over samples. If it cannot be told (the loss may not take such outputs), it is.
     """
     order = torch.randperm(z.numel(), generator=generator, device=z.device)
-    elsewhere = copy.copy(use)
+    elsewhere = copy.copy(call)
     try:
-        elsewhere.module = copy.deepcopy(use.module)  # it may keep something
+        elsewhere.module = copy.deepcopy(call.module)  # it may keep something
         _, product = _hessian_at(elsewhere, z.detach().flatten()[order].view(z.shape))
         return _is_diagonal(product(torch.ones_like(z)), probe, product(probe))
     except Exception:
@@ -153,11 +153,11 @@ def _is_diagonal(diagonal: Tensor, probe: Tensor, image: Tensor) -> bool:
     return not bool(((diagonal * probe - image).abs() > _rounding(image)).any())
 
 
-def _check_convex(use: LossUse, eigenvalues: Tensor) -> None:
+def _check_convex(call: LossCall, eigenvalues: Tensor) -> None:
     smallest = eigenvalues.min()
     if bool(smallest < -1e4 * torch.finfo(eigenvalues.dtype).eps * eigenvalues.abs().max()):
         raise CurvoptError(
-            f"{use.describe()}: it is not convex here (its Hessian in the network's output has the eigenvalue "
+            f"{call.describe()}: it is not convex here (its Hessian in the network's output has the eigenvalue "
             f"{float(smallest):.3g}), so it has no Gauss-Newton matrix; use a convex loss, or a quantity of the "
             "Hessian itself (DiagHessian, HMP) where there is one."
         )

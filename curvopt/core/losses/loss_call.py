@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from curvopt.core.losses.hessian_root import LossCurvature
 
 
-class LossUse:
+class LossCall:
     """One call of an extended loss: its module, its input (the network's output) and its other arguments."""
 
     __slots__ = ("__weakref__", "args", "edge", "further", "input", "kwargs", "module", "path", "target", "version")
@@ -40,7 +40,7 @@ class LossUse:
         #: The same call for each other argument that requires gradients.
         self.further = [copy.copy(self)._look_at(other) for other in others.values()]
 
-    def _look_at(self, argument: Tensor) -> LossUse:
+    def _look_at(self, argument: Tensor) -> LossCall:
         self.input, self.version = argument, version(argument)
         self.edge = get_gradient_edge(argument) if argument.requires_grad else None
         return self
@@ -85,41 +85,41 @@ def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
 
 
-def curvature_of(use: LossUse, grad: Tensor) -> tuple[LossCurvature, Tensor]:
+def curvature_of(call: LossCall, grad: Tensor) -> tuple[LossCurvature, Tensor]:
     """The curvature of a recorded loss, and the root of the factor ``grad`` by which the loss was scaled.
 
     Raises:
         CurvoptError: for a loss that does not reduce to a scalar, was given a negative factor, whose input changed
             since, whose target depends on parameters, or whose Hessian has no root.
     """
-    reduction = getattr(use.module, "reduction", "mean")
+    reduction = getattr(call.module, "reduction", "mean")
     if reduction not in ("mean", "sum", "batchmean") or grad.numel() != 1:
         raise CurvoptError(
-            f"{use.describe()}: second-order quantities need a scalar loss, but this one has shape {list(grad.shape)} "
+            f"{call.describe()}: second-order quantities need a scalar loss, but this one has shape {list(grad.shape)} "
             f"(reduction={reduction!r}); use reduction='mean' or 'sum'."
         )
     # elsewhere than on a CPU, whoever asks waits for the device: there the root below is nan
     if grad.device.type == "cpu" and bool(grad < 0):
         raise CurvoptError(
-            f"{use.describe()}: the loss was scaled by {float(grad):g}; second-order quantities need a loss that is "
+            f"{call.describe()}: the loss was scaled by {float(grad):g}; second-order quantities need a loss that is "
             "minimised (its curvature is positive)."
         )
-    if version(use.input) != use.version:
+    if version(call.input) != call.version:
         raise CurvoptError(
-            f"{use.describe()}: its input was modified in place after the loss was computed; give it a copy."
+            f"{call.describe()}: its input was modified in place after the loss was computed; give it a copy."
         )
-    if any(other.requires_grad for other in use.others):
+    if any(other.requires_grad for other in call.others):
         raise CurvoptError(
-            f"{use.describe()}: only the first argument of a loss may depend on parameters, but another one requires "
+            f"{call.describe()}: only the first argument of a loss may depend on parameters, but another one requires "
             "gradients; detach() it, or pass all that depends on parameters as one tensor to a loss of your own."
         )
-    z = widened(use.input)
-    for base in type(use.module).__mro__:
-        if base in _losses and type(use.module).forward is base.forward:
-            curvature = _losses[base](use.module, z, use.target)
+    z = widened(call.input)
+    for base in type(call.module).__mro__:
+        if base in _losses and type(call.module).forward is base.forward:
+            curvature = _losses[base](call.module, z, call.target)
             break
     else:
-        curvature = _from_autograd(use, z)
+        curvature = _from_autograd(call, z)
     if curvature.weights is None:
         terms = z.numel() if isinstance(curvature, Diagonal) and reduction == "mean" else len(z)
         curvature.weights = z.new_ones(len(z), *[1] * (z.dim() - 1)) * (1.0 if reduction == "sum" else 1 / terms)

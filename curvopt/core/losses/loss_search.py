@@ -11,8 +11,8 @@ from curvopt.core.autograd_graph.nodes import leads_to, leaf_of, name_of, operat
 from curvopt.core.autograd_graph.operations import LINEAR, MULTILINEAR
 from curvopt.core.losses.functional_losses import _recognise
 from curvopt.core.losses.hessian_root import Loss
-from curvopt.core.losses.loss_call import LossUse
-from curvopt.core.recording.calls import TermUse, Use, records_of
+from curvopt.core.losses.loss_call import LossCall
+from curvopt.core.recording.calls import ModuleCall, TermCall, records_of
 from curvopt.errors import CurvoptError
 
 # operations that are linear in what comes from the network, while nothing else in them depends on its parameters
@@ -25,11 +25,11 @@ _LINEAR = (LINEAR | MULTILINEAR | {"NLLLOSS", "NLLLOSS2D", "DIV"}) - {
 _ONE_OPERAND = MULTILINEAR | {"DIV", "NLLLOSS", "NLLLOSS2D"}
 
 
-def _by_argument(loss: LossUse, uses: Collection[Node]) -> Iterator[LossUse]:
+def _by_argument(loss: LossCall, calls: Collection[Node]) -> Iterator[LossCall]:
     """An extended loss, and the same for each other argument that depends on a use."""
     yield loss
     for further in loss.further:
-        if further.edge is None or not leads_to(further.edge.node, uses):
+        if further.edge is None or not leads_to(further.edge.node, calls):
             continue
         if further.input.shape[:1] != loss.input.shape[:1]:
             raise CurvoptError(
@@ -39,14 +39,16 @@ def _by_argument(loss: LossUse, uses: Collection[Node]) -> Iterator[LossUse]:
         yield further
 
 
-def _check_time_last(node: Node, uses: Collection[Node]) -> None:
+def _check_time_last(node: Node, calls: Collection[Node]) -> None:
     """Refuse a CTC loss, which takes ``[T, N, C]``, of a network that may not have the samples on the first axis."""
     following, nr = node.next_functions[0]
     assert following is not None
     T, *rest = following._input_metadata[nr].shape
     N = rest[0] if len(rest) == 2 else 1
-    shapes = {use: use._input_metadata[0].shape for use in uses if leaf_of(use) is None}  # a parameter has no samples
-    others = {use for use, shape in shapes.items() if N and shape and (shape[0] % N or shape[0] == T)}
+    shapes = {
+        call: call._input_metadata[0].shape for call in calls if leaf_of(call) is None
+    }  # a parameter has no samples
+    others = {call for call, shape in shapes.items() if N and shape and (shape[0] % N or shape[0] == T)}
     if leads_to(node, others):
         raise CurvoptError(
             f"{name_of(node)}: the CTC loss sees {N} samples of {T} steps, but a layer has an output of "
@@ -58,12 +60,12 @@ def _check_time_last(node: Node, uses: Collection[Node]) -> None:
 Losses = dict[Loss, GradientEdge]
 
 
-def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[Losses, list[str]]:
+def find_losses(roots: Collection[Node], calls: Collection[Node]) -> tuple[Losses, list[str]]:
     """Losses of which ``roots`` are linear functions, and the names of operations that stand in the way.
 
     Args:
         roots: nodes of the scalars that are differentiated.
-        uses: nodes of outputs of modules with parameters.
+        calls: nodes of outputs of modules with parameters.
 
     Returns:
         The losses, and where their gradients arrive: of extended ones the factor by which it was scaled. Functional
@@ -81,39 +83,39 @@ def find_losses(roots: Collection[Node], uses: Collection[Node]) -> tuple[Losses
         extended = [
             (record, GradientEdge(node, output_nr))
             for record, _, output_nr in records
-            if isinstance(record, LossUse)
+            if isinstance(record, LossCall)
             and getattr(record.module, "reduction", "") != "none"
             and not isinstance(record.module, nn.CTCLoss)
         ]
-        if extended and node not in uses:
-            losses.update((use, extended[0][1]) for use in _by_argument(extended[0][0], uses))
+        if extended and node not in calls:
+            losses.update((call, extended[0][1]) for call in _by_argument(extended[0][0], calls))
             continue
-        if any(isinstance(record, TermUse) for record, *_ in records) or leaf_of(node) is not None:
+        if any(isinstance(record, TermCall) for record, *_ in records) or leaf_of(node) is not None:
             continue  # parameters alone: no sample's loss
         inputs = [following for following, _ in node.next_functions if following is not None]
         if operation(node).endswith("CTCLOSS"):
-            _check_time_last(node, uses)
+            _check_time_last(node, calls)
         if known:
             # of a use that answers for it: what was read off a module's operations may have a loss among them
-            inside = [record.describe() for record, *_ in records if isinstance(record, Use) and node in uses]
+            inside = [record.describe() for record, *_ in records if isinstance(record, ModuleCall) and node in calls]
             functional = None if inside else _recognise(node)
             if functional is not None:
-                if leads_to(functional.edge.node, uses):
+                if leads_to(functional.edge.node, calls):
                     losses[functional] = GradientEdge(node, 0)
                 continue
             name = operation(node)
             if name in _ONE_OPERAND and len(inputs) > 1:  # a weight that is learned is a constant for all others
-                inputs = [following for following in inputs if leads_to(following, uses)]
+                inputs = [following for following in inputs if leads_to(following, calls)]
             linear = name in _LINEAR and not (name in _ONE_OPERAND and len(inputs) > 1)
             linear = linear and not (name == "DIV" and node.next_functions[0][0] not in inputs)
             if inside or not linear:
-                if not leads_to(node, uses):
+                if not leads_to(node, calls):
                     continue
                 reduced = extended or not len(node._input_metadata[0].shape)  # type: ignore[attr-defined]
                 where = f" inside of {inside[0]} (move its parameters into a submodule)" if inside and reduced else ""
                 unknown.append(name_of(node) + where)
                 known = False
-        if node in uses:
+        if node in calls:
             continue
         for following in inputs:
             if following not in seen:

@@ -1,4 +1,4 @@
-"""Records of the forward pass: one `Use` on the autograd node of each output of a module with a rule.
+"""Records of the forward pass: one `ModuleCall` on the autograd node of each output of a module with a rule.
 
 The record lives on ``grad_fn.metadata``, so it lives and dies with the graph: nothing is kept on modules or in globals.
 It must not hold the node or its output (an uncollectable cycle through C++).
@@ -25,12 +25,12 @@ from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
     from curvopt.core.layers.rule import Rule
-    from curvopt.core.losses.loss_call import LossUse
+    from curvopt.core.losses.loss_call import LossCall
 
 KEY = "curvopt"
 
 
-class Use:
+class ModuleCall:
     """One call of a module that has a rule, with what it got.
 
     A tensor that autograd keeps for the backward anyway is referred to weakly, so that its memory is free again as soon
@@ -78,7 +78,7 @@ class Use:
         self.seen = tuple(module._parameters.values())  # torch.func.functional_call puts others in their place
         self.shapes = tuple([out.shape for out in outputs])
         self.cache: dict[str, Any] = {}  # what several columns and quantities share; emptied after each backward
-        rule = Use.rule_for(module)
+        rule = ModuleCall.rule_for(module)
         assert rule is not None
         self.rule = rule
         self.settings = _settings(module, self.rule)
@@ -154,35 +154,35 @@ class Use:
         """Path and type of the module, for messages."""
         return describe(self.path, self.owner)
 
-    def in_precision(self, dtype: torch.dtype) -> Use:
+    def in_precision(self, dtype: torch.dtype) -> ModuleCall:
         """The same call on inputs of at least the precision of ``dtype`` (autocast feeds modules lower ones)."""
         low = (torch.float16, torch.bfloat16)
         if dtype in low or not any(x.dtype in low for x in _tensors((self.args, self.kwargs))):
             return self
-        use = copy.copy(self)
+        call = copy.copy(self)
         raised = tree_map_only(Tensor, lambda x: x.to(dtype) if x.dtype in low else x, (self.args, self.kwargs))
-        use.args, use.kwargs = raised
-        return use
+        call.args, call.kwargs = raised
+        return call
 
-    def batched(self) -> Use:
+    def batched(self) -> ModuleCall:
         """The same call of a single sample, as one of a batch."""
-        use = copy.copy(self)
-        use.args, use.kwargs = tree_map_only(Tensor, lambda x: x.unsqueeze(0), (self.args, self.kwargs))
-        use.shapes = tuple([torch.Size([1, *shape]) for shape in self.shapes])
-        return use
+        call = copy.copy(self)
+        call.args, call.kwargs = tree_map_only(Tensor, lambda x: x.unsqueeze(0), (self.args, self.kwargs))
+        call.shapes = tuple([torch.Size([1, *shape]) for shape in self.shapes])
+        return call
 
-    def samples_first(self, N: int, steps: Steps) -> Use:
+    def samples_first(self, N: int, steps: Steps) -> ModuleCall:
         """The same call with the samples first, of a module to which rows, or axes before the features, are alike."""
-        use = copy.copy(self)
+        call = copy.copy(self)
         first = partial(samples_first, N, steps)
-        use.args, use.kwargs = tree_map_only(Tensor, first, (self.args, self.kwargs))
+        call.args, call.kwargs = tree_map_only(Tensor, first, (self.args, self.kwargs))
         if isinstance(steps, Packed):
-            use.shapes = tuple([torch.Size([N * steps.longest, *shape[1:]]) for shape in self.shapes])
+            call.shapes = tuple([torch.Size([N * steps.longest, *shape[1:]]) for shape in self.shapes])
         else:
             blanks = [_blank(shape, torch.float32, torch.device("cpu")) for shape in self.shapes]
-            use.shapes = tuple([first(blank).shape for blank in blanks])
-        use.cache, use.steps = self.cache.setdefault("samples first", {}), steps
-        return use
+            call.shapes = tuple([first(blank).shape for blank in blanks])
+        call.cache, call.steps = self.cache.setdefault("samples first", {}), steps
+        return call
 
     def check_settings(self) -> None:
         """Raise if an attribute that the rule reads changed since the forward."""
@@ -225,7 +225,7 @@ def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
-class TermUse:
+class TermCall:
     """A term of the loss that sees parameters only: ``weight / 2`` times the sum of their squares."""
 
     __slots__ = ("__weakref__", "boundary", "parameters", "weight")
@@ -255,7 +255,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def records_of(node: Node) -> list[tuple[Any, int, int]]:
-    """What was recorded on a node: uses, the index of their output, and which output of the node it is."""
+    """What was recorded on a node: calls, the index of their output, and which output of the node it is."""
     return node.metadata.get(KEY, [])  # type: ignore[attr-defined]
 
 
@@ -269,11 +269,11 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _record(node: Node, record: Use | LossUse | TermUse, index: int, output_nr: int) -> None:
+def _record(node: Node, record: ModuleCall | LossCall | TermCall, index: int, output_nr: int) -> None:
     node.metadata.setdefault(KEY, []).append((record, index, output_nr))  # type: ignore[attr-defined]
 
 
 def record_term(out: Tensor, parameters: Sequence[nn.Parameter], weight: float) -> None:
     """Note on the node of ``out`` that it is ``weight / 2`` times the squared norm of the parameters."""
     if _records() and out.grad_fn is not None:
-        _record(out.grad_fn, TermUse(parameters, weight), 0, out.output_nr)
+        _record(out.grad_fn, TermCall(parameters, weight), 0, out.output_nr)

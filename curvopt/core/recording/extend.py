@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks
 from torch.utils._pytree import tree_map_only
 
-from curvopt.core.losses.loss_call import LossUse, _first
+from curvopt.core.losses.loss_call import LossCall, _first
 from curvopt.core.recording import model_calls
-from curvopt.core.recording.calls import Use, _record, _tensors, describe
+from curvopt.core.recording.calls import ModuleCall, _record, _tensors, describe
 from curvopt.core.recording.extended_parameters import _extended, owned_parameters
 from curvopt.core.recording.model_calls import Model
 from curvopt.core.recording.state import _records, outside_of_graphs
@@ -40,7 +40,7 @@ class Recorder:
     def __call__(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any, traced: bool = False
     ) -> Any:
-        """Put a `Use` on the node of each output, and a `ModelCall` if the call is the outermost one."""
+        """Put a `ModuleCall` on the node of each output, and a `ModelCall` if the call is the outermost one."""
         if not _records():
             return None
         if torch.compiler.is_dynamo_compiling():
@@ -53,7 +53,7 @@ class Recorder:
             return None
         ruled = self._has_rule(module)
         if ruled:
-            use = Use(self.path, running or self.model, module, args, kwargs, outputs, traced)
+            call = ModuleCall(self.path, running or self.model, module, args, kwargs, outputs, traced)
             if len(outputs) > 1:
                 # an output may be computed from another: hand out copies, so that what arrives there comes from outside
                 # (no views: changed in place, they would take the record out of the graph)
@@ -63,21 +63,21 @@ class Recorder:
             for index, (out, node) in enumerate(zip(outputs, nodes, strict=True)):
                 # record the node now: an in-place activation will replace out.grad_fn
                 if node is not None:
-                    _record(node, use, index, out.output_nr)
+                    _record(node, call, index, out.output_nr)
         if outermost:
             # parameters of the model that it is called with are no samples
             given = [x for x in _tensors((args, kwargs)) if x not in _extended]
-            call = model_calls.model_call(self.model, describe(self.path, module), args, kwargs, given)
-            self.model.last = call.samples
+            of_model = model_calls.model_call(self.model, describe(self.path, module), args, kwargs, given)
+            self.model.last = of_model.samples
             for out, node in zip(outputs, nodes, strict=True):
                 if node is not None:
-                    model_calls.record_model_call(node, call, out.output_nr)
+                    model_calls.record_model_call(node, of_model, out.output_nr)
         return output if ruled and len(outputs) > 1 else None
 
     def _has_rule(self, module: nn.Module) -> bool:
         """Whether a rule is known for the module; else its parameters are found in the graph, by their names."""
         owned = module._parameters or owned_parameters(module)
-        if not owned or Use.rule_for(module) is not None:
+        if not owned or ModuleCall.rule_for(module) is not None:
             return bool(owned)
         for name, p in owned_parameters(module).items():
             if p not in _extended:  # of a copy, or added since
@@ -93,7 +93,7 @@ class LossRecorder:
         self.path = path
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Put a `LossUse` on the node of the loss."""
+        """Put a `LossCall` on the node of the loss."""
         if not _records():
             return
         if torch.compiler.is_dynamo_compiling():
@@ -103,7 +103,7 @@ class LossRecorder:
             return  # hooks for all modules come first and may have changed it: the graph tells what it is
         if not isinstance(_first(args, kwargs), Tensor):
             return  # outputs in a container: the graph tells what it makes of each
-        _record(output.grad_fn, LossUse(self.path, module, args, kwargs), 0, output.output_nr)
+        _record(output.grad_fn, LossCall(self.path, module, args, kwargs), 0, output.output_nr)
 
 
 def _model_of(module: nn.Module, batch_axis: int) -> Model:

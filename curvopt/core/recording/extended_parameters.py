@@ -22,7 +22,7 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return owned
 
 
-# names of the parameters of extended modules, and the modules, to notice uses that nothing recorded
+# names of the parameters of extended modules, and the modules, to notice calls that nothing recorded
 _extended = WeakIdKeyDictionary()
 
 
