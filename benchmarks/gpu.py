@@ -33,9 +33,9 @@ from benchmarks.timing import RESULTS, machine, save
 from experiments import models
 
 PACKAGES = ("curvopt", "backpack", "torch.func")
-SHOWN = ("Idle", "BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "KFAC", "DiagGGNMC", "GGNMP", "HMP")
-#: Quantities of a column for each class, where there are ten.
-COLUMNS = ("KFLR", "DiagGGNExact", "DiagHessian")
+SHOWN = ("Idle", "BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "KFAC", "DiagGGNMC")
+#: Quantities of a column for each class (and token), for the network of ten classes.
+COLUMNS = ("KFLR", "DiagGGNExact", "DiagHessian", "GGNMP", "HMP")
 #: Up to which share of the time each part may go on.
 SHARES = {"correctness": 0.2, "chunks": 0.35, "quantities": 0.75, "optimizers": 1.0}
 
@@ -127,7 +127,7 @@ class Run:
 
 
 def correctness(run: Run) -> None:
-    """Every field, and the parameters after a few steps, by the CPU's numbers; waits of every layer."""
+    """Every field, and the loss after a few steps, by the CPU's numbers; waits of every layer."""
     device = run.effort.device
     for name, problem in compared_problems(run.quick).items():
         for quantity in QUANTITIES:
