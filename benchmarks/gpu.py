@@ -50,7 +50,7 @@ def gpt2(vocabulary: int, length: int, dim: int, depth: int, heads: int) -> nn.M
     """A transformer of the shape of GPT-2 (its smallest: width 768, 12 layers and heads), in bfloat16 by autocast."""
     model = models.gpt(vocabulary, length, dim, depth)
     for block in model.blocks:
-        block.attention.heads = heads  # pyright: ignore[reportAttributeAccessIssue]
+        block.attention.heads = heads  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     return parts.Mixed(model)
 
 

@@ -97,7 +97,6 @@ def _line(warning: warnings.WarningMessage) -> str:
 
 def launches_of(call: Callable[[], Any], device: str) -> Result:
     """Kernels, copies to the host and waits of a call, by the profiler; on the CPU the operations it runs."""
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     activity = ProfilerActivity.CPU if device == "cpu" else ProfilerActivity.CUDA
@@ -108,7 +107,7 @@ def launches_of(call: Callable[[], Any], device: str) -> Result:
     events = profiler.events() or []
     if device == "cpu":
         return {"launches": sum(e.name.startswith("aten::") for e in events)}
-    on_device = [e.name for e in events if e.device_type == DeviceType.CUDA]
+    on_device = [e.name for e in events if e.device_type.name == "CUDA"]
     other = ("Memcpy", "Memset", "Optimizer.", "Stream Sync", "Event Sync", "Context Sync", "Stream Wait")
     return {
         "launches": sum(not name.startswith(other) for name in on_device),
