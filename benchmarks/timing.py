@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import platform
 import resource
+import shutil
 import signal
 import statistics
 import subprocess
@@ -215,7 +216,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "cpu": cpu,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device != "cpu" else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         "system": platform.system(),
         "python": platform.python_version(),
         "versions": versions,
@@ -224,6 +225,8 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 def _commit() -> str:
     """The commit of this code, ``-dirty`` if code (not results) differs from it; empty outside of a repository."""
+    if not shutil.which("git"):
+        return ""
 
     def git(*command: str) -> str:
         here = Path(__file__).parent
