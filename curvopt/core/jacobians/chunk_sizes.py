@@ -21,7 +21,7 @@ CHUNK_ENTRIES = {"cpu": 1 << 18, "accelerator": 1 << 26}
 CACHED_ENTRIES = 1 << 20
 
 #: Activation entries that columns swept together may hold: together wins on small nets, one by one on large ones.
-SWEEP_ENTRIES = {"cpu": 1 << 20, "accelerator": 1 << 26}
+SWEEP_ENTRIES = {"cpu": 1 << 20, "accelerator": 1 << 28}
 
 #: Rows of a symmetric product that are computed at once.
 SYMMETRIC_BLOCK = 192

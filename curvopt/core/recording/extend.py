@@ -22,11 +22,17 @@ from curvopt.core.recording.state import _records, outside_of_graphs
 
 
 class Recorder:
-    """The forward hooks of a module of an extended model. Stateless: they may be copied and pickled with the module."""
+    """The forward hooks of a module of an extended model. They may be copied and pickled with the module.
 
-    def __init__(self, path: str, model: Model):
-        """Remember the module's path in the model."""
-        self.path, self.model = path, model
+    Args:
+        path: of the module in the model.
+        model: the model.
+        owns: whether the module has parameters of its own.
+        begins: whether `begin` runs before the forward; a layer deep in a model needs none, as it calls no other.
+    """
+
+    def __init__(self, path: str, model: Model, owns: bool, begins: bool):
+        self.path, self.model, self.owns, self.begins = path, model, owns, begins
 
     def begin(self, module: nn.Module, args: tuple) -> None:
         """Before the forward: a call of the module runs."""
@@ -46,7 +52,9 @@ class Recorder:
         if torch.compiler.is_dynamo_compiling():
             return outside_of_graphs(self, module, args, kwargs, output, True)
         running = model_calls.running_model()
-        outermost = model_calls.end()
+        outermost = model_calls.end() if self.begins else running is None
+        if not (self.owns or outermost):
+            return None
         outputs = _tensors(output)
         nodes = [out.grad_fn for out in outputs]
         if not any(nodes):
@@ -165,13 +173,16 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
         own = model if recorder is None or recorder.model.size <= model.size else recorder.model
         for name, p in owned_parameters(child).items():
             _extended[p] = f"{path}.{name}".lstrip("."), weakref.ref(child), own
+        owns = bool(owned_parameters(child))
         if recorder is not None:
-            recorder.model = own
+            recorder.model, recorder.owns = own, owns
             continue
-        recorder = Recorder(path, own)
-        child.register_forward_pre_hook(recorder.begin, prepend=True)
+        begins = "." not in path or any(True for _ in child.children())
+        recorder = Recorder(path, own, owns, begins)
+        if begins:
+            child.register_forward_pre_hook(recorder.begin, prepend=True)
         # first of all hooks: what the others make of the output is the graph's affair
-        child.register_forward_hook(recorder, with_kwargs=True, prepend=True, always_call=True)
-        if debug and owned_parameters(child):
+        child.register_forward_hook(recorder, with_kwargs=True, prepend=True, always_call=begins)
+        if debug and owns:
             print(f"curvopt: extended {describe(path, child)}")
     return module
