@@ -35,6 +35,12 @@ FIRST_ORDER: list[type[Extension]] = [BatchGrad, BatchL2Grad, SumGradSquared, Va
 DIAGONALS: list[type[Extension]] = [DiagGGNExact, BatchDiagGGNExact, DiagHessian, BatchDiagHessian]
 
 
+def generator(seed: int) -> torch.Generator:
+    """A seeded generator of the default device (of the CPU for the emulated one, which has none)."""
+    kind = torch.get_default_device().type
+    return torch.Generator(kind if kind == "cuda" else "cpu").manual_seed(seed)
+
+
 def extended(case: Case) -> Problem:
     """The problem of a case with an extended model and loss."""
     problem = case.problem()

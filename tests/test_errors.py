@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Positions, Problem, mlp
+from checks import generator
 from reference import Reference
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -387,12 +388,12 @@ def test_a_parameter_that_is_used_outside_of_its_module_counts_or_is_refused(ext
 @every_extension
 def test_a_regularizer_is_not_contained_and_said_so(extension: type[Extension]):
     it = problem()
-    with backpack(extension(generator=torch.Generator().manual_seed(0)) if extension in SAMPLED else extension()):
+    with backpack(extension(generator=generator(0)) if extension in SAMPLED else extension()):
         it.loss().backward()
     expected = [getattr(p, extension.field) for p in it.trainable().values()]
     loss = it.loss() + 0.1 * it.model[0].weight.square().sum()
     with pytest.warns(CurvoptWarning, match=r"0\.weight"):
-        with backpack(extension(generator=torch.Generator().manual_seed(0)) if extension in SAMPLED else extension()):
+        with backpack(extension(generator=generator(0)) if extension in SAMPLED else extension()):
             loss.backward()
     for p, field in zip(it.trainable().values(), expected, strict=True):
         torch.testing.assert_close(getattr(p, extension.field), field)

@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 import torch
 from cases import Case, Lambda, cross_entropy, labels, mlp, mse, normal, values
-from checks import BY_NAME, by_case, check, compare, extended
+from checks import BY_NAME, by_case, check, compare, extended, generator
 from reference import Reference, reference
 from torch import Tensor, einsum, nn
 from torch._subclasses import FakeTensor
@@ -113,7 +113,7 @@ def chain_of(name: str, model: nn.Module) -> list[nn.Module]:
 
 
 def seeded(seed: int = 5) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+    return generator(seed)
 
 
 def clone(value: object) -> object:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from checks import generator
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -28,9 +29,9 @@ from curvopt.extensions import (
 )
 
 W = torch.tensor([0.5, 2.0, 1.3], dtype=torch.float64)
-X = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+X = torch.randn(4, 4, dtype=torch.float64, generator=generator(0))
 Y = torch.tensor([0, 2, 1, 1])
-REAL = torch.rand(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+REAL = torch.rand(4, 3, dtype=torch.float64, generator=generator(1))
 
 Loss = Callable[[Tensor], Tensor]
 
@@ -60,7 +61,7 @@ def fields(make: Callable[[], nn.Module], loss: Loss, extensions: list[type] | N
     model = extend(make())
     value = loss(model(X))
     exact = [cls() for cls in extensions or [DiagGGNExact, KFLR, DiagHessian]]
-    sampled = [] if extensions else [cls(3, generator=torch.Generator().manual_seed(0)) for cls in (DiagGGNMC, KFAC)]
+    sampled = [] if extensions else [cls(3, generator=generator(0)) for cls in (DiagGGNMC, KFAC)]
     with backpack(*exact, *sampled):
         value.backward()
     found = {}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from checks import generator
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
@@ -245,14 +246,14 @@ def test_random_columns_average_to_the_hessian():
     f, shapes, _ = DEFINITE["plus activation penalty"]
     outputs, heads = heads_of(shapes)
     curvature = generic(f(*outputs), heads)
-    seeded = torch.Generator().manual_seed(0)
+    seeded = generator(0)
     columns, _ = together([([0, 1], curvature.sample(2000, seeded), None)], heads)
     products = torch.einsum("vnd,vne->vnde", columns, columns)
     H = dense(f, outputs, heads)
     error = products.mean(0) - torch.stack([H[n, :, n] for n in range(N)])
     assert (error.abs() <= 6 * products.std(0) / 2000**0.5 + 1e-12).all()
     assert (columns.mean(0).abs() <= 6 * columns.std(0) / 2000**0.5).all()
-    again = curvature.sample(2000, torch.Generator().manual_seed(0))
+    again = curvature.sample(2000, generator(0))
     assert all(torch.equal(by_sample(s, h), c) for s, h, c in zip(again, heads, columns.split([C, 5], 2), strict=True))
 
 

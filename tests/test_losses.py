@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Margins
+from checks import generator
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -210,7 +211,7 @@ def test_samples_average_to_the_hessian(name: str, reduction: str):
     module, z, y = problem(name, reduction)
     curved, H = curvature(module, z, y), hessian(module, z, y)
     number = 20_000
-    s = curved.sample(number, torch.Generator().manual_seed(1)).flatten(1)
+    s = curved.sample(number, generator(1)).flatten(1)
     products = s.unsqueeze(2) * s.unsqueeze(1)
     error = products.std(0) / number**0.5
     assert ((products.mean(0) - H).abs() <= 6 * error + 1e-12).all()
@@ -223,17 +224,17 @@ def test_softmax_takes_its_classes_from_any_axis(dim: int):
     first = curvature(nn.CrossEntropyLoss(), z[:, :, :2], y)
     moved = Softmax(first.p.movedim(1, dim), first.mass.squeeze(1), dim)
     assert_close(moved.root(1, 7), first.root(1, 7).movedim(2, dim + 1))
-    samples = [c.sample(3, torch.Generator().manual_seed(0)) for c in (moved, first)]
+    samples = [c.sample(3, generator(0)) for c in (moved, first)]
     assert_close(samples[0], samples[1].movedim(2, dim + 1))
 
 
 def test_labels_are_drawn_as_often_as_they_are_probable():
     p = torch.tensor([[0, 0.25, 0, 0.75, 0], [1, 0, 0, 0, 0], [0.2, 0.2, 0.2, 0.2, 0.2]])
-    labels = draw(p, 200_000, torch.Generator().manual_seed(0))
+    labels = draw(p, 200_000, generator(0))
     counts = torch.stack([row.bincount(minlength=5) for row in labels])
     assert (counts[p == 0] == 0).all()
     assert ((counts / 200_000 - p).abs() <= 5 * (p * (1 - p) / 200_000).sqrt()).all()
-    even = draw(torch.full((50_000,), 1 / 50_000), 200_000, torch.Generator().manual_seed(0))
+    even = draw(torch.full((50_000,), 1 / 50_000), 200_000, generator(0))
     assert (torch.histc(even.float(), 10) / 20_000 - 1).abs().max() < 0.05
 
 
@@ -255,7 +256,7 @@ def test_a_network_that_diverged_has_columns_of_nan(module: nn.Module, output: f
 def test_generator_decides_the_samples():
     for name in ["ce-plain-(4, 3)-labels", "bce-plain-(4, 3)", "mse-(4, 3)-(4, 3)", "huber", "log-sum-exp"]:
         curved = curvature(*problem(name, "mean"))
-        same, again, other = (curved.sample(5, torch.Generator().manual_seed(s)) for s in (0, 0, 1))
+        same, again, other = (curved.sample(5, generator(s)) for s in (0, 0, 1))
         assert torch.equal(same, again) and not torch.equal(same, other)
 
 

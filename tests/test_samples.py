@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Case, Problem, cross_entropy, labels, normal
-from checks import check_all, extended
+from checks import check_all, extended, generator
 from reference import Reference
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -472,7 +472,7 @@ def test_samples_elsewhere_behind_a_batch_norm():
         torch.manual_seed(0)
         model = extend(NormedSteps(time_first).double())
         for step in range(4):
-            seeds = [torch.Generator().manual_seed(step) for _ in range(2)]
+            seeds = [generator(step) for _ in range(2)]
             warned = pytest.warns(CurvoptWarning, match="head .Linear.: computing") if time_first and not step else None
             with warned or nullcontext(), backpack(DiagGGNMC(generator=seeds[0]), KFAC(generator=seeds[1])):
                 F.cross_entropy(model(x), y).backward()

@@ -136,7 +136,7 @@ def _together(single: Callable[[Tensor], Tensor | None], vectors: Tensor, batche
 def _is_linear(single: Callable[[Tensor], Tensor | None], vectors: Tensor, found: Tensor) -> bool:
     """Whether products that were computed together have the sum that they should: some batching rules are wrong."""
     sizes = found.detach().abs().reshape(len(found), -1).amax(1).clamp(min=torch.finfo(found.dtype).tiny).to(vectors)
-    weights = torch.randn(len(vectors), generator=torch.Generator().manual_seed(0)).to(vectors) / sizes
+    weights = torch.randn(len(vectors), device="cpu", generator=torch.Generator().manual_seed(0)).to(vectors) / sizes
     of_sum, sum_of = single(torch.tensordot(weights, vectors, 1)), torch.tensordot(weights.to(found), found, 1)
     if of_sum is None or not of_sum.numel():
         return True

@@ -23,9 +23,12 @@ def probe_operands(node: Node, output_nr: int, layout: Layout, N: int) -> list[A
     at = metadata[output_nr]
     if not (at.dtype.is_floating_point or at.dtype.is_complex):
         return [UNKNOWN] * len(node.next_functions)
-    vector = torch.randn(tuple(at.shape), generator=torch.Generator().manual_seed(0), dtype=_wide(at.dtype))
-    samples = torch.tensor(range(layout.rows) if layout.labels is None else layout.labels)
-    factors = (1 + samples.double() / N).view(1, -1, 1).expand(layout.before, -1, layout.after).reshape(tuple(at.shape))
+    vector = torch.randn(
+        tuple(at.shape), device="cpu", generator=torch.Generator().manual_seed(0), dtype=_wide(at.dtype)
+    )
+    labels = range(layout.rows) if layout.labels is None else layout.labels
+    samples = torch.tensor(labels, dtype=torch.float64, device="cpu")
+    factors = (1 + samples / N).view(1, -1, 1).expand(layout.before, -1, layout.after).reshape(tuple(at.shape))
     vectors = [v.to(at.device, at.dtype) for v in (vector, vector * factors)]
     try:
         with torch.no_grad():

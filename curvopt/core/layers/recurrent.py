@@ -35,7 +35,7 @@ def step(mode: str, from_input: Tensor, from_state: Tensor, state: State) -> Sta
 def steps_of(packed: PackedSequence) -> tuple[Tensor, Tensor]:
     """The sample and the time of each row of packed sequences."""
     sizes = packed.batch_sizes
-    times = torch.arange(len(sizes)).repeat_interleave(sizes)
+    times = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
     samples = (torch.arange(len(times)) - (sizes.cumsum(0) - sizes)[times]).to(packed.data.device)
     order = packed.sorted_indices
     return samples if order is None else order[samples], times.to(packed.data.device)
