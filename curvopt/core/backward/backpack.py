@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.autograd_graph.backward_graph import leaves_behind, records_behind
 from curvopt.core.autograd_graph.nodes import leaf_of
 from curvopt.core.autograd_graph.vjp import listeners
 from curvopt.core.backward.backward_pass import Backward, BackwardPass
-from curvopt.core.backward.columns import Gradient
+from curvopt.core.backward.columns import Gradient, Hessian
 from curvopt.core.backward.located_graph import read_and_locate
 from curvopt.core.backward.request_checks import (
     check_derivatives,
@@ -107,10 +108,13 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         #: Whether backwards of empty batches are let through, without fields; else they are refused.
         self.skips_empty = False
         self._pass: BackwardPass | None = None  # of the running backward
+        self._kernels = ExitStack()  # of attention
         self._is_first = True  # whether no backward has been since the context was entered
 
     def __enter__(self) -> backpack:
         """Activate the extensions."""
+        if any(isinstance(extension.columns, Hessian) for extension in self.extensions):
+            self._kernels.enter_context(sdpa_kernel(SDPBackend.MATH))  # the others have no second derivative
         listeners.append(self)
         self._is_first = True
         _watch(+1)
@@ -122,6 +126,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         """Deactivate them; after an exception, take back what a half-finished backward has set."""
         _watch(-1)
         listeners.remove(self)
+        self._kernels.close()
         self._abandon()
 
     def _started_inside(self) -> CurvoptError:

@@ -37,7 +37,7 @@ from curvopt.core.backward.hessian_residuals import sweep_residuals
 from curvopt.core.backward.kfra import kfra_jacobians
 from curvopt.core.backward.located_graph import LocatedGraph
 from curvopt.core.backward.module_io import Call, showing
-from curvopt.core.backward.request_checks import fields_of, naming_fields
+from curvopt.core.backward.request_checks import fields_of, naming_fields, warn_of_columns
 from curvopt.core.batch_axis.samples import Location
 from curvopt.core.jacobians import chunk_sizes as costs
 from curvopt.core.jacobians.base import Dense, Jacobian
@@ -207,6 +207,7 @@ class BackwardPass:
             for columns, extensions in self._by_columns().items():
                 signed = isinstance(columns, Hessian)
                 if isinstance(columns, Exact):
+                    warn_of_columns(extensions, loss.num_columns)
                     for heads, vectors, weights in (loss.signed if signed else loss.root)(self.chunk_size):
                         self.sweep([edges[i] for i in heads], vectors, weights, extensions, (), loss.num_columns)
                 elif isinstance(columns, MonteCarlo):
@@ -257,6 +258,7 @@ class BackwardPass:
                 ranks = list(range(rows)) if samples is None else ranks_of(samples)
                 columns = Exact()
                 left = total = columns.total(curvature, ranks)
+                warn_of_columns(extensions, total)
                 skip = {call for call in self.calls if call.location is not location} if len(locations) > 1 else ()
                 final = last and len(factored) == len(locations) == 1
                 for chunk in columns.chunks(curvature, self.chunk_size, ranks):

@@ -52,10 +52,14 @@ def sweep_residuals(
     except (CurvoptError, torch.OutOfMemoryError):
         raise
     except RuntimeError as error:
+        remedy = (
+            "run the forward pass under torch.backends.cudnn.flags(enabled=False)"
+            if "cudnn" in str(error)
+            else "run the forward pass inside of the context, too, where attention has its second derivative"
+        )
         raise CurvoptError(
             f"{fields_of(extensions)}: an operation of the network has no second derivative in PyTorch "
-            f"({error}); use a GGN quantity, or for attention run the forward pass under "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+            f"({str(error).splitlines()[0].split('. ')[0]}); use a GGN quantity, or {remedy}."
         ) from error
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Operand, operands_inside, read_graph
-from curvopt.core.autograd_graph.nodes import name_of, shape_of, walk
+from curvopt.core.autograd_graph.nodes import leads_to, name_of, shape_of, walk
 from curvopt.core.autograd_graph.parameter_calls import find_entry_points, join_biases, parameter_calls, shared_call
 from curvopt.core.batch_axis.layout import Layout
 from curvopt.core.batch_axis.samples import Location, locate
@@ -179,17 +179,31 @@ def edges_of(calls: Sequence[CallInGraph]) -> list[tuple[CallInGraph, int, Gradi
     return [(call, index, edge) for call in calls for index, edge in call.edges.items()]
 
 
-def mixing_norms(located: LocatedGraph) -> list[str]:
-    """Descriptions of the train-mode batch norms by which samples meet."""
-    found = []
+def mixing_norms(located: LocatedGraph) -> list[tuple[str, bool]]:
+    """The batch norms by which samples meet: a description, and whether the module is in eval mode."""
+    found = list(norms_in_loss(located))
     for node in located.graph.nodes:
-        if node.next_functions and "BatchNorm" in name_of(node):
+        if _is_training_norm(node):
             places = [(following, nr) for following, nr in node.next_functions if following is not None]
             layouts = [location.axes.layouts.get(place) for place in places for location in located.locations.values()]
-            if getattr(node, "_saved_training", True) and any(isinstance(x, Layout) and x.mixed for x in layouts):
-                records = [record.describe() for record, *_ in records_of(node) if isinstance(record, ModuleCall)]
-                found.append(records[0] if records else name_of(node))
-    return found
+            if any(isinstance(x, Layout) and x.mixed for x in layouts):
+                found.append(node)
+    calls = [next((call for call, *_ in records_of(n) if isinstance(call, ModuleCall)), None) for n in found]
+    return [
+        (name_of(node), False) if call is None else (call.describe(), not call.module.training)
+        for node, call in zip(found, calls, strict=True)
+    ]
+
+
+def norms_in_loss(located: LocatedGraph) -> list[Node]:
+    """Train-mode batch norms between the outputs of the models and the scalar."""
+    heads = {node for location in located.locations.values() for node, _ in location.heads}
+    nodes = [node for node in walk(located.graph.roots, last=heads) if node not in heads and _is_training_norm(node)]
+    return [node for node in nodes if shape_of(node)[0] > 1 and leads_to(node, heads)]  # one image: an instance norm
+
+
+def _is_training_norm(node: Node) -> bool:
+    return bool(node.next_functions) and "BatchNorm" in name_of(node) and getattr(node, "_saved_training", True)
 
 
 def is_mixed(call: CallInGraph) -> bool:

@@ -14,7 +14,7 @@ from curvopt.core.autograd_graph.backward_graph import leaves_behind
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import name_of, shape_of, walk
 from curvopt.core.backward.columns import Averaged, Gradient, Hessian
-from curvopt.core.backward.located_graph import LocatedGraph, is_mixed, mixing_norms
+from curvopt.core.backward.located_graph import LocatedGraph, is_mixed, mixing_norms, norms_in_loss
 from curvopt.core.batch_axis.layout import Layout, axis_of
 from curvopt.core.batch_axis.samples import Location
 from curvopt.core.losses.generic_loss import GenericLoss
@@ -160,13 +160,18 @@ def check_request(
 
 def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> None:
     independent = [e for e in extensions if e.needs_independent_samples]
-    mixed = [call for call in located.calls if is_mixed(call)] if independent else []
+    everywhere = bool(independent and norms_in_loss(located))
+    mixed = [call for call in located.calls if everywhere or is_mixed(call)] if independent else []
     if mixed:
-        norm = next(iter(mixing_norms(located)), "a batch norm")
+        norm, in_eval_mode = next(iter(mixing_norms(located)), ("a batch norm", False))
+        what = (
+            "the norm has no running statistics, so that it mixes them in eval mode, too; train it with"
+            if (in_eval_mode)
+            else "train-mode batch norm mixes them; call model.eval() with"
+        )
         raise CurvoptError(
-            f"{norm}: {fields_of(independent)} of {mixed[0].call.describe()} need independent samples, but train-mode "
-            "batch norm mixes them; call model.eval() (with running statistics) or use a Monte-Carlo quantity (KFAC, "
-            "DiagGGNMC)."
+            f"{norm}: {fields_of(independent)} of {mixed[0].call.describe()} need independent samples, but {what} "
+            "running statistics, or use a Monte-Carlo quantity (KFAC, DiagGGNMC)."
         )
     apart = [e for e in extensions if e.per_sample or (isinstance(e.columns, Gradient) and not e.adds_up)]
     if apart and any(location.appended for location in located.locations.values()):
@@ -211,6 +216,21 @@ def _check_ctc(apart: Sequence[Extension], located: LocatedGraph) -> None:
                 )
 
 
+#: Columns of a root of the loss Hessian beyond which pulling all of them back is worth a warning.
+MANY_COLUMNS = 1000
+
+
+def warn_of_columns(extensions: Sequence[Extension], columns: int) -> None:
+    """Say before the computation that it takes very many columns."""
+    if columns > MANY_COLUMNS:
+        warnings.warn(
+            f"{fields_of(extensions)}: the Hessian of the loss has {columns:,} columns, and pulling all of them back "
+            "takes up to as many gradients; DiagGGNMC and KFAC draw one column at random.",
+            CurvoptWarning,
+            stacklevel=2,
+        )
+
+
 def check_derivatives(extensions: Sequence[Extension], located: LocatedGraph, edges: Iterable[GradientEdge]) -> None:
     """Refuse to build a graph of fields by which they would be differentiated wrongly."""
     of_hessian = [e for e in extensions if isinstance(e.columns, Hessian)]
@@ -232,4 +252,4 @@ def refuse_wrong(located: LocatedGraph, wrong: Wrong, root: Node, what: str, rem
             )
 
 
-__all__ = ["check_derivatives", "check_request", "fields_of", "naming_fields", "refuse_wrong"]
+__all__ = ["check_derivatives", "check_request", "fields_of", "naming_fields", "refuse_wrong", "warn_of_columns"]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.autograd_graph.nodes import leads_to, leaf_of, name_of, operation
+from curvopt.core.autograd_graph.nodes import leads_to, leaf_of, name_of, operation, shape_of
 from curvopt.core.autograd_graph.operations import LINEAR, MULTILINEAR
 from curvopt.core.losses.functional_losses import _recognise
 from curvopt.core.losses.hessian_root import Loss
@@ -86,11 +86,19 @@ def find_losses(roots: Collection[Node], calls: Collection[Node]) -> tuple[Losse
             if isinstance(record, LossCall)
             and getattr(record.module, "reduction", "") != "none"
             and not isinstance(record.module, nn.CTCLoss)
+            and shape_of(node, output_nr).numel() == 1
         ]
         if extended and node not in calls:
             losses.update((call, extended[0][1]) for call in _by_argument(extended[0][0], calls))
             continue
-        if any(isinstance(record, TermCall) for record, *_ in records) or leaf_of(node) is not None:
+        if any(isinstance(record, TermCall) for record, *_ in records):
+            if not known:
+                raise CurvoptError(
+                    "The loss is not linear in the value of an L2Regularizer, so its curvature is not that of the "
+                    "regularizer; add the regularizer to the loss as it is."
+                )
+            continue
+        if leaf_of(node) is not None:
             continue  # parameters alone: no sample's loss
         inputs = [following for following, _ in node.next_functions if following is not None]
         if operation(node).endswith("CTCLOSS"):
