@@ -19,6 +19,7 @@ from benchmarks import (
     gpu,
     gpu_numbers,
     gpu_parts,
+    losses,
     memory,
     packages,
     quantities,
@@ -407,3 +408,7 @@ def test_benchmark_on_cuda(monkeypatch, tmp_path):
     written = json.loads((tmp_path / "quantities-tiny.json").read_text())
     assert written["machine"]["device"] != "cpu"
     assert all(row["curvopt"]["wall"] > 0 for row in written["rows"].values())
+
+
+def test_the_table_of_losses_in_the_docs_is_what_the_losses_give():
+    assert losses.table() in losses.PAGE.read_text()

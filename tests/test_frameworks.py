@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from curvopt import CurvoptError, backpack, disable, extend
 from curvopt.errors import CurvoptWarning
-from curvopt.extensions import KFAC, KFLR, BatchGrad, DiagGGNExact, DiagHessian
+from curvopt.extensions import KFAC, KFLR, BatchGrad, DiagGGNExact, DiagHessian, KFACEmpirical
 from curvopt.optim import EKFACSGD, KFACSGD
 
 STEPS = 12
@@ -571,6 +571,22 @@ def test_a_compiled_extended_loss():
     lossfunc = extend(nn.CrossEntropyLoss())
     compiled = torch.compile(extend(nn.CrossEntropyLoss()), backend="aot_eager")
     assert_close(fields(model, model, compiled), fields(plain, plain, lossfunc))
+
+
+@compiling
+@pytest.mark.parametrize("donated", [True, False])
+def test_a_loss_that_is_compiled_by_itself(donated: bool):
+    model = extend(net())
+    by_hand = lambda z, y: (z.logsumexp(1) - z[torch.arange(len(y)), y]).mean()  # noqa: E731
+    with torch._functorch.config.patch(donated_buffer=donated):
+        compiled = torch.compile(by_hand, backend="aot_eager")
+        assert_close(fields(model, model, compiled, BatchGrad()), fields(model, model, by_hand, BatchGrad()))
+        for extension in (KFAC(), DiagGGNExact(), DiagHessian()):
+            with pytest.raises(CurvoptError, match="compiled by torch.compile, which has no second derivative"):
+                fields(model, model, compiled, extension)
+        with pytest.raises(CurvoptError, match="donated_buffer") if donated else contextlib.nullcontext():
+            found = fields(model, model, compiled, KFACEmpirical())
+            assert_close(found, fields(model, model, by_hand, KFACEmpirical()))
 
 
 @compiling

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checks import by_case
 from test_hessian import NO_PCHMP
 from torch import Tensor, nn
@@ -281,3 +282,18 @@ def test_a_model_that_changes_with_every_forward_is_refused():
 
     with pytest.raises(CurvoptError, match="two forward passes with equal random numbers differ"):
         check(Drifts(nn.Linear(4, 3)), nn.CrossEntropyLoss(), *batch(3, 4), [BatchGrad()])
+
+
+@pytest.mark.parametrize("extended_before", [False, True])
+def test_samples_along_another_axis(extended_before: bool):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    x, y = torch.randn(5, 6, 4, dtype=torch.float64), torch.randint(3, (5, 6))  # 5 steps of 6 samples
+    if extended_before:
+        extend(model, batch_axis=1)
+    lossfunc = lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten())  # noqa: E731
+    extensions = [BatchGrad(), Variance(), DiagGGNExact(), KFLR(), BatchDiagGGNExact(), DiagHessian()]
+    axis = 0 if extended_before else 1
+    result = check(model, lossfunc, x, y, extensions, batch_axis=axis)
+    assert result.ok and "6 samples with 15 outputs" in str(result)
+    with pytest.raises(CurvoptError, match="approx='reduce'"):
+        check(model, lossfunc, x, y, [KFLR(approx="reduce")], batch_axis=axis)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from curvopt.core.backward.backpack import backpack
 from curvopt.core.backward.columns import Exact, Gradient, Hessian, MonteCarlo
+from curvopt.core.backward.located_graph import read_and_locate
+from curvopt.core.batch_axis.layout import axis_of
 from curvopt.core.recording.extend import extend
 from curvopt.errors import CurvoptError
-from curvopt.extensions import PCHMP, BatchL2Grad, EigenDiagonal, Extension
+from curvopt.extensions import PCHMP, EigenDiagonal, Extension
 from curvopt.testing.comparison import EXPECTED, Comparison, compare, compare_draws, compare_pchmp, plain_loss
 from curvopt.testing.reference import Reference
 from curvopt.testing.report import CheckResult
@@ -33,6 +35,7 @@ def check(
     dtype: torch.dtype = torch.float64,
     rtol: float | None = None,
     entries: int = 10,
+    batch_axis: int = 0,
 ) -> CheckResult:
     """Compare fields with slow, plain autograd on your own model, and print a table.
 
@@ -54,7 +57,7 @@ def check(
     for each parameter tensor. So take few samples, and the smallest inputs that exercise the layers.
 
     Args:
-        model: the model, extended or not. Its output is a tensor, ordered by sample.
+        model: the model, extended or not. Its output is a tensor that has its samples along one axis.
         lossfunc: called as ``lossfunc(output, y)``; extended or not, a custom loss with ``loss=True``. Leave out
             terms of parameters (regularizers): for the copies they are constants.
         x: the model's input.
@@ -64,6 +67,7 @@ def check(
         dtype: the precision to check in. In float32 algorithms differ visibly near the kinks of ReLU and max-pooling.
         rtol: admitted difference in units of the largest entry of a field; by default 1e-6 in float64, else 1e-2.
         entries: number of entries of each parameter at which Hessian diagonals are compared.
+        batch_axis: axis of the input that counts the samples, as in ``extend(model, batch_axis=1)``.
 
     Returns:
         The rows of the table; ``result.ok`` tells whether all agree.
@@ -100,7 +104,7 @@ def check(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         try:
-            z = extend(ours)(x)
+            z = extend(ours, batch_axis=batch_axis)(x)
         except RuntimeError as error:
             raise CurvoptError(
                 f"check: the model does not run in {dtype} ({error}); make it independent of the precision, or "
@@ -118,7 +122,13 @@ def check(
                 f"check: the loss has shape {list(loss.shape)}, but fields are those of a scalar; build it with "
                 "reduction='mean' or 'sum'."
             )
-        samples = _samples(ours, loss)
+        samples, axis = _samples(loss, z)
+        if axis and any("reduce" in (getattr(extension, "approx", None) or "") for extension in extensions):
+            raise CurvoptError(
+                "check: Kronecker factors with approx='reduce' are compared for samples along axis 0 only; check them "
+                "on a model that is called batch-first."
+            )
+        loss.backward(retain_graph=True)
         parameters = {name: p for name, p in ours.named_parameters() if p.grad is not None}
         ours.zero_grad()
         if any(not isinstance(e.columns, Gradient) for e in extensions):
@@ -126,8 +136,9 @@ def check(
         with backpack(*twins):
             loss.backward(inputs=list(parameters.values()), retain_graph=True)
         torch.manual_seed(0)
-        reference = Reference(theirs, x, lambda z: plain_loss(lossfunc, z, y), samples)
-        _check_reference(reference, z)
+        theirs = _SamplesFirst(theirs, axis) if axis else theirs
+        reference = Reference(theirs, x, lambda z: plain_loss(lossfunc, z.movedim(0, axis), y), samples)
+        _check_reference(reference, z.movedim(axis, 0))
         result = CheckResult(
             f"curvopt.testing.check: {type(model).__name__}, {samples} samples with {z.numel() // samples} outputs "
             f"each, {sum(p.numel() for p in parameters.values())} parameters, {dtype}"
@@ -172,11 +183,34 @@ def _check_request(model: nn.Module, x: Any, extensions: Sequence[Extension]) ->
             )
 
 
-def _samples(model: nn.Module, loss: Tensor) -> int:
-    """The number of samples that the engine finds; it refuses networks in which they depend on each other."""
-    with backpack(BatchL2Grad()):
-        loss.backward(retain_graph=True)
-    return next(len(getattr(p, "batch_l2")) for p in model.parameters() if hasattr(p, "batch_l2"))  # noqa: B009
+class _SamplesFirst(nn.Module):
+    """A model with the axis of its samples in front."""
+
+    def __init__(self, model: nn.Module, axis: int):
+        super().__init__()
+        self.model, self.axis = model, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).movedim(self.axis, 0)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.model.named_parameters(*args, **kwargs)
+
+
+def _samples(loss: Tensor, z: Tensor) -> tuple[int, int]:
+    """The number of samples that the engine finds, and their axis of the output z."""
+    located = read_and_locate([node] if (node := loss.grad_fn) is not None else [])
+    locations = list({id(location): location for location in located.locations.values()}.values())
+    if len(locations) == 1:
+        location = locations[0]
+        for (node, output_nr), layout in location.heads.items():
+            axis = axis_of(z.shape, layout) if node is z.grad_fn and output_nr == z.output_nr else None
+            if axis is not None and axis.before == 1 and layout.labels is None:
+                return location.N, axis.index
+    raise CurvoptError(
+        "check: the model's output does not have its samples along one axis; wrap the model in a module that returns "
+        "them so."
+    )
 
 
 def _check_size(numbers: int, samples: int) -> None:

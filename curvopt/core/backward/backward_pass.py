@@ -222,6 +222,14 @@ class BackwardPass:
                     sweep_residuals(self, edges, loss.slope, columns.modify, extensions)
         except CurvoptError as error:
             raise naming_fields(self.second_order, error) from error
+        except RuntimeError as error:
+            if "donated buffers" not in str(error):
+                raise
+            raise CurvoptError(
+                f"{fields_of(self.second_order)}: a part of the loss was compiled by torch.compile, so that its "
+                "backward runs once; compute it outside of what is compiled, or set "
+                "torch._functorch.config.donated_buffer = False before it is compiled."
+            ) from error
 
     def _by_columns(self) -> dict[Any, list[Extension]]:
         groups: dict[Any, list[Extension]] = {}

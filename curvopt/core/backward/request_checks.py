@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.autograd_graph.backward_graph import leaves_behind
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import name_of, shape_of, walk
-from curvopt.core.backward.columns import Averaged, Gradient, Hessian
+from curvopt.core.backward.columns import Averaged, Empirical, Gradient, Hessian
 from curvopt.core.backward.located_graph import LocatedGraph, is_mixed, mixing_norms, norms_in_loss
 from curvopt.core.batch_axis.layout import Layout, axis_of
 from curvopt.core.batch_axis.samples import Location
@@ -80,14 +80,15 @@ def generic_loss(
             "empirical quantity."
         )
     ends = {node for node, _ in locations[0].heads}
-    if any(
+    curved = [e for e in second_order if not isinstance(e.columns, Empirical)]
+    if curved and any(
         name_of(node).startswith("CompiledFunction")
         for node in walk([n for n, _ in roots], last=ends)
         if node not in ends
     ):
         raise CurvoptError(
             f"{what}, and a part of it was compiled by torch.compile, which has no second derivative; compute the loss "
-            "outside of what torch.compile compiles."
+            "outside of what torch.compile compiles, or use an empirical quantity (KFACEmpirical)."
         )
     heads = []
     for (node, output_nr), layout in locations[0].heads.items():
