@@ -5,6 +5,7 @@ The page "Extending" of the documentation shows one of each.
 
 from curvopt.core.backward.columns import Averaged, Empirical, Exact, Gradient, Hessian, MonteCarlo
 from curvopt.core.jacobians.base import Dense, Jacobian
+from curvopt.core.jacobians.chunk import Chunk
 from curvopt.core.jacobians.lookup import Lookup
 from curvopt.core.jacobians.outer import Outer
 from curvopt.core.jacobians.patches import Patches
@@ -18,6 +19,7 @@ __all__ = [
     "AffineRule",
     "Averaged",
     "Bernoulli",
+    "Chunk",
     "Dense",
     "Diagonal",
     "Empirical",

@@ -191,7 +191,7 @@ def test_convolutions_by_views_of_their_input(
         for name in REDUCTIONS:
             assert_same(getattr(jacobian, name)(), getattr(expected, name)())
         monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: 2)
-        jacobian.share_no_patches()
+        jacobian = jacobian.with_own_patches()
         assert_same(jacobian.dense(), J)
         assert_same(jacobian.select([2, 0]).dense(), J[:, [2, 0]])
         assert "whole" not in vars(jacobian._right)
@@ -362,7 +362,7 @@ def test_second_moments_of_patches_of_a_few_samples_at_a_time(
         expected = Outer(jacobian.left, jacobian.right, jacobian.shape).input_factor()
         monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: samples)
         monkeypatch.setattr(costs, "by_rows", lambda *sizes: by_rows)
-        jacobian.share_no_patches()
+        jacobian = jacobian.with_own_patches()
         # else some entries of the kernel have no rows in common
         tall = conv.stride[0] > 1 or z.shape[2] >= conv.dilation[0] * (conv.kernel_size[0] - 1)
         assert (jacobian._right.moment_by_rows() is not None) == (by_rows and tall)

@@ -13,7 +13,7 @@ from curvopt import CurvoptError, backpack, extend
 from curvopt.core.autograd_graph.second_derivatives import residual_columns
 from curvopt.core.backward import hessian_residuals
 from curvopt.core.backward.columns import Empirical, Exact, MonteCarlo
-from curvopt.core.jacobians.base import Jacobian
+from curvopt.core.jacobians.chunk import Chunk
 from curvopt.core.jacobians.outer import Outer
 from curvopt.core.layers.affine import Linear
 from curvopt.core.losses.hessian_root import Softmax
@@ -250,8 +250,8 @@ def test_what_cannot_be_checked_is_refused(monkeypatch):
         field = "own"
         columns = Exact()
 
-        def update(self, total: None, jacobian: Jacobian) -> Tensor:
-            return jacobian.norms2()
+        def update(self, total: None, chunk: Chunk) -> Tensor:
+            return chunk.jacobian.norms2()
 
     with pytest.raises(CurvoptError, match="no definition of 'own' is known"):
         check(mlp(), nn.CrossEntropyLoss(), x, y, [Own()])

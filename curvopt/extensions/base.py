@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from curvopt.core.backward.columns import Averaged, Empirical, Exact, Gradient, MonteCarlo
-from curvopt.core.jacobians.base import Jacobian
+from curvopt.core.jacobians.chunk import Chunk
 from curvopt.errors import CurvoptError
 
 
@@ -47,12 +47,12 @@ class Extension(ABC):
         return self.field
 
     @abstractmethod
-    def update(self, total: Any, jacobian: Jacobian) -> Any:
+    def update(self, total: Any, chunk: Chunk) -> Any:
         """The total after a chunk of columns.
 
         Args:
             total: the result of the last call, ``None`` at the first chunk. First-order quantities get a single chunk.
-            jacobian: Jacobian products of the chunk, with all calls that share the parameter combined.
+            chunk: the parameter and its Jacobian products.
         """
 
     def regularize(self, total: Any, weight: Tensor, p: Tensor, N: int) -> Any:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvopt.core.jacobians.base import Dense, Jacobian
+from curvopt.core.jacobians.base import Dense
+from curvopt.core.jacobians.chunk import Chunk
 from curvopt.extensions.base import Extension, indices
 
 
@@ -27,10 +28,10 @@ class BatchGrad(Extension):
     def __init__(self, subsampling: Sequence[int] | None = None):
         self.subsampling = indices(subsampling)
 
-    def update(self, total: None, jacobian: Jacobian) -> Tensor:
-        values = jacobian.select(self.subsampling).dense()[0]
+    def update(self, total: None, chunk: Chunk) -> Tensor:
+        values = chunk.jacobian.select(self.subsampling).dense()[0]
         # those of a bias are a view of the output's gradient, which other layers may share
-        return values.clone() if isinstance(jacobian, Dense) else values
+        return values.clone() if isinstance(chunk.jacobian, Dense) else values
 
 
 class BatchL2Grad(Extension):
@@ -38,8 +39,8 @@ class BatchL2Grad(Extension):
 
     field = "batch_l2"
 
-    def update(self, total: None, jacobian: Jacobian) -> Tensor:
-        return jacobian.norms2()[0]
+    def update(self, total: None, chunk: Chunk) -> Tensor:
+        return chunk.jacobian.norms2()[0]
 
 
 class SumGradSquared(Extension):
@@ -47,8 +48,8 @@ class SumGradSquared(Extension):
 
     field = "sum_grad_squared"
 
-    def update(self, total: None, jacobian: Jacobian) -> Tensor:
-        return jacobian.squares()
+    def update(self, total: None, chunk: Chunk) -> Tensor:
+        return chunk.jacobian.squares()
 
 
 class Variance(Extension):
@@ -56,9 +57,8 @@ class Variance(Extension):
 
     field = "variance"
 
-    def update(self, total: None, jacobian: Jacobian) -> Tensor:
-        squares, N = jacobian.squares(), jacobian.N
-        gradient = jacobian.sum_batch()[0] if jacobian.gradient is None else jacobian.gradient
+    def update(self, total: None, chunk: Chunk) -> Tensor:
+        squares, N, gradient = chunk.jacobian.squares(), chunk.jacobian.N, chunk.jacobian.sum_batch()[0]
         if torch.is_grad_enabled():
             return (squares / N - (gradient / N).square()).clamp(min=0)
         # the difference of nearly equal gradients may round to a negative number

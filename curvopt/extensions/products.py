@@ -12,6 +12,7 @@ from torch import Tensor
 
 from curvopt.core.backward.columns import Exact, Hessian
 from curvopt.core.jacobians.base import Jacobian
+from curvopt.core.jacobians.chunk import Chunk
 from curvopt.errors import CurvoptError
 from curvopt.extensions.base import Extension
 
@@ -66,10 +67,10 @@ class _Product(Extension):
     def __init__(self, savefield: str | None = None):
         self.field = savefield or self.field
 
-    def update(self, total: dict[Any, list[Jacobian]] | None, jacobian: Jacobian) -> dict[Any, list[Jacobian]]:
+    def update(self, total: dict[Any, list[Jacobian]] | None, chunk: Chunk) -> dict[Any, list[Jacobian]]:
         total = total or {}
-        alike = total.setdefault(jacobian.origin or jacobian, [])  # chunks of columns of the same calls
-        alike.append(jacobian.owned(alike[0] if alike else None))
+        alike = total.setdefault(chunk.calls or chunk, [])
+        alike.append(chunk.jacobian.owned(alike[0] if alike else None))
         return total
 
     def regularize(self, total: dict[Any, list[Any]], weight: Tensor, p: Tensor, N: int) -> dict[Any, list[Any]]:

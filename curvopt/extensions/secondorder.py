@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from curvopt.core.backward.columns import Averaged, Empirical, Exact, MonteCarlo
-from curvopt.core.jacobians.base import Approx, Dense, Jacobian
+from curvopt.core.jacobians.base import Approx, Dense
+from curvopt.core.jacobians.chunk import Chunk
 from curvopt.core.jacobians.squares import Squares
 from curvopt.core.jacobians.sums import add, widened
 from curvopt.core.recording.extended_parameters import extended_name
@@ -42,14 +43,13 @@ class _Sampled(Extension):
 class Diagonal(Extension):
     """Squares of all columns, summed over samples unless `per_sample`."""
 
-    def update(self, total: Squares | None, jacobian: Jacobian) -> Squares:
-        return (total or Squares(self.per_sample)).add(jacobian)
+    def update(self, total: Squares | None, chunk: Chunk) -> Squares:
+        return (total or Squares(self.per_sample)).add(chunk.jacobian, chunk.num_columns)
 
     def regularize(self, total: Squares, weight: Tensor, p: Tensor, N: int) -> Squares:
         N = N if self.per_sample else 1
         ones = Dense(p.new_ones(1, N, *p.shape))
-        ones.weights = (weight / N).expand(1, N)
-        return total.add(ones)
+        return total.add(ones.with_weights((weight / N).expand(1, N)))
 
     def finish(self, total: Squares) -> Tensor:
         return total.total()
@@ -100,18 +100,18 @@ class _Chunks:
 class _Root(Extension):
     """Root of the GGN: transposed Jacobian products of all columns, kept in the order of the columns."""
 
-    def update(self, total: _Chunks | None, jacobian: Jacobian) -> _Chunks:
-        chunk, total = jacobian.select(self.subsampling).dense(), total or _Chunks()
-        columns = jacobian.columns or len(chunk)
-        if len(chunk) == columns or torch.is_grad_enabled():
+    def update(self, total: _Chunks | None, chunk: Chunk) -> _Chunks:
+        values, total = chunk.jacobian.select(self.subsampling).dense(), total or _Chunks()
+        columns = chunk.num_columns or len(values)
+        if len(values) == columns or torch.is_grad_enabled():
             # a dense Jacobian may be a view of the output's gradient, which other layers may share
-            total.values.append(chunk.clone() if isinstance(jacobian, Dense) else chunk)
+            total.values.append(values.clone() if isinstance(chunk.jacobian, Dense) else values)
             return total
         if not total.missing:
-            total.values.append(chunk.new_empty(columns, *chunk.shape[1:]))
+            total.values.append(values.new_empty(columns, *values.shape[1:]))
             total.missing = columns
-        total.values[-1][-total.missing :][: len(chunk)] = chunk
-        total.missing -= len(chunk)
+        total.values[-1][-total.missing :][: len(values)] = values
+        total.missing -= len(values)
         return total
 
     def finish(self, total: _Chunks) -> Tensor:
@@ -176,8 +176,8 @@ class _Factors:
     rows: dict[tuple, int] = dataclasses.field(default_factory=dict)
 
 
-def _different_kinds(field: str, jacobian: Jacobian) -> CurvoptError:
-    name = "a parameter" if jacobian.parameter is None else extended_name(jacobian.parameter) or "a parameter"
+def _different_kinds(field: str, p: Tensor) -> CurvoptError:
+    name = extended_name(p) or "a parameter"
     return CurvoptError(
         f"{name}: losses reach it through layers of different kinds (an embedding and a linear layer, for example), "
         f"and their {field} do not add up; compute the losses from one output, untie it, or ask for a diagonal "
@@ -199,26 +199,27 @@ class _Kronecker(Extension):
             raise ValueError(f"{type(self).__name__}: max_factor_size must be at least 1 or None, got {limit}.")
         self.approx, self.limit = approx, limit
 
-    def update(self, total: _Factors | None, jacobian: Jacobian) -> _Factors:
+    def update(self, total: _Factors | None, chunk: Chunk) -> _Factors:
+        jacobian = chunk.jacobian
         of_B, of_A = ("reduce", "expand") if self.approx == "backpack" else (self.approx, self.approx)
         if of_A == "reduce" and jacobian.positions_of_all:
             raise CurvoptError(
-                f"{jacobian.origin[0].describe()}: {self.field} with approx={self.approx!r} sums the positions of each "
+                f"{chunk.calls[0].describe()}: {self.field} with approx={self.approx!r} sums the positions of each "
                 "sample, but its first axis does not hold the samples one after the other; use approx='expand' or a "
                 "batch-first layout."
             )
         B = jacobian.output_factor(of_B, self.limit)
         total = total or _Factors(jacobian.transposed, B.dtype)
         if total.B is not None and (total.B.shape, total.transposed) != (B.shape, jacobian.transposed):
-            raise _different_kinds(self.field, jacobian)
+            raise _different_kinds(self.field, chunk.parameter)
         total.B = add(total.B, widened(B))
-        if jacobian.origin not in total.A:
+        if chunk.calls not in total.A:
             # once for all columns; several losses may reach the parameter through different layers
             A = jacobian.input_factor_of_calls(of_A, self.limit)
             if A is not None and self.approx == "backpack":
                 A = A * (jacobian.positions / jacobian.N)
-            total.A[jacobian.origin] = A
-            total.rows[jacobian.origin] = jacobian.rows_of_batch
+            total.A[chunk.calls] = A
+            total.rows[chunk.calls] = jacobian.rows_of_batch
         return total
 
     def regularize(self, total: _Factors, weight: Tensor, p: Tensor, N: int) -> _Factors:
@@ -236,12 +237,12 @@ class _Kronecker(Extension):
 
     def finish(self, total: _Factors) -> KroneckerFactors:
         assert total.B is not None
-        of_groups = {origin: A for origin, A in total.A.items() if A is not None}
+        of_groups = {calls: A for calls, A in total.A.items() if A is not None}
         B = total.B.to(total.dtype)
         if not of_groups:
             return KroneckerFactors([B])
-        rows = sum(total.rows[origin] for origin in of_groups)  # of batches that were appended, say
-        A = reduce(torch.add, (A * (total.rows[origin] / max(rows, 1)) for origin, A in of_groups.items()))
+        rows = sum(total.rows[calls] for calls in of_groups)  # of batches that were appended, say
+        A = reduce(torch.add, (A * (total.rows[calls] / max(rows, 1)) for calls, A in of_groups.items()))
         return KroneckerFactors([A, B] if total.transposed else [B, A], total.transposed)
 
 
@@ -341,13 +342,12 @@ class EigenDiagonal(Extension):
     def __init__(self, bases: Mapping[Tensor, Sequence[Tensor]], columns: Exact | MonteCarlo | Empirical):
         self.bases, self.columns = bases, columns
 
-    def update(self, total: Tensor | None, jacobian: Jacobian) -> Tensor | None:
-        assert jacobian.parameter is not None
-        bases = self.bases.get(jacobian.parameter)
+    def update(self, total: Tensor | None, chunk: Chunk) -> Tensor | None:
+        jacobian, bases = chunk.jacobian, self.bases.get(chunk.parameter)
         if bases is not None and len(bases) != (2 if jacobian.factored else 1):
             raise CurvoptError(
-                f"{_different_kinds('bases', jacobian)} If its layer has changed (pruned, for example), restart its "
-                "curvature by optimizer.state[p].clear()."
+                f"{_different_kinds('bases', chunk.parameter)} If its layer has changed (pruned, for example), "
+                "restart its curvature by optimizer.state[p].clear()."
             )
         return None if bases is None else add(total, jacobian.rotated(bases).squares().reshape(-1))
 

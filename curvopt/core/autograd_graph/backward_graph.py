@@ -140,8 +140,7 @@ class CallInGraph:
             grads = [None if grad is None else samples_first(N, samples, grad, 1) for grad in grads]
             jacobians = self.rule.jac_t(call, grads, names, N)
             if isinstance(samples, Packed):
-                for jacobian in jacobians.values():
-                    jacobian.set_lengths(samples.lengths)
+                return {name: jacobian.with_lengths(samples.lengths) for name, jacobian in jacobians.items()}
             return jacobians
         alone = [None if g is None else apart(g, samples[i], N) for i, g in enumerate(grads)]
         jacobians = self.rule.jac_t(call, alone, names, 1)

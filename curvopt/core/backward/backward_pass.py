@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,6 +42,7 @@ from curvopt.core.backward.request_checks import fields_of, naming_fields, warn_
 from curvopt.core.batch_axis.samples import Location
 from curvopt.core.jacobians import chunk_sizes as costs
 from curvopt.core.jacobians.base import Dense, Jacobian
+from curvopt.core.jacobians.chunk import Chunk
 from curvopt.core.jacobians.combine import combine
 from curvopt.core.jacobians.pulled_back import PulledBack
 from curvopt.core.jacobians.sums import cast
@@ -50,6 +52,7 @@ from curvopt.core.losses.hessian_root import Loss, LossCurvature
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
+    from curvopt.core.recording.calls import ModuleCall
     from curvopt.extensions.base import Extension
 
 
@@ -119,7 +122,7 @@ class BackwardPass:
         self.first_order = [e for e in extensions if isinstance(e.columns, Gradient)]
         self.second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
         self.calls_of = Counter(p for call in self.calls for p in call.parameters.values())
-        self.parts: dict[nn.Parameter, list[Jacobian]] = {}
+        self.parts: dict[nn.Parameter, list[Chunk]] = {}
         self.totals: dict[tuple[nn.Parameter, Extension], Any] = {}
         self.terms: dict[nn.Parameter, Tensor] = {}
         self.done: dict[nn.Parameter, set[Extension]] = {}
@@ -299,8 +302,8 @@ class BackwardPass:
             frozen = [call for call in self.located.graph.module_calls.values() if not call.parameters]
             N = self.calls[0].location.N
             found = kfra_jacobians(each.edge, each.curvature, each.scale, self.calls, frozen, N)
-            for p, jacobian in found:
-                self._update(p, jacobian, extensions)
+            for chunk in found:
+                self.update(chunk, extensions)
 
     # Pull back and reduce
 
@@ -326,18 +329,19 @@ class BackwardPass:
             last: no vectors follow, so what is shared among them may go.
         """
         calls = [call for call in self.calls if call not in skip] if skip else self.calls
-        parts: dict[nn.Parameter, list[Jacobian]] = {}
+        parts: dict[nn.Parameter, list[Chunk]] = {}
 
         def reduce(p: nn.Parameter) -> None:
-            jacobian = combine(parts.pop(p))
-            jacobian.weights, jacobian.columns = None if weights is None else weights.to(p), columns
-            self._update(p, jacobian, extensions)
+            jacobian, origins = _combined(parts.pop(p))
+            jacobian = jacobian if weights is None else jacobian.with_weights(weights.to(p))
+            self.update(Chunk(p, jacobian, origins, columns), extensions)
 
         def visit(call: CallInGraph, grads: list[Tensor | None]) -> None:
-            for p, jacobian in self._jacobians(call, grads, last):
+            for chunk in self._jacobians(call, grads, last):
+                p = chunk.parameter
                 if p not in skip:
-                    parts.setdefault(p, []).append(jacobian)
-                    del jacobian
+                    parts.setdefault(p, []).append(chunk)
+                    del chunk
                     if len(parts[p]) == self.calls_of[p]:
                         reduce(p)
 
@@ -368,9 +372,7 @@ class BackwardPass:
         for call in list(waiting):
             visit(call, waiting.pop(call))
 
-    def _jacobians(
-        self, call: CallInGraph, grads: list[Tensor | None], last: bool
-    ) -> Iterator[tuple[nn.Parameter, Jacobian]]:
+    def _jacobians(self, call: CallInGraph, grads: list[Tensor | None], last: bool) -> Iterator[Chunk]:
         try:
             jacobians = call.jac_t(grads)
         except CurvoptError as error:
@@ -379,24 +381,21 @@ class BackwardPass:
             call.call.cache.clear()  # patches go with the Jacobians, layer by layer
         for name in list(jacobians):
             jacobian = jacobians.pop(name)
-            jacobian.origin = (call.call,)
-            if self.reads_inputs_once:
-                jacobian.share_no_patches()
-            yield call.parameters[name], jacobian
+            jacobian = jacobian.with_own_patches() if self.reads_inputs_once else jacobian
+            yield Chunk(call.parameters[name], jacobian, (call.call,))
 
     @cached_property
     def reads_inputs_once(self) -> bool:
         """Whether inputs are needed for the first chunk of columns only."""
         return all(e.reads_inputs_once for e in self.extensions)
 
-    def _update(self, p: nn.Parameter, jacobian: Jacobian, extensions: Sequence[Extension]) -> None:
-        jacobian.parameter = p
+    def update(self, chunk: Chunk, extensions: Sequence[Extension]) -> None:
+        """Add a chunk to the totals of its parameter."""
+        p = chunk.parameter
         for extension in extensions:
             if (p, extension) not in self.totals:
                 vars(p).pop(extension.field, None)  # its memory is used again
-            self.totals[p, extension] = extension.update(self.totals.get((p, extension)), jacobian)
-
-    update = _update
+            self.totals[p, extension] = extension.update(self.totals.get((p, extension)), chunk)
 
     @cached_property
     def chunk_size(self) -> int:
@@ -446,22 +445,22 @@ class BackwardPass:
             return  # of a backward that was started inside of this one
         grads = [grad.unsqueeze(0) if i == index else None for i in range(len(call.call.shapes))]
         with self._own_computation():
-            for p, jacobian in self._jacobians(call, grads, last=True):
-                if isinstance(jacobian, PulledBack) and len(self._sources_of[p]) > 1:
-                    jacobian = (
-                        jacobian.settled()
-                    )  # the graph behind one source may be freed before the others have theirs
+            for chunk in self._jacobians(call, grads, last=True):
+                p = chunk.parameter
+                if isinstance(chunk.jacobian, PulledBack) and len(self._sources_of[p]) > 1:
+                    # the graph behind one source may be freed before the others have theirs
+                    chunk = replace(chunk, jacobian=chunk.jacobian.settled())
                 parts = self.parts.setdefault(p, [])
-                parts.append(jacobian)
+                parts.append(chunk)
                 if len(parts) == self._gradients_of[p]:
                     self._reduce_gradient(p)
 
     def _reduce_gradient(self, p: nn.Parameter) -> None:
-        jacobian = combine(self.parts.pop(p))
+        jacobian, calls = _combined(self.parts.pop(p))
         if p in self.terms:
             share = self.terms[p] * p / jacobian.N
             jacobian = combine([jacobian, Dense(share.expand(1, jacobian.N, *p.shape))])
-        self._update(p, jacobian, self.first_order)
+        self.update(Chunk(p, jacobian, calls), self.first_order)
         for extension in self.first_order:
             self._complete(p, extension)
 
@@ -506,6 +505,11 @@ class BackwardPass:
             shown = None if found is None else showing(module, Call(found, found.args, found.kwargs))
             with contextlib.nullcontext() if shown is None else shown:
                 self.extension_hook(module)
+
+
+def _combined(chunks: Sequence[Chunk]) -> tuple[Jacobian, tuple[ModuleCall, ...]]:
+    """One Jacobian for all calls that share a parameter, and these calls."""
+    return combine([chunk.jacobian for chunk in chunks]), tuple(call for chunk in chunks for call in chunk.calls)
 
 
 def _along(values: Tensor, axis: int, like: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from curvopt.core.autograd_graph.vjp import cut, pull
 from curvopt.core.backward.request_checks import fields_of, refuse_wrong
 from curvopt.core.batch_axis.layout import Layout
 from curvopt.core.jacobians.base import Dense
+from curvopt.core.jacobians.chunk import Chunk
 from curvopt.core.linear_algebra import allclose
 from curvopt.core.pytorch_workarounds import WRONG_TWICE, lone_biases
 from curvopt.errors import CurvoptError, CurvoptWarning
@@ -176,9 +177,8 @@ def _by_double_backward(
             )
         units = unit_vectors(torch.arange(p.numel(), device=p.device), p.numel(), len(images), products)
         vectors, weights = polarize(units, products)
-        jacobian = Dense(vectors.reshape(*vectors.shape[:2], *p.shape))
-        jacobian.weights = weights
-        run.update(p, jacobian, extensions)
+        jacobian = Dense(vectors.reshape(*vectors.shape[:2], *p.shape)).with_weights(weights)
+        run.update(Chunk(p, jacobian), extensions)
 
 
 def _mask(rows: Sequence[int], sample: int, like: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.backward_graph import CallInGraph
 from curvopt.core.autograd_graph.nodes import leads_to, name_of
 from curvopt.core.autograd_graph.vjp import pull
-from curvopt.core.jacobians.base import Jacobian
+from curvopt.core.jacobians.chunk import Chunk
 from curvopt.core.layers.affine import Convolution
 from curvopt.core.layers.rule import AffineRule
 from curvopt.core.linear_algebra import eigh
@@ -29,7 +29,7 @@ def kfra_jacobians(
     calls: Sequence[CallInGraph],
     frozen: Sequence[CallInGraph],
     N: int,
-) -> Iterator[tuple[nn.Parameter, Jacobian]]:
+) -> Iterator[Chunk]:
     """For every parameter the root of the averaged matrix at its layer's output, as Jacobian products of "one sample".
 
     Args:
@@ -67,9 +67,8 @@ def kfra_jacobians(
             entry.call.cache.clear()  # its patches, as the positions of one sample
             jacobians = entry.rule.jac_t(entry.call, [vectors], list(entry.parameters), 1)
             entry.call.cache.clear()
-            for name, jacobian in jacobians.items():
-                jacobian.origin = (entry.call,)  # a second use has inputs of its own
-                yield entry.parameters[name], jacobian
+            for name, jacobian in jacobians.items():  # a second call has inputs of its own
+                yield Chunk(entry.parameters[name], jacobian, (entry.call,))
         if not left:
             return
         nodes = {node for node, _ in left}

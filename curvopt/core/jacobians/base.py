@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from functools import reduce
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 from torch import Tensor
@@ -39,20 +40,10 @@ class Jacobian(ABC):
     transposed = False
     #: Signed weight of every vector in the sums of squares and products, ``[V, N]``; ``None`` for ones.
     weights: Tensor | None = None
-    #: The calls it belongs to; chunks of columns of the same calls share their right side.
-    origin: tuple = ()
-    #: Number of columns of the whole sweep, of which V are here.
-    columns: int | None = None
-    #: Whether some positions may be those of other samples, where these do not lie one after the other.
-    positions_of_all = False
     #: Whether it has all positions of the batch for every sample, of which each may be of one sample only.
     of_batch = False
-    #: Those of single calls, if it is of several of which some are of the batch.
-    calls: Sequence[Jacobian] = ()
-    #: The sum over the samples, where it is known.
-    gradient: Tensor | None = None
-    #: The parameter; known to extensions whose quantity depends on it.
-    parameter: Tensor | None = None
+    #: Those of single calls, if it is of several.
+    parts: Sequence[Jacobian] = ()
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -70,8 +61,8 @@ class Jacobian(ABC):
     def squares_batch(self) -> Tensor:
         """Squared entries, weighted by `weights`, summed over the vectors only, ``[N, *p]``."""
 
-    def by_pairs(self) -> Outer | None:
-        """Itself if squares are cheaper by pairs of positions."""
+    def by_pairs(self, num_columns: int) -> Outer | None:
+        """Itself if squares of so many columns are cheaper by pairs of positions."""
         return None
 
     def add_squares(self, total: Tensor | None, per_sample: bool) -> Tensor:
@@ -113,15 +104,27 @@ class Jacobian(ABC):
         """Number of samples that reach the parameter here."""
         return self.N
 
-    def set_lengths(self, lengths: Tensor) -> None:  # noqa: B027 - a difference where positions are averaged only
-        """Tell how long the sequences are, ``[N]``, if there are zeros in the place of steps that some have not."""
+    @property
+    def positions_of_all(self) -> bool:
+        """Whether some positions may be those of other samples, where these do not come one after the other."""
+        return any(part.positions_of_all for part in self.parts)
+
+    def with_weights(self, weights: Tensor | None) -> Self:
+        """A copy whose vectors have weights ``[V, N]`` in sums of squares and products."""
+        result = copy(self)
+        result.weights = weights
+        return result
+
+    def with_lengths(self, lengths: Tensor) -> Self:
+        """A copy for sequences of these lengths, ``[N]``, with zeros in place of the steps that some do not have."""
+        return self
 
     def input_factor_of_calls(self, approx: Approx = "expand", limit: int | None = None) -> Tensor | None:
         """`input_factor`, in which every use counts by its `positions`."""
-        if approx == "reduce" or not self.calls:
+        if approx == "reduce" or not any(part.of_batch for part in self.parts):
             return self.input_factor(approx, limit)
-        counts = [call.positions for call in self.calls]
-        factors = (call.input_factor(approx, limit) for call in self.calls)
+        counts = [part.positions for part in self.parts]
+        factors = (part.input_factor(approx, limit) for part in self.parts)
         means = zip(counts, factors, strict=True)
         return reduce(add, (factor * (count / max(sum(counts), 1)) for count, factor in means if factor is not None))
 
@@ -166,8 +169,9 @@ class Jacobian(ABC):
         """The same, needing no more of the network's graph."""
         return self
 
-    def share_no_patches(self) -> None:  # noqa: B027 - few have any
-        """Let patches that are put together for this one go with it."""
+    def with_own_patches(self) -> Self:
+        """A copy whose patches are formed for it alone, and go with it."""
+        return self
 
     def matmul(self, directions: Tensor) -> Tensor:
         """``sum_vn w_vn j_vn j_vn^T`` applied to ``[K, *p]`` directions."""

@@ -21,12 +21,24 @@ class Lookup(Jacobian):
         samples: the sample that picked it, ``[P]``.
         N: number of samples.
         shape: shape of the parameter.
+        of_batch: see `Jacobian`.
+        parts: see `Jacobian`.
     """
 
     transposed = True
 
-    def __init__(self, left: Tensor, rows: Tensor, samples: Tensor, N: int, shape: torch.Size):
+    def __init__(
+        self,
+        left: Tensor,
+        rows: Tensor,
+        samples: Tensor,
+        N: int,
+        shape: torch.Size,
+        of_batch: bool = False,
+        parts: Sequence[Jacobian] = (),
+    ):
         """Keep what was picked, by whom, and the vectors."""
+        self.of_batch, self.parts = of_batch, parts
         self.left, self.rows, self.samples, self.shape = left, rows, samples, shape
         self.V, self.N = left.shape[0], N
 
@@ -38,6 +50,10 @@ class Lookup(Jacobian):
         return self._scatter(self.left, 1, self.samples * self.shape[0] + self.rows, self.N * self.shape[0]).reshape(
             self.V, self.N, *self.shape
         )
+
+    @property
+    def positions_of_all(self) -> bool:
+        return super().positions_of_all or (self.of_batch and len(self.rows) > self.N)
 
     @property
     def positions(self) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import cached_property, reduce
 from math import prod
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,16 +37,27 @@ class Outer(Jacobian):
         right: the layer's input, ``[N, G, S, I]``, as `Patches` perhaps.
         shape: shape of the parameter, a reshaped ``[G, O, I]``.
         transposed: the parameter is a reshaped ``[G, I, O]`` instead.
+        lengths: how many positions each sample has, ``[N]``, if there are zeros in place of others.
+        of_batch: see `Jacobian`.
+        parts: see `Jacobian`.
     """
 
-    def __init__(self, left: Tensor, right: Tensor | Patches, shape: torch.Size, transposed: bool = False):
+    def __init__(
+        self,
+        left: Tensor,
+        right: Tensor | Patches,
+        shape: torch.Size,
+        transposed: bool = False,
+        lengths: Tensor | None = None,
+        of_batch: bool = False,
+        parts: Sequence[Jacobian] = (),
+    ):
         """Keep both sides."""
         self.left, self._right, self.shape, self.transposed = left, right, shape, transposed
+        self.lengths, self.of_batch, self.parts = lengths, of_batch, parts
         self.V, self.N, self.G, self.S, self.O = left.shape
         self.I = prod(shape) // (self.G * self.O)
         self._moment: Tensor | None = None
-        #: How many positions each sample has, ``[N]``, if there are zeros in the place of others.
-        self.lengths: Tensor | None = None
 
     @property
     def right(self) -> Tensor:
@@ -66,9 +78,15 @@ class Outer(Jacobian):
             _products(*self._sides(self.left[:, samples], right), out=of_matrices[:, samples])
         return products
 
-    def set_lengths(self, lengths: Tensor) -> None:
+    def with_lengths(self, lengths: Tensor) -> Self:
         steps = int(lengths.max()) * (len(lengths) // self.N)  # of all sequences of a sample
-        self.lengths = lengths.view(self.N, -1).sum(1) * (self.S // max(steps, 1))
+        result = copy(self)
+        result.lengths = lengths.view(self.N, -1).sum(1) * (self.S // max(steps, 1))
+        return result
+
+    @property
+    def positions_of_all(self) -> bool:
+        return super().positions_of_all or (self.of_batch and self.S > 1)
 
     @property
     def positions(self) -> int:
@@ -204,9 +222,12 @@ class Outer(Jacobian):
         """The left side as ``[N, V, *]``, with features and positions in the order in which they lie in memory."""
         return (self.left.mT if self._features_first else self.left).transpose(0, 1).flatten(2)
 
-    def share_no_patches(self) -> None:
-        if isinstance(self._right, Patches):
-            self._right = self._right.used_once()
+    def with_own_patches(self) -> Self:
+        if not isinstance(self._right, Patches):
+            return self
+        result = copy(self)
+        result._right = self._right.used_once()
+        return result
 
     def owned(self, alike: Jacobian | None = None) -> Jacobian:
         right = alike.right if isinstance(alike, Outer) else self.right.clone()
@@ -234,9 +255,9 @@ class Outer(Jacobian):
         matrices = matrices.mT if self.transposed else matrices
         return matrices.reshape(*matrices.shape[:-3], *self.shape)
 
-    def by_pairs(self) -> Outer | None:
-        V = self.columns or self.V
-        return self if costs.by_pairs(V, self.S, self.O, self.I, -(-V // self.V)) else None
+    def by_pairs(self, num_columns: int) -> Outer | None:
+        chunks = -(-num_columns // self.V)
+        return self if costs.by_pairs(num_columns, self.S, self.O, self.I, chunks) else None
 
     def output_pairs(self) -> Tensor:
         """Products of the left sides of all pairs of positions, summed over vectors, ``[N, G, P, O]``."""

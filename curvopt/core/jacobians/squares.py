@@ -32,10 +32,10 @@ class Squares:
         self._signed = False
         self._dtype: torch.dtype | None = None
 
-    def add(self, jacobian: Jacobian) -> Squares:
-        """Add those of a chunk of columns."""
+    def add(self, jacobian: Jacobian, num_columns: int | None = None) -> Squares:
+        """Add those of a chunk of columns, of ``num_columns`` in all."""
         self._dtype = self._dtype or jacobian.dtype
-        outer = jacobian.by_pairs()
+        outer = jacobian.by_pairs(num_columns or jacobian.V)
         if outer is not None:
             if self._pairs is not None and self._pairs[0].right is not outer.right:
                 self.total()

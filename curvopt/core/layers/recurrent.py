@@ -68,8 +68,7 @@ class Recurrent(ReplayRule):
         jacobians, x = super().jac_t(call, grads, names, N), arguments(call)["input"]
         if isinstance(x, PackedSequence):
             lengths = steps_of(x)[0].bincount().cpu()
-            for jacobian in jacobians.values():
-                jacobian.set_lengths(lengths)
+            return {name: jacobian.with_lengths(lengths) for name, jacobian in jacobians.items()}
         return jacobians
 
     def replay(self, call: ModuleCall, tape: Tape) -> Sequence[Tensor | None]:

@@ -1,0 +1,30 @@
+"""What an extension gets: the Jacobian products of one parameter for a chunk of columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from curvopt.core.jacobians.base import Jacobian
+
+if TYPE_CHECKING:
+    from curvopt.core.recording.calls import ModuleCall
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Jacobian products of a parameter for a chunk of the columns of one sweep.
+
+    Attributes:
+        parameter: the parameter.
+        jacobian: the products, those of all calls that share the parameter combined.
+        calls: these calls. Chunks of the same calls share the inputs of the layer.
+        num_columns: number of columns of the whole sweep, if it is known; ``jacobian.V`` are in this chunk.
+    """
+
+    parameter: nn.Parameter
+    jacobian: Jacobian
+    calls: tuple[ModuleCall, ...] = ()
+    num_columns: int | None = None
