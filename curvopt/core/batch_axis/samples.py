@@ -7,9 +7,9 @@ discriminator has 12; models with equal numbers share a `Location`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd, prod
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,7 @@ from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import leaf_of, shape_of, walk
 from curvopt.core.batch_axis.layout import UNUSED, Axis, Layout, axis_of, labelled, labels_along
 from curvopt.core.batch_axis.propagation import BatchAxes, propagate_batch_axis
+from curvopt.core.batch_axis.rows import _matched, axis_of_head, samples_of_rows
 from curvopt.core.recording.extended_parameters import extended_model, extended_owner
 from curvopt.core.recording.model_calls import Model, ModelCall
 from curvopt.errors import CurvoptError
@@ -142,7 +143,7 @@ def _of_model(
             continue
         # along the batch axis, or the first one
         rows = size.get(call.number, N) if appended else N
-        at = _axis_of_head(place, rows, axis)
+        at = axis_of_head(place, rows, axis)
         own = at is not None
         if call.number in size and own:
             start = starts.get(call.number, 0)
@@ -165,20 +166,6 @@ def _of_model(
     if not appended:
         found |= _around_heads(graph, N, axis, found)
     return N, found, appended
-
-
-def _axis_of_head(place: Place, rows: int, axis: int) -> int | None:
-    """The batch axis of an output: where the first axis fits besides, the one along which more is located."""
-    shape = shape_of(*place)
-    fit = [i for i in dict.fromkeys((axis, 0)) if len(shape) > i and shape[i] == rows]
-    if len(fit) < 2:
-        return fit[0] if fit else None
-
-    def located(i: int) -> int:
-        layouts = propagate_batch_axis({place: labelled(shape, i, range(rows), rows, False)}, rows).layouts
-        return sum(isinstance(layout, Layout) for layout in layouts.values())
-
-    return max(fit, key=located)
 
 
 def _around_heads(graph: BackwardGraph, N: int, axis: int, heads: Mapping[Place, Layout]) -> dict[Place, Layout]:
@@ -274,59 +261,6 @@ def _first_calls(outputs: Sequence[tuple[ModelCall, Place]], graph: BackwardGrap
             found = found | at[node]
         behind[node] = found
     return [call for call in calls if call.number not in later]
-
-
-def samples_of_rows(place: Place, known: Mapping[Place, Layout]) -> list[int] | None:
-    """The sample of each row of a tensor that was computed from tensors with known layouts, row by row.
-
-    ``None`` if a row depends on several samples, or that cannot be told.
-    """
-    shape = shape_of(*place)
-    if not shape:
-        return None
-    samples = max((layout.rows for layout in known.values() if layout.labels is None), default=1)
-    for rows in dict.fromkeys((shape[0], samples, 1)):  # of several rows, of shares of samples, or of one sample
-        if not rows or shape[0] % rows:
-            continue
-        axes = propagate_batch_axis({place: Layout(1, rows, prod(shape) // rows)}, rows, known, complete=False)
-        found = _matched(axes, known)
-        if found is not None:
-            share = shape[0] // rows
-            return [found.get(row // share, UNUSED) for row in range(shape[0])]
-    return None
-
-
-def _matched(axes: BatchAxes, known: Mapping[Place, Layout]) -> dict[int, int] | None:
-    """The sample that each row belongs to, from the layouts that both have of some tensors."""
-    samples: dict[int, int] = {}
-    met = [other for other in known if other in axes.layouts]
-    for other in met:
-        by_rows, by_samples = axes.layouts[other], known[other]
-        if not isinstance(by_rows, Layout):
-            return None
-        pairs = _pairs(by_rows, by_samples)
-        if pairs is None:
-            return None
-        for row, sample in pairs:
-            if row != UNUSED and samples.setdefault(row, sample) != sample:
-                return None
-    return samples if met else None
-
-
-def _pairs(one: Layout, other: Layout) -> Iterable[tuple[int, int]] | None:
-    """For all entries of a tensor the row by one layout and by another one, each pair once."""
-    rows = range(one.rows) if one.labels is None else one.labels
-    samples = range(other.rows) if other.labels is None else other.labels
-    if (one.before, one.rows, one.after) == (other.before, other.rows, other.after):
-        return zip(rows, samples, strict=True)
-    size = one.before * one.rows * one.after
-    step = gcd(one.after, other.after)
-    if size // step > 1 << 20:
-        return None
-    entries = torch.arange(0, size, step)
-    by_row = torch.tensor(rows)[entries // one.after % one.rows]
-    by_sample = torch.tensor(samples)[entries // other.after % other.rows]
-    return [tuple(pair) for pair in torch.stack([by_row, by_sample], 1).unique(dim=0).tolist()]  # type: ignore[misc]
 
 
 def _check_shares(
