@@ -23,32 +23,24 @@ from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.autograd_graph.backward_graph import CallInGraph
 from curvopt.core.autograd_graph.node_vjp import Place, pull_by_nodes
-from curvopt.core.autograd_graph.nodes import leaf_of, walk
 from curvopt.core.autograd_graph.vjp import listen, pull_each
 from curvopt.core.backward.columns import (
-    Empirical,
-    Exact,
     Gradient,
-    Hessian,
-    MonteCarlo,
     columns_per_sweep,
-    ranks_of,
 )
-from curvopt.core.backward.hessian_residuals import sweep_residuals
-from curvopt.core.backward.kfra import kfra_jacobians
 from curvopt.core.backward.located_graph import LocatedGraph
 from curvopt.core.backward.module_io import Call, showing
-from curvopt.core.backward.request_checks import fields_of, naming_fields, warn_of_columns
+from curvopt.core.backward.request_checks import fields_of, naming_fields
+from curvopt.core.backward.second_order import second_order, second_order_of_any_loss
 from curvopt.core.batch_axis.samples import Location
 from curvopt.core.jacobians import chunk_sizes as costs
 from curvopt.core.jacobians.base import Dense, Jacobian
 from curvopt.core.jacobians.chunk import Chunk
 from curvopt.core.jacobians.combine import combine
 from curvopt.core.jacobians.pulled_back import PulledBack
-from curvopt.core.jacobians.sums import cast
 from curvopt.core.layers.functional import ParameterCall
 from curvopt.core.losses.generic_loss import GenericLoss
-from curvopt.core.losses.hessian_root import Loss, LossCurvature
+from curvopt.core.losses.hessian_root import Loss
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
@@ -72,25 +64,6 @@ class Backward(NamedTuple):
     partial: bool
     again: bool
     batched: bool
-
-
-class FactoredLoss(NamedTuple):
-    """A loss with its Hessian in its input z, factored.
-
-    Attributes:
-        loss: the loss.
-        edge: where z comes from.
-        curvature: its Hessian, up to a factor.
-        scale: the root of the factor.
-        slope: its gradient, from what arrived at the loss.
-        grad: what arrived.
-    """
-
-    loss: Loss
-    edge: GradientEdge
-    curvature: LossCurvature
-    scale: Tensor
-    grad: Tensor
 
 
 class BackwardPass:
@@ -152,9 +125,9 @@ class BackwardPass:
                     for p in term.parameters:
                         self.terms[p] = self.terms.get(p, 0) + grad * term.weight
             if self.second_order and self.generic is not None:
-                self._second_order_of_any_loss(self.generic)
+                second_order_of_any_loss(self, self.generic)
             elif self.second_order:
-                self._second_order(arrived)
+                second_order(self, arrived)
             for p, extension in list(self.totals):
                 self._complete(p, extension)
 
@@ -169,141 +142,6 @@ class BackwardPass:
             if torch.is_autocast_enabled(self.device):
                 stack.enter_context(torch.autocast(self.device, enabled=False))
             yield
-
-    def _second_order(self, arrived: Mapping[Place, Tensor]) -> None:
-        factored = [
-            self._factor(loss, arrived[edge.node, edge.output_nr])
-            for loss, edge in self.losses.items()
-            if loss.edge is not None and loss.input.numel() and (edge.node, edge.output_nr) in arrived
-        ]
-        by_columns: dict[Any, list[Extension]] = {}
-        for extension in self.second_order:
-            columns = extension.columns
-            by_columns.setdefault(Exact() if isinstance(columns, Exact) else columns, []).append(extension)
-        remaining = len(by_columns) + sum(isinstance(e.columns, Hessian) for e in self.second_order)
-        for columns, extensions in by_columns.items():
-            remaining -= 1
-            last = remaining == 0 and not self.first_order
-            if isinstance(columns, Exact):
-                self._exact(factored, extensions, last)
-            elif isinstance(columns, MonteCarlo):
-                drawn = [(columns.draw(each.curvature) * each.scale) for each in factored]
-                edges = [each.edge for each in factored]
-                drawn = [cast(v, each.loss.input.dtype) for v, each in zip(drawn, factored, strict=True)]
-                self._sweep_chunks(edges, drawn, columns.samples, extensions, last)
-            elif isinstance(columns, Empirical):
-                column = [cast(self._empirical(each), each.loss.input.dtype) for each in factored]
-                self._sweep_chunks([each.edge for each in factored], column, 1, extensions, last)
-            else:
-                self._averaged(factored, extensions)
-        for hessian in dict.fromkeys(e.columns for e in self.second_order if isinstance(e.columns, Hessian)):
-            extensions = [e for e in self.second_order if e.columns == hessian]
-            for each in factored:
-                slope = each.loss.slope(each.grad).to(each.loss.input.dtype)
-                sweep_residuals(self, [each.edge], [slope], hessian.modify, extensions)
-
-    def _second_order_of_any_loss(self, loss: GenericLoss) -> None:
-        """Pull back the columns of a loss of no known kind, from the heads."""
-        edges = [head.edge for head in loss.heads]
-        try:
-            self.weight, self.variables = loss.weight, 1
-            for columns, extensions in self._by_columns().items():
-                signed = isinstance(columns, Hessian)
-                if isinstance(columns, Exact):
-                    warn_of_columns(extensions, loss.num_columns)
-                    for heads, vectors, weights in (loss.signed if signed else loss.root)(self.chunk_size):
-                        self.sweep([edges[i] for i in heads], vectors, weights, extensions, (), loss.num_columns)
-                elif isinstance(columns, MonteCarlo):
-                    drawn = [v / columns.samples**0.5 for v in loss.sample(columns.samples, columns.generator)]
-                    self._sweep_chunks(edges, drawn, columns.samples, extensions, False)
-                elif isinstance(columns, Empirical):
-                    weights = [w.clamp(min=torch.finfo(w.dtype).tiny) for w in loss.weights]
-                    slopes = zip(loss.slope, weights, loss.heads, strict=True)
-                    column = [s.unsqueeze(0) / _along(w.sqrt(), head.axis, s) for s, w, head in slopes]
-                    self._sweep_chunks(edges, column, 1, extensions, False)
-                if signed:
-                    sweep_residuals(self, edges, loss.slope, columns.modify, extensions)
-        except CurvoptError as error:
-            raise naming_fields(self.second_order, error) from error
-        except RuntimeError as error:
-            if "donated buffers" not in str(error):
-                raise
-            raise CurvoptError(
-                f"{fields_of(self.second_order)}: a part of the loss was compiled by torch.compile, so that its "
-                "backward runs once; compute it outside of what is compiled, or set "
-                "torch._functorch.config.donated_buffer = False before it is compiled."
-            ) from error
-
-    def _by_columns(self) -> dict[Any, list[Extension]]:
-        groups: dict[Any, list[Extension]] = {}
-        for extension in self.second_order:
-            groups.setdefault(extension.columns, []).append(extension)
-        return groups
-
-    def _factor(self, loss: Loss, grad: Tensor) -> FactoredLoss:
-        try:
-            curvature, scale = loss.curvature(grad)
-        except CurvoptError as error:
-            raise naming_fields(self.second_order, error) from error
-        if any(isinstance(e.columns, Exact) and e.columns.by_entries for e in self.second_order):
-            curvature = curvature.by_entries()
-        assert loss.edge is not None and curvature.weights is not None
-        if not self._is_of_others(loss):
-            self.weight = self.weight + (curvature.weights * scale.square()).detach().sum()
-            self.variables = max(self.variables, curvature.variables)
-        return FactoredLoss(loss, loss.edge, curvature, scale, grad)
-
-    def _is_of_others(self, loss: Loss) -> bool:
-        """Whether a loss of a sum reaches none of the parameters that count."""
-        if self.counted is None or len(self.losses) == 1 or self.counted.issuperset(self.located.graph.leaves):
-            return False
-        assert loss.edge is not None
-        return not any(leaf_of(node) in self.counted for node in walk([loss.edge.node]))
-
-    def _exact(self, factored: Sequence[FactoredLoss], extensions: Sequence[Extension], last: bool) -> None:
-        locations = list({id(call.location): call.location for call in self.calls}.values())
-        for loss, curvature, scale in ((each, each.curvature, each.scale) for each in factored):
-            for location in locations:
-                rows = len(loss.loss.input)
-                samples = location.rows_of(loss.edge, rows)
-                ranks = list(range(rows)) if samples is None else ranks_of(samples)
-                columns = Exact()
-                left = total = columns.total(curvature, ranks)
-                warn_of_columns(extensions, total)
-                skip = {call for call in self.calls if call.location is not location} if len(locations) > 1 else ()
-                final = last and len(factored) == len(locations) == 1
-                for chunk in columns.chunks(curvature, self.chunk_size, ranks):
-                    left -= len(chunk)
-                    vectors = cast(chunk * scale, loss.loss.input.dtype)
-                    self.sweep([loss.edge], [vectors], None, extensions, skip, total, final and left == 0)
-
-    def _empirical(self, loss: FactoredLoss) -> Tensor:
-        assert loss.curvature.weights is not None
-        weights = loss.curvature.weights * loss.scale.square()
-        # a prediction that weighs nothing has no gradient, either
-        factors = 1 / weights.clamp(min=torch.finfo(weights.dtype).tiny).sqrt()
-        return (loss.loss.slope(loss.grad) * factors).unsqueeze(0)
-
-    def _sweep_chunks(
-        self,
-        edges: Sequence[GradientEdge],
-        vectors: Sequence[Tensor],
-        total: int,
-        extensions: Sequence[Extension],
-        last: bool,
-    ) -> None:
-        """Pull back columns of all losses together."""
-        for start in range(0, total if edges else 0, self.chunk_size):
-            part = [v[start : start + self.chunk_size] for v in vectors]
-            self.sweep(edges, part, None, extensions, (), total, last and start + self.chunk_size >= total)
-
-    def _averaged(self, factored: Sequence[FactoredLoss], extensions: Sequence[Extension]) -> None:
-        for each in factored:
-            frozen = [call for call in self.located.graph.module_calls.values() if not call.parameters]
-            N = self.calls[0].location.N
-            found = kfra_jacobians(each.edge, each.curvature, each.scale, self.calls, frozen, N)
-            for chunk in found:
-                self.update(chunk, extensions)
 
     # Pull back and reduce
 
@@ -512,10 +350,4 @@ def _combined(chunks: Sequence[Chunk]) -> tuple[Jacobian, tuple[ModuleCall, ...]
     return combine([chunk.jacobian for chunk in chunks]), tuple(call for chunk in chunks for call in chunk.calls)
 
 
-def _along(values: Tensor, axis: int, like: Tensor) -> Tensor:
-    """A value for each sample, spread over the shares of an axis."""
-    share = like.shape[axis] // len(values)
-    return values.repeat_interleave(share).view(-1, *[1] * (like.dim() - axis - 1))
-
-
-__all__ = ["Backward", "BackwardPass", "FactoredLoss", "Location", "fields_of"]
+__all__ = ["Backward", "BackwardPass", "Location", "fields_of"]

@@ -1,0 +1,203 @@
+"""Second-order quantities of a backward: the Hessian of the loss is factored into columns, which are pulled back.
+
+Known losses have a root in closed form; of any other loss the root comes from double backward (`generic_loss`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from curvopt.core.autograd_graph.node_vjp import Place
+from curvopt.core.autograd_graph.nodes import leaf_of, walk
+from curvopt.core.backward.columns import (
+    Empirical,
+    Exact,
+    Hessian,
+    MonteCarlo,
+    ranks_of,
+)
+from curvopt.core.backward.hessian_residuals import sweep_residuals
+from curvopt.core.backward.kfra import kfra_jacobians
+from curvopt.core.backward.request_checks import fields_of, naming_fields, warn_of_columns
+from curvopt.core.jacobians.sums import cast
+from curvopt.core.losses.generic_loss import GenericLoss
+from curvopt.core.losses.hessian_root import Loss, LossCurvature
+from curvopt.errors import CurvoptError
+
+if TYPE_CHECKING:
+    from curvopt.core.backward.backward_pass import BackwardPass
+    from curvopt.extensions.base import Extension
+
+
+class FactoredLoss(NamedTuple):
+    """A loss with its Hessian in its input z, factored.
+
+    Attributes:
+        loss: the loss.
+        edge: where z comes from.
+        curvature: its Hessian, up to a factor.
+        scale: the root of the factor.
+        grad: what arrived.
+    """
+
+    loss: Loss
+    edge: GradientEdge
+    curvature: LossCurvature
+    scale: Tensor
+    grad: Tensor
+
+
+def second_order(run: BackwardPass, arrived: Mapping[Place, Tensor]) -> None:
+    """Pull back the columns of the known losses, from the gradients that arrived at them."""
+    factored = [
+        _factor(run, loss, arrived[edge.node, edge.output_nr])
+        for loss, edge in run.losses.items()
+        if loss.edge is not None and loss.input.numel() and (edge.node, edge.output_nr) in arrived
+    ]
+    by_columns: dict[Any, list[Extension]] = {}
+    for extension in run.second_order:
+        columns = extension.columns
+        by_columns.setdefault(Exact() if isinstance(columns, Exact) else columns, []).append(extension)
+    remaining = len(by_columns) + sum(isinstance(e.columns, Hessian) for e in run.second_order)
+    for columns, extensions in by_columns.items():
+        remaining -= 1
+        last = remaining == 0 and not run.first_order
+        if isinstance(columns, Exact):
+            _exact(run, factored, extensions, last)
+        elif isinstance(columns, MonteCarlo):
+            drawn = [(columns.draw(each.curvature) * each.scale) for each in factored]
+            edges = [each.edge for each in factored]
+            drawn = [cast(v, each.loss.input.dtype) for v, each in zip(drawn, factored, strict=True)]
+            _sweep_chunks(run, edges, drawn, columns.samples, extensions, last)
+        elif isinstance(columns, Empirical):
+            column = [cast(_empirical(run, each), each.loss.input.dtype) for each in factored]
+            _sweep_chunks(run, [each.edge for each in factored], column, 1, extensions, last)
+        else:
+            _averaged(run, factored, extensions)
+    for hessian in dict.fromkeys(e.columns for e in run.second_order if isinstance(e.columns, Hessian)):
+        extensions = [e for e in run.second_order if e.columns == hessian]
+        for each in factored:
+            slope = each.loss.slope(each.grad).to(each.loss.input.dtype)
+            sweep_residuals(run, [each.edge], [slope], hessian.modify, extensions)
+
+
+def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
+    """Pull back the columns of a loss of no known kind, from the heads."""
+    edges = [head.edge for head in loss.heads]
+    try:
+        run.weight, run.variables = loss.weight, 1
+        for columns, extensions in _by_columns(run).items():
+            signed = isinstance(columns, Hessian)
+            if isinstance(columns, Exact):
+                warn_of_columns(extensions, loss.num_columns)
+                for heads, vectors, weights in (loss.signed if signed else loss.root)(run.chunk_size):
+                    run.sweep([edges[i] for i in heads], vectors, weights, extensions, (), loss.num_columns)
+            elif isinstance(columns, MonteCarlo):
+                drawn = [v / columns.samples**0.5 for v in loss.sample(columns.samples, columns.generator)]
+                _sweep_chunks(run, edges, drawn, columns.samples, extensions, False)
+            elif isinstance(columns, Empirical):
+                weights = [w.clamp(min=torch.finfo(w.dtype).tiny) for w in loss.weights]
+                slopes = zip(loss.slope, weights, loss.heads, strict=True)
+                column = [s.unsqueeze(0) / _along(w.sqrt(), head.axis, s) for s, w, head in slopes]
+                _sweep_chunks(run, edges, column, 1, extensions, False)
+            if signed:
+                sweep_residuals(run, edges, loss.slope, columns.modify, extensions)
+    except CurvoptError as error:
+        raise naming_fields(run.second_order, error) from error
+    except RuntimeError as error:
+        if "donated buffers" not in str(error):
+            raise
+        raise CurvoptError(
+            f"{fields_of(run.second_order)}: a part of the loss was compiled by torch.compile, so that its "
+            "backward runs once; compute it outside of what is compiled, or set "
+            "torch._functorch.config.donated_buffer = False before it is compiled."
+        ) from error
+
+
+def _by_columns(run: BackwardPass) -> dict[Any, list[Extension]]:
+    groups: dict[Any, list[Extension]] = {}
+    for extension in run.second_order:
+        groups.setdefault(extension.columns, []).append(extension)
+    return groups
+
+
+def _factor(run: BackwardPass, loss: Loss, grad: Tensor) -> FactoredLoss:
+    try:
+        curvature, scale = loss.curvature(grad)
+    except CurvoptError as error:
+        raise naming_fields(run.second_order, error) from error
+    if any(isinstance(e.columns, Exact) and e.columns.by_entries for e in run.second_order):
+        curvature = curvature.by_entries()
+    assert loss.edge is not None and curvature.weights is not None
+    if not _is_of_others(run, loss):
+        run.weight = run.weight + (curvature.weights * scale.square()).detach().sum()
+        run.variables = max(run.variables, curvature.variables)
+    return FactoredLoss(loss, loss.edge, curvature, scale, grad)
+
+
+def _is_of_others(run: BackwardPass, loss: Loss) -> bool:
+    """Whether a loss of a sum reaches none of the parameters that count."""
+    if run.counted is None or len(run.losses) == 1 or run.counted.issuperset(run.located.graph.leaves):
+        return False
+    assert loss.edge is not None
+    return not any(leaf_of(node) in run.counted for node in walk([loss.edge.node]))
+
+
+def _exact(run: BackwardPass, factored: Sequence[FactoredLoss], extensions: Sequence[Extension], last: bool) -> None:
+    locations = list({id(call.location): call.location for call in run.calls}.values())
+    for loss, curvature, scale in ((each, each.curvature, each.scale) for each in factored):
+        for location in locations:
+            rows = len(loss.loss.input)
+            samples = location.rows_of(loss.edge, rows)
+            ranks = list(range(rows)) if samples is None else ranks_of(samples)
+            columns = Exact()
+            left = total = columns.total(curvature, ranks)
+            warn_of_columns(extensions, total)
+            skip = {call for call in run.calls if call.location is not location} if len(locations) > 1 else ()
+            final = last and len(factored) == len(locations) == 1
+            for chunk in columns.chunks(curvature, run.chunk_size, ranks):
+                left -= len(chunk)
+                vectors = cast(chunk * scale, loss.loss.input.dtype)
+                run.sweep([loss.edge], [vectors], None, extensions, skip, total, final and left == 0)
+
+
+def _empirical(run: BackwardPass, loss: FactoredLoss) -> Tensor:
+    assert loss.curvature.weights is not None
+    weights = loss.curvature.weights * loss.scale.square()
+    # a prediction that weighs nothing has no gradient, either
+    factors = 1 / weights.clamp(min=torch.finfo(weights.dtype).tiny).sqrt()
+    return (loss.loss.slope(loss.grad) * factors).unsqueeze(0)
+
+
+def _sweep_chunks(
+    run: BackwardPass,
+    edges: Sequence[GradientEdge],
+    vectors: Sequence[Tensor],
+    total: int,
+    extensions: Sequence[Extension],
+    last: bool,
+) -> None:
+    """Pull back columns of all losses together."""
+    for start in range(0, total if edges else 0, run.chunk_size):
+        part = [v[start : start + run.chunk_size] for v in vectors]
+        run.sweep(edges, part, None, extensions, (), total, last and start + run.chunk_size >= total)
+
+
+def _averaged(run: BackwardPass, factored: Sequence[FactoredLoss], extensions: Sequence[Extension]) -> None:
+    for each in factored:
+        frozen = [call for call in run.located.graph.module_calls.values() if not call.parameters]
+        N = run.calls[0].location.N
+        found = kfra_jacobians(each.edge, each.curvature, each.scale, run.calls, frozen, N)
+        for chunk in found:
+            run.update(chunk, extensions)
+
+
+def _along(values: Tensor, axis: int, like: Tensor) -> Tensor:
+    """A value for each sample, spread over the shares of an axis."""
+    share = like.shape[axis] // len(values)
+    return values.repeat_interleave(share).view(-1, *[1] * (like.dim() - axis - 1))
