@@ -28,7 +28,7 @@ from torch.nn.utils import parametrizations, parametrize
 from curvopt import CurvoptError, backpack, extend, extensions
 from curvopt.core.autograd_graph.backward_graph import CallInGraph
 from curvopt.core.backward import hessian_residuals
-from curvopt.core.backward.backward_pass import BackwardPass, FactoredLoss
+from curvopt.core.backward.backward_pass import BackwardPass
 from curvopt.core.layers.functional import ParameterCall
 from curvopt.core.layers.sample_by_sample import SharedCallRule
 
@@ -345,7 +345,7 @@ def observed() -> Iterator[dict[nn.Parameter, set[str]]]:
         begin(run)
 
     def observed_differentiate(
-        run: BackwardPass, loss: FactoredLoss, slope: Tensor, parameters: list[nn.Parameter], *args: Any
+        run: BackwardPass, loss: Any, slope: Tensor, parameters: list[nn.Parameter], *args: Any
     ) -> None:
         ways.update((p, {"double backward"}) for p in parameters)
         differentiate(run, loss, slope, parameters, *args)
