@@ -27,10 +27,13 @@ share, the number of draws and the rank: each rank has its own stream, and a run
 it had.
 
 ``optimizer.process_group`` chooses other ranks than all, or with ``None`` a process on its own.
+
+Where ``fully_shard`` divides the parameters, each has one owner, see `curvopt.optim.sharding`.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, Literal
 from zlib import crc32
@@ -71,6 +74,12 @@ class Ranks:
         total = torch.tensor(number, device=self.device)
         dist.all_reduce(total, group=self.group)
         return int(total)
+
+    def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
+        """Sums (or maxima) over the ranks, whose numbers may have different precisions."""
+        total = numbers.to(self.device, torch.float64)
+        dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.group)
+        return total.to(numbers)
 
     def union(
         self, forms: Mapping[int, Any], names: Sequence[str], largest: Sequence[int], equal: Any
@@ -176,10 +185,16 @@ def share(
     return results
 
 
-def divide(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices for each rank, of items with a cost: the most expensive item first, to the rank with the least so far."""
+def divide(costs: Sequence[int], ranks: int, loads: list[int] | None = None) -> list[list[int]]:
+    """Indices for each rank, of items with a cost: the most expensive item first, to the rank with the least so far.
+
+    Args:
+        costs: of the items.
+        ranks: number of ranks.
+        loads: costs of each rank so far, which are added to.
+    """
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
+    loads = [0] * ranks if loads is None else loads
     for i in sorted((i for i, cost in enumerate(costs) if cost > 0), key=lambda i: -costs[i]):
         rank = loads.index(min(loads))
         shares[rank].append(i)
@@ -187,35 +202,63 @@ def divide(costs: Sequence[int], ranks: int) -> list[list[int]]:
     return shares
 
 
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether a parameter is a ``DTensor``, which ``fully_shard`` and tensor parallelism make."""
+    module = sys.modules.get("torch.distributed.tensor")  # imported by all code that makes such parameters
+    return module is not None and isinstance(parameter, module.DTensor)
+
+
 def refuse_sharded(parameters: Iterable[tuple[str, str, Tensor]]) -> None:
-    """Raise if a parameter is sharded: its Kronecker factors need the rows and columns that other ranks have.
+    """Raise if a parameter is sharded: its quantities need the rows and columns that other ranks have.
 
     Args:
         parameters: the caller to name in the error, the parameter's name, and the parameter.
     """
-    module = sys.modules.get("torch.distributed.tensor")  # imported by all code that makes such parameters
-    if module is None:
+    if "torch.distributed.tensor" not in sys.modules:
         return
-    gathered = _gathered()
+    gathered = {id(getattr(each, "_unsharded_param", None)) for each in fsdp_params(fsdp_states())}
     for who, name, parameter in parameters:
-        sharded = isinstance(parameter, module.DTensor) or hasattr(parameter, "_fsdp_flattened")
-        if sharded or id(parameter) in gathered:
+        sharded = is_sharded(parameter) or hasattr(parameter, "_fsdp_flattened")
+        if sharded or (id(parameter) in gathered and id(parameter) not in _served):
             raise CurvoptError(
                 f"{who}: parameter {name} of shape {list(parameter.shape)} is sharded over ranks (fully_shard, "
                 "FullyShardedDataParallel or tensor parallelism), but whole parameters are needed. Train "
-                "with torch.nn.parallel.DistributedDataParallel, where the work of the curvature is shared out as "
-                "well; or give sharded parameters to an optimizer of torch.optim."
+                "with torch.nn.parallel.DistributedDataParallel; or with fully_shard and the Kronecker factors or "
+                "diagonals of KFACSGD, EKFACSGD, KFACAdamW, KFACPreconditioner or DiagonalNewton, which gather them."
             )
 
 
-def _gathered() -> set[int]:
-    """Ids of the parameters that ``fully_shard`` uses in place of sharded ones in forward and backward."""
+_served: set[int] = set()
+
+
+@contextmanager
+def serving(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, parameters that ``fully_shard`` has gathered are not refused."""
+    global _served
+    before, _served = _served, _served | {id(p) for p in parameters}
+    try:
+        yield
+    finally:
+        _served = before
+
+
+def fsdp_states() -> list[Any]:
+    """The states of all modules that ``fully_shard`` was called for, in the order of these calls."""
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
-    groups: list[Any] = []
-    for state in [state() for state in states.values()]:
-        one = getattr(state, "_fsdp_param_group", None) if not hasattr(state, "_fsdp_param_groups") else None
-        groups += getattr(state, "_fsdp_param_groups", [one])  # PyTorch 2.11 has one
-    return {id(getattr(each, "_unsharded_param", None)) for group in groups if group for each in group.fsdp_params}
+    found = dict.fromkeys(state() for state in states.values())
+    return [state for state in found if hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group")]
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """The groups of parameters of such a state."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # PyTorch 2.11 has one
+
+
+def fsdp_params(states: Iterable[Any]) -> list[Any]:
+    """What ``fully_shard`` keeps for each parameter of such states."""
+    return [each for state in states for group in fsdp_groups(state) for each in group.fsdp_params]
 
 
 def _kinds(tensors: Sequence[Tensor], chosen: Sequence[int]) -> list[list[int]]:

@@ -24,9 +24,11 @@ OF_THREE = [
 ]
 
 
-def torchrun(ranks: int, folder: Path, checks: list[str]) -> list[dict[str, str]]:
+def torchrun(
+    ranks: int, folder: Path, checks: list[str], script: str = "distributed_worker.py"
+) -> list[dict[str, str]]:
     """By rank: for each check that was run, the traceback of its failure or an empty string."""
-    worker = Path(__file__).with_name("distributed_worker.py")
+    worker = Path(__file__).with_name(script)
     path = os.pathsep.join([str(worker.parents[1]), os.environ.get("PYTHONPATH", "")])
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(worker)]
     done = subprocess.run(
@@ -44,7 +46,11 @@ def torchrun(ranks: int, folder: Path, checks: list[str]) -> list[dict[str, str]
 @pytest.mark.parametrize(("ranks", "checks"), [(2, list(CHECKS)), (3, OF_THREE)], ids=["two", "three"])
 def test_ranks_together(ranks: int, checks: list[str], tmp_path: Path) -> None:
     """All in one run, as processes take longer to start than to train."""
-    for rank, results in enumerate(torchrun(ranks, tmp_path, checks)):
+    assert_passed(torchrun(ranks, tmp_path, checks), checks)
+
+
+def assert_passed(by_rank: list[dict[str, str]], checks: list[str]) -> None:
+    for rank, results in enumerate(by_rank):
         failed = "\n".join(f"rank {rank}, {name}: {failure}" for name, failure in results.items() if failure)
         assert not failed, failed
         assert list(results) == checks

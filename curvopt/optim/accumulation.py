@@ -1,6 +1,6 @@
 """Curvature between backward and step: collected in one backward, summed over several, averaged over steps."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +10,11 @@ from torch import Tensor
 
 from curvopt.core.jacobians.sums import widened
 from curvopt.core.recording.extended_parameters import extended_name
-from curvopt.distributed import Ranks
+from curvopt.distributed import Ranks, is_sharded
 from curvopt.errors import CurvoptError
+
+#: Gradients and their versions, if none has an entry but zeros.
+Zeros = list[tuple[Tensor, int]]
 
 
 def pop_field(param: Tensor, name: str) -> Any:
@@ -103,7 +106,7 @@ class Collection:
     closure_weight: Tensor = field(default_factory=lambda: torch.zeros(()))
     foreign: int = -1
     variables: int = 1
-    zeros: list[tuple[Tensor, int]] = field(default_factory=list)
+    zeros: Zeros = field(default_factory=list)
 
     def add(self, other: "Collection") -> None:
         """Add the curvature of later backwards."""
@@ -209,12 +212,12 @@ class Accumulation:
             collected.curvature[param] = Curvature(tensors, of_input, weight)
         self.this_context.add(collected)
 
-    def drop_discarded(self, params: Sequence[Tensor]) -> None:
+    def drop_discarded(self, has_gradients: bool, find_zeros: Callable[[], Zeros]) -> None:
         """Before a backward: drop the curvature whose gradients were discarded since."""
         context = self.this_context
         last = context if context is not None and context.curvature else self.since_last_step
-        zeros = zero_gradients(params) if last.curvature else None
-        if all(param.grad is None for param in params) or (zeros and not _are_identical(zeros, last.zeros)):
+        zeros = find_zeros() if last.curvature else None
+        if not has_gradients or (zeros and not _are_identical(zeros, last.zeros)):
             self.since_last_step, self.this_context = Collection(), Collection()
 
     def note_zeros(self, params: Sequence[Tensor]) -> None:
@@ -243,15 +246,21 @@ def nothing_received(who: str, foreign: int) -> CurvoptError:
     )
 
 
-def zero_gradients(params: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
-    """All gradients and their versions, if none has an entry but zeros: usually the first one does."""
-    grads = [param.grad for param in params if param.grad is not None]
+def has_gradients(params: Iterable[Tensor]) -> bool:
+    """Whether any parameter has a gradient."""
+    return any(param.grad is not None for param in params)
+
+
+def zero_gradients(params: Iterable[Tensor]) -> Zeros:
+    """All gradients (this rank's shards) and their versions, if none has an entry but zeros: usually the first does."""
+    grads: list[Any] = [param.grad for param in params if param.grad is not None]
+    grads = [grad.to_local() if is_sharded(grad) else grad for grad in grads]
     if any(grad.layout != torch.strided or grad.any() for grad in grads):
         return []
     return [(grad, grad._version) for grad in grads]
 
 
-def _are_identical(these: list[tuple[Tensor, int]], those: list[tuple[Tensor, int]]) -> bool:
+def _are_identical(these: Zeros, those: Zeros) -> bool:
     """Whether two lists hold identical tensors, unchanged."""
     pairs = zip(these, those, strict=False)
     return len(these) == len(those) and all(this is that and now == then for (this, now), (that, then) in pairs)

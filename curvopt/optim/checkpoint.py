@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvopt.core.jacobians.sums import widened
 from curvopt.errors import CurvoptError
 from curvopt.kroneckers import sizes_of
 
@@ -60,7 +60,7 @@ def export_run(
 
 def import_run(exported: dict[str, Any]) -> tuple[dict[str, Any], SampleStream, dict[str, float | Tensor]]:
     """Progress, random numbers and metrics of `export_run`."""
-    progress = {name: exported[name] for name in exported if name not in ("optimizer", "sampler", "metrics")}
+    progress = {name: exported[name] for name in exported if name not in ("optimizer", "sampler", "metrics", "kinds")}
     for name, value in {"closure_weight": exported["step_weight"], "kl": torch.zeros(())}.items():
         progress.setdefault(name, value)  # of older versions
     return progress, SampleStream(*exported["sampler"]), dict(exported.get("metrics", {}))
@@ -116,12 +116,12 @@ def importing(
 
     def put_back(_: Any) -> None:
         for param, state in zip(names, ours, strict=True):
-            like = widened(param.new_empty(0))
+            dtype = torch.promote_types(param.dtype, torch.float32)
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.ndim:
-                    value = value.to(like)
+                    value = value.to(param.device, dtype)
                 elif isinstance(value, list):
-                    value = [tensor.to(like) for tensor in value]
+                    value = [tensor.to(param.device, dtype) for tensor in value]
                 optimizer.state[param][name] = value
         restore(entry)
 
@@ -147,6 +147,54 @@ def check_origin(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> No
         raise CurvoptError(
             f"{who}: this is the state of another optimizer, {saved}; build that one. Nothing has changed."
         )
+
+
+def state_to_load(optimizer: Any, checkpoint_id: str | PathLike, name: str = "optimizer") -> dict[str, Any]:
+    """A ``state_dict()`` of empty tensors, for ``torch.distributed.checkpoint.load`` to fill.
+
+    It has what this rank needs of a checkpoint that may have been written by another number of ranks::
+
+        state = {"model": model.state_dict(), "optimizer": state_to_load(optimizer, path)}
+        torch.distributed.checkpoint.load(state, checkpoint_id=path)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    Args:
+        optimizer: a new optimizer of the model, which may be sharded in another way than the one that was saved.
+        checkpoint_id: folder of the checkpoint.
+        name: under which the optimizer's ``state_dict()`` was saved.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = FileSystemReader(checkpoint_id).read_metadata()
+    sharding = optimizer._sharding()
+    other = set() if sharding is None else {str(i) for i, p in enumerate(sharding.params) if not sharding.owns(p)}
+    result: dict[str, Any] = {"state": {}}
+    saved: Any = metadata.planner_data
+    for key, (first, *path) in saved.items():
+        if first != name or (path[0] == "state" and path[1] in other):
+            continue
+        entry = metadata.state_dict_metadata[key]
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        _put(result, path, torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None)
+    return result
+
+
+def _put(tree: Any, path: Sequence[str | int], value: Any) -> None:
+    """Put a value into nested dictionaries (of names) and lists (of numbers), which are made on the way."""
+    first, rest = path[0], path[1:]
+    key: Any = int(first) if str(first).isdigit() else first  # parameters are numbers of a dictionary
+    if isinstance(tree, list):
+        tree.extend([None] * (key + 1 - len(tree)))
+    elif key not in tree:
+        tree[key] = None
+    if rest and tree[key] is None:
+        tree[key] = [] if isinstance(rest[0], int) else {}
+    if rest:
+        _put(tree[key], rest, value)
+    else:
+        tree[key] = value
 
 
 def fits(factors: Sequence[Tensor], shape: Sequence[int]) -> bool:

@@ -2,8 +2,9 @@
 
 import sys
 import warnings
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,15 +13,16 @@ from torch import Tensor
 
 from curvopt import backpack
 from curvopt.core.backward.backpack import attach
-from curvopt.core.jacobians.sums import widened
 from curvopt.core.recording.extended_parameters import owned_parameters
 from curvopt.core.recording.state import outside_of_graphs
-from curvopt.distributed import Ranks, ranks_of, refuse_sharded
+from curvopt.distributed import Ranks, fsdp_states, is_sharded, ranks_of, refuse_sharded, serving
 from curvopt.errors import CurvoptError, CurvoptWarning
-from curvopt.optim.accumulation import Accumulation, Collection, nothing_received
+from curvopt.optim.accumulation import Accumulation, Collection, has_gradients, nothing_received, zero_gradients
 from curvopt.optim.checkpoint import SampleStream
+from curvopt.optim.gathering import GatheredBackward, gathered_parameters, has_any_gradients
 from curvopt.optim.reports import parameter_names
-from curvopt.optim.step_checks import check_precision
+from curvopt.optim.sharding import Sharding
+from curvopt.optim.step_checks import check_mixed, check_precision
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,6 +63,10 @@ class CurvatureCollector(torch.optim.Optimizer, ABC):
         self._ranks_agree = False  # whether they were found in equal states
         self._scaler: Any = None
         self._knows_scale = True
+        self._shards: Sharding | None = None
+        self._step_of_owner = False  # whether the param groups are what stands for the parameters that this rank owns
+        self._gathered: dict[Tensor, Tensor] = {}  # sharded parameters, by those of the backward
+        self._attached_to: tuple[Callable[[], torch.nn.Module | None], Mapping[str, Tensor]] = (lambda: None, {})
 
     def attach(self, model: torch.nn.Module, lossfunc: torch.nn.Module | None = None, scaler: Any = None) -> None:
         """Collect curvature from now on in every ``loss.backward()`` that reaches this optimizer's parameters.
@@ -82,21 +88,26 @@ class CurvatureCollector(torch.optim.Optimizer, ABC):
             CurvoptError: no parameter of this optimizer belongs to the model.
         """
         who = f"{type(self).__name__}.attach()"
-        refuse_sharded((who, name, p) for name, p in model.named_parameters())
-        if set(self._params()).isdisjoint(model.parameters()):
+        mine = self._in_forward()
+        with serving(gathered_parameters(self._params()) if self._shards is not None else ()):
+            refuse_sharded((who, name, p) for name, p in model.named_parameters() if not is_sharded(p))
+        own = {name: p for name, p in model.named_parameters() if p in mine}
+        if not own:
             raise CurvoptError(
                 f"{who}: no parameter of this optimizer belongs to this {type(model).__name__}. Attach after "
                 "everything that replaces parameters (moving to a device, wrapping), and build the optimizer from "
                 "model.parameters()."
             )
         attach(self, model, lossfunc)
+        self._attached_to = weakref.ref(model), own
         self._scaler, self._attached = self._scaler if scaler is None else scaler, True
 
     def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> Any:
         """For a backward that is about to reach ``parameters()``: the context to run it in, or ``None``."""
         if self._accumulation.this_context is not None or not self._due():
             return None
-        return None if parameters().isdisjoint(self._params()) else self.curvature()
+        mine = self._params() if self._sharding() is None else self._in_forward()
+        return None if parameters().isdisjoint(mine) else self.curvature()
 
     @contextmanager
     def curvature(self, loss_scale: float | Tensor | None = None) -> Iterator[None]:
@@ -120,15 +131,28 @@ class CurvatureCollector(torch.optim.Optimizer, ABC):
         check_precision(who, self.state, self._names())
         self._knows_scale = loss_scale is not None or self._scaler is not None
         scale = loss_scale if loss_scale is not None else 1.0 if self._scaler is None else self._scaler.get_scale()
-        context = backpack(*self._extensions(), extension_hook=self._collect)
-        alone = self._ranks() is None
+        sharding, alone = self._sharding(), self._ranks() is None
+        kind = backpack if sharding is None else GatheredBackward
+        context = kind(*self._extensions(), extension_hook=self._collect)
         context.skips_empty, context.counted = not alone, set(self._params())
-        context.began = lambda: accumulation.drop_discarded(self._params())
+        if isinstance(context, GatheredBackward):
+            context.params, context.whole = self._params(), self._gathered
+        context.began = self._drop_discarded
         context.ended = lambda: accumulation.note_zeros(self._params())
         context.finished = lambda weight, variables: accumulation.end_backward(weight, variables, scale)
         # step() looks whether other ranks received some
         with accumulation.context(who if alone else None), context:
             yield
+
+    @torch.no_grad()
+    def _drop_discarded(self) -> None:
+        """Before a backward: drop the curvature whose gradients were discarded since."""
+        params, sharding = self._params(), self._sharding()
+        if sharding is None:
+            self._accumulation.drop_discarded(has_gradients(params), lambda: zero_gradients(params))
+        else:
+            zeros = sharding.zero_gradients()
+            self._accumulation.drop_discarded(has_any_gradients(params), lambda: zeros)
 
     @torch.no_grad()
     def _collect(self, module: torch.nn.Module) -> None:
@@ -138,9 +162,10 @@ class CurvatureCollector(torch.optim.Optimizer, ABC):
             taken = self._take(param)
             if taken is None:
                 continue
-            if param in mine:
+            if (own := self._gathered.get(param, param)) in mine:
                 # bfloat16 or half factors would lose the average and break the inverse
-                self._accumulation.this_backward[param] = ([widened(t.detach()) for t in taken[0]], taken[1])
+                dtype = torch.promote_types(own.dtype, torch.float32)
+                self._accumulation.this_backward[own] = ([t.detach().to(dtype) for t in taken[0]], taken[1])
             else:
                 self._accumulation.foreign += 1
 
@@ -184,20 +209,23 @@ class CurvatureCollector(torch.optim.Optimizer, ABC):
             CurvoptError: on all ranks, for an error on one of them.
         """
         params, names, samples, who = self._params(), self._names(), self._samples, type(self).__name__
-        refuse_sharded((who, name, p) for p, name in names.items())
-        has_gradients = any(param.grad is not None for param in params)
+        sharding = self._sharding()
+        if sharding is None:
+            refuse_sharded((who, name, p) for p, name in names.items())
         forms, (foreign, seed, draws, variables) = ranks.union(
             collected.forms(params),
             list(names.values()),
             [collected.foreign, -1 if samples.seed is None else samples.seed, samples.draws, collected.variables],
-            equal | {"parameters": [list(param.shape) for param in params], "gradients": has_gradients},
+            equal | {"parameters": [list(param.shape) for param in params], "gradients": has_gradients(params)},
         )
         self._ranks_agree = True
         samples.seed, samples.draws = (None if seed < 0 else seed), draws
         collected.variables = variables
         if foreign > 0 or (foreign == 0 and not forms):
             raise nothing_received(who, foreign)
-        return collected.mean(forms, params, ranks) if forms else collected
+        if not forms:
+            return collected
+        return collected.mean(forms, params, ranks) if sharding is None else sharding.mean(collected, forms)
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -207,7 +235,73 @@ class CurvatureCollector(torch.optim.Optimizer, ABC):
 
     def _ranks(self) -> Ranks | None:
         """The ranks that train together; ``None`` for a process on its own."""
-        return ranks_of(self.process_group, self._device())
+        sharding = self._sharding()
+        return ranks_of(self.process_group, self._device()) if sharding is None else sharding.ranks
+
+    def _helpers(self) -> Ranks | None:
+        """The ranks that share the work on matrices which all of them have."""
+        return None if self._step_of_owner else self._ranks()
+
+    def _over_ranks(self, numbers: Tensor, largest: bool = False) -> Tensor:
+        """Sums (or maxima) over the ranks, of sums over the parameters that each owns: all of them unless sharded."""
+        if not self._step_of_owner or self._shards is None:
+            return numbers
+        return self._shards.ranks.total(numbers, largest)
+
+    def _sharding(self) -> Sharding | None:
+        """Owners and transfers, where ``fully_shard`` divides the parameters among ranks."""
+        if self._step_of_owner:
+            return self._shards
+        # all or none of a group, which was checked when it was added
+        first = [group["params"][0] for group in self.param_groups if group["params"]]
+        if not any(map(is_sharded, first)) and not self._take_over_shards():
+            return None
+        if self._shards is None or not self._shards.serves(self._params(), self.process_group):
+            names = self._names()
+            check_mixed(type(self).__name__, names)
+            costs = [[self._cost(p) for p in group["params"]] for group in self.param_groups]
+            kinds = {} if self._shards is None else self._shards.kinds
+            self._shards = Sharding(type(self).__name__, names, costs, self.process_group, self._device())
+            self._shards.kinds |= {p: kind for p, kind in kinds.items() if p in self._shards.owners}
+            self._shards.forget_others(self.state)
+        return self._shards
+
+    def _take_over_shards(self) -> bool:
+        """Replace the parameters of a model that was sharded after ``attach()``; whether there are some."""
+        find, names = self._attached_to
+        model = find() if names and fsdp_states() else None
+        if model is None:
+            return False
+        now = dict(model.named_parameters())
+        gathered = gathered_parameters([*now.values()])
+        shards = {p: gathered.get(now[name], now[name]) for name, p in names.items() if name in now}
+        shards = {p: shard for p, shard in shards.items() if is_sharded(shard)}
+        for group in self.param_groups:
+            group["params"] = [shards.get(p, p) for p in group["params"]]
+        for p, shard in shards.items():
+            if p in self.state:
+                self.state[shard] = self.state.pop(p)
+        self._attached_to = (lambda: None, {}) if shards else self._attached_to
+        return bool(shards)
+
+    def _cost(self, param: Tensor) -> int:
+        """Of the step of a parameter, for the choice of its owner."""
+        return param.numel() + 1
+
+    def _for_backward(self, lists: dict[Tensor, list[Tensor]]) -> Mapping[Tensor, list[Tensor]]:
+        """Lists of tensors from the state of all parameters, by what a backward uses in place of these."""
+        sharding = self._sharding()
+        if sharding is None:
+            return lists
+        lists = sharding.everywhere(lists)
+        return {p: lists[own] for p, own in self._in_forward().items() if own in lists}
+
+    def _in_forward(self) -> Mapping[Tensor, Tensor]:
+        """The parameters, by what forward passes use in their place: themselves unless they are sharded."""
+        sharding = self._sharding()
+        mine = {p: p for p in self._params()}
+        found = {} if sharding is None else gathered_parameters(sharding.params)
+        return mine | {whole: p for whole, p in found.items() if p in mine}
 
     def _device(self) -> torch.device:
         """Where small numbers are exchanged and samples drawn."""

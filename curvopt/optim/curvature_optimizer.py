@@ -14,13 +14,13 @@ from curvopt.core.backward.backpack import attach, is_listening
 from curvopt.core.jacobians.sums import widened
 from curvopt.core.recording.extended_parameters import extended_name
 from curvopt.core.recording.state import outside_of_graphs
-from curvopt.errors import CurvoptError, CurvoptWarning
+from curvopt.errors import CurvoptWarning
 from curvopt.optim.accumulation import Collection, ema_update, number
 from curvopt.optim.checkpoint import export_run, exporting, import_run, importing, without_curvature
 from curvopt.optim.closures import Closure, without_autocast
 from curvopt.optim.collector import CurvatureCollector
 from curvopt.optim.reports import coverage, listed
-from curvopt.optim.step_checks import accepted_curvature, check_new_group, check_options, has_curvature
+from curvopt.optim.step_checks import accepted_curvature, check_adaptive, check_new_group, check_options, has_curvature
 from curvopt.optim.step_size import (
     ADAPT_EVERY,
     adapt_damping,
@@ -62,7 +62,7 @@ def warn_of_no_module(who: str, names: Sequence[str]) -> None:
         f"{listed(names)}: of no extended module, so {who} takes the mean curvature of other parameters for theirs. "
         "Where modules were added or replaced, call optimizer.attach(model) (or extend(model)) again.",
         CurvoptWarning,
-        stacklevel=6,
+        stacklevel=7,
     )
 
 
@@ -136,13 +136,14 @@ class CurvatureOptimizer(CurvatureCollector):
         if not 0 <= param_group["ema"] < 1:
             raise ValueError(f"ema must be in [0, 1), got {param_group['ema']}")
         super().add_param_group(param_group)
-        check_new_group(self, self._names())
+        check_new_group(self, self._names(), self._sharding)
         self._progress["next_refresh"] = self._progress["step"]  # new parameters do not wait for the interval
 
     def _due(self) -> bool:
         due = self._progress["step"] >= self._progress["next_refresh"]
-        # a state that was emptied has to be filled again
-        return is_listening() and (due or not has_curvature(self.state))
+        # a state that was emptied has to be filled again; but a rank may own no shards that have curvature
+        known = self._progress["step"] > 0 if self._sharding() is not None else has_curvature(self.state)
+        return is_listening() and (due or not known)
 
     # --- the step -----------------------------------------------------------------------------------------------
 
@@ -163,11 +164,8 @@ class CurvatureOptimizer(CurvatureCollector):
         """
         if torch.compiler.is_dynamo_compiling():
             return outside_of_graphs(self.step, closure)
-        if closure is None and self.adaptive_damping:
-            raise CurvoptError(
-                f"{type(self).__name__}.step(): adaptive_damping compares losses before and after a step, so it needs "
-                "step(closure) with a closure that computes gradients and returns the loss."
-            )
+        if self.adaptive_damping:
+            check_adaptive(type(self).__name__, closure, self._sharding() is not None)
         loss, objective = (None, None) if closure is None else self._evaluate(closure)
         collected, self._accumulation.since_last_step = self._accumulation.since_last_step, Collection()
         ranks = self._ranks()
@@ -178,21 +176,33 @@ class CurvatureOptimizer(CurvatureCollector):
         grads = {p: p.grad for p in self._params() if p.grad is not None}
         if not grads:
             return loss
-        who, names = type(self).__name__, self._names()
-        check_options(who, self.kl_clip, self.param_groups)
-        accepted = accepted_curvature(who, names, self.state, grads, collected)
-        if not accepted and not has_curvature(self.state):  # the loss weighs nothing
+        check_options(type(self).__name__, self.kl_clip, self.param_groups)
+        sharding = self._sharding()
+        if sharding is None:
+            before = {param: param.clone() for param in grads} if objective is not None else {}
+            if self._advance(grads, collected) and objective is not None:
+                ratio = adapt_damping(self.param_groups, self.state, self._progress, before, grads, objective, ranks)
+                self._metrics |= {} if ratio is None else {"reduction_ratio": ratio}
             return loss
+        with sharding.owned(self, grads, collected) as owned:
+            taken = self._advance({p: p.grad for p in owned.values() if p.grad is not None}, collected)
+        if taken:
+            decay_weights(self, grads)
+            sharding.apply(owned, grads, to_gradients=not self._restores_gradients)
+        return loss
+
+    def _advance(self, grads: dict[Tensor, Tensor], collected: Collection) -> bool:
+        """Refresh the curvature and step, unless the loss weighs nothing and there is none so far."""
+        who, names = type(self).__name__, self._names()
+        accepted = accepted_curvature(who, names, self.state, grads, collected, self._over_ranks)
+        if accepted is None:
+            return False
         self._refresh(grads, collected, accepted)
-        before = {param: param.clone() for param in grads} if objective is not None else {}
         update = self._precondition(grads)
         decay_weights(self, grads)
         self._take_torch_step(grads, update)
         self._progress["step"] += 1
-        if objective is not None:
-            ratio = adapt_damping(self.param_groups, self.state, self._progress, before, grads, objective, ranks)
-            self._metrics |= {} if ratio is None else {"reduction_ratio": ratio}
-        return loss
+        return True
 
     def _evaluate(self, closure: Callable[[], Any]) -> tuple[Any, Closure | None]:
         """Call the closure inside ``curvature()``; return its result, and the objective if the damping adapts now."""
@@ -215,18 +225,19 @@ class CurvatureOptimizer(CurvatureCollector):
     ) -> None:
         """Move new factors into the averages, and call ``_renew`` if that is due."""
         progress = self._progress
-        if accepted:
+        decays = {param: group["ema"] for group in self.param_groups for param in group["params"]}
+        for param, factors in accepted.items():
+            self._average(self.state[param], factors, decays[param])
+        unknown = [p for p in self._params() if not _is_renewed(self.state[p])]
+        counts = self._over_ranks(torch.tensor([len(accepted), len(unknown)], dtype=torch.float64))
+        if counts[0] > 0:
             progress["next_refresh"] = progress["step"] + annealed_interval(progress["step"], self.curvature_every)
             progress["stale"] = True
             progress |= {name: getattr(collected, name) for name in ("step_weight", "closure_weight", "variables")}
-            decays = {param: group["ema"] for group in self.param_groups for param in group["params"]}
-            for param, factors in accepted.items():
-                self._average(self.state[param], factors, decays[param])
-        unknown = [p for p in self._params() if not _is_renewed(self.state[p])]
         outside = {p for p in unknown if p in grads and "factors" not in self.state[p] and extended_name(p) is None}
-        if outside:
+        if outside and not self._step_of_owner:
             warn_of_no_module(type(self).__name__, [name for p, name in self._names().items() if p in outside])
-        if unknown or (progress["stale"] and progress["step"] >= progress["next_inverse"]):
+        if counts[1] > 0 or (progress["stale"] and progress["step"] >= progress["next_inverse"]):
             self._renew()
             progress["next_inverse"] = progress["step"] + annealed_interval(progress["step"], self.inverse_every)
             progress["stale"] = False
@@ -242,7 +253,7 @@ class CurvatureOptimizer(CurvatureCollector):
     def _precondition(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """The preconditioned gradients, scaled by the KL clip; records the metrics."""
         updates: dict[Tensor, Tensor] = {}
-        sums = []
+        sums = [] if grads else [torch.zeros(5, dtype=torch.float64, device=self._device())]
         for group in self.param_groups:
             lr, pairs = group["lr"], []
             for param in group["params"]:
@@ -254,9 +265,9 @@ class CurvatureOptimizer(CurvatureCollector):
             if pairs:
                 total = moments(pairs)
                 sums.append(torch.cat([total, total[:2] * (lr * lr)]))
-        weight = self._progress["step_weight"].to(sums[0])
         # the sums are divided by the weight of the loss, not the gradients; so are the updates, below
-        total = torch.stack([each.to(sums[0]) for each in sums]).sum(0)
+        total = self._over_ranks(torch.stack([each.to(sums[0]) for each in sums]).sum(0))
+        weight = self._progress["step_weight"].to(total)
         # twice, because the square of the weight may leave the range of float32
         ug, uu, gg, quadratic, length = total / weight / weight
         quadratic = self._kl(quadratic, updates, weight)
@@ -302,7 +313,9 @@ class CurvatureOptimizer(CurvatureCollector):
         are known once curvature was computed. A parameter that stays so is trained as if it had the mean curvature of
         the others; if it belongs to no extended module, its first step warns of that.
         """
-        return coverage(self._names(), self.state)
+        sharding, names = self._sharding(), self._names()
+        elsewhere = {} if sharding is None else {names[p]: kind for p, kind in sharding.kinds.items()}
+        return coverage(names, self.state) | elsewhere
 
     def metrics(self) -> dict[str, float | Tensor]:
         """Numbers of the last step; tensors ``[]`` stay on the device until you read them.
@@ -320,9 +333,12 @@ class CurvatureOptimizer(CurvatureCollector):
         return dict(self._metrics)
 
     def _export(self) -> dict[str, Any]:
-        return export_run(type(self).__name__, self._progress, self._samples, self._metrics)
+        run = export_run(type(self).__name__, self._progress, self._samples, self._metrics)
+        return run if (sharding := self._sharding()) is None else run | {"kinds": sharding.kinds_by_index()}
 
     def _import(self, exported: dict[str, Any]) -> None:
+        if (sharding := self._sharding()) is not None:
+            sharding.take_kinds(type(self).__name__, exported.get("kinds", {}), self.state)
         self._progress, self._samples, self._metrics = import_run(exported)
         self._ranks_agree = False
 

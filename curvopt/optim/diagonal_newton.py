@@ -125,5 +125,6 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
             own = torch._foreach_mul([updates[p] for p in taken], [self.state[p]["scales"][0] for p in taken])  # pyright: ignore[reportPrivateImportUsage]
             lengths = torch._foreach_norm(own, 1)  # pyright: ignore[reportPrivateImportUsage]
             length += group["lr"] * sum(each.to(quadratic) for each in lengths)
+        length = self._over_ranks(length)
         bound = (length / weight).square() / self._progress["variables"] ** 0.5
         return torch.maximum(bound, super()._kl(quadratic, updates, weight))  # where there is damping and no curvature

@@ -98,7 +98,7 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
 
     def _extensions(self) -> list[Any]:
         (factors,) = super()._extensions()
-        bases = {param: state["bases"] for param, state in self.state.items() if state.get("bases")}
+        bases = self._for_backward({param: state["bases"] for param, state in self.state.items() if state.get("bases")})
         return [factors, EigenDiagonal(bases, factors.columns)]
 
     def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:

@@ -119,18 +119,19 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
 
     def _take_torch_step(self, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
         """The step of AdamW from zero in the eigenbasis, taken from where the parameters are."""
-        params = list(grads)
-        before = [param.clone() for param in params]
-        try:
-            torch._foreach_zero_(params)  # pyright: ignore[reportPrivateImportUsage]
-            super()._take_torch_step(grads, update)
-            steps = [self._rotated(param, param.clone(), back=True) for param in params]
-        finally:
-            torch._foreach_copy_(params, before)  # pyright: ignore[reportPrivateImportUsage]
-        torch._foreach_add_(params, steps)  # pyright: ignore[reportPrivateImportUsage]
-
-        pairs = zip(steps, grads.values(), strict=True)
-        ug, uu, gg = moments([(step.reshape(-1).float(), grad.reshape(-1).float()) for step, grad in pairs])
+        params, sums = list(grads), torch.zeros(3, device=self._device())
+        if params:
+            before = [param.clone() for param in params]
+            try:
+                torch._foreach_zero_(params)  # pyright: ignore[reportPrivateImportUsage]
+                super()._take_torch_step(grads, update)
+                steps = [self._rotated(param, param.clone(), back=True) for param in params]
+            finally:
+                torch._foreach_copy_(params, before)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_(params, steps)  # pyright: ignore[reportPrivateImportUsage]
+            pairs = zip(steps, grads.values(), strict=True)
+            sums = moments([(step.reshape(-1).float(), grad.reshape(-1).float()) for step, grad in pairs])
+        ug, uu, gg = self._over_ranks(sums)
         self._metrics |= {
             "step_norm": uu.sqrt(),
             "grad_norm": gg.sqrt() / self._progress["step_weight"].to(gg),

@@ -29,6 +29,13 @@ class Kronecker(CurvatureOptimizer):
             "max_factor_size": max_factor_size,
         }
 
+    def _cost(self, param: Tensor) -> int:
+        """Products with inverses in each step, and the inverses themselves now and then."""
+        sizes = (param.numel(),) if param.ndim < 2 else (param.shape[0], param.numel() // max(1, param.shape[0]))
+        limit = self._options["max_factor_size"]
+        blocks = [(d, d if limit is None else min(d, limit)) for d in sizes]
+        return sum(b * (param.numel() + d * b // self.inverse_every) for d, b in blocks) + 1
+
     def _extensions(self) -> list[Any]:
         fisher, approx, mc_samples, limit = self._options.values()
         if fisher == "mc":

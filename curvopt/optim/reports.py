@@ -22,9 +22,13 @@ def coverage(names: Mapping[Tensor, str], states: Mapping[Tensor, dict[str, Any]
     kinds = {}
     for param, name in names.items():
         factors = states[param].get("factors", []) if param in states else []
-        single = {0: "none", 1: "diagonal"}.get(factors[0].ndim if factors else 0, "dense")
-        kinds[name] = "kronecker" if len(factors) > 1 else single
+        kinds[name] = kind_of(factors[0].ndim if factors else 0, len(factors) > 1)
     return kinds
+
+
+def kind_of(dims: int, several: bool) -> str:
+    """The form of curvature, by the number of axes of its (first) factor, and whether there are several."""
+    return "kronecker" if several else {0: "none", 1: "diagonal"}.get(dims, "dense")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -1,9 +1,7 @@
 """Solving with averaged curvature: by inverses of the factors, or in their eigenbasis."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +37,7 @@ class FactoredInverse(CurvatureOptimizer):
                 shifts += pi_damping(own, group["damping"])
                 stale += former if len(former) == len(own) and former[0].ndim else [None] * len(own)
                 labels += [f"{names[param]} factor {i}" for i in range(len(own))]
-        ranks, failures = self._ranks(), 0
+        ranks, failures = self._helpers(), 0
 
         def invert(chosen: list[int]) -> list[list[Tensor]]:
             nonlocal failures
@@ -48,11 +46,13 @@ class FactoredInverse(CurvatureOptimizer):
             return [inverted]
 
         (inverses,) = share(ranks, factors, invert, [lambda factor: factor.shape])
+        ranks = self._ranks()
         self._metrics["fallbacks"] = float(failures if ranks is None else ranks.sum(failures))
-        self._metrics["condition"] = largest_condition(factors, shifts, inverses)
+        condition = largest_condition(factors, shifts, inverses) if factors else torch.zeros(())
+        self._metrics["condition"] = self._over_ranks(condition, largest=True)
 
         results = iter(inverses)
-        curvature = self._progress["mean_curvature"] = mean_curvature(self.state)
+        curvature = self._progress["mean_curvature"] = mean_curvature(self)
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state[param]
@@ -69,15 +69,18 @@ class FactoredInverse(CurvatureOptimizer):
         return kfac_mat_prod(inverses, sizes)(grad.to(inverses[0].dtype))
 
 
-def mean_curvature(states: Mapping[Tensor, dict[str, Any]]) -> Tensor:
+def mean_curvature(optimizer: CurvatureOptimizer) -> Tensor:
     """Mean of the curvature's diagonal over all entries that have factors, for parameters that have none."""
     traces, numel = [], 0
-    for param, state in states.items():
+    for param, state in optimizer.state.items():
         if "factors" in state:
             means = [mean_diagonal(factor) for factor in state["factors"]]
             traces.append(prod(means[1:], start=means[0]).mean() * param.numel())
             numel += param.numel()
-    return torch.stack([trace.to(traces[0]) for trace in traces]).sum() / numel
+    traces = traces or [torch.zeros((), dtype=torch.float64, device=optimizer._device())]
+    total = torch.stack([trace.to(traces[0]) for trace in traces]).sum()
+    entries = optimizer._over_ranks(torch.tensor(float(numel), dtype=torch.float64))
+    return optimizer._over_ranks(total) / entries.to(total)
 
 
 #: A basis is renewed once ``‖offdiag(UᵀFU)‖ / ‖F‖`` of its factor exceeds this.
@@ -99,12 +102,13 @@ class Eigenbasis(CurvatureOptimizer):
                 factors.append(factor)
                 former.append(state["bases"][i] if state["bases"] else None)
                 labels.append(f"{names[param]} factor {i}")
-        ranks = self._ranks()
+        ranks = self._helpers()
         (off_diagonals,) = share(
             ranks, factors, lambda own: [[off_diagonal(factors[i], former[i]) for i in own]], [lambda _: ()]
         )
         # one transfer for all
-        parts = torch.stack([part.to(factors[0].device, torch.float32) for part in off_diagonals]).tolist()
+        on_device = [part.to(factors[0].device, torch.float32) for part in off_diagonals]
+        parts = torch.stack(on_device).tolist() if on_device else []
         chosen = [i for i, part in enumerate(parts) if part > MAX_OFF_DIAGONAL]
         bases, values = share(
             ranks,
@@ -112,7 +116,7 @@ class Eigenbasis(CurvatureOptimizer):
             lambda own: eigenbases([factors[chosen[i]] for i in own], [labels[chosen[i]] for i in own]),
             [lambda factor: factor.shape, lambda factor: factor.shape[:-1]],
         )
-        self._metrics["new_bases"] = float(len(chosen))
+        self._metrics["new_bases"] = float(self._over_ranks(torch.tensor(float(len(chosen)))))
 
         new = dict(zip(chosen, zip(bases, values, strict=True), strict=True))
         start = 0
@@ -123,7 +127,7 @@ class Eigenbasis(CurvatureOptimizer):
                 old = state["bases"]
                 state["bases"] = [new[i][0] if i in new else former[i] for i in own]
                 self._change_basis(param, old, [new[i][1] if i in new else None for i in own])
-        self._progress["mean_curvature"] = mean_curvature(self.state)
+        self._progress["mean_curvature"] = mean_curvature(self)
 
     @abstractmethod
     def _change_basis(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:

@@ -1,13 +1,13 @@
 """Checks that a step can be taken, before anything has changed."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvopt.distributed import refuse_sharded
+from curvopt.distributed import is_sharded, refuse_sharded
 from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import Collection, check_forms, zero_gradients
 from curvopt.optim.reports import listed
@@ -19,21 +19,63 @@ class Overflow(CurvoptError):
     """A gradient is not finite."""
 
 
-def check_new_group(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
+def check_new_group(
+    optimizer: torch.optim.Optimizer, names: dict[Tensor, str], check_shards: Callable[[], Any] | None = None
+) -> None:
     """Refuse sharded and complex parameters; the param group that was added last is taken out again.
+
+    Args:
+        optimizer: the optimizer.
+        names: of its parameters.
+        check_shards: refuses shards that the optimizer cannot gather; ``None`` if it can gather none.
 
     Raises:
         CurvoptError: if there is one.
     """
     who = type(optimizer).__name__
     try:
-        refuse_sharded((who, name, p) for p, name in names.items())
+        refuse_sharded((who, name, p) for p, name in names.items() if check_shards is None or not is_sharded(p))
+        if check_shards is not None:
+            check_mixed(who, names)
+            check_shards()
         for p, name in names.items():
             if p.is_complex():
                 raise CurvoptError(f"{name}: {who} got a complex parameter; use two real ones.")
     except CurvoptError:
         optimizer.param_groups.pop()
         raise
+
+
+def check_mixed(who: str, names: Mapping[Tensor, str]) -> None:
+    """Refuse sharded parameters together with others.
+
+    Raises:
+        CurvoptError: if there are both.
+    """
+    plain = [name for p, name in names.items() if not is_sharded(p)]
+    if plain and len(plain) < len(names):
+        raise CurvoptError(
+            f"{who}: {plain[0]} is not sharded, but other parameters are; call fully_shard for the whole model after "
+            "its layers, or give it to another optimizer."
+        )
+
+
+def check_adaptive(who: str, closure: Any, sharded: bool) -> None:
+    """Refuse to adapt the damping without a closure, or for sharded parameters.
+
+    Raises:
+        CurvoptError: if there is no closure, or the parameters are sharded.
+    """
+    if closure is None:
+        raise CurvoptError(
+            f"{who}.step(): adaptive_damping compares losses before and after a step, so it needs step(closure) with a "
+            "closure that computes gradients and returns the loss."
+        )
+    if sharded:
+        raise CurvoptError(
+            f"{who}.step(): adaptive_damping needs whole parameters, but they are sharded over ranks; set "
+            "adaptive_damping=False, or train with DistributedDataParallel."
+        )
 
 
 def check_options(who: str, kl_clip: float | None, groups: Sequence[dict[str, Any]]) -> None:
@@ -92,8 +134,9 @@ def accepted_curvature(
     states: Mapping[Tensor, dict[str, Any]],
     grads: Mapping[Tensor, Tensor],
     collected: Collection,
-) -> dict[Tensor, list[Tensor]]:
-    """The mean curvature of the parameters for which it is finite, by parameter.
+    over_ranks: Callable[[Tensor], Tensor],
+) -> dict[Tensor, list[Tensor]] | None:
+    """The mean curvature of the parameters for which it is finite, by parameter; ``None`` if there never was any.
 
     Args:
         who: name of the optimizer.
@@ -101,6 +144,7 @@ def accepted_curvature(
         states: its state by parameter, which holds the curvature so far.
         grads: gradients by parameter.
         collected: curvature since the last step.
+        over_ranks: sums over ranks that have different parameters.
 
     Raises:
         CurvoptError: if a gradient is sparse or not finite, a parameter or its curvature changed its form, or no
@@ -116,37 +160,42 @@ def accepted_curvature(
         check_forms(names[param], known, tensors[: len(known)])
     owners = [param for param, tensors in new.items() for _ in tensors]
     tensors = [*grads.values(), *(tensor for tensors in new.values() for tensor in tensors)]
+    weight = collected.step_weight
     if new:  # else its weight is no number of the device
-        weight = collected.step_weight.to(params[0].device)
+        weight = weight.to(tensors[0].device)
         tensors.append(torch.where(weight > 0, weight, torch.nan))
-    finite = all_finite(tensors)
+    finite = all_finite(tensors) if tensors else []
 
-    bad = [param for param, ok in zip(params, finite, strict=False) if not ok]
-    if bad:
-        raise Overflow(
-            f"gradient of {listed([names[param] for param in bad])} is not finite (inf or nan). Parameters and state "
-            "are unchanged. Call zero_grad() and skip this batch, or lower lr, raise damping, or use "
-            "torch.amp.GradScaler for half precision."
-        )
+    bad = [names[param] for param, ok in zip(params, finite, strict=False) if not ok]
     rejected = {
         param for param, ok in zip(owners, finite[len(params) : len(params) + len(owners)], strict=True) if not ok
     }
     weightless = bool(new) and not finite[-1] and float(weight) == 0
     if new and not finite[-1]:
         rejected = set(new)
+    counts = torch.tensor([len(bad), len(new), len(rejected), weightless, has_curvature(states)], dtype=torch.float64)
+    all_bad, all_new, all_rejected, all_weightless, known = over_ranks(counts).tolist()
+    if all_bad:
+        raise Overflow(
+            f"gradient of {listed(bad) or 'parameters that other ranks own'} is not finite (inf or nan). Parameters "
+            "and state are unchanged. Call zero_grad() and skip this batch, or lower lr, raise damping, or use "
+            "torch.amp.GradScaler for half precision."
+        )
     if weightless:
         logger.info("%s: the loss weighs nothing (were all targets ignored?)", who)
     for param in () if weightless else rejected:
         logger.warning("%s: new curvature is not finite and was dropped", names[param])
 
-    known = has_curvature(states)
-    if not known and len(rejected) == len(new) and not (weightless and zero_gradients(names)):
-        reason = "all curvature so far was not finite" if rejected else "no curvature was computed so far"
-        raise CurvoptError(
-            f"{who}.step(): {reason}. Wrap the backward pass: `with optimizer.curvature(): loss.backward()`, with the "
-            "model and the loss function extended by extend(...); or `optimizer.attach(model, lossfunc)` once. A "
-            "torch.utils.checkpoint of the whole model needs use_reentrant=False."
-        )
+    if not known and all_rejected == all_new:
+        nonzero = not (zero_gradients(names) or not params)
+        if not all_weightless or over_ranks(torch.tensor(float(nonzero))) > 0:
+            reason = "all curvature so far was not finite" if all_rejected else "no curvature was computed so far"
+            raise CurvoptError(
+                f"{who}.step(): {reason}. Wrap the backward pass: `with optimizer.curvature(): loss.backward()`, with "
+                "the model and the loss function extended by extend(...); or `optimizer.attach(model, lossfunc)` once. "
+                "A torch.utils.checkpoint of the whole model needs use_reentrant=False."
+            )
+        return None
     return {param: tensors for param, tensors in new.items() if param not in rejected}
 
 

@@ -12,12 +12,15 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+#: PyTorch's own functions, for full backward hooks of modules and for inputs of modules that are sharded.
+_IDENTITIES = ("BackwardHookFunctionBackward", "RegisterPostBackwardFunctionBackward")
+
 
 def operation(node: Node) -> str:
     """Upper-case name of the operation a node differentiates, e.g. ``TANH``; functions of users keep a small letter."""
     name = name_of(node).rsplit("::", 1)[-1]
-    if is_sink(node) or (isinstance(node, BackwardCFunction) and name == "BackwardHookFunctionBackward"):
-        return "ALIAS"  # PyTorch's own functions: the latter is for full backward hooks of modules
+    if is_sink(node) or (isinstance(node, BackwardCFunction) and name in _IDENTITIES):
+        return "ALIAS"
     if isinstance(node, BackwardCFunction):
         return "SYNCBATCHNORM" if name == "SyncBatchNormBackward" else f"user's {name}"
     return re.sub(r"BACKWARD\d*$", "", name.upper())

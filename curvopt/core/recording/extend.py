@@ -114,6 +114,15 @@ class LossRecorder:
         _record(output.grad_fn, LossCall(self.path, module, args, kwargs), 0, output.output_nr)
 
 
+def remember_parameters(module: nn.Module) -> None:
+    """Note the parameters that the extended modules of a module have now: ``fully_shard`` exchanges them."""
+    for child in module.modules():
+        recorder = next((hook for hook in child._forward_hooks.values() if isinstance(hook, Recorder)), None)
+        if recorder is not None:
+            for name, p in owned_parameters(child).items():
+                _extended[p] = f"{recorder.path}.{name}".lstrip("."), weakref.ref(child), recorder.model
+
+
 def _model_of(module: nn.Module, batch_axis: int) -> Model:
     """The model that a module is extended as: the larger one that it is a part of, or itself."""
     size = sum(1 for _ in module.modules())

@@ -1,0 +1,343 @@
+"""Steps of parameters that ``fully_shard`` divides among the ranks (FSDP2): each parameter has one owner.
+
+The owner of a parameter keeps all that the optimizer knows of it, whole: factors, inverses or eigenbases, momentum.
+Owners are chosen by cost, so the state of a rank falls with the number of ranks. A step has four parts::
+
+    backward      of whole parameters, gathered once where curvature is due; each rank has factors of its own samples
+    to owners     factors, whose mean over the ranks the owner takes; and the shards of each gradient
+    step          as in one process, of the parameters that the rank owns, from zero
+    to shards     the slices of each change
+
+All transfers are all-to-all: a rank sends its factors, its shards, and the changes of the parameters that it owns.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from math import prod
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from curvopt.distributed import Ranks, divide
+from curvopt.errors import CurvoptError
+from curvopt.optim.accumulation import Collection, Curvature, Zeros, zero_gradients
+from curvopt.optim.reports import kind_of
+
+
+class Layout(NamedTuple):
+    """Which rank has which slice of a parameter.
+
+    Attributes:
+        dim: the axis that is divided.
+        lengths: of the slices along it; those at the end may be shorter or empty.
+        replicas: ranks (of the group), by replica and slice.
+    """
+
+    dim: int
+    lengths: list[int]
+    replicas: list[list[int]]
+
+    def slice_of(self, rank: int) -> int:
+        """The slice that a rank has."""
+        return next(row.index(rank) for row in self.replicas if rank in row)
+
+    def senders(self, owner: int) -> list[int]:
+        """The ranks that send their slices to the owner: those of its replica."""
+        return next(row for row in self.replicas if owner in row)
+
+
+def layout(name: str, parameter: Any, group: dist.ProcessGroup) -> Layout:
+    """How ``fully_shard`` has divided a parameter among the ranks of a group.
+
+    Raises:
+        CurvoptError: if it is divided in another way (tensor parallelism), or among other ranks.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    *before, last = placements
+    if type(last) is not Shard or len(before) > 1 or not all(isinstance(each, Replicate) for each in before):
+        raise CurvoptError(
+            f"{name} is sharded over ranks as {placements}, but curvature needs whole rows and columns. Train with "
+            "torch.distributed.fsdp.fully_shard alone, on a mesh of one axis or of replicas and shards, or with "
+            "DistributedDataParallel; or give it to an optimizer of torch.optim."
+        )
+    places = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(group))}
+    ranks = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
+    if {rank for row in ranks for rank in row} != set(places):
+        raise CurvoptError(
+            f"{name} is sharded over the ranks {ranks}, but the optimizer works with {sorted(places)}; set "
+            "optimizer.process_group to the group of the mesh. A mesh of replicas and shards has to have all ranks."
+        )
+    rows, shards = parameter.shape[last.dim], len(ranks[0])
+    size = -(-rows // shards)
+    lengths = [max(0, min(size, rows - size * i)) for i in range(shards)]
+    return Layout(last.dim, lengths, [[places[rank] for rank in row] for row in ranks])
+
+
+class Sharding:
+    """The sharded parameters of an optimizer, their owners, and the transfers between owners and shards.
+
+    Args:
+        who: name of the optimizer.
+        names: of the parameters, in order.
+        costs: of a step, for the parameters of each param group.
+        group: the ranks that train the model together, ``"world"`` for those of the parameters.
+        device: of the parameters.
+
+    Attributes:
+        owners: the rank that owns each parameter. It stays where param groups are added.
+        kinds: of the curvature of each parameter, once some was collected.
+    """
+
+    def __init__(
+        self, who: str, names: Mapping[Tensor, str], costs: Sequence[Sequence[int]], group: Any, device: torch.device
+    ):
+        if group is None:
+            raise CurvoptError(
+                f"{who}.process_group is None, but the parameters are sharded over ranks; set it to their group."
+            )
+        mesh = next(iter(names)).device_mesh  # type: ignore[attr-defined]
+        everyone = dist.group.WORLD if mesh.ndim > 1 or mesh.size() == dist.get_world_size() else mesh.get_group()
+        chosen: Any = everyone if group == "world" else group
+        ranks = Ranks(chosen, device)
+        self.given, self.params, self.ranks = group, list(names), ranks
+        self.layouts = {p: layout(name, p, ranks.group) for p, name in names.items()}
+        loads, owners = [0] * ranks.size, list[int]()
+        for each in costs:
+            shares = divide(each, ranks.size, loads)
+            owner_of = {i: rank for rank, share in enumerate(shares) for i in share}
+            owners += [owner_of[i] for i in range(len(each))]
+        self.owners = dict(zip(self.params, owners, strict=True))
+        self.kinds: dict[Tensor, str] = {}
+        self.dtypes = list(dict.fromkeys(p.dtype for p in self.params))
+
+    def serves(self, params: Iterable[Tensor], group: Any) -> bool:
+        """Whether these are the parameters and the group that it was made for."""
+        now = list(params)
+        same = len(now) == len(self.params) and all(map(is_, now, self.params))
+        return same and (group is self.given or group == self.given)
+
+    def owns(self, p: Tensor) -> bool:
+        """Whether this rank owns a parameter."""
+        return self.owners[p] == self.ranks.rank
+
+    def forget_others(self, state: dict[Tensor, Any]) -> None:
+        """Remove the state of parameters that other ranks own."""
+        for p in self.params:
+            if not self.owns(p):
+                state.pop(p, None)
+
+    def kinds_by_index(self) -> dict[int, str]:
+        """The kinds of curvature, by index of a parameter, for checkpoints."""
+        return {i: self.kinds[p] for i, p in enumerate(self.params) if p in self.kinds}
+
+    def take_kinds(self, who: str, kinds: Mapping[int, str], state: dict[Tensor, Any]) -> None:
+        """Take over the kinds of a checkpoint, whose state has been loaded, and keep the state that this rank owns.
+
+        Raises:
+            CurvoptError: if it has no state for a parameter that this rank owns.
+        """
+        self.kinds = {self.params[int(i)]: kind for i, kind in kinds.items()}
+        self.forget_others(state)
+        missing = [p for p in self.kinds if self.owns(p) and "factors" not in state.get(p, {})]
+        if missing:
+            raise CurvoptError(
+                f"{who}.load_state_dict(): no curvature for {len(missing)} parameters that rank {self.ranks.rank} "
+                "owns, for this is the state of another rank. Save and load with torch.distributed.checkpoint, and "
+                "curvopt.optim.state_to_load for the tensors that a rank needs."
+            )
+
+    # Transfers
+
+    def exchange(
+        self,
+        dtypes: Sequence[torch.dtype],
+        outgoing: Sequence[tuple[int, Tensor]],
+        incoming: Sequence[tuple[int, Sequence[int], torch.dtype]],
+    ) -> list[Tensor]:
+        """Send tensors to ranks, and receive some: one all-to-all for each dtype.
+
+        Args:
+            dtypes: of the tensors of all ranks, in one order everywhere.
+            outgoing: ranks, and tensors for them. Those for one rank come in the order that it expects.
+            incoming: ranks, and shapes and dtypes of the tensors that they send.
+
+        Returns:
+            The tensors that were received, in the order of ``incoming``.
+        """
+        received = [torch.empty(0)] * len(incoming)
+        for dtype in dtypes:
+            parts: list[list[Tensor]] = [[] for _ in range(self.ranks.size)]
+            for rank, tensor in outgoing:
+                if tensor.dtype == dtype:
+                    parts[rank].append(tensor.reshape(-1))
+            expected: list[list[int]] = [[] for _ in range(self.ranks.size)]
+            for i, (rank, _, of) in enumerate(incoming):
+                if of == dtype:
+                    expected[rank].append(i)
+            sent = torch.cat([part for each in parts for part in each] or [torch.empty(0)]).to(self.ranks.device, dtype)
+            order = [i for each in expected for i in each]
+            sizes = [prod(incoming[i][1]) for i in order]
+            buffer = sent.new_empty(sum(sizes))
+            counts = [sum(prod(incoming[i][1]) for i in each) for each in expected]
+            given = [sum(part.numel() for part in each) for each in parts]
+            dist.all_to_all_single(buffer, sent, counts, given, group=self.ranks.group)
+            for i, part in zip(order, buffer.split(sizes), strict=True):
+                received[i] = part.view(tuple(incoming[i][1]))
+        return received
+
+    def whole(self, shards: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Whole tensors of the parameters that this rank owns, from the slices of all ranks.
+
+        Args:
+            shards: this rank's slices, by parameter; of equal parameters on all ranks.
+        """
+        outgoing, incoming, owned = [], [], []
+        for p, shard in shards.items():
+            owner, where = self.owners[p], self.layouts[p]
+            senders = where.senders(owner)
+            if self.ranks.rank in senders:
+                outgoing.append((owner, shard))
+            if owner == self.ranks.rank:
+                owned.append(p)
+                shapes = (self._shape(p, length) for length in where.lengths)
+                incoming += [(rank, shape, p.dtype) for rank, shape in zip(senders, shapes, strict=True)]
+        parts = iter(self.exchange(self.dtypes, outgoing, incoming))
+        return {p: torch.cat([next(parts) for _ in self.layouts[p].lengths], self.layouts[p].dim) for p in owned}
+
+    def slices(self, whole: Mapping[Tensor, Tensor], params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+        """This rank's slices of tensors that belong to some parameters, from their owners.
+
+        Args:
+            whole: tensors of the parameters that this rank owns.
+            params: the parameters; equal ones on all ranks.
+        """
+        outgoing, incoming = [], []
+        for p in params:
+            where = self.layouts[p]
+            if p in whole:
+                pieces = whole[p].split(where.lengths, where.dim)
+                outgoing += [(rank, piece) for row in where.replicas for rank, piece in zip(row, pieces, strict=True)]
+            length = where.lengths[where.slice_of(self.ranks.rank)]
+            incoming.append((self.owners[p], self._shape(p, length), p.dtype))
+        return dict(zip(params, self.exchange(self.dtypes, outgoing, incoming), strict=True))
+
+    def _shape(self, p: Tensor, length: int) -> list[int]:
+        shape = list(p.shape)
+        shape[self.layouts[p].dim] = length
+        return shape
+
+    def mean(self, collected: Collection, forms: Mapping[int, Any]) -> Collection:
+        """The mean of the ranks' curvature, of the parameters that this rank owns.
+
+        Args:
+            collected: by this rank.
+            forms: shapes, dtype and index of the input's factor, by index of the parameter; of all ranks together.
+        """
+        device, nothing = self.ranks.device, torch.zeros(())
+        own = {i: collected.curvature.get(self.params[i]) for i in forms}
+        weights = [collected.weight, collected.step_weight, collected.closure_weight]
+        weights += [nothing if each is None else each.weight for each in own.values()]
+        (means,) = self.ranks.mean([torch.stack([w.to(device, torch.float64) for w in weights])])
+        weight, step_weight, closure_weight, *of_params = means
+        outgoing, incoming, dtypes = [], [], dict.fromkeys(getattr(torch, dtype) for _, dtype, _ in forms.values())
+        for i, (shapes, name, _) in forms.items():
+            owner, curvature, dtype = self.owners[self.params[i]], own[i], getattr(torch, name)
+            sums = [torch.zeros(s, dtype=dtype, device=device) for s in shapes] if curvature is None else curvature.sums
+            outgoing += [(owner, each) for each in sums]
+            if owner == self.ranks.rank:
+                incoming += [(rank, shape, dtype) for shape in shapes for rank in range(self.ranks.size)]
+        parts = iter(self.exchange(list(dtypes), outgoing, incoming))
+        for i, (shapes, _, of_input) in forms.items():
+            self.kinds[self.params[i]] = kind_of(len(shapes[0]), of_input is not None)
+        result = Collection({}, weight, step_weight, closure_weight, variables=collected.variables)
+        for (i, (shapes, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
+            p = self.params[i]
+            if self.owns(p):
+                sums = [reduce(torch.add, [next(parts) for _ in range(self.ranks.size)]) for _ in shapes]
+                result.curvature[p] = Curvature([each / self.ranks.size for each in sums], of_input, mean_weight)
+        return result
+
+    def everywhere(self, lists: Mapping[Tensor, Sequence[Tensor]]) -> dict[Tensor, list[Tensor]]:
+        """Lists of tensors of all parameters, from their owners."""
+        own = {i: lists[p] for i, p in enumerate(self.params) if p in lists}
+        forms: list[Any] = [None] * self.ranks.size
+        dist.all_gather_object(
+            forms, {i: [(t.shape, t.dtype) for t in each] for i, each in own.items()}, group=self.ranks.group
+        )
+        dtypes = dict.fromkeys(dtype for each in forms for form in each.values() for _, dtype in form)
+        outgoing = [(rank, t) for each in own.values() for t in each for rank in range(self.ranks.size)]
+        incoming = [
+            (rank, shape, dtype) for rank, each in enumerate(forms) for form in each.values() for shape, dtype in form
+        ]
+        parts = iter(self.exchange(list(dtypes), outgoing, incoming))
+        return {self.params[i]: [next(parts) for _ in form] for each in forms for i, form in each.items()}
+
+    # The step
+
+    @contextmanager
+    def owned(
+        self, optimizer: Any, grads: Mapping[Tensor, Any], collected: Collection
+    ) -> Iterator[dict[Tensor, Tensor]]:
+        """Inside, the optimizer has the parameters that this rank owns, whole, at zero, with their gradients.
+
+        Args:
+            optimizer: whose param groups and state are exchanged.
+            grads: gradients by parameter.
+            collected: curvature by parameter, which is given to what stands for it.
+
+        Yields:
+            What stands for the parameters that are owned.
+        """
+        whole = self.whole({p: grad.to_local() for p, grad in grads.items()})
+        mine = [p for p in self.params if self.owns(p)]
+        device = self.ranks.device
+        stand_ins: dict[Tensor, Tensor] = {
+            p: nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device)) for p in mine
+        }
+        for p, grad in whole.items():
+            stand_ins[p].grad = grad
+        collected.curvature = {stand_ins[p]: each for p, each in collected.curvature.items()}
+        before = [(group["params"], group.get("param_names")) for group in optimizer.param_groups]
+        state, names = optimizer.state, optimizer._names()
+        try:
+            for group in optimizer.param_groups:
+                kept = [p for p in group["params"] if p in stand_ins]
+                group["params"], group["param_names"] = [stand_ins[p] for p in kept], [names[p] for p in kept]
+            optimizer.state = defaultdict(dict, {stand_ins[p]: state[p] for p in mine})
+            optimizer._step_of_owner = True
+            yield {p: stand_ins[p] for p in whole}
+        finally:
+            optimizer._step_of_owner, optimizer.state = False, state
+            for group, (params, given) in zip(optimizer.param_groups, before, strict=True):
+                group["params"], group["param_names"] = params, given
+                if given is None:
+                    del group["param_names"]
+
+    def apply(self, owned: Mapping[Tensor, Any], grads: Mapping[Tensor, Any], to_gradients: bool) -> None:
+        """Bring the step of the owners to the shards.
+
+        Args:
+            owned: what stood for the parameters that this rank owns; its values are their changes.
+            grads: shards of the gradients of all parameters.
+            to_gradients: copy the owners' gradients instead.
+        """
+        whole = {p: each.grad if to_gradients else each.detach() for p, each in owned.items()}
+        for p, change in self.slices(whole, list(grads)).items():
+            if to_gradients:
+                grads[p].to_local().copy_(change)
+            else:
+                p.to_local().add_(change)  # type: ignore[attr-defined]
+
+    def zero_gradients(self) -> Zeros:
+        """As of one process, if no rank has an entry of a gradient but zeros; all ranks call it together."""
+        zeros = zero_gradients(self.params)
+        return [] if self.ranks.sum(int(not zeros)) else zeros
