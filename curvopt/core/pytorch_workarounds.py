@@ -5,13 +5,71 @@ A test fails once PyTorch has mended a fault (``tests/test_pytorch_workarounds.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.nn.parallel import DistributedDataParallel
 
 from curvopt.core.autograd_graph.nodes import name_of, shape_of, walk
+
+
+def running_backward() -> int:
+    """A number that distinguishes the backward that runs now; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def saves_tensors_as_they_are() -> bool:
+    """Whether no hook packs the tensors that autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is None  # type: ignore[attr-defined]
+
+
+def is_written_down() -> bool:
+    """Whether operations are traced or exported, to be run later without modules."""
+    # not is_exporting(), which older versions of PyTorch take for true in all that they compile
+    return torch._C._get_tracing_state() is not None or torch.compiler._is_exporting_flag
+
+
+def is_batched(x: Tensor) -> bool:
+    """Whether a tensor holds several vectors, as in ``torch.autograd.grad(..., is_grads_batched=True)``."""
+    return torch._C._functorch.is_legacy_batchedtensor(x)  # type: ignore[attr-defined]
+
+
+def break_graph(call: Callable[..., Any], message: str) -> Callable[..., Any]:
+    """Interrupt what ``torch.compile`` traces, and have ``call`` run as it is."""
+    torch._dynamo.graph_break(msg=message)
+    return torch._dynamo.disable(call)
+
+
+def keep_compiled_backwards() -> None:
+    """The backward of what is compiled from now on may run several times."""
+    from torch._functorch import config
+
+    config.donated_buffer = False
+
+
+def vmap_of_autograd(single: Callable[..., Any]) -> Callable[..., Any]:
+    """The vmap of ``is_grads_batched=True``: that of ``torch.func`` gives wrong numbers for the backward of cdist."""
+    from torch._vmap_internals import _vmap
+
+    return _vmap(single, 0, 0, allow_none_pass_through=True)
+
+
+@contextmanager
+def without_reductions(models: Iterable[DistributedDataParallel]) -> Iterator[None]:
+    """Backwards inside start no reduction of gradients by models with a static graph."""
+    models = list(models)
+    before = [ddp._static_graph_delay_allreduce_enqueued for ddp in models]
+    try:
+        for ddp in models:
+            ddp._static_graph_delay_allreduce_enqueued = True
+        yield
+    finally:
+        for ddp, enqueued in zip(models, before, strict=True):
+            ddp._static_graph_delay_allreduce_enqueued = enqueued
 
 
 class Wrong(NamedTuple):

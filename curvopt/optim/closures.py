@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from curvopt.core.autograd_graph.vjp import is_own_backward
 from curvopt.core.backward.backpack import engine
+from curvopt.core.pytorch_workarounds import running_backward
 from curvopt.core.randomness import RandomState
 from curvopt.errors import CurvoptError
 
@@ -138,7 +139,7 @@ class Closure:
         called: list[Any] = []
 
         def run(original: Callable, outputs: Sequence[Any], *rest: Any, **options: Any) -> Any:
-            own = torch._C._current_graph_task_id() == -1 and not is_own_backward()
+            own = running_backward() == -1 and not is_own_backward()
             if own and options.get("accumulate_grad", False):
                 called.append(outputs)
                 return backward(original, outputs, *rest, **options)

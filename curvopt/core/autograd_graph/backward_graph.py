@@ -14,12 +14,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.node_vjp import Place, consumers_first
-from curvopt.core.autograd_graph.nodes import is_sink, leaf_of, name_of, shape_of, walk
+from curvopt.core.autograd_graph.nodes import is_sink, leaf_of, name_of, outputs_of, shape_of, walk
 from curvopt.core.batch_axis.layout import Layout, axis_of
 from curvopt.core.jacobians.base import Jacobian
 from curvopt.core.jacobians.combine import from_single_samples
 from curvopt.core.jacobians.sums import cast
 from curvopt.core.layers.rule import Rule, no_batch_axis
+from curvopt.core.pytorch_workarounds import without_reductions
 from curvopt.core.recording.calls import ModuleCall, TermCall, records_of
 from curvopt.core.recording.extended_parameters import extended_name
 from curvopt.core.recording.model_calls import Model, ModelCall, model_calls_of
@@ -191,7 +192,7 @@ class BackwardGraph:
 
     def users_of(self, node: Node) -> list[Operand]:
         """The operations that use any output of a node."""
-        outputs = range(len(node._input_metadata))  # type: ignore[attr-defined]
+        outputs = range(len(outputs_of(node)))
         return [user for nr in outputs for user in self.users.get((node, nr), ())]
 
     @contextmanager
@@ -202,14 +203,8 @@ class BackwardGraph:
         """
         sinks: list[Any] = [node for node in self.nodes if isinstance(node, BackwardCFunction) and is_sink(node)]
         models = [ddp for ddp in {sink.ddp_weakref() for sink in sinks} if ddp is not None and ddp.static_graph]
-        before = [ddp._static_graph_delay_allreduce_enqueued for ddp in models]
-        for ddp in models:
-            ddp._static_graph_delay_allreduce_enqueued = True
-        try:
+        with without_reductions(models):
             yield
-        finally:
-            for ddp, enqueued in zip(models, before, strict=True):
-                ddp._static_graph_delay_allreduce_enqueued = enqueued
 
 
 def read_graph(roots: Sequence[Node]) -> BackwardGraph:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch._vmap_internals import _vmap
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from curvopt.core.autograd_graph.nodes import outputs_of, shape_of
 from curvopt.core.autograd_graph.vjp import cut, pull
+from curvopt.core.pytorch_workarounds import vmap_of_autograd
 
 Place = tuple[Node, int]  # an output of a node
 
@@ -40,7 +41,7 @@ def call_node(node: Node, grads: Sequence[Tensor | None]) -> list[Tensor | None]
     """The gradients at the operands of an operation, from those at its outputs."""
     return [
         # as autograd's engine does for an operand that was repeated
-        grad if grad is None or below is None else _summed(grad, below._input_metadata[nr].shape)  # type: ignore[attr-defined]
+        grad if grad is None or below is None else _summed(grad, shape_of(below, nr))
         for grad, (below, nr) in zip(_called(node, grads), node.next_functions, strict=False)
     ]
 
@@ -90,7 +91,7 @@ def pull_by_nodes(vectors: Mapping[Place, Tensor], targets: Collection[Place]) -
     for node in order:
         if node not in leads and node not in ends:
             continue
-        grads = [arrived.pop((node, nr), None) for nr in range(len(node._input_metadata))]  # type: ignore[attr-defined]
+        grads = [arrived.pop((node, nr), None) for nr in range(len(outputs_of(node)))]
         found.update(((node, nr), g) for nr, g in enumerate(grads) if g is not None and (node, nr) in targets)
         if node in leads and any(grad is not None for grad in grads):
             for below, grad in zip(node.next_functions, call_node(node, grads), strict=False):
@@ -102,7 +103,7 @@ def pull_by_nodes(vectors: Mapping[Place, Tensor], targets: Collection[Place]) -
 
 def pull_together(node: Node, output_nr: int, position: int, vectors: Tensor) -> Tensor | None:
     """Pull vectors ``[v, *output]`` through one operation to one of its operands, ``[v, *operand]``."""
-    outputs = len(node._input_metadata)  # type: ignore[attr-defined]
+    outputs = len(outputs_of(node))
 
     def single(vector: Tensor) -> Tensor | None:
         return call_node(node, [vector if nr == output_nr else None for nr in range(outputs)])[position]
@@ -123,8 +124,7 @@ def pull_to_leaf(source: Place, leaf: Tensor, vectors: Tensor) -> Tensor | None:
 def _together(single: Callable[[Tensor], Tensor | None], vectors: Tensor, batched: bool) -> Tensor | None:
     if batched and not torch.is_anomaly_enabled():
         try:
-            # the one of `torch.autograd.grad`: that of `torch.func` gives wrong numbers for the backward of cdist
-            found = _vmap(single, 0, 0, allow_none_pass_through=True)(vectors)
+            found = vmap_of_autograd(single)(vectors)
             if found is None or _is_linear(single, vectors, found):
                 return found
         except (RuntimeError, ValueError):  # vmap cannot enter an operation

@@ -94,6 +94,21 @@ def dependents(found: Iterable[Node], parents: dict[Node, list[Node]]) -> set[No
     return dependent
 
 
+def metadata(node: Any, nr: int = 0) -> Any:
+    """Shape, dtype and device of an output of a node."""
+    return node._input_metadata[nr]
+
+
+def outputs_of(node: Any) -> Sequence[Any]:
+    """Shape, dtype and device of each output of a node."""
+    return node._input_metadata
+
+
+def saved(node: Any, name: str, default: Any = None) -> Any:
+    """What a node saved under a name; a default if it saved nothing there."""
+    return getattr(node, f"_saved_{name}", default)
+
+
 def shape_of(node: Any, nr: int = 0) -> torch.Size:
     """Shape of an output of a node."""
     return torch.Size(node._input_metadata[nr].shape)

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Operand
 from curvopt.core.autograd_graph.node_vjp import Place
-from curvopt.core.autograd_graph.nodes import is_complex, leaf_of, shape_of
+from curvopt.core.autograd_graph.nodes import is_complex, leaf_of, metadata, outputs_of, shape_of
 from curvopt.core.batch_axis.layout import Layout
 from curvopt.core.batch_axis.samples import Location
 from curvopt.core.layers.broadcast import broadcast_of, broadcasts, is_bias, shape_among
@@ -73,7 +73,7 @@ def find_entry_points(
     while stack:
         operand = stack.pop()
         node = operand[0]
-        outputs = [(node, nr) for nr in range(len(node._input_metadata))]  # type: ignore[attr-defined]
+        outputs = [(node, nr) for nr in range(len(outputs_of(node)))]
         behind = [place for place in outputs if place in layouts]
         if not behind:
             around.append(operand)
@@ -226,7 +226,7 @@ def shared_call(found: CallInGraph, graph: BackwardGraph, location: Location) ->
     entries, _ = find_entry_points(operands, graph, location.axes.layouts, alone=False)
     operands = []
     for entry in entries:
-        like = entry.operand.node._input_metadata[entry.operand.output_nr]  # type: ignore[attr-defined]
+        like = metadata(entry.operand.node, entry.operand.output_nr)
         stand_in = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device="meta"), requires_grad=False)
         operands.append(_operation(stand_in, entry, location, found.call.path, found.call.owner, itself=True))
     call = ParameterCall(found.call.path, found.call.module, (), torch.Size(), found.call.owner)

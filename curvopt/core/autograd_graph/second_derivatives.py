@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.autograd_graph.nodes import is_complex, operation
+from curvopt.core.autograd_graph.nodes import is_complex, operation, saved
 from curvopt.core.autograd_graph.operations import ELEMENTWISE, LINEAR, MULTILINEAR
 from curvopt.core.autograd_graph.vjp import cut, pull
 from curvopt.core.linear_algebra import eigh
@@ -88,9 +88,7 @@ def _curved(node: Node, name: str) -> bool:
     if name == "ABS":  # of complex numbers
         following, nr = node.next_functions[0]
         return following is not None and is_complex(following, nr)
-    return name.endswith("BATCHNORM") and bool(
-        getattr(node, "_saved_training", False)
-    )  # of single samples: instance norm
+    return name.endswith("BATCHNORM") and bool(saved(node, "training", False))  # of single samples: instance norm
 
 
 def residual_columns(residual: Residual, grads: list[Tensor], N: int, size: int, modify: Modify) -> Iterator[Columns]:

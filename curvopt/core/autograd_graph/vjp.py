@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.autograd_graph.nodes import leads_further_to
-from curvopt.core.pytorch_workarounds import _wrong_together
+from curvopt.core.pytorch_workarounds import _wrong_together, running_backward
 
 #: The contexts that are told of backwards, innermost last, and an `OwnBackward` while it pulls back itself.
 listeners: list[Any] = []
@@ -114,7 +114,7 @@ def pull_each(
     tasks: list[int] = []
 
     def passing(i: int, grad: Tensor) -> None:
-        tasks.append(torch._C._current_graph_task_id())
+        tasks.append(running_backward())
         if tasks[-1] == tasks[0]:  # and not one of what is pulled back from where others arrive
             arrived(i, grad.unsqueeze(0))
 

@@ -33,6 +33,7 @@ from curvopt.core.backward.request_checks import (
 )
 from curvopt.core.batch_axis.samples import EmptyBatch
 from curvopt.core.losses.loss_search import find_losses
+from curvopt.core.pytorch_workarounds import is_batched, running_backward
 from curvopt.core.recording.calls import ModuleCall
 from curvopt.core.recording.extend import extend
 from curvopt.core.recording.extended_parameters import extended_model, extended_parameters
@@ -315,7 +316,7 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
     roots = [node for node in nodes if node is not None]
     accumulates, inputs = kwargs.get("accumulate_grad", False), args[3]
     contexts = _active_contexts()
-    if torch._C._current_graph_task_id() != -1:  # of a hook inside a backward
+    if running_backward() != -1:  # of a hook inside a backward
         if contexts and accumulates and any(records_behind(roots, ModuleCall)):
             raise contexts[-1]._started_inside()
         return call()
@@ -334,7 +335,6 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
             # backward(create_graph=True) is what one asks for here; fields hold no reference to .grad
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
-        is_batched = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
         batched = any(is_batched(grad) for grad in args[0] if grad is not None)
         given = {}
         for root, grad in zip(outputs, args[0], strict=True):

@@ -41,6 +41,7 @@ from curvopt.core.jacobians.pulled_back import PulledBack
 from curvopt.core.layers.functional import ParameterCall
 from curvopt.core.losses.generic_loss import GenericLoss
 from curvopt.core.losses.hessian_root import Loss
+from curvopt.core.pytorch_workarounds import running_backward
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
@@ -277,7 +278,7 @@ class BackwardPass:
 
     def _gradient(self, call: CallInGraph, index: int, grad: Tensor) -> None:
         """The gradient of one output of a call: reduce it, or keep it until the parameter's other calls have theirs."""
-        task = torch._C._current_graph_task_id()
+        task = running_backward()
         self._task = task if self._task is None else self._task
         if task != self._task:
             return  # of a backward that was started inside of this one

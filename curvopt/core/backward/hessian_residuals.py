@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core.autograd_graph.backward_graph import leaves_behind
-from curvopt.core.autograd_graph.nodes import is_complex, precisions
+from curvopt.core.autograd_graph.nodes import is_complex, precisions, shape_of
 from curvopt.core.autograd_graph.second_derivatives import (
     Modify,
     nonlinear_operations,
@@ -116,7 +116,7 @@ def _is_sample_first(run: BackwardPass, edge: GradientEdge) -> bool:
     if any(call.location is not location for call in run.calls):
         return False
     if (edge.node, edge.output_nr) not in location.axes.layouts:  # between the heads and the loss
-        shape = edge.node._input_metadata[edge.output_nr].shape  # type: ignore[attr-defined]
+        shape = shape_of(edge.node, edge.output_nr)
         rows = location.rows_of(edge, shape[0]) if len(shape) else None
         return rows is not None and rows == [j // max(len(rows) // location.N, 1) for j in range(len(rows))]
     return isinstance(layout, Layout) and layout.before == 1 and layout.labels is None

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.backward_graph import CallInGraph
-from curvopt.core.autograd_graph.nodes import leads_to, name_of
+from curvopt.core.autograd_graph.nodes import leads_to, name_of, outputs_of, shape_of
 from curvopt.core.autograd_graph.vjp import pull
 from curvopt.core.jacobians.chunk import Chunk
 from curvopt.core.layers.affine import Convolution
@@ -54,7 +54,7 @@ def kfra_jacobians(
     root = _root(columns.reshape(len(columns), len(columns[0]), -1).flatten(0, 1))
     left = {place for place, entry in at.items() if entry.parameters}
     while True:
-        shape = edge.node._input_metadata[edge.output_nr].shape
+        shape = shape_of(edge.node, edge.output_nr)
         if shape[0] != N:
             raise CurvoptError(
                 f"kfra: {name_of(edge.node)} has an output of shape {list(shape)}, not one row for each sample."
@@ -99,6 +99,6 @@ def _inputs(node: Node, entry: CallInGraph | None) -> list[GradientEdge]:
     """Of the whole call if it is the output of a convolution, whose padding may go several ways (a circular one)."""
     if entry is not None and isinstance(entry.rule, Convolution) and len(entry.call.boundary) == 1:
         (before,) = entry.call.boundary
-        if len(before._input_metadata) == 1:  # type: ignore[attr-defined]
+        if len(outputs_of(before)) == 1:
             return [GradientEdge(before, 0)]
     return [GradientEdge(f, nr) for f, nr in node.next_functions if f is not None]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Operand, operands_inside, read_graph
-from curvopt.core.autograd_graph.nodes import leads_to, name_of, shape_of, walk
+from curvopt.core.autograd_graph.nodes import leads_to, name_of, outputs_of, saved, shape_of, walk
 from curvopt.core.autograd_graph.parameter_calls import find_entry_points, join_biases, parameter_calls, shared_call
 from curvopt.core.batch_axis.layout import Layout
 from curvopt.core.batch_axis.samples import Location, locate
@@ -133,7 +133,7 @@ def _note_around(located: LocatedGraph, p: nn.Parameter, operand: Operand, locat
         for other, place in enumerate(node.next_functions):
             if other != position and place[0] is not None and (place in heads or _leads_to(place[0], heads)):
                 weighs = weighs or name_of(node).startswith(WEIGHING)
-        for nr in range(len(node._input_metadata)):  # type: ignore[attr-defined]
+        for nr in range(len(outputs_of(node))):
             for user in graph.users.get((node, nr), ()):
                 if user not in seen and (user[0], 0) not in layouts:
                     seen.add(user)
@@ -203,7 +203,7 @@ def norms_in_loss(located: LocatedGraph) -> list[Node]:
 
 
 def _is_training_norm(node: Node) -> bool:
-    return bool(node.next_functions) and "BatchNorm" in name_of(node) and getattr(node, "_saved_training", True)
+    return bool(node.next_functions) and "BatchNorm" in name_of(node) and saved(node, "training", True)
 
 
 def is_mixed(call: CallInGraph) -> bool:

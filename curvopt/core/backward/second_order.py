@@ -115,7 +115,7 @@ def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
         raise CurvoptError(
             f"{fields_of(run.second_order)}: a part of the loss was compiled by torch.compile, so that its "
             "backward runs once; compute it outside of what is compiled, or set "
-            "torch._functorch.config.donated_buffer = False before it is compiled."
+            "donated_buffer = False in PyTorch's functorch configuration before it is compiled."
         ) from error
 
 

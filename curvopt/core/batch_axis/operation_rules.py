@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from curvopt.core.autograd_graph.nodes import outputs_of, saved
 from curvopt.core.batch_axis.indexing_rules import embedding, gather, index, index_add, index_put, index_select, scatter
 from curvopt.core.batch_axis.layout import AnyLayout, Layout
 from curvopt.core.batch_axis.operation_call import OperationCall, signed
@@ -129,7 +130,7 @@ def _last_two(call: OperationCall) -> list[AnyLayout]:
 
 def _reduce(call: OperationCall) -> list[AnyLayout]:
     (shape,) = call.operands
-    dims = getattr(call.node, "_saved_dim", None)
+    dims = saved(call.node, "dim")
     if dims is None or shape is None:
         return call.unknown
     taken = {signed(dim) % max(len(shape), 1) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])}
@@ -165,7 +166,7 @@ def _split(call: OperationCall) -> list[AnyLayout]:
     index = call.axis.index
     if shape is None or index != call.dim(len(shape)):
         return [call.at(shape, index)]
-    start = sum(metadata.shape[index] for metadata in call.node._input_metadata[: call.output_nr])  # type: ignore[attr-defined]
+    start = sum(metadata.shape[index] for metadata in outputs_of(call.node)[: call.output_nr])
     places = range(start, start + call.shape[index])
     return [call.placed(shape, index, call.labels, places)]
 
@@ -198,7 +199,7 @@ def _repeat(call: OperationCall) -> list[AnyLayout]:
 
 
 def _pad(call: OperationCall) -> list[AnyLayout]:
-    widths = getattr(call.node, "_saved_pad", None) or getattr(call.node, "_saved_padding", ())
+    widths = saved(call.node, "pad") or saved(call.node, "padding", ())
     padded = call.axis.index >= len(call.shape) - len(widths) // 2
     return call.unknown if padded else [call.at(call.operands[0], call.axis.index)]
 
@@ -217,7 +218,7 @@ def _attention(call: OperationCall) -> list[AnyLayout]:
 
 def _recurrent(call: OperationCall) -> list[AnyLayout]:
     # input and output [T, N, ...] or [N, T, ...], states [layers, N, ...], weights
-    batch_first = bool(getattr(call.node, "_saved_batch_first", False))
+    batch_first = bool(saved(call.node, "batch_first", False))
     index = 1 - batch_first if call.output_nr == 0 else 1
     shapes, found = call.operands, call.shared
     if call.axis.index != index or call.shape[index] != call.layout.rows:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from curvopt.core.autograd_graph.node_vjp import call_node
+from curvopt.core.autograd_graph.nodes import outputs_of
 from curvopt.core.batch_axis.layout import UNKNOWN, UNUSED, AnyLayout, Layout, labelled
 
 
@@ -19,7 +20,7 @@ def probe_operands(node: Node, output_nr: int, layout: Layout, N: int) -> list[A
 
     ``None`` for an operand that all samples share, or whose entries belong to several.
     """
-    metadata = node._input_metadata  # type: ignore[attr-defined]
+    metadata = outputs_of(node)
     at = metadata[output_nr]
     if not (at.dtype.is_floating_point or at.dtype.is_complex):
         return [UNKNOWN] * len(node.next_functions)

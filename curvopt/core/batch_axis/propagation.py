@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from curvopt.core.autograd_graph.node_vjp import Place, consumers_first
-from curvopt.core.autograd_graph.nodes import name_of, operation
+from curvopt.core.autograd_graph.nodes import name_of, operation, outputs_of, shape_of
 from curvopt.core.autograd_graph.operations import OPERATIONS, UNKNOWN_OPERATION
 from curvopt.core.batch_axis.layout import UNKNOWN, AnyLayout, Layout, axis_of, completed, merged
 from curvopt.core.batch_axis.operation_call import OperationCall, as_mixed
@@ -62,7 +62,7 @@ def propagate_batch_axis(
     """
     layouts: dict[Place, AnyLayout] = dict(heads)
     for node in consumers_first([node for node, _ in heads], {node for node, _ in last}):
-        for nr in range(len(node._input_metadata)):  # type: ignore[attr-defined]
+        for nr in range(len(outputs_of(node))):
             place = node, nr
             if place not in layouts or (place in last and place not in heads):
                 continue
@@ -73,7 +73,7 @@ def propagate_batch_axis(
                 found = [layout] * len(operands)
             for operand, own in zip(operands, found, strict=True):
                 if N == 1 and own is UNKNOWN and operand[0] is not None:
-                    own = Layout(1, 1, prod(operand[0]._input_metadata[operand[1]].shape))  # noqa: PLW2901
+                    own = Layout(1, 1, prod(shape_of(*operand)))  # noqa: PLW2901
                 if operand[0] is not None and operand not in heads:
                     layouts[operand] = merged(layouts[operand], own, N) if operand in layouts else own  # type: ignore[index,assignment]
     for place, layout in layouts.items() if complete else ():
@@ -89,7 +89,7 @@ def operand_layouts(node: Node, output_nr: int, layout: Layout, N: int) -> list[
     rule = _rule(name_of(node), operation(node))
     if rule is view:
         return [layout] * len(node.next_functions)
-    shape = node._input_metadata[output_nr].shape  # type: ignore[attr-defined]
+    shape = shape_of(node, output_nr)
     axis = axis_of(shape, layout)
     if rule is None and axis is not None and _is_recorded_batch_norm(node):
         call = OperationCall(node, output_nr, shape, layout, axis, N)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from functools import cached_property, reduce
 from math import prod
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from curvopt.core.jacobians import chunk_sizes as costs
 from curvopt.core.jacobians.base import Approx, Jacobian
+from curvopt.core.jacobians.outer_squares import add_squares, by_sample, squares_of_pairs
 from curvopt.core.jacobians.patches import Patches
+from curvopt.core.jacobians.products import norms2_of, over_samples, pairs_of, products_of
 from curvopt.core.jacobians.second_moments import (
     _are_apart,
     _by_feature,
@@ -24,7 +26,7 @@ from curvopt.core.jacobians.second_moments import (
     _ungrouped,
 )
 from curvopt.core.jacobians.squares import Squares
-from curvopt.core.jacobians.sums import _sum, _weighted, add, cast, widened
+from curvopt.core.jacobians.sums import _weighted, add, cast, widened
 
 T = TypeVar("T")
 
@@ -70,12 +72,12 @@ class Outer(Jacobian):
 
     def dense(self) -> Tensor:
         if torch.is_grad_enabled() or not isinstance(self._right, Patches):
-            return _products(*self._sides(self.left, self.right)).reshape(self.V, self.N, *self.shape)
+            return products_of(*self._sides(self.left, self.right)).reshape(self.V, self.N, *self.shape)
         products = self.left.new_empty(self.V, self.N, *self.shape)
         of_matrices, n = products.view(self.V, self.N, self.G, *self._sides(self.O, self.I)), 0
         for right in self._right.split(costs.rows_at_once(self.S, self.G * self.I, self.left.device.type)):
             samples = slice(n, n := n + len(right))
-            _products(*self._sides(self.left[:, samples], right), out=of_matrices[:, samples])
+            products_of(*self._sides(self.left[:, samples], right), out=of_matrices[:, samples])
         return products
 
     def with_lengths(self, lengths: Tensor) -> Self:
@@ -94,7 +96,7 @@ class Outer(Jacobian):
         return number // self.N if self.of_batch and _are_apart(self.left.movedim(3, 2)) else number
 
     def sum_batch(self) -> Tensor:
-        return self._shaped(_over_samples(self.left, self.right))
+        return self._shaped(over_samples(self.left, self.right))
 
     def squares(self) -> Tensor:
         return Squares().add(self).total()
@@ -105,14 +107,14 @@ class Outer(Jacobian):
     def norms2(self) -> Tensor:
         """Squared norms ``[V, N]`` without forming the products where that is cheaper (Gram trick, Goodfellow 2015)."""
         if self.G == self.S == 1:
-            return self.output_norms2 * _norms2(self.right)
+            return self.output_norms2 * norms2_of(self.right)
         if costs.by_gram(self.S, self.O, self.I):
             # terms of both signs may round to less than nothing
             return ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum((2, 3, 4)).clamp(min=0)
         if torch.is_grad_enabled():
             return self.dense().reshape(self.V, self.N, -1).square().sum(2)
         norms = self.left.new_empty(self.V, self.N)
-        for v, samples, products in self._by_sample():
+        for v, samples, products in by_sample(self):
             norms[v, samples] = products.square_().sum([*range(1, products.dim())])
         return norms
 
@@ -134,7 +136,7 @@ class Outer(Jacobian):
     @cached_property
     def output_norms2(self) -> Tensor:
         """Squared norms, ``[V, N]``."""
-        return _norms2(self.left)
+        return norms2_of(self.left)
 
     @cached_property
     def output_squares(self) -> Tensor:
@@ -263,140 +265,15 @@ class Outer(Jacobian):
         """Products of the left sides of all pairs of positions, summed over vectors, ``[N, G, P, O]``."""
         if self.S == 1:
             return self.output_squares
-        return torch.cat([_weighted(pairs, self.weights) for pairs in _pairs(self.left)], 2)
+        return torch.cat([_weighted(pairs, self.weights) for pairs in pairs_of(self.left)], 2)
 
     def squares_of_pairs(self, left: Tensor, per_sample: bool) -> Tensor:
         """Squares from `output_pairs`, ``[*p]`` or, sample by sample, ``[N, *p]``."""
-        P, width, device = left.shape[2], self.G * self.I, left.device.type
-        step = costs.samples_at_once(P * width, self.N, device) if per_sample else costs.rows_at_once(P, width, device)
-        left = torch.cat([left[:, :, : self.S], 2 * left[:, :, self.S :]], 2) if self.S > 1 else left
-        several = step < self.N
-        sides = zip(left.split(step), self.right.split(step), strict=True) if several else [(left, self.right)]
-        parts = ((part, right * right if self.S == 1 else torch.cat([*_pairs(right)], 2)) for part, right in sides)
-        if not per_sample:
-            return self._shaped(reduce(add, (widened(_over_samples(part, right)) for part, right in parts)))
-        if torch.is_grad_enabled():
-            return self._shaped(torch.cat([part.mT @ right for part, right in parts]))
-        result = left.new_empty(1, self.N, self.G, *self._sides(self.O, self.I))
-        for (part, right), out in zip(parts, result.split(step, 1), strict=True):
-            rows, columns = self._sides(part, right)
-            _products(rows.unsqueeze(0), columns.unsqueeze(0), out)
-        return result.reshape(self.N, *self.shape)
+        return squares_of_pairs(self, left, per_sample)
 
     def add_squares(self, total: Tensor | None, per_sample: bool) -> Tensor:
-        """``total`` plus the squares, ``[*p]`` or, sample by sample, ``[N, *p]``; in place where no graph is built.
-
-        The result is of at least float32 (see `widened`).
-        """
-        if torch.is_grad_enabled():
-            squares = widened(_weighted(self.dense().square(), self.weights))
-            return add(total, squares if per_sample else squares.sum(0))
-        if per_sample:
-            like = widened(self.left.new_empty(0))
-            result = like.new_empty(self.N, *self.shape) if total is None else total.contiguous()
-            for v, samples, products in self._by_sample(in_order=True):
-                weighted = self._times_weights(products, v, samples)
-                from_single_samples = result[samples].view(-1, *products.shape[1:])
-                if total is None and v == 0:
-                    torch.mul(weighted, products, out=from_single_samples)
-                else:
-                    from_single_samples.addcmul_(weighted, products)
-            return result
-        squares = None
-        for v, samples, products in self._by_sample():
-            if squares is None:
-                squares = widened(torch.zeros_like(products[0]))
-            weighted = self._times_weights(products, v, samples)
-            if len(products) > 1 and not costs.adds_one_by_one(squares.numel(), squares.device.type):
-                squares.add_(_sum(products.mul_(weighted)))
-                continue
-            for a, b in zip(weighted, products, strict=True):
-                squares.addcmul_(a, b)
-        assert squares is not None
-        return add(total, squares.reshape(self.shape).contiguous())
+        return add_squares(self, total, per_sample)
 
     def _sides(self, left: T, right: T) -> tuple[T, T]:
         """Left and right side, in the order in which the parameter has them."""
         return (right, left) if self.transposed else (left, right)
-
-    def _by_sample(self, in_order: bool = False) -> Iterator[tuple[int, slice, Tensor]]:
-        """A vector, some samples, and their products ``[n, *]``.
-
-        The last axes are the parameter's, split. They are overwritten by the next ones: fresh memory costs more than
-        arithmetic.
-
-        Args:
-            in_order: entries are in the parameter's order in memory, too.
-        """
-        return self._formed(in_order)
-
-    def _formed(self, in_order: bool) -> Iterator[tuple[int, slice, Tensor]]:
-        # [I, O]: few inputs, as of the first convolution, fill the rows of a matrix product better than its columns
-        right_first = self.transposed or not (in_order or isinstance(self._right, Tensor))
-        sides = (self.I, self.O) if right_first else (self.O, self.I)
-        device = self.left.device.type
-        step = costs.samples_at_once(self.G * self.O * self.I, self.N, device)
-        bands = self._right.bands if isinstance(self._right, Patches) and right_first else None
-        if bands is not None and (step == 1 or costs.one_by_one(self.I // bands.shape[2], self.I * self.S, device)):
-            K, C, R = bands.shape[2:5]
-            buffer, rights = self.left.new_empty(self.G, K, C * R, self.O), bands.flatten(3, 4).flatten(0, 1).unbind()
-            products = buffer.view(1, self.G, K, C, R, self.O).permute(0, 1, 5, 3, 2, 4)
-            for v, of_v in enumerate(self.left):
-                for i, (left, right) in enumerate(zip(of_v.flatten(0, 1), rights, strict=True)):
-                    n, g = divmod(i, self.G)
-                    torch.bmm(right, left.expand(K, -1, -1), out=buffer[g])
-                    if g == self.G - 1:
-                        yield v, slice(n, n + 1), products
-            return
-        rights = _pieces(self.right, step)
-        buffer = self.left.new_empty(min(step, self.N) * self.G, *sides)
-        for v, of_v in enumerate(self.left):
-            for i, (left, right) in enumerate(zip(_pieces(of_v, step), rights, strict=True)):
-                rows, columns = (right, left) if right_first else (left, right)
-                products = torch.bmm(rows.mT, columns, out=buffer[: len(left)]).view(-1, self.G, *sides)
-                products = products if right_first == self.transposed else products.mT
-                yield v, slice(i * step, (i + 1) * step), products
-
-    def _times_weights(self, products: Tensor, v: int, samples: slice) -> Tensor:
-        if self.weights is None:
-            return products
-        return products * self.weights[v, samples].reshape(-1, *[1] * (products.dim() - 1))
-
-
-def _pairs(sides: Tensor) -> Iterator[Tensor]:
-    """Products of all pairs of positions of ``[..., S, F]``, by their distance: ``[..., S - d, F]``."""
-    S = sides.shape[-2]
-    yield from (sides[..., : S - d, :] * sides[..., d:, :] for d in range(max(S, 1)))
-
-
-def _products(rows: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:
-    """``rows^T columns`` of ``[V, N, G, S, *]`` or, for all vectors, ``[N, G, S, *]``; into ``out``."""
-    if torch.is_grad_enabled():
-        return rows.mT @ columns
-    V = len(rows) if rows.dim() == 5 else len(columns)
-    shape = (*(rows if rows.dim() == 4 else columns).shape[:2], rows.shape[-1], columns.shape[-1])
-    result = rows.new_empty(V, *shape) if out is None else out
-    if rows.shape[-2] == 1:
-        return torch.mul(rows.mT, columns, out=result)
-    for v in range(V):
-        # one by one: a product that is broadcast copies the side that all vectors share
-        of_v = [(side[v] if side.dim() == 5 else side).flatten(0, 1) for side in (rows, columns)]
-        torch.bmm(of_v[0].mT, of_v[1], out=result[v].flatten(0, 1))
-    return result
-
-
-def _pieces(sides: Tensor, step: int) -> Sequence[Tensor]:
-    """Some samples of ``[N, G, S, F]`` at a time, ``[n G, S, F]``."""
-    return [sides.flatten(0, 1)] if step >= len(sides) else sides.flatten(0, 1).split(step * sides.shape[1])
-
-
-def _over_samples(left: Tensor, right: Tensor) -> Tensor:
-    """``sum_{n,s} l r^T`` of ``[..., N, G, S, O]`` and ``[N, G, S, I]``, ``[..., G, O, I]``."""
-    return _by_feature(left) @ _by_feature(right).mT
-
-
-def _norms2(sides: Tensor) -> Tensor:
-    """Squared norms of sides ``[..., G, S, F]``."""
-    if torch.is_grad_enabled():  # at zero a norm has no second derivative
-        return (sides * sides).sum((-3, -2, -1))
-    return torch.linalg.vector_norm(sides, dim=(-3, -2, -1)).square_()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from curvopt.core.autograd_graph.nodes import Saved, name_of, shape_of
+from curvopt.core.autograd_graph.nodes import Saved, name_of, outputs_of, shape_of
 from curvopt.core.layers.affine import Conv, ConvTranspose, Product
 from curvopt.core.layers.embedding import Embedding, Indexed
 from curvopt.core.layers.rule import Rule
@@ -213,7 +213,7 @@ def _convolution(node: Node, position: int, weight: Tensor, shape: torch.Size) -
 
 def _slope_of_convolution(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
     """The gradient by a convolution's input: a transposed one, with the same weight, of what arrived at its output."""
-    saved, metadata = Saved(node), node._input_metadata  # type: ignore[attr-defined]
+    saved, metadata = Saved(node), outputs_of(node)
     alone = not any(len(of_others.shape) for of_others in metadata[1:])  # else of the gradient by its weight, too
     if position != 2 or not alone or not weight.is_contiguous() or weight.numel() != shape.numel():
         return None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.node_vjp import pull_together
-from curvopt.core.autograd_graph.nodes import shape_of
+from curvopt.core.autograd_graph.nodes import metadata, shape_of
 from curvopt.core.autograd_graph.second_derivatives import nonlinear_operations
 from curvopt.core.autograd_graph.vjp import pull
 from curvopt.core.jacobians.base import Dense
@@ -56,7 +56,7 @@ class PerSampleRule(Rule):
         assert grad is not None
         values = pull_together(self.node, self.output_nr, self.position, grad.to(self._dtype(grad)))
         shape = shape_of(self.edge.node, self.edge.output_nr)
-        below = self.edge.node._input_metadata[self.edge.output_nr]  # type: ignore[attr-defined]
+        below = metadata(self.edge.node, self.edge.output_nr)
         if values is None:
             values = torch.zeros(len(grad), *shape, dtype=below.dtype, device=grad.device)
         if self.p is not None and getattr(self.edge.node, "variable", None) is not self.p:
@@ -65,7 +65,7 @@ class PerSampleRule(Rule):
         return dict.fromkeys(names, Dense(values.unsqueeze(1)))
 
     def _dtype(self, grad: Tensor) -> torch.dtype:
-        return self.node._input_metadata[self.output_nr].dtype  # type: ignore[attr-defined]
+        return metadata(self.node, self.output_nr).dtype
 
 
 class SharedCallRule(Rule):

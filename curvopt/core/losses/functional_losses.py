@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.autograd_graph.nodes import name_of, operation, saved_names
+from curvopt.core.autograd_graph.nodes import metadata, name_of, operation, saved, saved_names, shape_of
 from curvopt.core.autograd_graph.vjp import pull
 from curvopt.core.jacobians.sums import widened
 from curvopt.core.losses.hessian_root import Bernoulli, Diagonal, LossCurvature, Softmax, root_of_weights
@@ -40,7 +40,7 @@ class FunctionalLoss:
     @property
     def input(self) -> Tensor:
         """A tensor with the shape, type and device of z."""
-        z = self.edge.node._input_metadata[self.edge.output_nr]
+        z = metadata(self.edge.node, self.edge.output_nr)
         return torch.empty((), dtype=z.dtype, device=z.device).expand(z.shape)
 
     def describe(self) -> str:
@@ -118,7 +118,7 @@ def _recognise(node: Node) -> FunctionalLoss | None:
     edges = [GradientEdge(following, nr) for following, nr in node.next_functions if following is not None]
     if kind not in _KINDS or len(edges) != 1:
         return None  # unknown, or the target depends on parameters, too
-    if kind == "LOGSOFTMAX" and _class_axis(node._saved_dim, len(node._input_metadata[0].shape)) == 0:  # type: ignore[attr-defined]
+    if kind == "LOGSOFTMAX" and _class_axis(saved(node, "dim"), len(shape_of(node))) == 0:
         return None  # no batch axis
     if kind != "LOGSOFTMAX" and operation(edges[0].node) == "EXPAND":
         return None  # broadcast to the target: rows are no samples

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
+from curvopt.core.autograd_graph.nodes import metadata, name_of
 from curvopt.core.linear_algebra import eigh
 from curvopt.core.losses.loss_blocks import Cells, Head, Probe, Product
-from curvopt.core.losses.partial_vjp import NodeVjp, call_node, metadata, name_of
+from curvopt.core.losses.partial_vjp import NodeVjp, call_node
 from curvopt.errors import CurvoptError
 
 #: Largest size of a block, and largest number of entries of all blocks.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvopt.core.losses.partial_vjp import metadata
+from curvopt.core.autograd_graph.nodes import metadata
 
 #: Products of a Hessian with a vector at each head. Bounds on rounding errors are added to a list as second argument.
 Product = Callable[..., list[Tensor]]

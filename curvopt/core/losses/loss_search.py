@@ -43,11 +43,9 @@ def _check_time_last(node: Node, calls: Collection[Node]) -> None:
     """Refuse a CTC loss, which takes ``[T, N, C]``, of a network that may not have the samples on the first axis."""
     following, nr = node.next_functions[0]
     assert following is not None
-    T, *rest = following._input_metadata[nr].shape
+    T, *rest = shape_of(following, nr)
     N = rest[0] if len(rest) == 2 else 1
-    shapes = {
-        call: call._input_metadata[0].shape for call in calls if leaf_of(call) is None
-    }  # a parameter has no samples
+    shapes = {call: shape_of(call) for call in calls if leaf_of(call) is None}  # a parameter has no samples
     others = {call for call, shape in shapes.items() if N and shape and (shape[0] % N or shape[0] == T)}
     if leads_to(node, others):
         raise CurvoptError(
@@ -119,7 +117,7 @@ def find_losses(roots: Collection[Node], calls: Collection[Node]) -> tuple[Losse
             if inside or not linear:
                 if not leads_to(node, calls):
                     continue
-                reduced = extended or not len(node._input_metadata[0].shape)  # type: ignore[attr-defined]
+                reduced = extended or not len(shape_of(node))
                 where = f" inside of {inside[0]} (move its parameters into a submodule)" if inside and reduced else ""
                 unknown.append(name_of(node) + where)
                 known = False

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
+from curvopt.core.autograd_graph.nodes import metadata, name_of, outputs_of
 from curvopt.errors import CurvoptError
 
 
@@ -51,7 +52,7 @@ class NodeVjp:
     @property
     def eps(self) -> float:
         """The coarsest precision of numbers on the way, 0 if there are no nodes."""
-        found: list[Any] = [meta.dtype for node in self.order for meta in node._input_metadata]  # type: ignore[attr-defined]
+        found: list[Any] = [meta.dtype for node in self.order for meta in outputs_of(node)]
         return max((torch.finfo(dtype).eps for dtype in found if dtype.is_floating_point), default=0.0)
 
     def __call__(
@@ -73,7 +74,7 @@ class NodeVjp:
             if i is None:
                 if node not in self._leading:
                     return
-                grads, i = waiting.setdefault(node, [None] * len(node._input_metadata)), nr
+                grads, i = waiting.setdefault(node, [None] * len(outputs_of(node))), nr
             before, dtype = grads[i], meta.dtype
             if grads is found:  # half precision would round what is differentiated again
                 dtype = torch.promote_types(torch.promote_types(dtype, grad.dtype), torch.float32)
@@ -101,7 +102,7 @@ def call_node(node: Any, grads: Sequence[Tensor | None]) -> Iterable[tuple[tuple
     if not isinstance(node, BackwardCFunction):
         result = node(*grads)
         return zip(node.next_functions, result if isinstance(result, tuple) else [result], strict=True)
-    if name_of(node) == "CheckpointFunctionBackward":  # it would run the engine, and accumulate
+    if type(node).__name__ == "CheckpointFunctionBackward":  # it would run the engine, and accumulate
         raise CurvoptError(
             "A torch.utils.checkpoint between the network's output and the loss needs use_reentrant=False."
         )
@@ -116,13 +117,3 @@ def call_node(node: Any, grads: Sequence[Tensor | None]) -> Iterable[tuple[tuple
     # there is a result for each argument of the forward, but an edge for each tensor among them
     wanted = [grad for grad, needed in zip(result, node.needs_input_grad, strict=False) if needed]
     return zip([edge for edge in node.next_functions if edge[0] is not None], wanted, strict=True)
-
-
-def name_of(node: Any) -> str:
-    """The name of a node, whose own attribute of that name is a user's if it is a user's function."""
-    return type(node).name(node)
-
-
-def metadata(node: Any, nr: int = 0) -> Any:
-    """Shape, dtype and device of an output of a node."""
-    return node._input_metadata[nr]

@@ -18,6 +18,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef
 
+from curvopt.core.pytorch_workarounds import saves_tensors_as_they_are
 from curvopt.core.recording.model_calls import Model
 from curvopt.core.recording.state import _records
 from curvopt.core.recording.steps import Packed, Steps, samples_first
@@ -112,7 +113,7 @@ class ModuleCall:
             # autograd may keep another view of its base
             and (not x._is_view() or (x.dim() == 2 and isinstance(self.module, nn.Linear)))
             and not torch.is_autocast_enabled(x.device.type)
-            and torch._C._autograd._top_saved_tensors_default_hooks(False) is None  # type: ignore[attr-defined]
+            and saves_tensors_as_they_are()
         )
 
     @property

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from curvopt.core.pytorch_workarounds import break_graph, is_written_down, keep_compiled_backwards
+
 _recording = True
 
 
@@ -28,23 +30,18 @@ def disable(active: bool = True) -> Iterator[None]:
 
 def outside_of_graphs(call: Callable[..., Any], *args: Any) -> Any:
     """Call something that ``torch.compile`` is tracing, without having it traced."""
-    torch._dynamo.graph_break(
-        msg="curvopt reads the autograd graph, which no compiled graph contains: use torch.compile without "
-        "fullgraph=True, or run a forward that needs no quantities inside of curvopt.disable()."
-    )
-    return torch._dynamo.disable(_untraced)(call, *args)
+    return break_graph(
+        _untraced,
+        "curvopt reads the autograd graph, which no compiled graph contains: use torch.compile without "
+        "fullgraph=True, or run a forward that needs no quantities inside of curvopt.disable().",
+    )(call, *args)
 
 
 def _untraced(call: Callable[..., Any], *args: Any) -> Any:
-    from torch._functorch import config
-
-    config.donated_buffer = False  # the backward of a compiled graph runs for several columns
+    keep_compiled_backwards()  # which run for several columns
     return call(*args)
 
 
 def _records() -> bool:
     """Whether forward passes are recorded now: not where they are written down, to be run without modules."""
-    if not (_recording and torch.is_grad_enabled()):
-        return False
-    # not is_exporting(), which older versions of PyTorch take for true in all that they compile
-    return torch._C._get_tracing_state() is None and not torch.compiler._is_exporting_flag
+    return _recording and torch.is_grad_enabled() and not is_written_down()
