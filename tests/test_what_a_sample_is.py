@@ -651,3 +651,125 @@ def test_fields_of_an_earlier_batch_are_removed():
         losses = F.cross_entropy(z, y, reduction="none") / 4
         expected = [torch.autograd.grad(loss, m.experts[0].weight, retain_graph=True)[0] for loss in losses]
         assert_close(m.experts[0].weight.grad_batch, torch.stack(expected))
+
+
+@pytest.mark.parametrize(
+    "mix", [nn.BatchNorm1d(3, dtype=torch.float64), lambda h: h - h.mean(0)], ids=["batch norm", "mean"]
+)
+def test_what_mixes_samples_between_two_models(mix: Callable[[Tensor], Tensor]):
+    """The first model's samples are seen through the second one."""
+    first, last = extend(nn.Linear(2, 3)), extend(nn.Linear(3, 3))
+    x, y = torch.randn(4, 2), torch.tensor([0, 2, 1, 1])
+
+    def loss() -> Tensor:
+        return F.cross_entropy(last(mix(first(x)).tanh()), y)
+
+    (gradient,) = torch.autograd.grad(loss(), first.bias, create_graph=True)
+    rows = [torch.autograd.grad(g, first.bias, retain_graph=True)[0] for g in gradient]
+    if isinstance(mix, nn.Module):
+        with pytest.raises(CurvoptError, match="train-mode batch norm"), backpack(DiagHessian()):
+            loss().backward()
+        return
+    with backpack(DiagHessian()):
+        loss().backward()
+    assert_close(first.bias.diag_h, torch.stack(rows).diagonal())
+
+
+def test_two_models_of_which_the_loss_sees_both_outputs():
+    first, last = extend(nn.Linear(2, 3)), extend(nn.Linear(3, 3))
+    x, y = torch.randn(4, 2), torch.tensor([0, 2, 1, 1])
+    diagonals = []
+    for factor in (0.0, 1.0):
+        with backpack(DiagGGNExact()):
+            features = first(x)
+            (F.cross_entropy(last(features), y) + factor * features.square().mean()).backward()
+        diagonals.append(last.weight.diag_ggn_exact)
+    assert diagonals[0].all()
+    assert_close(diagonals[1], diagonals[0])
+
+
+@pytest.mark.parametrize(
+    "squares",
+    [
+        lambda r: r.square().mean(),
+        lambda r: (r * r).sum() / 4,
+        lambda r: (torch.ones(4) * r.unsqueeze(1).norm(dim=1) ** 2).mean(),
+        lambda r: F.mse_loss(r, torch.zeros(4)),
+    ],
+    ids=["square", "product", "weighted norm", "known"],
+)
+@pytest.mark.parametrize("boundary", [False, True])
+def test_gauss_newton_of_residuals_of_slopes(squares: Callable[[Tensor], Tensor], boundary: bool):
+    model = extend(nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)))
+    x, edge = torch.randn(4, 1, requires_grad=True), torch.randn(4, 1)
+    weight = model[0].weight
+
+    def residuals() -> Tensor:
+        u = model(x)
+        return torch.autograd.grad(u.sum(), x, create_graph=True)[0].squeeze(1) + u.squeeze(1) ** 2
+
+    rows = [*residuals(), *(model(edge).squeeze(1) if boundary else [])]
+    expected = sum(torch.autograd.grad(r, weight, retain_graph=True)[0] ** 2 for r in rows) / 2
+    with backpack(DiagGGNExact()):
+        (squares(residuals()) + (F.mse_loss(model(edge), torch.zeros(4, 1)) if boundary else 0)).backward()
+    assert_close(weight.diag_ggn_exact, expected)
+
+
+def test_gauss_newton_of_losses_with_a_term_that_is_kept_by_the_model():
+    class Kept(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(2, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            features = self.first(x)
+            self.kept = features.square().mean(1)
+            return self.last(features)
+
+    model, x, y = extend(Kept()), torch.randn(4, 2), torch.tensor([0, 2, 1, 1])
+    diagonals = []
+    for term in (False, True):
+        with backpack(DiagGGNExact()):
+            losses = F.cross_entropy(model(x), y, reduction="none")
+            (losses + model.kept if term else losses).mean().backward()
+        diagonals.append(model.last.weight.diag_ggn_exact)
+    assert diagonals[0].all()
+    assert_close(diagonals[1], diagonals[0])
+
+
+def test_messages_along_the_edges_of_a_graph():
+    """A node of a graph is a sample; it sends along several edges, and has neighbours of its own."""
+    first, last = nn.Linear(2, 3), nn.Linear(3, 3)
+    source, target = torch.tensor([0, 1, 1, 3]), torch.tensor([2, 3, 0, 2])
+
+    class Messages(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = first, last
+
+        def forward(self, x: Tensor) -> Tensor:
+            sent = self.first(x).tanh()[source]
+            return self.last(torch.zeros(4, 3).index_add(0, target, sent))
+
+    model, x, y = extend(Messages()), torch.randn(4, 2), torch.tensor([0, 2, 1, 1])
+    losses = F.cross_entropy(model(x), y, reduction="none") / 4
+    expected = [torch.autograd.grad(loss, first.weight, retain_graph=True)[0] for loss in losses]
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(x), y).backward()
+    assert_close(first.weight.grad_batch, torch.stack(expected))
+
+
+def test_batch_norm_between_two_outputs_of_a_model():
+    class Neck(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            features = self.first(x)
+            return self.last(self.norm(features)), features
+
+    model = extend(Neck())
+    with pytest.raises(CurvoptError, match="train-mode batch norm"), backpack(DiagHessian()):
+        logits, features = model(torch.randn(4, 2))
+        (F.cross_entropy(logits, torch.tensor([0, 2, 1, 1])) + features.square().mean()).backward()

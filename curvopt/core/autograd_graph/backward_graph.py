@@ -92,7 +92,8 @@ class CallInGraph:
         operands: set[_Where] = {self._samples(index, layout) for index, layout in found.items()}
         operand = next(iter(operands)) if len(operands) == 1 else None
         if isinstance(operand, tuple):  # the sample of each row
-            device = next(iter(self.parameters.values())).device
+            edge = next(iter(self.edges.values()))  # parameters may be stand-ins without a device
+            device = edge.node._input_metadata[edge.output_nr].device  # type: ignore[attr-defined]
             self.samples = Packed.of(torch.tensor(operand, dtype=torch.long, device=device), location.N)
         else:
             self.samples = found if operand is None else operand

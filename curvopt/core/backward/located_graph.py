@@ -181,7 +181,7 @@ def edges_of(calls: Sequence[CallInGraph]) -> list[tuple[CallInGraph, int, Gradi
 
 def mixing_norms(located: LocatedGraph) -> list[tuple[str, bool]]:
     """The batch norms by which samples meet: a description, and whether the module is in eval mode."""
-    found = list(norms_in_loss(located))
+    found = [node for location in located.locations.values() for node in norms_in_loss(located, location)]
     for node in located.graph.nodes:
         if _is_training_norm(node):
             places = [(following, nr) for following, nr in node.next_functions if following is not None]
@@ -195,11 +195,12 @@ def mixing_norms(located: LocatedGraph) -> list[tuple[str, bool]]:
     ]
 
 
-def norms_in_loss(located: LocatedGraph) -> list[Node]:
-    """Train-mode batch norms between the outputs of the models and the scalar."""
-    heads = {node for location in located.locations.values() for node, _ in location.heads}
-    nodes = [node for node in walk(located.graph.roots, last=heads) if node not in heads and _is_training_norm(node)]
-    return [node for node in nodes if shape_of(node)[0] > 1 and leads_to(node, heads)]  # one image: an instance norm
+def norms_in_loss(located: LocatedGraph, location: Location) -> list[Node]:
+    """Train-mode batch norms between an output of the models of a location and the scalar, or a further output."""
+    heads = {node for node, _ in location.heads}
+    norms = [node for node in located.graph.nodes if _is_training_norm(node) and shape_of(node)[0] > 1]
+    # one image: an instance norm
+    return [norm for norm in norms if any(below and leads_to(below, heads) for below, _ in norm.next_functions)]
 
 
 def _is_training_norm(node: Node) -> bool:

@@ -161,8 +161,9 @@ def check_request(
 
 def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> None:
     independent = [e for e in extensions if e.needs_independent_samples]
-    everywhere = bool(independent and norms_in_loss(located))
-    mixed = [call for call in located.calls if everywhere or is_mixed(call)] if independent else []
+    locations = {id(location): location for location in located.locations.values()} if independent else {}
+    everywhere = {key for key, location in locations.items() if norms_in_loss(located, location)}
+    mixed = [call for call in located.calls if locations and (id(call.location) in everywhere or is_mixed(call))]
     if mixed:
         norm, in_eval_mode = next(iter(mixing_norms(located)), ("a batch norm", False))
         what = (

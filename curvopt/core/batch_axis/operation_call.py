@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from curvopt.core.autograd_graph.nodes import metadata
+from curvopt.core.autograd_graph.nodes import shape_of
 from curvopt.core.batch_axis.layout import UNKNOWN, UNUSED, AnyLayout, Axis, Layout, along, labelled, labels_along
 
 
@@ -37,7 +37,7 @@ class OperationCall:
     @property
     def operands(self) -> list[torch.Size | None]:
         """Shapes of the operands, ``None`` for constants."""
-        return [None if below is None else metadata(below, nr).shape for below, nr in self.node.next_functions]
+        return [None if below is None else shape_of(below, nr) for below, nr in self.node.next_functions]
 
     @property
     def unknown(self) -> list[AnyLayout]:

@@ -40,14 +40,14 @@ def samples_of_rows(place: Place, known: Mapping[Place, Layout]) -> list[int] | 
         if not rows or shape[0] % rows:
             continue
         axes = propagate_batch_axis({place: Layout(1, rows, prod(shape) // rows)}, rows, known, complete=False)
-        found = _matched(axes, known)
+        found = matched(axes, known)
         if found is not None:
             share = shape[0] // rows
             return [found.get(row // share, UNUSED) for row in range(shape[0])]
     return None
 
 
-def _matched(axes: BatchAxes, known: Mapping[Place, Layout]) -> dict[int, int] | None:
+def matched(axes: BatchAxes, known: Mapping[Place, Layout]) -> dict[int, int] | None:
     """The sample that each row belongs to, from the layouts that both have of some tensors."""
     samples: dict[int, int] = {}
     met = [other for other in known if other in axes.layouts]

@@ -18,9 +18,10 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import leaf_of, shape_of, walk
+from curvopt.core.batch_axis.heads import around_heads, behind_reductions, outermost, parameters_alone
 from curvopt.core.batch_axis.layout import UNUSED, Axis, Layout, axis_of, labelled, labels_along
 from curvopt.core.batch_axis.propagation import BatchAxes, propagate_batch_axis
-from curvopt.core.batch_axis.rows import _matched, axis_of_head, samples_of_rows
+from curvopt.core.batch_axis.rows import axis_of_head, matched, samples_of_rows
 from curvopt.core.recording.extended_parameters import extended_model, extended_owner
 from curvopt.core.recording.model_calls import Model, ModelCall
 from curvopt.errors import CurvoptError
@@ -80,7 +81,7 @@ def locate(graph: BackwardGraph) -> dict[Model | None, Location]:
             found.append((model, *located))
     for model in _without_heads(graph, by_model):
         for N in model.last:
-            heads = _behind_reductions(graph, N, model.batch_axis)
+            heads = behind_reductions(graph, N, model.batch_axis)
             if heads:
                 found.append((model, N, heads, False))
                 break
@@ -94,6 +95,7 @@ def locate(graph: BackwardGraph) -> dict[Model | None, Location]:
     for key in dict.fromkeys((N, appended) for _, N, _, appended in found):
         same = [(model, heads) for model, N, heads, appended in found if (N, appended) == key]
         heads = {place: layout for _, own in same for place, layout in own.items()}
+        heads = heads if len(same) == 1 else outermost(heads, key[0], graph)
         axes = propagate_batch_axis(heads, key[0])
         location = Location(key[0], heads, axes, key[1], frozenset(model for model, _ in same if model is not None))
         locations.update((model, location) for model, _ in same)
@@ -156,7 +158,7 @@ def _of_model(
             others.append((call, place))
     shares = [] if not others else _place_others(others, known, N, axis, appended)
     found = {place: known[place] for _, place in heads}
-    found = found or _behind_reductions(graph, N, axis)
+    found = found or behind_reductions(graph, N, axis)
     if not found:
         raise CurvoptError(
             f"{voting[0].name} was called with {N} samples, but no tensor with {N} rows along axis {axis} leads to the "
@@ -164,38 +166,8 @@ def _of_model(
         )
     _check_shares(shares, found, graph, N)
     if not appended:
-        found |= _around_heads(graph, N, axis, found)
+        found |= around_heads(graph, N, axis, found)
     return N, found, appended
-
-
-def _around_heads(graph: BackwardGraph, N: int, axis: int, heads: Mapping[Place, Layout]) -> dict[Place, Layout]:
-    """More heads where parameters behind the heads take part around them, too: the slopes in a gradient penalty.
-
-    The first tensors with N rows behind the scalar, as far as their rows are those of the heads.
-    """
-    ends = {node for node, _ in heads}
-    around = {leaf for node in walk(graph.roots, last=ends) if node not in ends and (leaf := leaf_of(node)) is not None}
-    if not around or not any(leaf in around for leaf in map(leaf_of, walk(list(ends))) if leaf is not None):
-        return {}
-    alone, found = parameters_alone(graph.nodes), dict[Place, Layout]()
-    stack: list[Place] = [(root, 0) for root in graph.roots]
-    seen = set(stack)
-    while stack:
-        place = stack.pop()
-        node, shape = place[0], shape_of(*place)
-        if place in heads or node in alone or leaf_of(node) is not None:
-            continue
-        if len(shape) > axis and shape[axis] == N:
-            leads = not ends.isdisjoint(walk([node]))
-            rows = samples_of_rows(place, heads) if leads else list(range(N))
-            if rows is not None and (axis == 0 or not leads):
-                found[place] = labelled(shape, axis, rows, N, False)
-                continue
-        for below in node.next_functions:
-            if below[0] is not None and below not in seen:
-                seen.add(below)  # type: ignore[arg-type]
-                stack.append(below)  # type: ignore[arg-type]
-    return found
 
 
 def _place_others(
@@ -215,7 +187,7 @@ def _place_others(
             raise _other_length(call, shape, N, axis)
         known[place] = Layout(1, N, prod(shape) // N)
         axes = propagate_batch_axis({place: known[place]}, N, listening, complete=False)
-        pairs = _matched(axes, listening)
+        pairs = matched(axes, listening)
         # other outputs tell of other shares, or that it cannot be told
         if any(other in axes.layouts for other in listening) and (
             pairs is None or any(a != b for a, b in pairs.items())
@@ -292,26 +264,6 @@ def _other_length(call: ModelCall, shape: torch.Size, N: int, axis: int) -> Curv
     )
 
 
-def _behind_reductions(graph: BackwardGraph, N: int, axis: int) -> dict[Place, Layout]:
-    """The first tensors with N rows behind the scalar that is differentiated, of those that depend on parameters."""
-    found: dict[Place, Layout] = {}
-    stack = list(dict.fromkeys((root, 0) for root in graph.roots))
-    seen = set(stack)
-    while stack:
-        node, nr = stack.pop()
-        shape = shape_of(node, nr)
-        if leaf_of(node) is not None:
-            continue
-        if len(shape) > axis and shape[axis] == N:
-            found[node, nr] = labelled(shape, axis, range(N), N, False)
-            continue
-        for below in node.next_functions:
-            if below[0] is not None and below not in seen:
-                seen.add(below)  # type: ignore[arg-type]
-                stack.append(below)  # type: ignore[arg-type]
-    return found
-
-
 def _functional(graph: BackwardGraph) -> tuple[int, dict[Place, Layout]] | None:
     """Number of samples and heads of code that calls no extended module: rows at which parameters first meet data."""
     owners = [extended_owner(p) for p in graph.operands]
@@ -328,20 +280,7 @@ def _functional(graph: BackwardGraph) -> tuple[int, dict[Place, Layout]] | None:
             lengths[shape[0]] = None
     lengths = {length: None for length in lengths if length}
     for N in sorted(lengths, reverse=True):
-        heads = _behind_reductions(graph, N, 0)
+        heads = behind_reductions(graph, N, 0)
         if heads:
             return N, heads
     return None
-
-
-def parameters_alone(nodes: Collection[Node]) -> set[Node]:
-    """The nodes that depend on parameters alone, no data, as far as operands tell."""
-    alone: set[Node] = set()
-    for node in reversed(list(nodes)):
-        leaf = leaf_of(node)
-        if leaf is not None:
-            if isinstance(leaf, nn.Parameter):
-                alone.add(node)
-        elif node.next_functions and all(below in alone for below, _ in node.next_functions):
-            alone.add(node)
-    return alone

@@ -1,0 +1,149 @@
+"""Outputs from which samples are counted, where the loss reaches other tensors than outputs of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.autograd.graph import Node
+
+from curvopt.core.autograd_graph.node_vjp import Place
+from curvopt.core.autograd_graph.nodes import leads_to, leaf_of, operation, shape_of, walk
+from curvopt.core.autograd_graph.operations import LINEAR
+from curvopt.core.batch_axis.layout import Layout, labelled
+from curvopt.core.batch_axis.propagation import operand_layouts, propagate_batch_axis
+from curvopt.core.batch_axis.rows import samples_of_rows
+
+if TYPE_CHECKING:
+    from curvopt.core.autograd_graph.backward_graph import BackwardGraph
+
+
+#: Of what the scalar is linear in: sums, and what is squared by hand.
+_SUMS = {"ADD", "MEAN", "NEG", "SUB", "SUM", "SQUEEZE", "UNSQUEEZE", "VIEW"}
+_SQUARES = {"LINALGVECTORNORM", "MUL", "NORM", "POW"}
+
+
+def outermost(heads: dict[Place, Layout], N: int, graph: BackwardGraph) -> dict[Place, Layout]:
+    """The heads without those that reach the loss through others: outputs of a model that another model is called with.
+
+    What mixes the samples in between is then seen. Heads whose rows merely change places in between are kept.
+    """
+    ends = {node for node, _ in heads}
+    met = set(walk(graph.roots, last=ends))
+    outer = {place: layout for place, layout in heads.items() if place[0] in met}
+    if len(outer) == len(heads):
+        return heads
+    behind = propagate_batch_axis(outer, N).layouts
+
+    def stays(place: Place) -> bool:
+        found = behind.get(place)
+        return place in outer or (isinstance(found, Layout) and not found.mixed and found != heads[place])
+
+    return {place: layout for place, layout in heads.items() if stays(place)}
+
+
+def around_heads(graph: BackwardGraph, N: int, axis: int, heads: Mapping[Place, Layout]) -> dict[Place, Layout]:
+    """More heads where parameters behind the heads take part around them, too: the slopes in a gradient penalty.
+
+    The first tensors with N rows behind the scalar, as far as their rows are those of the heads.
+    """
+    ends = {node for node, _ in heads}
+    outputs = ends | {node for _, (node, _) in graph.model_calls}
+    beside = [node for node in walk(graph.roots, last=outputs) if node not in outputs]
+    around = {leaf for node in beside if (leaf := leaf_of(node)) is not None}
+    if not around or not any(leaf in around for leaf in map(leaf_of, walk(list(ends))) if leaf is not None):
+        return {}
+    alone, found = parameters_alone(graph.nodes), dict[Place, Layout]()
+    reach = {node for node in beside if leaf_of(node) in around}  # grows by all that reaches them around the heads
+    for node in graph.nodes[::-1]:
+        if node not in outputs and any(below in reach for below, _ in node.next_functions):
+            reach.add(node)
+    stack: list[Place] = [(root, 0) for root in graph.roots]
+    seen = set(stack)
+    while stack:
+        place = stack.pop()
+        node, shape = place[0], shape_of(*place)
+        if place in heads or node in alone or leaf_of(node) is not None or node not in reach:
+            continue
+        if len(shape) > axis and shape[axis] == N:
+            leads = not ends.isdisjoint(walk([node]))
+            rows = samples_of_rows(place, heads) if leads else list(range(N))
+            if rows is not None and (axis == 0 or not leads):
+                found[place] = labelled(shape, axis, rows, N, False)
+                continue
+        for below in node.next_functions:
+            if below[0] is not None and below not in seen:
+                seen.add(below)  # type: ignore[arg-type]
+                stack.append(below)  # type: ignore[arg-type]
+    return inside_the_loss(found, N, graph, ends, reach)
+
+
+def inside_the_loss(
+    found: Mapping[Place, Layout], N: int, graph: BackwardGraph, ends: Collection[Node], reach: Collection[Node] | None
+) -> dict[Place, Layout]:
+    """Replace tensors in which the scalar is linear, such as squares of residuals, by what they are the squares of.
+
+    Else the loss had no curvature.
+
+    Args:
+        found: the tensors, that are no outputs of models.
+        N: number of samples.
+        graph: the graph.
+        ends: outputs of models.
+        reach: the nodes to which one may go on; ``None`` for all.
+    """
+    last = {node for node, _ in found} | set(ends)
+    outside = [node for node in walk(graph.roots, last=last) if node not in last]
+    curved = [node for node in outside if operation(node) not in LINEAR | {"MUL", "DIV"} and leaf_of(node) is None]
+    inside = {p: layout for p, layout in found.items() if any(leads_to(node, {p[0]}) for node in curved)}
+    stack = [(place, layout) for place, layout in found.items() if place not in inside]
+    while stack:
+        place, layout = stack.pop()
+        node, kind = place[0], operation(place[0])
+        operands = [b for b in node.next_functions if b[0] is not None]
+        below = list(dict.fromkeys(operands))
+        summed = kind in _SUMS or (kind in ("DIV", "MUL") and len(operands) == 1)  # by a constant
+        known = summed or (kind in _SQUARES and len(below) == 1)
+        layouts = operand_layouts(node, place[1], layout, N) if known else []
+        at = {b: x for b, x in zip(node.next_functions, layouts, strict=False) if isinstance(x, Layout)}
+        if not known or len(at) < len(below) or any(leaf_of(b) is not None for b, _ in below):  # type: ignore[arg-type]
+            inside[place] = layout
+            continue
+        for b, x in at.items():
+            if reach is None or b[0] in reach:
+                (stack.append((b, x)) if summed else inside.update({b: x}))  # type: ignore[arg-type]
+    return inside
+
+
+def behind_reductions(graph: BackwardGraph, N: int, axis: int) -> dict[Place, Layout]:
+    """The first tensors with N rows behind the scalar that is differentiated, of those that depend on parameters."""
+    found: dict[Place, Layout] = {}
+    stack = list(dict.fromkeys((root, 0) for root in graph.roots))
+    seen = set(stack)
+    while stack:
+        node, nr = stack.pop()
+        shape = shape_of(node, nr)
+        if leaf_of(node) is not None:
+            continue
+        if len(shape) > axis and shape[axis] == N:
+            found[node, nr] = labelled(shape, axis, range(N), N, False)
+            continue
+        for below in node.next_functions:
+            if below[0] is not None and below not in seen:
+                seen.add(below)  # type: ignore[arg-type]
+                stack.append(below)  # type: ignore[arg-type]
+    return inside_the_loss(found, N, graph, (), None)
+
+
+def parameters_alone(nodes: Collection[Node]) -> set[Node]:
+    """The nodes that depend on parameters alone, no data, as far as operands tell."""
+    alone: set[Node] = set()
+    for node in reversed(list(nodes)):
+        leaf = leaf_of(node)
+        if leaf is not None:
+            if isinstance(leaf, nn.Parameter):
+                alone.add(node)
+        elif node.next_functions and all(below in alone for below, _ in node.next_functions):
+            alone.add(node)
+    return alone
