@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.backward_graph import leaves_behind
 from curvopt.core.autograd_graph.node_vjp import Place
-from curvopt.core.autograd_graph.nodes import name_of, shape_of, walk
+from curvopt.core.autograd_graph.nodes import leads_to, name_of, shape_of, walk
 from curvopt.core.backward.columns import Averaged, Empirical, Gradient, Hessian
 from curvopt.core.backward.located_graph import LocatedGraph, is_mixed, mixing_norms, norms_in_loss
 from curvopt.core.batch_axis.layout import Layout, axis_of
@@ -46,7 +46,12 @@ def coupling_losses(located: LocatedGraph, losses: Iterable[Loss]) -> list[str]:
         if loss.edge is not None
         and loss.input.dim()
         and locations
-        and all(location.N > 1 and not _is_in_rows(location, loss.edge, loss.input.shape) for location in locations)
+        and any(
+            location.N > 1
+            and leads_to(loss.edge.node, {node for node, _ in location.heads})
+            and not _is_in_rows(location, loss.edge, loss.input.shape)
+            for location in locations
+        )
     ]
 
 
