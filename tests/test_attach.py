@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -181,7 +182,7 @@ def test_the_scaler_is_kept_when_modules_are_attached_again() -> None:
 
 
 def test_a_lossfunc_that_is_no_module_is_refused() -> None:
-    model = nn.Linear(5, 3)
+    model = extend(nn.Linear(5, 3))
     optimizer = KFACSGD(model.parameters())
     with pytest.raises(TypeError, match="expected a torch.nn.Module, got function"):
         optimizer.attach(model, nn.functional.cross_entropy)  # pyright: ignore[reportArgumentType]
@@ -203,22 +204,38 @@ def test_a_backward_without_curvature_says_what_to_do() -> None:
     train(run, range(1))
 
 
-def test_terms_and_batches_without_curvature_go_where_errors_say() -> None:
+def test_backwards_without_curvature_are_left_alone_where_errors_say() -> None:
     run, plain = (attached(KFACSGD, cnn, reduction="sum", fisher="exact") for _ in range(2))
     for step in range(3):
         run.optimizer.zero_grad()
         penalty = run.model(run.x[:4]).mean(0).square().sum()  # of mean activations, say
         empty = run.lossfunc(run.model(run.x[:0]), run.y[:0])
-        for refused, reason in ((penalty, "couples samples"), (empty, r"inside of an empty `with backpack\(\):`")):
-            with pytest.raises(CurvoptError, match=reason):
-                refused.backward(retain_graph=True)
-            run.optimizer.zero_grad()
+        if step == 0:
+            with pytest.raises(CurvoptError, match=r"inside of an empty `with backpack\(\):`"):
+                empty.backward(retain_graph=True)
+        for term in (penalty, empty):
             with backpack():
-                (0 * refused).backward()
+                (0 * term).backward()
         run.loss(step).backward()
         run.optimizer.step()
     train(plain, range(3))
     assert_equal(run.weights(), plain.weights())
+    assert "empirical" not in run.optimizer.metrics()
+
+
+def test_backwards_that_are_refused_later_leave_the_curvature_as_it_is() -> None:
+    run = attached(KFACSGD, cnn, reduction="sum")
+    train(run, range(2))
+    before = copy.deepcopy([run.optimizer.state[p]["factors"] for p in run.model.parameters()])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for refused in (lambda: run.lossfunc(run.model(run.x[:0]), run.y[:0]), lambda: run.model[0].weight.sum()) * 2:
+            run.optimizer.zero_grad()
+            refused().backward()
+            run.optimizer.step()
+    assert ["goes on with the curvature it has" in str(each.message) for each in said] == [True]
+    after = [run.optimizer.state[p]["factors"] for p in run.model.parameters()]
+    torch.testing.assert_close(before, after, rtol=0, atol=0)
 
 
 def test_nothing_is_watched_after_the_optimizer_is_gone() -> None:
@@ -294,7 +311,7 @@ def test_a_generator_and_its_critic(zero: str) -> None:
     weights, optimizers = gan(True, zero)
     assert_equal(weights, gan(False, zero)[0])
     for optimizer in optimizers:
-        assert optimizer._progress["next_refresh"] >= 12 and set(optimizer.coverage().values()) == {
+        assert min(optimizer._progress["due"]) >= 12 and set(optimizer.coverage().values()) == {
             "kronecker",
             "dense",
         }

@@ -27,7 +27,8 @@ from curvopt.hessianfree import ggn_vector_product
 from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 from curvopt.optim.accumulation import ema_update, number
-from curvopt.optim.curvature_optimizer import CurvatureOptimizer, annealed_interval
+from curvopt.optim.clocks import annealed_interval
+from curvopt.optim.curvature_optimizer import CurvatureOptimizer
 from curvopt.optim.step_size import kl_clip_factor
 
 #: Optimizers that take the step of SGD on preconditioned gradients.
@@ -334,7 +335,8 @@ def test_what_diagonal_newton_bounds_is_more_than_the_change(loss: nn.Module, va
     bound = torch.stack(parts).sum().square()
     predicted = torch.stack([(h * m.flatten().square()).sum() for h, m in zip(diagonals, moved, strict=True)]).sum()
     assert 10 * predicted < change < bound
-    torch.testing.assert_close(run.optimizer.metrics()["kl"], bound / variables**0.5)
+    squares = min(float(loss(model(run.x[:8]), y)) / 100, 1.0) if variables > 1 else 1.0
+    torch.testing.assert_close(run.optimizer.metrics()["kl"], bound / variables**0.5 / squares)
     assert float(run.optimizer.metrics()["kl"]) == pytest.approx(run.optimizer.kl_clip)
 
 
@@ -634,7 +636,7 @@ def test_a_run_goes_on_in_another_precision(make: Callable, dtypes: tuple[torch.
 def test_a_model_that_changes_its_precision_says_what_to_do(name: str, steps: int) -> None:
     """Whether the next step refreshes the curvature or not."""
     run = Run(OPTIMIZERS[name]).train(steps)
-    assert run.optimizer._due() == (steps == 3)
+    assert run.optimizer._due(None) == (steps == 3)
     run.model.double()
     run.x = run.x.double()
     before = run.weights()
@@ -973,7 +975,7 @@ def test_coverage_and_a_parameter_without_curvature() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     with optimizer.curvature():
         lossfunc(model(x[:64]), y[:64]).backward()
-    with pytest.warns(CurvoptWarning, match="head.weight, head.bias: of no extended module"):
+    with pytest.warns(CurvoptWarning, match="for head.weight, head.bias, which are of no extended module"):
         optimizer.step()
     assert optimizer.coverage() == {
         "body.1.weight": "kronecker",
@@ -1062,7 +1064,7 @@ def test_parameters_of_no_extended_module_are_told_of_once(make: Callable) -> No
     run = Run(make).train(5)
     run.model[5] = nn.Linear(32, 10)
     run.optimizer.add_param_group({"params": list(run.model[5].parameters())})
-    with pytest.warns(CurvoptWarning, match=r"1\.0, 1\.1: of no extended module.*attach\(model\)"):
+    with pytest.warns(CurvoptWarning, match=r"for 1\.0, 1\.1, which are of no extended module.*attach\(model\)"):
         run.train(range(5, 6))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -1089,32 +1091,43 @@ class TiedHeads(nn.Module):
 
 @pytest.mark.parametrize("accumulated", [True, False])
 @pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, KFACAdamW])
-def test_a_weight_of_two_kinds_of_use_is_refused(make: Callable, accumulated: bool) -> None:
+def test_a_weight_of_two_kinds_of_use_trains(make: Callable, accumulated: bool) -> None:
+    """Its curvature is that of the first backward of a step, and begins anew where another kind comes."""
     model, lossfunc = extend(TiedHeads()), extend(nn.CrossEntropyLoss())
     optimizer = make(model.parameters(), fisher="exact")
-    inputs, y = (torch.randn(8, 4), torch.randint(4, (8,))), torch.randint(4, (8,))
-    with pytest.raises(CurvoptError, match="layers of different kinds"):
-        for x in inputs:
+    features, indices, y = torch.randn(8, 4), torch.randint(4, (8,)), torch.randint(4, (8,))
+    sizes = []
+    with pytest.warns(CurvoptWarning, match=r"several forms for .*: .*layers of different kinds") as said:
+        for x in (features, indices, features):
             if not accumulated:
                 optimizer.zero_grad()
             with optimizer.curvature():
                 lossfunc(model(x), y).backward()
             if not accumulated:
                 optimizer.step()
-                before = [factor.clone() for factor in optimizer.state[model.table.weight]["factors"]]
-    if not accumulated:
-        assert all(map(torch.equal, before, optimizer.state[model.table.weight]["factors"]))
+                sizes.append([factor.ndim for factor in optimizer.state[model.table.weight]["factors"]])
+        optimizer.step()
+    assert len(said) == 1
+    assert sizes == ([] if accumulated else [[2, 2], [1, 2], [2, 2]])
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_moments_are_those_of_the_parameter_again_where_curvature_begins_anew() -> None:
+    run = Run(KFACAdamW, dtype=torch.float64).train(3)
+    p = run.model[3].weight
+    state = run.optimizer.state[p]
+    (left, right), moment = state["bases"], state["exp_avg"].clone()
+    run.optimizer._forget(p)
+    torch.testing.assert_close(state["exp_avg"], left @ moment @ right.mT)
+    assert "bases" not in state and "factors" not in state
 
 
 @pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, KFACAdamW])
 def test_a_weight_that_is_pruned_during_training_begins_anew(make: Callable) -> None:
-    run = Run(make, lr=0.02).train(3)
+    run = Run(make, lr=0.02, curvature_every=1).train(3)
     prune.l1_unstructured(run.model[3], "weight", 0.3)
-    before = run.weights()
-    with pytest.raises(CurvoptError, match=r"(0\.2|3\.weight): .*pruned.*optimizer\.state\[p\]\.clear\(\)"):
+    with pytest.warns(CurvoptWarning, match=r"several forms for (0\.2|3\.weight): .*pruned"):
         run.train(1)
-    assert_equal(before, run.weights())
-    run.optimizer.state[run.model[3].weight_orig].clear()
     run.train(30)
     assert run.optimizer.coverage()["0.2"] == "dense" and run.full_loss() < 1
 
@@ -1158,14 +1171,47 @@ def test_parameters_without_curvature_may_have_another_dtype(make: Callable) -> 
     assert other.dtype == torch.float64 and (other < 1).all()
 
 
-def test_state_of_other_options_is_refused() -> None:
+def test_state_of_other_options_begins_anew() -> None:
     state = Run(KFACSGD).train(1).optimizer.state_dict()
     run = Run(KFACSGD, max_factor_size=8)
     run.optimizer.load_state_dict(state)
-    weights = run.weights()
-    with pytest.raises(CurvoptError, match="build the optimizer with the same options"):
+    with pytest.warns(CurvoptWarning, match="several forms"):
         run.train(1)
-    assert all(map(torch.equal, weights, run.weights()))
+    assert run.optimizer.state[run.model[1].weight]["factors"][0].ndim == 4
+
+
+@every_optimizer
+def test_batches_that_are_not_finite_may_be_skipped(make: Callable) -> None:
+    skipping, plain = Run(make, on_nonfinite="skip"), Run(make)
+    for step in range(5):
+        for run in (skipping, plain):
+            run.backward(step)
+            run.optimizer.step()
+        before = skipping.weights()
+        skipping.optimizer.zero_grad()
+        with skipping.optimizer.curvature():
+            (skipping.loss(step) * math.nan).backward()
+        skipping.optimizer.step()
+        assert_equal(before, skipping.weights())
+    assert skipping.optimizer.metrics()["skipped"] == 5
+    if "mc" not in str(skipping.optimizer.defaults):
+        assert_equal(skipping.weights(), plain.weights())
+
+
+@every_optimizer
+def test_one_bad_batch_does_not_stall_the_training(make: Callable) -> None:
+    losses = []
+    for scale in (1.0, 1000.0):
+        run = Run(make)
+        for step in range(60):
+            run.optimizer.zero_grad()
+            x, y = run.data(step)
+            with run.optimizer.curvature():
+                run.lossfunc(run.model(x * (scale if step == 3 else 1)), y).backward()
+            nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+            run.optimizer.step()
+        losses.append(run.full_loss())
+    assert losses[1] < 2 * losses[0] + 0.1
 
 
 @every_optimizer

@@ -81,7 +81,7 @@ def test_bases_are_renewed_once_they_have_turned() -> None:
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.3}, {"amsgrad": True}, {"maximize": True}])
 def test_kfac_adamw_is_adamw_in_the_eigenbasis(options: dict[str, Any]) -> None:
     run = Run(KFACAdamW, Tokens, lr=0.02, curvature_every=100, inverse_every=100, **options, **DOUBLE)
-    run.optimizer._progress["step"] = 200  # no refresh after the first
+    run.optimizer._progress |= {"step": 200, "steps": [200] * 7}  # no refresh after the first
     start, step = run.weights(), run.optimizer._progress["step"]
     twins: list[nn.Parameter] = []
     for i in range(5):

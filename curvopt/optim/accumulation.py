@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from curvopt.core.jacobians.sums import widened
-from curvopt.core.recording.extended_parameters import extended_name
 from curvopt.distributed import Ranks, is_sharded
 from curvopt.errors import CurvoptError
 
@@ -27,33 +26,36 @@ def number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
+#: A new value enters an average at most as this many times the average.
+LARGEST_JUMP = 10.0
+
+
 def ema_update(average: list[Tensor], weight: float, new: Sequence[Tensor], decay: float) -> float:
     """Exponential moving average with bias correction, in place (Kingma & Ba 2015, section 3).
+
+    A value whose trace is more than `LARGEST_JUMP` times that of the average is scaled down to that, so that one bad
+    batch spoils it no more than gradients that are clipped.
 
     Kept normalised: ``average = Σ_t decay^(T-t) new_t / Σ_t decay^(T-t)``. ``weight`` is ``(1 - decay)`` times that
     denominator, 0 before the first update; its new value is returned.
     """
     weight = decay * weight + (1 - decay)
     for old, value in zip(average, new, strict=True):
-        old.lerp_(value, (1 - decay) / weight)
+        most, trace = LARGEST_JUMP * _trace(old), _trace(value)
+        factor = torch.where((most > 0) & (trace > most) & (decay > 0), most / trace, 1.0)
+        old.lerp_(value * factor, (1 - decay) / weight)
     return weight
 
 
-def check_forms(name: str | None, known: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-    """Refuse to add curvature to that of a parameter if the two differ in form.
+def _trace(factor: Tensor) -> Tensor:
+    """Sum of the diagonal of a matrix, of all matrices of a stack, or of a diagonal, ``[]``."""
+    return factor.sum() if factor.ndim < 2 else factor.diagonal(dim1=-2, dim2=-1).sum()
 
-    Raises:
-        CurvoptError: for other shapes or another dtype.
-    """
-    before, now = ([(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in each] for each in (known, new))
-    if before != now:
-        raise CurvoptError(
-            f"{name or 'a parameter'}: its curvature is kept as {before}, but the new one is {now}. If losses reach it "
-            "through layers of different kinds (an embedding and a linear layer, for example), compute them from one "
-            "output, untie it, or use DiagonalNewton; if its layer has changed (pruned, for example), restart its "
-            "curvature by optimizer.state[p].clear(); if the state was loaded, build the optimizer with the same "
-            "options, for parameters of the same dtype. Parameters and state are unchanged."
-        )
+
+def are_alike(known: Sequence[Tensor], new: Sequence[Tensor]) -> bool:
+    """Whether the curvature of a parameter has the form of earlier one: shapes and dtypes."""
+    before, now = ([(tensor.shape, tensor.dtype) for tensor in each] for each in (known, new))
+    return before == now
 
 
 @dataclass
@@ -85,7 +87,7 @@ class Curvature:
 
 
 @dataclass
-class Collection:
+class Collected:
     """The curvature that some backwards have computed, and the weight of their losses.
 
     Attributes:
@@ -93,33 +95,40 @@ class Collection:
         weight: of the losses that were differentiated.
         step_weight: that weight in units of the gradients that reach ``step()`` (without the scale of a
             ``GradScaler``).
+        residual: of squared errors their mean times their weight, infinite with any other loss.
         closure_weight: the part of ``step_weight`` that belongs to the closure of the step.
         foreign: number of parameters of other optimizers that received curvature where none of ours did; -1 if some of
             ours did, or if there was no backward at all.
         variables: largest number of variables of a prediction, see `curvopt.core.losses.hessian_root.LossCurvature`.
+        mixed: parameters whose curvature had several forms; the first one is kept.
         zeros: the gradients after the last of the backwards and their versions, if they were all zero.
     """
 
     curvature: dict[Tensor, Curvature] = field(default_factory=dict)
     weight: Tensor = field(default_factory=lambda: torch.zeros(()))
     step_weight: Tensor = field(default_factory=lambda: torch.zeros(()))
+    residual: Tensor = field(default_factory=lambda: torch.zeros(()))
     closure_weight: Tensor = field(default_factory=lambda: torch.zeros(()))
     foreign: int = -1
     variables: int = 1
+    mixed: set[Tensor] = field(default_factory=set)
     zeros: Zeros = field(default_factory=list)
 
-    def add(self, other: "Collection") -> None:
+    def add(self, other: "Collected") -> None:
         """Add the curvature of later backwards."""
         self.foreign = max(self.foreign, other.foreign)
         self.variables = max(self.variables, other.variables)
         self.zeros = other.zeros
+        self.mixed |= other.mixed
         for param, curvature in other.curvature.items():
-            if param in self.curvature:
-                check_forms(extended_name(param), self.curvature[param].sums, curvature.sums)
+            if param not in self.curvature:
+                self.curvature[param] = curvature
+            elif are_alike(self.curvature[param].sums, curvature.sums):
                 self.curvature[param].add(curvature)
             else:
-                self.curvature[param] = curvature
+                self.mixed.add(param)
         self.weight = self.weight.to(other.weight) + other.weight
+        self.residual = self.residual.to(other.residual) + other.residual
         self.step_weight = self.step_weight.to(other.step_weight) + other.step_weight
 
     def forms(self, params: Sequence[Tensor]) -> dict[int, Any]:
@@ -130,7 +139,7 @@ class Collection:
             for i, c in found.items()
         }
 
-    def mean(self, forms: dict[int, Any], params: Sequence[Tensor], ranks: Ranks) -> "Collection":
+    def mean(self, forms: dict[int, Any], params: Sequence[Tensor], ranks: Ranks) -> "Collected":
         """The mean over the ranks, some of which have nothing for some parameters.
 
         Args:
@@ -140,13 +149,15 @@ class Collection:
         """
         device = params[0].device
         # of one dtype, whatever that of the losses: a rank may have none
-        tensors = [w.to(device, torch.float64) for w in (self.weight, self.step_weight, self.closure_weight)]
+        tensors = [
+            w.to(device, torch.float64) for w in (self.weight, self.step_weight, self.residual, self.closure_weight)
+        ]
         for i, (shapes, dtype, of_input) in forms.items():
             zeros = [torch.zeros(shape, dtype=getattr(torch, dtype), device=params[i].device) for shape in shapes]
             own = self.curvature.get(params[i], Curvature(zeros, of_input, torch.zeros((), device=params[i].device)))
             tensors += [*own.sums, own.weight.to(torch.float64)]
-        weight, step_weight, closure_weight, *means = ranks.mean(tensors)
-        result = Collection({}, weight, step_weight, closure_weight, variables=self.variables)
+        weight, step_weight, residual, closure_weight, *means = ranks.mean(tensors)
+        result = Collected({}, weight, step_weight, residual, closure_weight, variables=self.variables)
         rest = iter(means)
         for i, (shapes, _, of_input) in forms.items():
             sums = [next(rest) for _ in shapes]
@@ -162,13 +173,14 @@ class Accumulation:
         this_context: of the backwards in the present ``curvature()``, ``None`` outside of one.
         since_last_step: of the finished ``curvature()`` since the last step.
         foreign: number of parameters of other optimizers that received curvature in the present ``curvature()``.
+        unneeded: whether a backward in it was left alone on purpose.
     """
 
     def __init__(self) -> None:
         self.this_backward: dict[Tensor, tuple[list[Tensor], int | None]] = {}
-        self.this_context: Collection | None = None
-        self.since_last_step = Collection()
-        self.foreign = 0
+        self.this_context: Collected | None = None
+        self.since_last_step = Collected()
+        self.foreign, self.unneeded = 0, False
 
     @contextmanager
     def context(self, who: str | None) -> Iterator[None]:
@@ -180,11 +192,11 @@ class Accumulation:
         Raises:
             CurvoptError: if it does not.
         """
-        self.this_context, self.foreign = Collection(), 0
+        self.this_context, self.foreign, self.unneeded = Collected(), 0, False
         try:
             yield
             if not self.this_context.curvature:
-                if who is not None:
+                if who is not None and not self.unneeded:
                     raise nothing_received(who, self.foreign)
                 self.this_context.foreign = self.foreign
             self.since_last_step.add(self.this_context)
@@ -193,24 +205,42 @@ class Accumulation:
             self.this_backward.clear()
 
     @torch.no_grad()
-    def end_backward(self, weight: Tensor | float, variables: int, loss_scale: float | Tensor) -> None:
+    def end_backward(
+        self,
+        weight: Tensor | float,
+        variables: int,
+        residual: Tensor | float,
+        loss_scale: float | Tensor,
+        empirical: bool,
+    ) -> None:
         """Weigh the factors of the backward that has ended, and add them to those of the context.
 
         Args:
             weight: of its loss.
             variables: of a prediction.
+            residual: mean squared errors times weight.
             loss_scale: factor of the loss that the gradients of the step do not have.
+            empirical: whether the factors are those of `curvopt.optim.empirical`.
         """
         factors, self.this_backward = self.this_backward, {}
         if self.this_context is None or not factors:
             return
         weight = widened(torch.as_tensor(weight, device=next(iter(factors)).device))
-        collected = Collection({}, weight, weight / loss_scale, variables=variables)
+        residual = torch.as_tensor(residual).to(weight)
+        collected = Collected({}, weight, weight / loss_scale, residual, variables=variables)
         for param, (tensors, of_input) in factors.items():
+            if empirical:
+                least = torch.finfo(weight.dtype).tiny
+                tensors = [t if i == of_input else t / weight.clamp(min=least).to(t) for i, t in enumerate(tensors)]
             if of_input is not None:
                 tensors[of_input] = tensors[of_input] * weight.to(tensors[of_input])
             collected.curvature[param] = Curvature(tensors, of_input, weight)
         self.this_context.add(collected)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is curvature for the next step."""
+        return bool(self.since_last_step.curvature or (self.this_context and self.this_context.curvature))
 
     def drop_discarded(self, has_gradients: bool, find_zeros: Callable[[], Zeros]) -> None:
         """Before a backward: drop the curvature whose gradients were discarded since."""
@@ -218,7 +248,7 @@ class Accumulation:
         last = context if context is not None and context.curvature else self.since_last_step
         zeros = find_zeros() if last.curvature else None
         if not has_gradients or (zeros and not _are_identical(zeros, last.zeros)):
-            self.since_last_step, self.this_context = Collection(), Collection()
+            self.since_last_step, self.this_context = Collected(), Collected()
 
     def note_zeros(self, params: Sequence[Tensor]) -> None:
         """After a backward, once all gradients are there: remember those that are zero though nobody reset them."""
@@ -227,9 +257,9 @@ class Accumulation:
 
     def drop(self) -> None:
         """Drop all curvature that was collected since the last step."""
-        self.since_last_step = Collection()
+        self.since_last_step = Collected()
         if self.this_context is not None:
-            self.this_context = Collection()
+            self.this_context = Collected()
 
 
 def nothing_received(who: str, foreign: int) -> CurvoptError:

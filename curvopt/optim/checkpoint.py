@@ -49,6 +49,27 @@ def without_curvature(states: Iterable[dict[str, Any]]) -> Iterator[None]:
             state.update(ours)
 
 
+def new_progress() -> dict[str, Any]:
+    """Counters, flags and numbers of a run that belong to no single parameter, at its start."""
+    return {
+        "step": 0,
+        "steps": [],  # see `curvopt.optim.clocks`
+        "due": [],
+        "next_inverse": 0,
+        "stale": False,
+        "step_weight": torch.ones(()),
+        "closure_weight": torch.zeros(()),
+        "variables": 1,
+        "residual": torch.ones(()),  # the mean squared error, infinite for other losses
+        "mean_curvature": torch.zeros(()),
+        "kl": torch.zeros(()),  # of the last step, before clipping
+        "last_lrs": [],  # of each group
+        "empirical": False,  # whether the empirical quantity took the place of another one
+        "clip": torch.zeros(()),  # largest factor of the KL clip since it was looked at, and when
+        "looked": 0,
+    }
+
+
 def export_run(
     kind: str, progress: dict[str, Any], samples: SampleStream, metrics: dict[str, float | Tensor]
 ) -> dict[str, Any]:
@@ -61,8 +82,6 @@ def export_run(
 def import_run(exported: dict[str, Any]) -> tuple[dict[str, Any], SampleStream, dict[str, float | Tensor]]:
     """Progress, random numbers and metrics of `export_run`."""
     progress = {name: exported[name] for name in exported if name not in ("optimizer", "sampler", "metrics", "kinds")}
-    for name, value in {"closure_weight": exported["step_weight"], "kl": torch.zeros(())}.items():
-        progress.setdefault(name, value)  # of older versions
     return progress, SampleStream(*exported["sampler"]), dict(exported.get("metrics", {}))
 
 

@@ -4,21 +4,22 @@ import sys
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from curvopt import backpack
+from curvopt import backpack, extend
 from curvopt.core.backward.backpack import attach
 from curvopt.core.recording.extended_parameters import owned_parameters
 from curvopt.core.recording.state import outside_of_graphs
 from curvopt.distributed import Ranks, fsdp_states, is_sharded, ranks_of, refuse_sharded, serving
 from curvopt.errors import CurvoptError, CurvoptWarning
-from curvopt.optim.accumulation import Accumulation, Collection, has_gradients, nothing_received, zero_gradients
+from curvopt.optim.accumulation import Accumulation, Collected, has_gradients, nothing_received, zero_gradients
 from curvopt.optim.checkpoint import SampleStream
+from curvopt.optim.configured import Configured
 from curvopt.optim.gathering import GatheredBackward, gathered_parameters, has_any_gradients
 from curvopt.optim.reports import parameter_names
 from curvopt.optim.sharding import Sharding
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class CurvatureCollector(torch.optim.Optimizer, ABC):
+class CurvatureCollector(Configured, ABC):
     """A torch optimizer that collects curvature in the backwards inside of ``curvature()``, or after ``attach()``.
 
     A subclass tells which extensions compute the curvature, how it is taken off a parameter, and when it is due. The
@@ -39,9 +40,19 @@ class CurvatureCollector(torch.optim.Optimizer, ABC):
     #: process on its own. A group is not copied or saved with the optimizer.
     process_group: "ProcessGroup | Literal['world'] | None" = "world"
 
+    _loss_reduction: Literal["mean", "sum"] = "mean"
+
     @abstractmethod
     def _extensions(self) -> list[Any]:
         """The extensions that ``curvature()`` activates."""
+
+    @abstractmethod
+    def _empirical_extensions(self) -> list[Any]:
+        """Extensions of the empirical quantity, which serve any loss, see `curvopt.optim.empirical`."""
+
+    def _wants_empirical(self) -> bool:
+        """Whether the empirical quantity is the one that the optimizer is made for."""
+        return False
 
     @abstractmethod
     def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
@@ -53,11 +64,12 @@ class CurvatureCollector(torch.optim.Optimizer, ABC):
         """
 
     @abstractmethod
-    def _due(self) -> bool:
-        """Whether the next backward is to compute curvature."""
+    def _due(self, reached: Set[Tensor] | None) -> bool:
+        """Whether a backward that reaches some parameters (``None``: any) is to compute curvature."""
 
     def _start_collecting(self) -> None:
         """Begin without curvature and without a ``GradScaler``."""
+        super()._start_collecting()
         self._accumulation = Accumulation()
         self._samples = SampleStream()
         self._ranks_agree = False  # whether they were found in equal states
@@ -67,8 +79,17 @@ class CurvatureCollector(torch.optim.Optimizer, ABC):
         self._step_of_owner = False  # whether the param groups are what stands for the parameters that this rank owns
         self._gathered: dict[Tensor, Tensor] = {}  # sharded parameters, by those of the backward
         self._attached_to: tuple[Callable[[], torch.nn.Module | None], Mapping[str, Tensor]] = (lambda: None, {})
+        self._refusal: CurvoptError | None = None  # of the running backward, which is tried otherwise
 
-    def attach(self, model: torch.nn.Module, lossfunc: torch.nn.Module | None = None, scaler: Any = None) -> None:
+    def attach(
+        self,
+        model: torch.nn.Module,
+        lossfunc: torch.nn.Module | None = None,
+        scaler: Any = None,
+        *,
+        loss_reduction: Literal["mean", "sum"] | None = None,
+        batch_axis: int = 0,
+    ) -> None:
         """Collect curvature from now on in every ``loss.backward()`` that reaches this optimizer's parameters.
 
         So training loops of others (Lightning, transformers, accelerate) need no other change: a backward outside of
@@ -77,17 +98,30 @@ class CurvatureCollector(torch.optim.Optimizer, ABC):
         empty ``with backpack():`` are left alone. The optimizer is not kept alive by this; copies of it are attached,
         too.
 
+        No loss is refused: where the curvature of a loss is not defined (it is not convex, couples samples, or has no
+        second derivative), the optimizer warns once and takes the empirical quantity, the second moments of the
+        samples' gradients, until ``attach()`` is called again; ``coverage()`` and ``metrics()`` say so.
+
         Args:
             model: is extended. If it is compiled by ``torch.compile``, attach before its first forward pass.
             lossfunc: is extended; not needed for the functional losses of PyTorch, or inside of the model.
             scaler: the ``torch.amp.GradScaler`` in use, if any (anything with ``get_scale()``); then
                 ``curvature()`` without a ``loss_scale`` asks it, too. Later calls without one keep it; copies of the
                 optimizer do not have it.
+            loss_reduction: whether losses of no known kind are a mean over the samples (``"mean"``, to begin with) or
+                a sum; later calls without it keep it.
+            batch_axis: axis of the model's inputs and outputs that counts the samples, see `curvopt.extend`.
 
         Raises:
             CurvoptError: no parameter of this optimizer belongs to the model.
         """
         who = f"{type(self).__name__}.attach()"
+        if lossfunc is not None and not isinstance(lossfunc, torch.nn.Module):
+            kind = getattr(lossfunc, "__name__", type(lossfunc).__name__)
+            raise TypeError(
+                f"{who}: expected a torch.nn.Module, got {type(lossfunc).__name__} {kind} as lossfunc. Losses that are "
+                "functions need none: write attach(model)."
+            )
         mine = self._in_forward()
         with serving(gathered_parameters(self._params()) if self._shards is not None else ()):
             refuse_sharded((who, name, p) for name, p in model.named_parameters() if not is_sharded(p))
@@ -98,19 +132,23 @@ class CurvatureCollector(torch.optim.Optimizer, ABC):
                 "everything that replaces parameters (moving to a device, wrapping), and build the optimizer from "
                 "model.parameters()."
             )
-        attach(self, model, lossfunc)
+        extend(model, batch_axis=batch_axis)
+        attach(self, lossfunc)
+        self._loss_reduction = loss_reduction or self._loss_reduction
         self._attached_to = weakref.ref(model), own
         self._scaler, self._attached = self._scaler if scaler is None else scaler, True
+        self._progress["empirical"] = False
+        self._said.clear()
 
     def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> Any:
         """For a backward that is about to reach ``parameters()``: the context to run it in, or ``None``."""
-        if self._accumulation.this_context is not None or not self._due():
+        if self._accumulation.this_context is not None or not self._due(None):
             return None
-        mine = self._params() if self._sharding() is None else self._in_forward()
-        return None if parameters().isdisjoint(mine) else self.curvature()
+        if self._sharding() is not None:
+            return None if parameters().isdisjoint(self._in_forward()) else self._context(None, None)
+        return self._context(None, None) if self._due(parameters()) else None
 
-    @contextmanager
-    def curvature(self, loss_scale: float | Tensor | None = None) -> Iterator[None]:
+    def curvature(self, loss_scale: float | Tensor | None = None) -> AbstractContextManager[None]:
         """Run the backward pass in here: refreshes the curvature on steps that are due, costs nothing on the others.
 
         Several backwards between two steps (gradient accumulation) add up as their gradients do; run all of them in
@@ -124,25 +162,74 @@ class CurvatureCollector(torch.optim.Optimizer, ABC):
         Raises:
             CurvoptError: no parameter of this optimizer received curvature, or they have another precision than before.
         """
+        return self._context(loss_scale, self._due)
+
+    @contextmanager
+    def _context(
+        self, loss_scale: float | Tensor | None, wanted: Callable[[Set[Tensor]], bool] | None
+    ) -> Iterator[None]:
+        """See `curvature`; only in backwards for whose leaves it is ``wanted``."""
         accumulation, who = self._accumulation, type(self).__name__
-        if accumulation.this_context is not None or not self._due():
+        if accumulation.this_context is not None or not self._due(None):
             yield
             return
         check_precision(who, self.state, self._names())
         self._knows_scale = loss_scale is not None or self._scaler is not None
         scale = loss_scale if loss_scale is not None else 1.0 if self._scaler is None else self._scaler.get_scale()
+        extensions = self._empirical_extensions() if self._progress["empirical"] else self._extensions()
         sharding, alone = self._sharding(), self._ranks() is None
-        kind = backpack if sharding is None else GatheredBackward
-        context = kind(*self._extensions(), extension_hook=self._collect)
+        context = (backpack if sharding is None else GatheredBackward)(*extensions, extension_hook=self._collect)
         context.skips_empty, context.counted = not alone, set(self._params())
         if isinstance(context, GatheredBackward):
             context.params, context.whole = self._params(), self._gathered
+        context.maximized = bool(self.param_groups[0].get("maximize", False))
+        context.loss_reduction, context.otherwise = self._loss_reduction, self._otherwise
         context.began = self._drop_discarded
         context.ended = lambda: accumulation.note_zeros(self._params())
-        context.finished = lambda weight, variables: accumulation.end_backward(weight, variables, scale)
+
+        def is_wanted(leaves: set[Tensor]) -> bool:
+            # where none of ours is reached, an error says what to do
+            found = sharding is not None or wanted is None or wanted(leaves) or leaves.isdisjoint(self._params())
+            accumulation.unneeded |= not found
+            return found
+
+        def finished(weight: Tensor | float, variables: int, residual: Tensor | float) -> None:
+            self._say_refusal()
+            accumulation.end_backward(weight, variables, residual, scale, self._progress["empirical"])
+
+        context.wanted, context.finished = is_wanted, finished
         # step() looks whether other ranks received some
-        with accumulation.context(who if alone else None), context:
-            yield
+        try:
+            with accumulation.context(who if alone else None), context:
+                yield
+        finally:
+            if self._refusal is not None:  # the backward failed
+                self._refusal, self._progress["empirical"] = None, False
+
+    def _otherwise(self, error: CurvoptError) -> list[Any] | None:
+        """Extensions for a backward that was refused: first the empirical ones, then none if there is some curvature.
+
+        Raises:
+            CurvoptError: the first refusal, if there is none.
+        """
+        if self._sharding() is not None:
+            return None  # another rank might go on
+        if not self._progress["empirical"]:
+            self._refusal, self._progress["empirical"] = error, True
+            return self._empirical_extensions()
+        if self._refusal is not None:
+            error, self._refusal, self._progress["empirical"] = self._refusal, None, False
+        if not any("factors" in state for state in self.state.values()):
+            raise error
+        self._accumulation.unneeded = True
+        self._say("refused", f"goes on with the curvature it has, as a backward has none. {error}")
+        return []
+
+    def _say_refusal(self) -> None:
+        """Say once why the empirical quantity is taken."""
+        error, self._refusal = self._refusal, None
+        if error is not None and not self._wants_empirical():
+            self._say("empirical", f"takes the empirical quantity from now on, until attach() is called. {error}")
 
     @torch.no_grad()
     def _drop_discarded(self) -> None:
@@ -197,7 +284,7 @@ class CurvatureCollector(torch.optim.Optimizer, ABC):
         self._accumulation.drop()
         super().zero_grad(set_to_none)
 
-    def _exchange(self, collected: Collection, ranks: Ranks, equal: dict[str, Any]) -> Collection:
+    def _exchange(self, collected: Collected, ranks: Ranks, equal: dict[str, Any]) -> Collected:
         """The mean of the ranks' curvature.
 
         Args:

@@ -1,10 +1,8 @@
 """The step that all curvature optimizers share: refresh the curvature, precondition, clip, step, adapt the damping."""
 
-import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Set
 from contextlib import nullcontext
-from math import inf
 from typing import Any
 
 import torch
@@ -14,17 +12,26 @@ from curvopt.core.backward.backpack import attach, is_listening
 from curvopt.core.jacobians.sums import widened
 from curvopt.core.recording.extended_parameters import extended_name
 from curvopt.core.recording.state import outside_of_graphs
-from curvopt.errors import CurvoptWarning
-from curvopt.optim.accumulation import Collection, ema_update, number
-from curvopt.optim.checkpoint import export_run, exporting, import_run, importing, without_curvature
+from curvopt.optim import clocks
+from curvopt.optim.accumulation import Collected, are_alike, ema_update, number
+from curvopt.optim.checkpoint import (
+    CURVATURE_STATE,
+    export_run,
+    exporting,
+    import_run,
+    importing,
+    new_progress,
+    without_curvature,
+)
 from curvopt.optim.closures import Closure, without_autocast
 from curvopt.optim.collector import CurvatureCollector
 from curvopt.optim.reports import coverage, listed
-from curvopt.optim.step_checks import accepted_curvature, check_adaptive, check_new_group, check_options, has_curvature
+from curvopt.optim.step_checks import Overflow, accepted_curvature, check_adaptive, check_schedules, has_curvature
 from curvopt.optim.step_size import (
     ADAPT_EVERY,
     adapt_damping,
     by_device,
+    clip_is_tight,
     cosine,
     kl_clip_factor,
     moments,
@@ -32,38 +39,8 @@ from curvopt.optim.step_size import (
 )
 from curvopt.optim.torch_step import decay_weights, take_torch_step
 
-#: Attributes that copies of an optimizer keep, next to its state.
-_KEPT = ("kl_clip", "curvature_every", "inverse_every", "adaptive_damping", "_group_defaults", "_options", "_attached")
-
-
-def annealed_interval(step: int, every: int) -> int:
-    """Steps until the next refresh: half of those taken so far, at least 1 and at most ``every``."""
-    return max(1, min(every, step // 2))
-
-
-def new_progress() -> dict[str, Any]:
-    """Counters, flags and numbers of a run that belong to no single parameter, at its start."""
-    return {
-        "step": 0,
-        "next_refresh": 0,
-        "next_inverse": 0,
-        "stale": False,
-        "step_weight": torch.ones(()),
-        "closure_weight": torch.zeros(()),
-        "variables": 1,
-        "mean_curvature": torch.zeros(()),
-        "kl": torch.zeros(()),  # of the last step, before clipping
-    }
-
-
-def warn_of_no_module(who: str, names: Sequence[str]) -> None:
-    """Warn of parameters that no extended module owns, which never receive curvature."""
-    warnings.warn(
-        f"{listed(names)}: of no extended module, so {who} takes the mean curvature of other parameters for theirs. "
-        "Where modules were added or replaced, call optimizer.attach(model) (or extend(model)) again.",
-        CurvoptWarning,
-        stacklevel=7,
-    )
+#: Attributes that copies of an optimizer keep, next to its state and the options of the whole run.
+_KEPT = ("_run_options", "_group_defaults", "_options", "_attached", "_loss_reduction")
 
 
 def _is_renewed(state: dict[str, Any]) -> bool:
@@ -103,47 +80,15 @@ class CurvatureOptimizer(CurvatureCollector):
         """The preconditioned gradient ``[P]``; needed unless ``_precondition`` is overridden."""
         raise NotImplementedError(f"{type(self).__name__} has neither _solve nor a _precondition of its own")
 
-    def _configure(
-        self,
-        *,
-        damping: float,
-        ema: float,
-        kl_clip: float | None,
-        curvature_every: int,
-        inverse_every: int,
-        adaptive_damping: bool = False,
-    ) -> None:
-        """Check and store the options; before the constructor of the torch optimizer, which adds the param groups."""
-        if kl_clip is not None and not kl_clip > 0:
-            raise ValueError(f"kl_clip must be positive or None, got {kl_clip}")
-        for name, every in (("curvature_every", curvature_every), ("inverse_every", inverse_every)):
-            if every < 1:
-                raise ValueError(f"{name} counts steps and must be at least 1, got {every}")
-        self.kl_clip, self.adaptive_damping = kl_clip, adaptive_damping
-        self.curvature_every, self.inverse_every = curvature_every, inverse_every
-        self._group_defaults: dict[str, Any] = {"damping": damping, "ema": ema, "last_lr": inf}
-        self._progress = new_progress()
-        self._attached = False
-        self._metrics: dict[str, float | Tensor] = {}
-        self._start_collecting()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, before or during training; ``damping`` and ``ema`` may be set per group."""
-        for name, value in self._group_defaults.items():
-            param_group.setdefault(name, value)
-        if not param_group["damping"] >= 0:
-            raise ValueError(f"damping must be at least 0, got {param_group['damping']}")
-        if not 0 <= param_group["ema"] < 1:
-            raise ValueError(f"ema must be in [0, 1), got {param_group['ema']}")
-        super().add_param_group(param_group)
-        check_new_group(self, self._names(), self._sharding)
-        self._progress["next_refresh"] = self._progress["step"]  # new parameters do not wait for the interval
-
-    def _due(self) -> bool:
-        due = self._progress["step"] >= self._progress["next_refresh"]
-        # a state that was emptied has to be filled again; but a rank may own no shards that have curvature
-        known = self._progress["step"] > 0 if self._sharding() is not None else has_curvature(self.state)
-        return is_listening() and (due or not known)
+    def _due(self, reached: Set[Tensor] | None) -> bool:
+        if not is_listening():
+            return False
+        params = self._params()
+        if self._sharding() is not None:  # all parameters at once: the ranks decide alike, and each owns some only
+            return self._progress["step"] == 0 or clocks.is_due(self._progress, params, None)
+        if self._accumulation.has_begun or not has_curvature(self.state):  # one that was emptied is filled again
+            return reached is None or not reached.isdisjoint(params)
+        return clocks.is_due(self._progress, params, reached)
 
     # --- the step -----------------------------------------------------------------------------------------------
 
@@ -167,31 +112,41 @@ class CurvatureOptimizer(CurvatureCollector):
         if self.adaptive_damping:
             check_adaptive(type(self).__name__, closure, self._sharding() is not None)
         loss, objective = (None, None) if closure is None else self._evaluate(closure)
-        collected, self._accumulation.since_last_step = self._accumulation.since_last_step, Collection()
+        collected, self._accumulation.since_last_step = self._accumulation.since_last_step, Collected()
         ranks = self._ranks()
-        if ranks is not None and (self._due() or not self._ranks_agree):
-            run = {name: self._progress[name] for name in ("step", "next_refresh", "next_inverse")}
-            damping = [float(group["damping"]) for group in self.param_groups]
-            collected = self._exchange(collected, ranks, run | {"damping": damping})
         grads = {p: p.grad for p in self._params() if p.grad is not None}
+        if ranks is not None and (self._due(grads.keys()) or not self._ranks_agree):
+            run = {name: self._progress[name] for name in ("step", "steps", "due", "next_inverse", "empirical")}
+            damping = [float(group.get("damping", 0)) for group in self.param_groups]
+            collected = self._exchange(collected, ranks, run | {"damping": damping})
         if not grads:
             return loss
-        check_options(type(self).__name__, self.kl_clip, self.param_groups)
+        check_schedules(type(self).__name__, self.kl_clip, self.param_groups)
         sharding = self._sharding()
-        if sharding is None:
-            before = {param: param.clone() for param in grads} if objective is not None else {}
-            if self._advance(grads, collected) and objective is not None:
-                ratio = adapt_damping(self.param_groups, self.state, self._progress, before, grads, objective, ranks)
-                self._metrics |= {} if ratio is None else {"reduction_ratio": ratio}
+        try:
+            if sharding is None:
+                before = {param: param.clone() for param in grads} if objective is not None else {}
+                if self._advance(grads, collected):
+                    clocks.tick(self._progress, self._params(), grads.keys())
+                    if objective is not None:
+                        groups, run = self.param_groups, self._progress
+                        ratio = adapt_damping(groups, self.state, run, before, grads, objective, ranks)
+                        self._metrics |= {} if ratio is None else {"reduction_ratio": ratio}
+                return loss
+            with sharding.owned(self, grads, collected) as owned:
+                taken = self._advance({p: p.grad for p in owned.values() if p.grad is not None}, collected)
+        except Overflow:
+            if self.on_nonfinite == "raise":
+                raise
+            self._metrics["skipped"] = self._metrics.get("skipped", 0.0) + 1
             return loss
-        with sharding.owned(self, grads, collected) as owned:
-            taken = self._advance({p: p.grad for p in owned.values() if p.grad is not None}, collected)
         if taken:
+            clocks.tick(self._progress, self._params(), grads.keys())
             decay_weights(self, grads)
             sharding.apply(owned, grads, to_gradients=not self._restores_gradients)
         return loss
 
-    def _advance(self, grads: dict[Tensor, Tensor], collected: Collection) -> bool:
+    def _advance(self, grads: dict[Tensor, Tensor], collected: Collected) -> bool:
         """Refresh the curvature and step, unless the loss weighs nothing and there is none so far."""
         who, names = type(self).__name__, self._names()
         accepted = accepted_curvature(who, names, self.state, grads, collected, self._over_ranks)
@@ -220,30 +175,79 @@ class CurvatureOptimizer(CurvatureCollector):
         now.closure_weight = now.step_weight - weight.to(now.step_weight) if now is earlier else now.step_weight
         return loss, objective
 
-    def _refresh(
-        self, grads: dict[Tensor, Tensor], collected: Collection, accepted: dict[Tensor, list[Tensor]]
-    ) -> None:
+    def _refresh(self, grads: dict[Tensor, Tensor], collected: Collected, accepted: dict[Tensor, list[Tensor]]) -> None:
         """Move new factors into the averages, and call ``_renew`` if that is due."""
         progress = self._progress
-        decays = {param: group["ema"] for group in self.param_groups for param in group["params"]}
-        for param, factors in accepted.items():
-            self._average(self.state[param], factors, decays[param])
-        unknown = [p for p in self._params() if not _is_renewed(self.state[p])]
-        counts = self._over_ranks(torch.tensor([len(accepted), len(unknown)], dtype=torch.float64))
+        counts = self._over_ranks(torch.tensor([len(accepted), 0], dtype=torch.float64))
         if counts[0] > 0:
-            progress["next_refresh"] = progress["step"] + annealed_interval(progress["step"], self.curvature_every)
+            if self.kl_clip is not None and clip_is_tight(progress):
+                self._say(
+                    "clip",
+                    f"shortens each step to less than half by kl_clip={self.kl_clip:g}, so that lr hardly matters. "
+                    "Raise kl_clip, or lower lr.",
+                )
             progress["stale"] = True
             progress |= {name: getattr(collected, name) for name in ("step_weight", "closure_weight", "variables")}
+            progress["residual"] = collected.residual / collected.weight
+            decays = {param: group["ema"] for group in self.param_groups for param in group["params"]}
+            self._forget_other_forms(accepted, collected.mixed)
+            for param, factors in accepted.items():
+                self._average(param, factors, decays[param])
+        self._wind_clocks(grads, collected, accepted, bool(counts[0] > 0))
+        unknown = [p for p in self._params() if not _is_renewed(self.state[p])]
+        counts = self._over_ranks(torch.tensor([0, len(unknown)], dtype=torch.float64))
         outside = {p for p in unknown if p in grads and "factors" not in self.state[p] and extended_name(p) is None}
         if outside and not self._step_of_owner:
-            warn_of_no_module(type(self).__name__, [name for p, name in self._names().items() if p in outside])
+            missing = listed([name for p, name in self._names().items() if p in outside])
+            self._say(
+                f"outside {missing}",
+                f"takes the mean curvature of other parameters for {missing}, which are of no extended module. Where "
+                "modules were added or replaced, call optimizer.attach(model) (or extend(model)) again.",
+            )
         if counts[1] > 0 or (progress["stale"] and progress["step"] >= progress["next_inverse"]):
             self._renew()
-            progress["next_inverse"] = progress["step"] + annealed_interval(progress["step"], self.inverse_every)
+            progress["next_inverse"] = progress["step"] + clocks.annealed_interval(progress["step"], self.inverse_every)
             progress["stale"] = False
 
-    def _average(self, state: dict[str, Any], new: list[Tensor], ema: float) -> None:
+    def _wind_clocks(self, grads: dict[Tensor, Tensor], collected: Collected, accepted: Any, new: bool) -> None:
+        """Let the intervals of parameters that were refreshed begin anew; warn of refreshes that are overdue."""
+        progress, every = self._progress, self.curvature_every
+        if self._step_of_owner:
+            if new:  # all at once; the parameters of this rank only are here
+                progress["due"] = [n + clocks.annealed_interval(n, every) for n in progress["steps"] or [0]]
+        elif new:
+            clocks.restart(progress, self._params(), {*accepted, *grads}, every)
+        elif not collected.curvature and clocks.is_due(progress, self._params(), grads.keys(), every):
+            self._say(
+                "overdue",
+                "takes steps with old curvature: its refresh is overdue, but no backward brought any. Call "
+                "optimizer.attach(model), also after loading a state, or run backwards inside of "
+                "optimizer.curvature().",
+            )
+
+    def _forget_other_forms(self, accepted: dict[Tensor, list[Tensor]], mixed: set[Tensor]) -> None:
+        """Begin anew where the curvature of a parameter changes its form, and say so once."""
+        known = {p: self.state[p]["factors"] for p in accepted if "factors" in self.state[p]}
+        changed = [p for p, factors in known.items() if not are_alike(factors, accepted[p][: len(factors)])]
+        for param in changed:
+            self._forget(param)
+        if changed or mixed:
+            names = self._names()
+            self._say(
+                "forms",
+                f"has curvature of several forms for {listed([names[p] for p in (*changed, *mixed) if p in names])}: "
+                "losses reach it through layers of different kinds, or its layer has changed (pruned, say). Its "
+                "average begins anew with each change; of several backwards of a step the first counts.",
+            )
+
+    def _forget(self, param: Tensor) -> None:
+        """Drop the curvature of a parameter."""
+        for name in CURVATURE_STATE:
+            self.state[param].pop(name, None)
+
+    def _average(self, param: Tensor, new: list[Tensor], ema: float) -> None:
         """Move a parameter's new factors into their average."""
+        state = self.state[param]
         if "factors" in state:
             state["ema_weight"] = number(ema_update(state["factors"], float(state["ema_weight"]), new, ema))
         else:
@@ -272,8 +276,9 @@ class CurvatureOptimizer(CurvatureCollector):
         ug, uu, gg, quadratic, length = total / weight / weight
         quadratic = self._kl(quadratic, updates, weight)
         clip = kl_clip_factor(quadratic, self.kl_clip)
-        shorten_momentum(self.param_groups, self.state, self._progress["kl"], self.kl_clip)
+        shorten_momentum(self.param_groups, self.state, self._progress, self.kl_clip)
         self._progress["kl"] = quadratic
+        self._progress["clip"] = torch.maximum(self._progress["clip"].to(clip), clip)
         self._metrics |= {
             "kl": clip.square() * quadratic,
             "kl_clip_factor": clip,
@@ -311,11 +316,12 @@ class CurvatureOptimizer(CurvatureCollector):
         Parameters are called by name if the optimizer was given ``model.named_parameters()``, else ``group.index``;
         by name and group if names repeat in groups of several modules. Before the first step all are ``"none"``: they
         are known once curvature was computed. A parameter that stays so is trained as if it had the mean curvature of
-        the others; if it belongs to no extended module, its first step warns of that.
+        the others; if it belongs to no extended module, its first step warns of that. ``"empirical kronecker"`` and so
+        on are said where the loss had no curvature of the kind that is asked for.
         """
         sharding, names = self._sharding(), self._names()
         elsewhere = {} if sharding is None else {names[p]: kind for p, kind in sharding.kinds.items()}
-        return coverage(names, self.state) | elsewhere
+        return coverage(names, self.state, self._progress["empirical"] and not self._wants_empirical()) | elsewhere
 
     def metrics(self) -> dict[str, float | Tensor]:
         """Numbers of the last step; tensors ``[]`` stay on the device until you read them.
@@ -328,9 +334,11 @@ class CurvatureOptimizer(CurvatureCollector):
         (in the 1-norm) there, where factors are inverted. ``new_bases``: eigenbases that were computed when the
         bases were last checked, where the optimizer uses them. ``reduction_ratio``: last one of ``adaptive_damping``,
         nan if no decrease was predicted. ``KFACAdamW`` has no damping and no clip; its ``step_norm`` and ``cosine`` are
-        those of the whole step.
+        those of the whole step. ``skipped``: number of steps that were skipped by ``on_nonfinite="skip"``.
+        ``empirical``: 1 where the loss had no curvature of the kind that is asked for.
         """
-        return dict(self._metrics)
+        empirical = self._progress["empirical"] and not self._wants_empirical()
+        return self._metrics | ({"empirical": 1.0} if empirical else {})
 
     def _export(self) -> dict[str, Any]:
         run = export_run(type(self).__name__, self._progress, self._samples, self._metrics)
@@ -339,7 +347,8 @@ class CurvatureOptimizer(CurvatureCollector):
     def _import(self, exported: dict[str, Any]) -> None:
         if (sharding := self._sharding()) is not None:
             sharding.take_kinds(type(self).__name__, exported.get("kinds", {}), self.state)
-        self._progress, self._samples, self._metrics = import_run(exported)
+        progress, self._samples, self._metrics = import_run(exported)
+        self._progress = new_progress() | progress  # of older versions, too
         self._ranks_agree = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -360,7 +369,7 @@ class CurvatureOptimizer(CurvatureCollector):
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),
-            **{name: self.__dict__[name] for name in _KEPT if name in self.__dict__},
+            **{name: getattr(self, name) for name in (*_KEPT, *self._run_options)},
             **({"process_group": None} if self.process_group is None else {}),
             "curvature": self._export(),
         }

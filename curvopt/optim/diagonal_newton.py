@@ -7,6 +7,7 @@ from torch import Tensor
 
 from curvopt.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
 from curvopt.optim.accumulation import pop_field
+from curvopt.optim.empirical import GradientDiagonal
 from curvopt.optim.solvers import FactoredInverse
 
 
@@ -33,7 +34,8 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         ema: decay of the average per refresh, bias-corrected.
         kl_clip: bound ``κ`` on ``lr² (Σ √hᵢ |uᵢ|)² / √V``, and on ``lr² uᵀ g / V``, of a step ``u`` over all groups,
             with ``V`` the number of variables that a prediction has (1 for a class, a sample's entries for
-            element-wise losses); ``None`` for none. The root is by experience.
+            element-wise losses); ``None`` for none. The root is by experience. For squared errors of mean r it is
+            ``κ min(r / 100, 1)``.
         curvature_every: steps between refreshes of the diagonal, reached gradually from 1.
         adaptive_damping: every fifth step, multiply ``damping`` by (19/20)^5 or its inverse if the change of the loss
             was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``. No step is taken back: from a
@@ -42,6 +44,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         weight_decay: decoupled: ``p *= 1 - lr * weight_decay``.
         dampening: as in SGD.
         nesterov: as in SGD.
+        on_nonfinite: ``"raise"`` an error where a gradient is not finite, or ``"skip"`` the step; ``metrics()`` counts.
         maximize: as in SGD.
         foreach: as in SGD.
 
@@ -66,6 +69,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         weight_decay: float = 0.0,
         dampening: float = 0.0,
         nesterov: bool = False,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
@@ -74,7 +78,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         if modify not in ("abs", "clip"):
             raise ValueError(f'modify must be "abs" or "clip", got {modify!r}')
         DiagGGNMC(mc_samples)  # checks it
-        self._options = {"field": curvature, "modify": modify, "mc_samples": mc_samples}
+        self._options = {"curvature": curvature, "modify": modify, "mc_samples": mc_samples}
         self._configure(
             damping=damping,
             ema=ema,
@@ -82,6 +86,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
             curvature_every=curvature_every,
             inverse_every=1,
             adaptive_damping=adaptive_damping,
+            on_nonfinite=on_nonfinite,
         )
         super().__init__(
             params,
@@ -95,18 +100,21 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         )
 
     def _extensions(self) -> list[Any]:
-        if self._options["field"] == "diag_ggn_mc":
+        if self._options["curvature"] == "diag_ggn_mc":
             return [DiagGGNMC(self._options["mc_samples"], self._sampler())]
-        return [DiagGGNExact() if self._options["field"] == "diag_ggn_exact" else DiagHessian()]
+        return [DiagGGNExact() if self._options["curvature"] == "diag_ggn_exact" else DiagHessian()]
+
+    def _empirical_extensions(self) -> list[Any]:
+        return [GradientDiagonal()]
 
     def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
-        diagonal = pop_field(param, self._options["field"])
+        diagonal = pop_field(param, "gradient_diagonal" if self._progress["empirical"] else self._options["curvature"])
         return None if diagonal is None else ([diagonal.reshape(-1)], None)
 
-    def _average(self, state: dict[str, Any], new: list[Tensor], ema: float) -> None:
+    def _average(self, param: Tensor, new: list[Tensor], ema: float) -> None:
         # after the sum over backwards, whose parts of the batch may have other signs
         (diagonal,) = new
-        super()._average(state, [diagonal.abs() if self._options["modify"] == "abs" else diagonal.clamp(min=0)], ema)
+        super()._average(param, [diagonal.abs() if self._options["modify"] == "abs" else diagonal.clamp(min=0)], ema)
 
     def _renew(self) -> None:
         super()._renew()
@@ -127,4 +135,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
             length += group["lr"] * sum(each.to(quadratic) for each in lengths)
         length = self._over_ranks(length)
         bound = (length / weight).square() / self._progress["variables"] ** 0.5
-        return torch.maximum(bound, super()._kl(quadratic, updates, weight))  # where there is damping and no curvature
+        # where there is damping and no curvature
+        bound = torch.maximum(bound, super()._kl(quadratic, updates, weight))
+        # by experience: longer steps kill the ReLUs of regressions
+        return bound / (0.01 * self._progress["residual"].to(bound)).clamp(max=1)

@@ -1,14 +1,15 @@
 """SGD on gradients preconditioned in the Kronecker-factored eigenbasis (George et al. 2018)."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from curvopt.core.jacobians.base import Approx
-from curvopt.extensions import EigenDiagonal
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.accumulation import ema_update, number, pop_field
+from curvopt.optim.empirical import GradientScales, Scales
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.solvers import Eigenbasis, basis_changes, squared, transposed
 
@@ -31,7 +32,8 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         damping: ``λ``, in units of the curvature of the mean-reduced loss.
         ema: decay of the averages per refresh, bias-corrected.
         kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step over all groups, for each variable that a
-            prediction has (1 for a class, a sample's entries for element-wise losses); ``None`` for none.
+            prediction has (1 for a class, a sample's entries for element-wise losses); ``None`` for none. For squared
+            errors it is relative to their mean, if that is below 1.
         curvature_every: steps between refreshes of factors and scales, reached gradually from 1.
         inverse_every: steps between checks of the bases, reached gradually from 1.
         adaptive_damping: every fifth step, multiply ``damping`` by (19/20)^5 or its inverse if the change of the loss
@@ -47,6 +49,7 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         weight_decay: decoupled: ``p *= 1 - lr * weight_decay``.
         dampening: as in SGD.
         nesterov: as in SGD.
+        on_nonfinite: ``"raise"`` an error where a gradient is not finite, or ``"skip"`` the step; ``metrics()`` counts.
         maximize: as in SGD.
         foreach: as in SGD.
 
@@ -73,6 +76,7 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         weight_decay: float = 0.0,
         dampening: float = 0.0,
         nesterov: bool = False,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
@@ -84,6 +88,7 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
             curvature_every=curvature_every,
             inverse_every=inverse_every,
             adaptive_damping=adaptive_damping,
+            on_nonfinite=on_nonfinite,
         )
         super().__init__(
             params,
@@ -98,8 +103,13 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
 
     def _extensions(self) -> list[Any]:
         (factors,) = super()._extensions()
-        bases = self._for_backward({param: state["bases"] for param, state in self.state.items() if state.get("bases")})
-        return [factors, EigenDiagonal(bases, factors.columns)]
+        return [factors, Scales(self._bases(), factors.columns)]
+
+    def _empirical_extensions(self) -> list[Any]:
+        return [*super()._empirical_extensions(), GradientScales(self._bases())]
+
+    def _bases(self) -> Mapping[Tensor, list[Tensor]]:
+        return self._for_backward({p: state["bases"] for p, state in self.state.items() if state.get("bases")})
 
     def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
         scales = pop_field(param, "eigen_diagonal")
@@ -108,12 +118,18 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
             taken[0].append(scales)
         return taken
 
-    def _average(self, state: dict[str, Any], new: list[Tensor], ema: float) -> None:
-        factors = len(state.get("factors", new))
-        if len(new) > factors:
+    def _average(self, param: Tensor, new: list[Tensor], ema: float) -> None:
+        state = self.state[param]
+        # scales come last; those of bases that were forgotten are of no use
+        has_scales = len(new) > 1 and new[-1].shape == (param.numel(),)
+        factors = len(state.get("factors", new[:-1] if has_scales else new))
+        if len(new) > factors and "scales" in state:
             weight = ema_update([state["scales"]], float(state["scales_weight"]), new[factors:], ema)
             state["scales_weight"] = number(weight)
-        super()._average(state, new[:factors], ema)
+        super()._average(param, new[:factors], ema)
+
+    def _kl(self, quadratic: Tensor, updates: dict[Tensor, Tensor], weight: Tensor) -> Tensor:
+        return super()._kl(quadratic, updates, weight) / self._progress["residual"].to(quadratic).clamp(max=1)
 
     def _change_basis(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
         state, sizes = self.state[param], sizes_of(self.state[param]["factors"], param.shape)

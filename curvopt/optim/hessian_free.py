@@ -23,13 +23,19 @@ from curvopt.errors import CurvoptError
 from curvopt.hessianfree.cg import dot
 from curvopt.optim.closures import Closure, without_autocast
 from curvopt.optim.objective import Objective
+from curvopt.optim.options import check_count, check_number, refuse_modules
 from curvopt.optim.quadratic_model import QuadraticModel, Vector
-from curvopt.optim.reports import parameter_names
+from curvopt.optim.reports import parameter_names, shown
 from curvopt.optim.step_checks import check_new_group
 from curvopt.optim.truncated_newton import backtrack, levenberg_marquardt, line_search, solve
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+#: Options of a param group, and of the whole optimizer.
+_OF_GROUP = ("lr", "damping", "weight_decay")
+_OF_RUN = ("maximize", "cg_iterations", "cg_progress", "cg_decay", "preconditioner_samples")
 
 
 class HessianFree(torch.optim.Optimizer):
@@ -57,8 +63,10 @@ class HessianFree(torch.optim.Optimizer):
 
     **The closure** works as for ``torch.optim.LBFGS``. Its first call, with gradients enabled, is the usual one, but
     graphs are kept. The objective is the sum of all tensors that it calls ``backward`` on, or if it calls none, its
-    result. This must be a linear function of losses that are known: cross-entropy, squared error, binary cross-entropy
-    of logits, as modules or functions, or others by ``extend(loss, loss=True)``. The model need not be extended, and
+    result. Where it is a linear function of losses that are known and convex (cross-entropy, squared error, binary
+    cross-entropy of logits, as modules or functions, or others by ``extend(loss, loss=True)``), B is the Gauss-Newton
+    matrix. For any other objective it is the Hessian; CG stops where that is not positive, and the damping rises until
+    steps are found. ``metrics()["is_hessian"]`` tells. The model need not be extended, and
     may hold any operation that PyTorch differentiates twice; attention uses the kernel that has second derivatives
     (``SDPBackend.MATH``). ``.grad`` is left to the closure, and is not read. Further calls run without gradients
     (unless the closure calls ``torch.autograd.grad``), and their backwards do nothing. They must compute the function
@@ -102,27 +110,29 @@ class HessianFree(torch.optim.Optimizer):
         cg_decay: float = 0.95,
         preconditioner_samples: int = 0,
     ) -> None:
-        for name, value, least in (
-            ("cg_iterations", cg_iterations, 1),
-            ("cg_progress", cg_progress, 0),
-            ("cg_decay", cg_decay, 0),
-            ("preconditioner_samples", preconditioner_samples, 0),
-        ):
-            if not value >= least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        refuse_modules("HessianFree", params)
+        check_count("cg_iterations", cg_iterations)
+        check_number("cg_progress", cg_progress)
+        check_number("cg_decay", cg_decay)
+        check_count("preconditioner_samples", preconditioner_samples, 0)
         self.maximize, self.cg_iterations, self.cg_progress = maximize, cg_iterations, cg_progress
         self.cg_decay, self.preconditioner_samples = cg_decay, preconditioner_samples
         self._metrics: dict[str, float | str] = {}
         super().__init__(params, {"lr": lr, "damping": damping, "weight_decay": weight_decay})
+        self.defaults |= {name: getattr(self, name) for name in _OF_RUN}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, before or during training; ``lr``, ``damping`` and ``weight_decay`` may be set in it."""
-        for name, default in self.defaults.items():
-            value = param_group.get(name, default)
-            if not value >= 0:
-                raise ValueError(f"{name} must be at least 0, got {value}")
+        for name in _OF_GROUP:
+            check_number(name, param_group.get(name, self.defaults[name]))
         super().add_param_group(param_group)
-        check_new_group(self, self._names())
+        for name in _OF_RUN:  # torch copies all of `defaults`
+            self.param_groups[-1].pop(name, None)
+        check_new_group(self)
+
+    def __repr__(self) -> str:
+        """The options of the whole optimizer, then those of each param group."""
+        return shown("HessianFree", {name: getattr(self, name) for name in _OF_RUN}, self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict()``.
@@ -130,7 +140,7 @@ class HessianFree(torch.optim.Optimizer):
         Raises:
             CurvoptError: if it is the state of another optimizer. Nothing has changed then.
         """
-        complete = all(group.keys() >= self.defaults.keys() for group in state_dict["param_groups"])
+        complete = all(group.keys() >= {*_OF_GROUP} for group in state_dict["param_groups"])
         if not complete or "curvature" in state_dict:
             raise CurvoptError(
                 "HessianFree.load_state_dict(): this is the state of another optimizer; build that one. Nothing has "
@@ -151,8 +161,8 @@ class HessianFree(torch.optim.Optimizer):
             The result of the first call of the closure, detached.
 
         Raises:
-            CurvoptError: no closure, a loss that is not known or not convex in the network's outputs, or a loss or
-                gradient that is not finite or sparse. Parameters, their buffers and the state have not changed then.
+            CurvoptError: no closure, an objective that PyTorch cannot differentiate twice, or a loss or gradient
+                that is not finite or sparse. Parameters, their buffers and the state have not changed then.
         """
         if closure is None:
             raise CurvoptError("HessianFree.step() evaluates the loss several times: call optimizer.step(closure).")
@@ -230,6 +240,7 @@ class HessianFree(torch.optim.Optimizer):
             "rate": rate,
             "step_norm": dot(delta, delta) ** 0.5,
             "damping": dampings[0],
+            "is_hessian": float(model.is_hessian),
         }
         result = evaluated.result
         return result.detach() if isinstance(result, Tensor) else result
@@ -268,6 +279,7 @@ class HessianFree(torch.optim.Optimizer):
         stays) where the objective or the parameters are rounded to more than the direction changes. ``cg_iterations``
         and ``cg_reason``, see `curvopt.hessianfree.Solution`. ``evaluations``: calls of the closure. ``rate``: the line
         search's, 0 if no decrease was found. ``step_norm``. ``damping``: of the first group, in this step.
+        ``is_hessian``: 1 where the Hessian took the place of the Gauss-Newton matrix.
         """
         return dict(self._metrics)
 
@@ -275,6 +287,5 @@ class HessianFree(torch.optim.Optimizer):
         return parameter_names(self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("maximize", "cg_iterations", "cg_progress", "cg_decay", "preconditioner_samples", "_metrics")
         alone = {"process_group": None} if self.process_group is None else {}
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **alone}
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in (*_OF_RUN, "_metrics")}, **alone}

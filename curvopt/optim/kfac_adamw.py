@@ -1,6 +1,6 @@
 """AdamW in the eigenbasis of Kronecker-factored curvature."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         max_factor_size: larger factors are cut down to blocks on their diagonal, which cost less and need fewer
             samples; ``None`` for whole ones.
         amsgrad: as in AdamW.
+        on_nonfinite: ``"raise"`` an error where a gradient is not finite, or ``"skip"`` the step; ``metrics()`` counts.
         maximize: as in AdamW.
         foreach: as in AdamW.
 
@@ -65,12 +66,13 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         mc_samples: int = 1,
         max_factor_size: int | None = 256,
         amsgrad: bool = False,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
         self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
         self._configure(
-            damping=0.0, ema=ema, kl_clip=None, curvature_every=curvature_every, inverse_every=inverse_every
+            ema=ema, curvature_every=curvature_every, inverse_every=inverse_every, on_nonfinite=on_nonfinite
         )
         super().__init__(
             params,
@@ -90,10 +92,20 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         (factor,), of_input = taken
         return [kron_diagonal([factor.diagonal(dim1=-2, dim2=-1)], sizes_of([factor], param.shape))], of_input
 
+    def _forget(self, param: Tensor) -> None:
+        state = self.state[param]
+        if state.get("bases"):
+            self._change_moments(state, state["bases"], sizes_of(state["factors"], param.shape))
+        super()._forget(param)
+
     def _change_basis(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
         state = self.state[param]
         new, sizes = state["bases"], sizes_of(state["factors"], param.shape)
         change = basis_changes(new, old) if old else transposed(new)
+        self._change_moments(state, change, sizes)
+
+    def _change_moments(self, state: dict[str, Any], change: list[Tensor], sizes: list[int]) -> None:
+        """Transform the moments of AdamW to other coordinates."""
         for name, matrices in (
             ("exp_avg", change),
             ("exp_avg_sq", squared(change)),

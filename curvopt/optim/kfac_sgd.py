@@ -1,6 +1,6 @@
 """SGD on gradients preconditioned by Kronecker-factored curvature (Martens & Grosse 2015)."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
         weight_decay: decoupled: ``p *= 1 - lr * weight_decay``.
         dampening: as in SGD.
         nesterov: as in SGD.
+        on_nonfinite: ``"raise"`` an error where a gradient is not finite, or ``"skip"`` the step; ``metrics()`` counts.
         maximize: as in SGD.
         foreach: as in SGD.
 
@@ -75,6 +76,7 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
         weight_decay: float = 0.0,
         dampening: float = 0.0,
         nesterov: bool = False,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
@@ -86,6 +88,7 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
             curvature_every=curvature_every,
             inverse_every=inverse_every,
             adaptive_damping=adaptive_damping,
+            on_nonfinite=on_nonfinite,
         )
         super().__init__(
             params,

@@ -8,6 +8,7 @@ from curvopt.core.jacobians.base import Approx
 from curvopt.extensions import KFAC, KFLR, KFACEmpirical
 from curvopt.optim.accumulation import pop_field
 from curvopt.optim.curvature_optimizer import CurvatureOptimizer
+from curvopt.optim.empirical import GradientFactors
 
 Fisher = Literal["mc", "exact", "empirical"]
 
@@ -42,9 +43,15 @@ class Kronecker(CurvatureOptimizer):
             return [KFAC(mc_samples, approx, self._sampler(), limit)]
         return [(KFLR if fisher == "exact" else KFACEmpirical)(approx, limit)]
 
+    def _empirical_extensions(self) -> list[Any]:
+        return [GradientFactors(self._options["approx"], self._options["max_factor_size"])]
+
+    def _wants_empirical(self) -> bool:
+        return self._options["fisher"] == "empirical"
+
     def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
-        field = {"mc": "kfac", "exact": "kflr", "empirical": "kfac_empirical"}[self._options["fisher"]]
-        factors = pop_field(param, field)
+        fisher = "empirical" if self._progress["empirical"] else self._options["fisher"]
+        factors = pop_field(param, {"mc": "kfac", "exact": "kflr", "empirical": "kfac_empirical"}[fisher])
         if factors is None:
             return None
         return list(factors), None if len(factors) == 1 else 0 if factors.transposed else 1

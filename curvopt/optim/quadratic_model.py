@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvopt.core.autograd_graph.backward_graph import records_behind
-from curvopt.core.autograd_graph.nodes import precisions
+from curvopt.core.autograd_graph.nodes import name_of, precisions, walk
 from curvopt.core.autograd_graph.vjp import listen, own_backward
+from curvopt.core.losses.generic_loss import loss_weight
 from curvopt.core.losses.hessian_root import Loss, LossCurvature
 from curvopt.core.losses.loss_search import find_losses
 from curvopt.core.recording.calls import TermCall
@@ -41,9 +42,7 @@ class Differentiated:
         gradient: like the parameters.
         losses: each with its gradient in the backward, and the edge of its input in the graph.
         terms: calls of ``L2Regularizer``, each with its gradient in the backward.
-
-    Raises:
-        CurvoptError: if the roots are no linear function of losses that are known.
+        is_known: whether the roots are a linear function of losses that are known.
     """
 
     def __init__(self, roots: Sequence[Tensor], cotangents: Sequence[Tensor], parameters: Sequence[Tensor]):
@@ -52,15 +51,8 @@ class Differentiated:
         leaves = {get_gradient_edge(p).node for p in parameters}
         nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
         known, nonlinear = find_losses(nodes, leaves)
-        if nonlinear or not known:
-            operations = ", ".join(dict.fromkeys(nonlinear))
-            fault = f"depends on {operations} of the parameters outside of" if nonlinear else "contains none of"
-            raise CurvoptError(
-                f"HessianFree: the objective of the closure {fault} the losses that are known (cross-entropy, squared "
-                "error, binary cross-entropy of logits, as modules or functions). Mark a custom loss by "
-                "curvopt.extend(loss, loss=True); for weight decay use the option weight_decay or "
-                "curvopt.L2Regularizer."
-            )
+        self.roots, self.cotangents, self.parameters = roots, cotangents, parameters
+        self.is_known = bool(known) and not nonlinear
         handles = [listen(edge, partial(self._loss, loss)) for loss, edge in known.items()]
         handles += [listen(edge, partial(self._term, term)) for term, edge in records_behind(nodes, TermCall)]
         try:
@@ -71,6 +63,26 @@ class Differentiated:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def twice(self) -> Vector:
+        """The gradient with its graph."""
+        with torch.enable_grad(), own_backward():
+            found = torch.autograd.grad(
+                self.roots, self.parameters, self.cotangents, create_graph=True, materialize_grads=True
+            )
+        nodes = [slope.grad_fn for slope in found if slope.grad_fn is not None]
+        if any(name_of(node) == "torch::autograd::Error" for node in walk(nodes)):
+            raise CurvoptError(
+                "HessianFree: PyTorch has no second derivative of an operation (a function in it is marked as "
+                "once_differentiable); write its backward with operations of PyTorch."
+            )
+        return list(found)
+
+    @property
+    def weight(self) -> Tensor:
+        """How many means over the samples the roots are, if their losses are not known."""
+        edges = [get_gradient_edge(root) for root in self.roots]
+        return loss_weight(edges, [cotangent.detach() for cotangent in self.cotangents], 1, "mean")
 
     def _term(self, use: TermCall, grad: Tensor) -> None:
         self.terms.append((use, grad))
@@ -83,6 +95,8 @@ class Differentiated:
 class QuadraticModel:
     """Gradient and Gauss-Newton matrix of the objective at the parameters that the graph was built with.
 
+    If its losses are not known, or not convex in their input, the Hessian takes the place of the Gauss-Newton matrix.
+
     Args:
         differentiated: the losses.
         parameters: θ.
@@ -93,9 +107,7 @@ class QuadraticModel:
         gradient: ``g``.
         shifts: multiples of the identity in ``B``, by parameter.
         weight: how many mean losses the objective is, see `curvopt.backpack.loss_weight`.
-
-    Raises:
-        CurvoptError: if a loss is not convex in its input.
+        is_hessian: whether ``B`` is the Hessian.
     """
 
     def __init__(
@@ -115,21 +127,34 @@ class QuadraticModel:
                 shift + use.weight * grad if p in regularized else shift
                 for shift, p in zip(self.shifts, parameters, strict=True)
             ]
-        weight = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
         self._curvatures: list[tuple[LossCurvature, Tensor]] = []
         self._slopes: list[Tensor] = []
-        for loss, grad, _ in differentiated.losses:
-            curvature, scale = loss.curvature(grad)
+        try:
+            if differentiated.is_known:
+                self._curvatures = [loss.curvature(grad) for loss, grad, _ in differentiated.losses]
+        except CurvoptError:
+            self._curvatures = []
+        self.is_hessian = not self._curvatures
+        if self.is_hessian:
+            self._gradient = differentiated.twice()
+            weight = differentiated.weight.to(parameters[0].device, torch.float64)
+        else:
+            weight = self._gauss_newton(differentiated)
+        self.weight = float(mean_of(ranks, [weight])[0])
+
+    def _gauss_newton(self, differentiated: Differentiated) -> Tensor:
+        """Prepare products with the Gauss-Newton matrix; returns how many mean losses the objective is."""
+        weight = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
+        for (loss, grad, _), (curvature, scale) in zip(differentiated.losses, self._curvatures, strict=True):
             assert curvature.weights is not None
             weight += (curvature.weights.sum() * scale.square()).to(weight)
-            self._curvatures.append((curvature, scale))
             with torch.enable_grad(), own_backward():
                 self._slopes.append(loss.slope(grad))
-        self.weight = float(mean_of(ranks, [weight])[0])
         self._edges = [edge for *_, edge in differentiated.losses]
         self._inputs = [loss.input for loss, *_ in differentiated.losses]
-        self._jacobian = linearise(self._edges, parameters, self._inputs)
+        self._jacobian = linearise(self._edges, self.parameters, self._inputs)
         self._checked = False
+        return weight
 
     def product(self, v: Vector) -> Vector:
         """``B v``: forwards through the network (R-operator), the Hessian of the loss, and backwards.
@@ -137,6 +162,9 @@ class QuadraticModel:
         Raises:
             CurvoptError: if an operation of the network has no second derivative.
         """
+        if self.is_hessian:
+            Hv = mean_of(self._ranks, self._hessian_times(v))
+            return [Ht + shift * t for Ht, shift, t in zip(Hv, self.shifts, v, strict=True)]
         try:
             Jv = self._jacobian(v)
         except RuntimeError as error:
@@ -152,6 +180,18 @@ class QuadraticModel:
             self._check_transposed(v, Jv)
         Gv = mean_of(self._ranks, self._pulled_back(HJv))
         return [Gt + shift * t for Gt, shift, t in zip(Gv, self.shifts, v, strict=True)]
+
+    def _hessian_times(self, v: Vector) -> Vector:
+        curved = [(slope, t) for slope, t in zip(self._gradient, v, strict=True) if slope.requires_grad]
+        if not curved:
+            return [torch.zeros_like(p) for p in self.parameters]
+        slopes, vectors = zip(*curved, strict=True)
+        try:
+            with own_backward():
+                found = torch.autograd.grad(slopes, self.parameters, vectors, retain_graph=True, materialize_grads=True)
+        except RuntimeError as error:
+            raise CurvoptError(f"HessianFree: PyTorch has no second derivative of an operation ({error}).") from error
+        return list(found)
 
     def _check_transposed(self, v: Vector, Jv: Sequence[Tensor]) -> None:
         """Check ``uᵀ (J v) = vᵀ (Jᵀ u)``: J v is wrong where a backward hides its operations from autograd."""
@@ -173,8 +213,11 @@ class QuadraticModel:
     def sampled_diagonal(self, samples: int) -> Vector:
         """Unbiased estimate of B's diagonal: mean squares of Jᵀs with random s, E[s sᵀ] = H (Chapelle & Erhan 2011).
 
-        Random numbers are equal at each step.
+        Random numbers are equal at each step. Of a Hessian, mean products of random signs with what it makes of them
+        (Hutchinson 1989), as far as they are positive.
         """
+        if self.is_hessian:
+            return self._sampled_hessian_diagonal(samples)
         generators = {z.device: torch.Generator(z.device).manual_seed(0) for z in self._inputs}
         squares = [torch.zeros_like(p) for p in self.parameters]
         for _ in range(samples):
@@ -185,6 +228,19 @@ class QuadraticModel:
             for square, column in zip(squares, self._pulled_back(columns), strict=True):
                 square.addcmul_(column, column, value=1 / samples)
         return [square + shift for square, shift in zip(mean_of(self._ranks, squares), self.shifts, strict=True)]
+
+    def _sampled_hessian_diagonal(self, samples: int) -> Vector:
+        generators = {p.device: torch.Generator(p.device).manual_seed(0) for p in self.parameters}
+        total = [torch.zeros_like(p) for p in self.parameters]
+        for _ in range(samples):
+            signs = [
+                torch.randint(2, p.shape, generator=generators[p.device], device=p.device).to(p.dtype) * 2 - 1
+                for p in self.parameters
+            ]
+            for part, sign, Hs in zip(total, signs, self._hessian_times(signs), strict=True):
+                part.addcmul_(sign, Hs, value=1 / samples)
+        mean = mean_of(self._ranks, total)
+        return [part.clamp(min=0) + shift for part, shift in zip(mean, self.shifts, strict=True)]
 
     def _pulled_back(self, vectors: Vector) -> Sequence[Tensor]:
         with own_backward():

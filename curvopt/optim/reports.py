@@ -17,12 +17,15 @@ def parameter_names(groups: Sequence[dict[str, Any]]) -> dict[Tensor, str]:
     return {p: name if times[name] == 1 else f"{name} (group {i})" for p, (name, i) in names.items()}
 
 
-def coverage(names: Mapping[Tensor, str], states: Mapping[Tensor, dict[str, Any]]) -> dict[str, str]:
-    """By name of a parameter, the form of the curvature that its state holds."""
+def coverage(
+    names: Mapping[Tensor, str], states: Mapping[Tensor, dict[str, Any]], empirical: bool = False
+) -> dict[str, str]:
+    """By name of a parameter, the form of the curvature that its state holds, and whether that is empirical."""
     kinds = {}
     for param, name in names.items():
         factors = states[param].get("factors", []) if param in states else []
-        kinds[name] = kind_of(factors[0].ndim if factors else 0, len(factors) > 1)
+        kind = kind_of(factors[0].ndim if factors else 0, len(factors) > 1)
+        kinds[name] = f"empirical {kind}" if empirical and factors else kind
     return kinds
 
 
@@ -34,3 +37,13 @@ def kind_of(dims: int, several: bool) -> str:
 def listed(names: Sequence[str]) -> str:
     """The first five names and the number of the others."""
     return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+
+
+def shown(kind: str, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str:
+    """The options of an optimizer and of its param groups, in the form of ``torch.optim``."""
+    parts = {kind + " (": options} | {f"Parameter Group {i}": group for i, group in enumerate(groups)}
+    lines = []
+    for title, own in parts.items():
+        lines.append(title)
+        lines += [f"    {name}: {own[name]}" for name in sorted(own) if name not in ("params", "param_names")]
+    return "\n".join([*lines, ")"])

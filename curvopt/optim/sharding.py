@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from curvopt.distributed import Ranks, divide
 from curvopt.errors import CurvoptError
-from curvopt.optim.accumulation import Collection, Curvature, Zeros, zero_gradients
+from curvopt.optim.accumulation import Collected, Curvature, Zeros, zero_gradients
 from curvopt.optim.reports import kind_of
 
 
@@ -235,7 +235,7 @@ class Sharding:
         shape[self.layouts[p].dim] = length
         return shape
 
-    def mean(self, collected: Collection, forms: Mapping[int, Any]) -> Collection:
+    def mean(self, collected: Collected, forms: Mapping[int, Any]) -> Collected:
         """The mean of the ranks' curvature, of the parameters that this rank owns.
 
         Args:
@@ -244,10 +244,10 @@ class Sharding:
         """
         device, nothing = self.ranks.device, torch.zeros(())
         own = {i: collected.curvature.get(self.params[i]) for i in forms}
-        weights = [collected.weight, collected.step_weight, collected.closure_weight]
+        weights = [collected.weight, collected.step_weight, collected.residual, collected.closure_weight]
         weights += [nothing if each is None else each.weight for each in own.values()]
         (means,) = self.ranks.mean([torch.stack([w.to(device, torch.float64) for w in weights])])
-        weight, step_weight, closure_weight, *of_params = means
+        weight, step_weight, residual, closure_weight, *of_params = means
         outgoing, incoming, dtypes = [], [], dict.fromkeys(getattr(torch, dtype) for _, dtype, _ in forms.values())
         for i, (shapes, name, _) in forms.items():
             owner, curvature, dtype = self.owners[self.params[i]], own[i], getattr(torch, name)
@@ -258,7 +258,7 @@ class Sharding:
         parts = iter(self.exchange(list(dtypes), outgoing, incoming))
         for i, (shapes, _, of_input) in forms.items():
             self.kinds[self.params[i]] = kind_of(len(shapes[0]), of_input is not None)
-        result = Collection({}, weight, step_weight, closure_weight, variables=collected.variables)
+        result = Collected({}, weight, step_weight, residual, closure_weight, variables=collected.variables)
         for (i, (shapes, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
             p = self.params[i]
             if self.owns(p):
@@ -285,7 +285,7 @@ class Sharding:
 
     @contextmanager
     def owned(
-        self, optimizer: Any, grads: Mapping[Tensor, Any], collected: Collection
+        self, optimizer: Any, grads: Mapping[Tensor, Any], collected: Collected
     ) -> Iterator[dict[Tensor, Tensor]]:
         """Inside, the optimizer has the parameters that this rank owns, whole, at zero, with their gradients.
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from curvopt.distributed import is_sharded, refuse_sharded
 from curvopt.errors import CurvoptError
-from curvopt.optim.accumulation import Collection, check_forms, zero_gradients
-from curvopt.optim.reports import listed
+from curvopt.optim.accumulation import Collected, zero_gradients
+from curvopt.optim.reports import listed, parameter_names
 
 logger = logging.getLogger(__name__)
 
@@ -19,20 +19,17 @@ class Overflow(CurvoptError):
     """A gradient is not finite."""
 
 
-def check_new_group(
-    optimizer: torch.optim.Optimizer, names: dict[Tensor, str], check_shards: Callable[[], Any] | None = None
-) -> None:
+def check_new_group(optimizer: torch.optim.Optimizer, check_shards: Callable[[], Any] | None = None) -> None:
     """Refuse sharded and complex parameters; the param group that was added last is taken out again.
 
     Args:
         optimizer: the optimizer.
-        names: of its parameters.
         check_shards: refuses shards that the optimizer cannot gather; ``None`` if it can gather none.
 
     Raises:
         CurvoptError: if there is one.
     """
-    who = type(optimizer).__name__
+    who, names = type(optimizer).__name__, parameter_names(optimizer.param_groups)
     try:
         refuse_sharded((who, name, p) for p, name in names.items() if check_shards is None or not is_sharded(p))
         if check_shards is not None:
@@ -78,7 +75,7 @@ def check_adaptive(who: str, closure: Any, sharded: bool) -> None:
         )
 
 
-def check_options(who: str, kl_clip: float | None, groups: Sequence[dict[str, Any]]) -> None:
+def check_schedules(who: str, kl_clip: float | None, groups: Sequence[dict[str, Any]]) -> None:
     """Refuse options that were set out of their range after the constructor; comparisons with nan are false.
 
     Raises:
@@ -87,7 +84,7 @@ def check_options(who: str, kl_clip: float | None, groups: Sequence[dict[str, An
     options = [("kl_clip", kl_clip, kl_clip is None or kl_clip > 0, "positive or None")]
     for i, group in enumerate(groups):
         options += [
-            (f"damping of param group {i}", group["damping"], group["damping"] >= 0, "at least 0"),
+            (f"damping of param group {i}", (damping := group.get("damping", 0)), damping >= 0, "at least 0"),
             (f"ema of param group {i}", group["ema"], 0 <= group["ema"] < 1, "in [0, 1)"),
         ]
     for name, value, valid, range_ in options:
@@ -133,7 +130,7 @@ def accepted_curvature(
     names: Mapping[Tensor, str],
     states: Mapping[Tensor, dict[str, Any]],
     grads: Mapping[Tensor, Tensor],
-    collected: Collection,
+    collected: Collected,
     over_ranks: Callable[[Tensor], Tensor],
 ) -> dict[Tensor, list[Tensor]] | None:
     """The mean curvature of the parameters for which it is finite, by parameter; ``None`` if there never was any.
@@ -147,17 +144,14 @@ def accepted_curvature(
         over_ranks: sums over ranks that have different parameters.
 
     Raises:
-        CurvoptError: if a gradient is sparse or not finite, a parameter or its curvature changed its form, or no
-            curvature was ever computed.
+        CurvoptError: if a gradient is sparse or not finite, a parameter changed its precision, or no curvature was
+            ever computed.
     """
     check_dense(who, names, grads)
     check_precision(who, states, {param: names[param] for param in grads})
     params = list(grads)
     # not finite if the loss weighs nothing
     new = {param: curvature.mean(collected.weight) for param, curvature in collected.curvature.items()}
-    for param, tensors in new.items():
-        known = states[param].get("factors", []) if param in states else []
-        check_forms(names[param], known, tensors[: len(known)])
     owners = [param for param, tensors in new.items() for _ in tensors]
     tensors = [*grads.values(), *(tensor for tensors in new.values() for tensor in tensors)]
     weight = collected.step_weight

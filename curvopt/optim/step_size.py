@@ -27,6 +27,15 @@ def kl_clip_factor(quadratic: Tensor, kl_clip: float | None) -> Tensor:
     return (kl_clip / quadratic.clamp(min=torch.finfo(quadratic.dtype).tiny)).sqrt().clamp(max=1)
 
 
+def clip_is_tight(progress: dict[str, Any]) -> bool:
+    """Whether the KL clip has shortened all of the last 100 steps or more by half; asked now and then."""
+    if progress["step"] < progress["looked"] + 100:
+        return False
+    largest = float(progress["clip"])
+    progress |= {"looked": progress["step"], "clip": torch.zeros_like(progress["clip"])}
+    return largest < 0.5
+
+
 def moments(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Sums ``[3]`` of ``uᵀg``, ``uᵀu`` and ``gᵀg`` over pairs ``u, g`` of vectors."""
     joined: list[tuple[Tensor, Tensor]] = []
@@ -52,16 +61,20 @@ def by_device(items: Iterable[T]) -> dict[torch.device, list[T]]:
 
 
 def shorten_momentum(
-    groups: Sequence[dict[str, Any]], states: Mapping[Tensor, dict[str, Any]], last_kl: Tensor, kl_clip: float | None
+    groups: Sequence[dict[str, Any]],
+    states: Mapping[Tensor, dict[str, Any]],
+    progress: dict[str, Any],
+    kl_clip: float | None,
 ) -> None:
     """Where a learning rate has risen, clip the momentum as the last step would have been clipped at this rate.
 
     The momentum was clipped for the old rate. At the new one its step is longer by the ratio of the two, and a warm-up
     would leave the bound.
     """
-    for group in groups:
-        lr, last_lr = float(group["lr"]), group.get("last_lr", inf)
-        group["last_lr"] = lr
+    last_lrs, last_kl = progress["last_lrs"], progress["kl"]
+    progress["last_lrs"] = [float(group["lr"]) for group in groups]
+    last_lrs = [*last_lrs, *[inf] * (len(groups) - len(last_lrs))]  # of groups that are new
+    for group, lr, last_lr in zip(groups, progress["last_lrs"], last_lrs, strict=True):
         if kl_clip is None or lr <= last_lr:
             continue
         now = last_kl * (lr / last_lr) ** 2 if last_lr > 0 else torch.full_like(last_kl, inf)

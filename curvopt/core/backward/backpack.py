@@ -99,13 +99,23 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         self.loss_weight: Tensor | float = 0.0
         #: Called before each backward that accumulates gradients.
         self.began: Callable[[], None] | None = None
-        #: Called at the end of each backward with this weight, and with the number of variables of a prediction.
-        self.finished: Callable[[Tensor | float, int], None] | None = None
+        #: Called at the end of each backward with this weight, with the number of variables of a prediction, and with
+        #: the mean squared error times the weight, which is infinite for other losses.
+        self.finished: Callable[[Tensor | float, int, Tensor | float], None] | None = None
         #: Called once gradients are what the backward leaves (``DistributedDataParallel`` writes them after its end).
         self.ended: Callable[[], None] | None = None
         #: If set, only losses that reach one of these tensors count in the weight: the optimizer's, whose step has to
         #: be the same whatever is added to its loss.
         self.counted: set[Tensor] | None = None
+        #: Whether what is differentiated is maximised: second-order quantities are those of minus it.
+        self.maximized = False
+        #: How losses of no known kind are reduced over the samples: "mean" or "sum".
+        self.loss_reduction = "mean"
+        #: Asked before a backward, with the leaves that it reaches, whether anything is to be computed in it.
+        self.wanted: Callable[[set[Any]], bool] | None = None
+        #: Called with the error where a backward is refused: the extensions to try instead (none to compute nothing),
+        #: or ``None`` to raise it.
+        self.otherwise: Callable[[CurvoptError], Sequence[Extension] | None] | None = None
         #: Whether backwards of empty batches are let through, without fields; else they are refused.
         self.skips_empty = False
         self._pass: BackwardPass | None = None  # of the running backward
@@ -141,7 +151,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         self._pass = None
         self.loss_weight = self.loss_weight + finished.weight
         if self.finished is not None:
-            self.finished(finished.weight, finished.variables)
+            self.finished(finished.weight, finished.variables, finished.residual)
         if self.debug:
             for p, extensions in finished.done.items():
                 print(f"curvopt: {finished.located.name(p)}: {', '.join(sorted(e.field for e in extensions))}")
@@ -153,6 +163,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
 
     def _prepare(self, how: Backward) -> BackwardPass | None:
         """Read, locate and check: the pass of a call into autograd, if there is anything to do in it."""
+        if self.maximized:
+            how = how._replace(roots={place: -grad for place, grad in how.roots.items()})
         roots = [node for node, _ in how.roots]
         try:
             located = read_and_locate(roots)
@@ -179,11 +191,33 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             except CurvoptError as error:
                 raise naming_fields(self.extensions, error) from error
             nonlinear = nonlinear or coupling_losses(located, losses)
-        generic = generic_loss(self.extensions, located, how.roots, nonlinear, how.again and self.counted is None)
+        again = how.again and self.counted is None
+        generic = generic_loss(self.extensions, located, how.roots, nonlinear, again, self.loss_reduction)
         check_request(self.extensions, located, losses, generic is not None)
         if how.again and self.counted is None:  # nobody differentiates what optimizers take
             check_derivatives(self.extensions, located, [GradientEdge(node, nr) for node, nr in how.roots])
-        return BackwardPass(self.extensions, self.extension_hook, located, losses, how, self.counted, generic)
+        begun = BackwardPass(self.extensions, self.extension_hook, located, losses, how, self.counted, generic)
+        begun.loss_reduction = self.loss_reduction
+        return begun
+
+    def _begin(self, how: Backward) -> BackwardPass | None:
+        """Do all that comes before the backward itself, with the extensions that are not refused."""
+        while self.extensions:
+            try:
+                self._pass = self._prepare(how)
+                if self._pass is not None:
+                    self._pass.before_backward()
+                return self._pass
+            except CurvoptError as error:
+                self._abandon()
+                extensions = None if self.otherwise is None else self.otherwise(error)
+                if extensions is None:
+                    raise
+                self.extensions = tuple(extensions)
+            except BaseException:
+                self._abandon()
+                raise
+        return None
 
     def _remove_fields(self, begun: BackwardPass) -> None:
         """Remove fields of an earlier batch from all parameters of the models that take part."""
@@ -198,17 +232,21 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         """A call into autograd, with its graph read (and the request checked) before anything is computed."""
         if self.began is not None and how.accumulates:
             self.began()
-        prepared = self._prepare(how)
+        if self.wanted is not None and not self.wanted(leaves_behind([node for node, _ in how.roots])):
+            return call()
+        prepared = self._begin(how)
         if prepared is None:
             return call()  # a gradient of something else
-        handles, self._pass = list[RemovableHandle](), prepared
+        handles = list[RemovableHandle]()
         try:
-            prepared.before_backward()
             if self._is_first:
                 self._remove_fields(prepared)
             # not in the forward: a model that is extended but not asked should cost nothing
             handles += prepared.listen()
             result = call()
+            for model, location in prepared.located.locations.items():
+                if model is not None:
+                    model.last = () if location.appended else tuple(n for n in model.last if n != location.N)
             self._finish(prepared)
             if self.ended is not None and how.accumulates:
                 self.ended()

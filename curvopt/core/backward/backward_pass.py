@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ from curvopt.core.jacobians.chunk import Chunk
 from curvopt.core.jacobians.combine import combine
 from curvopt.core.jacobians.pulled_back import PulledBack
 from curvopt.core.layers.functional import ParameterCall
-from curvopt.core.losses.generic_loss import GenericLoss
+from curvopt.core.losses.generic_loss import GenericLoss, loss_weight
 from curvopt.core.losses.hessian_root import Loss
 from curvopt.core.pytorch_workarounds import running_backward
 from curvopt.errors import CurvoptError
@@ -101,8 +101,12 @@ class BackwardPass:
         self.terms: dict[nn.Parameter, Tensor] = {}
         self.done: dict[nn.Parameter, set[Extension]] = {}
         self.hooked: set[nn.Module] = set()
-        #: How many losses of a mean prediction were differentiated (see `LossCurvature.weights`), for second order.
+        #: How many losses of a mean prediction were differentiated (see `LossCurvature.weights`), for second order and
+        #: first-order quantities that add up.
         self.weight: Tensor | float = 0.0
+        #: Of squared errors their mean times their weight, infinite with any other loss.
+        self.residual: Tensor | float = 0.0
+        self.loss_reduction = "mean"
         #: The largest number of variables of a prediction (see `LossCurvature.variables`).
         self.variables = 1
         self._task: int | None = None
@@ -129,6 +133,10 @@ class BackwardPass:
                 second_order_of_any_loss(self, self.generic)
             elif self.second_order:
                 second_order(self, arrived)
+            elif any(e.adds_up for e in self.first_order):
+                edges, N = [GradientEdge(*place) for place in self.how.roots], self.located.N
+                self.weight = loss_weight(edges, list(self.how.roots.values()), N, self.loss_reduction)
+                self.residual = inf
             for p, extension in list(self.totals):
                 self._complete(p, extension)
 

@@ -41,6 +41,11 @@ class LocatedGraph:
     outside: list[str] = field(default_factory=list)
     weights: list[str] = field(default_factory=list)
 
+    @property
+    def N(self) -> int:
+        """The number of samples, of all models together."""
+        return sum({location.N for location in self.locations.values()})
+
     def name(self, p: Tensor) -> str:
         """Path of a parameter in the extended model."""
         if not isinstance(p, nn.Parameter) or p not in self.owners:

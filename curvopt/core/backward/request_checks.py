@@ -67,6 +67,7 @@ def generic_loss(
     roots: Mapping[Place, Tensor],
     nonlinear: Sequence[str],
     again: bool,
+    reduction: str,
 ) -> GenericLoss | None:
     """The scalar as a loss of no known kind, where second-order quantities need it.
 
@@ -105,7 +106,7 @@ def generic_loss(
             )
         heads.append(Head(GradientEdge(node, output_nr), locations[0].N, axis.index))
     edges = [GradientEdge(node, output_nr) for node, output_nr in roots]
-    return GenericLoss(edges, list(roots.values()), heads)
+    return GenericLoss(edges, list(roots.values()), heads, reduction)
 
 
 def check_request(

@@ -6,6 +6,7 @@ Known losses have a root in closed form; of any other loss the root comes from d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from curvopt.core.backward.kfra import kfra_jacobians
 from curvopt.core.backward.request_checks import fields_of, naming_fields, warn_of_columns
 from curvopt.core.jacobians.sums import cast
 from curvopt.core.losses.generic_loss import GenericLoss
-from curvopt.core.losses.hessian_root import Loss, LossCurvature
+from curvopt.core.losses.hessian_root import Diagonal, Loss, LossCurvature
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
@@ -90,7 +91,9 @@ def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
     """Pull back the columns of a loss of no known kind, from the heads."""
     edges = [head.edge for head in loss.heads]
     try:
-        run.weight, run.variables = loss.weight, 1
+        run.weight, run.residual = loss.weight, inf
+        if run.counted is not None and any(isinstance(c, (Exact, MonteCarlo)) for c in _by_columns(run)):
+            loss.check_curved()
         for columns, extensions in _by_columns(run).items():
             signed = isinstance(columns, Hessian)
             if isinstance(columns, Exact):
@@ -137,6 +140,11 @@ def _factor(run: BackwardPass, loss: Loss, grad: Tensor) -> FactoredLoss:
     if not _is_of_others(run, loss):
         run.weight = run.weight + (curvature.weights * scale.square()).detach().sum()
         run.variables = max(run.variables, curvature.variables)
+        if type(curvature) is Diagonal and run.counted is not None:
+            slope = loss.slope(grad).detach().to(curvature.diagonal) / (curvature.diagonal * scale)
+            run.residual = run.residual + slope.square().sum() / (2 * curvature.variables)
+        else:
+            run.residual = inf
     return FactoredLoss(loss, loss.edge, curvature, scale, grad)
 
 

@@ -85,9 +85,6 @@ def locate(graph: BackwardGraph) -> dict[Model | None, Location]:
             if heads:
                 found.append((model, N, heads, False))
                 break
-    for model in {extended_model(p) for p in graph.leaves}:
-        if model is not None:
-            model.last = ()
     if not found:
         functional = _functional(graph)
         found = [] if functional is None else [(None, *functional, False)]
@@ -167,7 +164,24 @@ def _of_model(
     _check_shares(shares, found, graph, N)
     if not appended:
         found |= around_heads(graph, N, axis, found)
+        for other in model.last:
+            more = around_heads(graph, other, axis, found) if other != N else {}
+            if more:  # of a call whose output the loss does not contain, as where it is differentiated by the input
+                found = _appended(found, 0, N + other) | _appended(more, N, N + other)
+                return N + other, found, True
     return N, found, appended
+
+
+def _appended(heads: Mapping[Place, Layout], start: int, N: int) -> dict[Place, Layout]:
+    """The layouts of heads whose samples are some of the N of several batches."""
+    found = {}
+    for place, layout in heads.items():
+        shape = shape_of(*place)
+        axis = axis_of(shape, layout)
+        if axis is not None:
+            labels = [start + label for label in labels_along(layout, axis)]
+            found[place] = labelled(shape, axis.index, labels, N, layout.mixed)
+    return found
 
 
 def _place_others(

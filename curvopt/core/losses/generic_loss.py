@@ -81,12 +81,16 @@ class GenericLoss:
         roots: gradient edges of the scalars that are differentiated.
         grads: the gradient of each.
         heads: the outputs of the network.
+        reduction: how the loss is reduced over the samples, "mean" or "sum".
     """
 
     #: Number of variables of a prediction. The loss counts as a mean over all of them.
     variables = 1
 
-    def __init__(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], heads: Sequence[Head]):
+    def __init__(
+        self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], heads: Sequence[Head], reduction: str = "mean"
+    ):
+        self.reduction = reduction
         self.roots, self.grads, self.heads = roots, [grad.detach() for grad in grads], list(heads)
         self.name = f"the loss ({', '.join(name_of(root.node) for root in roots)})"
 
@@ -109,12 +113,8 @@ class GenericLoss:
 
     @cached_property
     def weight(self) -> Tensor:
-        """How many means over the samples the loss is, ``[]``: the constant that scales it, 1 for ``mean()``.
-
-        A constant that divides a sum makes it a mean. Terms of a sum weigh 1 together.
-        """
-        factors = [_factor(root, grad) for root, grad in zip(self.roots, self.grads, strict=True)]
-        return torch.stack([factor.to(factors[0].device) for factor in factors]).amax()
+        """How many means over the samples the loss is, ``[]``, see `loss_weight`."""
+        return loss_weight(self.roots, self.grads, sum({head.N for head in self.heads}), self.reduction)
 
     @property
     def weights(self) -> list[Tensor]:
@@ -157,6 +157,17 @@ class GenericLoss:
             signs = values.new_empty(samples, *values.shape).bernoulli_(0.5, generator=generator) * 2 - 1
             drawn |= cells.scatter(torch.einsum("npcr,mnpr->mnpc", vectors, signs * values.clamp(min=0).sqrt()))
         return [drawn[i] for i in range(len(self.heads))]
+
+    def check_curved(self) -> None:
+        """Raise where the Hessian is zero, which is no curvature for an optimizer: hinge losses, a critic's score.
+
+        Raises:
+            CurvoptError: if it is, and the gradient is not.
+        """
+        if not any(blocks.values.any() for blocks in self.blocks) and any(slope.any() for slope in self.slope):
+            raise CurvoptError(
+                f"{self.name}: it is linear in the network's output, so it has no curvature; use KFACEmpirical."
+            )
 
     def _check_definite(self) -> None:
         if any((blocks.values < -blocks.tolerance).any() for blocks in self.blocks):
@@ -258,8 +269,23 @@ class GenericLoss:
         )
 
 
+def loss_weight(roots: Sequence[GradientEdge], grads: Sequence[Tensor], N: int, reduction: str) -> Tensor:
+    """How many means over the samples a loss is, ``[]``: the constant that scales it, 1 for ``mean()``.
+
+    A constant that divides a sum makes it a mean. Terms of a sum weigh 1 together.
+
+    Args:
+        roots: gradient edges of the scalars that are differentiated.
+        grads: the gradient of each.
+        N: number of samples.
+        reduction: "mean", or "sum" for N times as much.
+    """
+    factors = [_factor(root, grad, reduction) for root, grad in zip(roots, grads, strict=True)]
+    return torch.stack([factor.to(factors[0].device) for factor in factors]).amax() * (N if reduction == "sum" else 1)
+
+
 @torch.no_grad()
-def _factor(root: GradientEdge, grad: Tensor) -> Tensor:
+def _factor(root: GradientEdge, grad: Tensor, reduction: str) -> Tensor:
     """The constant by which a scalar is scaled, ``[]``, that of its gradient included."""
     if grad.dim():
         return grad.new_ones(())
@@ -270,6 +296,6 @@ def _factor(root: GradientEdge, grad: Tensor) -> Tensor:
             break
         node = found[0][0]
         factors.append(found[0][1])
-    if name_of(node).startswith("SumBackward") and len(factors) > 1:
+    if name_of(node).startswith("SumBackward") and len(factors) > 1 and reduction == "mean":
         factors.append(torch.where(factors[-1].abs() < factors[-2].abs(), factors[-2], factors[-1]))
     return factors[-1].abs()

@@ -57,6 +57,12 @@ class Recorder:
             return None
         outputs = _tensors(output)
         nodes = [out.grad_fn for out in outputs]
+        if outermost:
+            # parameters of the model that it is called with are no samples
+            given = [x for x in _tensors((args, kwargs)) if x not in _extended]
+            of_model = model_calls.model_call(self.model, describe(self.path, module), args, kwargs, given)
+            # also where it returns an object that holds tensors, a distribution say
+            self.model.last = tuple(dict.fromkeys((*of_model.samples, *self.model.last)))[:4]
         if not any(nodes):
             return None
         ruled = self._has_rule(module)
@@ -73,10 +79,6 @@ class Recorder:
                 if node is not None:
                     _record(node, call, index, out.output_nr)
         if outermost:
-            # parameters of the model that it is called with are no samples
-            given = [x for x in _tensors((args, kwargs)) if x not in _extended]
-            of_model = model_calls.model_call(self.model, describe(self.path, module), args, kwargs, given)
-            self.model.last = of_model.samples
             for out, node in zip(outputs, nodes, strict=True):
                 if node is not None:
                     model_calls.record_model_call(node, of_model, out.output_nr)

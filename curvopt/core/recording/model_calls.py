@@ -26,8 +26,8 @@ class Model:
         batch_axis: axis of the inputs and outputs of the model that counts the samples.
         size: number of its modules.
         warned: whether it was said that quantities are computed sample by sample.
-        last: `ModelCall.samples` of the last call since a backward, which counts where the loss depends on no output
-            (a gradient penalty of a network of ReLUs).
+        last: `ModelCall.samples` of the last calls that no backward has used, which count where the loss depends on no
+            output (a gradient penalty of a network of ReLUs, the residual of a PINN).
     """
 
     def __init__(self, name: str, batch_axis: int = 0, size: int = 1):

@@ -1,0 +1,360 @@
+"""Everyday losses and training loops, for `benchmarks.workflows` and the tests.
+
+Each workflow is a loop as one writes it with AdamW, on a tiny network and made-up data. It is given a function that
+makes an optimizer for a module, and yields a number after each step that should fall: the loss, or minus the reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributions, nn
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+Workflow = Callable[[Make], Iterator[float]]
+WORKFLOWS: dict[str, Workflow] = {}
+N = 64
+
+
+def workflow(name: str) -> Callable[[Workflow], Workflow]:
+    """Add a workflow to the list."""
+
+    def add(run: Workflow) -> Workflow:
+        WORKFLOWS[name] = run
+        return run
+
+    return add
+
+
+def mlp(*sizes: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for i, o in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(i, o), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def classes(inputs: int = 8, number: int = 4) -> tuple[Tensor, Tensor]:
+    x = torch.randn(N, inputs)
+    return x, (x @ torch.randn(inputs, number)).argmax(1)
+
+
+def falls(value: Callable[[], float]) -> Iterator[float]:
+    """How much lower a number is than at first: what is learned against depends on the optimizer, too."""
+    first = value()
+    while True:
+        yield value() - first
+
+
+def minimise(make: Make, model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Iterator[float]:
+    optimizer = make(model)
+    while True:
+        yield step(optimizer, loss(model))
+
+
+# ----------------------------------------------------------------------------------------------- reinforcement learning
+
+
+class ActorCritic(nn.Module):
+    """A policy and a value function on one trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.policy, self.value = (
+            nn.Sequential(nn.Linear(8, 32), nn.Tanh()),
+            nn.Linear(32, 4),
+            nn.Linear(32, 1),
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.trunk(x)
+        return self.policy(h), self.value(h)[:, 0]
+
+
+@workflow("A2C, policy and value on one trunk")
+def a2c(make: Make) -> Iterator[float]:
+    model, (x, best) = ActorCritic(), classes()
+    optimizer = make(model)
+    while True:
+        logits, value = model(x)
+        policy = distributions.Categorical(logits=logits)
+        action = policy.sample()
+        reward = (action == best).float()
+        advantage = (reward - value).detach()
+        loss = -(policy.log_prob(action) * advantage).mean() + 0.5 * (value - reward).square().mean()
+        step(optimizer, loss - 0.01 * policy.entropy().mean())
+        yield -logits.softmax(1).gather(1, best[:, None]).mean().item()
+
+
+@workflow("PPO, clipped, several epochs a batch")
+def ppo(make: Make) -> Iterator[float]:
+    model, (x, best) = ActorCritic(), classes()
+    optimizer = make(model)
+    while True:
+        with torch.no_grad():
+            old = distributions.Categorical(logits=model(x)[0])
+            action = old.sample()
+        reward, before = (action == best).float(), old.log_prob(action)
+        for _ in range(4):
+            logits, value = model(x)
+            policy = distributions.Categorical(logits=logits)
+            ratio = (policy.log_prob(action) - before).exp()
+            advantage = (reward - value).detach()
+            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+            step(optimizer, loss + 0.5 * F.mse_loss(value, reward) - 0.01 * policy.entropy().mean())
+            yield -logits.softmax(1).gather(1, best[:, None]).mean().item()
+
+
+@workflow("Gaussian policy with a learned deviation")
+def gaussian_policy(make: Make) -> Iterator[float]:
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.log_std = mlp(4, 32, 2), nn.Parameter(torch.zeros(2))
+
+        def forward(self, x: Tensor) -> distributions.Normal:
+            return distributions.Normal(self.mean(x), self.log_std.exp())
+
+    model, x = Policy(), torch.randn(N, 4)
+    target, optimizer = x[:, :2].sin(), make(model)
+    while True:
+        policy = model(x)
+        action = policy.sample()
+        reward = -(action - target).square().sum(1)
+        step(optimizer, -(policy.log_prob(action).sum(1) * (reward - reward.mean())).mean())
+        yield (policy.mean - target).square().sum(1).mean().item()
+
+
+@workflow("DDPG, actor through a critic")
+def ddpg(make: Make) -> Iterator[float]:
+    actor, critic, x = mlp(4, 32, 2), mlp(6, 32, 1), torch.randn(N, 4)
+    target = x[:, :2].sin()
+    of_actor, of_critic = make(actor), make(critic)
+    for _ in range(50):
+        action = actor(x).detach() + torch.randn(N, 2)
+        reward = -(action - target).square().sum(1)
+        step(of_critic, F.mse_loss(critic(torch.cat([x, action], 1))[:, 0], reward))
+    yield from falls(lambda: step(of_actor, -critic(torch.cat([x, actor(x)], 1)).mean()))
+
+
+@workflow("DQN with Huber loss and a target network")
+def dqn(make: Make) -> Iterator[float]:
+    model, (x, best) = mlp(8, 32, 4), classes()
+    frozen, optimizer = mlp(8, 32, 4).requires_grad_(False), make(model)
+    while True:
+        action = torch.randint(4, (N,))
+        wanted = (action == best).float() + 0.5 * frozen(x).amax(1)
+        yield step(optimizer, F.huber_loss(model(x).gather(1, action[:, None])[:, 0], wanted))
+
+
+# ---------------------------------------------------------------------------------------------------- generative models
+
+
+@workflow("VAE with torch.distributions")
+def vae(make: Make) -> Iterator[float]:
+    class VAE(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = mlp(8, 32, 6), mlp(3, 32, 8)
+
+        def forward(self, x: Tensor) -> tuple[distributions.Normal, Tensor]:
+            mean, log_std = self.encoder(x).chunk(2, 1)
+            posterior = distributions.Normal(mean, log_std.exp())
+            return posterior, self.decoder(posterior.rsample())
+
+    x = (torch.randn(N, 3) @ torch.randn(3, 8) > 0).float()
+
+    def loss(model: nn.Module) -> Tensor:
+        posterior, logits = model(x)
+        prior = distributions.Normal(torch.zeros(3), torch.ones(3))
+        fit = distributions.Bernoulli(logits=logits).log_prob(x).sum(1)
+        return (distributions.kl_divergence(posterior, prior).sum(1) - fit).mean()
+
+    return minimise(make, VAE(), loss)
+
+
+def gan(make: Make, of_critic: Callable, of_generator: Callable) -> Iterator[float]:
+    """A generator of points: first its critic learns, for 30 steps, then it learns against that critic."""
+    generator, critic = mlp(2, 32, 2), mlp(2, 32, 1)
+    optimizers = make(generator), make(critic)
+    for _ in range(30):
+        real = torch.randn(N, 2) * 0.5 + 1
+        yield step(optimizers[1], of_critic(critic, real, generator(torch.randn(N, 2)).detach()))
+    yield from falls(lambda: step(optimizers[0], of_generator(critic(generator(torch.randn(N, 2))))))
+
+
+@workflow("WGAN with gradient penalty")
+def wgan_gp(make: Make) -> Iterator[float]:
+    def of_critic(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+        between = (real + torch.rand(N, 1) * (fake - real)).requires_grad_()
+        (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+        return critic(fake).mean() - critic(real).mean() + 10 * (slope.norm(2, 1) - 1).square().mean()
+
+    return gan(make, of_critic, lambda z: -z.mean())
+
+
+@workflow("GAN with hinge loss")
+def hinge_gan(make: Make) -> Iterator[float]:
+    return gan(
+        make,
+        lambda critic, real, fake: F.relu(1 - critic(real)).mean() + F.relu(1 + critic(fake)).mean(),
+        lambda z: -z.mean(),
+    )
+
+
+@workflow("GAN with softplus loss")
+def softplus_gan(make: Make) -> Iterator[float]:
+    def of_critic(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+        return F.softplus(-critic(real)).mean() + F.softplus(critic(fake)).mean()
+
+    return gan(make, of_critic, lambda z: F.softplus(-z).mean())
+
+
+# ---------------------------------------------------------------------------------------------- embeddings and rankings
+
+
+def groups() -> tuple[Tensor, Tensor, Tensor]:
+    """Anchors, others of their group, and others of another one."""
+    centre = torch.randn(8, 8)
+    label = torch.arange(N) % 8
+    return tuple(centre[each] + 0.5 * torch.randn(N, 8) for each in (label, label, (label + 1) % 8))  # type: ignore[return-value]
+
+
+@workflow("Triplet loss")
+def triplet(make: Make) -> Iterator[float]:
+    anchor, same, other = groups()
+    return minimise(make, mlp(8, 32, 4), lambda f: F.triplet_margin_loss(f(anchor), f(same), f(other)))
+
+
+@workflow("Cosine embedding loss")
+def cosine(make: Make) -> Iterator[float]:
+    anchor, same, other = groups()
+    sign = torch.arange(N) % 2 * 2 - 1
+    partner = torch.where(sign[:, None] > 0, same, other)
+    return minimise(make, mlp(8, 32, 4), lambda f: F.cosine_embedding_loss(f(anchor), f(partner), sign))
+
+
+@workflow("Margin ranking loss")
+def margin(make: Make) -> Iterator[float]:
+    better, worse = torch.randn(N, 8) + 0.3, torch.randn(N, 8) - 0.3
+    ones = torch.ones(N)
+    return minimise(
+        make, mlp(8, 32, 1), lambda f: F.margin_ranking_loss(f(better)[:, 0], f(worse)[:, 0], ones, margin=1.0)
+    )
+
+
+@workflow("DPO with a reference model")
+def dpo(make: Make) -> Iterator[float]:
+    model, reference = (nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 10)) for _ in range(2))
+    chosen, rejected = torch.randint(10, (2, N, 5))
+    reference.requires_grad_(False)
+
+    def log_prob(net: nn.Module, ids: Tensor) -> Tensor:
+        return net(ids[:, :-1]).log_softmax(2).gather(2, ids[:, 1:, None])[..., 0].sum(1)
+
+    def loss(net: nn.Module) -> Tensor:
+        gain = [log_prob(net, ids) - log_prob(reference, ids) for ids in (chosen, rejected)]
+        return -F.logsigmoid(gain[0] - gain[1]).mean()
+
+    return minimise(make, model, loss)
+
+
+# ----------------------------------------------------------------------------------------------- classifiers and vision
+
+
+@workflow("CTC loss")
+def ctc(make: Make) -> Iterator[float]:
+    model, labels = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 5)), torch.randint(1, 5, (16, 4))
+    x = torch.randn(16, 12, 6)
+    lengths = torch.full((16,), 12), torch.full((16,), 4)
+    return minimise(make, model, lambda f: F.ctc_loss(f(x).log_softmax(2).transpose(0, 1), labels, *lengths))
+
+
+@workflow("Focal loss")
+def focal(make: Make) -> Iterator[float]:
+    x, y = classes()
+
+    def loss(model: nn.Module) -> Tensor:
+        p = model(x).softmax(1).gather(1, y[:, None])
+        return -((1 - p).square() * p.log()).mean()
+
+    return minimise(make, mlp(8, 32, 4), loss)
+
+
+@workflow("Cross-entropy with an entropy bonus")
+def entropy_bonus(make: Make) -> Iterator[float]:
+    x, y = classes()
+
+    def loss(model: nn.Module) -> Tensor:
+        z = model(x)
+        return F.cross_entropy(z, y) + 0.05 * (z.softmax(1) * z.log_softmax(1)).sum(1).mean()
+
+    return minimise(make, mlp(8, 32, 4), loss)
+
+
+@workflow("U-Net with dice loss")
+def unet_dice(make: Make) -> Iterator[float]:
+    class UNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.inside = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+            self.up = nn.Conv2d(16, 1, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            high = self.down(x).relu()
+            low = F.interpolate(self.inside(F.max_pool2d(high, 2)).relu(), scale_factor=2.0)
+            return self.up(torch.cat([high, low], 1))
+
+    x = torch.randn(16, 1, 8, 8)
+    mask = (F.avg_pool2d(x, 3, 1, 1) > 0).float()
+
+    def loss(model: nn.Module) -> Tensor:
+        p = model(x).sigmoid()
+        return 1 - (2 * (p * mask).sum() + 1) / (p.sum() + mask.sum() + 1)
+
+    return minimise(make, UNet(), loss)
+
+
+@workflow("Detector with masked positives")
+def detector(make: Make) -> Iterator[float]:
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.score, self.box = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 1, 1), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.body(x).relu()
+            return self.score(h)[:, 0], self.box(h).movedim(1, -1)
+
+    x = torch.randn(16, 1, 6, 6)
+    positive = x[:, 0] > 1
+    boxes = torch.stack([x[:, 0], -x[:, 0], x[:, 0].sin(), x[:, 0].cos()], -1)
+
+    def loss(model: nn.Module) -> Tensor:
+        score, box = model(x)
+        return F.binary_cross_entropy_with_logits(score, positive.float()) + F.smooth_l1_loss(
+            box[positive], boxes[positive]
+        )
+
+    return minimise(make, Detector(), loss)
+
+
+@workflow("Classifier with an input-gradient penalty")
+def gradient_penalty(make: Make) -> Iterator[float]:
+    x, y = classes()
+
+    def loss(model: nn.Module) -> Tensor:
+        at = x.clone().requires_grad_()
+        value = F.cross_entropy(model(at), y)
+        (slope,) = torch.autograd.grad(value, at, create_graph=True)
+        return value + 10 * N * slope.square().sum(1).mean()
+
+    return minimise(make, mlp(8, 32, 4), loss)

@@ -1,0 +1,41 @@
+"""When parameters are refreshed: each by its own steps, so that heads may take turns and layers be unfrozen.
+
+A run keeps, for each parameter in the order of the param groups, ``steps``: how many it has taken, and ``due``: the
+number at which its curvature is refreshed next. New parameters are due at once.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
+
+from torch import Tensor
+
+
+def annealed_interval(step: int, every: int) -> int:
+    """Steps until the next refresh: half of those taken so far, at least 1 and at most ``every``."""
+    return max(1, min(every, step // 2))
+
+
+def is_due(run: Mapping[str, Any], params: Sequence[Tensor], reached: Set[Tensor] | None, late: int = 0) -> bool:
+    """Whether one of the parameters that are reached (``None``: any may be) has been due for ``late`` of its steps."""
+    return any(
+        steps >= due + late and param.requires_grad and (reached is None or param in reached)
+        for param, steps, due in _clocks(run, params)
+    )
+
+
+def restart(run: dict[str, Any], params: Sequence[Tensor], refreshed: Set[Tensor], every: int) -> None:
+    """Make parameters that were refreshed due again after an interval."""
+    run["due"] = [
+        steps + annealed_interval(steps, every) if param in refreshed else due
+        for param, steps, due in _clocks(run, params)
+    ]
+
+
+def tick(run: dict[str, Any], params: Sequence[Tensor], moved: Set[Tensor]) -> None:
+    """Count a step of some parameters."""
+    run["steps"] = [steps + (param in moved) for param, steps, _ in _clocks(run, params)]
+
+
+def _clocks(run: Mapping[str, Any], params: Sequence[Tensor]) -> Iterator[tuple[Tensor, int, int]]:
+    new = [0] * len(params)  # more than are needed
+    return zip(params, [*run["steps"], *new], [*run["due"], *new], strict=False)

@@ -1,0 +1,90 @@
+"""Options of curvature optimizers: those of the whole run, those of param groups, and those of the extensions."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvopt.errors import CurvoptWarning
+from curvopt.optim.checkpoint import new_progress
+from curvopt.optim.options import check_group_options, check_options, refuse_modules
+from curvopt.optim.reports import shown
+from curvopt.optim.step_checks import check_new_group
+
+
+class Configured(torch.optim.Optimizer):
+    """A torch optimizer with options of its own, which ``defaults`` and ``print`` show.
+
+    A subclass sets ``_options``, those of its extensions, and calls ``_configure`` before the constructor of torch.
+    """
+
+    #: Options of the whole run, where an optimizer has them.
+    kl_clip: float | None = None
+    adaptive_damping: bool = False
+    on_nonfinite: str = "raise"
+    curvature_every: int
+    inverse_every: int
+
+    _run_options: tuple[str, ...]
+    _group_defaults: dict[str, Any]
+    _options: dict[str, Any]
+
+    def __init__(self, params: Any, *args: Any, **options: Any) -> None:
+        refuse_modules(type(self).__name__, params)
+        super().__init__(params, *args, **options)
+        own = {name: getattr(self, name) for name in self._run_options}
+        self.defaults |= self._group_defaults | own | self._options
+
+    def _configure(self, **options: Any) -> None:
+        """Check and store the options; before the constructor of the torch optimizer, which adds the param groups.
+
+        Args:
+            options: ``ema`` and ``damping`` (if the optimizer has one) of param groups, all others of the whole run.
+        """
+        self._group_defaults = {name: options.pop(name) for name in ("ema", "damping") if name in options}
+        check_options(options)
+        for name, value in options.items():
+            setattr(self, name, value)
+        self._run_options = tuple(options)
+        self._progress = new_progress()
+        self._attached = False
+        self._metrics: dict[str, float | Tensor] = {}
+        self._start_collecting()
+
+    def _start_collecting(self) -> None:
+        """Begin with nothing collected and nothing said."""
+        self._said: set[str] = set()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, before or during training; ``damping`` and ``ema`` may be set per group.
+
+        Raises:
+            TypeError: an option is no number, or is one of the whole optimizer.
+            ValueError: an option is out of its range.
+        """
+        for name, value in self._group_defaults.items():
+            param_group.setdefault(name, value)
+        check_group_options(param_group, (*self._run_options, *self._options))
+        if param_group.get("damping") == 0:
+            warnings.warn(
+                f"{type(self).__name__} with damping=0: a step is as long as the curvature says, however little that "
+                "knows of a direction. Take a small positive number unless the curvature is exact and full-batch.",
+                CurvoptWarning,
+                stacklevel=4,
+            )
+        super().add_param_group(param_group)
+        for name in (*self._run_options, *self._options):  # torch copies all of `defaults`
+            self.param_groups[-1].pop(name, None)
+        check_new_group(self, getattr(self, "_sharding", None))
+
+    def _say(self, what: str, text: str) -> None:
+        """Warn, unless that was said before."""
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(f"{type(self).__name__} {text}", CurvoptWarning, stacklevel=3)
+
+    def __repr__(self) -> str:
+        """The options of the whole optimizer, then those of each param group."""
+        own = {name: getattr(self, name) for name in self._run_options} | self._options
+        return shown(type(self).__name__, own, self.param_groups)

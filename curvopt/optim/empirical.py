@@ -1,0 +1,63 @@
+"""Empirical curvature by the gradients of the samples: of any loss, whatever its curvature.
+
+A sample's gradient ``g_n`` of a loss of weight w (see `curvopt.core.losses.generic_loss.loss_weight`) counts as
+``N g_n g_n^T / w``. The fields here are ``N g_n g_n^T``, summed over the samples.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from curvopt.core.backward.columns import Gradient
+from curvopt.core.jacobians.chunk import Chunk
+from curvopt.extensions import EigenDiagonal, KFACEmpirical
+from curvopt.extensions.base import Extension
+
+
+class GradientFactors(KFACEmpirical):
+    """Kronecker factors ``kfac_empirical`` of the samples' gradients."""
+
+    columns = Gradient()
+    adds_up = True
+
+    def update(self, total: Any, chunk: Chunk) -> Any:
+        """The factors; there is one column."""
+        total = super().update(total, chunk)
+        total.B = total.B * chunk.jacobian.N
+        return total
+
+
+class GradientDiagonal(Extension):
+    """Diagonal ``gradient_diagonal`` of the samples' gradients, like the parameter."""
+
+    field = "gradient_diagonal"
+    needs_independent_samples = False
+    adds_up = True
+
+    def update(self, total: None, chunk: Chunk) -> Tensor:
+        """The diagonal; there is one column."""
+        return chunk.jacobian.squares() * chunk.jacobian.N
+
+
+class Scales(EigenDiagonal):
+    """Diagonal ``eigen_diagonal`` in given bases; none where the curvature has another form than the bases."""
+
+    def update(self, total: Tensor | None, chunk: Chunk) -> Tensor | None:
+        """The total after some columns."""
+        bases = self.bases.get(chunk.parameter, ())
+        return super().update(total, chunk) if len(bases) == (2 if chunk.jacobian.factored else 1) else None
+
+
+class GradientScales(Scales):
+    """Diagonal ``eigen_diagonal`` of the samples' gradients in given bases."""
+
+    adds_up = True
+
+    def __init__(self, bases: Mapping[Tensor, Sequence[Tensor]]):
+        self.bases, self.columns = bases, Gradient()
+
+    def update(self, total: None, chunk: Chunk) -> Tensor | None:
+        """The diagonal; there is one column."""
+        found = super().update(total, chunk)
+        return None if found is None else found * chunk.jacobian.N

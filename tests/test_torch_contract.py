@@ -1,0 +1,122 @@
+"""Curvature optimizers keep the contract of ``torch.optim``: options, types, messages, ``maximize``."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from curvopt import CurvoptWarning
+from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, HessianFree, KFACAdamW, KFACPreconditioner
+
+KINDS = [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton, HessianFree]
+with_curvature = pytest.mark.parametrize("kind", KINDS[:-1])
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def build(kind: type, **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = kind(model.parameters(), **options)
+    if hasattr(optimizer, "attach"):
+        optimizer.attach(model)
+    return model, optimizer
+
+
+@every_kind
+def test_defaults_and_print_have_every_option(kind: type) -> None:
+    names = {*inspect.signature(kind).parameters} - {"params"}
+    _, optimizer = build(kind)
+    assert names <= optimizer.defaults.keys()
+    lines = [line.split(":")[0].strip() for line in repr(optimizer).splitlines()]
+    assert all(lines.count(name) == 1 for name in names), repr(optimizer)
+    assert "params" not in lines and "last_lr" not in lines
+
+
+@every_kind
+def test_groups_have_their_own_options_alone(kind: type) -> None:
+    _, optimizer = build(kind)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert optimizer.param_groups[1].keys() == optimizer.param_groups[0].keys()
+    if kind is not HessianFree:
+        with pytest.raises(TypeError, match="curvature_every is an option of the whole optimizer"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "curvature_every": 3})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {"damping": value}) for kind in (KFACSGD, DiagonalNewton, HessianFree) for value in ("0.1", None)),
+        *((kind, {"curvature_every": 2.5}) for kind in KINDS[:-1]),
+        (KFACSGD, {"kl_clip": "0.1"}),
+        (KFACAdamW, {"ema": None}),
+        (EKFACSGD, {"inverse_every": True}),
+        (HessianFree, {"cg_iterations": 2.5}),
+    ],
+)
+def test_options_of_the_wrong_type_are_type_errors(kind: type, options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(TypeError, match=rf"{name}.* must be a .*number, got {value!r}"):
+        build(kind, **options)
+
+
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, DiagonalNewton])
+def test_no_damping_warns(kind: type) -> None:
+    with pytest.warns(CurvoptWarning, match="damping=0"):
+        build(kind, damping=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build(kind), build(KFACAdamW)
+
+
+@every_kind
+def test_a_model_in_place_of_its_parameters_says_what_to_write(kind: type) -> None:
+    with pytest.raises(TypeError, match=rf"{kind.__name__}\(model\.parameters\(\)\)"):
+        kind(nn.Linear(2, 2))
+
+
+@with_curvature
+def test_a_function_in_place_of_a_loss_module_says_what_to_write(kind: type) -> None:
+    model, optimizer = build(kind)
+    with pytest.raises(TypeError, match=r"got function cross_entropy as lossfunc.*attach\(model\)"):
+        optimizer.attach(model, F.cross_entropy)
+
+
+def evaluate(optimizer: torch.optim.Optimizer, objective: Callable[[], Tensor]) -> Tensor:
+    optimizer.zero_grad()
+    value = objective()
+    value.backward()
+    return value
+
+
+@with_curvature
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda z, y: z.sinh().square().mean()])
+def test_maximising_the_negated_loss_takes_the_same_steps(kind: type, loss: Callable[..., Tensor]) -> None:
+    options: dict[str, Any] = {} if kind is KFACAdamW else {"adaptive_damping": True}
+    weights, x, y = [], torch.randn(16, 6).double(), torch.arange(16) % 3
+    for sign in (1, -1):
+        model, optimizer = build(kind, maximize=sign < 0, curvature_every=2, **options)
+        for _ in range(7):
+            optimizer.step(partial(evaluate, optimizer, lambda model=model, sign=sign: sign * loss(model(x), y)))
+        weights.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(*weights)
+
+
+def test_hessian_free_loads_a_state_more_than_once() -> None:
+    _, optimizer = build(HessianFree)
+    for _ in range(3):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def test_a_preconditioner_has_its_options_in_its_defaults() -> None:
+    optimizer = KFACPreconditioner(nn.Linear(3, 2))
+    assert {*inspect.signature(KFACPreconditioner).parameters} - {"model"} <= optimizer.defaults.keys()
+    assert "kl_clip: None" in repr(optimizer)

@@ -1,0 +1,232 @@
+"""Every loop that trains with AdamW trains with curvature optimizers, attached and with their defaults."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributions, nn
+
+from benchmarks.workflows import OPTIMIZERS, WORKFLOWS, adamw, train
+from curvopt import CurvoptWarning, backpack, extend
+from curvopt.extensions import DiagGGNExact
+from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
+
+by_adamw = functools.cache(lambda name: train(name, adamw))
+
+
+@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+@pytest.mark.parametrize("kind", ["KFACSGD", "KFACAdamW"])
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_the_loss_falls_at_least_as_with_adamw(name: str, kind: str) -> None:
+    start, end = by_adamw(name)
+    found = train(name, OPTIMIZERS[kind])[1]
+    assert found < end + 0.1 * abs(start - end) + 1e-3, (start, end, found)
+
+
+_generator = torch.Generator().manual_seed(0)
+x, y = torch.randn(32, 8, generator=_generator).double(), torch.arange(32) % 3
+t = torch.randn(32, 3, generator=_generator).double()
+#: Losses that have no GGN, and those that have one though no rule knows them.
+WITHOUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "negative weights": lambda z: (F.cross_entropy(z, y, reduction="none") * t[:, 0]).mean(),
+    "coupled samples": lambda z: F.mse_loss(z, t).sqrt(),
+    "indefinite": lambda z: z.sin().mean(),
+    "linear": lambda z: -z.mean(),
+    "mean over the batch": lambda z: z.mean(0).square().sum(),
+    "double": lambda z: F.cross_entropy(z, y) - 0.5 * z.square().mean(),
+}
+WITH: dict[str, Callable[[Tensor], Tensor]] = {
+    "square by hand": lambda z: (z - t).square().mean(),
+    "distributions": lambda z: -distributions.Categorical(logits=z).log_prob(y).mean(),
+    "huber": lambda z: F.huber_loss(z, t),
+}
+
+
+def attached(kind: Callable, **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    optimizer = kind(model.parameters(), curvature_every=1, **options)
+    optimizer.attach(model)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Tensor], Tensor]) -> None:
+    optimizer.zero_grad()
+    loss(model(x)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [functools.partial(KFACSGD, fisher="exact"), KFACAdamW, DiagonalNewton])
+@pytest.mark.parametrize("name", [*WITHOUT, *WITH])
+def test_losses_without_a_ggn_are_said_once_and_stay_empirical_until_attached_again(name: str, kind: Callable) -> None:
+    model, optimizer = attached(kind)
+    step(model, optimizer, lambda z: F.cross_entropy(z, y))
+    assert "empirical" not in optimizer.metrics()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step(model, optimizer, (WITHOUT | WITH)[name])
+        step(model, optimizer, lambda z: F.cross_entropy(z, y))
+    assert sum("takes the empirical quantity" in str(each.message) for each in said) == (name in WITHOUT)
+    kinds = optimizer.coverage().values()
+    assert all(("empirical" in each) == (name in WITHOUT) for each in kinds)
+    assert ("empirical" in optimizer.metrics()) == (name in WITHOUT)
+    optimizer.attach(model)
+    assert "empirical" not in optimizer.metrics()
+
+
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, functools.partial(DiagonalNewton, kl_clip=None)])
+@pytest.mark.parametrize("scale", [1.0, 7.0])
+def test_empirical_curvature_and_steps_are_those_of_a_mean_loss(kind: Callable, scale: float) -> None:
+    """Whatever scales the loss, and also where it is a sum, which is said."""
+
+    def weighed(z: Tensor) -> Tensor:  # negatively, so that no rule serves it
+        return F.cross_entropy(z, y, reduction="none") * t[:, 0]
+
+    runs: list[list[Tensor]] = []
+    losses = (lambda z: weighed(z).mean(), lambda z: scale * weighed(z).mean(), lambda z: scale * weighed(z).sum())
+    for change in losses:
+        model, optimizer = attached(kind)
+        if len(runs) == 2:
+            optimizer.attach(model, loss_reduction="sum")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CurvoptWarning)
+            for _ in range(3):
+                step(model, optimizer, change)
+        runs.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(runs[1], runs[0])
+    torch.testing.assert_close(runs[2], runs[0])
+
+
+def test_the_empirical_factors_are_those_of_the_samples_gradients() -> None:
+    model, optimizer = attached(KFACSGD)
+    step(model, optimizer, WITHOUT["negative weights"])
+    torch.manual_seed(0)
+    other = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    z = other(x)
+    (slope,) = torch.autograd.grad(WITHOUT["negative weights"](z) * 32, z)
+    hidden = other[1](other[0](x))
+    B, A = optimizer.state[model[2].weight]["factors"]
+    torch.testing.assert_close(B, slope.mT @ slope / 32)
+    torch.testing.assert_close(A, hidden.mT @ hidden / 32)
+
+
+def test_the_batch_axis_is_passed_on() -> None:
+    weights = []
+    for axis in (0, 1):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+        optimizer = KFACSGD(model.parameters())
+        optimizer.attach(model, batch_axis=axis)
+        data, labels = torch.randn(6, 5, 8).double(), torch.randint(3, (6, 5))
+        for _ in range(3):
+            optimizer.zero_grad()
+            out = model(data if axis == 0 else data.transpose(0, 1))
+            F.cross_entropy((out if axis == 0 else out.transpose(0, 1)).flatten(0, 1), labels.flatten()).backward()
+            optimizer.step()
+        weights.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*weights)
+
+
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW])
+def test_heads_that_take_turns_are_refreshed_by_their_own_steps(kind: Callable) -> None:
+    torch.manual_seed(0)
+    trunk, heads = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.ModuleList(nn.Linear(8, 3) for _ in range(4))
+    model = nn.ModuleDict({"trunk": trunk, "heads": heads})
+    optimizer = kind(model.parameters(), curvature_every=5)
+    optimizer.attach(model)
+    last, seen = [0] * 4, [0.0] * 4
+    for i in range(200):
+        optimizer.zero_grad()
+        F.cross_entropy(heads[i % 4](trunk(x.float())), y).backward()
+        optimizer.step()
+        for head, at in zip(heads, range(4), strict=True):
+            factors = optimizer.state[head.weight].get("factors")  # pyright: ignore[reportArgumentType]
+            if factors and float(factors[0].sum()) != seen[at]:
+                last[at], seen[at] = i, float(factors[0].sum())
+    assert min(last) >= 200 - 2 * 4 * 5, last
+
+
+def test_a_refresh_that_is_overdue_warns_once() -> None:
+    model, optimizer = attached(KFACSGD)
+    step(model, optimizer, lambda z: F.cross_entropy(z, y))
+    new = KFACSGD(model.parameters(), curvature_every=5)
+    new.load_state_dict(optimizer.state_dict())  # attach() forgotten
+    del optimizer
+    with pytest.warns(CurvoptWarning, match=r"overdue.*attach") as said:
+        for _ in range(30):
+            step(model, new, lambda z: F.cross_entropy(z, y))
+    assert len(said) == 1
+
+
+def test_a_clip_that_is_always_at_work_is_said_once() -> None:
+    for kl_clip, times in ((1e-9, 1), (None, 0)):
+        model, optimizer = attached(KFACSGD, kl_clip=kl_clip)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(250):
+                step(model, optimizer, lambda z: F.cross_entropy(z, y))
+        assert sum("kl_clip" in str(each.message) for each in said) == times
+
+
+class Poisson:
+    """Residuals of u'' = f in the interior, and values at the boundary, of a network u."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+        self.inner, self.edge = torch.linspace(0, 1, 9)[:, None].double(), torch.tensor([[0.0], [1.0]]).double()
+
+    def residuals(self) -> Tensor:
+        at = self.inner.clone().requires_grad_()
+        (du,) = torch.autograd.grad(self.model(at).sum(), at, create_graph=True)
+        (ddu,) = torch.autograd.grad(du.sum(), at, create_graph=True)
+        return ddu + torch.sin(at)
+
+    def losses(self) -> tuple[Tensor, Tensor]:
+        zeros = torch.zeros(9, 1).double(), torch.zeros(2, 1).double()
+        return F.mse_loss(self.residuals(), zeros[0]), 10 * F.mse_loss(self.model(self.edge), zeros[1])
+
+
+def squares(outputs: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    """Sum over the entries of a vector of their squared gradients."""
+    rows = [torch.autograd.grad(out, parameters, retain_graph=True, materialize_grads=True) for out in outputs]
+    return [torch.stack(of_p).square().sum(0) for of_p in zip(*rows, strict=True)]
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_the_diagonal_of_a_pinn_is_that_of_both_terms(separate: bool) -> None:
+    problem = Poisson()
+    parameters = list(problem.model.parameters())
+    inside = squares(problem.residuals()[:, 0], parameters)
+    edges = squares(problem.model(problem.edge)[:, 0], parameters)
+    expected = [2 / 9 * a + 10 * b for a, b in zip(inside, edges, strict=True)]
+    extend(problem.model)
+    residual, boundary = problem.losses()
+    found = [torch.zeros_like(p) for p in parameters]
+    for loss in (residual, boundary) if separate else (residual + boundary,):
+        with backpack(DiagGGNExact()):
+            loss.backward()
+        found = [f + getattr(p, "diag_ggn_exact", 0) for f, p in zip(found, parameters, strict=True)]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_pinn_trains(separate: bool) -> None:
+    ends = []
+    for make in (adamw, OPTIMIZERS["KFACAdamW"]):
+        problem = Poisson()
+        optimizer = make(problem.model)
+        for _ in range(60):
+            optimizer.zero_grad()
+            losses = problem.losses()
+            for loss in losses if separate else (losses[0] + losses[1],):
+                loss.backward()
+            optimizer.step()
+        ends.append(float(sum(problem.losses())))
+    assert ends[1] < ends[0]
