@@ -111,7 +111,7 @@ class Scale(nn.Module):
 
 
 def custom_module() -> dict[str, Any]:
-    """Fields of a layer of one's own. BackPACK is taught both of them; here the rules are not needed."""
+    """Fields of a custom layer. BackPACK is taught both of them; here the rules are not needed."""
     from backpack import backpack, extend
     from backpack.extensions import BatchGrad, DiagGGNExact
     from backpack.extensions.firstorder.base import FirstOrderModuleExtension

@@ -338,11 +338,11 @@ def observed() -> Iterator[dict[nn.Parameter, set[str]]]:
     ways: dict[nn.Parameter, set[str]] = defaultdict(set)
     begin, differentiate = BackwardPass.before_backward, hessian_residuals._by_double_backward
 
-    def observed_begin(run: BackwardPass) -> None:
+    def observed_begin(run: BackwardPass) -> BackwardPass:
         for call in run.calls:
             for p in call.parameters.values():
                 ways[p].add(way_of(call))
-        begin(run)
+        return begin(run)
 
     def observed_differentiate(
         run: BackwardPass, loss: Any, slope: Tensor, parameters: list[nn.Parameter], *args: Any

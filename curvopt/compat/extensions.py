@@ -52,7 +52,7 @@ class KFRA(Served, extensions.KFRA):
 
 
 class BackpropExtension(ABC):  # noqa: B024 - nobody builds one
-    """The class of all extensions, to annotate and to test with; ones of one's own are `curvopt.extensions.Extension`.
+    """The class of all extensions, to annotate and to test with; yours derive from `curvopt.extensions.Extension`.
 
     Raises:
         ImportError: when a subclass is built.

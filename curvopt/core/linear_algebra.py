@@ -35,7 +35,7 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def allclose(values: Tensor, expected: Tensor, rtol: float, atol: Tensor, equal_nan: bool = False) -> Tensor:
-    """``torch.allclose`` with tensors for ``atol`` and the result, which whoever asks for it waits for."""
+    """``torch.allclose`` with tensors for ``atol`` and the result: only to read that waits for the device."""
     error = (values - expected).abs()
     close = (values == expected) | (error.isfinite() & (error <= atol + rtol * expected.abs()))
     if equal_nan:

@@ -105,7 +105,7 @@ def lone_biases(root: Node, boundary: frozenset = frozenset()) -> list[Node]:
     return [bias for node in lone if (bias := node.next_functions[2][0]) is not None]
 
 
-def _wrong_together(outputs: Sequence[GradientEdge | Tensor]) -> bool:
+def wrong_together(outputs: Sequence[GradientEdge | Tensor]) -> bool:
     """Whether several vectors at once may be pulled back wrongly: by PyTorch's batch norm of one image on a CPU.
 
     It mistakes some strides of a batch of vectors in channels-last layout. An instance norm is one of one image, too.

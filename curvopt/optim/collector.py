@@ -4,7 +4,7 @@ import sys
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,30 +15,24 @@ from curvopt import backpack, extend
 from curvopt.core.backward.backpack import attach
 from curvopt.core.recording.extended_parameters import owned_parameters
 from curvopt.core.recording.state import outside_of_graphs
-from curvopt.distributed import Ranks, fsdp_states, is_sharded, ranks_of, refuse_sharded, serving
+from curvopt.distributed import Ranks, is_sharded, refuse_sharded, serving
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.optim.accumulation import Accumulation, Collected, has_gradients, nothing_received, zero_gradients
 from curvopt.optim.checkpoint import SampleStream
-from curvopt.optim.configured import Configured
 from curvopt.optim.gathering import GatheredBackward, gathered_parameters, has_any_gradients
-from curvopt.optim.reports import parameter_names
-from curvopt.optim.sharding import Sharding
-from curvopt.optim.step_checks import check_mixed, check_precision
+from curvopt.optim.over_ranks import OverRanks
+from curvopt.optim.step_checks import check_precision
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    pass
 
 
-class CurvatureCollector(Configured, ABC):
+class CurvatureCollector(OverRanks, ABC):
     """A torch optimizer that collects curvature in the backwards inside of ``curvature()``, or after ``attach()``.
 
     A subclass tells which extensions compute the curvature, how it is taken off a parameter, and when it is due. The
     sums over the backwards since the last step are in ``_accumulation``.
     """
-
-    #: Which ranks train this model together (see `curvopt.distributed`): all, or those of a group; ``None`` for a
-    #: process on its own. A group is not copied or saved with the optimizer.
-    process_group: "ProcessGroup | Literal['world'] | None" = "world"
 
     _loss_reduction: Literal["mean", "sum"] = "mean"
 
@@ -46,9 +40,9 @@ class CurvatureCollector(Configured, ABC):
     def _extensions(self) -> list[Any]:
         """The extensions that ``curvature()`` activates."""
 
-    @abstractmethod
     def _empirical_extensions(self) -> list[Any]:
-        """Extensions of the empirical quantity, which serve any loss, see `curvopt.optim.empirical`."""
+        """Extensions of the empirical quantity (see `curvopt.optim.empirical`); by default none."""
+        return []
 
     def _wants_empirical(self) -> bool:
         """Whether the empirical quantity is the one that the optimizer is made for."""
@@ -75,10 +69,6 @@ class CurvatureCollector(Configured, ABC):
         self._ranks_agree = False  # whether they were found in equal states
         self._scaler: Any = None
         self._knows_scale = True
-        self._shards: Sharding | None = None
-        self._step_of_owner = False  # whether the param groups are what stands for the parameters that this rank owns
-        self._gathered: dict[Tensor, Tensor] = {}  # sharded parameters, by those of the backward
-        self._attached_to: tuple[Callable[[], torch.nn.Module | None], Mapping[str, Tensor]] = (lambda: None, {})
         self._refusal: CurvoptError | None = None  # of the running backward, which is tried otherwise
 
     def attach(
@@ -212,7 +202,7 @@ class CurvatureCollector(Configured, ABC):
         Raises:
             CurvoptError: the first refusal, if there is none.
         """
-        if self._sharding() is not None:
+        if self._sharding() is not None or not self._empirical_extensions():
             return None  # another rank might go on
         if not self._progress["empirical"]:
             self._refusal, self._progress["empirical"] = error, True
@@ -313,83 +303,3 @@ class CurvatureCollector(Configured, ABC):
         if not forms:
             return collected
         return collected.mean(forms, params, ranks) if sharding is None else sharding.mean(collected, forms)
-
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
-
-    def _names(self) -> dict[Tensor, str]:
-        return parameter_names(self.param_groups)
-
-    def _ranks(self) -> Ranks | None:
-        """The ranks that train together; ``None`` for a process on its own."""
-        sharding = self._sharding()
-        return ranks_of(self.process_group, self._device()) if sharding is None else sharding.ranks
-
-    def _helpers(self) -> Ranks | None:
-        """The ranks that share the work on matrices which all of them have."""
-        return None if self._step_of_owner else self._ranks()
-
-    def _over_ranks(self, numbers: Tensor, largest: bool = False) -> Tensor:
-        """Sums (or maxima) over the ranks, of sums over the parameters that each owns: all of them unless sharded."""
-        if not self._step_of_owner or self._shards is None:
-            return numbers
-        return self._shards.ranks.total(numbers, largest)
-
-    def _sharding(self) -> Sharding | None:
-        """Owners and transfers, where ``fully_shard`` divides the parameters among ranks."""
-        if self._step_of_owner:
-            return self._shards
-        # all or none of a group, which was checked when it was added
-        first = [group["params"][0] for group in self.param_groups if group["params"]]
-        if not any(map(is_sharded, first)) and not self._take_over_shards():
-            return None
-        if self._shards is None or not self._shards.serves(self._params(), self.process_group):
-            names = self._names()
-            check_mixed(type(self).__name__, names)
-            costs = [[self._cost(p) for p in group["params"]] for group in self.param_groups]
-            kinds = {} if self._shards is None else self._shards.kinds
-            self._shards = Sharding(type(self).__name__, names, costs, self.process_group, self._device())
-            self._shards.kinds |= {p: kind for p, kind in kinds.items() if p in self._shards.owners}
-            self._shards.forget_others(self.state)
-        return self._shards
-
-    def _take_over_shards(self) -> bool:
-        """Replace the parameters of a model that was sharded after ``attach()``; whether there are some."""
-        find, names = self._attached_to
-        model = find() if names and fsdp_states() else None
-        if model is None:
-            return False
-        now = dict(model.named_parameters())
-        gathered = gathered_parameters([*now.values()])
-        shards = {p: gathered.get(now[name], now[name]) for name, p in names.items() if name in now}
-        shards = {p: shard for p, shard in shards.items() if is_sharded(shard)}
-        for group in self.param_groups:
-            group["params"] = [shards.get(p, p) for p in group["params"]]
-        for p, shard in shards.items():
-            if p in self.state:
-                self.state[shard] = self.state.pop(p)
-        self._attached_to = (lambda: None, {}) if shards else self._attached_to
-        return bool(shards)
-
-    def _cost(self, param: Tensor) -> int:
-        """Of the step of a parameter, for the choice of its owner."""
-        return param.numel() + 1
-
-    def _for_backward(self, lists: dict[Tensor, list[Tensor]]) -> Mapping[Tensor, list[Tensor]]:
-        """Lists of tensors from the state of all parameters, by what a backward uses in place of these."""
-        sharding = self._sharding()
-        if sharding is None:
-            return lists
-        lists = sharding.everywhere(lists)
-        return {p: lists[own] for p, own in self._in_forward().items() if own in lists}
-
-    def _in_forward(self) -> Mapping[Tensor, Tensor]:
-        """The parameters, by what forward passes use in their place: themselves unless they are sharded."""
-        sharding = self._sharding()
-        mine = {p: p for p in self._params()}
-        found = {} if sharding is None else gathered_parameters(sharding.params)
-        return mine | {whole: p for whole, p in found.items() if p in mine}
-
-    def _device(self) -> torch.device:
-        """Where small numbers are exchanged and samples drawn."""
-        return next((param.device for param in self._params()), torch.device("cpu"))

@@ -28,7 +28,7 @@ class Configured(torch.optim.Optimizer):
 
     _run_options: tuple[str, ...]
     _group_defaults: dict[str, Any]
-    _options: dict[str, Any]
+    _options: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, params: Any, *args: Any, **options: Any) -> None:
         refuse_modules(type(self).__name__, params)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvopt.core.backward.backpack import attach, is_listening
+from curvopt.core.backward.backpack import is_listening
 from curvopt.core.jacobians.sums import widened
 from curvopt.core.recording.extended_parameters import extended_name
 from curvopt.core.recording.state import outside_of_graphs
@@ -16,16 +16,10 @@ from curvopt.optim import clocks
 from curvopt.optim.accumulation import Collected, are_alike, ema_update, number
 from curvopt.optim.checkpoint import (
     CURVATURE_STATE,
-    export_run,
-    exporting,
-    import_run,
-    importing,
-    new_progress,
-    without_curvature,
 )
 from curvopt.optim.closures import Closure, without_autocast
-from curvopt.optim.collector import CurvatureCollector
 from curvopt.optim.reports import coverage, listed
+from curvopt.optim.resumable import Resumable
 from curvopt.optim.step_checks import Overflow, accepted_curvature, check_adaptive, check_schedules, has_curvature
 from curvopt.optim.step_size import (
     ADAPT_EVERY,
@@ -39,9 +33,6 @@ from curvopt.optim.step_size import (
 )
 from curvopt.optim.torch_step import decay_weights, take_torch_step
 
-#: Attributes that copies of an optimizer keep, next to its state and the options of the whole run.
-_KEPT = ("_run_options", "_group_defaults", "_options", "_attached", "_loss_reduction")
-
 
 def _is_renewed(state: dict[str, Any]) -> bool:
     """Whether a solver has used the factors of a parameter, or has replaced them where there are none so far."""
@@ -51,7 +42,7 @@ def _is_renewed(state: dict[str, Any]) -> bool:
     return bool(made) and made[0].ndim > 0
 
 
-class CurvatureOptimizer(CurvatureCollector):
+class CurvatureOptimizer(Resumable):
     """Preconditions gradients by damped curvature, then takes the step of the torch optimizer it is mixed into.
 
     A concrete optimizer is ``class X(<collects curvature>, <solves with it>, torch.optim.Y)`` of classes such as
@@ -220,7 +211,7 @@ class CurvatureOptimizer(CurvatureCollector):
         elif not collected.curvature and clocks.is_due(progress, self._params(), grads.keys(), every):
             self._say(
                 "overdue",
-                "takes steps with old curvature: its refresh is overdue, but no backward brought any. Call "
+                "takes steps with old curvature: its refresh is overdue, but no backward computed any. Call "
                 "optimizer.attach(model), also after loading a state, or run backwards inside of "
                 "optimizer.curvature().",
             )
@@ -339,47 +330,3 @@ class CurvatureOptimizer(CurvatureCollector):
         """
         empirical = self._progress["empirical"] and not self._wants_empirical()
         return self._metrics | ({"empirical": 1.0} if empirical else {})
-
-    def _export(self) -> dict[str, Any]:
-        run = export_run(type(self).__name__, self._progress, self._samples, self._metrics)
-        return run if (sharding := self._sharding()) is None else run | {"kinds": sharding.kinds_by_index()}
-
-    def _import(self, exported: dict[str, Any]) -> None:
-        if (sharding := self._sharding()) is not None:
-            sharding.take_kinds(type(self).__name__, exported.get("kinds", {}), self.state)
-        progress, self._samples, self._metrics = import_run(exported)
-        self._progress = new_progress() | progress  # of older versions, too
-        self._ranks_agree = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of the torch optimizer plus all that a run needs to continue bit for bit."""
-        with exporting(self, self._export):
-            return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict()``, of a model in any precision; curvature is kept in at least single precision.
-
-        Raises:
-            CurvoptError: if it is the state of another optimizer, or of parameters of other shapes. Nothing has changed
-                then.
-        """
-        with importing(self, self._names(), self._import):
-            super().load_state_dict(state_dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            **{name: getattr(self, name) for name in (*_KEPT, *self._run_options)},
-            **({"process_group": None} if self.process_group is None else {}),
-            "curvature": self._export(),
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        exported = state.pop("curvature", None)
-        with without_curvature(state["state"].get(p, {}) for group in state["param_groups"] for p in group["params"]):
-            super().__setstate__(state)
-        if exported is not None:  # unpickled or copied; load_state_dict() imports by itself
-            self._start_collecting()
-            self._import(exported)
-            if self._attached:
-                attach(self)

@@ -14,7 +14,7 @@ MEAN, STD = 0.1307, 0.3081  # of the pixels of MNIST's training set, from 0 to 1
 
 
 def default_root() -> Path:
-    """Where data sets are cached unless told otherwise."""
+    """Where data sets are cached by default."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "curvopt"
 
 

@@ -58,7 +58,7 @@ def _called(node: Node, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _by_engine(node: Node, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The same of a function that is written in Python, which may free what it saved unless the engine tells it not to.
+    """Call a function that is written in Python by the engine: called directly, it may free what it saved.
 
     Hooks of its operands run.
     """

@@ -55,12 +55,12 @@ def walk(roots: list[Node], boundary: frozenset = frozenset(), last: Collection[
 
 
 def leads_to(root: Node, targets: Collection[Node]) -> bool:
-    """Whether any of some nodes lies behind ``root``, or is it."""
+    """Whether any of some nodes is reachable from ``root``, or is it."""
     return root in targets or leads_further_to(root, targets)
 
 
 def leads_further_to(root: Node, targets: Collection[Node]) -> bool:
-    """Whether any of some nodes lies behind ``root``; the nearest are looked at first."""
+    """Whether any of some nodes is reachable from ``root``; the nearest come first."""
     nodes, seen = [root], {root}
     for node in nodes:
         for following, _ in node.next_functions:

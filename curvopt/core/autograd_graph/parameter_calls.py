@@ -1,8 +1,8 @@
 """Where parameters meet the samples outside of modules with a rule: read off the graph.
 
 From a parameter one goes towards the loss until an operation whose output has samples: ``F.linear(x, W)``,
-``h * scale``, ``h + positions``. What lies between is computed from the parameter before it meets the samples, such as
-a mask, a norm or a sum of low rank::
+``h * scale``, ``h + positions``. What comes in between is computed from the parameter before it meets the samples, such
+as a mask, a norm or a sum of low rank::
 
     W ── t ── addmm(b, x, W^T) [N, O]        a linear layer
     W ── mul(W, mask) ── addmm [N, O]        a linear layer with a weight that was computed

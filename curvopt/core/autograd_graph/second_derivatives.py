@@ -158,7 +158,7 @@ def polarize(units: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
         units: unit vectors e, ``[v, N, D]``.
         images: their products Re with a symmetric matrix of each sample.
     """
-    # (e + Re)(e + Re)^T - (e - Re)(e - Re)^T = 2 (e (Re)^T + (Re) e^T), with e and Re brought to one length first
+    # (e + Re)(e + Re)^T - (e - Re)(e - Re)^T = 2 (e (Re)^T + (Re) e^T), with e and Re scaled to one length first
     length = images.detach().square().sum(2, keepdim=True).sqrt()
     root = length.sqrt()
     images = torch.where(length > 0, images / root.clamp(min=torch.finfo(images.dtype).tiny), 0)

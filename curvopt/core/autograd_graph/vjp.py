@@ -13,9 +13,9 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.autograd_graph.nodes import leads_further_to
-from curvopt.core.pytorch_workarounds import _wrong_together, running_backward
+from curvopt.core.pytorch_workarounds import running_backward, wrong_together
 
-#: The contexts that are told of backwards, innermost last, and an `OwnBackward` while it pulls back itself.
+#: The contexts that take part in backwards, innermost last, and an `OwnBackward` while it pulls back itself.
 listeners: list[Any] = []
 
 
@@ -30,7 +30,7 @@ def is_own_backward() -> bool:
 
 @contextmanager
 def own_backward() -> Iterator[None]:
-    """Backward passes inside are the engine's own: no listener is told of them."""
+    """Backward passes inside are the engine's own: no listener takes part in them."""
     engine = OwnBackward()
     listeners.append(engine)
     try:
@@ -68,7 +68,7 @@ def pull(
     create_graph, V = torch.is_grad_enabled(), vectors[0].shape[0]
     with own_backward():
         # anomaly detection looks at numbers, as vmap cannot, and prints what follows
-        if V > 1 and not torch.is_anomaly_enabled() and not _wrong_together(outputs):
+        if V > 1 and not torch.is_anomaly_enabled() and not wrong_together(outputs):
             try:
                 return list(
                     torch.autograd.grad(  # type: ignore[call-overload]
@@ -113,7 +113,7 @@ def pull_each(
     ends = [i for i, _ in enumerate(inputs) if not passed[i]]
     tasks: list[int] = []
 
-    def passing(i: int, grad: Tensor) -> None:
+    def collect(i: int, grad: Tensor) -> None:
         tasks.append(running_backward())
         if tasks[-1] == tasks[0]:  # and not one of what is pulled back from where others arrive
             arrived(i, grad.unsqueeze(0))
@@ -121,7 +121,7 @@ def pull_each(
     with ExitStack() as hooks:
         for i, edge in enumerate(inputs):
             if passed[i]:
-                hooks.callback(listen(edge, partial(passing, i)).remove)
+                hooks.callback(listen(edge, partial(collect, i)).remove)
         found = pull(outputs, [inputs[i] for i in ends], vectors)[::-1] if ends else []
     for i in ends:
         vector = found.pop()

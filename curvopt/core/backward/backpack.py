@@ -196,18 +196,15 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         check_request(self.extensions, located, losses, generic is not None)
         if how.again and self.counted is None:  # nobody differentiates what optimizers take
             check_derivatives(self.extensions, located, [GradientEdge(node, nr) for node, nr in how.roots])
-        begun = BackwardPass(self.extensions, self.extension_hook, located, losses, how, self.counted, generic)
-        begun.loss_reduction = self.loss_reduction
-        return begun
+        arguments = self.extensions, self.extension_hook, located, losses, how, self.counted, generic
+        return BackwardPass(*arguments, self.loss_reduction)
 
     def _begin(self, how: Backward) -> BackwardPass | None:
         """Do all that comes before the backward itself, with the extensions that are not refused."""
         while self.extensions:
             try:
                 self._pass = self._prepare(how)
-                if self._pass is not None:
-                    self._pass.before_backward()
-                return self._pass
+                return self._pass if self._pass is None else self._pass.before_backward()
             except CurvoptError as error:
                 self._abandon()
                 extensions = None if self.otherwise is None else self.otherwise(error)
@@ -260,7 +257,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
 
 
 class _Together:
-    """Several contexts that are told of one backward: those of attached optimizers, then one that the user opened."""
+    """Several contexts for one backward: those of attached optimizers, then one of the user."""
 
     def __init__(self, contexts: list[backpack]):
         self.contexts = contexts
@@ -273,7 +270,7 @@ class _Together:
 
 
 def _active_contexts() -> list[backpack]:
-    """The contexts with extensions that are told what happens now."""
+    """The contexts with extensions that take part now."""
     top = listeners[-1] if listeners else None
     contexts = top.contexts if isinstance(top, _Together) else [top]
     return [context for context in contexts if isinstance(context, backpack) and context.extensions]
@@ -294,17 +291,17 @@ _listening = True
 
 
 def is_listening() -> bool:
-    """Whether contexts are told of backwards."""
+    """Whether contexts take part in backwards."""
     return _listening
 
 
 @contextmanager
 def engine(run: Callable[..., Any], listening: bool) -> Iterator[None]:
-    """Calls into autograd inside end in ``run(engine, *args, **kwargs)``, whatever contexts are open or opened there.
+    """Calls into autograd inside end in ``run(engine, *args, **kwargs)``, whatever contexts are active.
 
     Args:
         run: is given what would have been called, and its arguments.
-        listening: whether contexts are told of the calls.
+        listening: whether contexts take part in the calls.
     """
     global _run_backward, _listening
     before = _run_backward, _listening
@@ -397,7 +394,7 @@ def _observing(stack: ExitStack, parameters: Callable[[], set[Any]]) -> list[Any
         return []
     outside, parameters = len(listeners), functools.cache(parameters)
     for observer in list(_observers):
-        opened = observer._context_of_backward(parameters)
-        if opened is not None:
-            stack.enter_context(opened)
+        context = observer._context_of_backward(parameters)
+        if context is not None:
+            stack.enter_context(context)
     return listeners[outside:]

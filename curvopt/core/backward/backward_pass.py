@@ -78,6 +78,7 @@ class BackwardPass:
         how: how autograd was called.
         counted: losses that reach none of these parameters do not count in the weight; ``None`` if all do.
         generic: the whole scalar, where it is no sum of known losses.
+        loss_reduction: how losses of no known kind are reduced over the samples, "mean" or "sum".
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class BackwardPass:
         how: Backward,
         counted: set[Tensor] | None = None,
         generic: GenericLoss | None = None,
+        loss_reduction: str = "mean",
     ):
         self.generic = generic
         self.extensions, self.extension_hook, self.located, self.losses = extensions, extension_hook, located, losses
@@ -106,7 +108,7 @@ class BackwardPass:
         self.weight: Tensor | float = 0.0
         #: Of squared errors their mean times their weight, infinite with any other loss.
         self.residual: Tensor | float = 0.0
-        self.loss_reduction = "mean"
+        self.loss_reduction = loss_reduction
         #: The largest number of variables of a prediction (see `LossCurvature.variables`).
         self.variables = 1
         self._task: int | None = None
@@ -118,8 +120,8 @@ class BackwardPass:
 
     # Before the user's backward
 
-    def before_backward(self) -> None:
-        """Factor, pull back and reduce: all that needs no gradient of the user's backward."""
+    def before_backward(self) -> BackwardPass:
+        """Factor, pull back and reduce: all that needs no gradient of the user's backward. Returns itself."""
         graph = self.located.graph
         with self._own_computation():
             places = {(edge.node, edge.output_nr) for edge in (*self.losses.values(), *graph.terms.values())}
@@ -139,6 +141,7 @@ class BackwardPass:
                 self.residual = inf
             for p, extension in list(self.totals):
                 self._complete(p, extension)
+        return self
 
     @contextlib.contextmanager
     def _own_computation(self) -> Iterator[None]:

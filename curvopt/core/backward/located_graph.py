@@ -87,7 +87,7 @@ def read_and_locate(roots: Sequence[Node]) -> LocatedGraph:
         else:
             raise CurvoptError(
                 f"{found.call.describe()}: the loss depends on it by a path around the outputs of the model (a term "
-                "that is computed inside of the model and kept?), whose samples cannot be told; return that, too."
+                "that is computed inside of the model and kept?), whose samples are not known; return that, too."
             )
     functional: list[CallInGraph] = []
     for p, operands in graph.operands.items():
@@ -118,7 +118,7 @@ def _leave_to_operations(found: CallInGraph, graph: BackwardGraph) -> None:
 
 def _no_samples(what: str) -> CurvoptError:
     return CurvoptError(
-        f"{what}: no call of the extended model that it belongs to leads to this loss, so its samples cannot be told; "
+        f"{what}: no call of the extended model that it belongs to leads to this loss, so its samples are not known; "
         "call the model (not under curvopt.disable()), or extend the module that is called. A backward that is not "
         "meant (of a penalty alone, say) goes inside of `with backpack():`."
     )

@@ -54,7 +54,7 @@ class Axis(NamedTuple):
 
 
 def axis_of(shape: Sequence[int], layout: Layout) -> Axis | None:
-    """The axis of a shape along which the rows of a layout lie; ``None`` if they lie along several."""
+    """The axis of a shape that has the rows of a layout; ``None`` if several axes have them."""
     start = 1
     for index, length in enumerate(shape):
         if start == layout.before and length == layout.rows:

@@ -30,7 +30,7 @@ def axis_of_head(place: Place, rows: int, axis: int) -> int | None:
 def samples_of_rows(place: Place, known: Mapping[Place, Layout]) -> list[int] | None:
     """The sample of each row of a tensor that was computed from tensors with known layouts, row by row.
 
-    ``None`` if a row depends on several samples, or that cannot be told.
+    ``None`` if a row depends on several samples, or that is not known.
     """
     shape = shape_of(*place)
     if not shape:

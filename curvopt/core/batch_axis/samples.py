@@ -52,7 +52,7 @@ class Location:
     def rows_of(self, edge: GradientEdge, rows: int) -> list[int] | None:
         """The sample of each row (along axis 0) of a tensor before or behind the heads.
 
-        ``None`` where it cannot be told, or one row depends on several samples.
+        ``None`` where it is not known, or one row depends on several samples.
         """
         place = edge.node, edge.output_nr
         shape = shape_of(*place)
@@ -202,7 +202,7 @@ def _place_others(
         known[place] = Layout(1, N, prod(shape) // N)
         axes = propagate_batch_axis({place: known[place]}, N, listening, complete=False)
         pairs = matched(axes, listening)
-        # other outputs tell of other shares, or that it cannot be told
+        # other outputs have other shares, or none that is known
         if any(other in axes.layouts for other in listening) and (
             pairs is None or any(a != b for a, b in pairs.items())
         ):

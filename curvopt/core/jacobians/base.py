@@ -138,7 +138,7 @@ class Jacobian(ABC):
         """
 
     def select(self, samples: Sequence[int] | None) -> Jacobian:
-        """The same for some samples only (all for ``None``), in the order given."""
+        """The products of some samples (all for ``None``), in the order given."""
         return self if samples is None else Dense(self.dense()[:, list(samples)])
 
     def project(self, directions: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class Jacobian(ABC):
         return [self, *others]
 
     def settled(self) -> Jacobian:
-        """The same, needing no more of the network's graph."""
+        """The products, formed so that they need the network's graph no longer."""
         return self
 
     def with_own_patches(self) -> Self:

@@ -124,7 +124,7 @@ def by_rows(F: int, K: int, R: int, row: int, device: str) -> bool:
 def moment_by_samples(S: int, F: int, dtype: torch.dtype, device: str) -> bool:
     """Whether a second moment of F features at S positions takes less time by a product for each sample.
 
-    They lie together in memory for each sample only: to sort them costs more than narrow products over few positions.
+    They are contiguous for each sample only: to sort them costs more than narrow products over few positions.
     """
     return F <= 128 and S >= max(F, 64) and device == "cpu" and dtype.itemsize >= 4
 

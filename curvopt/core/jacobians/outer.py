@@ -193,13 +193,13 @@ class Outer(Jacobian):
         return Outer(self.left[:, samples], right, self.shape, self.transposed)
 
     def with_sides(self, left: Tensor, right: Tensor | None, shape: torch.Size, transposed: bool) -> Outer:
-        """The same, of another left side and another right one perhaps."""
+        """Products with another left side, and perhaps another right one."""
         if right is None:
             return Outer(left, self._right, shape, transposed)
         return Outer(left, right, shape, transposed)
 
     def project(self, directions: Tensor) -> Tensor:
-        # one product with the input for all directions, then one for each sample: summed as they lie in memory
+        # one product with the input for all directions, then one for each sample: summed in the order of memory
         directions = self.matrices(directions)[:, 0].transpose(0, 1)  # [G, K, O, I]
         seen = directions.flatten(1, 2) @ _by_feature(self.right)
         seen = seen.unflatten(2, (self.N, self.S)).unflatten(1, (-1, self.O)).permute(3, 1, 0, 2, 4)  # [N, K, G, O, S]
@@ -221,7 +221,7 @@ class Outer(Jacobian):
 
     @property
     def _left_rows(self) -> Tensor:
-        """The left side as ``[N, V, *]``, with features and positions in the order in which they lie in memory."""
+        """The left side as ``[N, V, *]``, with features and positions in the order in which they are stored."""
         return (self.left.mT if self._features_first else self.left).transpose(0, 1).flatten(2)
 
     def with_own_patches(self) -> Self:

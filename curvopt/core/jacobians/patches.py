@@ -92,7 +92,7 @@ class Patches:
         return moments.view(G, K * F, K * F)
 
     def used_once(self) -> Patches:
-        """The same, kept for nobody."""
+        """These patches, for one use."""
         return self._changed(kept=False)
 
     def select(self, samples: list[int]) -> Patches:

@@ -34,7 +34,7 @@ class PulledBack(Jacobian):
         self.V, self.N, self.shape, self.source = inner.V, inner.N, p.shape, source
 
     def of(self, inner: Jacobian) -> PulledBack:
-        """The same of other products."""
+        """Other products, pulled back by the same map."""
         return PulledBack(inner, self.pull, self.p, self.source)
 
     @property
@@ -97,7 +97,7 @@ class PulledBack(Jacobian):
 
 
 class Scaled(PulledBack):
-    """The same, of what was computed entry by entry.
+    """Products with respect to a weight that is computed entry by entry.
 
     Args:
         inner: the products.

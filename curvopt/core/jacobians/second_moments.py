@@ -42,7 +42,7 @@ def _ungrouped(moments: Tensor) -> Tensor:
 
 
 def _are_sorted(rows: Tensor) -> bool:
-    """Whether rows ``[N, G, S, F]`` of all samples lie in memory by features, or each feature's by rows."""
+    """Whether rows ``[N, G, S, F]`` of all samples are stored by features, or each feature's by rows."""
     return rows.stride(3) == 1 or rows.stride(0) == rows.shape[2] * rows.stride(2)
 
 
@@ -53,7 +53,7 @@ def _in_parts(rows: Tensor) -> Sequence[Tensor]:
 
 
 def _moment_by_samples(rows: Tensor, scale: float) -> Tensor:
-    """The same by a product for each sample, whose rows are read where they lie."""
+    """The second moment by a product for each sample, without copies of its rows."""
     N, G, _, F = rows.shape
     parts = rows.mT.split(costs.samples_at_once(G * F * F, N, rows.device.type))
     moments = (torch.bmm(x.flatten(0, 1), x.mT.flatten(0, 1)).unflatten(0, (len(x), G)).sum(0) for x in parts)
@@ -61,7 +61,7 @@ def _moment_by_samples(rows: Tensor, scale: float) -> Tensor:
 
 
 def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
-    """The same of parts of the samples, which have R positions in all."""
+    """The second moment of parts of the samples, which have R positions in all."""
     moments, dtype, F, block = None, None, 0, 0
     for part in parts:
         x = _by_feature(part)

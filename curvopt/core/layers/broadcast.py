@@ -69,7 +69,7 @@ def shape_among(node: Node, shape: torch.Size) -> torch.Size:
     return torch.Size([*shape, *[1] * (dims - 2)]) if name_of(node) in _BY_CHANNELS else shape
 
 
-#: Operations whose weight and bias lie along axis 1.
+#: Operations whose weight and bias belong to axis 1.
 _BY_CHANNELS = frozenset(
     ["ConvolutionBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0", "SyncBatchNormBackward"]
 )

@@ -15,7 +15,7 @@ from curvopt.core.recording.calls import ModuleCall
 
 
 class ScaleRule(Rule):
-    """A weight (and bias) that lies along some axes of the output and is shared by the others."""
+    """A weight (and bias) along some axes of the output and is shared by the others."""
 
     any_order = True
     linear = True
@@ -26,7 +26,7 @@ class ScaleRule(Rule):
         """What the weight multiplies, like the output."""
 
     def last_axes(self, module: Any) -> bool:
-        """Whether the parameters lie along the last axes, not along axis 1."""
+        """Whether the parameters belong to the last axes, not to axis 1."""
         return False
 
     def leaves_input(self, module: Any) -> bool:
@@ -95,7 +95,7 @@ class GroupNorm(ScaleRule):
 
 @register(nn.LayerNorm)
 class LayerNorm(ScaleRule):
-    """Statistics over the last axes, along which the parameters lie."""
+    """Statistics over the last axes, which the parameters belong to."""
 
     any_axes = True
 

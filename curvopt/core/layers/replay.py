@@ -70,7 +70,7 @@ class Tape:
 
 
 class ReplayRule(Rule):
-    """A module told by a forward that calls `Tape.linear` for every product with a parameter."""
+    """A module defined by a forward that calls `Tape.linear` for every product with a parameter."""
 
     @abstractmethod
     def replay(self, call: ModuleCall, tape: Tape) -> Sequence[Tensor | None]:

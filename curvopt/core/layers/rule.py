@@ -96,7 +96,7 @@ class Rule(ABC):
         """
         if any(isinstance(x, Tensor) and x.is_nested for x in (*call.args, *call.kwargs.values())):
             raise CurvoptError(
-                f"{call.describe()} was called with a nested tensor, whose samples cannot be told apart; pad it "
+                f"{call.describe()} was called with a nested tensor, whose samples cannot be separated; pad it "
                 "(x.to_padded_tensor(0)), or call the module on each part."
             )
         if self.is_single(call):
@@ -193,7 +193,7 @@ def _is_original(kind: type, name: str) -> bool:
 
 
 def no_batch_axis(call: ModuleCall) -> CurvoptError:
-    """The error where the samples cannot be told without one."""
+    """The error where the samples are not known without one."""
     return CurvoptError(
         f"{call.describe()} was called with an input of shape {list(tensors(call)[0].shape)}, which has no batch axis; "
         "give it a batch of one, e.g. x.unsqueeze(0)."
@@ -224,7 +224,7 @@ def tensors(call: ModuleCall) -> list[Tensor]:
 
 
 class AffineRule(Rule):
-    """A layer ``W x + b`` at every shared position, told by two views."""
+    """A layer ``W x + b`` at every shared position, defined by two views."""
 
     any_order = True
     linear = True

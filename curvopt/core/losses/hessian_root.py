@@ -29,7 +29,7 @@ class Head(Protocol):
 
     @property
     def axis(self) -> int:
-        """Along which its rows lie."""
+        """The axis of its rows."""
         ...
 
     def describe(self) -> str:
@@ -68,7 +68,7 @@ class LossCurvature(ABC):
         """Columns ``start`` to ``stop`` of the exact root S, ``[stop - start, *z.shape]``."""
 
     def by_entries(self) -> LossCurvature:
-        """The same with the usual root, of a column for every entry of z, where `root` has fewer."""
+        """The curvature with the usual root, a column for every entry of z, where `root` has fewer."""
         return self
 
     @abstractmethod
@@ -133,8 +133,8 @@ class Softmax(LossCurvature):
     only by its mass m at the position: the sum over classes of its weighted probabilities, times the factor of the
     reduction (Kunstner et al. 2019 on the samples, "MC Fisher").
 
-    ``u = sqrt(p)`` is of length 1 and no curvature lies along it: ``diag(u) (1 - u u^T) diag(u)``. A reflection turns u
-    into a unit vector, that of the likeliest class, so that its column vanishes, and nothing cancels in the others.
+    ``u = sqrt(p)`` is of length 1 and there is no curvature along it: ``diag(u) (1 - u u^T) diag(u)``. A reflection
+    maps u to a unit vector, that of the likeliest class, so that its column vanishes and nothing cancels in others.
 
     Args:
         p: probabilities, like ``z``.

@@ -98,7 +98,7 @@ def curvature_of(call: LossCall, grad: Tensor) -> tuple[LossCurvature, Tensor]:
             f"{call.describe()}: second-order quantities need a scalar loss, but this one has shape {list(grad.shape)} "
             f"(reduction={reduction!r}); use reduction='mean' or 'sum'."
         )
-    # elsewhere than on a CPU, whoever asks waits for the device: there the root below is nan
+    # on an accelerator asking would wait for the device: there the root below is nan
     if grad.device.type == "cpu" and bool(grad < 0):
         raise CurvoptError(
             f"{call.describe()}: the loss was scaled by {float(grad):g}; second-order quantities need a loss that is "

@@ -156,7 +156,7 @@ class ModuleCall:
         return describe(self.path, self.owner)
 
     def in_precision(self, dtype: torch.dtype) -> ModuleCall:
-        """The same call on inputs of at least the precision of ``dtype`` (autocast feeds modules lower ones)."""
+        """This call on inputs of at least the precision of ``dtype`` (autocast feeds modules lower ones)."""
         low = (torch.float16, torch.bfloat16)
         if dtype in low or not any(x.dtype in low for x in _tensors((self.args, self.kwargs))):
             return self
@@ -166,14 +166,14 @@ class ModuleCall:
         return call
 
     def batched(self) -> ModuleCall:
-        """The same call of a single sample, as one of a batch."""
+        """This call of a single sample, as one of a batch."""
         call = copy.copy(self)
         call.args, call.kwargs = tree_map_only(Tensor, lambda x: x.unsqueeze(0), (self.args, self.kwargs))
         call.shapes = tuple([torch.Size([1, *shape]) for shape in self.shapes])
         return call
 
     def samples_first(self, N: int, steps: Steps) -> ModuleCall:
-        """The same call with the samples first, of a module to which rows, or axes before the features, are alike."""
+        """This call with the samples first, of a module to which rows, or axes before the features, are alike."""
         call = copy.copy(self)
         first = partial(samples_first, N, steps)
         call.args, call.kwargs = tree_map_only(Tensor, first, (self.args, self.kwargs))

@@ -136,6 +136,10 @@ def _model_of(module: nn.Module, batch_axis: int) -> Model:
     return Model(describe("", module), batch_axis, size)
 
 
+def _has_loss_recorder(module: nn.Module) -> bool:
+    return any(isinstance(hook, LossRecorder) for hook in module._forward_hooks.values())
+
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -149,7 +153,7 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
         debug: print each module that is recorded.
         use_converter: accepted for programs written for BackPACK and needed for nothing: functional code, residual
             connections and reused modules work as they are.
-        loss: the module is a loss of one's own, called as ``module(output, target)`` with a scalar result; its
+        loss: the module is a custom loss, called as ``module(output, target)`` with a scalar result; its
             curvature comes from autograd. PyTorch's losses are known without.
         batch_axis: axis of the model's inputs and outputs that counts the samples.
 
@@ -168,13 +172,17 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
                 f"extend: {describe(path, child)} is a program of torch.jit, whose calls cannot be seen; extend the "
                 "module that it was made of (torch.compile may compile extended ones)."
             )
-    losses = [path for path, child in module.named_modules() if is_loss(child) or (loss and child is module)]
+    losses = [
+        path
+        for path, child in module.named_modules()
+        if is_loss(child) or (loss and child is module) or _has_loss_recorder(child)
+    ]
     model = _model_of(module, batch_axis)
     for path, child in module.named_modules():
         if any(path != outer and f"{path}.".startswith(f"{outer}." if outer else "") for outer in losses):
             continue  # part of a loss
         if path in losses:
-            if not any(isinstance(hook, LossRecorder) for hook in child._forward_hooks.values()):
+            if not _has_loss_recorder(child):
                 child.register_forward_hook(LossRecorder(path), with_kwargs=True, prepend=True)
             continue
         held = isinstance(child, (nn.ParameterList, nn.ParameterDict))

@@ -14,7 +14,7 @@ def samples_of(sequences: Tensor, N: int) -> Tensor:
 
 
 class Packed(NamedTuple):
-    """Where the rows of packed sequences lie if every sample has as many, ``[N T]``: between them zeros are put.
+    """The places of the rows of packed sequences if every sample has as many, ``[N T]``: between them zeros are put.
 
     Attributes:
         places: of the rows there.
