@@ -15,7 +15,7 @@ from curvopt import backpack, extend
 from curvopt.core.losses.generic_loss import GenericLoss
 from curvopt.core.losses.loss_blocks import Head
 from curvopt.errors import CurvoptError
-from curvopt.extensions import DiagGGNExact
+from curvopt.extensions import BatchDiagHessian, DiagGGNExact, DiagHessian
 
 N, C = 4, 3
 
@@ -465,3 +465,24 @@ def test_known_losses_of_rows_of_several_samples_are_refused(reduce):
     z = reduce(model(randn(N, C)))
     with pytest.raises(CurvoptError, match="couples samples"), backpack(DiagGGNExact()):
         F.mse_loss(z, torch.ones_like(z)).backward()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_hessian_of_a_known_loss_with_negative_weights(known: bool):
+    model = extend(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double())
+    x, y, weights = torch.randn(5, 4).double(), torch.randint(3, (5,)), torch.randn(5).double()
+    lossfunc = extend(nn.CrossEntropyLoss()) if known else F.cross_entropy
+
+    def loss(z: torch.Tensor) -> torch.Tensor:
+        return -lossfunc(z, y) if known else (weights * F.cross_entropy(z, y, reduction="none")).sum()
+
+    with backpack(DiagHessian(), BatchDiagHessian()):
+        loss(model(x)).backward()
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        of_one = lambda q, name=name: loss(torch.func.functional_call(model, values | {name: q}, (x,)))  # noqa: E731
+        H = torch.func.hessian(of_one)(values[name]).reshape(p.numel(), -1)
+        torch.testing.assert_close(p.diag_h.flatten(), H.diagonal())
+        torch.testing.assert_close(p.diag_h_batch.sum(0), p.diag_h)
+    with pytest.raises(CurvoptError, match="minimised"), backpack(DiagGGNExact()):
+        loss(model(x)).backward()

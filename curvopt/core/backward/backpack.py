@@ -119,8 +119,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         #: Whether backwards of empty batches are let through, without fields; else they are refused.
         self.skips_empty = False
         self._pass: BackwardPass | None = None  # of the running backward
-        self._kernels = ExitStack()  # of attention
-        self._is_first = True  # whether no backward has been since the context was entered
+        self._kernels, self._is_first = ExitStack(), True  # of attention; whether no backward has been in the context
 
     def __enter__(self) -> backpack:
         """Activate the extensions."""
@@ -172,9 +171,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             if self.skips_empty and isinstance(error, EmptyBatch):
                 return None
             raise naming_fields(self.extensions, error) from error
-        # of another tensor, or of data alone; functions of users may hide parameters
-        leaves, custom = located.graph.leaves, any(isinstance(node, BackwardCFunction) for node in located.graph.nodes)
-        of_data = not custom and not any(isinstance(leaf, nn.Parameter) for leaf in leaves)
+        custom = any(isinstance(node, BackwardCFunction) for node in located.graph.nodes)  # which may hide parameters
+        of_data = not custom and not any(isinstance(leaf, nn.Parameter) for leaf in located.graph.leaves)
         if not located.calls and (of_data or not how.accumulates):
             return None
         if how.batched:
@@ -192,12 +190,14 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 raise naming_fields(self.extensions, error) from error
             nonlinear = nonlinear or coupling_losses(located, losses)
         again = how.again and self.counted is None
-        generic = generic_loss(self.extensions, located, how.roots, nonlinear, again, self.loss_reduction)
+        any_loss = functools.partial(generic_loss, self.extensions, located, how.roots)
+        generic = any_loss(nonlinear, again, self.loss_reduction)
         check_request(self.extensions, located, losses, generic is not None)
         if how.again and self.counted is None:  # nobody differentiates what optimizers take
             check_derivatives(self.extensions, located, [GradientEdge(node, nr) for node, nr in how.roots])
         arguments = self.extensions, self.extension_hook, located, losses, how, self.counted, generic
-        return BackwardPass(*arguments, self.loss_reduction)
+        any_loss = functools.partial(any_loss, ["a negative weight"], again, self.loss_reduction)
+        return BackwardPass(*arguments, self.loss_reduction, any_loss)
 
     def _begin(self, how: Backward) -> BackwardPass | None:
         """Do all that comes before the backward itself, with the extensions that are not refused."""

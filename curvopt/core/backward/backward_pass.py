@@ -79,6 +79,7 @@ class BackwardPass:
         counted: losses that reach none of these parameters do not count in the weight; ``None`` if all do.
         generic: the whole scalar, where it is no sum of known losses.
         loss_reduction: how losses of no known kind are reduced over the samples, "mean" or "sum".
+        any_loss: makes the whole scalar a loss of no known kind, where a known one turns out to be not convex.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class BackwardPass:
         counted: set[Tensor] | None = None,
         generic: GenericLoss | None = None,
         loss_reduction: str = "mean",
+        any_loss: Callable[[], GenericLoss | None] | None = None,
     ):
         self.generic = generic
         self.extensions, self.extension_hook, self.located, self.losses = extensions, extension_hook, located, losses
@@ -108,7 +110,7 @@ class BackwardPass:
         self.weight: Tensor | float = 0.0
         #: Of squared errors their mean times their weight, infinite with any other loss.
         self.residual: Tensor | float = 0.0
-        self.loss_reduction = loss_reduction
+        self.loss_reduction, self.any_loss = loss_reduction, any_loss
         #: The largest number of variables of a prediction (see `LossCurvature.variables`).
         self.variables = 1
         self._task: int | None = None

@@ -34,7 +34,7 @@ def fields_of(extensions: Iterable[Extension]) -> str:
 
 def naming_fields(extensions: Iterable[Extension], error: CurvoptError) -> CurvoptError:
     """An error that names the fields that were asked for."""
-    return CurvoptError(f"{fields_of(extensions)}: {error}")
+    return type(error)(f"{fields_of(extensions)}: {error}")
 
 
 def coupling_losses(located: LocatedGraph, losses: Iterable[Loss]) -> list[str]:
@@ -79,12 +79,17 @@ def generic_loss(
     if not (second_order and nonlinear and located.calls):
         return None
     what = f"{fields_of(second_order)}: the loss is of no known kind ({', '.join(dict.fromkeys(nonlinear))})"
-    if len(locations) > 1 or again or any(isinstance(e.columns, Averaged) for e in second_order):
-        raise CurvoptError(
-            f"{what}, where several models with different numbers of samples, derivatives of fields "
-            "(create_graph=True) and KFRA are not supported; use a known loss such as nn.CrossEntropyLoss, or an "
-            "empirical quantity."
-        )
+    causes = {
+        "several models with different numbers of samples": len(locations) > 1,
+        "derivatives of fields (create_graph=True)": again,
+        "KFRA": any(isinstance(e.columns, Averaged) for e in second_order),
+    }
+    for cause, applies in causes.items():
+        if applies:
+            raise CurvoptError(
+                f"{what}, where {cause} cannot be had; use a known loss such as nn.CrossEntropyLoss, or an empirical "
+                "quantity."
+            )
     ends = {node for node, _ in locations[0].heads}
     curved = [e for e in second_order if not isinstance(e.columns, Empirical)]
     if curved and any(

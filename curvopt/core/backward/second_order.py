@@ -27,7 +27,7 @@ from curvopt.core.backward.kfra import kfra_jacobians
 from curvopt.core.backward.request_checks import fields_of, naming_fields, warn_of_columns
 from curvopt.core.jacobians.sums import cast
 from curvopt.core.losses.generic_loss import GenericLoss
-from curvopt.core.losses.hessian_root import Diagonal, Loss, LossCurvature
+from curvopt.core.losses.hessian_root import Diagonal, Loss, LossCurvature, NotConvex
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
@@ -55,11 +55,20 @@ class FactoredLoss(NamedTuple):
 
 def second_order(run: BackwardPass, arrived: Mapping[Place, Tensor]) -> None:
     """Pull back the columns of the known losses, from the gradients that arrived at them."""
-    factored = [
-        _factor(run, loss, arrived[edge.node, edge.output_nr])
-        for loss, edge in run.losses.items()
-        if loss.edge is not None and loss.input.numel() and (edge.node, edge.output_nr) in arrived
-    ]
+    try:
+        factored = [
+            _factor(run, loss, arrived[edge.node, edge.output_nr])
+            for loss, edge in run.losses.items()
+            if loss.edge is not None and loss.input.numel() and (edge.node, edge.output_nr) in arrived
+        ]
+    except NotConvex:
+        of_hessian = any(isinstance(e.columns, Hessian) for e in run.second_order)
+        loss = run.any_loss() if run.any_loss is not None and of_hessian else None
+        if loss is None:
+            raise
+        run.weight = 0.0
+        second_order_of_any_loss(run, loss)
+        return
     by_columns: dict[Any, list[Extension]] = {}
     for extension in run.second_order:
         columns = extension.columns

@@ -214,15 +214,19 @@ def _onehot(index: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(like).scatter_(-1, index, 1.0)
 
 
+class NotConvex(CurvoptError):
+    """A loss of a known kind has negative curvature."""
+
+
 def root_of_weights(weight: Tensor, what: str, rounding: Tensor | float = 0.0) -> Tensor:
     """The root of the weights of a loss' entries; of what rounding makes negative, zero.
 
     Raises:
-        CurvoptError: if some are negative; elsewhere than on a CPU, where asking has to wait, their root is nan.
+        NotConvex: if some are negative; elsewhere than on a CPU, where asking has to wait, their root is nan.
     """
     negative = weight < -rounding
     if weight.device.type == "cpu" and bool(negative.any()):
-        raise CurvoptError(
+        raise NotConvex(
             f"{what}: some entries have the negative weight {float(weight.min()):.3g}; second-order quantities need a "
             "loss that is minimised (its curvature is positive)."
         )

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from curvopt.core.jacobians.sums import widened
 from curvopt.core.losses.autograd_root import _from_autograd
-from curvopt.core.losses.hessian_root import Diagonal, LossCurvature
+from curvopt.core.losses.hessian_root import Diagonal, LossCurvature, NotConvex
 from curvopt.core.losses.registry import _losses
 from curvopt.core.recording.calls import _tensors, describe, version
 from curvopt.core.recording.state import disable
@@ -100,7 +100,7 @@ def curvature_of(call: LossCall, grad: Tensor) -> tuple[LossCurvature, Tensor]:
         )
     # on an accelerator asking would wait for the device: there the root below is nan
     if grad.device.type == "cpu" and bool(grad < 0):
-        raise CurvoptError(
+        raise NotConvex(
             f"{call.describe()}: the loss was scaled by {float(grad):g}; second-order quantities need a loss that is "
             "minimised (its curvature is positive)."
         )
