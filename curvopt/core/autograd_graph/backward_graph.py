@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.node_vjp import Place, consumers_first
-from curvopt.core.autograd_graph.nodes import is_sink, leaf_of, name_of, outputs_of, shape_of, walk
+from curvopt.core.autograd_graph.nodes import is_sink, leaf_of, metadata, name_of, outputs_of, shape_of, walk
 from curvopt.core.batch_axis.layout import Layout, axis_of
 from curvopt.core.jacobians.base import Jacobian
 from curvopt.core.jacobians.combine import from_single_samples
@@ -93,7 +93,7 @@ class CallInGraph:
         operand = next(iter(operands)) if len(operands) == 1 else None
         if isinstance(operand, tuple):  # the sample of each row
             edge = next(iter(self.edges.values()))  # parameters may be stand-ins without a device
-            device = edge.node._input_metadata[edge.output_nr].device  # type: ignore[attr-defined]
+            device = metadata(edge.node, edge.output_nr).device
             self.samples = Packed.of(torch.tensor(operand, dtype=torch.long, device=device), location.N)
         else:
             self.samples = found if operand is None else operand

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
+from curvopt.core.autograd_graph.node_vjp import consumers_first
 from curvopt.core.autograd_graph.nodes import is_complex, operation, saved
 from curvopt.core.autograd_graph.operations import ELEMENTWISE, LINEAR, MULTILINEAR
 from curvopt.core.autograd_graph.vjp import cut, pull
@@ -48,23 +49,11 @@ def nonlinear_operations(roots: Sequence[GradientEdge], calls: set[Node]) -> lis
         roots: where the network's outputs come from.
         calls: nodes of the outputs of all calls.
     """
-    order: list[Node] = []  # inputs before what they feed
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(root.node, False) for root in roots]
+    order = consumers_first([root.node for root in roots])[::-1]  # inputs before what they feed
     reached: dict[Node, set[int]] = {}
-    for root in roots:
-        reached.setdefault(root.node, set()).add(root.output_nr)
-    while stack:
-        node, inputs_done = stack.pop()
-        if inputs_done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            for following, nr in node.next_functions:
-                if following is not None:
-                    reached.setdefault(following, set()).add(nr)
-                    stack.append((following, False))
+    for node, nr in [*((root.node, root.output_nr) for root in roots), *(e for n in order for e in n.next_functions)]:
+        if node is not None:
+            reached.setdefault(node, set()).add(nr)
     dependent: set[Node] = set()
     found: list[Residual] = []
     for node in order:

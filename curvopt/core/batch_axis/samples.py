@@ -189,23 +189,21 @@ def _place_others(
 ) -> list[tuple[ModelCall, Place]]:
     """Add heads without N rows: those whose rows others tell, and shares of k rows each, which are returned."""
     layouts = propagate_batch_axis(known, N).layouts
-    listening = {place: layout for place, layout in layouts.items() if isinstance(layout, Layout)}
+    located = {place: layout for place, layout in layouts.items() if isinstance(layout, Layout)}
     shares: list[tuple[ModelCall, Place]] = []
     for call, place in others:
         shape = shape_of(*place)
-        rows = samples_of_rows(place, listening)
+        rows = samples_of_rows(place, located)
         if rows is not None and UNUSED not in rows:
             known[place] = labelled(shape, 0, rows, N, False)
             continue
         if appended or axis or shape[0] % N or not shape[0]:
             raise _other_length(call, shape, N, axis)
         known[place] = Layout(1, N, prod(shape) // N)
-        axes = propagate_batch_axis({place: known[place]}, N, listening, complete=False)
-        pairs = matched(axes, listening)
+        axes = propagate_batch_axis({place: known[place]}, N, located, complete=False)
+        pairs = matched(axes, located)
         # other outputs have other shares, or none that is known
-        if any(other in axes.layouts for other in listening) and (
-            pairs is None or any(a != b for a, b in pairs.items())
-        ):
+        if any(other in axes.layouts for other in located) and (pairs is None or any(a != b for a, b in pairs.items())):
             raise _other_length(call, shape, N, axis)
         shares.append((call, place))
     return shares

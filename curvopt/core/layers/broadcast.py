@@ -44,17 +44,6 @@ def broadcast_of(node: Node, position: int) -> Broadcast | None:
     return _REPETITIONS[name_of(node)](Saved(node), position)
 
 
-def lacks_rows(node: Node, position: int) -> bool:
-    """Whether an operand has only one row, or no axis for rows, of an output with axes."""
-    return len(shape_of(node)) > 0 and _sizes_among(node, position)[0] == 1
-
-
-def _sizes_among(node: Node, position: int) -> list[int]:
-    """Lengths of an operand along the axes of the output."""
-    shape = shape_of(*node.next_functions[position])
-    return [1] * (len(shape_of(node)) - len(shape)) + list(shape)
-
-
 def is_bias(node: Node, position: int, p: Tensor) -> bool:
     """Whether an operand has an entry for each output of a layer with rows for samples."""
     name = name_of(node)
