@@ -947,3 +947,26 @@ def test_an_exported_model():
         F.cross_entropy(exported(x), y).backward()
     for i, p in enumerate(exported.parameters()):
         torch.testing.assert_close(p.grad_batch, torch.stack([gradients[i] for gradients in expected]))
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact, DiagHessian, KFLR])
+def test_samples_that_meet_between_two_outputs_in_the_loss(extension: Callable):
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            u = self.trunk(x)
+            return self.head((u - u.mean(0)).tanh()), u
+
+    x, y = torch.randn(3, 4), torch.tensor([0, 2, 1])
+    model = extend(Centred())
+    logits, u = model(x)
+    with pytest.raises(CurvoptError, match=r"an output of shape \[3, 4\] is in the loss and its samples meet"):
+        with backpack(extension()):
+            (F.cross_entropy(logits, y) + F.mse_loss(u, x)).backward()
+    logits, u = model(x)
+    with backpack(KFAC()):
+        (F.cross_entropy(logits, y) + F.mse_loss(u, x)).backward()
+    assert [len(p.kfac) for p in model.parameters()] == [2, 1, 2, 1]

@@ -14,7 +14,13 @@ from curvopt.core.autograd_graph.backward_graph import leaves_behind
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import leads_to, name_of, shape_of, walk
 from curvopt.core.backward.columns import Averaged, Empirical, Gradient, Hessian
-from curvopt.core.backward.located_graph import LocatedGraph, is_mixed, mixing_norms, norms_in_loss
+from curvopt.core.backward.located_graph import (
+    LocatedGraph,
+    is_mixed,
+    mixing_heads,
+    mixing_norms,
+    norms_in_loss,
+)
 from curvopt.core.batch_axis.layout import Layout, axis_of
 from curvopt.core.batch_axis.samples import Location
 from curvopt.core.losses.generic_loss import GenericLoss
@@ -186,6 +192,13 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
             f"{norm}: {fields_of(independent)} of {mixed[0].call.describe()} need independent samples, but {what} "
             "running statistics, or use a Monte-Carlo quantity (KFAC, DiagGGNMC)."
         )
+    for location in locations.values():
+        for head in mixing_heads(location):
+            raise CurvoptError(
+                f"{fields_of(independent)} need independent samples, but an output of shape {list(shape_of(*head))} is "
+                "in the loss and its samples meet on the way to another output (in a mean over the batch?); leave one "
+                "of the two out of the loss, or use a Monte-Carlo quantity (KFAC, DiagGGNMC)."
+            )
     apart = [e for e in extensions if e.per_sample or (isinstance(e.columns, Gradient) and not e.adds_up)]
     if apart and any(location.appended for location in located.locations.values()):
         raise CurvoptError(
