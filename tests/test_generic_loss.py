@@ -112,7 +112,7 @@ def heads_of(shapes, dtype=torch.float64):
 
 def generic(loss, heads, grad=None):
     grad = torch.ones_like(loss) if grad is None else grad
-    return GenericLoss([get_gradient_edge(loss)], [grad], heads)
+    return GenericLoss([get_gradient_edge(loss)], [grad], heads, sum({head.N for head in heads}))
 
 
 def by_sample(x, head):
@@ -446,7 +446,7 @@ def test_several_scalars_and_vectors_may_be_differentiated():
     (z,), heads = heads_of(NC)
     first, second, seeds = z.exp().mean(), z.square().sum(1), randn(N).abs()
     edges = [get_gradient_edge(first), get_gradient_edge(second)]
-    curvature = GenericLoss(edges, [torch.tensor(2.0, dtype=torch.float64), seeds], heads)
+    curvature = GenericLoss(edges, [torch.tensor(2.0, dtype=torch.float64), seeds], heads, N)
     assert_is_dense_hessian(curvature, lambda z: 2 * z.exp().mean() + (seeds * z.square().sum(1)).sum(), [z], heads)
 
 

@@ -22,10 +22,12 @@ from curvopt.core.backward.backward_pass import BackwardPass
 from curvopt.core.jacobians import chunk_sizes as costs
 from curvopt.core.jacobians.base import Dense, Jacobian
 from curvopt.core.jacobians.combine import combine
+from curvopt.core.jacobians.lookup import Lookup
 from curvopt.core.jacobians.outer import Outer
 from curvopt.core.jacobians.patches import Patches
 from curvopt.core.jacobians.pulled_back import PulledBack, Scaled
 from curvopt.core.jacobians.squares import Squares
+from curvopt.core.jacobians.tied import Tied
 from curvopt.core.recording.calls import KEY
 from curvopt.extending import rule_for
 from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact, KFACEmpirical, SqrtGGNExact
@@ -462,3 +464,44 @@ def test_patches_are_kept_for_those_who_look_again(
         lossfunc(model(torch.randn(4, 2, 4, 4)), torch.zeros(4, dtype=torch.long)).backward()
     found = [{"windows", "whole"} & cache for cache in caches if "kept" in cache]
     assert found == [{"whole"} if kept else set()]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("picked", [[0, 0, 1, 1, 2, 2], [2, 0, 1, 0, 1, 2]])
+def test_an_embedding_that_is_also_the_output_layer(picked: list[int], weighted: bool):
+    V, N, S, R, D = 2, 3, 4, 5, 20
+    outer = Outer(torch.randn(V, N, 1, S, R), torch.randn(N, 1, S, D), torch.Size([R, D]))
+    lookup = Lookup(torch.randn(V, 6, D), torch.tensor([4, 4, 0, 1, 2, 0]), torch.tensor(picked), N, torch.Size([R, D]))
+    jacobian = combine([lookup, outer])
+    assert isinstance(jacobian, Tied) == (picked[0] == 0)
+    expected = Dense(outer.dense() + lookup.dense())
+    if weighted:
+        weights = torch.randn(V, N)
+        jacobian, expected = jacobian.with_weights(weights), expected.with_weights(weights)
+    directions, coefficients = torch.randn(3, R, D), torch.randn(3, V, N)
+    for of in (
+        lambda j: j.dense(),
+        lambda j: j.sum_batch(),
+        lambda j: j.squares(),
+        lambda j: j.squares_batch(),
+        lambda j: j.norms2(),
+        lambda j: j.output_factor(),
+        lambda j: j.project(directions),
+        lambda j: j.expand(coefficients),
+        lambda j: j.select([2, 0]).dense(),
+        lambda j: j.owned().squares(),
+    ):
+        assert_close(of(jacobian), of(expected))
+
+
+def test_slopes_of_a_layer_share_its_kronecker_factors():
+    """``(sum l r^T) = (sum r l^T)^T``: exact products, and factors that do not depend on the scale of what arrives."""
+    N, S, R, D = 3, 2, 4, 5
+    plain = Outer(torch.randn(1, N, 1, S, R), torch.randn(N, 1, S, D), torch.Size([R, D]))
+    slope = Outer(torch.randn(1, N, 1, S, D), torch.randn(N, 1, S, R), torch.Size([R, D]), transposed=True)
+    both = combine([slope, plain])
+    assert isinstance(both, Outer) and not both.transposed
+    assert_close(both.dense(), slope.dense() + plain.dense())
+    scaled = Outer(1e3 * slope.left, slope.right / 1e3, slope.shape, transposed=True)
+    assert_close(combine([scaled, plain]).output_factor(), both.output_factor())
+    assert_close(combine([scaled, plain]).input_factor(), both.input_factor())

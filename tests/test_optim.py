@@ -1135,7 +1135,7 @@ def test_a_weight_that_is_pruned_during_training_begins_anew(make: Callable) -> 
 def test_losses_by_two_kinds_of_use_are_refused() -> None:
     model, lossfunc = extend(TiedHeads()), extend(nn.CrossEntropyLoss())
     x, indices, y = torch.randn(8, 4), torch.randint(4, (8,)), torch.randint(4, (8,))
-    with pytest.raises(CurvoptError, match=r"weight: .*layers of different kinds.*kflr"), backpack(KFLR()):
+    with pytest.raises(CurvoptError, match=r"weight: .*calls of different kinds.*kflr"), backpack(KFLR()):
         (lossfunc(model(x), y) + lossfunc(model(indices), y)).backward()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, distributions, nn
 
 from benchmarks.workflows import OPTIMIZERS, WORKFLOWS, adamw, train
 from curvopt import CurvoptWarning, backpack, extend
-from curvopt.extensions import DiagGGNExact
+from curvopt.extensions import KFAC, DiagGGNExact, DiagHessian, KFACEmpirical
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 
 by_adamw = functools.cache(lambda name: train(name, adamw))
@@ -214,6 +214,51 @@ def test_the_diagonal_of_a_pinn_is_that_of_both_terms(separate: bool) -> None:
             loss.backward()
         found = [f + getattr(p, "diag_ggn_exact", 0) for f, p in zip(found, parameters, strict=True)]
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("extension", [KFAC, KFACEmpirical])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_weights_of_a_pinn_have_two_kronecker_factors(by_hand: bool, extension: type[KFAC]) -> None:
+    problem = Poisson()
+    extend(problem.model)
+    residual, boundary = problem.losses()
+    if by_hand:
+        boundary = 10 * problem.model(problem.edge).square().mean()
+    with backpack(extension()):
+        (residual + boundary).backward()
+    for p in problem.model.parameters():
+        assert [len(factor) for factor in getattr(p, extension.field)] == list(p.shape)
+
+
+@pytest.mark.parametrize("extension", [DiagHessian, DiagGGNExact])
+def test_squares_by_hand_of_terms_of_different_sizes(extension: type[DiagHessian]) -> None:
+    """A residual ``r = u' - sin`` of nine points and a boundary term of two, against derivatives of the whole loss."""
+    model, x = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double(), torch.linspace(0, 1, 9).double()
+    edge = torch.tensor([[0.0], [1.0]]).double()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def outputs(parameters: dict[str, Tensor]) -> Tensor:
+        def u(x: Tensor) -> Tensor:
+            return torch.func.functional_call(model, parameters, (x.view(1, 1),))[0, 0]
+
+        r = torch.func.vmap(torch.func.grad(u))(x) - x.sin()
+        return torch.cat([r / 3, torch.func.functional_call(model, parameters, (edge,))[:, 0]])
+
+    of_name = {}
+    for name in parameters:
+        own = functools.partial(lambda name, p: outputs({**parameters, name: p}), name)
+        if extension is DiagHessian:
+            hessian = torch.func.hessian(lambda p, own=own: own(p).square().sum())(parameters[name])
+            of_name[name] = hessian.reshape(parameters[name].numel(), -1).diag()
+        else:
+            of_name[name] = 2 * torch.func.jacrev(own)(parameters[name]).flatten(1).square().sum(0)
+    extend(model)
+    inside = x.view(-1, 1).requires_grad_()
+    (slope,) = torch.autograd.grad(model(inside).sum(), inside, create_graph=True)
+    with backpack(extension()):
+        ((slope - inside.sin()).square().mean() + model(edge).square().sum()).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(getattr(p, extension.field).flatten(), of_name[name])
 
 
 @pytest.mark.parametrize("separate", [False, True])

@@ -179,9 +179,9 @@ class _Factors:
 def _different_kinds(field: str, p: Tensor) -> CurvoptError:
     name = extended_name(p) or "a parameter"
     return CurvoptError(
-        f"{name}: losses reach it through layers of different kinds (an embedding and a linear layer, for example), "
-        f"and their {field} do not add up; compute the losses from one output, untie it, or ask for a diagonal "
-        "(DiagonalNewton)."
+        f"{name}: losses reach it through calls of different kinds (an embedding and a linear layer, or a layer and "
+        f"its slope by the input), and their {field} do not add up; ask for a diagonal (DiagGGNExact), a sampled "
+        "quantity (KFAC), or KFACEmpirical."
     )
 
 

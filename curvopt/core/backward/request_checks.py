@@ -21,7 +21,7 @@ from curvopt.core.backward.located_graph import (
     mixing_norms,
     norms_in_loss,
 )
-from curvopt.core.batch_axis.layout import Layout, axis_of
+from curvopt.core.batch_axis.layout import Layout, axis_of, labels_along
 from curvopt.core.batch_axis.samples import Location
 from curvopt.core.losses.generic_loss import GenericLoss
 from curvopt.core.losses.hessian_root import Loss
@@ -107,17 +107,25 @@ def generic_loss(
             f"{what}, and a part of it was compiled by torch.compile, which has no second derivative; compute the loss "
             "outside of what torch.compile compiles, or use an empirical quantity (KFACEmpirical)."
         )
-    heads = []
-    for (node, output_nr), layout in locations[0].heads.items():
-        axis = axis_of(shape_of(node, output_nr), layout)
-        if axis is None or axis.before > 1 or layout.labels is not None:
-            raise CurvoptError(
-                f"{what}, where an output of the model has to have its samples one after the other along one axis; "
-                "return it so, or use a known loss such as nn.CrossEntropyLoss."
-            )
-        heads.append(Head(GradientEdge(node, output_nr), locations[0].N, axis.index))
+    heads = [_head(place, layout, what) for place, layout in locations[0].heads.items()]
     edges = [GradientEdge(node, output_nr) for node, output_nr in roots]
-    return GenericLoss(edges, list(roots.values()), heads, reduction)
+    return GenericLoss(edges, list(roots.values()), heads, locations[0].N, reduction)
+
+
+def _head(place: Place, layout: Layout, what: str) -> Head:
+    """A head of a loss of no known kind."""
+    shape = shape_of(*place)
+    axis = axis_of(shape, layout)
+    if axis is not None and axis.before == 1:
+        rows = labels_along(layout, axis)
+        samples = tuple(dict.fromkeys(rows))
+        share = len(rows) // len(samples)
+        if rows == tuple([sample for sample in samples for _ in range(share)]):
+            return Head(GradientEdge(*place), len(samples), axis.index, samples)
+    raise CurvoptError(
+        f"{what}, and an output of the model of shape {list(shape)} has the rows of a sample apart from one another "
+        "along its axis; return them together, or use a known loss such as nn.CrossEntropyLoss."
+    )
 
 
 def check_request(
@@ -205,8 +213,7 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
             f"{fields_of(apart)} keep samples apart, but the model was called with batches of different lengths, whose "
             "rows do not belong together; call backward for each batch, or ask for a quantity of the whole batch."
         )
-    if apart:
-        _check_ctc(apart, located)
+    _check_ctc(extensions, located)
     for extension in extensions:
         for location in located.locations.values():
             missing = [n for n in extension.subsampling or () if not -location.N <= n < location.N]
@@ -226,7 +233,7 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
         )
 
 
-def _check_ctc(apart: Sequence[Extension], located: LocatedGraph) -> None:
+def _check_ctc(extensions: Sequence[Extension], located: LocatedGraph) -> None:
     """Refuse CTC losses, which have the samples along axis 1, of models that have them along axis 0."""
     for node in located.graph.nodes:
         if "CtcLoss" not in name_of(node):
@@ -236,9 +243,9 @@ def _check_ctc(apart: Sequence[Extension], located: LocatedGraph) -> None:
         for location in located.locations.values():
             if len(shape) == 3 and location.N > 1 and location.rows_of(edge, shape[0]) is not None:
                 raise CurvoptError(
-                    f"{fields_of(apart)}: the {shape[1]} samples of CTCLoss are along axis 1 of its log-probabilities, "
+                    f"{fields_of(extensions)}: the {shape[1]} samples of CTCLoss are along axis 1 of its input, "
                     f"but the model was called with {location.N} samples along axis 0 of them; call the model with "
-                    "batch-first data, and transpose its output for the loss."
+                    "batch-first data and transpose its output for the loss, or say extend(model, batch_axis=1)."
                 )
 
 

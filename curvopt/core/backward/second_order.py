@@ -28,6 +28,7 @@ from curvopt.core.backward.request_checks import fields_of, naming_fields, warn_
 from curvopt.core.jacobians.sums import cast
 from curvopt.core.losses.generic_loss import GenericLoss
 from curvopt.core.losses.hessian_root import Diagonal, Loss, LossCurvature, NotConvex
+from curvopt.core.losses.loss_blocks import Head
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
             if isinstance(columns, Exact):
                 warn_of_columns(extensions, loss.num_columns)
                 for heads, vectors, weights in (loss.signed if signed else loss.root)(run.chunk_size):
+                    weights = _of_whole_batch(weights, loss.heads[heads[0]], loss.N)  # noqa: PLW2901
                     run.sweep([edges[i] for i in heads], vectors, weights, extensions, (), loss.num_columns)
             elif isinstance(columns, MonteCarlo):
                 drawn = [v / columns.samples**0.5 for v in loss.sample(columns.samples, columns.generator)]
@@ -129,6 +131,13 @@ def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
             "backward runs once; compute it outside of what is compiled, or set "
             "donated_buffer = False in PyTorch's functorch configuration before it is compiled."
         ) from error
+
+
+def _of_whole_batch(weights: Tensor | None, head: Head, N: int) -> Tensor | None:
+    """Weights ``[v, N]`` of columns of a head that has some of the samples."""
+    if weights is None or head.labels is None:
+        return weights
+    return weights.new_zeros(len(weights), N).index_copy(1, weights.new_tensor(head.labels, dtype=torch.long), weights)
 
 
 def _by_columns(run: BackwardPass) -> dict[Any, list[Extension]]:

@@ -74,6 +74,11 @@ class Jacobian(ABC):
     def dtype(self) -> torch.dtype:
         """Type of the products."""
 
+    @property
+    @abstractmethod
+    def device(self) -> str:
+        """Type of the device of the products."""
+
     @abstractmethod
     def norms2(self) -> Tensor:
         """Squared Euclidean norm of every product, ``[V, N]``."""
@@ -198,6 +203,10 @@ class Dense(Jacobian):
     @property
     def dtype(self) -> torch.dtype:
         return self.values.dtype
+
+    @property
+    def device(self) -> str:
+        return self.values.device.type
 
     def dense(self) -> Tensor:
         return self.values

@@ -46,6 +46,10 @@ class Lookup(Jacobian):
     def dtype(self) -> torch.dtype:
         return self.left.dtype
 
+    @property
+    def device(self) -> str:
+        return self.left.device.type
+
     def dense(self) -> Tensor:
         return self._scatter(self.left, 1, self.samples * self.shape[0] + self.rows, self.N * self.shape[0]).reshape(
             self.V, self.N, *self.shape
@@ -98,6 +102,14 @@ class Lookup(Jacobian):
         result = Lookup(left, self.rows, self.samples, self.N, self.shape)
         result.weights = self.weights
         return result
+
+    def select(self, samples: Sequence[int] | None) -> Jacobian:
+        if samples is None:
+            return self
+        picked = [(self.samples == sample).nonzero()[:, 0] for sample in samples]
+        of_new = torch.cat([torch.full_like(rows, n) for n, rows in enumerate(picked)])
+        rows = torch.cat(picked)
+        return Lookup(self.left[:, rows], self.rows[rows], of_new, len(samples), self.shape)
 
     def project(self, directions: Tensor) -> Tensor:
         products = torch.einsum("vpd,kpd->kvp", self.left, directions[:, self.rows])

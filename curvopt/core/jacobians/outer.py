@@ -70,6 +70,10 @@ class Outer(Jacobian):
     def dtype(self) -> torch.dtype:
         return self.left.dtype
 
+    @property
+    def device(self) -> str:
+        return self.left.device.type
+
     def dense(self) -> Tensor:
         if torch.is_grad_enabled() or not isinstance(self._right, Patches):
             return products_of(*self._sides(self.left, self.right)).reshape(self.V, self.N, *self.shape)
@@ -191,6 +195,11 @@ class Outer(Jacobian):
         samples, right = list(samples), self._right
         right = right.select(samples) if isinstance(right, Patches) else right[samples]
         return Outer(self.left[:, samples], right, self.shape, self.transposed)
+
+    def swapped(self, scale: Tensor) -> Outer:
+        """The products of one vector with their sides exchanged, the new right one times a scale."""
+        left, right = self.right.unsqueeze(0) / scale, self.left[0] * scale
+        return Outer(left, right, self.shape, not self.transposed, self.lengths)
 
     def with_sides(self, left: Tensor, right: Tensor | None, shape: torch.Size, transposed: bool) -> Outer:
         """Products with another left side, and perhaps another right one."""

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvopt.core.jacobians import base
-from curvopt.core.jacobians import chunk_sizes as costs
-from curvopt.core.jacobians.base import Approx, Dense, Jacobian
+from curvopt.core.jacobians.base import Dense, Jacobian
+from curvopt.core.jacobians.in_parts import InParts
 from curvopt.core.jacobians.outer import Outer
-from curvopt.core.jacobians.squares import Squares
-from curvopt.core.jacobians.sums import _weighted
 
 
-class PulledBack(Jacobian):
+class PulledBack(InParts):
     """Products with respect to what was computed from a parameter, pulled back to it a few samples at a time.
 
     Args:
@@ -25,8 +22,6 @@ class PulledBack(Jacobian):
         p: the parameter.
         source: where it was computed.
     """
-
-    factored = False
 
     def __init__(self, inner: Jacobian, pull: Callable[[Tensor], Tensor], p: Tensor, source: GradientEdge):
         """Keep them."""
@@ -41,59 +36,26 @@ class PulledBack(Jacobian):
     def dtype(self) -> torch.dtype:
         return self.inner.dtype
 
-    def dense(self) -> Tensor:
-        return torch.cat([values for _, values in self._parts()], 1)
+    @property
+    def device(self) -> str:
+        return self.inner.device
 
     def sum_batch(self) -> Tensor:
         return self.pull(self.inner.sum_batch())
 
-    def squares(self) -> Tensor:
-        total = Squares()
-        for samples, values in self._parts():
-            part = Dense(values)
-            part.weights = None if self.weights is None else self.weights[:, samples]
-            total.add(part)
-        return total.total()
-
-    def squares_batch(self) -> Tensor:
-        parts = self._parts()
-        weights = self.weights
-        return torch.cat([_weighted(v.square(), None if weights is None else weights[:, n]) for n, v in parts])
-
-    def norms2(self) -> Tensor:
-        return torch.cat([Dense(values).norms2() for _, values in self._parts()], 1)
-
-    def output_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
-        if self.shape.numel() > base.DENSE_BLOCK_LIMIT:
-            return self.squares().flatten()
-        return self.settled().output_factor(approx, limit)
-
-    def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
-        return None
-
-    def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
-        return self if bases[0].dim() == 1 else self.settled().rotated(bases)
-
     def expand(self, coefficients: Tensor) -> Tensor:
         return self.pull(self.inner.expand(coefficients))
 
-    def settled(self) -> Jacobian:
-        result = Dense(self.dense())
-        result.weights = self.weights
-        return result
+    @property
+    def entries(self) -> int:
+        return self.V * max(self.shape.numel(), self.inner.shape.numel())
 
-    def owned(self, alike: Jacobian | None = None) -> Jacobian:
-        return self.settled()
+    def values_of(self, samples: Sequence[int]) -> Tensor:
+        values = self.inner.select(samples).dense()
+        return self.pull(values.flatten(0, 1)).reshape(*values.shape[:2], *self.shape)
 
-    def _parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Some samples, and their products ``[V, n, *p]``."""
-        entries = self.V * max(self.shape.numel(), self.inner.shape.numel())
-        step = costs.samples_in_cache(entries, self.p.device.type)
-        for n in range(0, self.N, step):
-            samples = range(n, min(n + step, self.N))
-            values = self.inner.select(samples).dense()
-            pulled = self.pull(values.flatten(0, 1)).reshape(*values.shape[:2], *self.shape)
-            yield slice(samples.start, samples.stop), pulled
+    def select(self, samples: Sequence[int] | None) -> Jacobian:
+        return self if samples is None else self.of(self.inner.select(samples))
 
 
 class Scaled(PulledBack):

@@ -3,7 +3,7 @@
 Nothing has to be known about the loss. The graph between the *heads* z (outputs of the network) and the scalar tells::
 
     loss = (z.logsumexp(1) - z[torch.arange(N), y]).mean()
-    curvature = GenericLoss([get_gradient_edge(loss)], [torch.ones(())], [Head(get_gradient_edge(z), N)])
+    curvature = GenericLoss([get_gradient_edge(loss)], [torch.ones(())], [Head(get_gradient_edge(z), N)], N)
     for heads, (s,), weights in curvature.root(size=10):  # columns s, [10, N, C]
         H = H + torch.einsum("vnc,vnd->ncd", s, s)  # the Hessian of each sample
 
@@ -81,6 +81,7 @@ class GenericLoss:
         roots: gradient edges of the scalars that are differentiated.
         grads: the gradient of each.
         heads: the outputs of the network.
+        N: number of samples of the whole batch.
         reduction: how the loss is reduced over the samples, "mean" or "sum".
     """
 
@@ -88,9 +89,14 @@ class GenericLoss:
     variables = 1
 
     def __init__(
-        self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], heads: Sequence[Head], reduction: str = "mean"
+        self,
+        roots: Sequence[GradientEdge],
+        grads: Sequence[Tensor],
+        heads: Sequence[Head],
+        N: int,
+        reduction: str = "mean",
     ):
-        self.reduction = reduction
+        self.N, self.reduction = N, reduction
         self.roots, self.grads, self.heads = roots, [grad.detach() for grad in grads], list(heads)
         self.name = f"the loss ({', '.join(name_of(root.node) for root in roots)})"
 
@@ -114,12 +120,12 @@ class GenericLoss:
     @cached_property
     def weight(self) -> Tensor:
         """How many means over the samples the loss is, ``[]``, see `loss_weight`."""
-        return loss_weight(self.roots, self.grads, sum({head.N for head in self.heads}), self.reduction)
+        return loss_weight(self.roots, self.grads, self.N, self.reduction)
 
     @property
     def weights(self) -> list[Tensor]:
-        """Share of each sample in the weight, ``[N]`` for each head. Rows of heads with other N are other samples."""
-        return [(self.weight / sum({head.N for head in self.heads})).expand(head.N) for head in self.heads]
+        """Share of each sample in the weight, ``[N]`` for each head."""
+        return [(self.weight / self.N).expand(head.N) for head in self.heads]
 
     @property
     def num_columns(self) -> int:

@@ -17,11 +17,24 @@ Product = Callable[..., list[Tensor]]
 
 
 class Head(NamedTuple):
-    """An output of the network: its gradient edge, the number N of samples, and the axis that has N equal shares."""
+    """An output of the network.
+
+    Attributes:
+        edge: its gradient edge.
+        N: number of its samples.
+        axis: the axis that has N equal shares.
+        labels: which samples of the whole batch they are; ``None`` for the first N.
+    """
 
     edge: GradientEdge
     N: int
     axis: int = 0
+    labels: tuple[int, ...] | None = None
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """The samples of the whole batch that it has."""
+        return tuple(range(self.N)) if self.labels is None else self.labels
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -133,7 +146,8 @@ class Probe:
         apart = self._apart(entries)
         found, rest = [entries[i] for i in self.heads if apart[i]], [i for i in self.heads if not apart[i]]
         if rest:
-            alike = [{i: h for i, h in self.heads.items() if h.N == N} for N in {h.N for h in self.heads.values()}]
+            batches = dict.fromkeys(h.samples for h in self.heads.values())
+            alike = [{i: h for i, h in self.heads.items() if h.samples == batch} for batch in batches]
             samples = [Cells(heads, [head.axes for head in heads.values()]) for heads in alike]
             if not all(self._apart(samples)):
                 return None
@@ -151,7 +165,7 @@ class Probe:
         groups = [{i} for i in indices if apart[i]]
         for i in (i for i in indices if not apart[i]):
             alone = self._apart([whole[i]])
-            group = {i, *(j for j in indices if not alone[j] and self.heads[j].N == self.heads[i].N)}
+            group = {i, *(j for j in indices if not alone[j] and self.heads[j].samples == self.heads[i].samples)}
             linked = [other for other in groups if other & group]
             groups = [*(other for other in groups if other not in linked), group.union(*linked)]
         return groups

@@ -39,22 +39,6 @@ def _by_argument(loss: LossCall, calls: Collection[Node]) -> Iterator[LossCall]:
         yield further
 
 
-def _check_time_last(node: Node, calls: Collection[Node]) -> None:
-    """Refuse a CTC loss, which takes ``[T, N, C]``, of a network that may not have the samples on the first axis."""
-    following, nr = node.next_functions[0]
-    assert following is not None
-    T, *rest = shape_of(following, nr)
-    N = rest[0] if len(rest) == 2 else 1
-    shapes = {call: shape_of(call) for call in calls if leaf_of(call) is None}  # a parameter has no samples
-    others = {call for call, shape in shapes.items() if N and shape and (shape[0] % N or shape[0] == T)}
-    if leads_to(node, others):
-        raise CurvoptError(
-            f"{name_of(node)}: the CTC loss sees {N} samples of {T} steps, but a layer has an output of "
-            f"shape {list(shapes[others.pop()])}; use a batch-first layout in the network, log_probs.transpose(0, 1) "
-            "in front of the loss, and another number of steps than samples."
-        )
-
-
 Losses = dict[Loss, GradientEdge]
 
 
@@ -99,8 +83,6 @@ def find_losses(roots: Collection[Node], calls: Collection[Node]) -> tuple[Losse
         if leaf_of(node) is not None:
             continue  # parameters alone: no sample's loss
         inputs = [following for following, _ in node.next_functions if following is not None]
-        if operation(node).endswith("CTCLOSS"):
-            _check_time_last(node, calls)
         if known:
             # of a use that answers for it: what was read off a module's operations may have a loss among them
             inside = [record.describe() for record, *_ in records if isinstance(record, ModuleCall) and node in calls]
