@@ -102,3 +102,16 @@ def test_several_vectors_through_a_batch_norm_of_one_image_are_wrong():
     together = torch.autograd.grad(out, x, vectors, retain_graph=True, is_grads_batched=True)[0]
     assert not torch.allclose(single, together)
     assert pytorch_workarounds.wrong_together([out])
+
+
+def test_compiled_code_is_not_guarded_against_hooks():
+    torch.compiler.reset()
+    layer, seen = nn.Linear(2, 2), list[object]()
+    compiled = torch.compile(layer, backend="eager")
+    compiled(torch.ones(1, 2))
+    layer.register_forward_hook(lambda *args: seen.append(args))
+    compiled(torch.ones(1, 2))
+    assert not seen
+    pytorch_workarounds.forget_compiled_code()
+    compiled(torch.ones(1, 2))
+    assert seen

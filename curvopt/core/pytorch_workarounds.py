@@ -5,6 +5,7 @@ A test fails once PyTorch has mended a fault (``tests/test_pytorch_workarounds.p
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -49,6 +50,13 @@ def keep_compiled_backwards() -> None:
     from torch._functorch import config
 
     config.donated_buffer = False
+
+
+def forget_compiled_code() -> None:
+    """Have ``torch.compile`` trace anew what it has compiled: its guards do not see that a module has got hooks."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is not None and frames.input_codes.seen and not torch.compiler.is_dynamo_compiling():
+        torch.compiler.reset()
 
 
 def vmap_of_autograd(single: Callable[..., Any]) -> Callable[..., Any]:

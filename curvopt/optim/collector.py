@@ -93,7 +93,7 @@ class CurvatureCollector(OverRanks, ABC):
         samples' gradients, until ``attach()`` is called again; ``coverage()`` and ``metrics()`` say so.
 
         Args:
-            model: is extended. If it is compiled by ``torch.compile``, attach before its first forward pass.
+            model: is extended.
             lossfunc: is extended; not needed for the functional losses of PyTorch, or inside of the model.
             scaler: the ``torch.amp.GradScaler`` in use, if any (anything with ``get_scale()``); then
                 ``curvature()`` without a ``loss_scale`` asks it, too. Later calls without one keep it; copies of the

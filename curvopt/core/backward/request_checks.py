@@ -146,9 +146,9 @@ def check_request(
     if not located.calls:
         raise CurvoptError(
             f"{fields_of(extensions)}: no extended module took part in this backward; call extend(model) "
-            "before the forward pass (and outside of curvopt.disable()), before the first one if it is compiled. A "
-            "backward that is not meant (of a penalty alone, say) goes inside of `with backpack():`. A "
-            "torch.utils.checkpoint of the whole model needs use_reentrant=False."
+            "before the forward pass (and outside of curvopt.disable()). A backward that is not meant (of a penalty "
+            "alone, say) goes inside of `with backpack():`. A torch.utils.checkpoint of the whole model needs "
+            "use_reentrant=False."
         )
     if second_order and not losses and not generic:
         raise CurvoptError(

@@ -14,6 +14,7 @@ from torch.nn.modules.module import _global_forward_hooks
 from torch.utils._pytree import tree_map_only
 
 from curvopt.core.losses.loss_call import LossCall, _first
+from curvopt.core.pytorch_workarounds import forget_compiled_code
 from curvopt.core.recording import model_calls
 from curvopt.core.recording.calls import ModuleCall, _record, _tensors, describe
 from curvopt.core.recording.extended_parameters import _extended, owned_parameters
@@ -177,7 +178,7 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
         for path, child in module.named_modules()
         if is_loss(child) or (loss and child is module) or _has_loss_recorder(child)
     ]
-    model = _model_of(module, batch_axis)
+    model, is_new = _model_of(module, batch_axis), False
     for path, child in module.named_modules():
         if any(path != outer and f"{path}.".startswith(f"{outer}." if outer else "") for outer in losses):
             continue  # part of a loss
@@ -197,11 +198,13 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
             recorder.model, recorder.owns = own, owns
             continue
         begins = "." not in path or any(True for _ in child.children())
-        recorder = Recorder(path, own, owns, begins)
+        recorder, is_new = Recorder(path, own, owns, begins), True
         if begins:
             child.register_forward_pre_hook(recorder.begin, prepend=True)
         # first of all hooks: what the others make of the output is the graph's affair
         child.register_forward_hook(recorder, with_kwargs=True, prepend=True, always_call=begins)
         if debug and owns:
             print(f"curvopt: extended {describe(path, child)}")
+    if is_new:
+        forget_compiled_code()
     return module
