@@ -14,7 +14,15 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.node_vjp import Place, consumers_first
-from curvopt.core.autograd_graph.nodes import is_sink, leaf_of, metadata, name_of, outputs_of, shape_of, walk
+from curvopt.core.autograd_graph.nodes import (
+    is_reentrant_checkpoint,
+    is_sink,
+    leaf_of,
+    metadata,
+    outputs_of,
+    shape_of,
+    walk,
+)
 from curvopt.core.batch_axis.layout import Layout, axis_of
 from curvopt.core.jacobians.base import Jacobian
 from curvopt.core.jacobians.combine import from_single_samples
@@ -218,7 +226,7 @@ def read_graph(roots: Sequence[Node]) -> BackwardGraph:
     graph.nodes = consumers_first(graph.roots)
     entering: list[tuple[Operand, nn.Parameter]] = []
     for node in graph.nodes:
-        if isinstance(node, BackwardCFunction) and name_of(node) == "CheckpointFunctionBackward":
+        if is_reentrant_checkpoint(node):
             raise CurvoptError(
                 "torch.utils.checkpoint with use_reentrant=True starts a backward inside of the backward, whose layers "
                 "cannot be seen; use use_reentrant=False."

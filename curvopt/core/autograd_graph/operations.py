@@ -118,5 +118,16 @@ def _with_second_derivative(kind: str) -> frozenset[str]:
 
 #: Names of operations by their second derivative (see `Operation`).
 LINEAR, MULTILINEAR, ELEMENTWISE = map(_with_second_derivative, ("linear", "multilinear", "elementwise"))
+#: Of what a scalar is linear: sums, and reshapes on the way. Besides, what squares are made of by hand.
+SUMS = frozenset(["ADD", "MEAN", "NEG", "SQUEEZE", "SUB", "SUM", "UNSQUEEZE", "VIEW"])
+SQUARES = frozenset(["LINALGVECTORNORM", "MUL", "NORM", "POW"])
+#: Products, in which one operand may weigh the other.
+PRODUCTS = frozenset("ADDCDIV ADDCMUL ADDMM ADDMV BMM DIV DOT MM MUL MV".split())
+#: Batch norms. In train mode, samples meet in them.
+BATCH_NORMS = frozenset(
+    name for name, operation in OPERATIONS.items() if operation.batch_axis in ("batch_norm", "sync_batch_norm")
+)
+#: Losses that have the samples along axis 1.
+TIME_FIRST = frozenset(["CTCLOSS", "CUDNNCTCLOSS"])
 #: Operations that leave entries where they are.
 BY_ENTRY = frozenset(name for name, operation in OPERATIONS.items() if operation.batch_axis == "elementwise")

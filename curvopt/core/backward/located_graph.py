@@ -11,7 +11,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Operand, operands_inside, read_graph
 from curvopt.core.autograd_graph.node_vjp import Place
-from curvopt.core.autograd_graph.nodes import leads_to, name_of, outputs_of, saved, shape_of, walk
+from curvopt.core.autograd_graph.nodes import leads_to, name_of, operation, outputs_of, saved, shape_of, walk
+from curvopt.core.autograd_graph.operations import BATCH_NORMS, PRODUCTS
 from curvopt.core.autograd_graph.parameter_calls import find_entry_points, join_biases, parameter_calls, shared_call
 from curvopt.core.batch_axis.layout import Layout
 from curvopt.core.batch_axis.propagation import propagate_batch_axis
@@ -126,10 +127,6 @@ def _no_samples(what: str) -> CurvoptError:
     )
 
 
-#: Products: where the network is another operand, a parameter weighs losses.
-WEIGHING = ("Mul", "Div", "Dot", "Mv", "Mm", "Bmm", "Addmv", "Addmm", "Addcmul", "Addcdiv")
-
-
 def _note_around(located: LocatedGraph, p: nn.Parameter, operand: Operand, location: Location) -> None:
     """Note a path from a parameter to the loss around the heads: a term of parameters alone, or a weight of losses."""
     graph, layouts = located.graph, location.axes.layouts
@@ -139,7 +136,7 @@ def _note_around(located: LocatedGraph, p: nn.Parameter, operand: Operand, locat
         node, position = stack.pop()
         for other, place in enumerate(node.next_functions):
             if other != position and place[0] is not None and (place in heads or _leads_to(place[0], heads)):
-                weighs = weighs or name_of(node).startswith(WEIGHING)
+                weighs = weighs or operation(node) in PRODUCTS
         for nr in range(len(outputs_of(node))):
             for user in graph.users.get((node, nr), ()):
                 if user not in seen and (user[0], 0) not in layouts:
@@ -223,7 +220,7 @@ def mixing_heads(location: Location) -> list[Place]:
 
 
 def _is_training_norm(node: Node) -> bool:
-    return bool(node.next_functions) and "BatchNorm" in name_of(node) and saved(node, "training", True)
+    return bool(node.next_functions) and operation(node) in BATCH_NORMS and saved(node, "training", True)
 
 
 def is_mixed(call: CallInGraph) -> bool:

@@ -12,7 +12,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.backward_graph import leaves_behind
 from curvopt.core.autograd_graph.node_vjp import Place
-from curvopt.core.autograd_graph.nodes import leads_to, name_of, shape_of, walk
+from curvopt.core.autograd_graph.nodes import is_compiled, leads_to, operation, shape_of, walk
+from curvopt.core.autograd_graph.operations import TIME_FIRST
 from curvopt.core.backward.columns import Averaged, Empirical, Gradient, Hessian
 from curvopt.core.backward.located_graph import (
     LocatedGraph,
@@ -98,11 +99,7 @@ def generic_loss(
             )
     ends = {node for node, _ in locations[0].heads}
     curved = [e for e in second_order if not isinstance(e.columns, Empirical)]
-    if curved and any(
-        name_of(node).startswith("CompiledFunction")
-        for node in walk([n for n, _ in roots], last=ends)
-        if node not in ends
-    ):
+    if curved and any(is_compiled(node) for node in walk([n for n, _ in roots], last=ends) if node not in ends):
         raise CurvoptError(
             f"{what}, and a part of it was compiled by torch.compile, which has no second derivative; compute the loss "
             "outside of what torch.compile compiles, or use an empirical quantity (KFACEmpirical)."
@@ -236,7 +233,7 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
 def _check_ctc(extensions: Sequence[Extension], located: LocatedGraph) -> None:
     """Refuse CTC losses, which have the samples along axis 1, of models that have them along axis 0."""
     for node in located.graph.nodes:
-        if "CtcLoss" not in name_of(node):
+        if operation(node) not in TIME_FIRST:
             continue
         edge = GradientEdge(*node.next_functions[0])  # type: ignore[arg-type]
         shape = shape_of(edge.node, edge.output_nr)

@@ -10,18 +10,13 @@ from torch.autograd.graph import Node
 
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import leads_to, leaf_of, operation, shape_of, walk
-from curvopt.core.autograd_graph.operations import LINEAR
+from curvopt.core.autograd_graph.operations import LINEAR, SQUARES, SUMS
 from curvopt.core.batch_axis.layout import Layout, labelled
 from curvopt.core.batch_axis.propagation import operand_layouts, propagate_batch_axis
 from curvopt.core.batch_axis.rows import samples_of_rows
 
 if TYPE_CHECKING:
     from curvopt.core.autograd_graph.backward_graph import BackwardGraph
-
-
-#: Of what the scalar is linear in: sums, and what is squared by hand.
-_SUMS = {"ADD", "MEAN", "NEG", "SUB", "SUM", "SQUEEZE", "UNSQUEEZE", "VIEW"}
-_SQUARES = {"LINALGVECTORNORM", "MUL", "NORM", "POW"}
 
 
 def outermost(heads: dict[Place, Layout], N: int, graph: BackwardGraph) -> dict[Place, Layout]:
@@ -103,8 +98,8 @@ def inside_the_loss(
         node, kind = place[0], operation(place[0])
         operands = [b for b in node.next_functions if b[0] is not None]
         below = list(dict.fromkeys(operands))
-        summed = kind in _SUMS or (kind in ("DIV", "MUL") and len(operands) == 1)  # by a constant
-        known = summed or (kind in _SQUARES and len(below) == 1)
+        summed = kind in SUMS or (kind in ("DIV", "MUL") and len(operands) == 1)  # by a constant
+        known = summed or (kind in SQUARES and len(below) == 1)
         layouts = operand_layouts(node, place[1], layout, N) if known else []
         at = {b: x for b, x in zip(node.next_functions, layouts, strict=False) if isinstance(x, Layout)}
         if not known or len(at) < len(below) or any(leaf_of(b) is not None for b, _ in below):  # type: ignore[arg-type]

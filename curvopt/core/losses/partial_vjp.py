@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.autograd_graph.nodes import metadata, name_of, outputs_of
+from curvopt.core.autograd_graph.nodes import is_reentrant_checkpoint, metadata, name_of, outputs_of
 from curvopt.errors import CurvoptError
 
 
@@ -99,13 +99,13 @@ def call_node(node: Any, grads: Sequence[Tensor | None]) -> Iterable[tuple[tuple
     """The gradients that a node makes of those at its outputs, each with the edge where it goes."""
     if name_of(node) == "ToCopyBackward0":  # without rounding to the precision that was cast from
         return zip(node.next_functions, grads, strict=True)
-    if not isinstance(node, BackwardCFunction):
-        result = node(*grads)
-        return zip(node.next_functions, result if isinstance(result, tuple) else [result], strict=True)
-    if type(node).__name__ == "CheckpointFunctionBackward":  # it would run the engine, and accumulate
+    if is_reentrant_checkpoint(node):  # it would run the engine, and accumulate
         raise CurvoptError(
             "A torch.utils.checkpoint between the network's output and the loss needs use_reentrant=False."
         )
+    if not isinstance(node, BackwardCFunction):
+        result = node(*grads)
+        return zip(node.next_functions, result if isinstance(result, tuple) else [result], strict=True)
     given = []
     for nr, grad in enumerate(grads):
         meta = metadata(node, nr)
