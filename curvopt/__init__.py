@@ -8,6 +8,7 @@ from curvopt.core.backward.columns import set_columns_per_sweep
 from curvopt.core.recording.extend import extend
 from curvopt.core.recording.state import disable
 from curvopt.errors import CurvoptError, CurvoptWarning
+from curvopt.fields import field
 from curvopt.regularizers import L2Regularizer
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ __all__ = [
     "backpack",
     "disable",
     "extend",
+    "field",
     "set_columns_per_sweep",
 ]
 
