@@ -9,6 +9,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +39,8 @@ def _restore() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
+    if "accelerate.state" in sys.modules:  # the page on training loops leaves an accelerator for all others
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.relative_to(ROOT).as_posix())

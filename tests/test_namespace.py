@@ -75,13 +75,15 @@ curvopt.optimizers  # ERROR
 @pytest.mark.parametrize("checker", ["pyright", "mypy"])
 def test_type_checkers_know_modules_and_fields(checker: str, tmp_path: Path):
     pytest.importorskip(checker)
-    (tmp_path / "user.py").write_text(TYPED)
+    program = "\n".join(re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)) + TYPED
+    assert "backpack" in program.removesuffix(TYPED)
+    (tmp_path / "user.py").write_text(program)
     options = {
         "pyright": ["--pythonpath", sys.executable],
         "mypy": ["--config-file=", "--hide-error-context"],
     }
     done = run(sys.executable, "-m", checker, *options[checker], str(tmp_path / "user.py"))
-    expected = {n for n, line in enumerate(TYPED.splitlines(), 1) if "# ERROR" in line}
+    expected = {n for n, line in enumerate(program.splitlines(), 1) if "# ERROR" in line}
     found = {int(n) for n in re.findall(r"user\.py:(\d+):.*error", done.stdout)}
     assert found == expected, done.stdout + done.stderr
 
