@@ -25,6 +25,8 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
+myst_enable_extensions = ["substitution"]
+myst_substitutions = {"version": version}
 default_role = "py:obj"  # single backticks in docstrings: a link where there is such a name, else code
 suppress_warnings = ["config.cache"]  # functions in the settings of the gallery
 
