@@ -68,6 +68,17 @@ def test_links_to_files(page: Path):
             assert (page.parent / target).exists(), f"{target} does not exist"
 
 
+def test_internals_name_what_is_there():
+    """Files of the engine, and the functions in the table of stages."""
+    page, core = (ROOT / "docs" / "internals.md").read_text(), ROOT / "curvopt" / "core"
+    files = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", page))
+    assert files and not [f for f in files if not any((folder / f).exists() for folder in (core, core.parents[1]))]
+    stages = re.findall(r"^\| [a-z ]+ \| `([\w/]+\.py)` \| `(\w+)` \|", page, re.MULTILINE)
+    assert len(stages) == 8 and not [
+        name for file, name in stages if not re.search(rf"\b{name}\(", (core / file).read_text())
+    ]
+
+
 # ------------------------------------------------------------------------------------------- tables of all public names
 
 
