@@ -25,7 +25,7 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
-myst_enable_extensions = ["substitution"]
+myst_enable_extensions = ["attrs_inline", "substitution"]
 myst_substitutions = {"version": version}
 default_role = "py:obj"  # single backticks in docstrings: a link where there is such a name, else code
 suppress_warnings = ["config.cache"]  # functions in the settings of the gallery
@@ -39,6 +39,8 @@ napoleon_use_ivar = True  # attributes of named tuples are described once
 
 html_theme = "furo"
 html_title = "curvopt"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 
 
 #: The examples in the order in which they are shown; others follow.

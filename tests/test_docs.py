@@ -113,7 +113,7 @@ def test_the_reference_has_every_public_name():
     """Each name has a directive, or its module has: with the members that are named, of ``__all__``, or its own."""
     page = "\n".join(file.read_text() for file in (ROOT / "docs" / "api").glob("*.md"))
     shown = set()
-    for module_name, name in re.findall(r"auto(?:class|function|exception):: (\S+)\.(\w+)\n", page):
+    for module_name, name in re.findall(r"auto(?:class|function|exception):: ([\w.]+)\.(\w+)", page):
         shown.add(id(getattr(importlib.import_module(module_name), name)))
     for module_name, members in re.findall(r"automodule:: (\S+)\n +:members:(.*)\n", page):
         module = importlib.import_module(module_name)
