@@ -1,10 +1,14 @@
 """Second-order information in one backward pass, and torch.optim optimizers that live on it."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from curvopt.core.backward.backpack import backpack
 from curvopt.core.backward.columns import set_columns_per_sweep
 from curvopt.core.recording.extend import extend
 from curvopt.core.recording.state import disable
 from curvopt.errors import CurvoptError, CurvoptWarning
+from curvopt.fields import field
 from curvopt.regularizers import L2Regularizer
 
 __version__ = "0.1.0"
@@ -16,5 +20,27 @@ __all__ = [
     "backpack",
     "disable",
     "extend",
+    "field",
     "set_columns_per_sweep",
 ]
+
+if TYPE_CHECKING:
+    from curvopt import distributed as distributed
+    from curvopt import extending as extending
+    from curvopt import extensions as extensions
+    from curvopt import hessianfree as hessianfree
+    from curvopt import kroneckers as kroneckers
+    from curvopt import optim as optim
+    from curvopt import testing as testing
+else:  # a type checker that sees __getattr__ takes every name for an attribute
+    _MODULES = ("distributed", "extending", "extensions", "hessianfree", "kroneckers", "optim", "testing")
+
+    def __getattr__(name):
+        """Import a public module when it is first looked up."""
+        if name in _MODULES:
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        """Public names and modules."""
+        return sorted([*__all__, *_MODULES, "__version__"])

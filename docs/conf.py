@@ -1,4 +1,4 @@
-"""Configuration of the documentation; ``make docs`` builds it into ``docs/_build/html``, without a network."""
+"""Configuration of the documentation, which `make docs` builds without a network."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
-default_role = "py:obj"  # single backticks in docstrings: a link where there is such a name, else code
+myst_enable_extensions = ["attrs_inline", "substitution"]
+myst_substitutions = {"version": version}
+default_role = "py:obj"  # single backticks in docstrings are links where there is such a name
 suppress_warnings = ["config.cache"]  # functions in the settings of the gallery
 
 autodoc_member_order = "bysource"
@@ -37,6 +39,8 @@ napoleon_use_ivar = True  # attributes of named tuples are described once
 
 html_theme = "furo"
 html_title = "curvopt"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 
 
 #: The examples in the order in which they are shown; others follow.
@@ -73,14 +77,16 @@ class StoryOrder:
 
 
 def reset(gallery_conf: dict[str, Any], name: str) -> None:
-    """Every example starts from the same random numbers, in single precision, with pictures of one size."""
+    """Start every example from one seed, in single precision, with pictures of one size."""
     import matplotlib.pyplot as plt
     import torch
 
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
-    plt.rcParams.update({"figure.figsize": (7.0, 3.2), "figure.dpi": 110, "figure.constrained_layout.use": True})
+    plt.rcParams.update(
+        {"figure.figsize": (7.0, 3.2), "figure.dpi": 110, "figure.constrained_layout.use": True}
+    )
 
 
 sphinx_gallery_conf = {
