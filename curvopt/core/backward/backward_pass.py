@@ -32,9 +32,10 @@ from curvopt.core.backward.located_graph import LocatedGraph
 from curvopt.core.backward.module_io import Call, showing
 from curvopt.core.backward.request_checks import fields_of, naming_fields
 from curvopt.core.backward.second_order import second_order, second_order_of_any_loss
+from curvopt.core.backward.sweep import Sweep, combined
 from curvopt.core.batch_axis.samples import Location
 from curvopt.core.jacobians import chunk_sizes as costs
-from curvopt.core.jacobians.base import Dense, Jacobian
+from curvopt.core.jacobians.base import Dense
 from curvopt.core.jacobians.chunk import Chunk
 from curvopt.core.jacobians.combine import combine
 from curvopt.core.jacobians.pulled_back import PulledBack
@@ -45,7 +46,6 @@ from curvopt.core.pytorch_workarounds import running_backward
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
-    from curvopt.core.recording.calls import ModuleCall
     from curvopt.extensions.base import Extension
 
 
@@ -181,50 +181,13 @@ class BackwardPass:
             last: no vectors follow, so what is shared among them may go.
         """
         calls = [call for call in self.calls if call not in skip] if skip else self.calls
-        parts: dict[nn.Parameter, list[Chunk]] = {}
+        sweep = Sweep(self, extensions, calls, skip, weights, columns, last)
+        targets = [call.edges[index] for call, index in sweep.places]
+        pull_each(edges, targets, vectors, sweep.arrived, len(vectors[0]) > 1 or self.chunk_size > 1)
+        sweep.finish()
 
-        def reduce(p: nn.Parameter) -> None:
-            jacobian, origins = _combined(parts.pop(p))
-            jacobian = jacobian if weights is None else jacobian.with_weights(weights.to(p))
-            self.update(Chunk(p, jacobian, origins, columns), extensions)
-
-        def visit(call: CallInGraph, grads: list[Tensor | None]) -> None:
-            for chunk in self._jacobians(call, grads, last):
-                p = chunk.parameter
-                if p not in skip:
-                    parts.setdefault(p, []).append(chunk)
-                    del chunk
-                    if len(parts[p]) == self.calls_of[p]:
-                        reduce(p)
-
-        self._arrivals(edges, vectors, calls, visit)
-        for p in list(parts):
-            reduce(p)
-
-    def _arrivals(
-        self,
-        edges: Sequence[GradientEdge],
-        vectors: Sequence[Tensor],
-        calls: Sequence[CallInGraph],
-        visit: Callable[[CallInGraph, list[Tensor | None]], None],
-    ) -> None:
-        """What arrives at the outputs of each call, ``[v, *out]``, once it is there for all of them; if it does."""
-        places = [(call, index) for call in calls for index in call.edges]
-        waiting: dict[CallInGraph, list[Tensor | None]] = {}
-
-        def arrived(i: int, grad: Tensor) -> None:
-            call, index = places[i]
-            grads = waiting.setdefault(call, [None] * len(call.call.shapes))
-            grads[index] = grad
-            if sum(grad is not None for grad in grads) == len(call.edges):
-                visit(call, waiting.pop(call))
-
-        together = len(vectors[0]) > 1 or self.chunk_size > 1
-        pull_each(edges, [call.edges[index] for call, index in places], vectors, arrived, together)
-        for call in list(waiting):
-            visit(call, waiting.pop(call))
-
-    def _jacobians(self, call: CallInGraph, grads: list[Tensor | None], last: bool) -> Iterator[Chunk]:
+    def jacobians(self, call: CallInGraph, grads: list[Tensor | None], last: bool) -> Iterator[Chunk]:
+        """The Jacobians of the parameters of a call, with what arrived at its outputs."""
         try:
             jacobians = call.jac_t(grads)
         except CurvoptError as error:
@@ -297,7 +260,7 @@ class BackwardPass:
             return  # of a backward that was started inside of this one
         grads = [grad.unsqueeze(0) if i == index else None for i in range(len(call.call.shapes))]
         with self._own_computation():
-            for chunk in self._jacobians(call, grads, last=True):
+            for chunk in self.jacobians(call, grads, last=True):
                 p = chunk.parameter
                 if isinstance(chunk.jacobian, PulledBack) and len(self._sources_of[p]) > 1:
                     # the graph behind one source may be freed before the others have theirs
@@ -308,11 +271,12 @@ class BackwardPass:
                     self._reduce_gradient(p)
 
     def _reduce_gradient(self, p: nn.Parameter) -> None:
-        jacobian, calls = _combined(self.parts.pop(p))
+        chunk = combined(self.parts.pop(p))
         if p in self.terms:
-            share = self.terms[p] * p / jacobian.N
-            jacobian = combine([jacobian, Dense(share.expand(1, jacobian.N, *p.shape))])
-        self.update(Chunk(p, jacobian, calls), self.first_order)
+            N = chunk.jacobian.N
+            share = (self.terms[p] * p / N).expand(1, N, *p.shape)
+            chunk = replace(chunk, jacobian=combine([chunk.jacobian, Dense(share)]))
+        self.update(chunk, self.first_order)
         for extension in self.first_order:
             self._complete(p, extension)
 
@@ -357,11 +321,6 @@ class BackwardPass:
             shown = None if found is None else showing(module, Call(found, found.args, found.kwargs))
             with contextlib.nullcontext() if shown is None else shown:
                 self.extension_hook(module)
-
-
-def _combined(chunks: Sequence[Chunk]) -> tuple[Jacobian, tuple[ModuleCall, ...]]:
-    """One Jacobian for all calls that share a parameter, and these calls."""
-    return combine([chunk.jacobian for chunk in chunks]), tuple(call for chunk in chunks for call in chunk.calls)
 
 
 __all__ = ["Backward", "BackwardPass", "Location", "fields_of"]
