@@ -48,7 +48,7 @@ class ComputedWeightRule(Rule):
         jacobian, source = self.rule.jac_t(call, grads, ["weight"], N)["weight"], self.source
         if source is not None and isinstance(jacobian, Outer):
             if "sides" not in call.cache:
-                call.cache["sides"] = Sides(source, self._way, jacobian)
+                call.cache["sides"] = Sides(source, jacobian).along(self._way)
             sides = call.cache["sides"]
             jacobian, source = sides(jacobian), sides.source
         if self.start is not None and isinstance(jacobian, Outer):

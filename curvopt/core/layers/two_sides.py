@@ -71,26 +71,29 @@ class Sides:
 
     Args:
         source: where the weight was computed.
-        path: the operations from there.
         outer: products with respect to the weight.
 
     Attributes:
         source: where the rest was computed; ``None`` if nothing is left.
     """
 
-    def __init__(self, source: GradientEdge, path: Sequence[Passed], outer: Outer):
-        """Go that path."""
+    def __init__(self, source: GradientEdge, outer: Outer):
+        """Begin at the weight."""
         self.source: GradientEdge | None = source
         self._shape, self._transposed, self._sizes = outer.shape, outer.transposed, [outer.O, outer.I]
         self._has_groups = outer.G > 1
         self._steps: tuple[list[Step], list[Step]] = [], []
         self._right, self._one = None, outer.left.new_ones(())
+
+    def along(self, path: Sequence[Passed]) -> Sides:
+        """Go the operations from the weight on, as far as they act on the sides by themselves. Returns itself."""
         if self._move(path):
-            return
+            return self
         for passed in path:
             if not self._pass(passed):
                 break
             self.source = passed.operand
+        return self
 
     def __call__(self, outer: Outer) -> Outer:
         """The products with respect to where the rest of the path begins."""
