@@ -102,7 +102,7 @@ class GenericLoss:
 
     @cached_property
     def _vjp(self) -> NodeVjp:
-        return NodeVjp(self.roots, [head.edge for head in self.heads])
+        return NodeVjp.between(self.roots, [head.edge for head in self.heads])
 
     @property
     def around(self) -> list[Tensor]:
@@ -194,7 +194,7 @@ class GenericLoss:
         product = self._product()
         margin = 4 if self._vjp.eps > 1e-4 else 30
         for seed in range(3):  # so that rounding errors are not taken for coupling by accident
-            probe = Probe(self.heads, product, seed, margin * 2**seed)
+            probe = Probe.of(self.heads, product, seed, margin * 2**seed)
             cells = probe.cells()
             if cells is not None:
                 break
@@ -252,7 +252,7 @@ class GenericLoss:
             slope = run(self._vjp, self.grads)
         curved = {i: s for i, s in enumerate(slope) if s is not None and s.grad_fn is not None}
         edges = [GradientEdge(s.grad_fn, s.output_nr) for s in curved.values()]  # type: ignore[arg-type]
-        twice = NodeVjp(edges, [head.edge for head in self.heads])
+        twice = NodeVjp.between(edges, [head.edge for head in self.heads])
         if any(name_of(node) == "torch::autograd::Error" for node in twice.nodes):
             raise self._not_twice("a function in it is marked with once_differentiable")
         own = {*self._vjp.order, *(head.edge.node for head in self.heads)}

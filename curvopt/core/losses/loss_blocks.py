@@ -106,23 +106,43 @@ class Probe:
         heads: the outputs of the network.
         product: products with the Hessian.
         seed: of the random numbers; PyTorch's own generator is left alone.
-        margin: how many times its estimate a rounding error may be.
+
+    Attributes:
+        vectors: a random vector at each head.
+        images: their products.
+        rounding: bound on rounding errors of products, if operations cancel the largest numbers on the way.
+        noise: estimate of them, root mean square for each head, times a margin.
+        finite: whether all products are.
+        unit: the largest entry of a product, 1 if all are zero.
     """
 
-    def __init__(self, heads: list[Head], product: Product, seed: int, margin: float):
+    vectors: list[Tensor]
+    images: list[Tensor]
+    rounding: Tensor
+    noise: Tensor
+    finite: bool
+    unit: Tensor
+
+    def __init__(self, heads: list[Head], product: Product, seed: int):
+        """Begin without products."""
         self.heads, self.product = dict(enumerate(heads)), product
         self.generator = torch.Generator(heads[0].new().device).manual_seed(seed)
-        self.vectors = [head.new(torch.randn, generator=self.generator) for head in heads]
-        rounding = [self.vectors[0].new_zeros(())]
-        self.images = product(self.vectors, rounding)
-        #: Bound on rounding errors of products, if operations cancel the largest numbers on the way.
-        self.rounding = 10 * torch.stack(rounding).amax()
-        largest = torch.stack([image.abs().amax() for image in self.images]).amax()
-        self.finite, self.unit = bool(largest.isfinite()), torch.where(largest > 0, largest, 1)
+
+    @classmethod
+    def of(cls, heads: list[Head], product: Product, seed: int, margin: float) -> Probe:
+        """Take the products."""
+        probe = cls(heads, product, seed)
+        probe.vectors = [head.new(torch.randn, generator=probe.generator) for head in heads]
+        rounding = [probe.vectors[0].new_zeros(())]
+        probe.images = product(probe.vectors, rounding)
+        probe.rounding = 10 * torch.stack(rounding).amax()
+        largest = torch.stack([image.abs().amax() for image in probe.images]).amax()
+        probe.finite, probe.unit = bool(largest.isfinite()), torch.where(largest > 0, largest, 1)
         c = 1.37  # rounds otherwise than 1
-        noise = self._rms([h / c - i for h, i in zip(product([c * v for v in self.vectors]), self.images, strict=True)])
-        #: Estimate of them, root mean square for each head, with the margin.
-        self.noise = margin * torch.maximum(noise, torch.finfo(noise.dtype).eps * self._rms(self.images))
+        again = product([c * v for v in probe.vectors])
+        noise = probe._rms([h / c - i for h, i in zip(again, probe.images, strict=True)])
+        probe.noise = margin * torch.maximum(noise, torch.finfo(noise.dtype).eps * probe._rms(probe.images))
+        return probe
 
     def _rms(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.stack([(t / self.unit).square().mean().sqrt() * self.unit for t in tensors])

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
+from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import is_reentrant_checkpoint, metadata, name_of, outputs_of
 from curvopt.errors import CurvoptError
 
@@ -30,24 +31,33 @@ class NodeVjp:
         order: those that lead to an input, in the order in which vectors pass them.
     """
 
-    def __init__(self, outputs: Sequence[GradientEdge], inputs: Sequence[GradientEdge]):
-        self.outputs = [(edge.node, edge.output_nr) for edge in outputs]
-        self.inputs = {(edge.node, edge.output_nr): i for i, edge in enumerate(inputs)}
-        self.nodes, self.order = list[Node](), list[Node]()
-        self._leading, seen = set[Node](), set[Node]()
-        stack = [(node, False) for node, nr in self.outputs if (node, nr) not in self.inputs]
+    def __init__(self, outputs: Sequence[Place], inputs: dict[Place, int]):
+        """Begin without nodes."""
+        self.outputs, self.inputs = outputs, inputs
+        self.nodes, self.order, self._leading = list[Node](), list[Node](), set[Node]()
+
+    @classmethod
+    def between(cls, outputs: Sequence[GradientEdge], inputs: Sequence[GradientEdge]) -> NodeVjp:
+        """Read the graph between two sets of edges."""
+        vjp = cls(
+            [(edge.node, edge.output_nr) for edge in outputs],
+            {(edge.node, edge.output_nr): i for i, edge in enumerate(inputs)},
+        )
+        seen = set[Node]()
+        stack = [(node, False) for node, nr in vjp.outputs if (node, nr) not in vjp.inputs]
         while stack:
             node, done = stack.pop()
             if done:
-                self.nodes.append(node)
-                if any(edge in self.inputs or edge[0] in self._leading for edge in node.next_functions):
-                    self._leading.add(node)
-                    self.order.append(node)
+                vjp.nodes.append(node)
+                if any(edge in vjp.inputs or edge[0] in vjp._leading for edge in node.next_functions):
+                    vjp._leading.add(node)
+                    vjp.order.append(node)
             elif node not in seen:
                 seen.add(node)
                 stack.append((node, True))
-                stack += [(e[0], False) for e in node.next_functions if e[0] is not None and e not in self.inputs]
-        self.order.reverse()
+                stack += [(e[0], False) for e in node.next_functions if e[0] is not None and e not in vjp.inputs]
+        vjp.order.reverse()
+        return vjp
 
     @property
     def eps(self) -> float:
