@@ -50,6 +50,7 @@ STORIES = [
     "plot_gradient_of_variance",
     "plot_private_training",
     "plot_laplace",
+    "plot_influence",
     "plot_trace_estimation",
     "plot_jacobians",
     "plot_resnet",
