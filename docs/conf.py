@@ -51,6 +51,7 @@ STORIES = [
     "plot_private_training",
     "plot_laplace",
     "plot_influence",
+    "plot_pruning",
     "plot_trace_estimation",
     "plot_jacobians",
     "plot_resnet",
