@@ -52,6 +52,7 @@ STORIES = [
     "plot_laplace",
     "plot_influence",
     "plot_pruning",
+    "plot_continual_learning",
     "plot_trace_estimation",
     "plot_jacobians",
     "plot_resnet",

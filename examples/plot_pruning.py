@@ -60,8 +60,8 @@ def make_model(seed: int) -> nn.Module:
 
 # %%
 # Each rule gives every weight a score. ``DiagHessian`` computes the diagonal of the Hessian exactly. ``DiagGGNExact``
-# computes that of the Gauss-Newton matrix, which leaves out a part of the Hessian and has no negative entries; the paper
-# does the like. One backward pass over the training images is enough for either.
+# computes that of the Gauss-Newton matrix, which leaves out a part of the Hessian and has no negative entries, as the
+# paper suggests. One backward pass over the training images is enough for either.
 
 
 def scores(model: nn.Module, rule: str) -> list[Tensor]:
