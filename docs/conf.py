@@ -53,6 +53,7 @@ STORIES = [
     "plot_influence",
     "plot_pruning",
     "plot_continual_learning",
+    "plot_reinforcement_learning",
     "plot_trace_estimation",
     "plot_jacobians",
     "plot_resnet",
