@@ -54,6 +54,7 @@ STORIES = [
     "plot_pruning",
     "plot_continual_learning",
     "plot_reinforcement_learning",
+    "plot_pinn",
     "plot_trace_estimation",
     "plot_jacobians",
     "plot_resnet",

@@ -73,9 +73,9 @@ with backpack(BatchGrad()):
 of_test = [p.grad_batch for p in parameters]
 
 # %%
-# KFAC takes each layer's block of G as a Kronecker product of two small matrices (a bias has one). Its eigenvectors
-# are products of theirs, so the inverse costs next to nothing. EK-FAC keeps the eigenvectors, and replaces the
-# eigenvalues by the curvature that G really has in these directions: ``EigenDiagonal``.
+# KFAC takes each layer's block of G as a Kronecker product of two small matrices (a bias has one). Its eigenvectors are
+# products of theirs, so the inverse costs next to nothing. EK-FAC keeps the eigenvectors, and replaces the eigenvalues
+# by the curvature that G really has in these directions: ``EigenDiagonal``.
 eigen = [[torch.linalg.eigh(factor) for factor in of_p] for of_p in factors]
 bases = {p: [vectors for _, vectors in of_p] for p, of_p in zip(parameters, eigen, strict=True)}
 with backpack(EigenDiagonal(bases, KFLR().columns)):
