@@ -55,6 +55,7 @@ STORIES = [
     "plot_continual_learning",
     "plot_reinforcement_learning",
     "plot_pinn",
+    "plot_vae",
     "plot_trace_estimation",
     "plot_jacobians",
     "plot_resnet",
