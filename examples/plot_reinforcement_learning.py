@@ -1,5 +1,5 @@
-"""Balancing a pole: reinforcement learning with natural gradients
-===============================================================
+"""Balancing a pole: reinforcement learning with curvature
+=======================================================
 
 A cart has to balance a pole by pushing left or right; nobody tells it how, and it earns a point for each step until the
 pole falls. An *actor-critic* learns this with two networks: the actor gives the probabilities of the pushes, the critic
