@@ -99,8 +99,8 @@ plt.show()
 # ELBO. At its default rate it is as slow as AdamW at that rate. In time AdamW is ahead: gradients of a network this
 # small take less than a millisecond, and the steps of ``KFACAdamW`` about three times as long.
 #
-# Numbers drawn from the standard normal distribution become new digits. The same numbers go into each decoder, but each
-# has its own use for them.
+# Numbers drawn from the standard normal distribution become new digits. Both decoders get equal numbers, but each has
+# its own use for them.
 adam = max((label for label in runs if not label.startswith("K")), key=lambda label: runs[label][1][-1])
 codes = prior.sample((12,))
 rows = {"real images": test_images[:12]}
