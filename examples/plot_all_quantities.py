@@ -1,5 +1,5 @@
-"""All quantities at once
-======================
+"""All quantities from one backward pass
+=====================================
 
 One backward pass can carry every extension. Those that pull back the same vectors share them: the exact quantities
 together cost one sweep, and so do the sampled ones.

@@ -1,5 +1,5 @@
-"""Newton steps without a matrix
-=============================
+"""Newton's method without storing a matrix
+========================================
 
 A Newton step solves ``(G + damping I) d = -g`` with the Gauss-Newton matrix G of all parameters. Nobody can store G of
 a large network, but conjugate gradients only ask for products ``G v``, and a product costs about as much as two

@@ -1,5 +1,5 @@
-"""A module of one's own
-=====================
+"""Layers that you write yourself
+==============================
 
 Any ``nn.Module`` with parameters works as it is. Matrix products, convolutions, scales and the like are found in the
 graph, whoever calls them; a module that does anything else is differentiated sample by sample. A rule is a few lines

@@ -1,5 +1,5 @@
-"""A curvature-aware optimizer in 30 lines
-=======================================
+"""Write your own optimizer in 30 lines
+====================================
 
 Fields are attributes of parameters, so an optimizer that uses them is an ordinary ``torch.optim.Optimizer``. Here is
 one that divides the gradient by the diagonal of the Gauss-Newton matrix, written from scratch, on data that were never

@@ -1,5 +1,5 @@
-"""Using fields while they are hot
-===============================
+"""Saving memory: use quantities as they come
+==========================================
 
 Individual gradients of a batch of N take N times the memory of the parameters. But who only wants a statistic of them
 need not hold all layers at once: ``extension_hook`` is called with each module as soon as its fields are complete, and

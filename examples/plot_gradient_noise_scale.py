@@ -1,5 +1,5 @@
-"""How large should the batch be?
-==============================
+"""How large should the batch be? Gradient noise
+=============================================
 
 If the samples of a batch agree, more of them add little; if they contradict each other, more of them are worth their
 cost. The *gradient noise scale* ``tr(Sigma) / |G|^2`` (McCandlish et al. 2018), the variance of individual gradients

@@ -1,5 +1,5 @@
-"""Descending the variance of the gradient
-=======================================
+"""Making gradients agree: the variance as a penalty
+=================================================
 
 A stochastic gradient is as good as its samples agree. How much they disagree, the variance of the individual
 gradients, is itself a function of the parameters, and so has a gradient: fields of a backward pass with

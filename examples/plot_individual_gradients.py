@@ -1,5 +1,5 @@
-"""Which images pull hardest?
-==========================
+"""Individual gradients: which images pull hardest?
+================================================
 
 The gradient of a batch is a sum over its samples, and the sum hides who pulled where. One backward pass inside of
 ``backpack(BatchGrad())`` keeps the terms apart. Here they tell which handwritten digits a half-trained network

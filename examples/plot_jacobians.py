@@ -1,5 +1,5 @@
-"""Jacobians and the tangent kernel
-================================
+"""How outputs depend on weights: Jacobians
+========================================
 
 ``BatchGrad`` does not care what is differentiated. Sum one output over the batch, and the individual gradients are a
 row of every sample's Jacobian; keep the graph, and C backward passes give the whole Jacobian of C outputs, for all

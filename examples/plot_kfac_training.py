@@ -1,5 +1,5 @@
-"""Training with KFAC
-==================
+"""Training with curvature: KFAC beside SGD
+========================================
 
 ``KFACSGD`` is ``torch.optim.SGD`` on gradients that were multiplied by the inverse of a Kronecker-factored curvature
 matrix. The training loop does not change: ``attach`` lets the optimizer watch the backward passes of a model and its

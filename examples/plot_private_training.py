@@ -1,5 +1,5 @@
-"""Training that no single image can dominate
-==========================================
+"""Private training: no single image can dominate
+==============================================
 
 Differentially private SGD (Abadi et al. 2016) clips the gradient of every *sample* to a norm and adds noise to the
 sum, so that the model learns next to nothing about any one of them. For that one needs every sample's gradient, or, at

@@ -1,5 +1,5 @@
-"""A residual network, all in one pass
-===================================
+"""Looking into a residual network
+===============================
 
 Residual connections, batch norm, functional activations and poolings between the modules need nothing special:
 autograd carries vectors through whatever the forward pass did. One backward pass through a small residual network

@@ -1,5 +1,5 @@
-"""Which gate learns what in an LSTM
-=================================
+"""Looking into an LSTM: which gate learns what
+============================================
 
 Recurrent networks have rules, too: their matrices are linear layers whose shared positions are the time steps. Here an
 LSTM reads handwritten digits row by row, and the curvature of its weights is sorted by gate in the course of training.

@@ -1,5 +1,5 @@
-"""Curvature from a few samples, gradients from all
-================================================
+"""Cheaper curvature from a part of the batch
+==========================================
 
 Curvature changes slowly and is expensive; gradients change fast and are cheap. So take the curvature from a part of the
 batch: ``subsampling`` names the samples to keep, while ``.grad`` is that of all. What is lost shows in the spectrum.

@@ -1,5 +1,5 @@
-"""The trace of a matrix that nobody has
-=====================================
+"""How curved is the loss? Three ways to the trace
+===============================================
 
 How curved is the loss altogether? The trace of the Hessian says it in one number. There are three ways to it: add up
 the exact diagonal, probe the blocks with random vectors (Hutchinson 1989), or probe the Hessian of all parameters at

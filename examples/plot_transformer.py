@@ -1,5 +1,5 @@
-"""A transformer with a tied embedding
-===================================
+"""Looking into a transformer: which letters are hard
+==================================================
 
 Attention, layer norm, positions that all samples share, and an embedding that serves again as the output layer: where a
 parameter is used several times, its uses add up, whether they are modules or function calls. A character model of the

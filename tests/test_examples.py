@@ -65,7 +65,7 @@ def test_pictures_are_finished_where_they_are_begun(example: Path):
 
 
 def test_examples_are_titled_stories():
-    assert len(EXAMPLES) >= 17
+    assert len(EXAMPLES) >= 23
     for example in EXAMPLES:
         title, underline, *_ = (ast.get_docstring(ast.parse(example.read_text())) or "").splitlines()
         assert underline == "=" * len(title), example.name

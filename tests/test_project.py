@@ -32,9 +32,11 @@ def test_workflows_test_the_oldest_versions_that_are_promised_and_one_more():
     assert f"{oldest.removeprefix('==').removesuffix('.*')}" == torch.removeprefix("torch>=")
 
 
-@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "docs/tutorial.md", "examples/GALLERY_HEADER.rst"])
+@pytest.mark.parametrize(
+    "file", ["README.md", "CONTRIBUTING.md", "docs/tutorial.md", "docs/conf.py", "examples/GALLERY_HEADER.rst"]
+)
 def test_installations_name_the_distribution(file: str):
-    named = re.findall(r"pip install '?([\w.-]+)", " ".join((ROOT / file).read_text().split()))
+    named = re.findall(r"pip install (?:-q )?'?([\w.-]+)", " ".join((ROOT / file).read_text().split()))
     assert named and set(named) <= {PROJECT["name"], ".", "-e"}
 
 
