@@ -26,6 +26,7 @@ from curvopt.core.jacobians.lookup import Lookup
 from curvopt.core.jacobians.outer import Outer
 from curvopt.core.jacobians.patches import Patches
 from curvopt.core.jacobians.pulled_back import PulledBack, Scaled
+from curvopt.core.jacobians.slopes import Slopes
 from curvopt.core.jacobians.squares import Squares
 from curvopt.core.jacobians.tied import Tied
 from curvopt.core.recording.calls import KEY
@@ -495,13 +496,33 @@ def test_an_embedding_that_is_also_the_output_layer(picked: list[int], weighted:
 
 
 def test_slopes_of_a_layer_share_its_kronecker_factors():
-    """``(sum l r^T) = (sum r l^T)^T``: exact products, and factors that do not depend on the scale of what arrives."""
+    """``(sum l r^T) = (sum r l^T)^T``: exact products, and nearly the nearest Kronecker product for all scales."""
     N, S, R, D = 3, 2, 4, 5
     plain = Outer(torch.randn(1, N, 1, S, R), torch.randn(N, 1, S, D), torch.Size([R, D]))
-    slope = Outer(torch.randn(1, N, 1, S, D), torch.randn(N, 1, S, R), torch.Size([R, D]), transposed=True)
+    slope = Outer(1e3 * torch.randn(1, N, 1, S, D), torch.randn(N, 1, S, R), torch.Size([R, D]), transposed=True)
     both = combine([slope, plain])
-    assert isinstance(both, Outer) and not both.transposed
+    assert isinstance(both, Slopes) and not both.transposed
     assert_close(both.dense(), slope.dense() + plain.dense())
+    B, A = both.output_factor(), both.input_factor()
+    assert_close(A.trace(), plain.input_factor().trace())
+    G = both.dense().flatten(0, 1).flatten(1)
+    block = G.mT @ G
+    assert_close(B.trace() * A.trace(), block.trace())
+    values = torch.linalg.svdvals(block.view(R, D, R, D).transpose(1, 2).reshape(R * R, D * D))
+    K = torch.kron(B.contiguous(), A.contiguous())
+    assert (K * block).sum() / K.norm() / block.norm() > 0.99 * values[0] / values.norm()
     scaled = Outer(1e3 * slope.left, slope.right / 1e3, slope.shape, transposed=True)
-    assert_close(combine([scaled, plain]).output_factor(), both.output_factor())
-    assert_close(combine([scaled, plain]).input_factor(), both.input_factor())
+    assert_close(combine([scaled, plain]).output_factor(), B)
+    assert_close(combine([scaled, plain]).input_factor(), A)
+
+
+def test_slopes_in_blocks():
+    """Blocks are those of the whole factor where the other side is whole."""
+    plain = Outer(torch.randn(1, 3, 1, 2, 5), torch.randn(3, 1, 2, 2), torch.Size([5, 2]))
+    slope = Outer(torch.randn(1, 3, 1, 2, 2), torch.randn(3, 1, 2, 5), torch.Size([5, 2]), transposed=True)
+    both = combine([slope, plain])
+    blocks, A = both.output_factor(limit=4), both.input_factor(limit=4)
+    assert blocks.shape == (1, 2, 3, 3) and not blocks[0, 1, 2].any()  # padded
+    assert_close(blocks.diagonal(dim1=-2, dim2=-1).sum() * A.trace(), both.norms2().sum())
+    whole = both.output_factor()
+    assert_close(blocks[0, 0] / blocks[0, 0].trace(), whole[:3, :3] / whole[:3, :3].trace(), rtol=0.2, atol=0.05)

@@ -196,11 +196,6 @@ class Outer(Jacobian):
         right = right.select(samples) if isinstance(right, Patches) else right[samples]
         return Outer(self.left[:, samples], right, self.shape, self.transposed)
 
-    def swapped(self, scale: Tensor) -> Outer:
-        """The products of one vector with their sides exchanged, the new right one times a scale."""
-        left, right = self.right.unsqueeze(0) / scale, self.left[0] * scale
-        return Outer(left, right, self.shape, not self.transposed, self.lengths)
-
     def with_sides(self, left: Tensor, right: Tensor | None, shape: torch.Size, transposed: bool) -> Outer:
         """Products with another left side, and perhaps another right one."""
         if right is None:
@@ -286,3 +281,12 @@ class Outer(Jacobian):
     def _sides(self, left: T, right: T) -> tuple[T, T]:
         """Left and right side, in the order in which the parameter has them."""
         return (right, left) if self.transposed else (left, right)
+
+
+def joined(outers: Sequence[Outer]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Both sides with the positions of all, and how many these are."""
+    left, right = torch.cat([o.left for o in outers], 3), torch.cat([o.right for o in outers], 2)
+    if all(o.lengths is None for o in outers):
+        return left, right, None
+    of_each = [torch.full((o.N,), o.S) if o.lengths is None else o.lengths for o in outers]
+    return left, right, torch.stack(of_each).sum(0)

@@ -1,0 +1,86 @@
+"""Products of linear layers and of their slopes by the input: the weights of PINNs and gradient penalties."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from curvopt.core.jacobians.base import Approx
+from curvopt.core.jacobians.outer import Outer, joined
+from curvopt.core.jacobians.second_moments import in_blocks
+
+
+class Slopes(Outer):
+    """Products whose positions are of layers and of slopes, which differ by orders of magnitude.
+
+    A mean over the positions tells little there. The factors are those of the nearest Kronecker product (Van Loan &
+    Pitsianis 1993): ``B = sum_n G_n A G_n^T`` and ``A = sum_n G_n^T B G_n`` in turns for the products ``G_n`` of the
+    samples. A has the trace of the second moment of the layer's inputs, ``B ⊗ A`` that of the exact block.
+    """
+
+    #: Trace of the right side's factor.
+    size: Tensor
+
+    @staticmethod
+    def are(outers: Sequence[Outer]) -> bool:
+        """Whether some are slopes of the others by their input, which multiply the transposed weight, of one vector."""
+        orientations = {outer.transposed for outer in outers}
+        return len(orientations) == 2 and all(outer.V == outer.G == 1 and not outer.of_batch for outer in outers)
+
+    @classmethod
+    def of(cls, outers: Sequence[Outer]) -> Slopes:
+        """The sum of products of layers, and of their slopes, whose sides are exchanged."""
+        sides = [
+            Outer(o.right.unsqueeze(0), o.left[0], o.shape, False, o.lengths) if o.transposed else o for o in outers
+        ]
+        left, right, lengths = joined(sides)
+        result = cls(left, right, outers[0].shape, False, lengths, parts=sides)
+        inputs = [(outer.right.square().sum(), outer.positions) for outer in outers if not outer.transposed]
+        result.size = torch.stack([size for size, _ in inputs]).sum() / max(sum(number for _, number in inputs), 1)
+        return result
+
+    def output_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+        """The factor of the left side, see the class, whatever ``approx``."""
+        return self._nearest(limit)[0]
+
+    def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+        """The factor of the right side, see the class, whatever ``approx``."""
+        return self._nearest(limit)[1]
+
+    def input_factor_of_calls(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+        return self.input_factor(approx, limit)
+
+    def _nearest(self, limit: int | None) -> tuple[Tensor, Tensor]:
+        left, right = self.left[0, :, 0], self.right[:, 0]  # [N, S, F]
+        A = _moment(right, left @ left.mT, limit)
+        B = _moment(left, _gram(right, _sized(A)), limit)
+        A = _sized(_moment(right, _gram(left, _sized(B)), limit), self.size)
+        B = _moment(left, _gram(right, A), limit)
+        return _sized(B, ((left @ left.mT) * (right @ right.mT)).sum() / torch.where(self.size > 0, self.size, 1)), A
+
+
+def _moment(rows: Tensor, weights: Tensor, limit: int | None) -> Tensor:
+    """``sum_n X_n^T W_n X_n`` of ``[N, S, F]`` and ``[N, S, S]``: ``[F, F]``, or blocks ``[1, K, b, b]``."""
+    F = rows.shape[2]
+    weighted, rows = (weights @ rows).flatten(0, 1), rows.flatten(0, 1)
+    if limit is None or F <= limit:
+        moment = rows.mT @ weighted
+    else:
+        moment = (in_blocks(rows, limit).permute(1, 2, 0) @ in_blocks(weighted, limit).transpose(0, 1)).unsqueeze(0)
+    return (moment + moment.mT) / 2
+
+
+def _gram(rows: Tensor, factor: Tensor) -> Tensor:
+    """``X_n M X_n^T`` of ``[N, S, F]`` and a factor: ``[N, S, S]``."""
+    if factor.dim() == 2:
+        return rows @ factor @ rows.mT
+    blocks = in_blocks(rows, factor.shape[-1])  # [N, S, K, b]
+    return torch.einsum("nskb,kbc,ntkc->nst", blocks, factor[0], blocks)
+
+
+def _sized(factor: Tensor, trace: Tensor | float = 1.0) -> Tensor:
+    """A factor scaled to a trace."""
+    found = factor.diagonal(dim1=-2, dim2=-1).sum()
+    return factor * (trace / torch.where(found > 0, found, 1))
