@@ -117,8 +117,6 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
             yield Case("symmetric products by blocks", f"{where} F={I}", "by_blocks", (True, False), outer.input_factor)
         if layer.patches is not None:
             yield Case("moments by rows", f"{where} S={S} I={I}", "by_rows", (True, False), in_use.input_factor)
-            call = Outer(left, right, matrix).output_factor
-            yield Case("moments sample by sample", f"{where} S={S} O={O}", "moment_by_samples", (True, False), call)
             numbers = tuple(dict.fromkeys((1, min(8, N), N)))
             yield Case("rows of a moment at once", f"{where} S={S} I={I}", "rows_at_once", numbers, in_use.input_factor)
         if S == 1:

@@ -322,12 +322,10 @@ def test_products_of_sides_of_any_layout(transposed: bool):
 
 @pytest.mark.parametrize("step", [1, 3, 99])
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("by_samples", [False, True])
-def test_second_moments_of_positions(step: int, blocks: bool, by_samples: bool, monkeypatch: pytest.MonkeyPatch):
+def test_second_moments_of_positions(step: int, blocks: bool, monkeypatch: pytest.MonkeyPatch):
     """A few samples at a time."""
     monkeypatch.setattr(costs, "samples_at_once", lambda *args: step)
     monkeypatch.setattr(costs, "by_blocks", lambda *sizes: blocks)
-    monkeypatch.setattr(costs, "moment_by_samples", lambda *sizes: by_samples)
     for jacobian in (outer(2, 4, 3, 2), outer(1, 3, 3, 2, 2)):
         expected = torch.einsum("vngso,vngsp->gop", jacobian.left, jacobian.left)
         with torch.no_grad():

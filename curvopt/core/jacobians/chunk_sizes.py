@@ -8,9 +8,6 @@ Letters as in `curvopt.core.jacobians.base`.
 # ruff: noqa: E741 - the reserved letters
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 #: Multiply-adds that take as long as one entry of a temporary that is written and read once.
 ENTRY = 40
 
@@ -81,11 +78,6 @@ def even_share(total: int, most: int) -> int:
     return -(-total // -(-total // most))
 
 
-def adds_one_by_one(entries: int, device: str) -> bool:
-    """Whether products of so many entries are added up in less time by a call for each than by two for all."""
-    return device == "cpu" and entries >= 1 << 14
-
-
 def by_pairs(V: int, S: int, O: int, I: int, chunks: int = 1) -> bool:
     """Whether squares are cheaper by pairs of positions: ``(sum_s l_s r_s)^2 = sum_st (l_s l_t) (r_s r_t)``.
 
@@ -121,24 +113,8 @@ def by_rows(F: int, K: int, R: int, row: int, device: str) -> bool:
     return device == "cpu" and F * F * by_rows + K * K * CALLS < 0.55 * K * K * F * F * R
 
 
-def moment_by_samples(S: int, F: int, dtype: torch.dtype, device: str) -> bool:
-    """Whether a second moment of F features at S positions takes less time by a product for each sample.
-
-    They are contiguous for each sample only: to sort them costs more than narrow products over few positions.
-    """
-    return F <= 128 and S >= max(F, 64) and device == "cpu" and dtype.itemsize >= 4
-
-
 def by_blocks(F: int, K: int, device: str) -> bool:
     """Whether a symmetric product of ``[F, K]`` is worth computing block by block, above the diagonal only."""
     if device != "cpu":
         return False  # blocks leave most of an accelerator idle
     return F * F * (K - 2 * ENTRY) >= 1 << 23  # entries below are copied column by column, and calls cost something
-
-
-def apart(rows: Tensor) -> Tensor:
-    """Rows to be read across: copied to where they are not powers of two apart, which only few cache lines can hold."""
-    if rows.device.type != "cpu" or rows.stride(-2) * rows.element_size() % (1 << 11):
-        return rows
-    line = 64 // rows.element_size()
-    return rows.new_empty(*rows.shape[:-1], rows.shape[-1] + line)[..., :-line].copy_(rows)

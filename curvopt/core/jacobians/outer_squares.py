@@ -61,11 +61,10 @@ def add_squares(outer: Outer, total: Tensor | None, per_sample: bool) -> Tensor:
         if squares is None:
             squares = widened(torch.zeros_like(products[0]))
         weighted = _times_weights(outer, products, v, samples)
-        if len(products) > 1 and not costs.adds_one_by_one(squares.numel(), squares.device.type):
+        if len(products) == 1:
+            squares.addcmul_(weighted[0], products[0])
+        else:
             squares.add_(_sum(products.mul_(weighted)))
-            continue
-        for a, b in zip(weighted, products, strict=True):
-            squares.addcmul_(a, b)
     assert squares is not None
     return add(total, squares.reshape(outer.shape).contiguous())
 

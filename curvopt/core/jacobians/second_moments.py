@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import reduce
 
 import torch
 from torch import Tensor
 
 from curvopt.core.jacobians import chunk_sizes as costs
-from curvopt.core.jacobians.sums import add, cast, widened
+from curvopt.core.jacobians.sums import cast, widened
 
 
 def _by_feature(values: Tensor) -> Tensor:
@@ -25,8 +24,6 @@ def _second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) -
     N, G, S, F = rows.shape
     limit = limit if limit is not None and F > limit else None
     if limit is None and not torch.is_grad_enabled():
-        if not _are_sorted(rows) and costs.moment_by_samples(S, F, rows.dtype, rows.device.type):
-            return _moment_by_samples(rows, scale)
         return _moment_of_parts(_in_parts(rows), N * S, scale)
     flat = _by_feature(rows)
     flat = flat if scale == 1 else flat * scale**0.5  # before the product: half precision ends at 65504
@@ -52,14 +49,6 @@ def _in_parts(rows: Tensor) -> Sequence[Tensor]:
     return [rows] if _are_sorted(rows) else rows.split(costs.rows_at_once(S, G * F, rows.device.type))
 
 
-def _moment_by_samples(rows: Tensor, scale: float) -> Tensor:
-    """The second moment by a product for each sample, without copies of its rows."""
-    N, G, _, F = rows.shape
-    parts = rows.mT.split(costs.samples_at_once(G * F * F, N, rows.device.type))
-    moments = (torch.bmm(x.flatten(0, 1), x.mT.flatten(0, 1)).unflatten(0, (len(x), G)).sum(0) for x in parts)
-    return _ungrouped(reduce(add, moments).mul_(scale))
-
-
 def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
     """The second moment of parts of the samples, which have R positions in all."""
     moments, dtype, F, block = None, None, 0, 0
@@ -74,7 +63,7 @@ def _moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
     assert moments is not None
     for i in range(0, F - block, block):
         j = i + block
-        moments[:, j:, i:j] = costs.apart(moments[:, i:j, j:]).mT
+        moments[:, j:, i:j] = moments[:, i:j, j:].mT
     return cast(_ungrouped(moments), dtype)
 
 
