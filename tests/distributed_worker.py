@@ -360,7 +360,8 @@ class Normed(nn.Module):
 @check
 @mock.patch("torch.nn.modules._functions.SyncBatchNorm", SyncBatchNorm)
 def synchronised_batch_norm() -> None:
-    for make in (KFACSGD, EKFACSGD):
+    for name in ("KFACSGD", "EKFACSGD"):
+        make = EXACT[name]
         together, alone = Run(make, net=lambda: Normed(True)), Run(make, True, lambda: Normed(False))
         for step in range(4):
             x, y = part(batch(step), [0, *range(25, 25 + dist.get_world_size() - 1), 60])

@@ -55,6 +55,7 @@ def new_progress() -> dict[str, Any]:
         "step": 0,
         "steps": [],  # see `curvopt.optim.clocks`
         "due": [],
+        "refreshed": [],
         "next_inverse": 0,
         "stale": False,
         "step_weight": torch.ones(()),
@@ -64,6 +65,7 @@ def new_progress() -> dict[str, Any]:
         "mean_curvature": torch.zeros(()),
         "kl": torch.zeros(()),  # of the last step, before clipping
         "last_lrs": [],  # of each group
+        "fisher": None,  # which was chosen, where the user left that open
         "empirical": False,  # whether the empirical quantity took the place of another one
         "clip": torch.zeros(()),  # largest factor of the KL clip since it was looked at, and when
         "looked": 0,

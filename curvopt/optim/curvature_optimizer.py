@@ -18,6 +18,7 @@ from curvopt.optim.checkpoint import (
     CURVATURE_STATE,
 )
 from curvopt.optim.closures import Closure, without_autocast
+from curvopt.optim.options import DAMPINGS
 from curvopt.optim.reports import coverage, listed
 from curvopt.optim.resumable import Resumable
 from curvopt.optim.step_checks import Overflow, accepted_curvature, check_adaptive, check_schedules, has_curvature
@@ -27,6 +28,7 @@ from curvopt.optim.step_size import (
     by_device,
     clip_is_tight,
     cosine,
+    damping_of,
     kl_clip_factor,
     moments,
     shorten_momentum,
@@ -67,7 +69,7 @@ class CurvatureOptimizer(Resumable):
     def _renew(self) -> None:
         """Prepare ``_solve`` by the averaged factors of all parameters, and set ``metrics``."""
 
-    def _solve(self, param: Tensor, grad: Tensor, damping: float) -> Tensor:
+    def _solve(self, param: Tensor, grad: Tensor, damping: float | Tensor) -> Tensor:
         """The preconditioned gradient ``[P]``; needed unless ``_precondition`` is overridden."""
         raise NotImplementedError(f"{type(self).__name__} has neither _solve nor a _precondition of its own")
 
@@ -108,7 +110,7 @@ class CurvatureOptimizer(Resumable):
         grads = {p: p.grad for p in self._params() if p.grad is not None}
         if ranks is not None and (self._due(grads.keys()) or not self._ranks_agree):
             run = {name: self._progress[name] for name in ("step", "steps", "due", "next_inverse", "empirical")}
-            damping = [float(group.get("damping", 0)) for group in self.param_groups]
+            damping = [[group.get(name) for name in DAMPINGS] for group in self.param_groups]
             collected = self._exchange(collected, ranks, run | {"damping": damping})
         if not grads:
             return loss
@@ -180,7 +182,8 @@ class CurvatureOptimizer(Resumable):
             progress["stale"] = True
             progress |= {name: getattr(collected, name) for name in ("step_weight", "closure_weight", "variables")}
             progress["residual"] = collected.residual / collected.weight
-            decays = {param: group["ema"] for group in self.param_groups for param in group["params"]}
+            accepted = self._settle(accepted, collected)
+            decays = self._decays()
             self._forget_other_forms(accepted, collected.mixed)
             for param, factors in accepted.items():
                 self._average(param, factors, decays[param])
@@ -200,15 +203,16 @@ class CurvatureOptimizer(Resumable):
             progress["next_inverse"] = progress["step"] + clocks.annealed_interval(progress["step"], self.inverse_every)
             progress["stale"] = False
 
+    def _settle(self, accepted: dict[Tensor, list[Tensor]], collected: Collected) -> dict[Tensor, list[Tensor]]:
+        """Choose between factors of several kinds, where there are."""
+        return accepted
+
     def _wind_clocks(self, grads: dict[Tensor, Tensor], collected: Collected, accepted: Any, new: bool) -> None:
         """Let the intervals of parameters that were refreshed begin anew; warn of refreshes that are overdue."""
-        progress, every = self._progress, self.curvature_every
-        if self._step_of_owner:
-            if new:  # all at once; the parameters of this rank only are here
-                progress["due"] = [n + clocks.annealed_interval(n, every) for n in progress["steps"] or [0]]
-        elif new:
-            clocks.restart(progress, self._params(), {*accepted, *grads}, every)
-        elif not collected.curvature and clocks.is_due(progress, self._params(), grads.keys(), every):
+        progress, every, owner = self._progress, self.curvature_every, self._step_of_owner
+        if new:  # an owner, who has some parameters only, winds the clocks of all
+            clocks.restart(progress, self._clocked(), None if owner else accepted.keys(), grads.keys(), every)
+        elif not owner and not collected.curvature and clocks.is_due(progress, self._params(), grads.keys(), every):
             self._say(
                 "overdue",
                 "takes steps with old curvature: its refresh is overdue, but no backward computed any. Call "
@@ -236,25 +240,30 @@ class CurvatureOptimizer(Resumable):
         for name in CURVATURE_STATE:
             self.state[param].pop(name, None)
 
-    def _average(self, param: Tensor, new: list[Tensor], ema: float) -> None:
+    def _decays(self) -> dict[Tensor, float]:
+        """By parameter, the decay of its averages over the steps since its last refresh."""
+        ages = iter(self._own_clocks(clocks.ages(self._progress, self._clocked())))
+        return {param: group["ema"] ** next(ages) for group in self.param_groups for param in group["params"]}
+
+    def _average(self, param: Tensor, new: list[Tensor], decay: float) -> None:
         """Move a parameter's new factors into their average."""
         state = self.state[param]
         if "factors" in state:
-            state["ema_weight"] = number(ema_update(state["factors"], float(state["ema_weight"]), new, ema))
+            state["ema_weight"] = number(ema_update(state["factors"], float(state["ema_weight"]), new, decay))
         else:
             state["factors"] = [factor.clone() for factor in new]
-            state["ema_weight"] = number(1 - ema)
+            state["ema_weight"] = number(1.0)
 
     def _precondition(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """The preconditioned gradients, scaled by the KL clip; records the metrics."""
         updates: dict[Tensor, Tensor] = {}
         sums = [] if grads else [torch.zeros(5, dtype=torch.float64, device=self._device())]
         for group in self.param_groups:
-            lr, pairs = group["lr"], []
+            lr, damping, pairs = group["lr"], damping_of(group, self._progress["mean_curvature"]), []
             for param in group["params"]:
                 if param in grads:
                     grad = widened(grads[param].reshape(-1))
-                    update = self._solve(param, grad, group["damping"])
+                    update = self._solve(param, grad, damping)
                     updates[param] = update = update.clone() if update is grad else update
                     pairs.append((update, grad))
             if pairs:
@@ -276,7 +285,7 @@ class CurvatureOptimizer(Resumable):
             "step_norm": clip * length.sqrt(),
             "grad_norm": gg.sqrt(),
             "cosine": cosine(ug, uu, gg),
-            "damping": float(self.param_groups[0]["damping"]),
+            "damping": damping_of(self.param_groups[0], self._progress["mean_curvature"]),
         }
         scale = clip / weight
         for device, own in by_device(updates.values()).items():

@@ -31,7 +31,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         curvature: name of the diagonal, ``"diag_ggn_mc"`` (sampled), ``"diag_ggn_exact"`` or ``"diag_h"``.
         modify: replaces the negative entries of ``"diag_h"`` by their absolute value (``"abs"``) or zero (``"clip"``).
         damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
-        ema: decay of the average per refresh, bias-corrected.
+        ema: decay of the average per step, whatever the interval between refreshes.
         kl_clip: bound ``κ`` on ``lr² (Σ √hᵢ |uᵢ|)² / √V``, and on ``lr² uᵀ g / V``, of a step ``u`` over all groups,
             with ``V`` the number of variables that a prediction has (1 for a class, a sample's entries for
             element-wise losses); ``None`` for none. The root is by experience. For squared errors of mean r it is
@@ -61,7 +61,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         curvature: Literal["diag_ggn_mc", "diag_ggn_exact", "diag_h"] = "diag_ggn_mc",
         modify: Literal["abs", "clip"] = "abs",
         damping: float = 0.001,
-        ema: float = 0.95,
+        ema: float = 0.97,
         kl_clip: float | None = 0.1,
         curvature_every: int = 10,
         adaptive_damping: bool = False,
@@ -111,10 +111,10 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         diagonal = pop_field(param, "gradient_diagonal" if self._progress["empirical"] else self._options["curvature"])
         return None if diagonal is None else ([diagonal.reshape(-1)], None)
 
-    def _average(self, param: Tensor, new: list[Tensor], ema: float) -> None:
+    def _average(self, param: Tensor, new: list[Tensor], decay: float) -> None:
         # after the sum over backwards, whose parts of the batch may have other signs
         (diagonal,) = new
-        super()._average(param, [diagonal.abs() if self._options["modify"] == "abs" else diagonal.clamp(min=0)], ema)
+        super()._average(param, [diagonal.abs() if self._options["modify"] == "abs" else diagonal.clamp(min=0)], decay)
 
     def _renew(self) -> None:
         super()._renew()

@@ -32,7 +32,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         betas: decay of the averages of the gradients and their squares.
         eps: added to the root of the mean squares.
         weight_decay: as in AdamW.
-        ema: decay of the averages of the factors per refresh, bias-corrected.
+        ema: decay of the averages of the factors per step, whatever the interval between refreshes.
         curvature_every: steps between refreshes of the factors, reached gradually from 1.
         inverse_every: steps between checks of the bases, reached gradually from 1.
         fisher: ``"mc"`` samples the Fisher matrix, ``"exact"`` sweeps one vector per output, ``"empirical"`` takes the
@@ -53,12 +53,12 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.003,
-        betas: tuple[float, float] = (0.9, 0.99),
+        lr: float | Tensor = 0.006,
+        betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        ema: float = 0.95,
+        ema: float = 0.97,
         curvature_every: int = 20,
         inverse_every: int = 20,
         fisher: Fisher = "mc",

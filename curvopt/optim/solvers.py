@@ -18,6 +18,7 @@ from curvopt.kroneckers import (
     sizes_of,
 )
 from curvopt.optim.curvature_optimizer import CurvatureOptimizer
+from curvopt.optim.step_size import damping_of
 
 
 class FactoredInverse(CurvatureOptimizer):
@@ -26,15 +27,17 @@ class FactoredInverse(CurvatureOptimizer):
     def _renew(self) -> None:
         """Compute ``state["inverses"]`` of all parameters, together."""
         names = self._names()
+        curvature = self._progress["mean_curvature"] = mean_curvature(self)
         factors, shifts, stale, labels = [], [], [], []
         for group in self.param_groups:
+            damping = damping_of(group, curvature)
             for param in group["params"]:
                 state = self.state[param]
                 if "factors" not in state:
                     continue
                 own, former = state["factors"], state.get("inverses", [])
                 factors += own
-                shifts += pi_damping(own, group["damping"])
+                shifts += pi_damping(own, damping)
                 stale += former if len(former) == len(own) and former[0].ndim else [None] * len(own)
                 labels += [f"{names[param]} factor {i}" for i in range(len(own))]
         ranks, failures = self._helpers(), 0
@@ -52,18 +55,18 @@ class FactoredInverse(CurvatureOptimizer):
         self._metrics["condition"] = self._over_ranks(condition, largest=True)
 
         results = iter(inverses)
-        curvature = self._progress["mean_curvature"] = mean_curvature(self)
         for group in self.param_groups:
+            damping = damping_of(group, curvature)
             for param in group["params"]:
                 state = self.state[param]
                 if "factors" in state:
                     state["inverses"] = [next(results) for _ in state["factors"]]
                 else:
                     tiny = torch.finfo(curvature.dtype).tiny
-                    scale = (curvature + group["damping"]).clamp(min=tiny).reciprocal()
+                    scale = (curvature + damping).clamp(min=tiny).reciprocal()
                     state["inverses"] = [scale.to(widened(param.new_empty(0)))]
 
-    def _solve(self, param: Tensor, grad: Tensor, damping: float) -> Tensor:
+    def _solve(self, param: Tensor, grad: Tensor, damping: float | Tensor) -> Tensor:
         inverses = self.state[param]["inverses"]
         sizes = sizes_of(inverses, param.shape) if inverses[0].ndim else None
         return kfac_mat_prod(inverses, sizes)(grad.to(inverses[0].dtype))

@@ -10,6 +10,7 @@ from torch import Tensor
 from curvopt.distributed import is_sharded, refuse_sharded
 from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import Collected, zero_gradients
+from curvopt.optim.options import DAMPINGS
 from curvopt.optim.reports import listed, parameter_names
 
 logger = logging.getLogger(__name__)
@@ -83,8 +84,9 @@ def check_schedules(who: str, kl_clip: float | None, groups: Sequence[dict[str, 
     """
     options = [("kl_clip", kl_clip, kl_clip is None or kl_clip > 0, "positive or None")]
     for i, group in enumerate(groups):
+        dampings = {name: group[name] for name in DAMPINGS if group.get(name) is not None}
         options += [
-            (f"damping of param group {i}", (damping := group.get("damping", 0)), damping >= 0, "at least 0"),
+            *((f"{name} of param group {i}", value, value >= 0, "at least 0") for name, value in dampings.items()),
             (f"ema of param group {i}", group["ema"], 0 <= group["ema"] < 1, "in [0, 1)"),
         ]
     for name, value, valid, range_ in options:
