@@ -382,8 +382,10 @@ def test_step_is_the_sgd_step_on_the_preconditioned_gradient(make: Callable, nes
     sgd = torch.optim.SGD(twin, **options)
     for step in range(6):
         run.train(range(step, step + 1))
+        damping = damping_of(run.optimizer.param_groups[0], run.optimizer._progress["mean_curvature"])
         for p, q in zip(run.model.parameters(), twin, strict=True):
-            product = run.optimizer._solve(p, p.grad.reshape(-1), run.optimizer.param_groups[0]["damping"]).view_as(p)
+            (stack,) = run.optimizer._stacks_of([p])
+            product = run.optimizer._solve(stack, p.grad.reshape(-1), damping).view_as(p)
             q.grad = product * run.optimizer.metrics()["kl_clip_factor"]
         sgd.step()
         assert_close(run.weights(), [q.detach() for q in twin])
@@ -1529,7 +1531,7 @@ def test_adaptive_damping_where_momentum_leads_uphill(make: Callable) -> None:
 
     run = begun()
     solve = run.optimizer._solve
-    run.optimizer._solve = lambda param, grad, damping: solve(param, grad, 0.1)
+    run.optimizer._solve = lambda stack, grad, damping: solve(stack, grad, 0.1)
     run.optimizer._progress["next_inverse"] = 6
     run.optimizer.param_groups[0]["damping"] = 1e9  # but the step is that of a smaller one
     run.optimizer.step(closure_of(run, 5))

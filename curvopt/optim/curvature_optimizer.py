@@ -1,7 +1,7 @@
 """The step that all curvature optimizers share: refresh the curvature, precondition, clip, step, adapt the damping."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from curvopt.optim.closures import Closure, without_autocast
 from curvopt.optim.options import DAMPINGS
 from curvopt.optim.reports import coverage, listed
 from curvopt.optim.resumable import Resumable
+from curvopt.optim.stacks import Stack, Stacks
 from curvopt.optim.step_checks import Overflow, accepted_curvature, check_adaptive, check_schedules, has_curvature
 from curvopt.optim.step_size import (
     ADAPT_EVERY,
@@ -65,12 +66,23 @@ class CurvatureOptimizer(Resumable):
     #: Whether the caller's gradients are put back after the step.
     _restores_gradients = True
 
+    #: The list in the state that ``_solve`` multiplies by.
+    _stacked: str
+
+    def _start_collecting(self) -> None:
+        super()._start_collecting()
+        self._stacks: dict[int, Stacks] = {}
+
+    def _stacks_of(self, params: Sequence[Tensor], group: int = 0) -> list[Stack]:
+        """Parameters of a group whose curvature has one form, together."""
+        return self._stacks.setdefault(group, Stacks(self._stacked)).of(params, self.state)
+
     @abstractmethod
     def _renew(self) -> None:
         """Prepare ``_solve`` by the averaged factors of all parameters, and set ``metrics``."""
 
-    def _solve(self, param: Tensor, grad: Tensor, damping: float | Tensor) -> Tensor:
-        """The preconditioned gradient ``[P]``; needed unless ``_precondition`` is overridden."""
+    def _solve(self, stack: Stack, grad: Tensor, damping: float | Tensor) -> Tensor:
+        """The preconditioned gradient ``[P]`` of some parameters; needed unless ``_precondition`` is overridden."""
         raise NotImplementedError(f"{type(self).__name__} has neither _solve nor a _precondition of its own")
 
     def _due(self, reached: Set[Tensor] | None) -> bool:
@@ -141,8 +153,7 @@ class CurvatureOptimizer(Resumable):
 
     def _advance(self, grads: dict[Tensor, Tensor], collected: Collected) -> bool:
         """Refresh the curvature and step, unless the loss weighs nothing and there is none so far."""
-        who, names = type(self).__name__, self._names()
-        accepted = accepted_curvature(who, names, self.state, grads, collected, self._over_ranks)
+        accepted = accepted_curvature(type(self).__name__, self._names, self.state, grads, collected, self._over_ranks)
         if accepted is None:
             return False
         self._refresh(grads, collected, accepted)
@@ -256,16 +267,15 @@ class CurvatureOptimizer(Resumable):
 
     def _precondition(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """The preconditioned gradients, scaled by the KL clip; records the metrics."""
-        updates: dict[Tensor, Tensor] = {}
         sums = [] if grads else [torch.zeros(5, dtype=torch.float64, device=self._device())]
-        for group in self.param_groups:
+        solved: list[tuple[Stack, Tensor]] = []
+        for i, group in enumerate(self.param_groups):
             lr, damping, pairs = group["lr"], damping_of(group, self._progress["mean_curvature"]), []
-            for param in group["params"]:
-                if param in grads:
-                    grad = widened(grads[param].reshape(-1))
-                    update = self._solve(param, grad, damping)
-                    updates[param] = update = update.clone() if update is grad else update
-                    pairs.append((update, grad))
+            for stack in self._stacks_of([param for param in group["params"] if param in grads], i):
+                grad = widened(stack.join([grads[param] for param in stack.params]))
+                update = self._solve(stack, grad, damping)
+                pairs.append((update, grad))
+                solved.append((stack, update))
             if pairs:
                 total = moments(pairs)
                 sums.append(torch.cat([total, total[:2] * (lr * lr)]))
@@ -274,7 +284,7 @@ class CurvatureOptimizer(Resumable):
         weight = self._progress["step_weight"].to(total)
         # twice, because the square of the weight may leave the range of float32
         ug, uu, gg, quadratic, length = total / weight / weight
-        quadratic = self._kl(quadratic, updates, weight)
+        quadratic = self._kl(quadratic, solved, weight)
         clip = kl_clip_factor(quadratic, self.kl_clip)
         shorten_momentum(self.param_groups, self.state, self._progress, self.kl_clip)
         self._progress["kl"] = quadratic
@@ -288,17 +298,16 @@ class CurvatureOptimizer(Resumable):
             "damping": damping_of(self.param_groups[0], self._progress["mean_curvature"]),
         }
         scale = clip / weight
-        for device, own in by_device(updates.values()).items():
+        for device, own in by_device([update for _, update in solved]).items():
             torch._foreach_mul_(own, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
-        # like the gradient, which may be kept in another dtype than the parameter
-        return {param: update.to(grads[param].dtype).reshape(param.shape) for param, update in updates.items()}
+        return {param: value for stack, update in solved for param, value in stack.split(update, grads)}
 
-    def _kl(self, quadratic: Tensor, updates: dict[Tensor, Tensor], weight: Tensor) -> Tensor:
+    def _kl(self, quadratic: Tensor, solved: Sequence[tuple[Stack, Tensor]], weight: Tensor) -> Tensor:
         """The number that the KL clip bounds: the change predicted by the curvature, per variable of a prediction.
 
         Args:
             quadratic: ``lr² uᵀg``.
-            updates: ``u`` by parameter, ``[P]``, still times ``weight``.
+            solved: ``u`` of parameters in stacks, ``[P]``, still times ``weight``.
             weight: of the loss.
         """
         return quadratic / self._progress["variables"]

@@ -1,5 +1,6 @@
 """SGD on gradients divided by a curvature diagonal (Becker & LeCun 1989)."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -9,6 +10,7 @@ from curvopt.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
 from curvopt.optim.accumulation import pop_field
 from curvopt.optim.empirical import GradientDiagonal
 from curvopt.optim.solvers import FactoredInverse
+from curvopt.optim.stacks import Stack
 
 
 class DiagonalNewton(FactoredInverse, torch.optim.SGD):
@@ -61,7 +63,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         curvature: Literal["diag_ggn_mc", "diag_ggn_exact", "diag_h"] = "diag_ggn_mc",
         modify: Literal["abs", "clip"] = "abs",
         damping: float = 0.001,
-        ema: float = 0.97,
+        ema: float = 0.995,
         kl_clip: float | None = 0.1,
         curvature_every: int = 10,
         adaptive_damping: bool = False,
@@ -124,18 +126,15 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
                 h.sqrt().to(param.device) for h in state.get("factors", [self._progress["mean_curvature"]])
             ]
 
-    def _kl(self, quadratic: Tensor, updates: dict[Tensor, Tensor], weight: Tensor) -> Tensor:
+    def _kl(self, quadratic: Tensor, solved: Sequence[tuple[Stack, Tensor]], weight: Tensor) -> Tensor:
         length = torch.zeros_like(quadratic)
-        for group in self.param_groups:
-            taken = [param for param in group["params"] if param in updates]
-            if not taken:
-                continue
-            own = torch._foreach_mul([updates[p] for p in taken], [self.state[p]["scales"][0] for p in taken])  # pyright: ignore[reportPrivateImportUsage]
-            lengths = torch._foreach_norm(own, 1)  # pyright: ignore[reportPrivateImportUsage]
-            length += group["lr"] * sum(each.to(quadratic) for each in lengths)
+        rates = {param: group["lr"] for group in self.param_groups for param in group["params"]}
+        for stack, update in solved:
+            scales = [self.state[p]["scales"][0].expand(p.numel()) for p in stack.params]
+            length += rates[stack.params[0]] * (update * stack.join(scales)).abs().sum().to(quadratic)
         length = self._over_ranks(length)
         bound = (length / weight).square() / self._progress["variables"] ** 0.5
         # where there is damping and no curvature
-        bound = torch.maximum(bound, super()._kl(quadratic, updates, weight))
+        bound = torch.maximum(bound, super()._kl(quadratic, solved, weight))
         # by experience: longer steps kill the ReLUs of regressions
         return bound / (0.01 * self._progress["residual"].to(bound)).clamp(max=1)

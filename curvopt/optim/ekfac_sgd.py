@@ -1,6 +1,6 @@
 """SGD on gradients preconditioned in the Kronecker-factored eigenbasis (George et al. 2018)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,8 @@ from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.accumulation import ema_update, number, pop_field
 from curvopt.optim.empirical import GradientScales, Scales
 from curvopt.optim.kronecker import Fisher, Kronecker
-from curvopt.optim.solvers import Eigenbasis, basis_changes, squared, transposed
+from curvopt.optim.solvers import Eigenbasis, basis_changes, squared
+from curvopt.optim.stacks import Stack
 
 
 class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
@@ -133,8 +134,8 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
             state["scales_weight"] = number(weight)
         super()._average(param, new[:factors], decay)
 
-    def _kl(self, quadratic: Tensor, updates: dict[Tensor, Tensor], weight: Tensor) -> Tensor:
-        return super()._kl(quadratic, updates, weight) / self._progress["residual"].to(quadratic).clamp(max=1)
+    def _kl(self, quadratic: Tensor, solved: Sequence[tuple[Stack, Tensor]], weight: Tensor) -> Tensor:
+        return super()._kl(quadratic, solved, weight) / self._progress["residual"].to(quadratic).clamp(max=1)
 
     def _change_basis(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
         state, sizes = self.state[param], sizes_of(self.state[param]["factors"], param.shape)
@@ -144,16 +145,14 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
             state["scales"] = kron_diagonal([spectrum for spectrum in spectra if spectrum is not None], sizes)
             state["scales_weight"] = number(float(state["ema_weight"]))
 
-    def _solve(self, param: Tensor, grad: Tensor, damping: float | Tensor) -> Tensor:
-        bases = self.state[param]["bases"]
-        scales = self.state[param]["scales"] if bases else self._progress["mean_curvature"].to(grad)
-        info = torch.finfo(scales.dtype)
-        damping = damping.to(scales) if isinstance(damping, Tensor) else damping
+    def _solve(self, stack: Stack, grad: Tensor, damping: float | Tensor) -> Tensor:
+        own = [self.state[param]["scales"] for param in stack.params] if stack.factors else []
+        if not own:
+            own = [self._progress["mean_curvature"].to(grad).expand(len(grad))]
+        info = torch.finfo(own[0].dtype)
         if isinstance(damping, Tensor) or damping > 0:
-            scales = (scales + damping).clamp(min=info.tiny)
+            scales = stack.join(own)
+            scales = (scales + torch.as_tensor(damping).to(scales)).clamp(min=info.tiny)
         else:  # directions without curvature are left out
-            scales = scales.masked_fill(scales <= info.eps * scales.max(), torch.inf)
-        if not bases:
-            return grad / scales
-        sizes = sizes_of(bases, param.shape)
-        return kfac_mat_prod(bases, sizes)(kfac_mat_prod(transposed(bases), sizes)(grad.to(scales.dtype)) / scales)
+            scales = stack.join([each.masked_fill(each <= info.eps * each.max(), torch.inf) for each in own])
+        return stack.product(stack.product(grad.to(scales.dtype), transposed=True) / scales)

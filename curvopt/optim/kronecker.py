@@ -55,7 +55,7 @@ class Kronecker(CurvatureOptimizer):
 
     def _fisher(self) -> Fisher | None:
         """The kind of factors; ``None`` before the first refresh has chosen."""
-        return self._options["fisher"] or self._progress["fisher"]
+        return self._options["fisher"] or {None: None, True: "empirical", False: "mc"}[self._progress["several"]]
 
     def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
         fields = {"mc": "kfac", "exact": "kflr", "empirical": "kfac_empirical"}
@@ -77,8 +77,7 @@ class Kronecker(CurvatureOptimizer):
         """
         if self._fisher() is not None:
             return accepted
-        several = self._progress["variables"] > 1
-        self._progress["fisher"] = "empirical" if several else "mc"
+        self._progress["several"] = several = self._progress["variables"] > 1
         chosen = {}
         for param, (*factors, other) in accepted.items():
             if several:

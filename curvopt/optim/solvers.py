@@ -11,18 +11,19 @@ from curvopt.distributed import share
 from curvopt.kroneckers import (
     damped_inverses,
     eigenbases,
-    kfac_mat_prod,
     largest_condition,
     mean_diagonal,
     pi_damping,
-    sizes_of,
 )
 from curvopt.optim.curvature_optimizer import CurvatureOptimizer
+from curvopt.optim.stacks import Stack
 from curvopt.optim.step_size import damping_of
 
 
 class FactoredInverse(CurvatureOptimizer):
     """Multiplies by inverses of factors to which the damping was added, split between them by π."""
+
+    _stacked = "inverses"
 
     def _renew(self) -> None:
         """Compute ``state["inverses"]`` of all parameters, together."""
@@ -66,10 +67,8 @@ class FactoredInverse(CurvatureOptimizer):
                     scale = (curvature + damping).clamp(min=tiny).reciprocal()
                     state["inverses"] = [scale.to(widened(param.new_empty(0)))]
 
-    def _solve(self, param: Tensor, grad: Tensor, damping: float | Tensor) -> Tensor:
-        inverses = self.state[param]["inverses"]
-        sizes = sizes_of(inverses, param.shape) if inverses[0].ndim else None
-        return kfac_mat_prod(inverses, sizes)(grad.to(inverses[0].dtype))
+    def _solve(self, stack: Stack, grad: Tensor, damping: float | Tensor) -> Tensor:
+        return stack.product(grad.to(stack.factors[0].dtype))
 
 
 def mean_curvature(optimizer: CurvatureOptimizer) -> Tensor:
@@ -92,6 +91,8 @@ MAX_OFF_DIAGONAL = 0.1
 
 class Eigenbasis(CurvatureOptimizer):
     """Works in the eigenbases of factors, and renews a basis once its factor is no longer diagonal in it."""
+
+    _stacked = "bases"
 
     def _renew(self) -> None:
         """Renew ``state["bases"]`` of new parameters and of factors that are no longer diagonal in theirs."""
