@@ -64,11 +64,11 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.05,
+        lr: float | Tensor = 0.1,
         momentum: float = 0.8,
         *,
         damping: float | None = None,
-        relative_damping: float = 10.0,
+        relative_damping: float = 5.0,
         ema: float = 0.97,
         kl_clip: float | None = 0.0005,
         curvature_every: int = 10,

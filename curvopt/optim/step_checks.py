@@ -106,8 +106,8 @@ def check_dense(who: str, grads: Mapping[Tensor, Tensor], named: Callable[[], Ma
     for param, grad in grads.items():
         if grad.layout != torch.strided:
             raise CurvoptError(
-                f"{named()[param]}: {who} needs a dense gradient, got one with layout {grad.layout}; build the embedding "
-                "with sparse=False."
+                f"{named()[param]}: {who} needs a dense gradient, got one with layout {grad.layout}; build the "
+                "embedding with sparse=False."
             )
 
 
@@ -126,9 +126,9 @@ def check_precision(
         kept = states[param].get("factors") if param in states else None
         if kept and kept[0].dtype != (now := torch.promote_types(param.dtype, torch.float32)):
             raise CurvoptError(
-                f"{named()[param]}: {who} keeps its curvature in {kept[0].dtype}, but the parameter is now of {now}; after a "
-                "change of the model's precision call optimizer.load_state_dict(optimizer.state_dict()). Parameters "
-                "and state are unchanged."
+                f"{named()[param]}: {who} keeps its curvature in {kept[0].dtype}, but the parameter is now of {now}; "
+                "after a change of the model's precision call optimizer.load_state_dict(optimizer.state_dict()). "
+                "Parameters and state are unchanged."
             )
 
 
