@@ -68,7 +68,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         fisher: Fisher = "mc",
         approx: Approx = "expand",
         mc_samples: int = 1,
-        max_factor_size: int | None = 256,
+        max_factor_size: int | None = 128,
         amsgrad: bool = False,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         maximize: bool = False,
