@@ -117,15 +117,17 @@ def draw(results: list[Result], path: Path) -> None:
     for axis in axes.flat[len(results) :]:
         axis.axis("off")
     for axis, result in zip(axes.flat, results, strict=False):
-        ends = []
         for name, colour in DRAWN.items():
             runs = result["methods"].get(name, {"runs": []})["runs"][:1]
             for run in (run for run in runs if math.isfinite(end(run))):
                 (line,) = axis.plot(costs(run), [row["loss"] for row in run], color=colour, linewidth=1.6)
-                ends.append(end(run))
-                axis.annotate(name, (costs(run)[-1], ends[-1]), color=line.get_color(), fontsize=8, va="center")
+                shown = [i for i, cost in enumerate(costs(run)) if cost <= 2 * result["budget"]]
+                if shown:
+                    at = (costs(run)[shown[-1]], run[shown[-1]]["loss"])
+                    axis.annotate(name, at, color=line.get_color(), fontsize=8, va="center")
         axis.axhline(result["target"], color="0.7", linewidth=0.8, zorder=0)
-        axis.annotate("where tuned AdamW ends", (0, result["target"]), fontsize=7, color="0.4", va="bottom")
+        where = (2 * result["budget"], result["target"])
+        axis.annotate("where tuned AdamW ends", where, fontsize=7, color="0.4", va="bottom", ha="right")
         axis.set_yscale("log")
         axis.set_xlim(0, 2 * result["budget"])
         axis.set_title(result["task"], fontsize=10)

@@ -67,7 +67,7 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
         model: nn.Module,
         *,
         damping: float = 0.05,
-        ema: float = 0.97,
+        ema: float = 0.98,
         kl_clip: float | None = None,
         lr: float = 1.0,
         curvature_every: int = 20,
