@@ -848,7 +848,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(make: Callable, poison: f
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("of", ["model", "optimizer"])
 def test_curvature_goes_with_the_gradients_that_are_reset(of: str, set_to_none: bool) -> None:
-    clean, aborted = Run(KFACSGD, cnn), Run(KFACSGD, cnn)
+    clean, aborted = (Run(KFACSGD, cnn, fisher="empirical") for _ in range(2))
     clean.backward(0)
     aborted.backward(1)
     getattr(aborted, of).zero_grad(set_to_none=set_to_none)
@@ -862,7 +862,7 @@ def test_curvature_goes_with_the_gradients_that_are_reset(of: str, set_to_none: 
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("how", ["closure", "context", "twice"])
 def test_curvature_goes_with_gradients_that_are_reset_inside_of_its_context(how: str, set_to_none: bool) -> None:
-    clean, aborted = Run(KFACSGD, cnn), Run(KFACSGD, cnn)
+    clean, aborted = (Run(KFACSGD, cnn, fisher="empirical") for _ in range(2))
     clean.train(1)
 
     def closure() -> Tensor:

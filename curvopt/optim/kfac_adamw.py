@@ -1,7 +1,5 @@
 """AdamW in the eigenbasis of Kronecker-factored curvature."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -138,8 +136,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
             before = [param.clone() for param in params]
             try:
                 torch._foreach_zero_(params)  # pyright: ignore[reportPrivateImportUsage]
-                with _fused(self.param_groups, params):
-                    super()._take_torch_step(grads, update)
+                super()._take_torch_step(grads, update)
                 steps = [widened(stack.join(stack.params)) for stack, _ in self._rotated]
             finally:
                 torch._foreach_copy_(params, before)  # pyright: ignore[reportPrivateImportUsage]
@@ -161,20 +158,3 @@ def _rotated(stack: Stack, flat: Tensor, transposed: bool = False) -> Tensor:
     """Entries of parameters in other coordinates; those of parameters without a basis of matrices as they are."""
     diagonal = all(basis.ndim < 2 for basis in stack.factors)
     return flat if diagonal else stack.product(flat.to(stack.factors[0].dtype), transposed)
-
-
-@contextmanager
-def _fused(groups: Sequence[dict[str, Any]], params: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, AdamW takes one call for all parameters on the CPU, if nothing else is asked for: a quarter of the time.
-
-    It goes through memory, so parameters, gradients and moments need equal strides.
-    """
-    plain = all(param.device.type == "cpu" and param.is_contiguous() for param in params)
-    chosen = [group for group in groups if plain and group["foreach"] is None and not group["fused"]]
-    try:
-        for group in chosen:
-            group["fused"] = True
-        yield
-    finally:
-        for group in chosen:
-            group["fused"] = None
