@@ -1043,7 +1043,7 @@ def test_coverage_and_a_parameter_without_curvature() -> None:
     model = PartlyExtended()
     extend(model.body)
     lossfunc = extend(nn.CrossEntropyLoss())
-    optimizer = KFACSGD(model.named_parameters(), momentum=0.0, kl_clip=None, lr=1.0)
+    optimizer = KFACSGD(model.named_parameters(), momentum=0.0, kl_clip=None, lr=1.0, damping=0.05)
     assert set(optimizer.coverage().values()) == {"none"}
     before = [p.detach().clone() for p in model.parameters()]
     with optimizer.curvature():

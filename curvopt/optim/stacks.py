@@ -28,6 +28,8 @@ class Stack:
 
     def product(self, flat: Tensor, transposed: bool = False) -> Tensor:
         """Multiply all entries ``[P]`` by the factor list, or by its transpose."""
+        if flat.numel() == 0:  # parameters without entries
+            return flat
         matrices = [f if f.ndim < 2 or not transposed else f.mT for f in self.factors]
         return kfac_mat_prod(matrices, self.sizes)(flat)
 
