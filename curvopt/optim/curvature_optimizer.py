@@ -65,7 +65,6 @@ class CurvatureOptimizer(Resumable):
 
     #: Whether the caller's gradients are put back after the step.
     _restores_gradients = True
-
     #: The list in the state that ``_solve`` multiplies by.
     _stacked: str
 
@@ -169,8 +168,7 @@ class CurvatureOptimizer(Resumable):
         if self.adaptive_damping and self._progress["step"] % ADAPT_EVERY == 0:
             objective = Closure(closure, self._params())
             closure = objective.first
-        earlier = self._accumulation.since_last_step
-        weight = earlier.step_weight
+        weight = (earlier := self._accumulation.since_last_step).step_weight
         # an attached optimizer has a context in each backward, also where the closure has one of its own
         with torch.enable_grad(), nullcontext() if self._attached else self.curvature():
             loss = closure()
