@@ -136,7 +136,7 @@ def mean_diagonal(factor: Tensor) -> Tensor:
     return factor.diagonal(dim1=-2, dim2=-1).mean((1, 2) if factor.ndim == 4 else -1)
 
 
-def pi_damping(factors: Sequence[Tensor], damping: float) -> list[Tensor]:
+def pi_damping(factors: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
     """Shifts of a factor list that together stand for ``+ damping I`` (Martens & Grosse 2015, section 6.3).
 
     ``(B + √λ/π I) ⊗ (A + π √λ I)`` with ``π² = (tr A / dim A) / (tr B / dim B)`` damps both factors by one
@@ -146,8 +146,9 @@ def pi_damping(factors: Sequence[Tensor], damping: float) -> list[Tensor]:
         One shift per factor, ``[]``, ``[G]``, or ``[G, 1]`` for blocks.
     """
     means = [mean_diagonal(factor) for factor in factors]
+    damping = damping.to(means[0]) if isinstance(damping, Tensor) else damping
     if len(factors) == 1:
-        shifts = [torch.full_like(means[0], damping)]
+        shifts = [torch.zeros_like(means[0]) + damping]
     else:
         b, a = means
         tiny = torch.finfo(b.dtype).eps ** 2

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -360,7 +361,8 @@ class Normed(nn.Module):
 @check
 @mock.patch("torch.nn.modules._functions.SyncBatchNorm", SyncBatchNorm)
 def synchronised_batch_norm() -> None:
-    for make in (KFACSGD, EKFACSGD):
+    for kind in (KFACSGD, EKFACSGD):
+        make = partial(kind, fisher="empirical")
         together, alone = Run(make, net=lambda: Normed(True)), Run(make, True, lambda: Normed(False))
         for step in range(4):
             x, y = part(batch(step), [0, *range(25, 25 + dist.get_world_size() - 1), 60])

@@ -339,9 +339,9 @@ def test_two_optimizers_share_a_model() -> None:
         return [p.detach() for p in params]
 
     def kfac(params: list[Tensor]) -> KFACSGD:
-        return KFACSGD(params, fisher="exact", kl_clip=None, lr=0.01)
+        return KFACSGD(params, fisher="exact", kl_clip=None, lr=0.01, damping=0.05)
 
-    together = Run(KFACSGD, dtype=torch.float64, fisher="exact", kl_clip=None, lr=0.01)
+    together = Run(KFACSGD, dtype=torch.float64, fisher="exact", kl_clip=None, lr=0.01, damping=0.05)
     for step in range(6):
         together.optimizer.zero_grad()
         with together.optimizer.curvature():

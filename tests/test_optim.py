@@ -29,7 +29,7 @@ from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 from curvopt.optim.accumulation import ema_update, number
 from curvopt.optim.clocks import annealed_interval
 from curvopt.optim.curvature_optimizer import CurvatureOptimizer
-from curvopt.optim.step_size import kl_clip_factor
+from curvopt.optim.step_size import damping_of, kl_clip_factor
 
 #: Optimizers that take the step of SGD on preconditioned gradients.
 SGD_LIKE: dict[str, Callable[..., CurvatureOptimizer]] = {
@@ -241,13 +241,36 @@ def test_the_exact_factors_are_those_of_the_extension() -> None:
             assert_close(run.optimizer.state[p]["factors"], expected)
 
 
-def test_ema_is_the_bias_corrected_average() -> None:
-    decay, values = 0.8, torch.randn(6, 3, dtype=torch.float64)
+def test_values_count_less_with_their_age_in_steps() -> None:
+    ema, values, steps = 0.8, torch.randn(6, 3, dtype=torch.float64), torch.tensor([0, 1, 2, 5, 9, 20])
     average, weight = [torch.full((3,), 7.0, dtype=torch.float64)], 0.0  # the start value must not matter
     for t, value in enumerate(values):
-        weight = ema_update(average, weight, [value], decay)
-        weights = decay ** torch.arange(t, -1, -1, dtype=torch.float64)
+        weight = ema_update(average, weight, [value], ema ** int(steps[t] - steps[max(0, t - 1)]))
+        weights = ema ** (steps[t] - steps[: t + 1]).double()
         torch.testing.assert_close(average[0], weights @ values[: t + 1] / weights.sum())
+
+
+@pytest.mark.parametrize("name", ["KFACSGD", "EKFACSGD", "DiagonalNewton"])
+def test_averages_forget_by_the_steps_of_each_parameter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that rests forgets nothing, and a resumed run forgets alike."""
+    decays: dict[str, list[float]] = {}
+
+    def average(optimizer: Any, param: Tensor, new: Any, decay: float) -> None:
+        decays.setdefault(optimizer._names()[param], []).append(decay)
+        plain(optimizer, param, new, decay)
+
+    plain = CurvatureOptimizer._average
+    monkeypatch.setattr(CurvatureOptimizer, "_average", average)
+    run = Run(OPTIMIZERS[name], ema=0.5, curvature_every=4).train(3)
+    resting, *_, trained = run.model.parameters()
+    resting.requires_grad_(False)
+    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    run.train(range(3, 13))
+    resting.requires_grad_(True)
+    run.train(range(13, 14))
+    names = run.optimizer._names()
+    assert decays[names[resting]] == [0.5] * 4  # refreshed in its first four steps
+    assert decays[names[trained]] == [0.5**age for age in (1, 1, 1, 1, 1, 2, 3, 4)]
 
 
 def test_numbers_of_the_state_are_on_the_cpu_whatever_the_default_device() -> None:
@@ -359,8 +382,10 @@ def test_step_is_the_sgd_step_on_the_preconditioned_gradient(make: Callable, nes
     sgd = torch.optim.SGD(twin, **options)
     for step in range(6):
         run.train(range(step, step + 1))
+        damping = damping_of(run.optimizer.param_groups[0], run.optimizer._progress["mean_curvature"])
         for p, q in zip(run.model.parameters(), twin, strict=True):
-            product = run.optimizer._solve(p, p.grad.reshape(-1), run.optimizer.param_groups[0]["damping"]).view_as(p)
+            (stack,) = run.optimizer._stacks_of([p])
+            product = run.optimizer._solve(stack, p.grad.reshape(-1), damping).view_as(p)
             q.grad = product * run.optimizer.metrics()["kl_clip_factor"]
         sgd.step()
         assert_close(run.weights(), [q.detach() for q in twin])
@@ -455,6 +480,54 @@ def test_nothing_stays_on_the_parameters(make: Callable) -> None:
 
 
 # ----------------------------------------------------------------------------------------------- what damping refers to
+
+
+@pytest.mark.parametrize("make", [KFACSGD, EKFACSGD])
+def test_relative_damping_is_in_units_of_the_mean_curvature(make: Callable) -> None:
+    """Steps are those of that absolute damping, and its steps do not depend on the scale of the loss."""
+    options: dict[str, Any] = {"dtype": torch.float64, "kl_clip": None, "fisher": "exact"}
+    relative = Run(make, relative_damping=3.0, **options).train(1)
+    damping = 3.0 * float(relative.optimizer._progress["mean_curvature"])
+    blocks = [kfacs_to_mat(relative.optimizer.state[p]["factors"]).diagonal() for p in relative.model.parameters()]
+    assert damping == pytest.approx(3.0 * float(torch.cat(blocks).mean()))
+    assert float(relative.optimizer.metrics()["damping"]) == pytest.approx(damping)
+    absolute = Run(make, damping=damping, **options).train(1)
+    assert_close(relative.weights(), absolute.weights())
+
+
+@pytest.mark.parametrize("make", [KFACSGD, EKFACSGD])
+def test_where_there_is_no_curvature_at_all_steps_are_those_of_gradients(make: Callable) -> None:
+    model = extend(nn.Linear(3, 1))
+    optimizer = make(model.parameters(), lr=0.1, momentum=0.0, fisher="exact", kl_clip=None)
+    with optimizer.curvature():
+        extend(nn.MSELoss())(model(torch.zeros(4, 3)) * 0.0, torch.ones(4, 1)).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert_close([p.detach() for p in model.parameters()], [p - 0.1 for p in before])
+
+
+@pytest.mark.parametrize("name", ["KFACSGD", "EKFACSGD"])
+@pytest.mark.parametrize("several", [False, True])
+def test_the_fisher_matrix_is_chosen_by_the_variables_of_a_prediction(name: str, several: bool) -> None:
+    """With the factors that the choice has from the first step on; and a resumed run keeps it."""
+    x, y = torch.randn(2, 16, 4).double()
+    weights = []
+    for fisher in (None, "empirical" if several else "mc"):
+        torch.manual_seed(0)
+        model, lossfunc = extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))).double(), nn.MSELoss()
+        optimizer = OPTIMIZERS[name](model.parameters(), fisher=fisher, curvature_every=2)
+        optimizer.attach(model, lossfunc)
+        for step in range(5):
+            if step == 3:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.zero_grad()
+            z = model(x) if several else model(x).sum(1, keepdim=True)
+            lossfunc(z, y if several else y[:, :1]).backward()
+            optimizer.step()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert_close(*weights)
 
 
 @exact_optimizer
@@ -615,7 +688,7 @@ def test_half_precision_parameters_keep_their_averages_through_a_checkpoint() ->
     parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizers = [KFACSGD([parameter]) for _ in range(2)]
     factor = torch.randn(3, 3)
-    optimizers[0].state[parameter] = {"factors": [factor], "ema_weight": 0.05, "inverses": [factor]}
+    optimizers[0].state[parameter] = {"factors": [factor], "ema_weight": 1.0, "inverses": [factor]}
     optimizers[1].load_state_dict(torch.load(checkpoint(optimizers[0]), weights_only=True))
     assert torch.equal(optimizers[1].state[parameter]["factors"][0], factor)
 
@@ -775,7 +848,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(make: Callable, poison: f
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("of", ["model", "optimizer"])
 def test_curvature_goes_with_the_gradients_that_are_reset(of: str, set_to_none: bool) -> None:
-    clean, aborted = Run(KFACSGD, cnn), Run(KFACSGD, cnn)
+    clean, aborted = (Run(KFACSGD, cnn, fisher="empirical") for _ in range(2))
     clean.backward(0)
     aborted.backward(1)
     getattr(aborted, of).zero_grad(set_to_none=set_to_none)
@@ -789,7 +862,7 @@ def test_curvature_goes_with_the_gradients_that_are_reset(of: str, set_to_none: 
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("how", ["closure", "context", "twice"])
 def test_curvature_goes_with_gradients_that_are_reset_inside_of_its_context(how: str, set_to_none: bool) -> None:
-    clean, aborted = Run(KFACSGD, cnn), Run(KFACSGD, cnn)
+    clean, aborted = (Run(KFACSGD, cnn, fisher="empirical") for _ in range(2))
     clean.train(1)
 
     def closure() -> Tensor:
@@ -970,7 +1043,7 @@ def test_coverage_and_a_parameter_without_curvature() -> None:
     model = PartlyExtended()
     extend(model.body)
     lossfunc = extend(nn.CrossEntropyLoss())
-    optimizer = KFACSGD(model.named_parameters(), momentum=0.0, kl_clip=None, lr=1.0)
+    optimizer = KFACSGD(model.named_parameters(), momentum=0.0, kl_clip=None, lr=1.0, damping=0.05)
     assert set(optimizer.coverage().values()) == {"none"}
     before = [p.detach().clone() for p in model.parameters()]
     with optimizer.curvature():
@@ -1276,7 +1349,8 @@ def test_metrics(make: Callable) -> None:
         roots = torch.cat([run.optimizer.state[p]["factors"][0].sqrt() for p in run.model.parameters()])
         predicted = (roots @ moved.abs()).square().item()
     assert metrics["kl"] == pytest.approx(predicted, rel=1e-3)
-    assert metrics["damping"] == run.optimizer.param_groups[0]["damping"] and metrics.get("fallbacks", 0) == 0
+    damping = damping_of(run.optimizer.param_groups[0], run.optimizer._progress["mean_curvature"])
+    assert metrics["damping"] == float(damping) and metrics.get("fallbacks", 0) == 0
 
 
 @every_optimizer
@@ -1430,7 +1504,7 @@ def test_adaptive_damping_by_the_last_of_accumulated_backwards(name: str) -> Non
 
         parts.optimizer.step(closure)
         keys = ("reduction_ratio", "damping")
-        (left, right) = ([run.optimizer.metrics()[key] for key in keys] for run in (parts, whole))
+        (left, right) = ([float(run.optimizer.metrics()[key]) for key in keys] for run in (parts, whole))
         assert left == pytest.approx(right, rel=1e-6)
 
 
@@ -1448,14 +1522,16 @@ def test_adaptive_damping_where_momentum_leads_uphill(make: Callable) -> None:
     run.backward(5)
     for p in run.model.parameters():
         run.optimizer.state[p]["momentum_buffer"] = -100 * p.grad
-    damping = run.optimizer.param_groups[0]["damping"]
+    (group,) = run.optimizer.param_groups
+    name = "relative_damping" if group["damping"] is None else "damping"
+    damping = group[name]
     run.optimizer.step(closure_of(run, 5))
     assert math.isnan(run.optimizer.metrics()["reduction_ratio"])
-    assert run.optimizer.param_groups[0]["damping"] == pytest.approx(damping / 0.95**5)
+    assert group[name] == pytest.approx(damping / 0.95**5)
 
     run = begun()
     solve = run.optimizer._solve
-    run.optimizer._solve = lambda param, grad, damping: solve(param, grad, 0.1)
+    run.optimizer._solve = lambda stack, grad, damping: solve(stack, grad, 0.1)
     run.optimizer._progress["next_inverse"] = 6
     run.optimizer.param_groups[0]["damping"] = 1e9  # but the step is that of a smaller one
     run.optimizer.step(closure_of(run, 5))
@@ -1467,7 +1543,7 @@ def test_adaptive_damping_sees_the_same_network_and_leaves_no_trace() -> None:
     def noisy() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 10))
 
-    plain, adaptive = Run(KFACSGD, noisy), Run(KFACSGD, noisy, adaptive_damping=True, lr=0.0)
+    plain, adaptive = Run(KFACSGD, noisy), Run(KFACSGD, noisy, adaptive_damping=True, damping=0.05, lr=0.0)
     torch.manual_seed(7)
     plain.optimizer.step(closure_of(plain, 0))
     state = torch.get_rng_state()

@@ -80,6 +80,7 @@ def test_bases_are_renewed_once_they_have_turned() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.3}, {"amsgrad": True}, {"maximize": True}])
 def test_kfac_adamw_is_adamw_in_the_eigenbasis(options: dict[str, Any]) -> None:
+    options = {"betas": (0.9, 0.99), **options}
     run = Run(KFACAdamW, Tokens, lr=0.02, curvature_every=100, inverse_every=100, **options, **DOUBLE)
     run.optimizer._progress |= {"step": 200, "steps": [200] * 7}  # no refresh after the first
     start, step = run.weights(), run.optimizer._progress["step"]
@@ -93,7 +94,7 @@ def test_kfac_adamw_is_adamw_in_the_eigenbasis(options: dict[str, Any]) -> None:
         if not twins:
             twins = [nn.Parameter(u.T @ w.reshape(-1)) for u, w in zip(U, start, strict=True)]
             options = {"weight_decay": 0.0, **options}
-            adamw = torch.optim.AdamW(twins, lr=0.02, betas=(0.9, 0.99), **options)
+            adamw = torch.optim.AdamW(twins, lr=0.02, **options)
         for twin, u, grad in zip(twins, U, grads, strict=True):
             twin.grad = u.T @ grad.reshape(-1)
         adamw.step()

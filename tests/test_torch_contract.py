@@ -54,7 +54,9 @@ def test_groups_have_their_own_options_alone(kind: type) -> None:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        *((kind, {"damping": value}) for kind in (KFACSGD, DiagonalNewton, HessianFree) for value in ("0.1", None)),
+        *((kind, {"damping": value}) for kind in (DiagonalNewton, HessianFree) for value in ("0.1", None)),
+        (KFACSGD, {"damping": "0.1"}),
+        (EKFACSGD, {"relative_damping": None}),
         *((kind, {"curvature_every": 2.5}) for kind in KINDS[:-1]),
         (KFACSGD, {"kl_clip": "0.1"}),
         (KFACAdamW, {"ema": None}),

@@ -31,19 +31,26 @@ LARGEST_JUMP = 10.0
 
 
 def ema_update(average: list[Tensor], weight: float, new: Sequence[Tensor], decay: float) -> float:
-    """Exponential moving average with bias correction, in place (Kingma & Ba 2015, section 3).
+    """Mean of values that count less with age, in place.
 
     A value whose trace is more than `LARGEST_JUMP` times that of the average is scaled down to that, so that one bad
     batch spoils it no more than gradients that are clipped.
 
-    Kept normalised: ``average = Σ_t decay^(T-t) new_t / Σ_t decay^(T-t)``. ``weight`` is ``(1 - decay)`` times that
-    denominator, 0 before the first update; its new value is returned.
+    Args:
+        average: the tensors that are averaged. A value of age a (in steps) has the weight ``ema^a`` in their mean, as
+            in Adam's moments with bias correction (Kingma & Ba 2015, section 3), however many steps lie between values.
+        weight: the sum of the weights, 0 before the first update.
+        new: the values, one for each.
+        decay: of the steps since the last update together.
+
+    Returns:
+        The new sum of the weights.
     """
-    weight = decay * weight + (1 - decay)
+    weight = decay * weight + 1
     for old, value in zip(average, new, strict=True):
         most, trace = LARGEST_JUMP * _trace(old), _trace(value)
         factor = torch.where((most > 0) & (trace > most) & (decay > 0), most / trace, 1.0)
-        old.lerp_(value * factor, (1 - decay) / weight)
+        old.lerp_(value * factor, 1 / weight)
     return weight
 
 

@@ -14,6 +14,7 @@ from curvopt.kroneckers import sizes_of
 
 #: Entries of a parameter's ``state`` that the torch optimizer does not have; they keep their own dtype.
 CURVATURE_STATE = ("factors", "ema_weight", "inverses", "bases", "scales", "scales_weight")
+_OURS = set(CURVATURE_STATE)
 
 
 class SampleStream:
@@ -40,8 +41,10 @@ class SampleStream:
 
 @contextmanager
 def without_curvature(states: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Inside, states are those of torch optimizers alone, which take one that is not empty for one of their own."""
-    own = [(state, {name: state.pop(name) for name in CURVATURE_STATE if name in state}) for state in states]
+    """Inside, states that have our entries alone are empty: torch optimizers take others for those of their own."""
+    own = [(state, dict(state)) for state in states if state and state.keys() <= _OURS]
+    for state, _ in own:
+        state.clear()
     try:
         yield
     finally:
@@ -55,6 +58,7 @@ def new_progress() -> dict[str, Any]:
         "step": 0,
         "steps": [],  # see `curvopt.optim.clocks`
         "due": [],
+        "refreshed": [],
         "next_inverse": 0,
         "stale": False,
         "step_weight": torch.ones(()),
@@ -64,6 +68,7 @@ def new_progress() -> dict[str, Any]:
         "mean_curvature": torch.zeros(()),
         "kl": torch.zeros(()),  # of the last step, before clipping
         "last_lrs": [],  # of each group
+        "several": None,  # whether predictions have several variables, where that chooses the Fisher matrix
         "empirical": False,  # whether the empirical quantity took the place of another one
         "clip": torch.zeros(()),  # largest factor of the KL clip since it was looked at, and when
         "looked": 0,

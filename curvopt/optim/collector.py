@@ -163,7 +163,7 @@ class CurvatureCollector(OverRanks, ABC):
         if accumulation.this_context is not None or not self._due(None):
             yield
             return
-        check_precision(who, self.state, self._names())
+        check_precision(who, self.state, self._params(), self._names)
         self._knows_scale = loss_scale is not None or self._scaler is not None
         scale = loss_scale if loss_scale is not None else 1.0 if self._scaler is None else self._scaler.get_scale()
         extensions = self._empirical_extensions() if self._progress["empirical"] else self._extensions()

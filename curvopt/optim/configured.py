@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvopt.errors import CurvoptWarning
 from curvopt.optim.checkpoint import new_progress
-from curvopt.optim.options import check_group_options, check_options, refuse_modules
+from curvopt.optim.options import DAMPINGS, check_group_options, check_options, refuse_modules
 from curvopt.optim.reports import shown
 from curvopt.optim.step_checks import check_new_group
 
@@ -40,9 +40,9 @@ class Configured(torch.optim.Optimizer):
         """Check and store the options; before the constructor of the torch optimizer, which adds the param groups.
 
         Args:
-            options: ``ema`` and ``damping`` (if the optimizer has one) of param groups, all others of the whole run.
+            options: ``ema`` and the damping (if the optimizer has one) of param groups, all others of the whole run.
         """
-        self._group_defaults = {name: options.pop(name) for name in ("ema", "damping") if name in options}
+        self._group_defaults = {name: options.pop(name) for name in ("ema", *DAMPINGS) if name in options}
         check_options(options)
         for name, value in options.items():
             setattr(self, name, value)
@@ -57,7 +57,7 @@ class Configured(torch.optim.Optimizer):
         self._said: set[str] = set()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, before or during training; ``damping`` and ``ema`` may be set per group.
+        """Add a param group, before or during training; damping and ``ema`` may be set per group.
 
         Raises:
             TypeError: an option is no number, or is one of the whole optimizer.
@@ -66,7 +66,7 @@ class Configured(torch.optim.Optimizer):
         for name, value in self._group_defaults.items():
             param_group.setdefault(name, value)
         check_group_options(param_group, (*self._run_options, *self._options))
-        if param_group.get("damping") == 0:
+        if 0 in [param_group.get(name) for name in DAMPINGS]:
             warnings.warn(
                 f"{type(self).__name__} with damping=0: a step is as long as the curvature says, however little that "
                 "knows of a direction. Take a small positive number unless the curvature is exact and full-batch.",

@@ -1,7 +1,7 @@
 """The step that all curvature optimizers share: refresh the curvature, precondition, clip, step, adapt the damping."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,8 +18,10 @@ from curvopt.optim.checkpoint import (
     CURVATURE_STATE,
 )
 from curvopt.optim.closures import Closure, without_autocast
+from curvopt.optim.options import DAMPINGS
 from curvopt.optim.reports import coverage, listed
 from curvopt.optim.resumable import Resumable
+from curvopt.optim.stacks import Stack, Stacks
 from curvopt.optim.step_checks import Overflow, accepted_curvature, check_adaptive, check_schedules, has_curvature
 from curvopt.optim.step_size import (
     ADAPT_EVERY,
@@ -27,6 +29,7 @@ from curvopt.optim.step_size import (
     by_device,
     clip_is_tight,
     cosine,
+    damping_of,
     kl_clip_factor,
     moments,
     shorten_momentum,
@@ -62,13 +65,23 @@ class CurvatureOptimizer(Resumable):
 
     #: Whether the caller's gradients are put back after the step.
     _restores_gradients = True
+    #: The list in the state that ``_solve`` multiplies by.
+    _stacked: str
+
+    def _start_collecting(self) -> None:
+        super()._start_collecting()
+        self._stacks: dict[int, Stacks] = {}
+
+    def _stacks_of(self, params: Sequence[Tensor], group: int = 0) -> list[Stack]:
+        """Parameters of a group whose curvature has one form, together."""
+        return self._stacks.setdefault(group, Stacks(self._stacked)).of(params, self.state)
 
     @abstractmethod
     def _renew(self) -> None:
         """Prepare ``_solve`` by the averaged factors of all parameters, and set ``metrics``."""
 
-    def _solve(self, param: Tensor, grad: Tensor, damping: float) -> Tensor:
-        """The preconditioned gradient ``[P]``; needed unless ``_precondition`` is overridden."""
+    def _solve(self, stack: Stack, grad: Tensor, damping: float | Tensor) -> Tensor:
+        """The preconditioned gradient ``[P]`` of some parameters; needed unless ``_precondition`` is overridden."""
         raise NotImplementedError(f"{type(self).__name__} has neither _solve nor a _precondition of its own")
 
     def _due(self, reached: Set[Tensor] | None) -> bool:
@@ -108,7 +121,7 @@ class CurvatureOptimizer(Resumable):
         grads = {p: p.grad for p in self._params() if p.grad is not None}
         if ranks is not None and (self._due(grads.keys()) or not self._ranks_agree):
             run = {name: self._progress[name] for name in ("step", "steps", "due", "next_inverse", "empirical")}
-            damping = [float(group.get("damping", 0)) for group in self.param_groups]
+            damping = [[group.get(name) for name in DAMPINGS] for group in self.param_groups]
             collected = self._exchange(collected, ranks, run | {"damping": damping})
         if not grads:
             return loss
@@ -139,8 +152,7 @@ class CurvatureOptimizer(Resumable):
 
     def _advance(self, grads: dict[Tensor, Tensor], collected: Collected) -> bool:
         """Refresh the curvature and step, unless the loss weighs nothing and there is none so far."""
-        who, names = type(self).__name__, self._names()
-        accepted = accepted_curvature(who, names, self.state, grads, collected, self._over_ranks)
+        accepted = accepted_curvature(type(self).__name__, self._names, self.state, grads, collected, self._over_ranks)
         if accepted is None:
             return False
         self._refresh(grads, collected, accepted)
@@ -156,8 +168,7 @@ class CurvatureOptimizer(Resumable):
         if self.adaptive_damping and self._progress["step"] % ADAPT_EVERY == 0:
             objective = Closure(closure, self._params())
             closure = objective.first
-        earlier = self._accumulation.since_last_step
-        weight = earlier.step_weight
+        weight = (earlier := self._accumulation.since_last_step).step_weight
         # an attached optimizer has a context in each backward, also where the closure has one of its own
         with torch.enable_grad(), nullcontext() if self._attached else self.curvature():
             loss = closure()
@@ -180,7 +191,8 @@ class CurvatureOptimizer(Resumable):
             progress["stale"] = True
             progress |= {name: getattr(collected, name) for name in ("step_weight", "closure_weight", "variables")}
             progress["residual"] = collected.residual / collected.weight
-            decays = {param: group["ema"] for group in self.param_groups for param in group["params"]}
+            accepted = self._settle(accepted, collected)
+            decays = self._decays()
             self._forget_other_forms(accepted, collected.mixed)
             for param, factors in accepted.items():
                 self._average(param, factors, decays[param])
@@ -200,15 +212,16 @@ class CurvatureOptimizer(Resumable):
             progress["next_inverse"] = progress["step"] + clocks.annealed_interval(progress["step"], self.inverse_every)
             progress["stale"] = False
 
+    def _settle(self, accepted: dict[Tensor, list[Tensor]], collected: Collected) -> dict[Tensor, list[Tensor]]:
+        """Choose between factors of several kinds, where there are."""
+        return accepted
+
     def _wind_clocks(self, grads: dict[Tensor, Tensor], collected: Collected, accepted: Any, new: bool) -> None:
         """Let the intervals of parameters that were refreshed begin anew; warn of refreshes that are overdue."""
-        progress, every = self._progress, self.curvature_every
-        if self._step_of_owner:
-            if new:  # all at once; the parameters of this rank only are here
-                progress["due"] = [n + clocks.annealed_interval(n, every) for n in progress["steps"] or [0]]
-        elif new:
-            clocks.restart(progress, self._params(), {*accepted, *grads}, every)
-        elif not collected.curvature and clocks.is_due(progress, self._params(), grads.keys(), every):
+        progress, every, owner = self._progress, self.curvature_every, self._step_of_owner
+        if new:  # an owner, who has some parameters only, winds the clocks of all
+            clocks.restart(progress, self._clocked(), None if owner else accepted.keys(), grads.keys(), every)
+        elif not owner and not collected.curvature and clocks.is_due(progress, self._params(), grads.keys(), every):
             self._say(
                 "overdue",
                 "takes steps with old curvature: its refresh is overdue, but no backward computed any. Call "
@@ -236,27 +249,31 @@ class CurvatureOptimizer(Resumable):
         for name in CURVATURE_STATE:
             self.state[param].pop(name, None)
 
-    def _average(self, param: Tensor, new: list[Tensor], ema: float) -> None:
+    def _decays(self) -> dict[Tensor, float]:
+        """By parameter, the decay of its averages over the steps since its last refresh."""
+        ages = iter(self._own_clocks(clocks.ages(self._progress, self._clocked())))
+        return {param: group["ema"] ** next(ages) for group in self.param_groups for param in group["params"]}
+
+    def _average(self, param: Tensor, new: list[Tensor], decay: float) -> None:
         """Move a parameter's new factors into their average."""
         state = self.state[param]
         if "factors" in state:
-            state["ema_weight"] = number(ema_update(state["factors"], float(state["ema_weight"]), new, ema))
+            state["ema_weight"] = number(ema_update(state["factors"], float(state["ema_weight"]), new, decay))
         else:
             state["factors"] = [factor.clone() for factor in new]
-            state["ema_weight"] = number(1 - ema)
+            state["ema_weight"] = number(1.0)
 
     def _precondition(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """The preconditioned gradients, scaled by the KL clip; records the metrics."""
-        updates: dict[Tensor, Tensor] = {}
         sums = [] if grads else [torch.zeros(5, dtype=torch.float64, device=self._device())]
-        for group in self.param_groups:
-            lr, pairs = group["lr"], []
-            for param in group["params"]:
-                if param in grads:
-                    grad = widened(grads[param].reshape(-1))
-                    update = self._solve(param, grad, group["damping"])
-                    updates[param] = update = update.clone() if update is grad else update
-                    pairs.append((update, grad))
+        solved: list[tuple[Stack, Tensor]] = []
+        for i, group in enumerate(self.param_groups):
+            lr, damping, pairs = group["lr"], damping_of(group, self._progress["mean_curvature"]), []
+            for stack in self._stacks_of([param for param in group["params"] if param in grads], i):
+                grad = widened(stack.join([grads[param] for param in stack.params]))
+                update = self._solve(stack, grad, damping)
+                pairs.append((update, grad))
+                solved.append((stack, update))
             if pairs:
                 total = moments(pairs)
                 sums.append(torch.cat([total, total[:2] * (lr * lr)]))
@@ -265,7 +282,7 @@ class CurvatureOptimizer(Resumable):
         weight = self._progress["step_weight"].to(total)
         # twice, because the square of the weight may leave the range of float32
         ug, uu, gg, quadratic, length = total / weight / weight
-        quadratic = self._kl(quadratic, updates, weight)
+        quadratic = self._kl(quadratic, solved, weight)
         clip = kl_clip_factor(quadratic, self.kl_clip)
         shorten_momentum(self.param_groups, self.state, self._progress, self.kl_clip)
         self._progress["kl"] = quadratic
@@ -276,20 +293,19 @@ class CurvatureOptimizer(Resumable):
             "step_norm": clip * length.sqrt(),
             "grad_norm": gg.sqrt(),
             "cosine": cosine(ug, uu, gg),
-            "damping": float(self.param_groups[0]["damping"]),
+            "damping": damping_of(self.param_groups[0], self._progress["mean_curvature"]),
         }
         scale = clip / weight
-        for device, own in by_device(updates.values()).items():
+        for device, own in by_device([update for _, update in solved]).items():
             torch._foreach_mul_(own, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
-        # like the gradient, which may be kept in another dtype than the parameter
-        return {param: update.to(grads[param].dtype).reshape(param.shape) for param, update in updates.items()}
+        return {param: value for stack, update in solved for param, value in stack.split(update, grads)}
 
-    def _kl(self, quadratic: Tensor, updates: dict[Tensor, Tensor], weight: Tensor) -> Tensor:
+    def _kl(self, quadratic: Tensor, solved: Sequence[tuple[Stack, Tensor]], weight: Tensor) -> Tensor:
         """The number that the KL clip bounds: the change predicted by the curvature, per variable of a prediction.
 
         Args:
             quadratic: ``lr² uᵀg``.
-            updates: ``u`` by parameter, ``[P]``, still times ``weight``.
+            solved: ``u`` of parameters in stacks, ``[P]``, still times ``weight``.
             weight: of the loss.
         """
         return quadratic / self._progress["variables"]

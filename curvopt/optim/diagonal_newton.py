@@ -1,5 +1,6 @@
 """SGD on gradients divided by a curvature diagonal (Becker & LeCun 1989)."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -9,6 +10,7 @@ from curvopt.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
 from curvopt.optim.accumulation import pop_field
 from curvopt.optim.empirical import GradientDiagonal
 from curvopt.optim.solvers import FactoredInverse
+from curvopt.optim.stacks import Stack
 
 
 class DiagonalNewton(FactoredInverse, torch.optim.SGD):
@@ -31,7 +33,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         curvature: name of the diagonal, ``"diag_ggn_mc"`` (sampled), ``"diag_ggn_exact"`` or ``"diag_h"``.
         modify: replaces the negative entries of ``"diag_h"`` by their absolute value (``"abs"``) or zero (``"clip"``).
         damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
-        ema: decay of the average per refresh, bias-corrected.
+        ema: decay of the average per step, whatever the interval between refreshes.
         kl_clip: bound ``κ`` on ``lr² (Σ √hᵢ |uᵢ|)² / √V``, and on ``lr² uᵀ g / V``, of a step ``u`` over all groups,
             with ``V`` the number of variables that a prediction has (1 for a class, a sample's entries for
             element-wise losses); ``None`` for none. The root is by experience. For squared errors of mean r it is
@@ -61,7 +63,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         curvature: Literal["diag_ggn_mc", "diag_ggn_exact", "diag_h"] = "diag_ggn_mc",
         modify: Literal["abs", "clip"] = "abs",
         damping: float = 0.001,
-        ema: float = 0.95,
+        ema: float = 0.995,
         kl_clip: float | None = 0.1,
         curvature_every: int = 10,
         adaptive_damping: bool = False,
@@ -111,10 +113,10 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         diagonal = pop_field(param, "gradient_diagonal" if self._progress["empirical"] else self._options["curvature"])
         return None if diagonal is None else ([diagonal.reshape(-1)], None)
 
-    def _average(self, param: Tensor, new: list[Tensor], ema: float) -> None:
+    def _average(self, param: Tensor, new: list[Tensor], decay: float) -> None:
         # after the sum over backwards, whose parts of the batch may have other signs
         (diagonal,) = new
-        super()._average(param, [diagonal.abs() if self._options["modify"] == "abs" else diagonal.clamp(min=0)], ema)
+        super()._average(param, [diagonal.abs() if self._options["modify"] == "abs" else diagonal.clamp(min=0)], decay)
 
     def _renew(self) -> None:
         super()._renew()
@@ -124,18 +126,15 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
                 h.sqrt().to(param.device) for h in state.get("factors", [self._progress["mean_curvature"]])
             ]
 
-    def _kl(self, quadratic: Tensor, updates: dict[Tensor, Tensor], weight: Tensor) -> Tensor:
+    def _kl(self, quadratic: Tensor, solved: Sequence[tuple[Stack, Tensor]], weight: Tensor) -> Tensor:
         length = torch.zeros_like(quadratic)
-        for group in self.param_groups:
-            taken = [param for param in group["params"] if param in updates]
-            if not taken:
-                continue
-            own = torch._foreach_mul([updates[p] for p in taken], [self.state[p]["scales"][0] for p in taken])  # pyright: ignore[reportPrivateImportUsage]
-            lengths = torch._foreach_norm(own, 1)  # pyright: ignore[reportPrivateImportUsage]
-            length += group["lr"] * sum(each.to(quadratic) for each in lengths)
+        rates = {param: group["lr"] for group in self.param_groups for param in group["params"]}
+        for stack, update in solved:
+            scales = [self.state[p]["scales"][0].expand(p.numel()) for p in stack.params]
+            length += rates[stack.params[0]] * (update * stack.join(scales)).abs().sum().to(quadratic)
         length = self._over_ranks(length)
         bound = (length / weight).square() / self._progress["variables"] ** 0.5
         # where there is damping and no curvature
-        bound = torch.maximum(bound, super()._kl(quadratic, updates, weight))
+        bound = torch.maximum(bound, super()._kl(quadratic, solved, weight))
         # by experience: longer steps kill the ReLUs of regressions
         return bound / (0.01 * self._progress["residual"].to(bound)).clamp(max=1)

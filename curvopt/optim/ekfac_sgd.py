@@ -1,6 +1,6 @@
 """SGD on gradients preconditioned in the Kronecker-factored eigenbasis (George et al. 2018)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,8 @@ from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.accumulation import ema_update, number, pop_field
 from curvopt.optim.empirical import GradientScales, Scales
 from curvopt.optim.kronecker import Fisher, Kronecker
-from curvopt.optim.solvers import Eigenbasis, basis_changes, squared, transposed
+from curvopt.optim.solvers import Eigenbasis, basis_changes, squared
+from curvopt.optim.stacks import Stack
 
 
 class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
@@ -25,23 +26,26 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
     Use it as ``KFACSGD``: loop, checkpoints and shared options are alike.
 
     Args:
-        params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, ``damping``,
+        params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, dampings,
             ``ema`` and the options of SGD may differ between groups.
         lr: learning rate.
         momentum: momentum of the preconditioned gradients.
-        damping: ``λ``, in units of the curvature of the mean-reduced loss.
-        ema: decay of the averages per refresh, bias-corrected.
+        damping: ``λ``, in units of the curvature of the mean-reduced loss; ``None`` for ``relative_damping``.
+        relative_damping: ``λ`` in multiples of the mean curvature of all parameters, which follows it in training; read
+            when the curvature is renewed.
+        ema: decay of the averages per step, whatever the interval between refreshes.
         kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step over all groups, for each variable that a
             prediction has (1 for a class, a sample's entries for element-wise losses); ``None`` for none. For squared
             errors it is relative to their mean, if that is below 1.
         curvature_every: steps between refreshes of factors and scales, reached gradually from 1.
         inverse_every: steps between checks of the bases, reached gradually from 1.
-        adaptive_damping: every fifth step, multiply ``damping`` by (19/20)^5 or its inverse if the change of the loss
+        adaptive_damping: every fifth step, multiply the damping by (19/20)^5 or its inverse if the change of the loss
             was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``. No step is taken back: from a
             damping far too low it is the KL clip that keeps the first ones short.
         fisher: ``"empirical"`` takes each prediction's own gradient, ``"mc"`` one at a target drawn from the model,
             ``"exact"`` sweeps one vector per output (KFLR). The empirical matrix is no curvature at a minimum (Kunstner
-            et al. 2019), but on the way it contains that predicted variables err together.
+            et al. 2019), but on the way it contains that predicted variables err together. So ``None`` takes it where
+            a prediction has several (autoencoders), else ``"mc"`` (classes, regressions of one number).
         approx: how shared positions enter the factors, see `curvopt.extensions.KFAC`.
         mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the optimizer.
         max_factor_size: larger factors are cut down to blocks on their diagonal, which cost less and need fewer
@@ -60,16 +64,17 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.05,
+        lr: float | Tensor = 0.1,
         momentum: float = 0.8,
         *,
-        damping: float = 0.01,
-        ema: float = 0.95,
+        damping: float | None = None,
+        relative_damping: float = 2.0,
+        ema: float = 0.98,
         kl_clip: float | None = 0.0005,
         curvature_every: int = 10,
         inverse_every: int = 10,
         adaptive_damping: bool = False,
-        fisher: Fisher = "empirical",
+        fisher: Fisher | None = None,
         approx: Approx = "expand",
         mc_samples: int = 1,
         max_factor_size: int | None = 128,
@@ -83,6 +88,7 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
         self._configure(
             damping=damping,
+            relative_damping=relative_damping,
             ema=ema,
             kl_clip=kl_clip,
             curvature_every=curvature_every,
@@ -102,8 +108,8 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         )
 
     def _extensions(self) -> list[Any]:
-        (factors,) = super()._extensions()
-        return [factors, Scales(self._bases(), factors.columns)]
+        factors = super()._extensions()
+        return [*factors, Scales(self._bases(), factors[0].columns)]
 
     def _empirical_extensions(self) -> list[Any]:
         return [*super()._empirical_extensions(), GradientScales(self._bases())]
@@ -118,18 +124,18 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
             taken[0].append(scales)
         return taken
 
-    def _average(self, param: Tensor, new: list[Tensor], ema: float) -> None:
+    def _average(self, param: Tensor, new: list[Tensor], decay: float) -> None:
         state = self.state[param]
         # scales come last; those of bases that were forgotten are of no use
         has_scales = len(new) > 1 and new[-1].shape == (param.numel(),)
         factors = len(state.get("factors", new[:-1] if has_scales else new))
         if len(new) > factors and "scales" in state:
-            weight = ema_update([state["scales"]], float(state["scales_weight"]), new[factors:], ema)
+            weight = ema_update([state["scales"]], float(state["scales_weight"]), new[factors:], decay)
             state["scales_weight"] = number(weight)
-        super()._average(param, new[:factors], ema)
+        super()._average(param, new[:factors], decay)
 
-    def _kl(self, quadratic: Tensor, updates: dict[Tensor, Tensor], weight: Tensor) -> Tensor:
-        return super()._kl(quadratic, updates, weight) / self._progress["residual"].to(quadratic).clamp(max=1)
+    def _kl(self, quadratic: Tensor, solved: Sequence[tuple[Stack, Tensor]], weight: Tensor) -> Tensor:
+        return super()._kl(quadratic, solved, weight) / self._progress["residual"].to(quadratic).clamp(max=1)
 
     def _change_basis(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
         state, sizes = self.state[param], sizes_of(self.state[param]["factors"], param.shape)
@@ -139,15 +145,14 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
             state["scales"] = kron_diagonal([spectrum for spectrum in spectra if spectrum is not None], sizes)
             state["scales_weight"] = number(float(state["ema_weight"]))
 
-    def _solve(self, param: Tensor, grad: Tensor, damping: float) -> Tensor:
-        bases = self.state[param]["bases"]
-        scales = self.state[param]["scales"] if bases else self._progress["mean_curvature"].to(grad)
-        info = torch.finfo(scales.dtype)
-        if damping > 0:
-            scales = (scales + damping).clamp(min=info.tiny)
+    def _solve(self, stack: Stack, grad: Tensor, damping: float | Tensor) -> Tensor:
+        own = [self.state[param]["scales"] for param in stack.params] if stack.factors else []
+        if not own:
+            own = [self._progress["mean_curvature"].to(grad).expand(len(grad))]
+        info = torch.finfo(own[0].dtype)
+        if isinstance(damping, Tensor) or damping > 0:
+            scales = stack.join(own)
+            scales = (scales + torch.as_tensor(damping).to(scales)).clamp(min=info.tiny)
         else:  # directions without curvature are left out
-            scales = scales.masked_fill(scales <= info.eps * scales.max(), torch.inf)
-        if not bases:
-            return grad / scales
-        sizes = sizes_of(bases, param.shape)
-        return kfac_mat_prod(bases, sizes)(kfac_mat_prod(transposed(bases), sizes)(grad.to(scales.dtype)) / scales)
+            scales = stack.join([each.masked_fill(each <= info.eps * each.max(), torch.inf) for each in own])
+        return stack.product(stack.product(grad.to(scales.dtype), transposed=True) / scales)

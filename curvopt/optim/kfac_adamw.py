@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from curvopt.core.jacobians.base import Approx
+from curvopt.core.jacobians.sums import widened
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.solvers import Eigenbasis, basis_changes, squared, transposed
+from curvopt.optim.stacks import Stack
 from curvopt.optim.step_size import cosine, moments
 
 
@@ -32,7 +34,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         betas: decay of the averages of the gradients and their squares.
         eps: added to the root of the mean squares.
         weight_decay: as in AdamW.
-        ema: decay of the averages of the factors per refresh, bias-corrected.
+        ema: decay of the averages of the factors per step, whatever the interval between refreshes.
         curvature_every: steps between refreshes of the factors, reached gradually from 1.
         inverse_every: steps between checks of the bases, reached gradually from 1.
         fisher: ``"mc"`` samples the Fisher matrix, ``"exact"`` sweeps one vector per output, ``"empirical"`` takes the
@@ -53,18 +55,18 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.003,
-        betas: tuple[float, float] = (0.9, 0.99),
+        lr: float | Tensor = 0.006,
+        betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        ema: float = 0.95,
+        ema: float = 0.97,
         curvature_every: int = 20,
         inverse_every: int = 20,
         fisher: Fisher = "mc",
         approx: Approx = "expand",
         mc_samples: int = 1,
-        max_factor_size: int | None = 256,
+        max_factor_size: int | None = 128,
         amsgrad: bool = False,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         maximize: bool = False,
@@ -119,15 +121,13 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         flat = value.reshape(-1).to(matrices[0].dtype)
         return kfac_mat_prod(matrices, sizes)(flat).reshape(value.shape).to(value.dtype)
 
-    def _rotated(self, param: Tensor, value: Tensor, back: bool = False) -> Tensor:
-        bases = self.state[param].get("bases")
-        if not bases or all(basis.ndim < 2 for basis in bases):  # diagonal: nothing to rotate
-            return value
-        return self._product(bases if back else transposed(bases), sizes_of(bases, param.shape), value)
-
     def _precondition(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """The gradients in the eigenbasis."""
-        return {param: self._rotated(param, grad) for param, grad in grads.items()}
+        self._rotated = []
+        for stack in self._stacks_of(list(grads)):
+            flat = widened(stack.join([grads[param] for param in stack.params]))
+            self._rotated.append((stack, _rotated(stack, flat, transposed=True)))
+        return {param: value for stack, flat in self._rotated for param, value in stack.split(flat, grads)}
 
     def _take_torch_step(self, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
         """The step of AdamW from zero in the eigenbasis, taken from where the parameters are."""
@@ -137,15 +137,24 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
             try:
                 torch._foreach_zero_(params)  # pyright: ignore[reportPrivateImportUsage]
                 super()._take_torch_step(grads, update)
-                steps = [self._rotated(param, param.clone(), back=True) for param in params]
+                steps = [widened(stack.join(stack.params)) for stack, _ in self._rotated]
             finally:
                 torch._foreach_copy_(params, before)  # pyright: ignore[reportPrivateImportUsage]
-            torch._foreach_add_(params, steps)  # pyright: ignore[reportPrivateImportUsage]
-            pairs = zip(steps, grads.values(), strict=True)
-            sums = moments([(step.reshape(-1).float(), grad.reshape(-1).float()) for step, grad in pairs])
+            sums = moments([(step, grad) for step, (_, grad) in zip(steps, self._rotated, strict=True)])
+            moved = {}
+            for step, (stack, _) in zip(steps, self._rotated, strict=True):
+                moved.update(stack.split(_rotated(stack, step), update))
+            torch._foreach_add_(params, [moved[param] for param in params])  # pyright: ignore[reportPrivateImportUsage]
+            self._rotated = []
         ug, uu, gg = self._over_ranks(sums)
         self._metrics |= {
             "step_norm": uu.sqrt(),
             "grad_norm": gg.sqrt() / self._progress["step_weight"].to(gg),
             "cosine": cosine(-ug, uu, gg),
         }
+
+
+def _rotated(stack: Stack, flat: Tensor, transposed: bool = False) -> Tensor:
+    """Entries of parameters in other coordinates; those of parameters without a basis of matrices as they are."""
+    diagonal = all(basis.ndim < 2 for basis in stack.factors)
+    return flat if diagonal else stack.product(flat.to(stack.factors[0].dtype), transposed)

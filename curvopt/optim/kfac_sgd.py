@@ -26,22 +26,25 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
         optimizer.step()
 
     Args:
-        params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, ``damping``,
+        params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, dampings,
             ``ema`` and the options of SGD may differ between groups.
         lr: learning rate.
         momentum: momentum of the preconditioned gradients.
-        damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
-        ema: decay of the averages per refresh, bias-corrected.
+        damping: ``λ``, in units of the curvature of the mean-reduced loss; ``None`` for ``relative_damping``.
+        relative_damping: ``λ`` in multiples of the mean curvature of all parameters, which follows it in training; read
+            when the curvature is renewed.
+        ema: decay of the averages per step, whatever the interval between refreshes.
         kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step over all groups, for each variable that a
             prediction has (1 for a class, a sample's entries for element-wise losses); ``None`` for none.
         curvature_every: steps between refreshes of the factors, reached gradually from 1.
         inverse_every: steps between refreshes of the inverses, reached gradually from 1.
-        adaptive_damping: every fifth step, multiply ``damping`` by (19/20)^5 or its inverse if the change of the loss
+        adaptive_damping: every fifth step, multiply the damping by (19/20)^5 or its inverse if the change of the loss
             was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``. No step is taken back: from a
             damping far too low it is the KL clip that keeps the first ones short.
         fisher: ``"empirical"`` takes each prediction's own gradient, ``"mc"`` one at a target drawn from the model,
             ``"exact"`` sweeps one vector per output (KFLR). The empirical matrix is no curvature at a minimum (Kunstner
-            et al. 2019), but on the way it contains that predicted variables err together.
+            et al. 2019), but on the way it contains that predicted variables err together. So ``None`` takes it where
+            a prediction has several (autoencoders), else ``"mc"`` (classes, regressions of one number).
         approx: how shared positions enter the factors, see `curvopt.extensions.KFAC`.
         mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the optimizer.
         max_factor_size: larger factors are cut down to blocks on their diagonal, which cost less and need fewer
@@ -60,16 +63,17 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.05,
+        lr: float | Tensor = 0.1,
         momentum: float = 0.8,
         *,
-        damping: float = 0.05,
-        ema: float = 0.95,
+        damping: float | None = None,
+        relative_damping: float = 5.0,
+        ema: float = 0.98,
         kl_clip: float | None = 0.001,
         curvature_every: int = 20,
         inverse_every: int = 20,
         adaptive_damping: bool = False,
-        fisher: Fisher = "empirical",
+        fisher: Fisher | None = None,
         approx: Approx = "expand",
         mc_samples: int = 1,
         max_factor_size: int | None = 128,
@@ -83,6 +87,7 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
         self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
         self._configure(
             damping=damping,
+            relative_damping=relative_damping,
             ema=ema,
             kl_clip=kl_clip,
             curvature_every=curvature_every,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from curvopt.core.jacobians.base import Approx
 from curvopt.extensions import KFAC, KFLR, KFACEmpirical
-from curvopt.optim.accumulation import pop_field
+from curvopt.optim.accumulation import Collected, pop_field
 from curvopt.optim.curvature_optimizer import CurvatureOptimizer
 from curvopt.optim.empirical import GradientFactors
 
@@ -17,11 +17,11 @@ class Kronecker(CurvatureOptimizer):
     """Collects the Kronecker factors of the Fisher (or GGN) matrix."""
 
     def _configure_factors(
-        self, *, fisher: Fisher, approx: Approx, mc_samples: int, max_factor_size: int | None
+        self, *, fisher: Fisher | None, approx: Approx, mc_samples: int, max_factor_size: int | None
     ) -> None:
         """Check and store the options."""
-        if fisher not in ("mc", "exact", "empirical"):
-            raise ValueError(f'fisher must be "mc", "exact" or "empirical", got {fisher!r}')
+        if fisher not in (None, "mc", "exact", "empirical"):
+            raise ValueError(f'fisher must be "mc", "exact", "empirical" or None, got {fisher!r}')
         KFAC(mc_samples, approx, max_factor_size=max_factor_size)  # checks the others
         self._options = {
             "fisher": fisher,
@@ -38,20 +38,54 @@ class Kronecker(CurvatureOptimizer):
         return sum(b * (param.numel() + d * b // self.inverse_every) for d, b in blocks) + 1
 
     def _extensions(self) -> list[Any]:
-        fisher, approx, mc_samples, limit = self._options.values()
-        if fisher == "mc":
-            return [KFAC(mc_samples, approx, self._sampler(), limit)]
-        return [(KFLR if fisher == "exact" else KFACEmpirical)(approx, limit)]
+        _, approx, mc_samples, limit = self._options.values()
+        kinds = {
+            "mc": lambda: KFAC(mc_samples, approx, self._sampler(), limit),
+            "exact": lambda: KFLR(approx, limit),
+            "empirical": lambda: KFACEmpirical(approx, limit),
+        }
+        fisher = self._fisher()
+        return [kinds[each]() for each in (("mc", "empirical") if fisher is None else (fisher,))]
 
     def _empirical_extensions(self) -> list[Any]:
         return [GradientFactors(self._options["approx"], self._options["max_factor_size"])]
 
     def _wants_empirical(self) -> bool:
-        return self._options["fisher"] == "empirical"
+        return self._options["fisher"] in (None, "empirical")
+
+    def _fisher(self) -> Fisher | None:
+        """The kind of factors; ``None`` before the first refresh has chosen."""
+        return self._options["fisher"] or {None: None, True: "empirical", False: "mc"}[self._progress["several"]]
 
     def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
-        fisher = "empirical" if self._progress["empirical"] else self._options["fisher"]
-        factors = pop_field(param, {"mc": "kfac", "exact": "kflr", "empirical": "kfac_empirical"}[fisher])
+        fields = {"mc": "kfac", "exact": "kflr", "empirical": "kfac_empirical"}
+        fisher = "empirical" if self._progress["empirical"] else self._fisher()
+        factors = pop_field(param, fields[fisher or "mc"])
         if factors is None:
             return None
-        return list(factors), None if len(factors) == 1 else 0 if factors.transposed else 1
+        of_input = None if len(factors) == 1 else 0 if factors.transposed else 1
+        if self._fisher() is None:  # its factor of the outputs is added in both kinds
+            other = factors if fisher == "empirical" else pop_field(param, fields["empirical"])
+            return [*factors, other[_of_output(of_input)]], of_input
+        return list(factors), of_input
+
+    def _settle(self, accepted: dict[Tensor, list[Tensor]], collected: Collected) -> dict[Tensor, list[Tensor]]:
+        """Choose the kind of factors by the number of variables of a prediction.
+
+        Several may err together, which samples of the model do not know, but the samples' own gradients do. Of a single
+        one the empirical factors vanish with the residual.
+        """
+        if self._fisher() is not None:
+            return accepted
+        self._progress["several"] = several = self._progress["variables"] > 1
+        chosen = {}
+        for param, (*factors, other) in accepted.items():
+            if several:
+                factors[_of_output(collected.curvature[param].of_input)] = other
+            chosen[param] = factors
+        return chosen
+
+
+def _of_output(of_input: int | None) -> int:
+    """Index of the factor of the outputs, by that of the input's."""
+    return 1 if of_input == 0 else 0

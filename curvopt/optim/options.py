@@ -6,6 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+#: The options that say how large the damping is.
+DAMPINGS = ("damping", "relative_damping")
+
 
 def check_number(name: str, value: Any, least: float = 0.0, below: float | None = None) -> None:
     """Refuse anything but a number, or a tensor with one entry, of at least ``least``.
@@ -63,11 +66,13 @@ def check_group_options(group: Mapping[str, Any], of_run: Collection[str]) -> No
         TypeError: an option is of the wrong type, or is one of the whole run.
         ValueError: an option is out of its range.
     """
+    optional = {"damping"} if "relative_damping" in group else set()
     for name in of_run:
         if name in group:
             raise TypeError(f"{name} is an option of the whole optimizer, not of a param group; pass {name}=...")
-    if "damping" in group:
-        check_number("damping", group["damping"])
+    for name in DAMPINGS:
+        if name in group and (group[name] is not None or name not in optional):
+            check_number(name, group[name])
     check_number("ema", group["ema"], 0, 1)
 
 

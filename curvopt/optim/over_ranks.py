@@ -108,6 +108,16 @@ class OverRanks(Configured):
         found = {} if sharding is None else gathered_parameters(sharding.params)
         return mine | {whole: p for whole, p in found.items() if p in mine}
 
+    def _clocked(self) -> list[Tensor]:
+        """The parameters that have clocks: all, also in the step of an owner of some."""
+        return self._shards.params if self._step_of_owner and self._shards is not None else self._params()
+
+    def _own_clocks(self, numbers: list[int]) -> list[int]:
+        """Of numbers of all parameters, those of the parameters of this step."""
+        if not self._step_of_owner or self._shards is None:
+            return numbers
+        return [n for p, n in zip(self._shards.params, numbers, strict=True) if self._shards.owns(p)]
+
     def _device(self) -> torch.device:
         """Where small numbers are exchanged and samples drawn."""
         return next((param.device for param in self._params()), torch.device("cpu"))

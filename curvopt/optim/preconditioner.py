@@ -43,7 +43,7 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
     Args:
         model: the model, which is extended; all its parameters that require gradients are preconditioned.
         damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
-        ema: decay of the averages per refresh, bias-corrected.
+        ema: decay of the averages per step, whatever the interval between refreshes.
         kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step, see `KFACSGD`; ``None`` for none, as optimizers
             want whose step does not depend on the gradient's length (Adam, Muon).
         lr: learning rate of the other optimizer, for the KL clip alone.
@@ -67,7 +67,7 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
         model: nn.Module,
         *,
         damping: float = 0.05,
-        ema: float = 0.95,
+        ema: float = 0.98,
         kl_clip: float | None = None,
         lr: float = 1.0,
         curvature_every: int = 20,

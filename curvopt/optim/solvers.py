@@ -11,30 +11,34 @@ from curvopt.distributed import share
 from curvopt.kroneckers import (
     damped_inverses,
     eigenbases,
-    kfac_mat_prod,
     largest_condition,
     mean_diagonal,
     pi_damping,
-    sizes_of,
 )
 from curvopt.optim.curvature_optimizer import CurvatureOptimizer
+from curvopt.optim.stacks import Stack
+from curvopt.optim.step_size import damping_of
 
 
 class FactoredInverse(CurvatureOptimizer):
     """Multiplies by inverses of factors to which the damping was added, split between them by π."""
 
+    _stacked = "inverses"
+
     def _renew(self) -> None:
         """Compute ``state["inverses"]`` of all parameters, together."""
         names = self._names()
+        curvature = self._progress["mean_curvature"] = mean_curvature(self)
         factors, shifts, stale, labels = [], [], [], []
         for group in self.param_groups:
+            damping = damping_of(group, curvature)
             for param in group["params"]:
                 state = self.state[param]
                 if "factors" not in state:
                     continue
                 own, former = state["factors"], state.get("inverses", [])
                 factors += own
-                shifts += pi_damping(own, group["damping"])
+                shifts += pi_damping(own, damping)
                 stale += former if len(former) == len(own) and former[0].ndim else [None] * len(own)
                 labels += [f"{names[param]} factor {i}" for i in range(len(own))]
         ranks, failures = self._helpers(), 0
@@ -52,21 +56,19 @@ class FactoredInverse(CurvatureOptimizer):
         self._metrics["condition"] = self._over_ranks(condition, largest=True)
 
         results = iter(inverses)
-        curvature = self._progress["mean_curvature"] = mean_curvature(self)
         for group in self.param_groups:
+            damping = damping_of(group, curvature)
             for param in group["params"]:
                 state = self.state[param]
                 if "factors" in state:
                     state["inverses"] = [next(results) for _ in state["factors"]]
                 else:
                     tiny = torch.finfo(curvature.dtype).tiny
-                    scale = (curvature + group["damping"]).clamp(min=tiny).reciprocal()
+                    scale = (curvature + damping).clamp(min=tiny).reciprocal()
                     state["inverses"] = [scale.to(widened(param.new_empty(0)))]
 
-    def _solve(self, param: Tensor, grad: Tensor, damping: float) -> Tensor:
-        inverses = self.state[param]["inverses"]
-        sizes = sizes_of(inverses, param.shape) if inverses[0].ndim else None
-        return kfac_mat_prod(inverses, sizes)(grad.to(inverses[0].dtype))
+    def _solve(self, stack: Stack, grad: Tensor, damping: float | Tensor) -> Tensor:
+        return stack.product(grad.to(stack.factors[0].dtype))
 
 
 def mean_curvature(optimizer: CurvatureOptimizer) -> Tensor:
@@ -89,6 +91,8 @@ MAX_OFF_DIAGONAL = 0.1
 
 class Eigenbasis(CurvatureOptimizer):
     """Works in the eigenbases of factors, and renews a basis once its factor is no longer diagonal in it."""
+
+    _stacked = "bases"
 
     def _renew(self) -> None:
         """Renew ``state["bases"]`` of new parameters and of factors that are no longer diagonal in theirs."""

@@ -1,7 +1,7 @@
 """Checks that a step can be taken, before anything has changed."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from curvopt.distributed import is_sharded, refuse_sharded
 from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import Collected, zero_gradients
+from curvopt.optim.options import DAMPINGS
 from curvopt.optim.reports import listed, parameter_names
 
 logger = logging.getLogger(__name__)
@@ -83,8 +84,9 @@ def check_schedules(who: str, kl_clip: float | None, groups: Sequence[dict[str, 
     """
     options = [("kl_clip", kl_clip, kl_clip is None or kl_clip > 0, "positive or None")]
     for i, group in enumerate(groups):
+        dampings = {name: group[name] for name in DAMPINGS if group.get(name) is not None}
         options += [
-            (f"damping of param group {i}", (damping := group.get("damping", 0)), damping >= 0, "at least 0"),
+            *((f"{name} of param group {i}", value, value >= 0, "at least 0") for name, value in dampings.items()),
             (f"ema of param group {i}", group["ema"], 0 <= group["ema"] < 1, "in [0, 1)"),
         ]
     for name, value, valid, range_ in options:
@@ -95,7 +97,7 @@ def check_schedules(who: str, kl_clip: float | None, groups: Sequence[dict[str, 
             )
 
 
-def check_dense(who: str, names: Mapping[Tensor, str], grads: Mapping[Tensor, Tensor]) -> None:
+def check_dense(who: str, grads: Mapping[Tensor, Tensor], named: Callable[[], Mapping[Tensor, str]]) -> None:
     """Refuse sparse gradients.
 
     Raises:
@@ -104,30 +106,35 @@ def check_dense(who: str, names: Mapping[Tensor, str], grads: Mapping[Tensor, Te
     for param, grad in grads.items():
         if grad.layout != torch.strided:
             raise CurvoptError(
-                f"{names[param]}: {who} needs a dense gradient, got one with layout {grad.layout}; build the embedding "
-                "with sparse=False."
+                f"{named()[param]}: {who} needs a dense gradient, got one with layout {grad.layout}; build the "
+                "embedding with sparse=False."
             )
 
 
-def check_precision(who: str, states: Mapping[Tensor, dict[str, Any]], names: Mapping[Tensor, str]) -> None:
+def check_precision(
+    who: str,
+    states: Mapping[Tensor, dict[str, Any]],
+    params: Iterable[Tensor],
+    named: Callable[[], Mapping[Tensor, str]],
+) -> None:
     """Refuse parameters that have another precision than their curvature.
 
     Raises:
         CurvoptError: if there is one.
     """
-    for param, name in names.items():
+    for param in params:
         kept = states[param].get("factors") if param in states else None
         if kept and kept[0].dtype != (now := torch.promote_types(param.dtype, torch.float32)):
             raise CurvoptError(
-                f"{name}: {who} keeps its curvature in {kept[0].dtype}, but the parameter is now of {now}; after a "
-                "change of the model's precision call optimizer.load_state_dict(optimizer.state_dict()). Parameters "
-                "and state are unchanged."
+                f"{named()[param]}: {who} keeps its curvature in {kept[0].dtype}, but the parameter is now of {now}; "
+                "after a change of the model's precision call optimizer.load_state_dict(optimizer.state_dict()). "
+                "Parameters and state are unchanged."
             )
 
 
 def accepted_curvature(
     who: str,
-    names: Mapping[Tensor, str],
+    named: Callable[[], Mapping[Tensor, str]],
     states: Mapping[Tensor, dict[str, Any]],
     grads: Mapping[Tensor, Tensor],
     collected: Collected,
@@ -137,7 +144,7 @@ def accepted_curvature(
 
     Args:
         who: name of the optimizer.
-        names: of all its parameters.
+        named: names all its parameters.
         states: its state by parameter, which holds the curvature so far.
         grads: gradients by parameter.
         collected: curvature since the last step.
@@ -147,8 +154,8 @@ def accepted_curvature(
         CurvoptError: if a gradient is sparse or not finite, a parameter changed its precision, or no curvature was
             ever computed.
     """
-    check_dense(who, names, grads)
-    check_precision(who, states, {param: names[param] for param in grads})
+    check_dense(who, grads, named)
+    check_precision(who, states, grads, named)
     params = list(grads)
     # not finite if the loss weighs nothing
     new = {param: curvature.mean(collected.weight) for param, curvature in collected.curvature.items()}
@@ -160,7 +167,7 @@ def accepted_curvature(
         tensors.append(torch.where(weight > 0, weight, torch.nan))
     finite = all_finite(tensors) if tensors else []
 
-    bad = [names[param] for param, ok in zip(params, finite, strict=False) if not ok]
+    bad = [named()[param] for param, ok in zip(params, finite, strict=False) if not ok]
     rejected = {
         param for param, ok in zip(owners, finite[len(params) : len(params) + len(owners)], strict=True) if not ok
     }
@@ -178,10 +185,10 @@ def accepted_curvature(
     if weightless:
         logger.info("%s: the loss weighs nothing (were all targets ignored?)", who)
     for param in () if weightless else rejected:
-        logger.warning("%s: new curvature is not finite and was dropped", names[param])
+        logger.warning("%s: new curvature is not finite and was dropped", named()[param])
 
     if not known and all_rejected == all_new:
-        nonzero = not (zero_gradients(names) or not params)
+        nonzero = not (zero_gradients(named()) or not params)
         if not all_weightless or over_ranks(torch.tensor(float(nonzero))) > 0:
             reason = "all curvature so far was not finite" if all_rejected else "no curvature was computed so far"
             raise CurvoptError(

@@ -19,6 +19,13 @@ ADAPT_EVERY = 5
 ADAPT_FACTOR = (19 / 20) ** ADAPT_EVERY
 
 
+def damping_of(group: Mapping[str, Any], mean_curvature: Tensor) -> float | Tensor:
+    """The damping λ of a param group: its own, or a multiple of the mean curvature (1 where there is none at all)."""
+    if group["damping"] is not None:
+        return group["damping"]
+    return torch.where(mean_curvature > 0, group["relative_damping"] * mean_curvature, 1.0)
+
+
 def kl_clip_factor(quadratic: Tensor, kl_clip: float | None) -> Tensor:
     """``ν = min(1, √(κ / Σ lr² uᵀg))`` bounds the KL change predicted for a step by ``κ`` (Ba et al. 2017, sec. 5)."""
     if kl_clip is None:
@@ -128,9 +135,10 @@ def adapt_damping(
     ratio = actual / predicted if predicted < 0 else nan
     factor = 1 / ADAPT_FACTOR if ratio < 1 / 4 or actual > 0 else ADAPT_FACTOR if ratio > 3 / 4 else 1.0
     curvature = progress["mean_curvature"]
-    least = torch.finfo(curvature.dtype).eps * float(curvature)  # the effect of less is lost in rounding
+    least = torch.finfo(curvature.dtype).eps  # the effect of less is lost in rounding
     for group in groups:
-        group["damping"] = max(group["damping"] * factor, min(group["damping"], least))
+        name, unit = ("relative_damping", 1.0) if group["damping"] is None else ("damping", float(curvature))
+        group[name] = max(group[name] * factor, min(group[name], least * unit))
     return ratio
 
 
@@ -144,12 +152,13 @@ def predicted_change(
     """``gᵀδ + ½ δᵀ(F + λ I)δ`` by the averaged factors F, of the whole step δ; arguments as of `adapt_damping`."""
     terms = []
     for group in groups:
+        damping = damping_of(group, progress["mean_curvature"])
         for param in group["params"]:
             if param in grads:
                 grad = grads[param].reshape(-1) * (-1 if group.get("maximize") else 1)
                 delta = widened((param - before[param]).reshape(-1))
                 factors = states[param].get("factors") or [progress["mean_curvature"].to(delta)]
                 sizes = sizes_of(factors, param.shape) if factors[0].ndim else None
-                curved = kfac_mat_prod(factors, sizes)(delta.to(factors[0].dtype)) + group["damping"] * delta
+                curved = kfac_mat_prod(factors, sizes)(delta.to(factors[0].dtype)) + damping * delta
                 terms.append(delta.dot(grad.to(delta) / progress["step_weight"].to(delta) + curved / 2))
     return float(torch.stack([term.to(terms[0]) for term in terms]).sum())

@@ -1,0 +1,140 @@
+"""Tables and the figure of `benchmarks.optimizers`, by the rows of its runs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.optimizer_methods import DRAWN
+
+Result = dict[str, Any]
+
+
+def end(rows: list[Result]) -> float:
+    """Loss at the end; infinite if there is none."""
+    return rows[-1]["loss"] if rows and "test_loss" in rows[-1] and math.isfinite(rows[-1]["loss"]) else math.inf
+
+
+def costs(rows: list[Result]) -> list[float]:
+    """Cost at each evaluation, in plain gradients."""
+    total, found = 0.0, []
+    for row in rows:
+        found.append(total := total + row["seconds"] / row["unit"])
+    return found
+
+
+def arrival(rows: list[Result], target: float) -> float | None:
+    """Cost at which the loss comes to the target, interpolated between evaluations."""
+    start, before = 0.0, None
+    for cost, row in zip(costs(rows), rows, strict=True):
+        if row["loss"] <= target:
+            part = 1.0 if before is None or before == row["loss"] else (before - target) / (before - row["loss"])
+            return start + part * (cost - start)
+        start, before = cost, row["loss"]
+    return None
+
+
+def at_cost(rows: list[Result], budget: float) -> float:
+    """Loss at a cost, interpolated between evaluations; that of the end for runs which are cheaper."""
+    start, before = 0.0, math.inf
+    for cost, row in zip(costs(rows), rows, strict=True):
+        if cost >= budget:
+            part = (budget - start) / (cost - start)
+            return before + part * (row["loss"] - before) if math.isfinite(before) else row["loss"]
+        start, before = cost, row["loss"]
+    return before
+
+
+def mean(values: list[float | None]) -> float | None:
+    """Mean; ``None`` if one is missing."""
+    return None if not values or None in values else statistics.fmean(v for v in values if v is not None)
+
+
+def summary(result: Result) -> dict[str, Result]:
+    """A row for each method."""
+    rows = {}
+    for name, found in result["methods"].items():
+        runs = found["runs"]
+        last = [run[-1] for run in runs if math.isfinite(end(run))]
+        whole = len(last) == len(runs)
+        losses = [row["loss"] for row in last]
+        rows[name] = {
+            "loss": mean(losses) if whole else None,
+            "spread": statistics.stdev(losses) if whole and len(losses) > 1 else None,
+            "at equal cost": mean([at_cost(run, result["budget"]) for run in runs]) if whole else None,
+            "untuned": end(found["defaults"]),
+            "arrival": mean([arrival(run, result["target"]) for run in runs]) if whole else None,
+            "held out": mean([row["test_loss"] for row in last]) if whole else None,
+            "accuracy": mean([row.get("accuracy") for row in last]) if whole else None,
+            "cost": mean([costs(run)[-1] / run[-1]["step"] for run in runs if run]),
+            "state": mean([row["state"] for row in last]) if whole else None,
+            "options": found["options"],
+        }
+    return rows
+
+
+def markdown(result: Result) -> str:
+    """The table of a task."""
+
+    def show(value: float | None, form: str) -> str:
+        return "–" if value is None or not math.isfinite(value) else format(value, form)
+
+    lines = [
+        f"| {result['task']} | loss at the end | spread of seeds | at equal cost | with defaults | "
+        "cost to AdamW's loss | held-out loss | accuracy | step, in gradients | state, in parameters | lr |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in summary(result).items():
+        accuracy = None if row["accuracy"] is None else 100 * row["accuracy"]
+        cells = [
+            show(row["loss"], ".4g"),
+            show(row["spread"], ".2g"),
+            show(row["at equal cost"], ".4g"),
+            show(row["untuned"], ".4g"),
+            show(row["arrival"], ".0f"),
+            show(row["held out"], ".4g"),
+            show(accuracy, ".1f"),
+            show(row["cost"], ".2f"),
+            show(row["state"], ".1f"),
+            show(row["options"].get("lr"), "g"),
+        ]
+        lines.append(" | ".join([f"| {name}", *cells]) + " |")
+    return "\n".join(lines)
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """Training loss over cost, a panel for each task; few lines, with their names at their ends."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    columns = min(len(results), 2)  # readable on a phone
+    lines = -(-len(results) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(4.0 * columns, 3.0 * lines), squeeze=False)
+    for axis in axes.flat[len(results) :]:
+        axis.axis("off")
+    for axis, result in zip(axes.flat, results, strict=False):
+        for name, colour in DRAWN.items():
+            runs = result["methods"].get(name, {"runs": []})["runs"][:1]
+            for run in (run for run in runs if math.isfinite(end(run))):
+                (line,) = axis.plot(costs(run), [row["loss"] for row in run], color=colour, linewidth=1.6)
+                shown = [i for i, cost in enumerate(costs(run)) if cost <= 2 * result["budget"]]
+                if shown:
+                    at = (costs(run)[shown[-1]], run[shown[-1]]["loss"])
+                    axis.annotate(name, at, color=line.get_color(), fontsize=8, va="center")
+        axis.axhline(result["target"], color="0.7", linewidth=0.8, zorder=0)
+        where = (2 * result["budget"], result["target"])
+        axis.annotate("where tuned AdamW ends", where, fontsize=7, color="0.4", va="bottom", ha="right")
+        axis.set_yscale("log")
+        axis.set_xlim(0, 2 * result["budget"])
+        axis.set_title(result["task"], fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("cost, in plain gradients", fontsize=10)
+    figure.supylabel("training loss", fontsize=10)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
