@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -419,6 +419,71 @@ def adaptive_damping() -> None:
         assert abs(ratios[0] - ratios[1]) < 1e-4, ratios
     assert together.optimizer.param_groups[0]["damping"] != 0.01
     assert_alike(together)
+
+
+@contextmanager
+def bytes_sent():
+    """Yields a list to which the size of each tensor is added that an optimizer sends."""
+    sizes: list[int] = []
+
+    def counting(original: Callable, place: int) -> Callable:
+        def call(*args: Any, **options: Any) -> Any:
+            sizes.append(args[place].nbytes)
+            return original(*args, **options)
+
+        return call
+
+    places = {"all_reduce": 0, "all_to_all_single": 1, "all_gather": 1, "broadcast": 0}
+    with ExitStack() as stack:
+        for name, place in places.items():
+            stack.enter_context(mock.patch.object(dist, name, counting(getattr(dist, name), place)))
+        yield sizes
+
+
+def compare_communication_dtypes(make_run: Callable[..., Any], names: tuple[str, ...]) -> None:
+    """Symmetric halves change nothing, bfloat16 no more than it rounds, and both send less."""
+    for name in names:
+        runs, sent = {}, {}
+        for dtype in (None, torch.float64, torch.bfloat16):
+            run = runs[dtype] = make_run(EXACT[name])
+            run.optimizer.communication_dtype = dtype
+            assert copy.deepcopy(run.optimizer).communication_dtype == dtype
+            with bytes_sent() as sizes:
+                run.train(own, range(2))  # in the second step, sharded eigenbases go to all ranks
+            sent[dtype] = sum(sizes)
+        plain, halves, rounded = (
+            [f for state in run.optimizer.state.values() for f in state["factors"]] for run in runs.values()
+        )
+        differences = []
+        for f, same, low in zip(plain, halves, rounded, strict=True):
+            torch.testing.assert_close(f, same, rtol=1e-12, atol=1e-12)
+            if f.ndim > 1:
+                assert torch.equal(low, low.mT)
+                d = f.diagonal(dim1=-2, dim2=-1)
+                # two roundings by 2^-8 at most, of entries below the mean of their rows' and columns' diagonals
+                assert ((f - low).abs() <= 1.1 * 2**-7 * (d.unsqueeze(-1) * d.unsqueeze(-2)).sqrt() + 1e-9).all()
+                assert (torch.linalg.eigvalsh(low)[..., 0] >= -(2**-7) * d.sum(-1)).all()
+            differences.append((f - low).abs().max())
+        assert max(differences) > 0 or not differences
+        assert sent[torch.bfloat16] < 0.9 * sent[torch.float64] < 0.81 * sent[None], (name, sent)
+        for run in runs.values():
+            run.train(own, range(2, 6))
+        moved = sum((a - b).square().sum() for a, b in zip(runs[None].weights(), network().parameters(), strict=True))
+        for dtype, most in ((torch.float64, 1e-11), (torch.bfloat16, 0.02)):
+            pairs = zip(runs[None].weights(), runs[dtype].weights(), strict=True)
+            difference = sum((a - b).square().sum() for a, b in pairs)
+            assert (difference / moved).sqrt() < most, (name, dtype, (difference / moved).sqrt())
+
+
+@check
+def communication_dtypes() -> None:
+    compare_communication_dtypes(Run, ("KFACSGD", "KFACSGD empirical blocks", "EKFACSGD"))
+    run = Run(EXACT["KFACSGD"])
+    run.optimizer.communication_dtype = torch.bfloat16
+    assert_alike(run.train(own, range(5)))
+    run.optimizer.communication_dtype = torch.float32 if dist.get_rank() else None
+    with raises("not in the same state", "communication_dtype"):
+        run.train(own, range(5, 9))
 
 
 # --------------------------------------------------------------------------------------------------------- shared work

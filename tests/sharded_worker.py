@@ -13,7 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_worker import EXACT, SAMPLED, Run, batch, main, network, of_total, own, part, raises
+from distributed_worker import (
+    EXACT,
+    SAMPLED,
+    Run,
+    batch,
+    compare_communication_dtypes,
+    main,
+    network,
+    of_total,
+    own,
+    part,
+    raises,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -290,6 +302,11 @@ def mixed_precision() -> None:
 def sampled_steps() -> None:
     for make in SAMPLED.values():
         assert_moved(Sharded(make, by_layers=True).train(own, range(3)))
+
+
+@check
+def communication_dtypes() -> None:
+    compare_communication_dtypes(Sharded, ("KFACSGD", "EKFACSGD"))
 
 
 # ----------------------------------------------------------------------------------------------------- state and errors

@@ -139,29 +139,33 @@ class Collected:
             for i, c in found.items()
         }
 
-    def mean(self, forms: dict[int, Any], params: Sequence[Tensor], ranks: Ranks) -> "Collected":
+    def mean(
+        self, forms: dict[int, Any], params: Sequence[Tensor], ranks: Ranks, chosen: torch.dtype | None
+    ) -> "Collected":
         """The mean over the ranks, some of which have nothing for some parameters.
 
         Args:
             forms: of all ranks, see `forms`.
             params: the parameters.
             ranks: the ranks.
+            chosen: dtype in which curvature is sent, see `curvopt.optim.over_ranks.OverRanks.communication_dtype`.
         """
         device = params[0].device
         # of one dtype, whatever that of the losses: a rank may have none
-        tensors = [
+        weights = [
             w.to(device, torch.float64) for w in (self.weight, self.step_weight, self.residual, self.closure_weight)
         ]
+        sums: list[Tensor] = []
         for i, (shapes, dtype, of_input) in forms.items():
             zeros = [torch.zeros(shape, dtype=getattr(torch, dtype), device=params[i].device) for shape in shapes]
             own = self.curvature.get(params[i], Curvature(zeros, of_input, torch.zeros((), device=params[i].device)))
-            tensors += [*own.sums, own.weight.to(torch.float64)]
-        weight, step_weight, residual, closure_weight, *means = ranks.mean(tensors)
+            sums += own.sums
+            weights.append(own.weight.to(torch.float64))
+        weight, step_weight, residual, closure_weight, *of_params = ranks.mean(weights)
         result = Collected({}, weight, step_weight, residual, closure_weight, variables=self.variables)
-        rest = iter(means)
-        for i, (shapes, _, of_input) in forms.items():
-            sums = [next(rest) for _ in shapes]
-            result.curvature[params[i]] = Curvature(sums, of_input, next(rest))
+        means = iter(ranks.mean(sums, chosen))
+        for (i, (shapes, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
+            result.curvature[params[i]] = Curvature([next(means) for _ in shapes], of_input, mean_weight)
         return result
 
 

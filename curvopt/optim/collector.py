@@ -286,9 +286,10 @@ class CurvatureCollector(OverRanks, ABC):
             CurvoptError: on all ranks, for an error on one of them.
         """
         params, names, samples, who = self._params(), self._names(), self._samples, type(self).__name__
-        sharding = self._sharding()
+        sharding, dtype = self._sharding(), self.communication_dtype
         if sharding is None:
             refuse_sharded((who, name, p) for p, name in names.items())
+        equal = equal | {"communication_dtype": str(dtype)}
         forms, (foreign, seed, draws, variables) = ranks.union(
             collected.forms(params),
             list(names.values()),
@@ -302,4 +303,6 @@ class CurvatureCollector(OverRanks, ABC):
             raise nothing_received(who, foreign)
         if not forms:
             return collected
-        return collected.mean(forms, params, ranks) if sharding is None else sharding.mean(collected, forms)
+        if sharding is None:
+            return collected.mean(forms, params, ranks, dtype)
+        return sharding.mean(collected, forms, dtype)

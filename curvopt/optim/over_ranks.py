@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from curvopt.compression import check_communication_dtype
 from curvopt.distributed import Ranks, fsdp_states, is_sharded, ranks_of
 from curvopt.optim.configured import Configured
 from curvopt.optim.gathering import gathered_parameters
@@ -23,6 +24,27 @@ class OverRanks(Configured):
     #: Which ranks train this model together (see `curvopt.distributed`): all, or those of a group; ``None`` for a
     #: process on its own. A group is not copied or saved with the optimizer.
     process_group: "ProcessGroup | Literal['world'] | None" = "world"
+    _communication_dtype: torch.dtype | None = None
+
+    @property
+    def communication_dtype(self) -> torch.dtype | None:
+        """In which precision ranks send curvature; ``None``, the default, sends it as it is.
+
+        Any other value sends one half of each symmetric matrix, which loses nothing. ``torch.bfloat16`` also rounds
+        factors, diagonals and scales to its 8 bits, and eigenbases on their way to backward passes of sharded models.
+        They are added up, averaged over steps and inverted in full precision; inverses and eigenbases of steps are sent
+        in it.
+
+        Raises:
+            TypeError: when it is set to anything but a dtype.
+            ValueError: when it is set to a dtype that is not floating-point, or has a smaller range than float32.
+        """
+        return self._communication_dtype
+
+    @communication_dtype.setter
+    def communication_dtype(self, dtype: torch.dtype | None) -> None:
+        check_communication_dtype(dtype)
+        self._communication_dtype = dtype
 
     def _start_collecting(self) -> None:
         """Begin without shards."""
@@ -98,7 +120,7 @@ class OverRanks(Configured):
         sharding = self._sharding()
         if sharding is None:
             return lists
-        lists = sharding.everywhere(lists)
+        lists = sharding.everywhere(lists, self.communication_dtype)
         return {p: lists[own] for p, own in self._in_forward().items() if own in lists}
 
     def _in_forward(self) -> Mapping[Tensor, Tensor]:
