@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -419,6 +420,63 @@ def adaptive_damping() -> None:
         assert abs(ratios[0] - ratios[1]) < 1e-4, ratios
     assert together.optimizer.param_groups[0]["damping"] != 0.01
     assert_alike(together)
+
+
+def indefinite(z: Tensor, y: Tensor) -> Tensor:
+    return z.sin().mean()
+
+
+def compare_losses_without_a_ggn(
+    make_run: Callable[..., Any], names: tuple[str, ...], others: Callable[..., Tensor]
+) -> None:
+    """The ranks take the empirical quantity together, as one process does, and go on where they have none.
+
+    The loss of the first rank has no GGN.
+    """
+    size = dist.get_world_size()
+    losses = [indefinite, *[others] * (size - 1)]
+    for name in names:
+        run, alone = make_run(EXACT[name]), Run(EXACT[name], alone=True)
+        run.train(own, range(2)), alone.train(batch, range(2))
+        run.lossfunc = losses[dist.get_rank()]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for step in range(2, 7):
+                run.train(own, range(step, step + 1))
+                alone.optimizer.zero_grad()
+                parts = zip(losses, *(each.chunk(size) for each in batch(step)), strict=True)
+                with alone.optimizer.curvature():
+                    for lossfunc, x, y in parts:
+                        (lossfunc(alone.model(x), y) / size).backward()
+                alone.optimizer.step()
+        assert sum("takes the empirical quantity" in str(one.message) for one in said) == 2, [str(s) for s in said]
+        for each in (run, alone):
+            assert "empirical" in each.optimizer.metrics()
+        for a, b in zip(run.weights(), alone.weights(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    _refuse(make_run(EXACT[names[0]]).train(own, range(1)))
+
+
+def _refuse(run: Any) -> None:
+    """A backward of which there is no curvature at all, where there is some from earlier ones."""
+    layer, x, y = run.model.get_submodule("module.0" if hasattr(run.model, "module") else "0"), *own(1)
+    run.optimizer.zero_grad()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with run.optimizer.curvature():
+            loss = run.lossfunc(run.model(x), y)
+            layer.stride = (1, 1)
+            loss.backward()
+        layer.stride = (2, 2)
+    run.optimizer.step()
+    assert sum("goes on with the curvature it has" in str(one.message) for one in said) == 1
+    assert "empirical" not in run.optimizer.metrics()
+    run.train(own, range(2, 4))
+
+
+@check
+def losses_without_a_ggn() -> None:
+    compare_losses_without_a_ggn(Run, ("KFACSGD", "DiagonalNewton"), indefinite)
 
 
 @contextmanager

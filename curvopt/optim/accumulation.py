@@ -199,8 +199,8 @@ class Accumulation:
         self.this_context, self.foreign, self.unneeded = Collected(), 0, False
         try:
             yield
-            if not self.this_context.curvature:
-                if who is not None and not self.unneeded:
+            if not self.this_context.curvature and not self.unneeded:
+                if who is not None:
                     raise nothing_received(who, self.foreign)
                 self.this_context.foreign = self.foreign
             self.since_last_step.add(self.this_context)

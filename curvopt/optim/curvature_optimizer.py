@@ -20,7 +20,7 @@ from curvopt.optim.checkpoint import (
 from curvopt.optim.closures import Closure, without_autocast
 from curvopt.optim.reports import coverage, listed
 from curvopt.optim.resumable import Resumable
-from curvopt.optim.step_checks import Overflow, accepted_curvature, check_adaptive, check_schedules, has_curvature
+from curvopt.optim.step_checks import Overflow, accepted_curvature, check_adaptive, check_schedules
 from curvopt.optim.step_size import (
     ADAPT_EVERY,
     adapt_damping,
@@ -74,10 +74,9 @@ class CurvatureOptimizer(Resumable):
     def _due(self, reached: Set[Tensor] | None) -> bool:
         if not is_listening():
             return False
-        params = self._params()
-        if self._sharding() is not None:  # all parameters at once: the ranks decide alike, and each owns some only
-            return self._progress["step"] == 0 or clocks.is_due(self._progress, params, None)
-        if self._accumulation.has_begun or not has_curvature(self.state):  # one that was emptied is filled again
+        params, sharding = self._params(), self._sharding()
+        begun = self._accumulation.has_begun if sharding is None else sharding.has_begun
+        if begun or not self._has_curvature():  # one that was emptied is filled again
             return reached is None or not reached.isdisjoint(params)
         return clocks.is_due(self._progress, params, reached)
 
@@ -203,11 +202,13 @@ class CurvatureOptimizer(Resumable):
     def _wind_clocks(self, grads: dict[Tensor, Tensor], collected: Collected, accepted: Any, new: bool) -> None:
         """Let the intervals of parameters that were refreshed begin anew; warn of refreshes that are overdue."""
         progress, every = self._progress, self.curvature_every
-        if self._step_of_owner:
-            if new:  # all at once; the parameters of this rank only are here
-                progress["due"] = [n + clocks.annealed_interval(n, every) for n in progress["steps"] or [0]]
-        elif new:
-            clocks.restart(progress, self._params(), {*accepted, *grads}, every)
+        params, refreshed = self._params(), {*accepted, *grads}
+        if self._step_of_owner and self._shards is not None:
+            params, refreshed = self._shards.params, self._shards.refreshed
+        if new:
+            clocks.restart(progress, params, refreshed, every)
+        elif self._step_of_owner:
+            return
         elif not collected.curvature and clocks.is_due(progress, self._params(), grads.keys(), every):
             self._say(
                 "overdue",

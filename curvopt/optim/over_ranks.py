@@ -1,6 +1,6 @@
 """The ranks that train a model together, as an optimizer sees them: parameters, owners of shards, sums over ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -12,7 +12,7 @@ from curvopt.optim.configured import Configured
 from curvopt.optim.gathering import gathered_parameters
 from curvopt.optim.reports import parameter_names
 from curvopt.optim.sharding import Sharding
-from curvopt.optim.step_checks import check_mixed
+from curvopt.optim.step_checks import check_mixed, has_curvature
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -129,6 +129,15 @@ class OverRanks(Configured):
         mine = {p: p for p in self._params()}
         found = {} if sharding is None else gathered_parameters(sharding.params)
         return mine | {whole: p for whole, p in found.items() if p in mine}
+
+    def _own(self, leaves: Set[Tensor]) -> Set[Tensor]:
+        """This optimizer's parameters among the leaves of a graph, or those that stand there for its shards."""
+        mine = self._in_forward()
+        return {mine[leaf] for leaf in leaves if leaf in mine}
+
+    def _has_curvature(self) -> bool:
+        """Whether there is curvature of any parameter, on any rank."""
+        return has_curvature(self.state) if (sharding := self._sharding()) is None else bool(sharding.kinds)
 
     def _device(self) -> torch.device:
         """Where small numbers are exchanged and samples drawn."""

@@ -96,6 +96,8 @@ class Sharding:
     Attributes:
         owners: the rank that owns each parameter. It stays where param groups are added.
         kinds: of the curvature of each parameter, once some was collected.
+        has_begun: whether a backward since the last step has computed curvature, on any rank.
+        refreshed: parameters that had a gradient or new curvature in the last step.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Sharding:
             owners += [owner_of[i] for i in range(len(each))]
         self.owners = dict(zip(self.params, owners, strict=True))
         self.kinds: dict[Tensor, str] = {}
+        self.has_begun, self.refreshed = False, set[Tensor]()
         self.dtypes = list(dict.fromkeys(p.dtype for p in self.params))
 
     def serves(self, params: Iterable[Tensor], group: Any) -> bool:
@@ -143,10 +146,14 @@ class Sharding:
     def take_kinds(self, who: str, kinds: Mapping[int, str], state: dict[Tensor, Any]) -> None:
         """Take over the kinds of a checkpoint, whose state has been loaded, and keep the state that this rank owns.
 
+        A checkpoint of one process has no kinds, but the state of all parameters.
+
         Raises:
             CurvoptError: if it has no state for a parameter that this rank owns.
         """
-        self.kinds = {self.params[int(i)]: kind for i, kind in kinds.items()}
+        factors = {p: state[p]["factors"] for p in self.params if "factors" in state.get(p, {})}
+        self.kinds = {p: kind_of(each[0].ndim, len(each) > 1) for p, each in factors.items()}
+        self.kinds |= {self.params[int(i)]: kind for i, kind in kinds.items()}
         self.forget_others(state)
         missing = [p for p in self.kinds if self.owns(p) and "factors" not in state.get(p, {})]
         if missing:
@@ -244,6 +251,7 @@ class Sharding:
             forms: shapes, dtype and index of the input's factor, by index of the parameter; of all ranks together.
             chosen: dtype in which it is sent, see `curvopt.optim.over_ranks.OverRanks.communication_dtype`.
         """
+        self.refreshed = {self.params[i] for i in forms}
         device, nothing = self.ranks.device, torch.zeros(())
         own = {i: collected.curvature.get(self.params[i]) for i in forms}
         weights = [collected.weight, collected.step_weight, collected.residual, collected.closure_weight]
@@ -310,6 +318,8 @@ class Sharding:
         Yields:
             What stands for the parameters that are owned.
         """
+        self.has_begun = False
+        self.refreshed |= grads.keys()
         whole = self.whole({p: grad.to_local() for p, grad in grads.items()})
         mine = [p for p in self.params if self.owns(p)]
         device = self.ranks.device

@@ -199,12 +199,16 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         any_loss = functools.partial(any_loss, ["a negative weight"], again, self.loss_reduction)
         return BackwardPass(*arguments, self.loss_reduction, any_loss)
 
+    def _attempt(self, how: Backward) -> BackwardPass | None:
+        """Do all that comes before the backward itself."""
+        self._pass = self._prepare(how)
+        return self._pass if self._pass is None else self._pass.before_backward()
+
     def _begin(self, how: Backward) -> BackwardPass | None:
-        """Do all that comes before the backward itself, with the extensions that are not refused."""
+        """As `_attempt`, with the extensions that are not refused."""
         while self.extensions:
             try:
-                self._pass = self._prepare(how)
-                return self._pass if self._pass is None else self._pass.before_backward()
+                return self._attempt(how)
             except CurvoptError as error:
                 self._abandon()
                 extensions = None if self.otherwise is None else self.otherwise(error)
