@@ -240,6 +240,11 @@ def is_sharded(parameter: Tensor) -> bool:
     return module is not None and isinstance(parameter, module.DTensor)
 
 
+def own_part(tensor: Any) -> Tensor:
+    """This rank's shard of a parameter or gradient; all of it where it is not sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
 def refuse_sharded(parameters: Iterable[tuple[str, str, Tensor]]) -> None:
     """Raise if a parameter is sharded: its quantities need the rows and columns that other ranks have.
 

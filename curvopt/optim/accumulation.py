@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvopt.core.jacobians.sums import widened
-from curvopt.distributed import Ranks, is_sharded
+from curvopt.distributed import Ranks, own_part
 from curvopt.errors import CurvoptError
 
 #: Gradients and their versions, if none has an entry but zeros.
@@ -287,8 +287,7 @@ def has_gradients(params: Iterable[Tensor]) -> bool:
 
 def zero_gradients(params: Iterable[Tensor]) -> Zeros:
     """All gradients (this rank's shards) and their versions, if none has an entry but zeros: usually the first does."""
-    grads: list[Any] = [param.grad for param in params if param.grad is not None]
-    grads = [grad.to_local() if is_sharded(grad) else grad for grad in grads]
+    grads = [own_part(param.grad) for param in params if param.grad is not None]
     if any(grad.layout != torch.strided or grad.any() for grad in grads):
         return []
     return [(grad, grad._version) for grad in grads]

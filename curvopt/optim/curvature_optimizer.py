@@ -12,6 +12,7 @@ from curvopt.core.backward.backpack import is_listening
 from curvopt.core.jacobians.sums import widened
 from curvopt.core.recording.extended_parameters import extended_name
 from curvopt.core.recording.state import outside_of_graphs
+from curvopt.distributed import own_part
 from curvopt.optim import clocks
 from curvopt.optim.accumulation import Collected, are_alike, ema_update, number
 from curvopt.optim.checkpoint import (
@@ -23,7 +24,6 @@ from curvopt.optim.resumable import Resumable
 from curvopt.optim.step_checks import Overflow, accepted_curvature, check_adaptive, check_schedules
 from curvopt.optim.step_size import (
     ADAPT_EVERY,
-    adapt_damping,
     by_device,
     clip_is_tight,
     cosine,
@@ -100,7 +100,7 @@ class CurvatureOptimizer(Resumable):
         if torch.compiler.is_dynamo_compiling():
             return outside_of_graphs(self.step, closure)
         if self.adaptive_damping:
-            check_adaptive(type(self).__name__, closure, self._sharding() is not None)
+            check_adaptive(type(self).__name__, closure)
         loss, objective = (None, None) if closure is None else self._evaluate(closure)
         collected, self._accumulation.since_last_step = self._accumulation.since_last_step, Collected()
         ranks = self._ranks()
@@ -112,19 +112,14 @@ class CurvatureOptimizer(Resumable):
         if not grads:
             return loss
         check_schedules(type(self).__name__, self.kl_clip, self.param_groups)
-        sharding = self._sharding()
+        sharding, owned = self._sharding(), dict[Tensor, Tensor]()
+        before = [] if objective is None else [own_part(param).clone() for param in grads]
         try:
             if sharding is None:
-                before = {param: param.clone() for param in grads} if objective is not None else {}
-                if self._advance(grads, collected):
-                    clocks.tick(self._progress, self._params(), grads.keys())
-                    if objective is not None:
-                        groups, run = self.param_groups, self._progress
-                        ratio = adapt_damping(groups, self.state, run, before, grads, objective, ranks)
-                        self._metrics |= {} if ratio is None else {"reduction_ratio": ratio}
-                return loss
-            with sharding.owned(self, grads, collected) as owned:
-                taken = self._advance({p: p.grad for p in owned.values() if p.grad is not None}, collected)
+                taken = self._advance(grads, collected)
+            else:
+                with sharding.owned(self, grads, collected) as owned:
+                    taken = self._advance({p: p.grad for p in owned.values() if p.grad is not None}, collected)
         except Overflow:
             if self.on_nonfinite == "raise":
                 raise
@@ -132,8 +127,12 @@ class CurvatureOptimizer(Resumable):
             return loss
         if taken:
             clocks.tick(self._progress, self._params(), grads.keys())
-            decay_weights(self, grads)
-            sharding.apply(owned, grads, to_gradients=not self._restores_gradients)
+            if sharding is not None:
+                decay_weights(self, grads)
+                sharding.apply(owned, grads, to_gradients=not self._restores_gradients)
+            if objective is not None:
+                changes = {param: own_part(param) - old for param, old in zip(grads, before, strict=True)}
+                self._adapt_damping(objective, changes, grads, owned)
         return loss
 
     def _advance(self, grads: dict[Tensor, Tensor], collected: Collected) -> bool:

@@ -39,6 +39,12 @@ def has_any_gradients(params: Sequence[Tensor]) -> bool:
     )
 
 
+def reshard(params: Sequence[Tensor]) -> None:
+    """Divide parameters again that a forward pass without a backward has left whole."""
+    for state in _states(params):
+        state._modules[0].reshard()
+
+
 class GatheredBackward(backpack):
     """A context whose quantities are those of gathered parameters.
 
