@@ -27,6 +27,8 @@ share, the number of draws and the rank: each rank has its own stream, and a run
 it had.
 
 ``optimizer.process_group`` chooses other ranks than all, or with ``None`` a process on its own.
+``optimizer.communication_dtype = torch.bfloat16`` sends curvature by halves of matrices and in fewer bits, see
+`curvopt.optim.over_ranks.OverRanks.communication_dtype`.
 
 Where ``fully_shard`` divides the parameters, each has one owner, see `curvopt.optim.sharding`.
 """
@@ -42,8 +44,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvopt.compression import half, half_shape, sent_dtype, whole
 from curvopt.errors import CurvoptError
+from curvopt.utils.compression import half, half_shape, sent_dtype, whole
 
 
 class Ranks:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from curvopt.compression import half, half_shape, whole
 from curvopt.optim import KFACSGD
+from curvopt.utils.compression import half, half_shape, whole
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (0, 0), (1, 1), (2, 2), (7, 7), (3, 6, 6), (2, 3, 5, 5)])

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from curvopt.compression import check_communication_dtype
 from curvopt.distributed import Ranks, fsdp_states, is_sharded, ranks_of
 from curvopt.optim.closures import Closure
 from curvopt.optim.configured import Configured
@@ -15,6 +14,7 @@ from curvopt.optim.reports import parameter_names
 from curvopt.optim.sharding import Sharding
 from curvopt.optim.step_checks import check_mixed, has_curvature
 from curvopt.optim.step_size import adapt_damping, predicted_change
+from curvopt.utils.compression import check_communication_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

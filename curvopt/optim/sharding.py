@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from curvopt.compression import half, half_shape, sent_dtype, whole
 from curvopt.distributed import Ranks, divide
 from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import Collected, Curvature, Zeros, zero_gradients
 from curvopt.optim.reports import kind_of
+from curvopt.utils.compression import half, half_shape, sent_dtype, whole
 
 
 class Layout(NamedTuple):
