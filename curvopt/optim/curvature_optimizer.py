@@ -203,7 +203,7 @@ class CurvatureOptimizer(Resumable):
         progress, every = self._progress, self.curvature_every
         params, refreshed = self._params(), {*accepted, *grads}
         if self._step_of_owner and self._shards is not None:
-            params, refreshed = self._shards.params, self._shards.refreshed
+            params, refreshed = self._shards.params, self._shards.refreshed | self._shards.moved
         if new:
             clocks.restart(progress, params, refreshed, every)
         elif self._step_of_owner:

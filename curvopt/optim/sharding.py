@@ -97,7 +97,8 @@ class Sharding:
         owners: the rank that owns each parameter. It stays where param groups are added.
         kinds: of the curvature of each parameter, once some was collected.
         has_begun: whether a backward since the last step has computed curvature, on any rank.
-        refreshed: parameters that had a gradient or new curvature in the last step.
+        refreshed: parameters of which curvature was last exchanged.
+        moved: parameters that had a gradient in the last step.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Sharding:
             owners += [owner_of[i] for i in range(len(each))]
         self.owners = dict(zip(self.params, owners, strict=True))
         self.kinds: dict[Tensor, str] = {}
-        self.has_begun, self.refreshed = False, set[Tensor]()
+        self.has_begun, self.refreshed, self.moved = False, set[Tensor](), set[Tensor]()
         self.dtypes = list(dict.fromkeys(p.dtype for p in self.params))
 
     def serves(self, params: Iterable[Tensor], group: Any) -> bool:
@@ -318,8 +319,7 @@ class Sharding:
         Yields:
             What stands for the parameters that are owned.
         """
-        self.has_begun = False
-        self.refreshed |= grads.keys()
+        self.has_begun, self.moved = False, set(grads)
         whole = self.whole({p: grad.to_local() for p, grad in grads.items()})
         mine = [p for p in self.params if self.owns(p)]
         device = self.ranks.device
