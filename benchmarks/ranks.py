@@ -1,6 +1,7 @@
 """Bytes that a rank sends in a step: measured with gloo for 1 to 4 ranks, and by formula for up to 512.
 
-Linear layers are trained under ``DistributedDataParallel`` and ``fully_shard``, by SGD and by optimizers of curvature.
+Linear layers are trained under ``DistributedDataParallel`` and ``fully_shard``, by SGD and by optimizers of curvature,
+these also with ``communication_dtype=torch.bfloat16``, whose effect on steps and losses is measured on 2 and 3 ranks.
 Every byte that passes the loopback device in a step is counted, so nothing else may use it: run it in a container, or
 by ``unshare -n sh -c 'ip link set lo up && python -m benchmarks.ranks'``. Formulas: docs/distributed.md.
 """
@@ -15,17 +16,20 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import tyro
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.timing import RESULTS, machine, save
+from curvopt.distributed import Ranks
 from curvopt.optim import EKFACSGD, KFACSGD
+from curvopt.utils.compression import half, whole
 
 MODELS = ("DistributedDataParallel", "fully_shard")
 OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
@@ -33,10 +37,14 @@ OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
     "KFACSGD": lambda p: KFACSGD(p, lr=0.01, max_factor_size=None),
     "EKFACSGD": lambda p: EKFACSGD(p, lr=0.01, max_factor_size=None, curvature_every=20, inverse_every=20),
 }
+#: What follows the name of an optimizer that sends curvature in another dtype.
+LOW = {"": None, ", float32": torch.float32, ", bfloat16": torch.bfloat16}
+NAMES = ("SGD", *(name + low for name in ("KFACSGD", "EKFACSGD") for low in LOW))
 #: Bytes a second that a rank sends, and what does that.
 LINKS = {"25 Gbit/s Ethernet": 3e9, "400 Gbit/s InfiniBand": 50e9, "NVLink of an H100": 450e9}
 COUNTS = (1, 2, 3, 4, 8, 64, 512)
 COLOURS = {"SGD": "#000000", "KFACSGD": "#0072B2", "EKFACSGD": "#D55E00"}
+STYLES = {"": "-", ", bfloat16": ":"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,8 @@ class Settings:
     """Number of layers."""
     steps: int = 12
     """Steps; those with and without a refresh of the curvature send the most and the least."""
+    training: int = 100
+    """Steps after which losses with and without ``communication_dtype`` are compared."""
     interval: int = 20
     """Steps between refreshes, for the means."""
     out: Path = RESULTS
@@ -64,14 +74,17 @@ def sent_by_formula(model: str, optimizer: str, ranks: int, P: float, F: float, 
 
     Its reduce-scatter sends as much as an all-reduce, so ``fully_shard`` itself sends 4 P, where NCCL needs 3 P.
     """
-    sharded = model == "fully_shard"
+    sharded, (name, _, low) = model == "fully_shard", optimizer.partition(", ")
+    half, bits = 1 / 2 if low else 1, 1 / 2 if low == "bfloat16" else 1
     total = 4.0 * P if sharded else 2.0 * P
-    if optimizer != "SGD":
-        total += 2 * P / ranks if sharded else 0
-        of_factors = F if sharded and optimizer == "KFACSGD" else 3 * F if optimizer == "KFACSGD" else 0
-        if optimizer == "EKFACSGD":  # scales, too; bases for the backward, or of their owners
-            of_factors = 2 * F + P if sharded else 3 * F + 2 * P
-        total += of_factors / interval
+    if name == "SGD":
+        return total * (ranks - 1) / ranks
+    factors = (F if sharded else 2 * F) * half * bits
+    if name == "EKFACSGD":  # scales, too; bases for the backward, or of their owners
+        factors += (F + P) * bits if sharded else F + 2 * P * bits
+    elif not sharded:
+        factors += F * half  # inverses
+    total += factors / interval + (2 * P / ranks if sharded else 0)
     return total * (ranks - 1) / ranks
 
 
@@ -81,32 +94,109 @@ def loopback() -> int:
     return next(int(line.split()[9]) for line in lines if line.split()[0] == "lo:")
 
 
+def wrapped(net: Any, model: str) -> Any:
+    """A network whose layers are shared out by ``fully_shard``, or that is in ``DistributedDataParallel``."""
+    if model != "fully_shard":
+        return DistributedDataParallel(net)
+    for layer in net[::2]:
+        fully_shard(layer)
+    return fully_shard(net)
+
+
+def made(optimizer: str, net: nn.Module, lossfunc: nn.Module) -> Any:
+    """An optimizer by its name in `NAMES`."""
+    name, comma, low = optimizer.partition(", ")
+    result = OPTIMIZERS[name](net.parameters())
+    if name != "SGD":
+        result.communication_dtype = LOW[comma + low]
+        result.attach(net, lossfunc)
+    return result
+
+
 def volumes(settings: Settings, model: str, optimizer: str) -> list[int]:
     """Bytes of each step, of all ranks together."""
     torch.manual_seed(0)
     net: Any = nn.Sequential()
     for _ in range(settings.depth):
         net.extend([nn.Linear(settings.width, settings.width, bias=False), nn.Tanh()])
-    if model == "fully_shard":
-        for layer in net[::2]:
-            fully_shard(layer)
-        fully_shard(net)
-    else:
-        net = DistributedDataParallel(net)
-    lossfunc, made = nn.CrossEntropyLoss(), OPTIMIZERS[optimizer](net.parameters())
-    if optimizer != "SGD":
-        made.attach(net, lossfunc)
+    net, lossfunc = wrapped(net, model), nn.CrossEntropyLoss()
+    stepping = made(optimizer, net, lossfunc)
     x, y = torch.randn(512, settings.width), torch.randint(settings.width, (512,))
     found = []
     for _ in range(settings.steps):
         dist.barrier()
         before = loopback()
         dist.barrier()
-        made.zero_grad()
+        stepping.zero_grad()
         lossfunc(net(x), y).backward()
-        made.step()
+        stepping.step()
         dist.barrier()
         found.append(loopback() - before)
+    return found
+
+
+def training(settings: Settings, model: str, optimizer: str) -> tuple[Tensor, float]:
+    """The change of all parameters by the first step, and the loss of all data after the last one.
+
+    A network of 1,250 parameters learns the classes that another network has drawn, from 64 samples a step.
+    """
+    torch.manual_seed(0)
+    teacher, net = (nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 10)) for _ in range(2))
+    x = torch.randn(1024, 20)
+    with torch.no_grad():
+        y = (4 * teacher(x)).softmax(1).multinomial(1).flatten()
+    net, lossfunc = wrapped(net, model), nn.CrossEntropyLoss()
+    stepping = made(optimizer, net, lossfunc)
+    stepping.param_groups[0]["lr"] = 0.1
+
+    def parameters() -> Tensor:
+        whole = (p.full_tensor() if model == "fully_shard" else p for p in net.parameters())
+        return torch.cat([p.detach().flatten() for p in whole])
+
+    before, change = parameters(), torch.zeros(0)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(settings.training):
+        rows = torch.randint(len(x), (64,), generator=generator).tensor_split(dist.get_world_size())[dist.get_rank()]
+        stepping.zero_grad()
+        lossfunc(net(x[rows]), y[rows]).backward()
+        stepping.step()
+        change = parameters() - before if step == 0 else change
+    with torch.no_grad():
+        return change, float(lossfunc(net(x), y))
+
+
+def effects(settings: Settings, model: str) -> dict[str, dict[str, float]]:
+    """Of a ``communication_dtype``: relative difference of the first step, and the loss of the data in the end."""
+    found = {name: training(settings, model, name) for name in NAMES if name != "SGD"}
+    plain = {name: found[name.partition(",")[0]][0] for name in found}
+    return {
+        name: {"difference": float((change - plain[name]).norm() / plain[name].norm()), "loss": loss}
+        for name, (change, loss) in found.items()
+    }
+
+
+def packing() -> dict[str, dict[str, float]]:
+    """Milliseconds to average a factor over the ranks by ``communication_dtype``, and of packing; least of 10 times."""
+    ranks = Ranks(dist.group.WORLD, torch.device("cpu"))  # pyright: ignore[reportArgumentType]
+
+    def least(call: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(10):
+            dist.barrier()
+            start = perf_counter()
+            call()
+            times.append(1e3 * (perf_counter() - start))
+        return min(times)
+
+    found = {}
+    for shape in ((256, 256), (1024, 1024), (16, 128, 128)):
+        factor = torch.randn(shape)
+        found[str(list(shape))] = {
+            "whole": least(lambda factor=factor: ranks.mean([factor])),
+            "by halves": least(lambda factor=factor: ranks.mean([factor], torch.float32)),
+            "bfloat16": least(lambda factor=factor: ranks.mean([factor], torch.bfloat16)),
+            "packing": least(lambda factor=factor: whole(half(factor), factor.shape)),
+        }
     return found
 
 
@@ -114,29 +204,32 @@ def work(settings: Settings) -> None:
     """In each process: measure, and write on the first one."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    found = {model: {name: volumes(settings, model, name) for name in OPTIMIZERS} for model in MODELS}
+    found: dict[str, Any] = {model: {name: volumes(settings, model, name) for name in NAMES} for model in MODELS}
+    found["effects"] = {model: effects(settings, model) for model in MODELS} if dist.get_world_size() in (2, 3) else {}
+    found["packing"] = packing()
     if dist.get_rank() == 0 and settings.worker is not None:
         settings.worker.write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def measure(settings: Settings, ranks: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Bytes that a rank sends in a step, with a refresh, without and in the mean, by model and optimizer."""
+def measure(settings: Settings, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Bytes that a rank sends in a step, by model and optimizer; and `effects` and `packing`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "volumes.json"
-        given = {"width": settings.width, "depth": settings.depth, "steps": settings.steps, "worker": path}
+        given = {name: getattr(settings, name) for name in ("width", "depth", "steps", "training")} | {"worker": path}
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "benchmarks.ranks"]
         options = [f"--{name}={value}" for name, value in given.items()]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run([sys.executable, *command, *options], check=True, env=environment)
         steps = json.loads(path.read_text())
     result: dict[str, dict[str, dict[str, float]]] = {}
+    of_dtypes = {name: steps.pop(name) for name in ("effects", "packing")}
     for model, by_name in steps.items():
         for name, found in by_name.items():
             least, most = min(found[1:]) / ranks, max(found[1:]) / ranks  # the first step tells the shapes, too
             mean = least + (most - least) / settings.interval
             result.setdefault(model, {})[name] = {"without": least, "with": most, "mean": mean}
-    return result
+    return result, of_dtypes
 
 
 def draw(settings: Settings, measured: Mapping[int, Any], path: Path) -> None:
@@ -149,9 +242,12 @@ def draw(settings: Settings, measured: Mapping[int, Any], path: Path) -> None:
     P = settings.depth * settings.width**2
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.4))
     for axis, model in zip(axes, MODELS, strict=False):
-        for name, colour in COLOURS.items():
+        for name, style in ((name + low, style) for name in COLOURS for low, style in STYLES.items()):
+            if name not in NAMES:
+                continue
+            colour = COLOURS[name.partition(",")[0]]
             line = [sent_by_formula(model, name, r, P, 2 * P, settings.interval) / P for r in COUNTS]
-            axis.plot(COUNTS, line, color=colour, label=name)
+            axis.plot(COUNTS, line, style, color=colour, label=name)
             dots = [(r, each[model][name]["mean"] / (4 * P)) for r, each in measured.items()]
             axis.plot(*zip(*dots, strict=True), "o", color=colour, markersize=4)
         axis.set_title(f"{model}: sent by a rank in a step,\nin sizes of the model", fontsize=9)
@@ -184,7 +280,8 @@ def main() -> None:
         work(settings)
         return
     P = settings.depth * settings.width**2
-    measured = {ranks: measure(settings, ranks) for ranks in settings.ranks}
+    both = {ranks: measure(settings, ranks) for ranks in settings.ranks}
+    measured = {ranks: volume for ranks, (volume, _) in both.items()}
     print("\n| ranks | model | optimizer | without a refresh | with one | mean | by formula |\n|" + "---|" * 7)
     for ranks, by_model in measured.items():
         for model, by_name in by_model.items():
@@ -192,8 +289,18 @@ def main() -> None:
                 formula = 4 * sent_by_formula(model, name, ranks, P, 2 * P, settings.interval)
                 numbers = " | ".join(f"{each / (4 * P):.2f}" for each in (*found.values(), formula))
                 print(f"| {ranks} | {model} | {name} | {numbers} |")
+    print(f"\n| ranks | model | optimizer | first step differs by | loss after {settings.training} |\n|" + "---|" * 5)
+    for ranks, (_, of_dtypes) in both.items():
+        for model, by_name in of_dtypes["effects"].items():
+            for name, found in by_name.items():
+                print(f"| {ranks} | {model} | {name} | {found['difference']:.1e} | {found['loss']:.4f} |")
+    print("\n| ranks | factor | ms to average it | by halves | in bfloat16 | packing alone |\n|" + "---|" * 6)
+    for ranks, (_, of_dtypes) in both.items():
+        for shape, found in of_dtypes["packing"].items():
+            print(f"| {ranks} | {shape} | {' | '.join(f'{ms:.2f}' for ms in found.values())} |")
     content = {"machine": machine(), "width": settings.width, "depth": settings.depth, "interval": settings.interval}
-    save(settings.out / "ranks.json", content | {"bytes": measured})
+    of_dtypes = {"training": settings.training, "dtypes": {ranks: each for ranks, (_, each) in both.items()}}
+    save(settings.out / "ranks.json", content | {"bytes": measured} | of_dtypes)
     draw(settings, measured, settings.out / "ranks.png")
     print(f"\nresults: {settings.out / 'ranks.json'}, {settings.out / 'ranks.png'}")
 

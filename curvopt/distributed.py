@@ -27,6 +27,8 @@ share, the number of draws and the rank: each rank has its own stream, and a run
 it had.
 
 ``optimizer.process_group`` chooses other ranks than all, or with ``None`` a process on its own.
+``optimizer.communication_dtype = torch.bfloat16`` sends curvature by halves of matrices and in fewer bits, see
+`curvopt.optim.over_ranks.OverRanks.communication_dtype`.
 
 Where ``fully_shard`` divides the parameters, each has one owner, see `curvopt.optim.sharding`.
 """
@@ -43,6 +45,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvopt.errors import CurvoptError
+from curvopt.utils.compression import half, half_shape, sent_dtype, whole
 
 
 class Ranks:
@@ -58,16 +61,38 @@ class Ranks:
         self.group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Means over the ranks, of tensors with equal shapes on all of them."""
-        means = list(tensors)
+    def mean(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Means over the ranks, of tensors with equal shapes on all of them.
+
+        Args:
+            tensors: symmetric where they have two axes or more, if a dtype is given.
+            dtype: sends symmetric matrices by halves, and numbers in this dtype if it has fewer bits than theirs.
+        """
+        means, sent = list(tensors), list(tensors) if dtype is None else [half(tensor) for tensor in tensors]
         for members in _kinds(tensors, range(len(tensors))):
-            flat = torch.cat([tensors[i].reshape(-1) for i in members])
-            dist.all_reduce(flat, group=self.group)
-            flat /= self.size
-            for i, part in zip(members, flat.split([tensors[i].numel() for i in members]), strict=True):
-                means[i] = part.view(tensors[i].shape)
+            flat = torch.cat([sent[i].reshape(-1) for i in members])
+            if (low := sent_dtype(flat.dtype, dtype)) != flat.dtype:
+                flat = self._rounded_mean(flat, low)
+            else:
+                dist.all_reduce(flat, group=self.group)
+                flat /= self.size
+            for i, part in zip(members, flat.split([sent[i].numel() for i in members]), strict=True):
+                mean = part.view(sent[i].shape)
+                means[i] = mean if dtype is None else whole(mean, tensors[i].shape)
         return means
+
+    def _rounded_mean(self, vector: Tensor, dtype: torch.dtype) -> Tensor:
+        """The mean of vectors that are sent in fewer bits, rounded twice however many ranks there are.
+
+        Each rank adds up one part of them in full precision. An all-reduce would round once for each rank.
+        """
+        length = -(-vector.numel() // self.size)
+        sent = torch.nn.functional.pad(vector, (0, length * self.size - vector.numel())).to(dtype)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        part = received.view(self.size, length).to(vector.dtype).mean(0).to(dtype)
+        dist.all_gather([*sent.split(length)], part, group=self.group)
+        return sent[: vector.numel()].to(vector.dtype)
 
     def sum(self, number: int) -> int:
         """Sum over the ranks."""
@@ -141,6 +166,7 @@ def share(
     factors: Sequence[Tensor],
     work: Callable[[list[int]], Sequence[list[Tensor]]],
     shapes: Sequence[Callable[[Tensor], Sequence[int]]],
+    by_halves: bool = False,
 ) -> Sequence[list[Tensor]]:
     """Do work on many factors, each matrix on one rank; diagonals ``[d]`` cost less than sending them.
 
@@ -149,12 +175,20 @@ def share(
         factors: equal on all ranks.
         work: from the indices of some factors to lists of results, one for each factor and of its dtype.
         shapes: of the results of a factor, for each list.
+        by_halves: send one half of the results, which are symmetric.
 
     Returns:
         The lists of results for all factors, equal on all ranks.
     """
     if ranks is None:
         return work(list(range(len(factors))))
+    if by_halves:
+        forms = [lambda factor, shape=shape: half_shape(shape(factor)) for shape in shapes]
+        halves = share(ranks, factors, lambda own: [[*map(half, column)] for column in work(own)], forms)
+        return [
+            [whole(each, shape(factor)) for each, factor in zip(column, factors, strict=True)]
+            for column, shape in zip(halves, shapes, strict=True)
+        ]
     shares = divide([prod(f.shape[:-1]) * f.shape[-1] ** 2 if f.ndim > 1 else 0 for f in factors], ranks.size)
     own = [*shares[ranks.rank], *(i for i, factor in enumerate(factors) if factor.ndim < 2)]
     results = [[torch.empty(0)] * len(factors) for _ in shapes]
@@ -206,6 +240,11 @@ def is_sharded(parameter: Tensor) -> bool:
     """Whether a parameter is a ``DTensor``, which ``fully_shard`` and tensor parallelism make."""
     module = sys.modules.get("torch.distributed.tensor")  # imported by all code that makes such parameters
     return module is not None and isinstance(parameter, module.DTensor)
+
+
+def own_part(tensor: Any) -> Tensor:
+    """This rank's shard of a parameter or gradient; all of it where it is not sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def refuse_sharded(parameters: Iterable[tuple[str, str, Tensor]]) -> None:

@@ -8,8 +8,9 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -400,16 +401,17 @@ def loss_inside_of_the_model() -> None:
             assert_close(together, alone)
 
 
-@check
-def adaptive_damping() -> None:
-    def make(p: Any) -> KFACSGD:
-        return KFACSGD(p, lr=0.3, momentum=0.0, fisher="exact", adaptive_damping=True, damping=0.01, **EVERY)
+def compare_adaptive_damping(make_run: Callable[..., Any], kind: Any = KFACSGD, steps: int = 16) -> Any:
+    def make(p: Any) -> Any:
+        every = {} if kind is DiagonalNewton else EVERY
+        options = {"fisher": "exact"} if every else {"curvature": "diag_ggn_exact"}
+        return kind(p, lr=0.3, momentum=0.0, adaptive_damping=True, damping=0.01, weight_decay=0.1, **options, **every)
 
-    together, alone = Run(make), Run(make, alone=True)
-    for step in range(16):
+    together, alone = make_run(make), Run(make, alone=True)
+    for step in range(steps):
         for run, (x, y) in ((together, own(step)), (alone, batch(step))):
 
-            def closure(run: Run = run, x: Tensor = x, y: Tensor = y) -> Tensor:
+            def closure(run: Any = run, x: Tensor = x, y: Tensor = y) -> Tensor:
                 run.optimizer.zero_grad()
                 loss = run.lossfunc(run.model(x), y)
                 loss.backward()
@@ -419,8 +421,136 @@ def adaptive_damping() -> None:
         assert_close(together, alone)
         ratios = [float(run.optimizer.metrics()["reduction_ratio"]) for run in (together, alone)]
         assert abs(ratios[0] - ratios[1]) < 1e-4, ratios
-    assert together.optimizer.param_groups[0]["damping"] != 0.01
-    assert_alike(together)
+    dampings = [run.optimizer.param_groups[0]["damping"] for run in (together, alone)]
+    assert 0.01 != dampings[0] == dampings[1], dampings
+    return together
+
+
+@check
+def adaptive_damping() -> None:
+    assert_alike(compare_adaptive_damping(Run))
+
+
+def indefinite(z: Tensor, y: Tensor) -> Tensor:
+    return z.sin().mean()
+
+
+def compare_losses_without_a_ggn(
+    make_run: Callable[..., Any], names: tuple[str, ...], others: Callable[..., Tensor]
+) -> None:
+    """The ranks take the empirical quantity together, as one process does, and go on where they have none.
+
+    The loss of the first rank has no GGN.
+    """
+    size = dist.get_world_size()
+    losses = [indefinite, *[others] * (size - 1)]
+    for name in names:
+        run, alone = make_run(EXACT[name]), Run(EXACT[name], alone=True)
+        run.train(own, range(2)), alone.train(batch, range(2))
+        run.lossfunc = losses[dist.get_rank()]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for step in range(2, 7):
+                run.train(own, range(step, step + 1))
+                alone.optimizer.zero_grad()
+                parts = zip(losses, *(each.chunk(size) for each in batch(step)), strict=True)
+                with alone.optimizer.curvature():
+                    for lossfunc, x, y in parts:
+                        (lossfunc(alone.model(x), y) / size).backward()
+                alone.optimizer.step()
+        assert sum("takes the empirical quantity" in str(one.message) for one in said) == 2, [str(s) for s in said]
+        for each in (run, alone):
+            assert "empirical" in each.optimizer.metrics()
+        for a, b in zip(run.weights(), alone.weights(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    _refuse(make_run(EXACT[names[0]]).train(own, range(1)))
+
+
+def _refuse(run: Any) -> None:
+    """A backward of which there is no curvature at all, where there is some from earlier ones."""
+    layer, x, y = run.model.get_submodule("module.0" if hasattr(run.model, "module") else "0"), *own(1)
+    run.optimizer.zero_grad()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with run.optimizer.curvature():
+            loss = run.lossfunc(run.model(x), y)
+            layer.stride = (1, 1)
+            loss.backward()
+        layer.stride = (2, 2)
+    run.optimizer.step()
+    assert sum("goes on with the curvature it has" in str(one.message) for one in said) == 1
+    assert "empirical" not in run.optimizer.metrics()
+    run.train(own, range(2, 4))
+
+
+@check
+def losses_without_a_ggn() -> None:
+    compare_losses_without_a_ggn(Run, ("KFACSGD", "DiagonalNewton"), indefinite)
+
+
+@contextmanager
+def bytes_sent():
+    """Yields a list to which the size of each tensor is added that an optimizer sends."""
+    sizes: list[int] = []
+
+    def counting(original: Callable, place: int) -> Callable:
+        def call(*args: Any, **options: Any) -> Any:
+            sizes.append(args[place].nbytes)
+            return original(*args, **options)
+
+        return call
+
+    places = {"all_reduce": 0, "all_to_all_single": 1, "all_gather": 1, "broadcast": 0}
+    with ExitStack() as stack:
+        for name, place in places.items():
+            stack.enter_context(mock.patch.object(dist, name, counting(getattr(dist, name), place)))
+        yield sizes
+
+
+def compare_communication_dtypes(make_run: Callable[..., Any], names: tuple[str, ...]) -> None:
+    """Symmetric halves change nothing, bfloat16 no more than it rounds, and both send less."""
+    for name in names:
+        runs, sent = {}, {}
+        for dtype in (None, torch.float64, torch.bfloat16):
+            run = runs[dtype] = make_run(EXACT[name])
+            run.optimizer.communication_dtype = dtype
+            assert copy.deepcopy(run.optimizer).communication_dtype == dtype
+            with bytes_sent() as sizes:
+                run.train(own, range(2))  # in the second step, sharded eigenbases go to all ranks
+            sent[dtype] = sum(sizes)
+        plain, halves, rounded = (
+            [f for state in run.optimizer.state.values() for f in state["factors"]] for run in runs.values()
+        )
+        differences = []
+        for f, same, low in zip(plain, halves, rounded, strict=True):
+            torch.testing.assert_close(f, same, rtol=1e-12, atol=1e-12)
+            if f.ndim > 1:
+                assert torch.equal(low, low.mT)
+                d = f.diagonal(dim1=-2, dim2=-1)
+                # two roundings by 2^-8 at most, of entries below the mean of their rows' and columns' diagonals
+                assert ((f - low).abs() <= 1.1 * 2**-7 * (d.unsqueeze(-1) * d.unsqueeze(-2)).sqrt() + 1e-9).all()
+                assert (torch.linalg.eigvalsh(low)[..., 0] >= -(2**-7) * d.sum(-1)).all()
+            differences.append((f - low).abs().max())
+        assert max(differences) > 0 or not differences
+        assert sent[torch.bfloat16] < 0.9 * sent[torch.float64] < 0.81 * sent[None], (name, sent)
+        for run in runs.values():
+            run.train(own, range(2, 6))
+        moved = sum((a - b).square().sum() for a, b in zip(runs[None].weights(), network().parameters(), strict=True))
+        for dtype, most in ((torch.float64, 1e-11), (torch.bfloat16, 0.02)):
+            pairs = zip(runs[None].weights(), runs[dtype].weights(), strict=True)
+            difference = sum((a - b).square().sum() for a, b in pairs)
+            assert (difference / moved).sqrt() < most, (name, dtype, (difference / moved).sqrt())
+
+
+@check
+def communication_dtypes() -> None:
+    compare_communication_dtypes(Run, ("KFACSGD", "KFACSGD empirical blocks", "EKFACSGD"))
+    run = Run(EXACT["KFACSGD"])
+    run.optimizer.communication_dtype = torch.bfloat16
+    assert_alike(run.train(own, range(5)))
+    run.optimizer.communication_dtype = torch.float32 if dist.get_rank() else None
+    with raises("not in the same state", "communication_dtype"):
+        run.train(own, range(5, 9))
 
 
 # --------------------------------------------------------------------------------------------------------- shared work

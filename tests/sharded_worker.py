@@ -13,7 +13,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_worker import EXACT, SAMPLED, Run, batch, main, network, of_total, own, part, raises
+from distributed_worker import (
+    EXACT,
+    SAMPLED,
+    Heads,
+    Run,
+    batch,
+    compare_adaptive_damping,
+    compare_communication_dtypes,
+    compare_losses_without_a_ggn,
+    main,
+    network,
+    of_total,
+    own,
+    part,
+    raises,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -23,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from curvopt import backpack, extend
 from curvopt.errors import CurvoptWarning
 from curvopt.extensions import KFAC, BatchGrad
-from curvopt.optim import KFACSGD, KFACAdamW, KFACPreconditioner, state_to_load
+from curvopt.optim import KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner, state_to_load
 
 CHECKS: dict[str, Callable[[], None]] = {}
 
@@ -266,6 +281,33 @@ def tied_weights_and_unused_layers() -> None:
 
 
 @check
+def adaptive_damping() -> None:
+    run = compare_adaptive_damping(Sharded)
+    # the closure has run once more, but parameters did not stay gathered: changes of their shards take effect
+    with torch.no_grad():
+        for p in run.model.parameters():
+            p.zero_()
+        assert not run.model(own(0)[0]).any()
+    compare_adaptive_damping(Sharded, DiagonalNewton, 6)
+
+
+@check
+def heads_take_turns() -> None:
+    for name in ("KFACSGD", "EKFACSGD"):
+        run, alone = Sharded(EXACT[name], Heads), Run(EXACT[name], True, Heads)
+        for step, head in enumerate([0, 0, 0, 0, 1, 0, 1, 1, 0, 0, 1]):
+            for each, (x, y) in ((run, own(step)), (alone, batch(step))):
+                each.optimizer.zero_grad()
+                with each.optimizer.curvature():
+                    each.lossfunc(each.model(x, head), y).backward()
+                each.optimizer.step()
+            assert_close(run, alone)
+            clocks = [[each.optimizer._progress[one] for one in ("steps", "due")] for each in (run, alone)]
+            assert clocks[0] == clocks[1], (step, clocks)
+        assert len(set(clocks[0][0])) > 1
+
+
+@check
 def mixed_precision() -> None:
     low = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64)
     alone = Run(EXACT["EKFACSGD"], alone=True).train(batch, range(5))
@@ -290,6 +332,16 @@ def mixed_precision() -> None:
 def sampled_steps() -> None:
     for make in SAMPLED.values():
         assert_moved(Sharded(make, by_layers=True).train(own, range(3)))
+
+
+@check
+def losses_without_a_ggn() -> None:
+    compare_losses_without_a_ggn(Sharded, ("KFACSGD", "EKFACSGD"), nn.functional.cross_entropy)
+
+
+@check
+def communication_dtypes() -> None:
+    compare_communication_dtypes(Sharded, ("KFACSGD", "EKFACSGD"))
 
 
 # ----------------------------------------------------------------------------------------------------- state and errors
@@ -340,6 +392,7 @@ def checkpoints_resume_on_another_number_of_ranks() -> None:
         for p, q in zip(again.model.parameters(), alone.module.parameters(), strict=True):
             p.detach().copy_(distribute_tensor(q.detach(), p.device_mesh, p.placements))
         again.optimizer.load_state_dict(copy.deepcopy(alone.optimizer.state_dict()))
+        assert again.optimizer.coverage() == alone.optimizer.coverage()
         assert_close(again.train(own, range(8, 10)), alone.train(batch, range(8, 10)))
         saved = [again.optimizer.state_dict()]
         dist.broadcast_object_list(saved, 0)
@@ -375,15 +428,13 @@ def what_is_refused() -> None:
     assert not any(hasattr(p, "grad_batch") or hasattr(p, "kfac") for p in run.model.parameters())
     if hasattr(run.model, "reset_iter_state"):
         run.model.reset_iter_state()
-    loss = run.lossfunc(run.model(x), y)
-    run.model[0].stride = (1, 1)
-    with raises("an attribute of the module was changed"):
+    new = Sharded(EXACT["KFACSGD"])
+    loss = new.lossfunc(new.model(x), y)
+    new.model[0].stride = (1, 1) if dist.get_rank() else (2, 2)
+    with raises("an attribute of the module was changed" if dist.get_rank() else "refused on another rank"):
         loss.backward()
-    run.model[0].stride = (2, 2)
-    run.optimizer.adaptive_damping = True
-    with raises("adaptive_damping", "sharded over ranks"):
-        run.optimizer.step(lambda: None)
-    run.optimizer.adaptive_damping = False
+    new.model[0].stride = (2, 2)
+    new.train(own, range(2))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with raises("is not sharded, but other parameters are"):
         KFACSGD([nn.Parameter(torch.ones(2)), *run.model.parameters()])

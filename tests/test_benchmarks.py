@@ -420,12 +420,15 @@ def test_the_table_of_losses_in_the_docs_is_what_the_losses_give():
 
 def test_bytes_of_a_step_by_formula(tmp_path):
     for model in ranks.MODELS:
-        for name in ranks.OPTIMIZERS:
+        for name in ranks.NAMES:
             assert ranks.sent_by_formula(model, name, 1, 1e6, 2e6, 20) == 0
         both = [[ranks.sent_by_formula(model, name, r, 1e6, 2e6, 20) for name in ("SGD", "KFACSGD")] for r in (2, 64)]
         few, many = (ours - sgd for sgd, ours in both)
         assert (0 < many < few) if model == "fully_shard" else (0 < few < many)
-    found = {model: {name: {"mean": 1e6} for name in ranks.OPTIMIZERS} for model in ranks.MODELS}
+        for name in ("KFACSGD", "EKFACSGD"):
+            sent = [ranks.sent_by_formula(model, name + low, 4, 1e6, 2e6, 20) for low in ranks.LOW]
+            assert sent[0] > sent[1] > sent[2] > ranks.sent_by_formula(model, "SGD", 4, 1e6, 2e6, 20)
+    found = {model: {name: {"mean": 1e6} for name in ranks.NAMES} for model in ranks.MODELS}
     ranks.draw(ranks.Settings(), {2: found}, tmp_path / "ranks.png")
     assert (tmp_path / "ranks.png").stat().st_size > 1000
     assert ranks.loopback() <= ranks.loopback()

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 OF_THREE = [
     "unequal_and_empty_batches",
     "parameters_that_some_ranks_do_not_use",
+    "communication_dtypes",
     "each_matrix_is_factored_on_one_rank",
     "groups",
 ]

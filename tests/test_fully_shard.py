@@ -11,7 +11,12 @@ from test_distributed import assert_passed, torchrun
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="PyTorch was built without gloo")
 #: On three ranks, slices are uneven and some are empty.
-OF_THREE = ["parts_of_a_batch_are_the_batch", "unequal_and_empty_batches", "from_all_ranks_but_one_to_all"]
+OF_THREE = [
+    "parts_of_a_batch_are_the_batch",
+    "unequal_and_empty_batches",
+    "communication_dtypes",
+    "from_all_ranks_but_one_to_all",
+]
 OF_TWO = [name for name in CHECKS if name != "from_all_ranks_but_one_to_all"]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvopt.core.jacobians.sums import widened
-from curvopt.distributed import Ranks, is_sharded
+from curvopt.distributed import Ranks, own_part
 from curvopt.errors import CurvoptError
 
 #: Gradients and their versions, if none has an entry but zeros.
@@ -146,29 +146,33 @@ class Collected:
             for i, c in found.items()
         }
 
-    def mean(self, forms: dict[int, Any], params: Sequence[Tensor], ranks: Ranks) -> "Collected":
+    def mean(
+        self, forms: dict[int, Any], params: Sequence[Tensor], ranks: Ranks, chosen: torch.dtype | None
+    ) -> "Collected":
         """The mean over the ranks, some of which have nothing for some parameters.
 
         Args:
             forms: of all ranks, see `forms`.
             params: the parameters.
             ranks: the ranks.
+            chosen: dtype in which curvature is sent, see `curvopt.optim.over_ranks.OverRanks.communication_dtype`.
         """
         device = params[0].device
         # of one dtype, whatever that of the losses: a rank may have none
-        tensors = [
+        weights = [
             w.to(device, torch.float64) for w in (self.weight, self.step_weight, self.residual, self.closure_weight)
         ]
+        sums: list[Tensor] = []
         for i, (shapes, dtype, of_input) in forms.items():
             zeros = [torch.zeros(shape, dtype=getattr(torch, dtype), device=params[i].device) for shape in shapes]
             own = self.curvature.get(params[i], Curvature(zeros, of_input, torch.zeros((), device=params[i].device)))
-            tensors += [*own.sums, own.weight.to(torch.float64)]
-        weight, step_weight, residual, closure_weight, *means = ranks.mean(tensors)
+            sums += own.sums
+            weights.append(own.weight.to(torch.float64))
+        weight, step_weight, residual, closure_weight, *of_params = ranks.mean(weights)
         result = Collected({}, weight, step_weight, residual, closure_weight, variables=self.variables)
-        rest = iter(means)
-        for i, (shapes, _, of_input) in forms.items():
-            sums = [next(rest) for _ in shapes]
-            result.curvature[params[i]] = Curvature(sums, of_input, next(rest))
+        means = iter(ranks.mean(sums, chosen))
+        for (i, (shapes, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
+            result.curvature[params[i]] = Curvature([next(means) for _ in shapes], of_input, mean_weight)
         return result
 
 
@@ -202,8 +206,8 @@ class Accumulation:
         self.this_context, self.foreign, self.unneeded = Collected(), 0, False
         try:
             yield
-            if not self.this_context.curvature:
-                if who is not None and not self.unneeded:
+            if not self.this_context.curvature and not self.unneeded:
+                if who is not None:
                     raise nothing_received(who, self.foreign)
                 self.this_context.foreign = self.foreign
             self.since_last_step.add(self.this_context)
@@ -290,8 +294,7 @@ def has_gradients(params: Iterable[Tensor]) -> bool:
 
 def zero_gradients(params: Iterable[Tensor]) -> Zeros:
     """All gradients (this rank's shards) and their versions, if none has an entry but zeros: usually the first does."""
-    grads: list[Any] = [param.grad for param in params if param.grad is not None]
-    grads = [grad.to_local() if is_sharded(grad) else grad for grad in grads]
+    grads = [own_part(param.grad) for param in params if param.grad is not None]
     if any(grad.layout != torch.strided or grad.any() for grad in grads):
         return []
     return [(grad, grad._version) for grad in grads]

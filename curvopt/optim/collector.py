@@ -134,9 +134,7 @@ class CurvatureCollector(OverRanks, ABC):
         """For a backward that is about to reach ``parameters()``: the context to run it in, or ``None``."""
         if self._accumulation.this_context is not None or not self._due(None):
             return None
-        if self._sharding() is not None:
-            return None if parameters().isdisjoint(self._in_forward()) else self._context(None, None)
-        return self._context(None, None) if self._due(parameters()) else None
+        return self._context(None, None) if self._due(self._own(parameters())) else None
 
     def curvature(self, loss_scale: float | Tensor | None = None) -> AbstractContextManager[None]:
         """Run the backward pass in here: refreshes the curvature on steps that are due, costs nothing on the others.
@@ -171,7 +169,8 @@ class CurvatureCollector(OverRanks, ABC):
         context = (backpack if sharding is None else GatheredBackward)(*extensions, extension_hook=self._collect)
         context.skips_empty, context.counted = not alone, set(self._params())
         if isinstance(context, GatheredBackward):
-            context.params, context.whole = self._params(), self._gathered
+            assert sharding is not None
+            context.params, context.whole, context.ranks = self._params(), self._gathered, sharding.ranks
         context.maximized = bool(self.param_groups[0].get("maximize", False))
         context.loss_reduction, context.otherwise = self._loss_reduction, self._otherwise
         context.began = self._drop_discarded
@@ -179,8 +178,11 @@ class CurvatureCollector(OverRanks, ABC):
 
         def is_wanted(leaves: set[Tensor]) -> bool:
             # where none of ours is reached, an error says what to do
-            found = sharding is not None or wanted is None or wanted(leaves) or leaves.isdisjoint(self._params())
+            own = self._own(leaves)
+            found = wanted is None or not own or wanted(own)
             accumulation.unneeded |= not found
+            if sharding is not None:
+                sharding.has_begun |= found
             return found
 
         def finished(weight: Tensor | float, variables: int, residual: Tensor | float) -> None:
@@ -202,14 +204,14 @@ class CurvatureCollector(OverRanks, ABC):
         Raises:
             CurvoptError: the first refusal, if there is none.
         """
-        if self._sharding() is not None or not self._empirical_extensions():
-            return None  # another rank might go on
+        if not self._empirical_extensions():
+            return None
         if not self._progress["empirical"]:
             self._refusal, self._progress["empirical"] = error, True
             return self._empirical_extensions()
         if self._refusal is not None:
             error, self._refusal, self._progress["empirical"] = self._refusal, None, False
-        if not any("factors" in state for state in self.state.values()):
+        if not self._has_curvature():
             raise error
         self._accumulation.unneeded = True
         self._say("refused", f"goes on with the curvature it has, as a backward has none. {error}")
@@ -286,9 +288,10 @@ class CurvatureCollector(OverRanks, ABC):
             CurvoptError: on all ranks, for an error on one of them.
         """
         params, names, samples, who = self._params(), self._names(), self._samples, type(self).__name__
-        sharding = self._sharding()
+        sharding, dtype = self._sharding(), self.communication_dtype
         if sharding is None:
             refuse_sharded((who, name, p) for p, name in names.items())
+        equal = equal | {"communication_dtype": str(dtype)}
         forms, (foreign, seed, draws, variables) = ranks.union(
             collected.forms(params),
             list(names.values()),
@@ -302,4 +305,6 @@ class CurvatureCollector(OverRanks, ABC):
             raise nothing_received(who, foreign)
         if not forms:
             return collected
-        return collected.mean(forms, params, ranks) if sharding is None else sharding.mean(collected, forms)
+        if sharding is None:
+            return collected.mean(forms, params, ranks, dtype)
+        return sharding.mean(collected, forms, dtype)

@@ -12,6 +12,7 @@ from curvopt.core.backward.backpack import is_listening
 from curvopt.core.jacobians.sums import widened
 from curvopt.core.recording.extended_parameters import extended_name
 from curvopt.core.recording.state import outside_of_graphs
+from curvopt.distributed import own_part
 from curvopt.optim import clocks
 from curvopt.optim.accumulation import Collected, are_alike, ema_update, number
 from curvopt.optim.checkpoint import (
@@ -22,10 +23,9 @@ from curvopt.optim.options import DAMPINGS
 from curvopt.optim.reports import coverage, listed
 from curvopt.optim.resumable import Resumable
 from curvopt.optim.stacks import Stack, Stacks
-from curvopt.optim.step_checks import Overflow, accepted_curvature, check_adaptive, check_schedules, has_curvature
+from curvopt.optim.step_checks import Overflow, accepted_curvature, check_adaptive, check_schedules
 from curvopt.optim.step_size import (
     ADAPT_EVERY,
-    adapt_damping,
     by_device,
     clip_is_tight,
     cosine,
@@ -87,10 +87,9 @@ class CurvatureOptimizer(Resumable):
     def _due(self, reached: Set[Tensor] | None) -> bool:
         if not is_listening():
             return False
-        params = self._params()
-        if self._sharding() is not None:  # all parameters at once: the ranks decide alike, and each owns some only
-            return self._progress["step"] == 0 or clocks.is_due(self._progress, params, None)
-        if self._accumulation.has_begun or not has_curvature(self.state):  # one that was emptied is filled again
+        params, sharding = self._params(), self._sharding()
+        begun = self._accumulation.has_begun if sharding is None else sharding.has_begun
+        if begun or not self._has_curvature():  # one that was emptied is filled again
             return reached is None or not reached.isdisjoint(params)
         return clocks.is_due(self._progress, params, reached)
 
@@ -114,7 +113,7 @@ class CurvatureOptimizer(Resumable):
         if torch.compiler.is_dynamo_compiling():
             return outside_of_graphs(self.step, closure)
         if self.adaptive_damping:
-            check_adaptive(type(self).__name__, closure, self._sharding() is not None)
+            check_adaptive(type(self).__name__, closure)
         loss, objective = (None, None) if closure is None else self._evaluate(closure)
         collected, self._accumulation.since_last_step = self._accumulation.since_last_step, Collected()
         ranks = self._ranks()
@@ -126,19 +125,14 @@ class CurvatureOptimizer(Resumable):
         if not grads:
             return loss
         check_schedules(type(self).__name__, self.kl_clip, self.param_groups)
-        sharding = self._sharding()
+        sharding, owned = self._sharding(), dict[Tensor, Tensor]()
+        before = [] if objective is None else [own_part(param).clone() for param in grads]
         try:
             if sharding is None:
-                before = {param: param.clone() for param in grads} if objective is not None else {}
-                if self._advance(grads, collected):
-                    clocks.tick(self._progress, self._params(), grads.keys())
-                    if objective is not None:
-                        groups, run = self.param_groups, self._progress
-                        ratio = adapt_damping(groups, self.state, run, before, grads, objective, ranks)
-                        self._metrics |= {} if ratio is None else {"reduction_ratio": ratio}
-                return loss
-            with sharding.owned(self, grads, collected) as owned:
-                taken = self._advance({p: p.grad for p in owned.values() if p.grad is not None}, collected)
+                taken = self._advance(grads, collected)
+            else:
+                with sharding.owned(self, grads, collected) as owned:
+                    taken = self._advance({p: p.grad for p in owned.values() if p.grad is not None}, collected)
         except Overflow:
             if self.on_nonfinite == "raise":
                 raise
@@ -146,8 +140,12 @@ class CurvatureOptimizer(Resumable):
             return loss
         if taken:
             clocks.tick(self._progress, self._params(), grads.keys())
-            decay_weights(self, grads)
-            sharding.apply(owned, grads, to_gradients=not self._restores_gradients)
+            if sharding is not None:
+                decay_weights(self, grads)
+                sharding.apply(owned, grads, to_gradients=not self._restores_gradients)
+            if objective is not None:
+                changes = {param: own_part(param) - old for param, old in zip(grads, before, strict=True)}
+                self._adapt_damping(objective, changes, grads, owned)
         return loss
 
     def _advance(self, grads: dict[Tensor, Tensor], collected: Collected) -> bool:
@@ -168,7 +166,8 @@ class CurvatureOptimizer(Resumable):
         if self.adaptive_damping and self._progress["step"] % ADAPT_EVERY == 0:
             objective = Closure(closure, self._params())
             closure = objective.first
-        weight = (earlier := self._accumulation.since_last_step).step_weight
+        earlier = self._accumulation.since_last_step
+        weight = earlier.step_weight
         # an attached optimizer has a context in each backward, also where the closure has one of its own
         with torch.enable_grad(), nullcontext() if self._attached else self.curvature():
             loss = closure()
@@ -196,7 +195,15 @@ class CurvatureOptimizer(Resumable):
             self._forget_other_forms(accepted, collected.mixed)
             for param, factors in accepted.items():
                 self._average(param, factors, decays[param])
-        self._wind_clocks(grads, collected, accepted, bool(counts[0] > 0))
+            self._restart_clocks({*accepted}, {*grads})
+        elif not self._step_of_owner and not collected.curvature:
+            if clocks.is_due(progress, self._params(), grads.keys(), self.curvature_every):
+                self._say(
+                    "overdue",
+                    "takes steps with old curvature: its refresh is overdue, but no backward computed any. Call "
+                    "optimizer.attach(model), also after loading a state, or run backwards inside of "
+                    "optimizer.curvature().",
+                )
         unknown = [p for p in self._params() if not _is_renewed(self.state[p])]
         counts = self._over_ranks(torch.tensor([0, len(unknown)], dtype=torch.float64))
         outside = {p for p in unknown if p in grads and "factors" not in self.state[p] and extended_name(p) is None}
@@ -215,19 +222,6 @@ class CurvatureOptimizer(Resumable):
     def _settle(self, accepted: dict[Tensor, list[Tensor]], collected: Collected) -> dict[Tensor, list[Tensor]]:
         """Choose between factors of several kinds, where there are."""
         return accepted
-
-    def _wind_clocks(self, grads: dict[Tensor, Tensor], collected: Collected, accepted: Any, new: bool) -> None:
-        """Let the intervals of parameters that were refreshed begin anew; warn of refreshes that are overdue."""
-        progress, every, owner = self._progress, self.curvature_every, self._step_of_owner
-        if new:  # an owner, who has some parameters only, winds the clocks of all
-            clocks.restart(progress, self._clocked(), None if owner else accepted.keys(), grads.keys(), every)
-        elif not owner and not collected.curvature and clocks.is_due(progress, self._params(), grads.keys(), every):
-            self._say(
-                "overdue",
-                "takes steps with old curvature: its refresh is overdue, but no backward computed any. Call "
-                "optimizer.attach(model), also after loading a state, or run backwards inside of "
-                "optimizer.curvature().",
-            )
 
     def _forget_other_forms(self, accepted: dict[Tensor, list[Tensor]], mixed: set[Tensor]) -> None:
         """Begin anew where the curvature of a parameter changes its form, and say so once."""

@@ -17,7 +17,8 @@ from torch import Tensor
 from curvopt import backpack
 from curvopt.core.recording.extend import remember_parameters
 from curvopt.core.recording.extended_parameters import extended_name
-from curvopt.distributed import fsdp_groups, fsdp_params, fsdp_states, serving
+from curvopt.distributed import Ranks, fsdp_groups, fsdp_params, fsdp_states, serving
+from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import has_gradients
 
 
@@ -38,15 +39,23 @@ def has_any_gradients(params: Sequence[Tensor]) -> bool:
     )
 
 
+def reshard(params: Sequence[Tensor]) -> None:
+    """Divide parameters again that a forward pass without a backward has left whole."""
+    for state in _states(params):
+        state._modules[0].reshard()
+
+
 class GatheredBackward(backpack):
     """A context whose quantities are those of gathered parameters.
 
     Attributes:
         params: the sharded parameters that count.
+        ranks: those that have their shards.
         whole: the sharded parameters by gathered ones; filled when a backward begins.
     """
 
     params: Sequence[Tensor]
+    ranks: Ranks
     whole: dict[Tensor, Tensor]
 
     def _run(self, call: Callable[..., Any], how: Any) -> Any:
@@ -73,6 +82,21 @@ class GatheredBackward(backpack):
     def _prepare(self, how: Any) -> Any:
         with serving(self.whole):
             return super()._prepare(how)
+
+    def _attempt(self, how: Any) -> Any:
+        """Refused on all ranks together, which then try the same extensions.
+
+        Raises:
+            CurvoptError: if the backward is refused on any rank.
+        """
+        begun, refusal = None, None
+        try:
+            begun = super()._attempt(how)
+        except CurvoptError as error:
+            refusal = error
+        if self.ranks.sum(int(refusal is not None)) > 0:
+            raise refusal or CurvoptError("The backward was refused on another rank, whose error says why.")
+        return begun
 
 
 def _states(params: Sequence[Tensor]) -> list[Any]:

@@ -1,17 +1,21 @@
 """The ranks that train a model together, as an optimizer sees them: parameters, owners of shards, sums over ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from curvopt.distributed import Ranks, fsdp_states, is_sharded, ranks_of
+from curvopt.optim import clocks
+from curvopt.optim.closures import Closure
 from curvopt.optim.configured import Configured
-from curvopt.optim.gathering import gathered_parameters
+from curvopt.optim.gathering import gathered_parameters, reshard
 from curvopt.optim.reports import parameter_names
 from curvopt.optim.sharding import Sharding
-from curvopt.optim.step_checks import check_mixed
+from curvopt.optim.step_checks import check_mixed, has_curvature
+from curvopt.optim.step_size import adapt_damping, predicted_change
+from curvopt.utils.compression import check_communication_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,6 +27,27 @@ class OverRanks(Configured):
     #: Which ranks train this model together (see `curvopt.distributed`): all, or those of a group; ``None`` for a
     #: process on its own. A group is not copied or saved with the optimizer.
     process_group: "ProcessGroup | Literal['world'] | None" = "world"
+    _communication_dtype: torch.dtype | None = None
+
+    @property
+    def communication_dtype(self) -> torch.dtype | None:
+        """In which precision ranks send curvature; ``None``, the default, sends it as it is.
+
+        Any other value sends one half of each symmetric matrix, which loses nothing. ``torch.bfloat16`` also rounds
+        factors, diagonals and scales to its 8 bits, and eigenbases on their way to backward passes of sharded models.
+        They are added up, averaged over steps and inverted in full precision; inverses and eigenbases of steps are sent
+        in it.
+
+        Raises:
+            TypeError: when it is set to anything but a dtype.
+            ValueError: when it is set to a dtype that is not floating-point, or has a smaller range than float32.
+        """
+        return self._communication_dtype
+
+    @communication_dtype.setter
+    def communication_dtype(self, dtype: torch.dtype | None) -> None:
+        check_communication_dtype(dtype)
+        self._communication_dtype = dtype
 
     def _start_collecting(self) -> None:
         """Begin without shards."""
@@ -98,7 +123,7 @@ class OverRanks(Configured):
         sharding = self._sharding()
         if sharding is None:
             return lists
-        lists = sharding.everywhere(lists)
+        lists = sharding.everywhere(lists, self.communication_dtype)
         return {p: lists[own] for p, own in self._in_forward().items() if own in lists}
 
     def _in_forward(self) -> Mapping[Tensor, Tensor]:
@@ -108,9 +133,44 @@ class OverRanks(Configured):
         found = {} if sharding is None else gathered_parameters(sharding.params)
         return mine | {whole: p for whole, p in found.items() if p in mine}
 
+    def _own(self, leaves: Set[Tensor]) -> Set[Tensor]:
+        """This optimizer's parameters among the leaves of a graph, or those that stand there for its shards."""
+        mine = self._in_forward()
+        return {mine[leaf] for leaf in leaves if leaf in mine}
+
+    def _has_curvature(self) -> bool:
+        """Whether there is curvature of any parameter, on any rank."""
+        return has_curvature(self.state) if (sharding := self._sharding()) is None else bool(sharding.kinds)
+
+    def _adapt_damping(
+        self,
+        objective: Closure,
+        changes: dict[Tensor, Tensor],
+        grads: dict[Tensor, Tensor],
+        owned: dict[Tensor, Tensor],
+    ) -> None:
+        """By the changes of parameters (or this rank's shards of them); see `curvopt.optim.step_size.adapt_damping`."""
+        groups, run, sharding = self.param_groups, self._progress, self._sharding()
+        if sharding is None:
+            predicted = predicted_change(groups, self.state, run, changes, grads)
+        else:
+            whole = {p: each.grad for p, each in owned.items() if each.grad is not None}
+            predicted = predicted_change(groups, self.state, run, sharding.whole(changes), whole)
+            predicted = sharding.ranks.total(predicted)
+        ratio = adapt_damping(groups, run, float(predicted), objective, self._ranks())
+        if sharding is not None:
+            reshard(self._params())
+        self._metrics |= {} if ratio is None else {"reduction_ratio": ratio}
+
     def _clocked(self) -> list[Tensor]:
         """The parameters that have clocks: all, also in the step of an owner of some."""
         return self._shards.params if self._step_of_owner and self._shards is not None else self._params()
+
+    def _restart_clocks(self, refreshed: set[Tensor], moved: set[Tensor]) -> None:
+        """Let the intervals of parameters that were refreshed begin anew; an owner of some restarts those of all."""
+        if self._step_of_owner and self._shards is not None:
+            refreshed, moved = self._shards.refreshed, self._shards.moved
+        clocks.restart(self._progress, self._clocked(), refreshed, moved, self.curvature_every)
 
     def _own_clocks(self, numbers: list[int]) -> list[int]:
         """Of numbers of all parameters, those of the parameters of this step."""

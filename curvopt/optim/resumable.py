@@ -7,7 +7,7 @@ from curvopt.optim.checkpoint import export_run, exporting, import_run, importin
 from curvopt.optim.collector import CurvatureCollector
 
 #: Attributes that copies of an optimizer keep, next to its state and the options of the whole run.
-_KEPT = ("_run_options", "_group_defaults", "_options", "_attached", "_loss_reduction")
+_KEPT = ("_run_options", "_group_defaults", "_options", "_attached", "_loss_reduction", "_communication_dtype")
 
 
 class Resumable(CurvatureCollector):

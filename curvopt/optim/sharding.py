@@ -29,6 +29,7 @@ from curvopt.distributed import Ranks, divide
 from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import Collected, Curvature, Zeros, zero_gradients
 from curvopt.optim.reports import kind_of
+from curvopt.utils.compression import half, half_shape, sent_dtype, whole
 
 
 class Layout(NamedTuple):
@@ -95,6 +96,9 @@ class Sharding:
     Attributes:
         owners: the rank that owns each parameter. It stays where param groups are added.
         kinds: of the curvature of each parameter, once some was collected.
+        has_begun: whether a backward since the last step has computed curvature, on any rank.
+        refreshed: parameters of which curvature was last exchanged.
+        moved: parameters that had a gradient in the last step.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class Sharding:
             owners += [owner_of[i] for i in range(len(each))]
         self.owners = dict(zip(self.params, owners, strict=True))
         self.kinds: dict[Tensor, str] = {}
+        self.has_begun, self.refreshed, self.moved = False, set[Tensor](), set[Tensor]()
         self.dtypes = list(dict.fromkeys(p.dtype for p in self.params))
 
     def serves(self, params: Iterable[Tensor], group: Any) -> bool:
@@ -142,10 +147,14 @@ class Sharding:
     def take_kinds(self, who: str, kinds: Mapping[int, str], state: dict[Tensor, Any]) -> None:
         """Take over the kinds of a checkpoint, whose state has been loaded, and keep the state that this rank owns.
 
+        A checkpoint of one process has no kinds, but the state of all parameters.
+
         Raises:
             CurvoptError: if it has no state for a parameter that this rank owns.
         """
-        self.kinds = {self.params[int(i)]: kind for i, kind in kinds.items()}
+        factors = {p: state[p]["factors"] for p in self.params if "factors" in state.get(p, {})}
+        self.kinds = {p: kind_of(each[0].ndim, len(each) > 1) for p, each in factors.items()}
+        self.kinds |= {self.params[int(i)]: kind for i, kind in kinds.items()}
         self.forget_others(state)
         missing = [p for p in self.kinds if self.owns(p) and "factors" not in state.get(p, {})]
         if missing:
@@ -235,51 +244,64 @@ class Sharding:
         shape[self.layouts[p].dim] = length
         return shape
 
-    def mean(self, collected: Collected, forms: Mapping[int, Any]) -> Collected:
+    def mean(self, collected: Collected, forms: Mapping[int, Any], chosen: torch.dtype | None) -> Collected:
         """The mean of the ranks' curvature, of the parameters that this rank owns.
 
         Args:
             collected: by this rank.
             forms: shapes, dtype and index of the input's factor, by index of the parameter; of all ranks together.
+            chosen: dtype in which it is sent, see `curvopt.optim.over_ranks.OverRanks.communication_dtype`.
         """
+        self.refreshed = {self.params[i] for i in forms}
         device, nothing = self.ranks.device, torch.zeros(())
         own = {i: collected.curvature.get(self.params[i]) for i in forms}
         weights = [collected.weight, collected.step_weight, collected.residual, collected.closure_weight]
         weights += [nothing if each is None else each.weight for each in own.values()]
         (means,) = self.ranks.mean([torch.stack([w.to(device, torch.float64) for w in weights])])
         weight, step_weight, residual, closure_weight, *of_params = means
-        outgoing, incoming, dtypes = [], [], dict.fromkeys(getattr(torch, dtype) for _, dtype, _ in forms.values())
-        for i, (shapes, name, _) in forms.items():
-            owner, curvature, dtype = self.owners[self.params[i]], own[i], getattr(torch, name)
-            sums = [torch.zeros(s, dtype=dtype, device=device) for s in shapes] if curvature is None else curvature.sums
-            outgoing += [(owner, each) for each in sums]
+        outgoing, incoming = [], []
+        dtypes = {i: getattr(torch, name) for i, (_, name, _) in forms.items()}
+        for i, (shapes, _, _) in forms.items():
+            owner, curvature, dtype = self.owners[self.params[i]], own[i], sent_dtype(dtypes[i], chosen)
+            zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+            for each in zeros if curvature is None else curvature.sums:
+                outgoing.append((owner, (each if chosen is None else half(each)).to(dtype)))
             if owner == self.ranks.rank:
-                incoming += [(rank, shape, dtype) for shape in shapes for rank in range(self.ranks.size)]
-        parts = iter(self.exchange(list(dtypes), outgoing, incoming))
+                sent = shapes if chosen is None else map(half_shape, shapes)
+                incoming += [(rank, shape, dtype) for shape in sent for rank in range(self.ranks.size)]
+        kinds = dict.fromkeys(sent_dtype(dtype, chosen) for dtype in dtypes.values())
+        parts = iter(self.exchange([*kinds], outgoing, incoming))
         for i, (shapes, _, of_input) in forms.items():
             self.kinds[self.params[i]] = kind_of(len(shapes[0]), of_input is not None)
         result = Collected({}, weight, step_weight, residual, closure_weight, variables=collected.variables)
         for (i, (shapes, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
             p = self.params[i]
             if self.owns(p):
-                sums = [reduce(torch.add, [next(parts) for _ in range(self.ranks.size)]) for _ in shapes]
-                result.curvature[p] = Curvature([each / self.ranks.size for each in sums], of_input, mean_weight)
+                of_ranks = ([next(parts).to(dtypes[i]) for _ in range(self.ranks.size)] for _ in shapes)
+                means = [reduce(torch.add, each) / self.ranks.size for each in of_ranks]
+                means = means if chosen is None else [*map(whole, means, shapes)]
+                result.curvature[p] = Curvature(means, of_input, mean_weight)
         return result
 
-    def everywhere(self, lists: Mapping[Tensor, Sequence[Tensor]]) -> dict[Tensor, list[Tensor]]:
-        """Lists of tensors of all parameters, from their owners."""
+    def everywhere(
+        self, lists: Mapping[Tensor, Sequence[Tensor]], chosen: torch.dtype | None
+    ) -> dict[Tensor, list[Tensor]]:
+        """Lists of tensors of all parameters, from their owners, which send them in a chosen dtype."""
         own = {i: lists[p] for i, p in enumerate(self.params) if p in lists}
         forms: list[Any] = [None] * self.ranks.size
         dist.all_gather_object(
             forms, {i: [(t.shape, t.dtype) for t in each] for i, each in own.items()}, group=self.ranks.group
         )
-        dtypes = dict.fromkeys(dtype for each in forms for form in each.values() for _, dtype in form)
-        outgoing = [(rank, t) for each in own.values() for t in each for rank in range(self.ranks.size)]
-        incoming = [
-            (rank, shape, dtype) for rank, each in enumerate(forms) for form in each.values() for shape, dtype in form
-        ]
-        parts = iter(self.exchange(list(dtypes), outgoing, incoming))
-        return {self.params[i]: [next(parts) for _ in form] for each in forms for i, form in each.items()}
+        outgoing, incoming = [], []
+        for tensors in own.values():
+            sent = [t.to(sent_dtype(t.dtype, chosen)) for t in tensors]
+            outgoing += [(rank, t) for t in sent for rank in range(self.ranks.size)]
+        for rank, each in enumerate(forms):
+            incoming += [(rank, shape, sent_dtype(dtype, chosen)) for form in each.values() for shape, dtype in form]
+        parts = iter(self.exchange([*dict.fromkeys(dtype for _, _, dtype in incoming)], outgoing, incoming))
+        return {
+            self.params[i]: [next(parts).to(dtype) for _, dtype in form] for each in forms for i, form in each.items()
+        }
 
     # The step
 
@@ -297,6 +319,7 @@ class Sharding:
         Yields:
             What stands for the parameters that are owned.
         """
+        self.has_begun, self.moved = False, set(grads)
         whole = self.whole({p: grad.to_local() for p, grad in grads.items()})
         mine = [p for p in self.params if self.owns(p)]
         device = self.ranks.device

@@ -49,7 +49,8 @@ class FactoredInverse(CurvatureOptimizer):
             inverted, failures = damped_inverses(*own)
             return [inverted]
 
-        (inverses,) = share(ranks, factors, invert, [lambda factor: factor.shape])
+        by_halves = self.communication_dtype is not None
+        (inverses,) = share(ranks, factors, invert, [lambda factor: factor.shape], by_halves)
         ranks = self._ranks()
         self._metrics["fallbacks"] = float(failures if ranks is None else ranks.sum(failures))
         condition = largest_condition(factors, shifts, inverses) if factors else torch.zeros(())

@@ -58,21 +58,16 @@ def check_mixed(who: str, names: Mapping[Tensor, str]) -> None:
         )
 
 
-def check_adaptive(who: str, closure: Any, sharded: bool) -> None:
-    """Refuse to adapt the damping without a closure, or for sharded parameters.
+def check_adaptive(who: str, closure: Any) -> None:
+    """Refuse to adapt the damping without a closure.
 
     Raises:
-        CurvoptError: if there is no closure, or the parameters are sharded.
+        CurvoptError: if there is none.
     """
     if closure is None:
         raise CurvoptError(
             f"{who}.step(): adaptive_damping compares losses before and after a step, so it needs step(closure) with a "
             "closure that computes gradients and returns the loss."
-        )
-    if sharded:
-        raise CurvoptError(
-            f"{who}.step(): adaptive_damping needs whole parameters, but they are sharded over ranks; set "
-            "adaptive_damping=False, or train with DistributedDataParallel."
         )
 
 

@@ -93,10 +93,8 @@ def shorten_momentum(
 
 def adapt_damping(
     groups: Sequence[dict[str, Any]],
-    states: Mapping[Tensor, dict[str, Any]],
     progress: Mapping[str, Any],
-    before: Mapping[Tensor, Tensor],
-    grads: Mapping[Tensor, Tensor],
+    predicted: float,
     objective: Closure,
     ranks: Ranks | None,
 ) -> float | None:
@@ -109,10 +107,8 @@ def adapt_damping(
 
     Args:
         groups: param groups, whose damping is changed.
-        states: of the optimizer, by parameter.
         progress: of the optimizer.
-        before: values of the parameters before the step.
-        grads: gradients before the step.
+        predicted: see `predicted_change`.
         objective: the closure, as a function of the parameters.
         ranks: those that train together.
 
@@ -123,12 +119,12 @@ def adapt_damping(
     weight = float(progress["closure_weight"])
     if not weight > 0:
         return None
-    predicted = predicted_change(groups, states, progress, before, grads)
     sign = -1 if groups[0].get("maximize") else 1
-    change = objective.again() - objective.start
+    start, change = objective.start, objective.again() - objective.start
     if ranks is not None:
-        change = float(ranks.mean([torch.tensor(change, device=ranks.device)])[0])
-    if abs(change) <= (noise := objective.eps * abs(objective.start)) and abs(predicted) * weight <= noise:
+        (means,) = ranks.mean([torch.tensor([start, change], dtype=torch.float64, device=ranks.device)])
+        start, change = means.tolist()
+    if abs(change) <= (noise := objective.eps * abs(start)) and abs(predicted) * weight <= noise:
         return None  # rounding errors
     actual = sign * change / weight
     actual = actual if isfinite(actual) else inf
@@ -146,19 +142,27 @@ def predicted_change(
     groups: Sequence[dict[str, Any]],
     states: Mapping[Tensor, dict[str, Any]],
     progress: Mapping[str, Any],
-    before: Mapping[Tensor, Tensor],
+    changes: Mapping[Tensor, Tensor],
     grads: Mapping[Tensor, Tensor],
-) -> float:
-    """``gᵀδ + ½ δᵀ(F + λ I)δ`` by the averaged factors F, of the whole step δ; arguments as of `adapt_damping`."""
-    terms = []
+) -> Tensor:
+    """``gᵀδ + ½ δᵀ(F + λ I)δ`` by the averaged factors F, ``[]``.
+
+    Args:
+        groups: param groups.
+        states: of the optimizer, by parameter.
+        progress: of the optimizer.
+        changes: δ of the whole step, by parameter.
+        grads: gradients before the step of these parameters.
+    """
+    terms = [torch.zeros((), dtype=torch.float64)]
     for group in groups:
         damping = damping_of(group, progress["mean_curvature"])
         for param in group["params"]:
-            if param in grads:
+            if param in changes:
                 grad = grads[param].reshape(-1) * (-1 if group.get("maximize") else 1)
-                delta = widened((param - before[param]).reshape(-1))
+                delta = widened(changes[param].reshape(-1))
                 factors = states[param].get("factors") or [progress["mean_curvature"].to(delta)]
                 sizes = sizes_of(factors, param.shape) if factors[0].ndim else None
                 curved = kfac_mat_prod(factors, sizes)(delta.to(factors[0].dtype)) + damping * delta
                 terms.append(delta.dot(grad.to(delta) / progress["step_weight"].to(delta) + curved / 2))
-    return float(torch.stack([term.to(terms[0]) for term in terms]).sum())
+    return torch.stack([term.to(terms[-1]) for term in terms]).sum()

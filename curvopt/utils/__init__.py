@@ -1,1 +1,1 @@
-"""Helpers for examples and tutorials."""
+"""Helpers of examples and tutorials, and of what ranks send."""

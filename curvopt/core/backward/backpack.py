@@ -36,7 +36,6 @@ from curvopt.core.losses.loss_search import find_losses
 from curvopt.core.pytorch_workarounds import is_batched, running_backward
 from curvopt.core.recording.calls import ModuleCall
 from curvopt.core.recording.extend import extend
-from curvopt.core.recording.extended_parameters import extended_model, extended_parameters
 from curvopt.core.recording.state import outside_of_graphs
 from curvopt.errors import CurvoptError
 
@@ -199,12 +198,16 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         any_loss = functools.partial(any_loss, ["a negative weight"], again, self.loss_reduction)
         return BackwardPass(*arguments, self.loss_reduction, any_loss)
 
+    def _attempt(self, how: Backward) -> BackwardPass | None:
+        """Do all that comes before the backward itself."""
+        self._pass = self._prepare(how)
+        return self._pass if self._pass is None else self._pass.before_backward()
+
     def _begin(self, how: Backward) -> BackwardPass | None:
-        """Do all that comes before the backward itself, with the extensions that are not refused."""
+        """As `_attempt`, with the extensions that are not refused."""
         while self.extensions:
             try:
-                self._pass = self._prepare(how)
-                return self._pass if self._pass is None else self._pass.before_backward()
+                return self._attempt(how)
             except CurvoptError as error:
                 self._abandon()
                 extensions = None if self.otherwise is None else self.otherwise(error)
@@ -215,15 +218,6 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 self._abandon()
                 raise
         return None
-
-    def _remove_fields(self, begun: BackwardPass) -> None:
-        """Remove fields of an earlier batch from all parameters of the models that take part."""
-        self._is_first = False
-        models = {extended_model(p) for p in begun.located.owners}
-        for p in extended_parameters(models):
-            for extension in self.extensions:
-                if extension not in begun.done.get(p, ()):  # type: ignore[call-overload]
-                    vars(p).pop(extension.field, None)
 
     def _run(self, call: Callable[..., Any], how: Backward) -> Any:
         """A call into autograd, with its graph read (and the request checked) before anything is computed."""
@@ -237,7 +231,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         handles = list[RemovableHandle]()
         try:
             if self._is_first:
-                self._remove_fields(prepared)
+                self._is_first = False
+                prepared.remove_earlier_fields()
             # not in the forward: a model that is extended but not asked should cost nothing
             handles += prepared.listen()
             result = call()

@@ -43,6 +43,7 @@ from curvopt.core.layers.functional import ParameterCall
 from curvopt.core.losses.generic_loss import GenericLoss, loss_weight
 from curvopt.core.losses.hessian_root import Loss
 from curvopt.core.pytorch_workarounds import running_backward
+from curvopt.core.recording.extended_parameters import extended_model, extended_parameters
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
@@ -156,6 +157,14 @@ class BackwardPass:
             if torch.is_autocast_enabled(self.device):
                 stack.enter_context(torch.autocast(self.device, enabled=False))
             yield
+
+    def remove_earlier_fields(self) -> None:
+        """Remove fields of an earlier batch from all parameters of the models that take part."""
+        models = {extended_model(p) for p in self.located.owners}
+        for p in extended_parameters(models):
+            for extension in self.extensions:
+                if extension not in self.done.get(p, ()):  # type: ignore[call-overload]
+                    vars(p).pop(extension.field, None)
 
     # Pull back and reduce
 
