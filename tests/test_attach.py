@@ -392,7 +392,7 @@ def test_a_context_of_the_user() -> None:
 
 def test_an_error_of_one_context_leaves_nothing_of_the_others() -> None:
     run = attached(KFACSGD, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.BatchNorm1d(9), nn.Linear(9, 10)))
-    with pytest.raises(CurvoptError, match="grad_batch .* need independent samples"), backpack(BatchGrad()):
+    with pytest.raises(CurvoptError, match="grad_batch needs independent samples"), backpack(BatchGrad()):
         run.loss(0).backward()
     assert all(not vars(p) for p in run.model.parameters())
     assert not run.optimizer._accumulation.since_last_step.curvature

@@ -513,7 +513,7 @@ def test_compiled_batch_norm_mixes_samples():
             generator = torch.Generator().manual_seed(0)
             found.append(fields(net_, call or net_, lossfunc, KFAC(generator=generator)))
     assert_close(*found)
-    with pytest.raises(CurvoptError, match=r"grad_batch of 0 \(Linear\) need independent samples"):
+    with pytest.raises(CurvoptError, match=r"grad_batch needs independent samples of 0 \(Linear\)"):
         fields(model, compiled, lossfunc, BatchGrad())
     model.eval()
     assert_close(fields(model, compiled, lossfunc), fields(model, model, lossfunc))
@@ -542,7 +542,8 @@ def test_a_step_that_was_compiled_with_another_optimizer_before():
         return weights(model)
 
     train(torch.optim.AdamW)
-    assert_close(train(KFACSGD), train(KFACSGD, compiled=False))
+    make = partial(KFACSGD, fisher="empirical")  # what is compiled has no second derivative
+    assert_close(train(make), train(make, compiled=False))
 
 
 only_attached = pytest.mark.skipif(torch.__version__ < (2, 12), reason="PyTorch 2.11 compiles no `curvature()`")

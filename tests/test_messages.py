@@ -61,7 +61,7 @@ class OnePerSample(nn.Module):
 def test_batch_norm_without_running_statistics_is_not_told_to_go_to_eval_mode():
     norm = nn.BatchNorm1d(5, track_running_stats=False)
     model = extend(nn.Sequential(nn.Linear(4, 5), norm, nn.Linear(5, 3))).eval()
-    with pytest.raises(CurvoptError, match="has no running statistics.*train it with running") as error:
+    with pytest.raises(CurvoptError, match="has no running statistics.*train it with track_running_stats") as error:
         with backpack(BatchGrad()):
             F.cross_entropy(model(X), Y).backward()
     assert "model.eval()" not in str(error.value)

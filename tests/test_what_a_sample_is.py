@@ -527,7 +527,7 @@ def test_unequal_batches_are_appended(sizes: tuple[int, ...], loss: Callable):
 @pytest.mark.parametrize("extension", [BatchGrad, BatchL2Grad, SumGradSquared, Variance, BatchDiagGGNExact])
 def test_unequal_batches_keep_no_samples_apart(extension: type):
     m = extend(mlp())
-    with pytest.raises(CurvoptError, match=f"{extension.field} keep samples apart.*different lengths"):
+    with pytest.raises(CurvoptError, match=f"{extension.field} keeps samples apart.*different lengths"):
         with backpack(extension()):
             sum(F.mse_loss(m(torch.randn(k, 4)), torch.zeros(k, 3)) for k in (6, 4)).backward()
 

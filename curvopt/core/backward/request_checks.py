@@ -39,6 +39,11 @@ def fields_of(extensions: Iterable[Extension]) -> str:
     return ", ".join(e.field for e in extensions)
 
 
+def _fields_that(extensions: Sequence[Extension], verb: str) -> str:
+    """Names of the fields and a verb."""
+    return f"{fields_of(extensions)} {verb if len(extensions) > 1 else verb + 's'}"
+
+
 def naming_fields(extensions: Iterable[Extension], error: CurvoptError) -> CurvoptError:
     """An error that names the fields that were asked for."""
     return type(error)(f"{fields_of(extensions)}: {error}")
@@ -149,7 +154,7 @@ def check_request(
         )
     if second_order and not losses and not generic:
         raise CurvoptError(
-            f"{fields_of(second_order)} need the curvature of the loss, but no loss was recognised in this "
+            f"{_fields_that(second_order, 'need')} the curvature of the loss, but no loss was recognised in this "
             "backward; use lossfunc = extend(nn.CrossEntropyLoss()) (or MSELoss, BCEWithLogitsLoss)."
         )
     for loss in losses:
@@ -160,7 +165,7 @@ def check_request(
             )
         if second_order and loss.edge is not None and loss.input.dim() == 0:
             raise CurvoptError(
-                f"{loss.describe()}: its input is a single number, but {fields_of(second_order)} need a row "
+                f"{loss.describe()}: its input is a single number, but {_fields_that(second_order, 'need')} a row "
                 "for each sample; give the loss the outputs of all samples, not their mean (of a single sample, "
                 "unsqueeze(0) output and target)."
             )
@@ -189,26 +194,26 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
     if mixed:
         norm, in_eval_mode = next(iter(mixing_norms(located)), ("a batch norm", False))
         what = (
-            "the norm has no running statistics, so that it mixes them in eval mode, too; train it with"
-            if (in_eval_mode)
-            else "train-mode batch norm mixes them; call model.eval() with"
+            "it mixes them in eval mode, too, as it has no running statistics; train it with track_running_stats=True"
+            if in_eval_mode
+            else "train-mode batch norm mixes them; call model.eval()"
         )
         raise CurvoptError(
-            f"{norm}: {fields_of(independent)} of {mixed[0].call.describe()} need independent samples, but {what} "
-            "running statistics, or use a Monte-Carlo quantity (KFAC, DiagGGNMC)."
+            f"{norm}: {_fields_that(independent, 'need')} independent samples of {mixed[0].call.describe()}, but "
+            f"{what}, or use a Monte-Carlo quantity (KFAC, DiagGGNMC)."
         )
     for location in locations.values():
         for head in mixing_heads(location):
             raise CurvoptError(
-                f"{fields_of(independent)} need independent samples, but an output of shape {list(shape_of(*head))} is "
-                "in the loss and its samples meet on the way to another output (in a mean over the batch?); leave one "
-                "of the two out of the loss, or use a Monte-Carlo quantity (KFAC, DiagGGNMC)."
+                f"{_fields_that(independent, 'need')} independent samples, but an output of shape "
+                f"{list(shape_of(*head))} is in the loss and its samples meet on the way to another output (in a mean "
+                "over the batch?); leave one of the two out of the loss, or use a Monte-Carlo quantity (KFAC)."
             )
     apart = [e for e in extensions if e.per_sample or (isinstance(e.columns, Gradient) and not e.adds_up)]
     if apart and any(location.appended for location in located.locations.values()):
         raise CurvoptError(
-            f"{fields_of(apart)} keep samples apart, but the model was called with batches of different lengths, whose "
-            "rows do not belong together; call backward for each batch, or ask for a quantity of the whole batch."
+            f"{_fields_that(apart, 'keep')} samples apart, but the model was called with batches of different lengths, "
+            "whose rows do not belong together; call backward for each batch, or ask for a quantity of the whole batch."
         )
     _check_ctc(extensions, located)
     for extension in extensions:
