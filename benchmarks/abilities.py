@@ -94,7 +94,7 @@ FEATURES: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
         VECTORS,
         lambda: Net(lambda n, x: n.last(checkpoint(n.first, x, use_reentrant=False)), **linear()),
     ),
-    "module of one's own": (VECTORS, lambda: nn.Sequential(nn.Linear(4, 4), Scale(4), nn.Linear(4, 5))),
+    "custom module": (VECTORS, lambda: nn.Sequential(nn.Linear(4, 4), Scale(4), nn.Linear(4, 5))),
     "weight norm": (VECTORS, lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 5))),
     "layer norm": (VECTORS, norm),
     "grouped convolution": (IMAGES, lambda: convolution(groups=2)),

@@ -159,11 +159,11 @@ LAYERS = [
         normal(3),
         same=lambda: parametrized(nn.Linear(3, 2), Normed()),
     ),
-    Layer("Linear with a parametrization of one's own", lambda: parametrized(nn.Linear(3, 2), Normed()), normal(3)),
+    Layer("Linear with a custom parametrization", lambda: parametrized(nn.Linear(3, 2), Normed()), normal(3)),
     Layer("Linear, a subclass of it", lambda: Scaled(3, 2), normal(3)),
-    Layer("a module of one's own that multiplies by matrices", Multiplying, normal(3)),
-    Layer("a module of one's own that adds, scales or repeats", Custom, normal(3)),
-    Layer("a module of one's own, other operations", Logarithm, normal(3)),
+    Layer("a custom module that multiplies by matrices", Multiplying, normal(3)),
+    Layer("a custom module that adds, scales or repeats", Custom, normal(3)),
+    Layer("a custom module, other operations", Logarithm, normal(3)),
 ]
 
 
