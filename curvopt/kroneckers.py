@@ -43,7 +43,11 @@ def _has_size(factor: Tensor, d: int) -> bool:
 
 
 def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:
-    """Dense matrix ``[P, P]`` of a factor list without blocks; for tests and small layers."""
+    """Dense matrix ``[P, P]`` of a factor list, for tests and small layers.
+
+    Args:
+        factors: factor list without blocks.
+    """
     dense = [torch.diag(factor) if factor.ndim == 1 else factor for factor in factors]
     groups = max((factor.shape[0] for factor in dense if factor.ndim == 3), default=1)
     blocks = []
@@ -103,14 +107,24 @@ def kfac_mat_prod(factors: Sequence[Tensor], sizes: Sequence[int] | None = None)
 
 
 def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
-    """``(F1 ⊗ F2 ⊗ ...) mat`` for ``mat`` of shape ``[P]`` or ``[P, K]``."""
+    """``(F1 ⊗ F2 ⊗ ...) mat``.
+
+    Args:
+        factors: factor list.
+        mat: what is multiplied, ``[P]`` or ``[P, K]``.
+    """
     return kfac_mat_prod(factors)(mat)
 
 
 def inv_kfac_mat_prod(
     factors: Sequence[Tensor], shift: float | Sequence[float | Tensor] | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """Product with ``(F1 + shift1 I)⁻¹ ⊗ (F2 + shift2 I)⁻¹ ⊗ ...``."""
+    """Product with ``(F1 + shift1 I)⁻¹ ⊗ (F2 + shift2 I)⁻¹ ⊗ ...``, a function of ``[P]`` or ``[P, K]``.
+
+    Args:
+        factors: factor list.
+        shift: as for `inv_kfacs`.
+    """
     return kfac_mat_prod(inv_kfacs(factors, shift))
 
 

@@ -84,7 +84,12 @@ class Hessian(Exact):
 
 @dataclass(frozen=True)
 class MonteCarlo:
-    """Random columns whose outer products average to the loss Hessian."""
+    """Random columns whose outer products average to the loss Hessian.
+
+    Args:
+        samples: number of columns drawn per data point.
+        generator: source of randomness, else the global one.
+    """
 
     samples: int = 1
     generator: torch.Generator | None = None
