@@ -8,11 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import pytorch_optimizer
 import torch
 from torch import nn
 
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, HessianFree, KFACAdamW, KFACPreconditioner
+
+try:
+    import pytorch_optimizer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("SOAP and Shampoo come with pytorch_optimizer: pip install '.[bench]'.") from error
 
 Optimizers = list[torch.optim.Optimizer]
 
