@@ -70,8 +70,9 @@ class OptimizerConfig:
         return "lower --lr or raise --damping" if "damping" in self.options() else "lower --lr"
 
     def __str__(self) -> str:
-        names = ("base", "lr", "damping", "relative_damping")
-        shown = {name: value for name, value in self.options().items() if name in names and value is not None}
+        options = self.options()
+        names = ("base", "lr", "damping" if options.get("damping") is not None else "relative_damping")
+        shown = {name: value for name, value in options.items() if name in names}
         parts = [f"{name} {value}" if isinstance(value, str) else f"{name} {value:g}" for name, value in shown.items()]
         return f"{self.name} ({', '.join(parts)})"
 
