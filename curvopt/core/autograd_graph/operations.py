@@ -118,8 +118,9 @@ def _with_second_derivative(kind: str) -> frozenset[str]:
 
 #: Names of operations by their second derivative (see `Operation`).
 LINEAR, MULTILINEAR, ELEMENTWISE = map(_with_second_derivative, ("linear", "multilinear", "elementwise"))
-#: Of what a scalar is linear: sums, and reshapes on the way. Besides, what squares are made of by hand.
+#: Linear operations between a vector and a scalar: sums, and reshapes on the way.
 SUMS = frozenset(["ADD", "MEAN", "NEG", "SQUEEZE", "SUB", "SUM", "UNSQUEEZE", "VIEW"])
+#: Operations by which squares are written by hand.
 SQUARES = frozenset(["LINALGVECTORNORM", "MUL", "NORM", "POW"])
 #: Products, in which one operand may weigh the other.
 PRODUCTS = frozenset("ADDCDIV ADDCMUL ADDMM ADDMV BMM DIV DOT MM MUL MV".split())

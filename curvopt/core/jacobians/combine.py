@@ -9,7 +9,7 @@ import torch
 from curvopt.core.jacobians.base import Dense, Jacobian
 from curvopt.core.jacobians.in_parts import Summed
 from curvopt.core.jacobians.lookup import Lookup
-from curvopt.core.jacobians.outer import Outer, joined
+from curvopt.core.jacobians.outer import Outer, concatenated
 from curvopt.core.jacobians.pulled_back import PulledBack
 from curvopt.core.jacobians.slopes import Slopes
 from curvopt.core.jacobians.tied import tied
@@ -60,7 +60,7 @@ def _concatenated(parts: Sequence[Jacobian]) -> Jacobian:
     if len(parts) == 1:
         return first
     if isinstance(first, Outer):
-        left, right, lengths = joined([part for part in parts if isinstance(part, Outer)])
+        left, right, lengths = concatenated([part for part in parts if isinstance(part, Outer)])
         return Outer(left, right, first.shape, first.transposed, lengths, parts=parts)
     if isinstance(first, PulledBack):
         return first.of(combine([part.inner for part in parts if isinstance(part, PulledBack)]))
@@ -69,4 +69,4 @@ def _concatenated(parts: Sequence[Jacobian]) -> Jacobian:
         left = torch.cat([lookup.left for lookup in lookups], 1)
         rows, samples = (torch.cat([getattr(lookup, side) for lookup in lookups]) for side in ("rows", "samples"))
         return Lookup(left, rows, samples, first.N, first.shape, parts=parts)
-    return Dense(sum((part.dense() for part in parts[1:]), start=first.dense()))
+    return Dense(Summed(parts).dense())

@@ -89,26 +89,26 @@ class Summed(InParts):
         return self.parts[0].device
 
     def values_of(self, samples: Sequence[int]) -> Tensor:
-        return _sum([part.select(samples).dense() for part in self.parts])
+        return _added([part.select(samples).dense() for part in self.parts])
 
     def dense(self) -> Tensor:
-        return _sum([part.dense() for part in self.parts])
+        return _added([part.dense() for part in self.parts])
 
     def sum_batch(self) -> Tensor:
-        return _sum([part.sum_batch() for part in self.parts])
+        return _added([part.sum_batch() for part in self.parts])
 
     def select(self, samples: Sequence[int] | None) -> Jacobian:
         return self if samples is None else Summed([part.select(samples) for part in self.parts])
 
     def project(self, directions: Tensor) -> Tensor:
-        return _sum([part.project(directions) for part in self.parts])
+        return _added([part.project(directions) for part in self.parts])
 
     def expand(self, coefficients: Tensor) -> Tensor:
-        return _sum([part.expand(coefficients) for part in self.parts])
+        return _added([part.expand(coefficients) for part in self.parts])
 
     def owned(self, alike: Jacobian | None = None) -> Jacobian:
         return Summed([part.owned() for part in self.parts]).with_weights(self.weights)
 
 
-def _sum(values: Sequence[Tensor]) -> Tensor:
+def _added(values: Sequence[Tensor]) -> Tensor:
     return sum(values[1:], start=values[0])

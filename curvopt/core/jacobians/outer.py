@@ -283,7 +283,7 @@ class Outer(Jacobian):
         return (right, left) if self.transposed else (left, right)
 
 
-def joined(outers: Sequence[Outer]) -> tuple[Tensor, Tensor, Tensor | None]:
+def concatenated(outers: Sequence[Outer]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Both sides with the positions of all, and how many these are."""
     left, right = torch.cat([o.left for o in outers], 3), torch.cat([o.right for o in outers], 2)
     if all(o.lengths is None for o in outers):

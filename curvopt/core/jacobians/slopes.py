@@ -8,20 +8,23 @@ import torch
 from torch import Tensor
 
 from curvopt.core.jacobians.base import Approx
-from curvopt.core.jacobians.outer import Outer, joined
+from curvopt.core.jacobians.outer import Outer, concatenated
 from curvopt.core.jacobians.second_moments import in_blocks
 
 
 class Slopes(Outer):
-    """Products whose positions are of layers and of slopes, which differ by orders of magnitude.
+    """Products of a layer and of its slopes: derivatives by its input, which multiply its weight, too.
 
-    A mean over the positions tells little there. The factors are those of the nearest Kronecker product (Van Loan &
-    Pitsianis 1993): ``B = sum_n G_n A G_n^T`` and ``A = sum_n G_n^T B G_n`` in turns for the products ``G_n`` of the
-    samples. A has the trace of the second moment of the layer's inputs, ``B ⊗ A`` that of the exact block.
+    Both are positions of the weight, but differ by orders of magnitude, so that means over all of them say little.
+    Factors are those of the nearest Kronecker product (Van Loan & Pitsianis 1993): ``B = sum_n G_n A G_n^T`` and
+    ``A = sum_n G_n^T B G_n`` in turns for the products ``G_n`` of the samples. A has the trace of the second moment of
+    the layer's inputs, ``B ⊗ A`` that of the exact block.
     """
 
     #: Trace of the right side's factor.
     size: Tensor
+    #: Both factors by the limit of their blocks, once they are known.
+    _factors: dict[int | None, tuple[Tensor, Tensor]]
 
     @staticmethod
     def are(outers: Sequence[Outer]) -> bool:
@@ -35,30 +38,35 @@ class Slopes(Outer):
         sides = [
             Outer(o.right.unsqueeze(0), o.left[0], o.shape, False, o.lengths) if o.transposed else o for o in outers
         ]
-        left, right, lengths = joined(sides)
+        left, right, lengths = concatenated(sides)
         result = cls(left, right, outers[0].shape, False, lengths, parts=sides)
+        result._factors = {}
         inputs = [(outer.right.square().sum(), outer.positions) for outer in outers if not outer.transposed]
         result.size = torch.stack([size for size, _ in inputs]).sum() / max(sum(number for _, number in inputs), 1)
         return result
 
     def output_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         """The factor of the left side, see the class, whatever ``approx``."""
-        return self._nearest(limit)[0]
+        return self._nearest(limit)[0].clone()  # others may ask for it, too
 
     def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         """The factor of the right side, see the class, whatever ``approx``."""
-        return self._nearest(limit)[1]
+        return self._nearest(limit)[1].clone()
 
     def input_factor_of_calls(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         return self.input_factor(approx, limit)
 
     def _nearest(self, limit: int | None) -> tuple[Tensor, Tensor]:
+        if limit in self._factors:
+            return self._factors[limit]
         left, right = self.left[0, :, 0], self.right[:, 0]  # [N, S, F]
         A = _moment(right, left @ left.mT, limit)
         B = _moment(left, _gram(right, _sized(A)), limit)
         A = _sized(_moment(right, _gram(left, _sized(B)), limit), self.size)
         B = _moment(left, _gram(right, A), limit)
-        return _sized(B, ((left @ left.mT) * (right @ right.mT)).sum() / torch.where(self.size > 0, self.size, 1)), A
+        exact = ((left @ left.mT) * (right @ right.mT)).sum()
+        self._factors[limit] = _sized(B, exact / torch.where(self.size > 0, self.size, 1)), A
+        return self._factors[limit]
 
 
 def _moment(rows: Tensor, weights: Tensor, limit: int | None) -> Tensor:
