@@ -72,16 +72,18 @@ SIZES: Mapping[str, tuple[Callable[[int], Problem], tuple[int, ...]]] = {
     "batch size": (lambda size: images(N=size), (4, 8, 16, 32, 64, 128)),
     "width": (lambda size: images(width=size), (8, 16, 32, 64, 128)),
     "depth": (lambda size: images(depth=size), (2, 4, 8, 16)),
-    "classes": (lambda size: images(classes=size), (10, 30, 100, 300, 1000)),
-    "vocabulary": (text, (300, 1000, 3000, 10000)),
-    "steps of an LSTM": (partial(sequences, nn.LSTM), (10, 30, 100, 300)),
     "steps of a cell": (partial(sequences, nn.LSTMCell), (10, 30, 100, 300)),
+    "steps of an LSTM": (partial(sequences, nn.LSTM), (10, 30, 100, 300)),
+    "vocabulary": (text, (300, 1000, 3000, 10000)),
+    "classes": (lambda size: images(classes=size), (10, 30, 100, 300, 1000)),
 }
 #: Whose memory is measured as they grow.
-COLUMNS = ("classes", "vocabulary")
+COLUMNS = ("vocabulary", "classes")
 #: Okabe and Ito (2008).
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 LINES = {"curvopt": "-", "backpack": "--"}
+#: Quantities that cost about as much as another one: where that one is drawn, they are not.
+LIKE = {"SumGradSquared": "BatchL2Grad", "KFLR": "DiagGGNExact"}
 
 SizeName = str if TYPE_CHECKING else Literal[tuple(SIZES)]
 
@@ -124,46 +126,71 @@ def at(settings: Settings, name: str, size: int) -> dict[str, Any]:
     return costs
 
 
+def points_of(costs: Mapping[int, Mapping[str, Any]], number: str) -> dict[str, list[tuple[int, float]]]:
+    """The points of each line of a panel, by package and quantity."""
+    labels = list(dict.fromkeys(label for at_size in costs.values() for label in at_size))
+    found: dict[str, list[tuple[int, float]]] = {}
+    for label in labels:
+        package, quantity = label.split()
+        if f"{package} {LIKE.get(quantity)}" not in labels:
+            found[label] = [(size, at[label][number]) for size, at in costs.items() if number in at.get(label, {})]
+    return {label: line for label, line in found.items() if line}
+
+
 def draw(curves: Mapping[str, Mapping[int, Mapping[str, Any]]], key: str, path: Path) -> None:
-    """A panel of times for each size, and one of memory for those that make columns."""
+    """Panels of times, then of memory, three in a row; the last panel of a row that has a line names it at its end."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    panels = [(name, key) for name in curves] + [(name, "peak_mib") for name in curves if name in COLUMNS]
-    figure, axes = plt.subplots(1, len(panels), figsize=(2.6 * len(panels), 3.2), squeeze=False)
-    labels: dict[str, Any] = {}
-    for axis, (name, number) in zip(axes[0], panels, strict=True):
-        points = curves[name]
-        for label in dict.fromkeys(label for costs in points.values() for label in costs):
+    names = [name for name in SIZES if name in curves]
+    panels = [(name, key) for name in names] + [(name, "peak_mib") for name in names if name in COLUMNS]
+    columns = min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    size = (1.9 * columns + 1.2, 2.1 * rows)  # a phone shows the whole width: 11 points are readable then
+    plt.rcParams.update({"font.size": 11, "axes.titlesize": 11})
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    colours: dict[str, str] = {}
+    for i, (axis, (name, number)) in enumerate(zip(axes.flat, panels, strict=False)):
+        lines = points_of(curves[name], number)
+        for label, points in lines.items():
             package, quantity = label.split()
-            colour = COLOURS[list(dict.fromkeys(key.split()[1] for key in [*labels, label])).index(quantity) % 7]
-            found = [(size, costs[label][number]) for size, costs in points.items() if number in costs.get(label, {})]
-            (line,) = axis.plot(
-                *zip(*found, strict=True), LINES.get(package, ":"), color=colour, marker="o", markersize=3
-            )
-            labels.setdefault(label, line)
+            colour = colours.setdefault(quantity, COLOURS[len(colours) % len(COLOURS)])
+            axis.plot(*zip(*points, strict=True), LINES.get(package, ":"), color=colour, marker="o", markersize=3)
         axis.set_xscale("log")
-        if number != "peak_mib" and max(v[number] for p in points.values() for v in p.values() if number in v) > 20:
+        highest = max(y for points in lines.values() for _, y in points)
+        if number != "peak_mib" and highest > 20:
             axis.set_yscale("log")
-            axis.yaxis.set_major_formatter("{x:g}")
         else:
-            axis.set_ylim(bottom=0)
-        axis.set_xticks(list(points), [f"{size:,}" for size in points], fontsize=8)
+            axis.set_ylim(0, 1.1 * highest)
+        axis.yaxis.set_major_formatter("{x:g}")
+        sizes = list(curves[name])
+        axis.set_xticks(sizes, [f"{size:,}" if size in (sizes[0], sizes[-1]) else "" for size in sizes])
         axis.minorticks_off()
         axis.set_xlabel(name)
-        axis.set_title("MiB beyond the gradient" if number == "peak_mib" else "gradients", fontsize=9)
+        axis.set_title("more MiB" if number == "peak_mib" else "gradients", loc="left")
         axis.grid(color="0.9")
         axis.spines[["top", "right"]].set_visible(False)
-    shown = {
-        label if len({key.split()[0] for key in labels}) > 1 else label.split()[1]: labels[label] for label in labels
-    }
-    figure.legend(shown.values(), shown.keys(), loc="upper center", ncols=min(len(shown), 6), frameon=False, fontsize=9)
-    figure.tight_layout(rect=(0, 0, 1, 0.9))
+        later = panels[i + 1 : (i // columns + 1) * columns]
+        named = {label for other, what in later for label in points_of(curves[other], what)}
+        label_ends(axis, {label: points for label, points in lines.items() if label not in named}, colours)
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def label_ends(axis: Any, lines: Mapping[str, list[tuple[int, float]]], colours: Mapping[str, str]) -> None:
+    """Write the name of each line at its end, moved up where the one below is too near."""
+    top = 0.0
+    for label, points in sorted(lines.items(), key=lambda item: item[1][-1][1]):
+        height = axis.transAxes.inverted().transform(axis.transData.transform(points[-1]))[1]
+        top = max(height, top + 0.12)
+        package, quantity = label.split()
+        text = quantity if package == "curvopt" else label
+        axis.annotate(text, (1.04, top), xycoords="axes fraction", color=colours[quantity], va="center")
 
 
 def main() -> None:
