@@ -396,20 +396,23 @@ def table() -> dict[str, dict[Kind, Cell]]:
 
 
 INTRODUCTION = """\
-Every layer of `torch.nn` that has parameters, in a network of that layer, a tanh and a linear head, and how each
-quantity of the layer's parameters is computed:
+The table below lists every layer of `torch.nn` that has parameters, and says how curvopt computes
+each quantity of these parameters. Each layer is tried in a network of that layer, a tanh and a
+linear head.
 
-- **rule**: a registered rule, and for quantities of the Hessian what the nonlinear operations after the layer add.
-- **operations**: the operations at which the parameters meet the samples, read off the autograd graph, each by the rule
-  of its kind.
-- **sample by sample**: an operation that no rule knows, or whose samples are not along one axis, gets the vectors of
-  each sample by themselves; exact, and slower.
-- **double backward**: one of these for the Gauss-Newton part; what the layer itself adds to the Hessian, by
-  differentiating its gradient again, one backward for each entry of the parameter.
-- **not defined**: refused with an error, shortened below.
+- **rule**: the layer has a registered rule. Quantities of the Hessian add the second derivatives of
+  the nonlinear operations behind the layer.
+- **operations**: curvopt reads the operations that use a parameter off the autograd graph, and each
+  kind of operation has a rule.
+- **sample by sample**: no rule knows the operation, or its samples are not along one axis. The
+  vectors of each sample are pulled back on their own. This is exact, and slower.
+- **double backward**: the Gauss-Newton part comes from one of these. The layer's own part of the
+  Hessian comes from differentiating its gradient again, with one backward pass for each entry of
+  the parameter.
+- **not defined**: the request is an error. A note under the table has its reason.
 
-The table is observed, not written: `python -m benchmarks.coverage` computes every cell, and compares it with the
-quantity's definition as far as that determines it (Kronecker factors of matrices are checked to be factors)."""
+`python -m benchmarks.coverage` computes every cell and compares it with the definition of the
+quantity. Kronecker factors that have no unique definition are only checked to be factors."""
 
 
 def columns(rows: dict[str, dict[Kind, Cell]]) -> list[list[Kind]]:

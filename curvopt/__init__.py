@@ -11,7 +11,7 @@ from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.fields import field
 from curvopt.regularizers import L2Regularizer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CurvoptError",

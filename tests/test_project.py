@@ -21,6 +21,10 @@ def test_the_citation_is_of_this_version():
     assert (citation["version"], citation["license"]) == (curvopt.__version__, PROJECT["license"])
 
 
+def test_the_changelog_begins_with_this_version():
+    assert re.findall(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == curvopt.__version__
+
+
 def test_workflows_test_the_oldest_versions_that_are_promised_and_one_more():
     [tests] = [yaml.safe_load(file.read_text()) for file in WORKFLOWS if file.stem == "tests"]
     rows = tests["jobs"]["tests"]["strategy"]["matrix"]["include"]
