@@ -5,6 +5,7 @@ A block that cannot run by itself has ``<!-- fragment -->`` on the line before i
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import inspect
 import pkgutil
@@ -85,6 +86,19 @@ def test_internals_name_what_is_there():
     assert len(stages) == 8 and not [
         name for file, name in stages if not re.search(rf"\b{name}\(", (core / file).read_text())
     ]
+
+
+MODULES = [module.name for module in pkgutil.walk_packages(curvopt.core.__path__, "curvopt.core.")]
+
+
+@pytest.mark.parametrize("name", ["curvopt.core", *MODULES])
+def test_modules_of_the_engine_begin_with_an_example(name: str):
+    """A picture in an indented block, or code that runs."""
+    module = importlib.import_module(name)
+    text = module.__doc__ or ""
+    example = doctest.DocTestParser().get_doctest(text, dict(vars(module)), name, module.__file__, 0)
+    assert example.examples or "::\n\n    " in text
+    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 # ------------------------------------------------------------------------------------------- tables of all public names

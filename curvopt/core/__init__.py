@@ -1,1 +1,10 @@
-"""The engine: calls recorded in the forward pass, vector-Jacobian products, Jacobians in factored form."""
+"""The engine: it computes quantities along with a backward pass.
+
+::
+
+    recording                      the forward pass: records of calls, on the nodes of the graph
+    autograd_graph, batch_axis     reading the graph, and finding the samples in it
+    losses                         roots of loss Hessians
+    layers, jacobians              from vectors at the output of a layer to products of its parameters
+    backward                       the stages of one backward pass, which call all of these
+"""

@@ -1,4 +1,9 @@
-"""Eigendecompositions that work where LAPACK's fail, and comparisons that do not wait for the device."""
+"""Eigendecompositions that work where LAPACK's fail, and comparisons that do not wait for the device.
+
+>>> values, vectors = eigh(torch.diag(torch.tensor([1.0, 4.0])).half())  # LAPACK has none in half precision
+>>> values
+tensor([1., 4.], dtype=torch.float16)
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Drawing the same random numbers again."""
+"""Drawing random numbers again.
+
+>>> state = RandomState([])
+>>> first = torch.rand(2)
+>>> with state.again():
+...     again = torch.rand(2)
+>>> torch.equal(first, again), state.passed()
+(True, True)
+"""
 
 from __future__ import annotations
 

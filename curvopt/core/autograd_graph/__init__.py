@@ -1,1 +1,8 @@
-"""Reading the autograd graph: its nodes, the operations they differentiate, vector-Jacobian products through them."""
+"""Reading the autograd graph, and pulling vectors back through it.
+
+::
+
+    nodes, operations                    one node: its name, shape and saved tensors
+    backward_graph, parameter_calls      one backward pass: its calls and parameters
+    vjp, node_vjp, second_derivatives    products with the Jacobians and Hessians of operations
+"""

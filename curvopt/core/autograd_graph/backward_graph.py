@@ -1,4 +1,11 @@
-"""Reading the autograd graph of one backward: the calls of modules and models in it, and how parameters enter it."""
+"""Reading the autograd graph of one backward pass: the calls of modules in it, and how parameters enter it.
+
+>>> from curvopt import extend
+>>> model = extend(nn.Sequential(nn.Linear(3, 2), nn.Tanh()))
+>>> graph = read_graph([model(torch.ones(4, 3)).sum().grad_fn])
+>>> [(found.call.describe(), sorted(found.parameters)) for found in graph.module_calls.values()]
+[('0 (Linear)', ['bias', 'weight'])]
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,12 @@
 
 `pull_by_nodes` calls the nodes itself instead of autograd's engine: hooks of tensors, parameters and modules do not
 run, and nothing is accumulated in ``.grad``. The graph stays alive.
+
+>>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+>>> y = x.square()
+>>> found = pull_by_nodes({(y.grad_fn, 0): torch.ones(2)}, [get_gradient_edge(x)[:2]])
+>>> [vector.tolist() for vector in found.values()], x.grad
+([[2.0, 4.0]], None)
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Nodes of the autograd graph: names, shapes, leaves, saved tensors, and walks over them."""
+"""Nodes of the autograd graph: names, shapes, leaves, saved tensors, and walks over them.
+
+>>> y = torch.tanh(torch.ones(2, 3, requires_grad=True))
+>>> operation(y.grad_fn), shape_of(y.grad_fn)
+('TANH', torch.Size([2, 3]))
+>>> [leaf_of(node) is not None for node in walk([y.grad_fn])]
+[False, True]
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The one table of operations: what is known of each by its name in the autograd graph.
+"""The one table of operations, by their names in the autograd graph.
+
+>>> OPERATIONS["TANH"]
+Operation(batch_axis='elementwise', second_derivative='elementwise')
 
 To add an operation, add its name to a row. The name is that of its node without ``Backward0``: ``TanhBackward0`` is
 ``Tanh``. An operation that is missing costs time, never correctness: its batch axis is probed in each backward, and its

@@ -2,8 +2,12 @@ r"""Curvature that nonlinear operations add to the Gauss-Newton matrix.
 
 The Hessian of ``L(f(w))`` is ``J^T (\nabla^2 L) J`` plus, for every nonlinear operation ``b = h(a)`` of the network,
 the residual ``J_a^T R J_a`` with ``R = \nabla_a^2 (g^T h(a))`` and g the gradient at b. Operations are read off the
-autograd graph, so functional code counts. R is local: it is evaluated by differentiating the operation's own
-backward, and travels on as columns ``u`` with weights: ``R = sum_v w_v u_v u_v^T``, sample by sample.
+autograd graph, so functional code counts. Differentiating the backward of the operation gives R, and R travels on as
+columns ``u`` with weights: ``R = sum_v w_v u_v u_v^T``, sample by sample::
+
+    b = tanh(a)     R = diag(g tanh''(a))             a unit vector for each entry, with the weight g tanh''(a)
+    b = a1 * a2     R = [[0, diag g], [diag g, 0]]    two columns for each entry, with the weights 1/4 and -1/4
+    b = relu(a)     R = 0                             no columns
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Vector-Jacobian products by autograd's engine: pull vectors back, listen to gradients, cut paths."""
+"""Vector-Jacobian products by autograd's engine: pull vectors back, listen to gradients, cut paths.
+
+>>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+>>> (found,) = pull([x.square()], [x], [torch.eye(2)])  # two vectors at once
+>>> found.tolist()
+[[2.0, 0.0], [0.0, 4.0]]
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The ``with backpack(...)`` context: which extensions are active, and when a backward begins and ends."""
+"""The ``with backpack(...)`` context: which extensions are active, and when a backward begins and ends.
+
+Inside of ``with backpack(KFAC(), BatchGrad())``::
+
+    loss.backward() ──► _prepare ──► before_backward: sets kfac ──► the user's backward: sets grad_batch
+"""
 
 from __future__ import annotations
 

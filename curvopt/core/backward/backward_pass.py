@@ -1,9 +1,11 @@
-"""One backward of the user and what is computed along with it, in eight stages.
+"""One backward pass of the user and the quantities that are computed along with it.
 
-read, locate (`curvopt.core.backward.located_graph`), check (`request_checks`), then here: **factor** the loss Hessian
-into columns, **pull back** the columns to the outputs of all calls with parameters, **reduce** what arrives there, by
-the rule of the call and the extension, and **finish**: set the fields and call the hook. Second-order quantities are
-computed before the user's backward begins. The gradient of first-order ones is that of the user's own backward.
+`backpack` has read, located and checked the request before. The other four stages are here: **factor** the loss Hessian
+into columns, **pull back** the columns to the outputs of all calls with parameters, **reduce** them there, by the rule
+of the call and the extension, and **finish**: set the fields and call the hook::
+
+    before_backward ─► second_order ─► sweep ─► update ─► _complete       columns of the loss Hessian
+    listen, the user's backward ─► _gradient ─► update ─► _complete       the user's own gradient
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""What travels backwards: the gradient, or columns of a root of the loss Hessian."""
+"""The vectors that an extension wants to travel backwards: the gradient, or columns of a root of the loss Hessian.
+
+>>> from curvopt.core.losses.hessian_root import Diagonal
+>>> loss = Diagonal(torch.ones(4, 3))  # squared errors of 4 samples with 3 outputs
+>>> [list(columns.shape) for columns in Exact().chunks(loss, size=2, ranks=())]
+[[2, 4, 3], [1, 4, 3]]
+>>> list(MonteCarlo(5).draw(loss).shape)
+[5, 4, 3]
+"""
 
 from __future__ import annotations
 

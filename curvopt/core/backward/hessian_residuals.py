@@ -1,4 +1,11 @@
-"""What nonlinear operations between the loss and the parameters add to the Hessian, beside the GGN."""
+"""The part of the Hessian that nonlinear operations between the loss and the parameters add to the GGN.
+
+::
+
+    z = V tanh(W x)      Hessian of W = GGN + J_a^T diag(g tanh''(a)) J_a    with a = W x and g the gradient at tanh(a)
+    z = V relu(W x)      Hessian of W = GGN
+    z = W tanh(W x)      W is used twice: the gradient of W is differentiated once more, entry by entry
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
 """Batch-averaged backpropagation of a curvature matrix, layer by layer (Botev et al. 2017).
 
 One matrix ``G``, shared by all samples, travels backwards: ``G_in = 1/N sum_n J_n^T G J_n`` at every operation. It is
-kept as a root with one column for each unit at most. Only sequential networks have such a recursion.
+kept as a root with one column for each unit at most. Only sequential networks have such a recursion::
+
+    b = W a + c     G_a = W^T G_b W                        equal for all samples: the root is multiplied by W
+    b = relu(a)     G_a = G_b * mean_n(d_n d_n^T)          d_n are the slopes, 0 or 1: a new root is formed
 """
 
 from __future__ import annotations

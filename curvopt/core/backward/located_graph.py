@@ -1,4 +1,12 @@
-"""Read and locate: the graph of one backward with all calls that have parameters, and where their samples are."""
+"""Read and locate: the graph of one backward pass with all calls that have parameters, and where their samples are.
+
+>>> import torch
+>>> from curvopt import extend
+>>> model = extend(nn.Linear(3, 2))
+>>> located = read_and_locate([model(torch.ones(4, 3)).sum().grad_fn])
+>>> located.N, [(call.call.describe(), call.samples) for call in located.calls]
+(4, [('the extended Linear', 'first')])
+"""
 
 from __future__ import annotations
 

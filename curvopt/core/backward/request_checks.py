@@ -1,4 +1,10 @@
-"""What is refused, or warned of, before anything is computed."""
+"""The checks of a request: they raise an error, or warn, before anything is computed.
+
+::
+
+    BatchGrad, batch norm in train mode      CurvoptError: samples are mixed, call model.eval()
+    KFLR, a vocabulary of 10,000             CurvoptWarning: 9,999 columns are pulled back, KFAC draws one
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,12 @@
 """Second-order quantities of a backward: the Hessian of the loss is factored into columns, which are pulled back.
 
-Known losses have a root in closed form; of any other loss the root comes from double backward (`generic_loss`).
+Known losses have a root in closed form; of any other loss the root comes from double backward (`generic_loss`). Columns
+of the cross-entropy of outputs ``[N, C]``::
+
+    Exact         KFLR, DiagGGNExact, GGNMP    C - 1 columns of S, where S S^T is the Hessian
+    Hessian       DiagHessian, HMP             these, then the residuals of nonlinear operations
+    MonteCarlo    KFAC, DiagGGNMC              gradients at targets that are drawn from the softmax
+    Empirical     KFACEmpirical                the gradient at the target itself
 """
 
 from __future__ import annotations

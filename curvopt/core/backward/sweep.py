@@ -1,4 +1,13 @@
-"""One sweep: vectors that are pulled back to all calls with parameters, and reduced as soon as they have arrived."""
+"""One sweep: vectors are pulled back to all calls with parameters, and reduced as soon as they have arrived.
+
+::
+
+    columns [v, N, C] ──► last layer ──► rule ──► Chunk ──► extension.update
+                              │
+                              └──► first layer ──► rule ──► Chunk ──► extension.update
+
+The chunks of a parameter that several calls share are combined first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Outputs from which samples are counted, where the loss reaches other tensors than outputs of the model."""
+"""The heads, where the loss does not only reach outputs of one model.
+
+::
+
+    loss of D(G(x))                       outermost: the output of D; that of G reaches the loss through it
+    out.mean() + slopes.square().sum()    around_heads: also the slopes [N, d] by the input, with rows of their own
+    slopes.square().sum() alone           behind_reductions: the first tensor with N rows behind the scalar
+"""
 
 from __future__ import annotations
 

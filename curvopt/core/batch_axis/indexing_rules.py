@@ -1,4 +1,10 @@
-"""The rules of operations that pick rows by integers: their labels say which sample each row is of."""
+"""The rules of operations that pick rows by integers: their labels say which sample each row is of.
+
+::
+
+    h[[2, 0]] [2, d], rows of samples 0 and 1    ──►    h [3, d], labels (1, UNUSED, 0)
+    h[[2, 2]] [2, d], rows of samples 0 and 1    ──►    UNKNOWN: both samples use row 2
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,11 @@
 A tensor ``[T, N, d]`` with the samples along axis 1 has ``Layout(before=T, rows=N, after=d)``: seen as ``[T, N, d]``,
 row n belongs to sample n. Views keep a layout for free, since they keep the order of the entries. Where rows are picked
 (``h[mask]``, one part of a batch), ``labels`` say which sample each row belongs to.
+
+>>> axis_of((3, 2, 5), Layout(before=3, rows=2, after=5))
+Axis(index=1, before=1, after=1)
+>>> axis_of((6, 5), Layout(before=3, rows=2, after=5))  # flattened: rows 0, 2, 4 are sample 0
+Axis(index=0, before=3, after=1)
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""An operation of the graph with the axis of its output that has the samples."""
+"""An operation of the graph, one of its outputs, and the axis along which that output has the samples.
+
+A rule asks it for the layouts of the operands:
+
+>>> y = torch.ones(4, 3, requires_grad=True).t()  # [3, 4], samples along axis 1
+>>> call = OperationCall(y.grad_fn, 0, y.shape, Layout(3, 4, 1), Axis(1, 1, 1), N=4)
+>>> call.at(call.operands[0], 0)
+Layout(before=1, rows=4, after=3, labels=None, mixed=False)
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""How the batch axis of an operation's output follows to its operands: one rule for each kind of operation."""
+"""How the batch axis of an operation's output follows to its operands: one rule for each kind of operation.
+
+::
+
+    rule           output                    operands
+    elementwise    [T, N, d], axis 1         [T, N, d]: axis 1; [d], a bias: None, as all samples share it
+    transpose      [N, T, d], axis 0         [T, N, d]: axis 1
+    matmul         [N, O], axis 0            [N, I]: axis 0; [I, O]: None
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,13 @@
-"""Where the samples are behind an operation that no rule knows: tried with random vectors, in every backward.
+"""The batch axis behind an operation that no rule knows, found by random vectors in every backward pass.
 
 A random vector at the output is pulled back to the operands, and once more with each sample scaled by a factor of its
 own. An operand whose entries come back scaled by the factors of their samples keeps them apart.
+
+>>> x = torch.ones(2, 3, requires_grad=True)
+>>> probe_operands(x.cumsum(1).grad_fn, 0, Layout(1, 2, 3), N=2)
+[Layout(before=1, rows=2, after=3, labels=None, mixed=False)]
+>>> probe_operands(x.cumsum(0).grad_fn, 0, Layout(1, 2, 3), N=2)  # row 0 goes into both rows
+[None]
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""The batch axis of every tensor of a backward, propagated from the heads to the leaves.
+"""The batch axis of every tensor of a backward pass, propagated from the heads to the leaves.
 
-The heads are the outputs of the model, whose batch axis is known. From there one walk against the arrows of the forward
-pass gives each operand of each operation its layout, by one rule per kind of operation, as the batching rules of vmap
-do in the other direction::
+The heads are the outputs of the model, whose batch axis is known. From there one walk against the direction of the
+forward pass gives each operand of each operation its layout, by one rule for each kind of operation::
 
     head [N, C]           Layout(1, N, C)
     addmm                 rows of the first matrix: Layout(1, N, d); the weight holds no samples: None
-    view [N, T, d']       the same entries in the same order: Layout(1, N, T d')
+    view [N, T, d']       entries keep their order: Layout(1, N, T d')
     transpose(0, 1)       Layout(T, N, d')
 
-An entry that has layout ``n`` reaches the heads of sample n alone. The values of tensors do not matter, so the answer
+An entry in row n of its layout reaches the heads of sample n alone. The values of tensors do not matter, so the answer
 holds for every batch, also where a gate is zero at first.
 """
 

@@ -1,4 +1,10 @@
-"""The sample of each row of a tensor between the heads and the loss."""
+"""The sample of each row of a tensor between the heads and the loss.
+
+>>> z = 2 * torch.ones(3, 5, requires_grad=True)  # the head: row n is sample n
+>>> picked = z[[2, 0]]
+>>> samples_of_rows((picked.grad_fn, 0), {(z.grad_fn, 0): Layout(1, 3, 5)})
+[2, 0]
+"""
 
 from __future__ import annotations
 

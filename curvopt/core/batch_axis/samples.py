@@ -1,8 +1,15 @@
-"""What a sample is: a row of what the model was called with, whatever the loss says.
+"""A sample is a row of the input of the model, whatever the loss does with the output.
 
 `locate` finds the model calls of a backward, their heads (the outputs that the loss reaches) and with them the batch
 axis of every tensor behind. Each extended model has its own number of samples, so a generator may have 6 where the
 discriminator has 12; models with equal numbers share a `Location`.
+
+>>> from curvopt import extend
+>>> from curvopt.core.autograd_graph.backward_graph import read_graph
+>>> model = extend(nn.Linear(3, 2))
+>>> loss = model(torch.ones(4, 3))[:2].sum()  # uses two rows of four
+>>> [location.N for location in locate(read_graph([loss.grad_fn])).values()]
+[4]
 """
 
 from __future__ import annotations

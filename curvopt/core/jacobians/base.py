@@ -3,6 +3,10 @@
 A rule turns the vectors that arrive at a module's output into a `Jacobian`: for each vector ``v`` and sample ``n`` the
 product ``J_n^T v_n`` with respect to one parameter of shape ``p``. Letters: V vectors, N samples, G groups, S shared
 positions (sequence, space, or several calls of one module), O/I output/input features.
+
+>>> products = Dense(torch.ones(2, 4, 3))  # 2 vectors, 4 samples, a bias of 3 entries
+>>> products.norms2().shape, products.squares(), products.output_factor().shape
+(torch.Size([2, 4]), tensor([8., 8., 8.]), torch.Size([3, 3]))
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""What an extension gets: the Jacobian products of one parameter for a chunk of columns."""
+"""The Jacobian products of one parameter for a chunk of columns, as an extension gets them.
+
+::
+
+    def update(self, total, chunk):                   # of an extension with `Exact()` columns
+        trace = chunk.jacobian.norms2().sum()         # of chunk.jacobian.V columns out of chunk.num_columns
+        return trace if total is None else total + trace
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
-"""Which of several equal algorithms is used: every such choice of the engine is made here, from sizes.
+"""Choices between equal algorithms: every such choice of the engine is made here, from sizes.
 
 Costs are counted in multiply-adds of a large matrix product, with constants that were measured on single CPU cores;
-the page "Internals" of the documentation explains them.
-Letters as in `curvopt.core.jacobians.base`.
+the page "Internals" of the documentation explains them. Letters as in `curvopt.core.jacobians.base`.
+
+>>> by_pairs(V=10, S=1, O=64, I=64), by_pairs(V=10, S=100, O=64, I=64)
+(True, False)
+>>> columns_at_once(entries=100_000, device="cpu"), columns_at_once(entries=100_000, device="cuda")
+(10, 2684)
 """
 
 # ruff: noqa: E741 - the reserved letters

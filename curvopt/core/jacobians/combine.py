@@ -1,4 +1,10 @@
-"""One Jacobian of several: of all calls that share a parameter, or of samples that came one by one."""
+"""One Jacobian made of several: of all calls that share a parameter, or of samples that came one by one.
+
+>>> left, right = torch.ones(1, 4, 1, 1, 2), torch.ones(4, 1, 1, 3)
+>>> call = Outer(left, right, torch.Size([2, 3]))
+>>> combine([call, call]).S  # a linear layer that is called twice has two positions
+2
+"""
 
 from __future__ import annotations
 

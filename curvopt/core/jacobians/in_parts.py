@@ -1,4 +1,11 @@
-"""Products that are multiplied out for a few samples at a time, since those of all samples would not fit."""
+"""Products that are multiplied out for a few samples at a time, since those of all samples would not fit into memory.
+
+::
+
+    squares of an embedding [I, D] that has calls of two kinds (`Summed`):
+    samples 0 to 7      (lookup + outer)  [V, 8, I, D]    squared, added to [I, D]
+    samples 8 to 15     (lookup + outer)  [V, 8, I, D]    squared, added to [I, D]
+"""
 
 from __future__ import annotations
 

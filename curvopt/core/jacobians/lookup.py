@@ -1,4 +1,11 @@
-"""Products of embeddings: a vector for each row that is picked."""
+"""Products of embeddings: a vector for each row that is picked.
+
+>>> left = torch.ones(1, 3, 2)  # a vector of 2 entries for each of 3 picks
+>>> rows, samples = torch.tensor([0, 5, 5]), torch.tensor([0, 0, 1])
+>>> products = Lookup(left, rows, samples, N=2, shape=torch.Size([6, 2]))
+>>> products.dense().shape, products.norms2()
+(torch.Size([1, 2, 6, 2]), tensor([[4., 2.]]))
+"""
 
 from __future__ import annotations
 

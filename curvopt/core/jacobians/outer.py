@@ -1,4 +1,10 @@
-"""Products ``sum_s left ⊗ right`` of linear and convolution layers, which are rarely multiplied out."""
+"""Products ``sum_s left ⊗ right`` of linear and convolution layers, which are rarely multiplied out.
+
+>>> left, right = torch.ones(1, 4, 1, 5, 2), torch.ones(4, 1, 5, 3)  # [V, N, G, S, O] and [N, G, S, I]
+>>> products = Outer(left, right, torch.Size([2, 3]))
+>>> products.dense().shape, products.norms2()  # norms come from Gram matrices where that is cheaper
+(torch.Size([1, 4, 2, 3]), tensor([[150., 150., 150., 150.]]))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Squares of the products of an `Outer`, a few samples at a time or by pairs of positions."""
+"""Squares of the products of an `Outer`, a few samples at a time or by pairs of positions.
+
+For two positions, ``l1 r1 + l2 r2`` is the product of a sample::
+
+    a few samples at a time    (l1 r1 + l2 r2)^2                               for each of V vectors
+    by pairs                   l1^2 r1^2 + l2^2 r2^2 + 2 (l1 l2) (r1 r2)       left sides summed over vectors first
+"""
 
 from __future__ import annotations
 

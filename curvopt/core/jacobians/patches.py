@@ -1,4 +1,11 @@
-"""The input of a convolution as patches, formed when a product needs them."""
+"""The input of a convolution as patches, formed when a product needs them.
+
+>>> import torch
+>>> from curvopt.core.layers.affine import Conv
+>>> patches = Conv().unfold(torch.nn.Conv2d(1, 5, kernel_size=2), torch.ones(7, 1, 3, 3))
+>>> patches.whole.shape  # [N, G, S, I]: four positions, each sees four entries
+torch.Size([7, 1, 4, 4])
+"""
 
 from __future__ import annotations
 

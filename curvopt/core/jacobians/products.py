@@ -1,4 +1,9 @@
-"""Products of the two sides of outer products: ``[..., N, G, S, O]`` of outputs and ``[N, G, S, I]`` of inputs."""
+"""Products of the two sides of outer products: ``[..., N, G, S, O]`` of outputs and ``[N, G, S, I]`` of inputs.
+
+>>> left, right = torch.ones(1, 4, 1, 5, 2), torch.ones(4, 1, 5, 3)
+>>> products_of(left, right).shape, over_samples(left, right).shape
+(torch.Size([1, 4, 1, 2, 3]), torch.Size([1, 1, 2, 3]))
+"""
 
 from __future__ import annotations
 

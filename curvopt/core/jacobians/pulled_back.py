@@ -1,4 +1,10 @@
-"""Products with respect to a weight that is computed from a parameter."""
+"""Products with respect to a weight that is computed from a parameter.
+
+::
+
+    y = x W^T,  W = f(p)        products J of W      ──►    those of p: pull(J), a few samples at a time
+    y = x W^T,  W = tanh(p)     products J of W      ──►    those of p: J * tanh'(p), by `Scaled`
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Second moments of the sides of products: the Kronecker factors."""
+"""Second moments of the sides of products: the Kronecker factors.
+
+>>> rows = torch.ones(8, 1, 5, 3)  # [N, G, S, F]
+>>> _second_moment(rows).shape, _second_moment(rows, limit=2).shape  # [F, F], or blocks [G, K, b, b]
+(torch.Size([3, 3]), torch.Size([1, 2, 2, 2]))
+"""
 
 from __future__ import annotations
 

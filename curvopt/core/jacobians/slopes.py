@@ -1,4 +1,12 @@
-"""Products of linear layers and of their slopes by the input: the weights of PINNs and gradient penalties."""
+"""Products of linear layers and of their slopes by the input: the weights of PINNs and gradient penalties.
+
+::
+
+    u = W x        J^T v = v ⊗ x            a position with the vector left and the input right
+    s = W^T g      J^T v = g ⊗ v            a position with the sides exchanged
+
+Both multiply W, but their sizes differ by orders of magnitude.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Squared products, summed over chunks of columns."""
+"""Squared products, summed over chunks of columns.
+
+>>> from curvopt.core.jacobians.base import Dense
+>>> total = Squares()
+>>> for values in (torch.full((1, 4, 3), 2.0), torch.ones(1, 4, 3)):  # two chunks of one column, [V, N, *p]
+...     total = total.add(Dense(values))
+>>> total.total()
+tensor([20., 20., 20.])
+"""
 
 from __future__ import annotations
 

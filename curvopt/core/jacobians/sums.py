@@ -1,4 +1,9 @@
-"""Sums in at least float32, in place where no graph is built."""
+"""Sums in at least float32, in place where no graph is built.
+
+>>> total = torch.zeros(2)
+>>> add(total, torch.ones(2)) is total, widened(total.half()).dtype
+(True, torch.float32)
+"""
 
 from __future__ import annotations
 

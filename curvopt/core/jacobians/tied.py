@@ -1,4 +1,10 @@
-"""Products of an embedding that is also the output layer: no array of N times the weight is formed."""
+"""Products of an embedding that is also the output layer: no array of N times the weight is formed.
+
+::
+
+    h = E[tokens],  z = h E^T       E [I, D] has an Outer (all rows) and a Lookup (the rows of the tokens)
+    (outer + lookup)^2 = outer^2 + lookup^2 + 2 outer lookup      the last term has entries in these rows only
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Layers: how vectors at their outputs become Jacobians of their parameters. Importing registers the rules."""
+"""Layers: how vectors at their outputs become Jacobians of their parameters. Importing registers the rules.
+
+::
+
+    module with a rule       affine, normalization, embedding, recurrent
+    operation of the graph   functional (matrix products, convolutions, lookups), broadcast (x * p, x + p)
+    any other                sample_by_sample
+"""
 
 from torch.nn import Flatten
 

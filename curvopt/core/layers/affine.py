@@ -1,4 +1,11 @@
-"""Rules of affine layers: each is the two views `unfold` and `fold`."""
+"""Rules of affine layers: each is the two views `unfold` and `fold`.
+
+>>> layer, x = nn.Linear(3, 2), torch.ones(4, 7, 3)  # 4 samples, 7 tokens
+>>> Linear().unfold(layer, x).shape  # [N, G, S, I]
+torch.Size([4, 1, 7, 3])
+>>> Linear().fold(layer, torch.ones(1, 4, 7, 2), x).shape  # [V, N, G, S, O]
+torch.Size([1, 4, 1, 7, 2])
+"""
 
 from __future__ import annotations
 

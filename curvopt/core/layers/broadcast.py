@@ -1,6 +1,10 @@
 """Operations that broadcast an operand over the samples: ``x * p``, ``x + p``, ``p.expand(N, ...)``.
 
-The bias of a convolution and the scale of a norm are such operands, too.
+The bias of a convolution and the scale of a norm are such operands, too. The derivative in the operand is a number
+times a factor::
+
+    x - p        -1                 x * p          1, factor x
+    x / p        -1, factor x/p^2   layer norm     1, factor: the normalised input
 """
 
 from __future__ import annotations

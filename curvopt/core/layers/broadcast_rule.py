@@ -1,4 +1,10 @@
-"""The rule of parameters that an operation broadcasts over the samples."""
+"""The rule of parameters that an operation broadcasts over the samples.
+
+::
+
+    y = x * p,  x [N, T, d],  p [d]
+    vectors [V, N, T, d]  ──►  times x, summed over T  ──►  Dense [V, N, d]
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""The rule of a layer whose weight is computed from a parameter: masks, norms, parts of a packed weight."""
+"""The rule of a layer whose weight is computed from a parameter: masks, norms, parts of a packed weight.
+
+::
+
+    W = a[:, None] * p,  y = x W^T
+    rule of the layer  ──►  Outer of W  ──►  left side times a (`Sides`)  ──►  Outer of p
+
+Operations that do not act on one side go by `PulledBack`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Rules of embeddings: the input picks rows of the weight, so Jacobians are `Lookup`s and no one-hot matrix is formed.
 
 Kronecker factors of the weight ``[num_embeddings, D]``: the diagonal of the second moment of the one-hot inputs (a
-vector ``[num_embeddings]``: how often each row is picked per position), then that of the vectors, ``[D, D]``.
+vector ``[num_embeddings]``: how often each row is picked per position), then that of the vectors, ``[D, D]``::
+
+    weight [4, D],  x = [[0, 3], [3, 3]]    ──►    first factor [1/4, 0, 0, 3/4]
 """
 
 from __future__ import annotations

@@ -1,6 +1,12 @@
 """Operations of the graph as calls of a layer: products, convolutions and lookups.
 
-It does not matter which function made them: ``F.linear(x, W)``, ``x @ W``, ``torch.einsum``.
+Any function may have made them: ``F.linear(x, W)``, ``x @ W``, ``torch.einsum``.
+
+>>> x, W = torch.ones(4, 3), nn.Parameter(torch.ones(3, 2))
+>>> node = (x @ W).grad_fn
+>>> call = layer_call(node, 1, torch.empty(3, 2, device="meta"), W.shape)
+>>> call.rule.unfold(call.module, call.input).shape  # [N, G, S, I], as of a linear layer
+torch.Size([4, 1, 1, 3])
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Rules of layers ``w * f(x) + b`` with a function f without parameters: norm layers and PReLU."""
+"""Rules of layers ``w * f(x) + b`` with a function f without parameters: norm layers and PReLU.
+
+::
+
+    layer norm of x [N, T, d], vectors [V, N, T, d]
+    weight    vectors * f(x), summed over T    Dense [V, N, d]
+    bias      vectors, summed over T           Dense [V, N, d]
+"""
 
 from __future__ import annotations
 

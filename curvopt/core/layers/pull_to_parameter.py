@@ -1,4 +1,10 @@
-"""From an operand that was computed from a parameter back to the parameter."""
+"""From an operand that was computed from a parameter back to the parameter.
+
+::
+
+    y = h * g,  g = p.exp()       each entry of g is a function of one entry of p: products of g times exp(p)
+    y = h * g,  g = p / p.norm()  autograd pulls the products of g back to p
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Rules of recurrent nets: time steps are shared positions of the recurrent matrices."""
+"""Rules of recurrent nets: time steps are shared positions of the recurrent matrices.
+
+::
+
+    h_t = tanh(W x_t + U h_(t-1))       left: vectors at the argument of tanh, [V, N, 1, T, O]
+    W: right = x_1 ... x_T              [N, 1, T, I]
+    U: right = h_0 ... h_(T-1)          [N, 1, T, O]
+"""
 
 from __future__ import annotations
 

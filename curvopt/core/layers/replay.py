@@ -1,7 +1,10 @@
 """Rules of recurrent nets, with matrices inside: their forward is replayed from products ``W x``.
 
 Autograd pulls the vectors at the module's outputs back to every such product of the replay; from there on each matrix
-is a linear layer whose shared positions are the time steps, so its Jacobian is an `Outer`.
+is a linear layer whose shared positions are the time steps, so its Jacobian is an `Outer`::
+
+    def replay(self, call, tape):
+        return [torch.tanh(tape.linear(call.input, "weight", "bias"))]    # one site
 """
 
 from __future__ import annotations

@@ -1,8 +1,14 @@
 """Rules: how a module turns vectors at its output into Jacobians of its parameters.
 
-A rule is registered beside its definition with ``@register(nn.Linear)``. An affine layer needs two views,
-`AffineRule.unfold` and `AffineRule.fold`, nothing else. The parameters of modules without a rule are found in the
-graph, in the operations that their forward is made of; a registered rule is only ever a faster equal of that.
+A rule is registered beside its definition. An affine layer needs two views, nothing else::
+
+    @register(nn.Linear)
+    class Linear(AffineRule):
+        def unfold(self, module, x): ...          # the input as [N, G, S, I]
+        def fold(self, module, grad, x): ...      # vectors at the output as [V, N, G, S, O]
+
+The parameters of modules without a rule are found in the graph, in the operations that their forward is made of; a
+registered rule is only ever a faster equal of that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Rules for what no other rule serves: exact for every layout of the samples, at N times the cost of the operation.
+"""Rules for operations that no other rule serves: exact, at N times the cost of the operation.
 
-They get vectors that are zero but for one sample, ``[V N, *out]``, and are asked for the Jacobian of "one sample".
+They get vectors that are zero but for one sample, and compute the Jacobian of "one sample"::
+
+    [V, N, ...]  ──►  [V N, N, ...], zero but for one sample  ──►  Dense [V N, 1, *p]  ──►  Dense [V, N, *p]
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Operations on a weight that act on the rows and columns of its Jacobian by themselves."""
+"""Operations on a weight that act on the rows and columns of its Jacobian by themselves.
+
+The Jacobian of the weight W is ``sum_s left ⊗ right``, and that of the parameter p is::
+
+    W = a[:, None] * p    (a * left) ⊗ right             W = p * b    left ⊗ (b * right)
+    W = A @ p             (A^T left) ⊗ right             W = p @ B    left ⊗ (B right)
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""The Hessian root of a loss module of a user, by double backward."""
+"""The Hessian root of a loss module that a user wrote, by double backward.
+
+>>> from curvopt import extend
+>>> from curvopt.core.losses.loss_call import LossCall
+>>> z = torch.ones(4, 3, requires_grad=True)
+>>> call = LossCall("", torch.nn.SmoothL1Loss(reduction="sum"), (z, torch.full((4, 3), 0.5)), {})
+>>> _from_autograd(call, z.detach()).root(0, 3).shape  # a diagonal Hessian: a column for each entry
+torch.Size([3, 4, 3])
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,15 @@
 """Losses read off the graph, so that ``F.cross_entropy(model(x), y)`` needs no `curvopt.extend`.
 
 Whatever its options, a cross-entropy is *linear* in log-probabilities ``l = log_softmax(z)``: ``L = -sum t_c l_c``.
-So the Hessian at a position is ``m (diag p - p p^T)`` with the mass ``m = sum_c t_c = -sum_c dL/dl_c``, which the
-backward itself brings to the log-softmax. Class weights, ignored targets, smoothing, probabilities as targets,
+So the Hessian at a position is ``m (diag p - p p^T)`` with the mass ``m = sum_c t_c = -sum_c dL/dl_c``, which is the
+gradient that arrives at the log-softmax, summed. Class weights, ignored targets, smoothing, probabilities as targets,
 reductions, scale, and losses written by hand need no further knowledge: only that everything after the log-softmax is
-linear, which the names of the nodes tell. The same holds for squared errors and binary cross-entropies.
+linear, which the names of the nodes tell. Squared errors and binary cross-entropies are treated likewise.
+
+>>> z = torch.ones(4, 3, requires_grad=True).log_softmax(1)
+>>> curvature, _ = _recognise(z.grad_fn).curvature(torch.full((4, 3), -1 / 12))
+>>> curvature.columns, curvature.root(0, 2).shape  # C - 1 columns
+(2, torch.Size([2, 4, 3]))
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Hessians of losses in the output z of the network, factored sample by sample: protocols and the usual kinds."""
+"""Hessians of losses in the output z of the network, factored sample by sample: protocols and the usual kinds.
+
+>>> p = torch.tensor([[0.5, 0.3, 0.2]])  # of one sample
+>>> S = Softmax(p, mass=torch.ones(1)).root(0, 2)[:, 0]  # two columns
+>>> torch.allclose(S.T @ S, p[0].diag() - p.T @ p, atol=1e-6)
+True
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Which entries of the network's outputs the Hessian of a loss couples, found by products with random vectors."""
+"""The entries of the network's outputs that the Hessian of a loss couples, found by products with random vectors.
+
+::
+
+    (z - t).square().sum()             single entries
+    cross_entropy(z [N, C, T], y)      the C entries of each position: blocks C x C
+    log_softmax over all of a sample   all entries of a sample
+    z.mean(0).square().sum()           entries of several samples: an error
+"""
 
 from __future__ import annotations
 

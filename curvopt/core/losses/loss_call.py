@@ -1,4 +1,12 @@
-"""One call of an extended loss."""
+"""One call of an extended loss.
+
+>>> from torch.nn import functional as F
+>>> z, y = torch.ones(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
+>>> call = LossCall("", nn.CrossEntropyLoss(), (z, y), {})
+>>> curvature, factor = call.curvature(torch.tensor(1.0))
+>>> type(curvature).__name__, curvature.columns
+('Softmax', 2)
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""The losses of which the differentiated scalar is a linear function, found in the graph."""
+"""The losses of which the differentiated scalar is a linear function, found in the graph.
+
+>>> import torch
+>>> z = 1 * torch.ones(4, 3, requires_grad=True)  # the output of a network
+>>> scalar = 2 * torch.nn.functional.cross_entropy(z, torch.tensor([0, 1, 2, 0]))
+>>> losses, unknown = find_losses([scalar.grad_fn], {z.grad_fn})
+>>> [loss.describe() for loss in losses], unknown
+(['the functional loss with LogSoftmaxBackward0'], [])
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,12 @@
 """Vector-Jacobian products node by node, outside of PyTorch's engine: no hook of a tensor, module or node runs.
 
 The graph stays as it is. Only hooks that unpack saved tensors run (a checkpoint recomputes its block).
+
+>>> from torch.autograd.graph import get_gradient_edge
+>>> z = 1 * torch.tensor([1.0, 2.0], requires_grad=True)
+>>> vjp = NodeVjp.between([get_gradient_edge(z.square().sum())], [get_gradient_edge(z)])
+>>> [vector.tolist() for vector in vjp([torch.tensor(1.0)])]
+[[2.0, 4.0]]
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
 """Records of the forward pass: one `ModuleCall` on the autograd node of each output of a module with a rule.
 
-The record lives on ``grad_fn.metadata``, so it lives and dies with the graph: nothing is kept on modules or in globals.
+>>> from curvopt import extend
+>>> out = extend(nn.Linear(3, 2))(torch.ones(4, 3))
+>>> [(record.describe(), record.input.shape) for record, _, _ in records_of(out.grad_fn)]
+[('the extended Linear', torch.Size([4, 3]))]
+
+The record is in ``grad_fn.metadata``, so it lives and dies with the graph: nothing is kept on modules or in globals.
 It must not hold the node or its output (an uncollectable cycle through C++).
 """
 

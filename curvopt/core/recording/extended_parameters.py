@@ -1,4 +1,10 @@
-"""The parameters of extended models: names, modules and models."""
+"""The parameters of extended models: names, modules and models.
+
+>>> from curvopt import extend
+>>> model = extend(nn.Sequential(nn.Linear(3, 2)))
+>>> extended_name(model[0].weight), extended_owner(model[0].weight) is model[0]
+('0.weight', True)
+"""
 
 from __future__ import annotations
 

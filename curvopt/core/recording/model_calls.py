@@ -2,6 +2,12 @@
 
 A model call is the outermost call of an extended module: calls inside of it are its layers. Its number of samples N is
 the length of the batch axis of its first tensor input; its outputs are the heads of the model.
+
+>>> import torch
+>>> from curvopt import extend
+>>> out = extend(torch.nn.Linear(3, 2))(torch.ones(4, 3))
+>>> [(call.name, call.samples) for call, _ in model_calls_of(out.grad_fn)]
+[('the extended Linear', (4,))]
 """
 
 from __future__ import annotations

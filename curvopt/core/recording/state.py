@@ -1,4 +1,12 @@
-"""Whether forward passes are recorded now."""
+"""The switch that says whether forward passes are recorded.
+
+>>> from curvopt import extend
+>>> model = extend(torch.nn.Linear(3, 2))
+>>> with disable():
+...     out = model(torch.ones(4, 3))
+>>> out.grad_fn.metadata
+{}
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Samples that come after the steps of sequences: ``[T, N, ...]``, ``[T N, ...]`` or packed."""
+"""Samples that come after the steps of sequences: ``[T, N, ...]``, ``[T N, ...]`` or packed.
+
+>>> samples_first(2, "rows", torch.tensor([0, 1, 0, 1, 0, 1]))  # three steps of samples 0 and 1
+tensor([0, 0, 0, 1, 1, 1])
+"""
 
 from __future__ import annotations
 
