@@ -91,7 +91,7 @@ def reset(gallery_conf: dict[str, Any], name: str) -> None:
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     plt.rcParams.update(
-        {"figure.figsize": (7.0, 3.2), "figure.dpi": 110, "figure.constrained_layout.use": True}
+        {"figure.figsize": (5.0, 3.4), "figure.dpi": 110, "figure.constrained_layout.use": True}
     )
 
 

@@ -83,17 +83,18 @@ for extension in extensions:
 # which the Gauss-Newton matrix never has.
 unit = (weight.diag_h - weight.diag_ggn_exact).square().sum(1).argmax()
 pictures = {
-    "second moment\nof gradients": weight.sum_grad_squared * len(x),
+    "sum_grad_squared": weight.sum_grad_squared,
     "diag_ggn_exact": weight.diag_ggn_exact,
     "diag_ggn_mc": weight.diag_ggn_mc,
     "KFLR's diagonal": torch.outer(*(factor.diagonal() for factor in weight.kflr)),
     "diag_h": weight.diag_h,
 }
-figure, axes = plt.subplots(1, len(pictures), figsize=(7.0, 2.2))
-for ax, (title, diagonal) in zip(axes, pictures.items(), strict=True):
+figure, axes = plt.subplots(3, 2, figsize=(5, 7))
+for ax, (title, diagonal) in zip(axes.flat, pictures.items(), strict=False):
     picture = diagonal[unit].detach().reshape(8, 8)
-    limit = picture.abs().max()
-    ax.imshow(picture, cmap="RdBu_r", vmin=-limit, vmax=limit)
-    ax.set_title(title, fontsize=8)
+    image = ax.imshow(picture / picture.abs().max(), cmap="RdBu_r", vmin=-1, vmax=1)
+    ax.set_title(title, fontsize=10)
+for ax in axes.flat:
     ax.axis("off")
+figure.colorbar(image, ax=axes, label="entry / largest entry", shrink=0.5)
 plt.show()

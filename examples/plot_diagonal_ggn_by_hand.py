@@ -64,5 +64,5 @@ for lr in (1e-6, 1e-5):
 for lr in (0.01, 0.02):
     ax.plot(train(DiagonalGGN, lr), label=f"diagonal Gauss-Newton, lr {lr:g}")
 ax.set(xlabel="step", ylabel="training loss", ylim=(0, 1.2))
-ax.legend(loc="upper right", fontsize=8)
+figure.legend(loc="outside upper center", ncols=2, fontsize=8)
 plt.show()

@@ -59,11 +59,11 @@ for _ in range(10):
 # %%
 # At first all samples point the same way, and a batch of a few dozen is enough; later each wants something else, and
 # averaging over hundreds pays. The scale belongs to the model and its data: small batches measure what all images do.
-figure, axes = plt.subplots(1, 2)
+figure, axes = plt.subplots(2, 1, figsize=(5, 6.4))
 axes[0].semilogy(losses, "o-")
 axes[0].set(xlabel="epoch", ylabel="training loss")
 axes[1].semilogy(by_all, "o-", label="from all images at once")
 axes[1].semilogy(by_batches, "o--", label="from 60 batches of 100")
 axes[1].set(xlabel="epoch", ylabel="gradient noise scale")
-axes[1].legend(fontsize=8)
+axes[1].legend()
 plt.show()

@@ -75,14 +75,14 @@ def train(make, penalty: float, steps: int = 40) -> tuple[list[float], list[floa
 
 # %%
 # The penalty costs steps, and buys agreement: at the same loss the individual gradients vary less.
-figure, axes = plt.subplots(1, 2)
+figure, axes = plt.subplots(2, 1, figsize=(5, 6.4))
 for make, colour in ((mlp, "C0"), (cnn, "C1")):
     for penalty, style in ((0.0, "-"), (0.01, "--")):
         losses, variances = train(make, penalty)
         axes[0].plot(losses, style, color=colour, label=f"{make.__name__.upper()}, penalty {penalty:g}")
         axes[1].semilogy(losses, variances, style, color=colour)
 axes[0].set(xlabel="step", ylabel="loss of the batch")
-axes[0].legend(fontsize=7)
+axes[0].legend(fontsize=9)
 axes[1].set(xlabel="loss of the batch", ylabel="variance of individual gradients")
 axes[1].invert_xaxis()
 plt.show()

@@ -44,14 +44,14 @@ for name, p in model.named_parameters():
 norms = sum(p.batch_l2 for p in model.parameters()).sqrt() * len(x)
 order = norms.argsort(descending=True)
 
-figure = plt.figure()
-left, right = figure.subfigures(1, 2, width_ratios=[1, 1.3])
-axes = left.subplots()
+figure = plt.figure(figsize=(5, 5.6))
+above, below = figure.subfigures(2, 1)
+axes = above.subplots()
 axes.hist(norms, bins=50, log=True)
 axes.set(xlabel="norm of the individual gradient", ylabel="images")
 predicted = model(x).argmax(1)
-for ax, i in zip(right.subplots(2, 5).flat, order[:10].tolist(), strict=True):
+for ax, i in zip(below.subplots(2, 5).flat, order[:10].tolist(), strict=True):
     ax.imshow(images[i].reshape(8, 8), cmap="gray_r")
-    ax.set_title(f"a {y[i]}, taken\nfor a {predicted[i]}", fontsize=7)
+    ax.set_title(f"a {y[i]}, taken\nfor a {predicted[i]}", fontsize=9)
     ax.axis("off")
 plt.show()

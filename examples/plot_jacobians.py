@@ -64,12 +64,13 @@ for _ in range(100):
 after = kernel(model)
 
 same = y[:, None] == y[None]
-figure, axes = plt.subplots(1, 2)
+figure, axes = plt.subplots(2, 1, figsize=(5, 7.6))
 for ax, K, when in ((axes[0], before, "before"), (axes[1], after, "after")):
     drawn = ax.imshow(K, vmin=0, vmax=1, cmap="viridis")
     contrast = K[same].mean() / K[~same].mean()
-    ax.set_title(f"{when} training: same digit {contrast:.2f}x", fontsize=9)
+    ax.set_title(f"{when} training: same digit {contrast:.2f}x", fontsize=10)
+    ax.set(xlabel="digit", ylabel="digit")
     ax.set_xticks(range(4, 80, 8), range(10))
     ax.set_yticks(range(4, 80, 8), range(10))
-figure.colorbar(drawn, ax=axes)
+figure.colorbar(drawn, ax=axes, label="normalised kernel of two images")
 plt.show()

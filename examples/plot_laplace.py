@@ -64,14 +64,15 @@ by_prior = [log_loss(laplace(x[validation], prior), y[validation]) for prior in 
 prior = priors[min(range(len(priors)), key=by_prior.__getitem__)]
 
 # %%
-# On the left, the choice. On the right, test images in six groups by how sure the prediction is, and the share of
-# right ones in each. On the diagonal a probability means what it says. The network alone is below it, so it promises
-# too much; the approximation is above, on the careful side.
-figure, axes = plt.subplots(1, 2)
+# The upper panel shows the choice. The lower one shows test images in six groups by how sure the prediction is, and the
+# share of right ones in each. On the diagonal a probability means what it says. The network alone is below it, so it
+# promises too much; the approximation is above, on the careful side.
+figure, axes = plt.subplots(2, 1, figsize=(5, 7))
 axes[0].semilogx(priors, by_prior, "o-", color="C1", label="Laplace approximation")
 axes[0].axhline(log_loss(alone(x[validation]), y[validation]), color="C0", label="the network alone")
 axes[0].set(xlabel="precision of the prior", ylabel="log loss on validation images")
-axes[0].legend(fontsize=8)
+axes[0].set_ylim(top=1.4)
+axes[0].legend(loc="upper center")
 
 print(f"{'':24} log loss  accuracy  mean confidence")
 for label, p in (("the network alone", alone(x[test])), (f"Laplace, prior {prior:.0f}", laplace(x[test], prior))):
@@ -82,5 +83,5 @@ for label, p in (("the network alone", alone(x[test])), (f"Laplace, prior {prior
     axes[1].plot([confidence[i].mean() for i in parts], [right[i].mean() for i in parts], "o-", label=label)
 axes[1].plot([0.3, 1], [0.3, 1], "k--", linewidth=1)
 axes[1].set(xlabel="probability of the likeliest digit", ylabel="share of right guesses")
-axes[1].legend(fontsize=8)
+axes[1].legend(loc="lower right")
 plt.show()

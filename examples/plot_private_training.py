@@ -62,15 +62,15 @@ def train(noise: float, clip: float = 1.0, epochs: int = 12) -> tuple[list[float
     return accuracies, norms
 
 
-figure, axes = plt.subplots(1, 2)
+figure, axes = plt.subplots(2, 1, figsize=(5, 6.8))
 for noise in (0.0, 1.0, 4.0, 16.0):
     accuracies, norms = train(noise)
     axes[0].plot(accuracies, label=f"noise {noise:g}")
     if noise in (0.0, 16.0):
         axes[1].hist(norms, bins=30, alpha=0.6, label=f"noise {noise:g}")
 axes[0].set(xlabel="epoch", ylabel="accuracy on held-out images, %")
-axes[0].legend(fontsize=8)
+axes[0].legend(ncols=2)
 axes[1].axvline(1.0, color="k", linestyle="--")
 axes[1].set(xlabel="norm of individual gradients", ylabel="images of the last batch")
-axes[1].legend(fontsize=8)
+axes[1].legend()
 plt.show()

@@ -77,7 +77,7 @@ for name, p in weights.items():
     factors = " x ".join(str(len(factor)) for factor in p.kfac)
     print(f"{name:24} {factors:24} {p.diag_ggn_exact.sum():.3f}  {p.diag_ggn_mc.sum():.3f}")
 
-figure, axes = plt.subplots(1, 2, sharey=True)
+figure, axes = plt.subplots(2, 1, figsize=(5, 6))
 names = [name.removesuffix(".weight") for name in weights]
 noise = [len(x) ** 2 * p.variance.sum() / p.grad.square().sum() for p in weights.values()]
 curvature = [p.diag_ggn_exact.mean() for p in weights.values()]
@@ -85,6 +85,6 @@ axes[0].barh(names, curvature)
 axes[0].set(xlabel="mean curvature of a weight", xscale="log")
 axes[1].barh(names, noise, color="C1")
 axes[1].set(xlabel="variance / squared gradient")
-axes[0].invert_yaxis()
-axes[0].tick_params(axis="y", labelsize=7)
+for ax in axes:
+    ax.invert_yaxis()
 plt.show()

@@ -58,7 +58,7 @@ for label, V in roots.items():
     print(f"{label:36} {str(list(V.shape)):14} {megabytes:5.1f}  {spectrum[0]:.3f}")
     ax.loglog(range(1, len(spectrum) + 1), spectrum, label=label)
 ax.set(xlabel="index of the eigenvalue", ylabel="eigenvalue of the GGN", ylim=(1e-5, None))
-ax.legend(fontsize=8)
+figure.legend(loc="outside upper center", ncols=2, fontsize=8)
 plt.show()
 
 # %%

@@ -66,5 +66,5 @@ for label, values in {"blocks (HMP)": by_blocks, "whole Hessian": whole, "GGN, s
     ax.fill_between(count, mean - spread, mean + spread, alpha=0.2)
 ax.axhline(exact, color="k", linestyle="--", label="exact (DiagHessian)")
 ax.set(xlabel="probes", ylabel="estimate of the trace", xscale="log")
-ax.legend(fontsize=8)
+ax.legend(fontsize=9)
 plt.show()

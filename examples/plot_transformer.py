@@ -87,7 +87,7 @@ for rank, n in (("most", norms.argmax()), ("least", norms.argmin())):
 # are often guessed, or could be, are those whose rows are curved.
 per_character = model.embedding.weight.diag_ggn_mc.sum(1)
 order = per_character.argsort(descending=True)[:20]
-figure, axes = plt.subplots(1, 2, width_ratios=[1.4, 1])
+figure, axes = plt.subplots(2, 1, figsize=(5, 5.4), height_ratios=[1.4, 1])
 axes[0].bar([{" ": "␣", "\n": "↵"}.get(alphabet[i], alphabet[i]) for i in order], per_character[order])
 axes[0].set(xlabel="character", ylabel="curvature of its embedding")
 groups = {name: sum(p.diag_ggn_mc.sum() for p in part.parameters()) for name, part in model.named_children()}

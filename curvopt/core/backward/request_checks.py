@@ -236,8 +236,8 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
     if averaged and elsewhere:
         where = ", ".join(dict.fromkeys(call.call.describe() for call in elsewhere))
         raise CurvoptError(
-            f"{where}: the samples meet, or trade places, on the way to the loss, where "
-            f"{fields_of(averaged)} is not defined; use KFAC or KFLR."
+            f"{where}: an operation mixes the samples, or changes their order, on the way to the loss; "
+            f"{fields_of(averaged)} is not defined there, use KFAC or KFLR."
         )
 
 
