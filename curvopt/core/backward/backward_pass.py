@@ -58,8 +58,8 @@ class Backward(NamedTuple):
     Attributes:
         roots: outputs of nodes that are differentiated, with the gradients that were passed in.
         accumulates: whether gradients are accumulated in leaves.
-        partial: whether it goes to some inputs only, and so perhaps past some calls on a parameter.
-        again: whether it builds a graph of its own, by which fields may be differentiated.
+        partial: whether it was given inputs, so that it may not reach all calls of a parameter.
+        again: whether it builds a graph of its own, so that fields can be differentiated.
         batched: whether several vectors are pulled back at once (``is_grads_batched=True``).
     """
 
@@ -71,7 +71,9 @@ class Backward(NamedTuple):
 
 
 class BackwardPass:
-    """Collects what arrives at the calls of one backward, reduces it as soon as it is whole, and sets the fields.
+    """Reduces the vectors that arrive at the calls of one backward pass, and sets the fields.
+
+    A parameter is reduced as soon as the vectors have arrived at all of its calls.
 
     Args:
         extensions: the active extensions.
@@ -105,13 +107,14 @@ class BackwardPass:
         self.calls_of = Counter(p for call in self.calls for p in call.parameters.values())
         self.parts: dict[nn.Parameter, list[Chunk]] = {}
         self.totals: dict[tuple[nn.Parameter, Extension], Any] = {}
+        #: The weights of regularizers, times the gradients that arrive at them.
         self.terms: dict[nn.Parameter, Tensor] = {}
         self.done: dict[nn.Parameter, set[Extension]] = {}
         self.hooked: set[nn.Module] = set()
-        #: How many losses of a mean prediction were differentiated (see `LossCurvature.weights`), for second order and
-        #: first-order quantities that add up.
+        #: Sum of the factors that the losses of single predictions have in the scalar (see `LossCurvature.weights`): 1
+        #: for a mean, N for a sum over N. For second-order quantities, and first-order ones that add up.
         self.weight: Tensor | float = 0.0
-        #: Of squared errors their mean times their weight, infinite with any other loss.
+        #: The mean squared error times the weight; infinite for any other loss.
         self.residual: Tensor | float = 0.0
         self.loss_reduction, self.any_loss = loss_reduction, any_loss
         #: The largest number of variables of a prediction (see `LossCurvature.variables`).
@@ -150,7 +153,7 @@ class BackwardPass:
 
     @contextlib.contextmanager
     def _own_computation(self) -> Iterator[None]:
-        """Quantities are computed in the precision of their parameters, and differentiable if the backward is."""
+        """Inside, numbers have the precision of the parameters, and a graph is built if the backward builds one."""
         with (
             torch.set_grad_enabled(self.how.again),
             self.located.graph.own_backwards(),
@@ -183,8 +186,8 @@ class BackwardPass:
         """Pull vectors ``[v, *z]`` back to all calls and update the totals of their parameters.
 
         Args:
-            edges: where the vectors are.
-            vectors: one tensor for each.
+            edges: the edges at which the vectors start, such as outputs of the network.
+            vectors: one tensor for each edge.
             weights: of the vectors in sums of squares, ``[v, N]``; ``None`` for ones.
             extensions: whose totals are updated.
             skip: calls and parameters that are left out.
@@ -198,7 +201,7 @@ class BackwardPass:
         sweep.finish()
 
     def jacobians(self, call: CallInGraph, grads: list[Tensor | None], last: bool) -> Iterator[Chunk]:
-        """The Jacobians of the parameters of a call, with what arrived at its outputs."""
+        """The Jacobian products of the parameters of a call with the vectors at its outputs, as chunks."""
         try:
             jacobians = call.jac_t(grads)
         except CurvoptError as error:
@@ -220,7 +223,7 @@ class BackwardPass:
         p = chunk.parameter
         for extension in extensions:
             if (p, extension) not in self.totals:
-                vars(p).pop(extension.field, None)  # its memory is used again
+                vars(p).pop(extension.field, None)  # frees an earlier field before the new one is formed
             self.totals[p, extension] = extension.update(self.totals.get((p, extension)), chunk)
 
     @cached_property
@@ -236,7 +239,7 @@ class BackwardPass:
     # In the user's backward
 
     def listen(self) -> list[RemovableHandle]:
-        """Have the gradients of first-order quantities come here."""
+        """For first-order quantities, have `_gradient` called with the gradient of each output of a call."""
         if not self.first_order:
             return []
         return [
@@ -247,7 +250,7 @@ class BackwardPass:
 
     @cached_property
     def _gradients_of(self) -> Counter[nn.Parameter]:
-        """How many parts the gradient of each parameter comes in."""
+        """Number of output gradients that have to arrive before a parameter is reduced."""
         found: Counter[nn.Parameter] = Counter()
         for call in self.calls:
             for p in call.parameters.values():
@@ -256,7 +259,7 @@ class BackwardPass:
 
     @cached_property
     def _sources_of(self) -> Mapping[nn.Parameter, set[object]]:
-        """What the calls of each parameter got: the parameter itself (``None``), or where it was computed from it."""
+        """The weights that calls use: the parameter itself (``None``), or an edge where one is computed from it."""
         found: dict[nn.Parameter, set[object]] = {}
         for call in self.calls:
             for p in call.parameters.values():

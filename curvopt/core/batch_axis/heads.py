@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def outermost(heads: dict[Place, Layout], N: int, graph: BackwardGraph) -> dict[Place, Layout]:
     """The heads without those that reach the loss through others: outputs of a model that another model is called with.
 
-    What mixes the samples in between is then seen. Heads whose rows merely change places in between are kept.
+    So operations between the models that mix samples are noticed. Heads are kept if their rows only change places.
     """
     ends = {node for node, _ in heads}
     met = set(walk(graph.roots, last=ends))
@@ -84,16 +84,16 @@ def around_heads(graph: BackwardGraph, N: int, axis: int, heads: Mapping[Place, 
 def inside_the_loss(
     found: Mapping[Place, Layout], N: int, graph: BackwardGraph, ends: Collection[Node], reach: Collection[Node] | None
 ) -> dict[Place, Layout]:
-    """Replace tensors in which the scalar is linear, such as squares of residuals, by what they are the squares of.
+    """Replace tensors in which the scalar is linear, such as squares of residuals, by the residuals.
 
-    Else the loss had no curvature.
+    As a function of the squares the loss would have no curvature.
 
     Args:
         found: the tensors, that are no outputs of models.
         N: number of samples.
         graph: the graph.
         ends: outputs of models.
-        reach: the nodes to which one may go on; ``None`` for all.
+        reach: nodes that may replace a tensor; ``None`` for all.
     """
     last = {node for node, _ in found} | set(ends)
     outside = [node for node in walk(graph.roots, last=last) if node not in last]

@@ -33,7 +33,7 @@ from curvopt.core.recording.calls import ModuleCall, records_of
 
 
 class BatchAxes(NamedTuple):
-    """What the walk found.
+    """The layouts that the walk has found.
 
     Attributes:
         N: number of samples.
@@ -56,8 +56,8 @@ def propagate_batch_axis(
     Args:
         heads: outputs of nodes, and where their samples are.
         N: number of samples.
-        last: outputs behind which the walk does not go on.
-        complete: give rows that lead to no head to samples, too.
+        last: outputs at which the walk stops.
+        complete: assign rows that lead to no head to samples, too, so that their layouts need no labels if possible.
     """
     layouts: dict[Place, AnyLayout] = dict(heads)
     for node in consumers_first([node for node, _ in heads], {node for node, _ in last}):

@@ -44,9 +44,10 @@ class Jacobian(ABC):
     transposed = False
     #: Signed weight of every vector in the sums of squares and products, ``[V, N]``; ``None`` for ones.
     weights: Tensor | None = None
-    #: Whether it has all positions of the batch for every sample, of which each may be of one sample only.
+    #: Whether every sample has the positions of the whole batch, as its call was computed sample by sample (see
+    #: `from_single_samples`). The vectors are zero at positions that belong to other samples alone.
     of_batch = False
-    #: Those of single calls, if it is of several.
+    #: The Jacobians of single calls, if several were combined.
     parts: Sequence[Jacobian] = ()
 
     @abstractmethod
@@ -66,7 +67,7 @@ class Jacobian(ABC):
         """Squared entries, weighted by `weights`, summed over the vectors only, ``[N, *p]``."""
 
     def by_pairs(self, num_columns: int) -> Outer | None:
-        """Itself if squares of so many columns are cheaper by pairs of positions."""
+        """Itself if squares of so many columns are cheaper by pairs of positions, else ``None``."""
         return None
 
     def add_squares(self, total: Tensor | None, per_sample: bool) -> Tensor:
@@ -105,17 +106,17 @@ class Jacobian(ABC):
 
     @property
     def positions(self) -> int:
-        """How many positions the samples have, where those of the batch may be of one sample each."""
+        """Number of positions of all samples together; those of `of_batch` that have one sample each count once."""
         return 0
 
     @property
     def rows_of_batch(self) -> int:
-        """Number of samples that reach the parameter here."""
+        """Number of samples that have positions."""
         return self.N
 
     @property
     def positions_of_all(self) -> bool:
-        """Whether some positions may be those of other samples, where these do not come one after the other."""
+        """Whether samples have several positions that may belong to others, so that no mean over them is known."""
         return any(part.positions_of_all for part in self.parts)
 
     def with_weights(self, weights: Tensor | None) -> Self:
@@ -129,7 +130,7 @@ class Jacobian(ABC):
         return self
 
     def input_factor_of_calls(self, approx: Approx = "expand", limit: int | None = None) -> Tensor | None:
-        """`input_factor`, in which every use counts by its `positions`."""
+        """`input_factor` as the mean over the calls, weighted by their `positions`."""
         if approx == "reduce" or not any(part.of_batch for part in self.parts):
             return self.input_factor(approx, limit)
         counts = [part.positions for part in self.parts]
@@ -171,7 +172,7 @@ class Jacobian(ABC):
         """
 
     def joined(self, others: Sequence[Jacobian]) -> Sequence[Jacobian]:
-        """One for the vectors of this and of others, as far as they share the layer's input, and all that do not."""
+        """This and others, where those that share the input of a layer are one Jacobian of all their vectors."""
         return [self, *others]
 
     def settled(self) -> Jacobian:
@@ -193,7 +194,8 @@ class Dense(Jacobian):
 
     Args:
         values: ``[V, N, *p]``.
-        left_of: products of one position whose left side has the same values, so that both share what is made of it.
+        left_of: products of the layer's weight whose left side has one position and equals ``values``: squares and
+            moments of that side are computed once.
     """
 
     factored = False
