@@ -50,7 +50,7 @@ def break_graph(call: Callable[..., Any], message: str) -> Callable[..., Any]:
 
 
 def keep_compiled_backwards() -> None:
-    """The backward of what is compiled from now on may run several times."""
+    """Code that is compiled from now on has a backward that may run several times."""
     from torch._functorch import config
 
     config.donated_buffer = False
@@ -92,7 +92,7 @@ class Wrong(NamedTuple):
     instead: str
 
     def nodes(self, roots: list[Node], boundary: frozenset = frozenset()) -> list[Node]:
-        """Those behind some nodes."""
+        """The nodes of that name behind some nodes."""
         return [node for node in walk(roots, boundary) if name_of(node) == self.name]
 
 
@@ -110,7 +110,7 @@ WRONG_THREE_TIMES = Wrong(
 
 
 def lone_biases(root: Node, boundary: frozenset = frozenset()) -> list[Node]:
-    """Where biases come from of norms behind ``root`` without a weight: PyTorch drops second derivatives in them."""
+    """The nodes of biases of norms behind ``root`` without a weight: PyTorch drops second derivatives in them."""
     norms = ("NativeLayerNormBackward0", "NativeBatchNormBackward0")
     found = [node for node in walk([root], boundary) if name_of(node) in norms and node.next_functions[1][0] is None]
     lone = [node for node in found if node._saved_weight is None]  # type: ignore[attr-defined]

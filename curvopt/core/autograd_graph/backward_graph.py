@@ -55,7 +55,7 @@ class CallInGraph:
     """A call of a module, or an operation on parameters, in the graph of one backward.
 
     Attributes:
-        call: what was recorded of it.
+        call: its record.
         rule: how vectors at its outputs become Jacobians of its parameters.
         parameters: the trainable ones that enter the graph in it, by the names that the rule knows.
         edges: where the gradients of its outputs arrive, by the number of the output.
@@ -115,7 +115,7 @@ class CallInGraph:
         return bool(found)
 
     def _samples(self, index: int, layout: Layout) -> _Where:
-        """Where the samples of an output are for the rule; ``None`` where it cannot take them so."""
+        """The place of the samples of an output, for the rule; ``None`` where the rule cannot take them."""
         if self.rule.sample_by_sample:
             return None
         edge, wanted = self.edges[index], self.rule.output_axis(self.call, index)
@@ -177,7 +177,7 @@ class BackwardGraph:
     """The graph behind the scalar that is differentiated.
 
     Attributes:
-        roots: nodes of what is differentiated.
+        roots: nodes of the tensors that are differentiated.
         nodes: all nodes, each after those that use its outputs.
         leaves: tensors whose gradients are accumulated.
         module_calls: calls of modules that have a rule, of frozen ones, too.

@@ -90,7 +90,7 @@ def leads_further_to(root: Node, targets: Collection[Node]) -> bool:
 
 
 def parents_of(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Who consumes each node."""
+    """The nodes that use an output of each node."""
     parents: dict[Node, list[Node]] = {}
     for node in nodes:
         for following, _ in node.next_functions:
@@ -122,7 +122,7 @@ def outputs_of(node: Any) -> Sequence[Any]:
 
 
 def saved(node: Any, name: str, default: Any = None) -> Any:
-    """What a node saved under a name; a default if it saved nothing there."""
+    """The value that a node saved under a name; a default if there is none."""
     return getattr(node, f"_saved_{name}", default)
 
 
@@ -147,7 +147,7 @@ def precisions(nodes: list[Node]) -> set[torch.dtype]:
 
 
 class Saved:
-    """What a node saved, by name."""
+    """The values that a node saved, as attributes."""
 
     def __init__(self, node: Node):
         self._node = node
@@ -156,13 +156,13 @@ class Saved:
         return getattr(self._node, f"_saved_{name}")
 
     def of_function(self, function: type[torch.autograd.Function]) -> tuple[Tensor, ...] | None:
-        """What a function that is written in Python saved, in order; ``None`` if it is another."""
+        """The tensors that a function in Python saved, in order; ``None`` if the node is of another function."""
         node: Any = self._node
         return node.saved_tensors if node._forward_cls is function else None
 
 
 def saved_names(node: Node) -> tuple[str, ...]:
-    """The attributes by which a node gives what it saved."""
+    """The names of the attributes with saved values of a node."""
     if isinstance(node, BackwardCFunction):
         return ("saved_tensors",)
     return _names(type(node))

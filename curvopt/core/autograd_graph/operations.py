@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Operation(NamedTuple):
-    """What is known of an operation.
+    """The knowledge of an operation.
 
     Attributes:
         batch_axis: how the batch axis of its output follows that of its operands, the name of a rule in
@@ -127,7 +127,7 @@ SUMS = frozenset(["ADD", "MEAN", "NEG", "SQUEEZE", "SUB", "SUM", "UNSQUEEZE", "V
 SQUARES = frozenset(["LINALGVECTORNORM", "MUL", "NORM", "POW"])
 #: Products, in which one operand may weigh the other.
 PRODUCTS = frozenset("ADDCDIV ADDCMUL ADDMM ADDMV BMM DIV DOT MM MUL MV".split())
-#: Batch norms. In train mode, samples meet in them.
+#: Batch norms. In train mode they mix samples.
 BATCH_NORMS = frozenset(
     name for name, operation in OPERATIONS.items() if operation.batch_axis in ("batch_norm", "sync_batch_norm")
 )

@@ -1,4 +1,4 @@
-"""Where parameters meet the samples outside of modules with a rule: read off the graph.
+"""The operations that combine parameters with samples outside of modules with a rule, read off the graph.
 
 From a parameter one goes towards the loss until an operation whose output has samples: ``F.linear(x, W)``,
 ``h * scale``, ``h + positions``. What comes in between is computed from the parameter before it meets the samples, such
@@ -219,7 +219,7 @@ def join_biases(calls: list[CallInGraph]) -> list[CallInGraph]:
 
 
 def shared_call(found: CallInGraph, graph: BackwardGraph, location: Location) -> CallInGraph:
-    """A call of a module whose output has no samples of its own, seen from the operations where samples meet it."""
+    """A call of a module whose output all samples share, computed from the operations that combine it with samples."""
     operands = [
         operand for edge in found.edges.values() for operand in graph.users.get((edge.node, edge.output_nr), ())
     ]

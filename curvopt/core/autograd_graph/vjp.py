@@ -26,7 +26,7 @@ listeners: list[Any] = []
 
 
 class OwnBackward:
-    """Hears what it does itself."""
+    """Marks the backward passes that the engine itself runs: it is last among `listeners`, so no context takes part."""
 
 
 def is_own_backward() -> bool:

@@ -106,7 +106,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         #: Called at the end of each backward with this weight, with the number of variables of a prediction, and with
         #: the mean squared error times the weight, which is infinite for other losses.
         self.finished: Callable[[Tensor | float, int, Tensor | float], None] | None = None
-        #: Called once gradients are what the backward leaves (``DistributedDataParallel`` writes them after its end).
+        #: Called once gradients are final (``DistributedDataParallel`` writes them after the end of the backward).
         self.ended: Callable[[], None] | None = None
         #: If set, only losses that reach one of these tensors count in the weight: the optimizer's, whose step has to
         #: be the same whatever is added to its loss.
@@ -137,7 +137,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Deactivate them; after an exception, take back what a half-finished backward has set."""
+        """Deactivate them; after an exception, remove the fields of a half-finished backward."""
         _watch(-1)
         listeners.remove(self)
         self._kernels.close()
@@ -281,7 +281,7 @@ _watching = 0
 
 
 def _watch(change: int) -> None:
-    """While any context is open, autograd shows the engine what is differentiated: the roots of the graph."""
+    """While any context is open, calls into autograd go through `_watched_backward`, which sees the roots."""
     global _watching
     _watching += change
     torch.autograd._engine_run_backward = _watched_backward if _watching else _run_backward  # type: ignore[attr-defined]

@@ -192,7 +192,7 @@ class BackwardPass:
             extensions: whose totals are updated.
             skip: calls and parameters that are left out.
             columns: number of columns of the whole sweep.
-            last: no vectors follow, so what is shared among them may go.
+            last: no vectors follow, so tensors that vectors share may be freed.
         """
         calls = [call for call in self.calls if call not in skip] if skip else self.calls
         sweep = Sweep(self, extensions, calls, skip, weights, columns, last)
@@ -297,7 +297,7 @@ class BackwardPass:
     # Finish
 
     def finish(self) -> None:
-        """The backward is over: reduce what is left, and forget everything shared."""
+        """The backward is over: reduce the rest, and free everything shared."""
         with self._own_computation():
             for p in list(self.parts):
                 if not self.how.partial or len(self.parts[p]) == self._gradients_of[p]:

@@ -81,7 +81,7 @@ def _sweep_residuals(
     for edge in edges:
         what = f"{fields_of(extensions)} cannot be had"
         refuse_wrong(run.located, WRONG_TWICE, edge.node, what, "use a GGN quantity")
-    # a parameter used twice, or in a way that is not linear in it, is met by more than the operations after it
+    # a parameter that is used twice or enters nonlinearly has curvature beside that of the operations after it
     calls: dict[nn.Parameter, int] = {}
     for call in run.calls:
         for p in call.parameters.values():

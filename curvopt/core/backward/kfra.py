@@ -99,7 +99,7 @@ def _root(columns: Tensor) -> Tensor:
 
 
 def _inputs(node: Node, entry: CallInGraph | None) -> list[GradientEdge]:
-    """Of the whole call if it is the output of a convolution, whose padding may go several ways (a circular one)."""
+    """The inputs of a node; of an output of a convolution those of the whole call, as circular padding has branches."""
     if entry is not None and isinstance(entry.rule, Convolution) and len(entry.call.boundary) == 1:
         (before,) = entry.call.boundary
         if len(outputs_of(before)) == 1:

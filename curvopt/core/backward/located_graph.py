@@ -34,7 +34,7 @@ from curvopt.errors import CurvoptError, CurvoptWarning
 
 @dataclass
 class LocatedGraph:
-    """What a backward has.
+    """The graph of one backward pass, with its calls and samples.
 
     Attributes:
         graph: the graph.
@@ -76,7 +76,7 @@ def read_and_locate(roots: Sequence[Node]) -> LocatedGraph:
     """Read the graph behind some nodes, and find out where the samples are in it.
 
     Raises:
-        CurvoptError: where that is not clear, or what is computed would be wrong.
+        CurvoptError: where that is not clear, or the results would be wrong.
     """
     located = LocatedGraph(read_graph(roots))
     graph = located.graph
@@ -118,7 +118,7 @@ def read_and_locate(roots: Sequence[Node]) -> LocatedGraph:
 
 
 def _leave_to_operations(found: CallInGraph, graph: BackwardGraph) -> None:
-    """Take parameters from a shared call that are also in its input: where samples meet it, both paths count as one."""
+    """Take parameters from a shared call that are also in its input: behind it, both paths count as one."""
     ends = [edge.node for edge in found.edges.values()]
     behind = set(walk(ends)) if any(p in graph.operands for p in found.parameters.values()) else ()
     for name, p in list(found.parameters.items()):
@@ -187,12 +187,12 @@ def _warn_of_cost(located: LocatedGraph) -> None:
 
 
 def edges_of(calls: Sequence[CallInGraph]) -> list[tuple[CallInGraph, int, GradientEdge]]:
-    """Where the gradients of all outputs arrive."""
+    """The edges of all outputs."""
     return [(call, index, edge) for call in calls for index, edge in call.edges.items()]
 
 
 def mixing_norms(located: LocatedGraph) -> list[tuple[str, bool]]:
-    """The batch norms by which samples meet: a description, and whether the module is in eval mode."""
+    """The batch norms that mix samples: a description, and whether the module is in eval mode."""
     found = [node for location in located.locations.values() for node in norms_in_loss(located, location)]
     for node in located.graph.nodes:
         if _is_training_norm(node):
@@ -216,7 +216,7 @@ def norms_in_loss(located: LocatedGraph, location: Location) -> list[Node]:
 
 
 def mixing_heads(location: Location) -> list[Place]:
-    """Outputs of the models that are in the loss themselves, and whose samples meet on the way to another output."""
+    """Outputs of the models that are in the loss themselves, and whose samples mix on the way to another output."""
     heads, found = location.heads, list[Place]()
     for head in heads if location.N > 1 else ():
         others = {place: layout for place, layout in heads.items() if place[0] is not head[0]}
@@ -232,7 +232,7 @@ def _is_training_norm(node: Node) -> bool:
 
 
 def is_mixed(call: CallInGraph) -> bool:
-    """Whether samples meet in a train-mode batch norm between a call and the heads."""
+    """Whether a train-mode batch norm between a call and the heads mixes samples."""
     layouts = call.location.axes.layouts
     found = [layouts.get((edge.node, edge.output_nr)) for edge in call.edges.values()]
     return any(isinstance(layout, Layout) and layout.mixed for layout in found)

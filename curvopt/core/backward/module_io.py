@@ -23,7 +23,7 @@ from curvopt.core.recording.state import disable
 
 
 class Call(NamedTuple):
-    """A call of a module and what it was given, which the call may have left to the graph."""
+    """A call of a module and its arguments, which the record may have left to the graph."""
 
     record: ModuleCall
     args: tuple

@@ -142,13 +142,13 @@ def check_request(
     """Refuse what cannot be computed rightly.
 
     Args:
-        extensions: what was asked for.
+        extensions: the active extensions.
         located: the graph.
         losses: the losses that were found.
         generic: whether the loss is none of those.
 
     Raises:
-        CurvoptError: that says what was asked for, what is in the way, and what to do.
+        CurvoptError: with the request, the obstacle, and a remedy.
     """
     second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
     if not located.calls:

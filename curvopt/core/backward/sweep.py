@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sweep:
-    """What has arrived of one sweep.
+    """The vectors of one sweep, and the Jacobians that are not reduced yet.
 
     Attributes:
         run: the backward whose totals are updated.
@@ -37,8 +37,8 @@ class Sweep:
         skip: parameters that are left out.
         weights: of the vectors in sums of squares, ``[v, N]``; ``None`` for ones.
         columns: number of columns of all sweeps for these extensions.
-        last: no vectors follow, so what is shared among them may go.
-        waiting: what has arrived at calls some of whose outputs have nothing yet.
+        last: no vectors follow, so tensors that vectors share may be freed.
+        waiting: vectors at the outputs of calls that have other outputs without vectors so far.
         parts: Jacobians of single calls, by parameter.
     """
 
@@ -56,7 +56,7 @@ class Sweep:
         self.places = [(call, index) for call in self.calls for index in call.edges]
 
     def arrived(self, i: int, grad: Tensor) -> None:
-        """Vectors ``[v, *out]`` have arrived at one of the places; reduce what is whole now."""
+        """Vectors ``[v, *out]`` have arrived at one of the places; reduce the call if all its outputs have some."""
         call, index = self.places[i]
         grads = self.waiting.setdefault(call, [None] * len(call.call.shapes))
         grads[index] = grad
@@ -64,7 +64,7 @@ class Sweep:
             self._reduce(call)
 
     def finish(self) -> None:
-        """Reduce what is left: no other vectors arrive."""
+        """Reduce the rest: no other vectors arrive."""
         for call in list(self.waiting):
             self._reduce(call)
         for p in list(self.parts):

@@ -139,7 +139,7 @@ def behind_reductions(graph: BackwardGraph, N: int, axis: int) -> dict[Place, La
 
 
 def parameters_alone(nodes: Collection[Node]) -> set[Node]:
-    """The nodes that depend on parameters alone, no data, as far as operands tell."""
+    """The nodes that depend on parameters alone, as far as their operands show it."""
     alone: set[Node] = set()
     for node in reversed(list(nodes)):
         leaf = leaf_of(node)

@@ -21,7 +21,7 @@ UNUSED = -1
 
 
 class Layout(NamedTuple):
-    """Where the samples are in a tensor, seen as ``[before, rows, after]``.
+    """The place of the samples in a tensor, seen as ``[before, rows, after]``.
 
     Attributes:
         before: product of the lengths of the axes before the batch axis.
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
 
 class Unknown:
-    """The layout of a tensor whose samples no rule tells."""
+    """The layout of a tensor whose samples are not known."""
 
     def __repr__(self) -> str:
         return "UNKNOWN"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Location:
-    """Where the samples of some models are.
+    """The place of the samples of some models.
 
     Attributes:
         N: number of samples.
@@ -194,7 +194,7 @@ def _appended(heads: Mapping[Place, Layout], start: int, N: int) -> dict[Place, 
 def _place_others(
     others: Sequence[tuple[ModelCall, Place]], known: dict[Place, Layout], N: int, axis: int, appended: bool
 ) -> list[tuple[ModelCall, Place]]:
-    """Add heads without N rows: those whose rows others tell, and shares of k rows each, which are returned."""
+    """Add heads without N rows: those whose rows follow from other heads, and shares of k rows, which are returned."""
     layouts = propagate_batch_axis(known, N).layouts
     located = {place: layout for place, layout in layouts.items() if isinstance(layout, Layout)}
     shares: list[tuple[ModelCall, Place]] = []
@@ -284,7 +284,7 @@ def _other_length(call: ModelCall, shape: torch.Size, N: int, axis: int) -> Curv
 
 
 def _functional(graph: BackwardGraph) -> tuple[int, dict[Place, Layout]] | None:
-    """Number of samples and heads of code that calls no extended module: rows at which parameters first meet data."""
+    """Number of samples and heads of code that calls no extended module: rows of operations of parameters and data."""
     owners = [extended_owner(p) for p in graph.operands]
     if not all(type(owner).forward is nn.Module.forward for owner in owners):
         return None  # a model that was called where nothing is recorded

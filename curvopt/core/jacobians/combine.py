@@ -49,7 +49,7 @@ def _kind(part: Jacobian) -> object:
 
 
 def from_single_samples(jacobian: Jacobian, N: int) -> Jacobian:
-    """One Jacobian of V vectors and N samples from one of one sample, whose vectors are those of N samples in turn."""
+    """A Jacobian of V vectors and N samples, from one of one sample and ``V N`` vectors, those of N samples in turn."""
     if isinstance(jacobian, Outer):
         left, right = jacobian.left.flatten(0, 1).unflatten(0, (-1, N)), jacobian.right.expand(N, -1, -1, -1)
         lengths = None if jacobian.lengths is None else jacobian.lengths.expand(N)

@@ -44,7 +44,7 @@ class Lookup(Jacobian):
         of_batch: bool = False,
         parts: Sequence[Jacobian] = (),
     ):
-        """Keep what was picked, by whom, and the vectors."""
+        """Keep the rows that were picked, the samples that picked them, and the vectors."""
         self.of_batch, self.parts = of_batch, parts
         self.left, self.rows, self.samples, self.shape = left, rows, samples, shape
         self.V, self.N = left.shape[0], N

@@ -45,7 +45,7 @@ class Patches:
 
     @cached_property
     def windows(self) -> Tensor:
-        """What the kernel sees at all positions, a view ``[N, G, C, K, R, S]``."""
+        """The entries that the kernel sees at all positions, a view ``[N, G, C, K, R, S]``."""
         rows, K, row = self._see(self._x)
         return rows.unfold(-1, rows.shape[-1] - (K - 1) * row, max(row, 1)).transpose(3, 4)
 
@@ -64,7 +64,7 @@ class Patches:
         return self.windows.transpose(2, 3)
 
     def split(self, step: int) -> Iterator[Tensor]:
-        """The whole, a few samples at a time if nobody else needs it."""
+        """The whole, a few samples at a time if it is used once."""
         if self.kept:
             yield self.whole
             return
@@ -103,11 +103,11 @@ class Patches:
         return self._changed(kept=False)
 
     def select(self, samples: list[int]) -> Patches:
-        """Those of some samples."""
+        """The patches of some samples."""
         return self._changed(_x=self._x.unflatten(0, (len(self), self.rows))[samples].flatten(0, 1), kept=False)
 
     def by_sample(self, N: int) -> Patches:
-        """Those of N samples, of as many rows each."""
+        """The patches of N samples, which have equally many rows each."""
         return self if len(self) == N else self._changed(rows=len(self._x) // N)
 
     def _changed(self, **values: Any) -> Patches:

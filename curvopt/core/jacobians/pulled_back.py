@@ -20,7 +20,7 @@ from curvopt.core.jacobians.outer import Outer
 
 
 class PulledBack(InParts):
-    """Products with respect to what was computed from a parameter, pulled back to it a few samples at a time.
+    """Products with respect to a tensor that was computed from a parameter, pulled back a few samples at a time.
 
     Args:
         inner: the products.

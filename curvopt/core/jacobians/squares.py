@@ -55,7 +55,7 @@ class Squares:
         return self
 
     def total(self) -> Tensor:
-        """What has been added, ``[*p]`` or ``[N, *p]``."""
+        """The sum so far, ``[*p]`` or ``[N, *p]``."""
         if self._pairs is not None:
             (jacobian, left), self._pairs = self._pairs, None
             squares = jacobian.squares_of_pairs(cast(left, jacobian.left.dtype), self.per_sample)

@@ -67,7 +67,7 @@ class Bilinear(Linear):
 
 
 class Convolution(AffineRule):
-    """What convolutions and transposed ones share."""
+    """The common part of convolutions and transposed ones."""
 
     def fits(self, module: nn.Conv2d) -> bool:
         weight = module._parameters.get("weight")

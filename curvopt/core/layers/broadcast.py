@@ -23,13 +23,13 @@ from curvopt.core.autograd_graph.nodes import Saved, name_of, shape_of
 
 
 class Broadcast(NamedTuple):
-    """The derivative of an operation in what it repeats.
+    """The derivative of an operation in the operand that it repeats.
 
     Attributes:
         scale: a number.
         factor: computes a factor from tensors.
         args: these tensors.
-        linear: whether the operation is linear in what it repeats.
+        linear: whether the operation is linear in the operand.
     """
 
     scale: float = 1.0
@@ -44,7 +44,7 @@ def broadcasts(node: Node) -> bool:
 
 
 def broadcast_of(node: Node, position: int) -> Broadcast | None:
-    """What an operation that `repeats` does to an operand; ``None`` if it does not repeat that."""
+    """The derivative of an operation that `broadcasts` in an operand; ``None`` if it does not repeat that one."""
     return _REPETITIONS[name_of(node)](Saved(node), position)
 
 

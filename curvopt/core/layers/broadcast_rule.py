@@ -22,15 +22,15 @@ from curvopt.core.recording.calls import ModuleCall
 
 
 class BroadcastRule(Rule):
-    """What an operation repeats for every sample, times a number and a factor that differs among them perhaps.
+    """An operand that an operation repeats for every sample, times a number, and perhaps a factor for each sample.
 
     Args:
         p: the parameter.
-        source: where what is repeated was computed from it; ``None`` for itself.
-        shape: shape of what is repeated.
+        source: the edge at which the operand was computed from it; ``None`` for the parameter itself.
+        shape: shape of the operand.
         scale: the number.
         factor: computes the factor from the tensors of the use.
-        linear: whether the operation is linear in what it repeats.
+        linear: whether the operation is linear in the operand.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class BroadcastRule(Rule):
         return given and len(shape) > axis and self._sizes(len(shape))[axis] == 1
 
     def _sizes(self, dims: int) -> list[int]:
-        """Of what is repeated, along the axes of the output."""
+        """Lengths of the operand along the axes of the output."""
         return [1] * (dims - len(self.shape)) + list(self.shape)
 
     def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:

@@ -31,7 +31,7 @@ class ParameterCall(ModuleCall):
     Args:
         path: of the module in which it was called.
         module: for the rule: one that would compute the same.
-        args: what the node saved.
+        args: tensors that the node saved.
         shape: of the output.
         owner: the module in which it was called.
         boundary: where the operands come from that are no parameters.
@@ -46,7 +46,7 @@ class ParameterCall(ModuleCall):
         owner: nn.Module,
         boundary: frozenset[Node] = frozenset(),
     ):
-        """Record what the node saved."""
+        """Record the saved tensors."""
         self.path, self.model, self.module, self.args, self.kwargs, self._owner = path, None, module, args, {}, owner
         self.versions, self.boundary, self.steps = tuple([x._version for x in args]), boundary, None
         self.shapes, self.cache, self.settings, self.seen = (shape,), {}, None, tuple(module._parameters.values())
@@ -78,7 +78,7 @@ class OperandPath(NamedTuple):
 
 
 def seen_of(p: nn.Parameter, path: OperandPath) -> Tensor | None:
-    """What an operation sees of a parameter, without values: strides and offset tell which entries are which.
+    """The view of a parameter that an operation uses, without values: strides and offset identify the entries.
 
     ``None`` if that is not a view of it.
     """
@@ -152,7 +152,7 @@ def layer_call(node: Node, position: int, weight: Tensor, shape: torch.Size) -> 
     Args:
         node: of the operation.
         position: of the operand that is the weight.
-        weight: what the operation sees of it, without values.
+        weight: the view of it that the operation uses, without values.
         shape: shape of the parameter of which the operation sees this.
     """
     return _LAYERS[name_of(node)](node, position, weight, shape) if is_layer(node) else None

@@ -30,7 +30,7 @@ class ScaleRule(Rule):
 
     @abstractmethod
     def scaled(self, module: Any, x: Tensor) -> Tensor:
-        """What the weight multiplies, like the output."""
+        """The tensor that the weight multiplies, like the output."""
 
     def last_axes(self, module: Any) -> bool:
         """Whether the parameters belong to the last axes, not to axis 1."""

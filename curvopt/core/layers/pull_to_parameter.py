@@ -26,7 +26,7 @@ from curvopt.core.recording.calls import ModuleCall
 
 
 def _through(call: ModuleCall, source: GradientEdge | None, p: nn.Parameter, jacobian: Jacobian) -> Jacobian:
-    """Products with respect to what was computed from a parameter, as those of the parameter."""
+    """Products of a parameter, from those of a tensor that was computed from it."""
     shape = (jacobian.V, jacobian.N, *p.shape)
     if source is None:
         return jacobian if isinstance(jacobian, Outer) and p.dim() > 1 else Dense(jacobian.dense().reshape(shape))
@@ -54,7 +54,7 @@ def pull_to_parameter(source: GradientEdge, p: nn.Parameter, vectors: Tensor) ->
 
 
 def _is_by_entry(source: GradientEdge, p: nn.Parameter) -> bool:
-    """Whether each entry of what was computed at an edge is a function of that entry of a parameter."""
+    """Whether each entry of the tensor at an edge is a function of that entry of a parameter."""
     between = _between(source.node, p)
     operations = [node for node in between if leaf_of(node) is not p]
     inputs = [at for node in operations for at in node.next_functions if at[0] in between]
@@ -69,7 +69,7 @@ def _between(root: Node, p: nn.Parameter) -> set[Node]:
 
 
 def _is_linear(source: GradientEdge | None, p: nn.Parameter) -> bool:
-    """Whether what was computed at an edge is linear in a parameter; ``None`` for the parameter itself."""
+    """Whether the tensor at an edge is linear in a parameter; ``None`` for the parameter itself."""
     if source is None:
         return True
     leaves = {node for node in walk([source.node]) if leaf_of(node) is p}

@@ -43,7 +43,7 @@ class Site:
 
 
 class Tape:
-    """The parameters of a module and the sites that a replay of its forward met.
+    """The parameters of a module and the products (sites) in a replay of its forward.
 
     Args:
         module: the module whose forward is replayed.

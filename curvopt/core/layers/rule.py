@@ -51,7 +51,7 @@ class Rule(ABC):
     takes_any_dtype = False
     #: Whether a call on a single sample without a batch axis is the same as on a batch of it.
     takes_single = False
-    #: Where what the rule knows was computed from the parameter: the graph behind it is needed.
+    #: The edge at which the weight of the call was computed from the parameter: the graph behind it is needed.
     source: GradientEdge | None = None
     #: Attributes of the module that the rule reads; ``None`` for any number, flag or name among them but ``training``.
     reads: tuple[str, ...] | None = None
@@ -59,7 +59,7 @@ class Rule(ABC):
     reads_mode = False
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters this rule answers for, by their names relative to the module."""
+        """The parameters that this rule handles, by their names relative to the module."""
         return owned_parameters(module)
 
     def expected(self, module: Any) -> Container[str] | None:
@@ -83,7 +83,7 @@ class Rule(ABC):
         return 0
 
     def output_axis(self, call: ModuleCall, index: int) -> int | Tensor | None:
-        """Axis of an output that counts the samples, or the packed sequence of each row; ``None`` if neither tells."""
+        """Axis of an output that counts the samples, or the packed sequence of each row; ``None`` if not known."""
         return 0
 
     def takes_steps(self, call: ModuleCall, how: Literal["axis", "rows"]) -> bool:
@@ -169,7 +169,7 @@ ModuleCall.rule_for = rule_for
 
 
 def _is_patched(module: nn.Module) -> bool:
-    """Whether something other than the forward of its type decides what a module gives."""
+    """Whether something other than the forward of its type decides the output of a module."""
     hooks = module._forward_hooks
     first = next(iter(hooks.values())) if hooks else None
     return (
@@ -217,7 +217,7 @@ def batch_length(call: ModuleCall) -> int:
 
 
 def arguments(call: ModuleCall) -> dict[str, Any]:
-    """What the forward was given by the names of its parameters, in their order, defaults included."""
+    """The arguments of the forward by the names of its parameters, in their order, defaults included."""
     bound = inspect.signature(call.module.forward).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
     return bound.arguments

@@ -47,7 +47,7 @@ class PerSampleRule(Rule):
 
     @property
     def edge(self) -> GradientEdge:
-        """Where the operand was computed."""
+        """The edge of the operand."""
         return GradientEdge(*self.node.next_functions[self.position])  # type: ignore[arg-type]
 
     def rows(self, call: ModuleCall) -> int:
@@ -71,7 +71,7 @@ class PerSampleRule(Rule):
 
 
 class SharedCallRule(Rule):
-    """A call of a module that all samples share, or whose samples meet behind it, seen from where these meet it.
+    """A call of a module that all samples share, or whose samples mix later; samples are told apart where it is used.
 
     Args:
         rule: of the module.

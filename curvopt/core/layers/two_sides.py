@@ -33,7 +33,7 @@ class Passed(NamedTuple):
     Attributes:
         operand: where its operand was computed; ``None`` for the parameter.
         shape: shape of that.
-        what: what it does to that: multiply it (its position, and the other matrix), scale it, or view it.
+        what: its kind: a product (the position, and the other matrix), a scaling, or a view.
     """
 
     operand: GradientEdge | None

@@ -137,7 +137,7 @@ def _hessian_at(call: LossCall, z: Tensor) -> tuple[Tensor, Callable[[Tensor], T
 
 
 def _is_diagonal_elsewhere(call: LossCall, z: Tensor, probe: Tensor, generator: torch.Generator) -> bool:
-    """Whether the Hessian of a loss that is flat is diagonal where it is not: at outputs that have traded places.
+    """Whether the Hessian of a loss that is flat here is diagonal at other outputs, a permutation of these.
 
     It is a sum over entries then, else over samples. If that is not known (the loss may not take such outputs), it is.
     """

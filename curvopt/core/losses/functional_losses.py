@@ -39,7 +39,7 @@ class FunctionalLoss:
     axis = 0
 
     def __init__(self, node: Node, edge: GradientEdge):
-        """Remember the place; what the node saved is read when the backward arrives."""
+        """Keep the place; saved values are read when the gradient arrives."""
         self.node, self.edge = node, edge
 
     @property
@@ -49,7 +49,7 @@ class FunctionalLoss:
         return torch.empty((), dtype=z.dtype, device=z.device).expand(z.shape)
 
     def describe(self) -> str:
-        """What was recognised, for messages."""
+        """The operation, for messages."""
         return f"the functional loss with {name_of(self.node)}"
 
     def slope(self, grad: Tensor) -> Tensor:
@@ -94,8 +94,8 @@ def _bce_with_logits(saved: Any, grad: Tensor) -> Kind:
     return weight.expand(z.shape), lambda root: Bernoulli(z, root)
 
 
-#: Operation to what it makes of what it saved and of the gradient: the weight of its entries, and the curvature for the
-#: root of the weight.
+#: For each operation a function of its saved values and of the gradient. It returns the weight of the entries, and the
+#: curvature as a function of the root of the weight.
 _KINDS: dict[str, Callable[[Any, Tensor], Kind]] = {
     "LOGSOFTMAX": _log_softmax,
     "MSELOSS": _squared_error,
@@ -104,7 +104,7 @@ _KINDS: dict[str, Callable[[Any, Tensor], Kind]] = {
 
 
 def _by_entry(saved: Any, grad: Tensor) -> Tensor:
-    """What arrives at every entry of an elementwise loss before its reduction."""
+    """The gradient at every entry of an elementwise loss before its reduction."""
     grad = widened(grad)
     return grad / saved.self.numel() if saved.reduction == 1 else grad
 
@@ -114,7 +114,7 @@ def _class_axis(dim: int, dims: int) -> int:
 
 
 def _saved(node: Node) -> SimpleNamespace:
-    """What a node saved, by name."""
+    """The values that a node saved, by name."""
     return SimpleNamespace(**{name.removeprefix("_saved_"): getattr(node, name) for name in saved_names(node)})
 
 

@@ -25,7 +25,7 @@ class Head(Protocol):
 
     @property
     def edge(self) -> GradientEdge | None:
-        """Where z comes from, if from parameters at all."""
+        """The edge of z; ``None`` if it does not depend on parameters."""
         ...
 
     @property
@@ -39,7 +39,7 @@ class Head(Protocol):
         ...
 
     def describe(self) -> str:
-        """What it is and where, for messages."""
+        """Its kind and place, for messages."""
         ...
 
     def slope(self, grad: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Head(Protocol):
 
 
 class Loss(Head, Protocol):
-    """A term of what is differentiated, as a function of z."""
+    """A term of the differentiated scalar, as a function of z."""
 
     def curvature(self, grad: Tensor) -> tuple[LossCurvature, Tensor]:
         """The Hessian in z up to a factor, from what arrived, and the root of the factor."""

@@ -105,7 +105,7 @@ class Cells(NamedTuple):
 
 
 class Probe:
-    """Products of the Hessian with random vectors, which tell its structure.
+    """Products of the Hessian with random vectors, which show its structure.
 
     If and (almost surely) only if ``H`` has no entries between some cells, ``H (s v) = s (H v)`` for a random vector
     ``v`` and a random factor ``s`` for each cell. Rounding errors are those of ``H (c v) = c (H v)``.

@@ -23,7 +23,7 @@ from curvopt.core.losses.loss_call import LossCall
 from curvopt.core.recording.calls import ModuleCall, TermCall, records_of
 from curvopt.errors import CurvoptError
 
-# operations that are linear in what comes from the network, while nothing else in them depends on its parameters
+# operations that are linear in an operand that comes from the network, if no other one depends on its parameters
 _LINEAR = (LINEAR | MULTILINEAR | {"NLLLOSS", "NLLLOSS2D", "DIV"}) - {
     "NATIVEBATCHNORM",
     "CUDNNBATCHNORM",
@@ -92,7 +92,7 @@ def find_losses(roots: Collection[Node], calls: Collection[Node]) -> tuple[Losse
             continue  # parameters alone: no sample's loss
         inputs = [following for following, _ in node.next_functions if following is not None]
         if known:
-            # of a use that answers for it: what was read off a module's operations may have a loss among them
+            # the output of a call with a rule is no loss; an operation of a module without a rule may be one
             inside = [record.describe() for record, *_ in records if isinstance(record, ModuleCall) and node in calls]
             functional = None if inside else _recognise(node)
             if functional is not None:

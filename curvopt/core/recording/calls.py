@@ -37,7 +37,7 @@ KEY = "curvopt"
 
 
 class ModuleCall:
-    """One call of a module that has a rule, with what it got.
+    """One call of a module that has a rule, with its arguments.
 
     A tensor that autograd keeps for the backward anyway is referred to weakly, so that its memory is free again as soon
     as the backward has passed the layer.
@@ -74,12 +74,12 @@ class ModuleCall:
         outputs: Sequence[Tensor],
         traced: bool = False,
     ):
-        """Record what the call got, and the shapes of ``outputs``; it is ``traced`` in code that was compiled."""
+        """Record the arguments, and the shapes of ``outputs``; the call is ``traced`` in code that was compiled."""
         inputs = _tensors((args, kwargs)) if kwargs or len(args) != 1 else _tensors(args[0])
         self.path, self.model, self.module, self.kwargs = path, model, module, kwargs
         self.boundary = frozenset([leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None])
         leaves = [leaf for leaf in inputs if leaf.grad_fn is None and leaf.requires_grad]
-        #: Its own parameters among the inputs: no border in the graph tells what of them entered as which.
+        #: Its own parameters among the inputs: the graph does not show which of their uses are inputs.
         self.given = tuple([p for p in module.parameters() if any([p is leaf for leaf in leaves])]) if leaves else ()
         self.seen = tuple(module._parameters.values())  # torch.func.functional_call puts others in their place
         self.shapes = tuple([out.shape for out in outputs])
@@ -102,7 +102,7 @@ class ModuleCall:
             self._args = (TensorWeakRef(args[0]),)
         else:
             self._args = args
-        #: Of what is held; ``None`` if it is not what it was.
+        #: Versions of the tensors among the arguments; ``None`` if the call itself has changed them.
         self.versions: tuple[int, ...] | None = None if changed else self._versions()
 
     def _is_kept(self, x: Any) -> bool:
@@ -212,7 +212,7 @@ class ModuleCall:
             raise self.modified()
 
     def modified(self) -> CurvoptError:
-        """The error where an input is not what it was."""
+        """The error where an input has changed."""
         return CurvoptError(
             f"{self.describe()}: an input was modified in place, by the module itself or after it, so its Jacobian "
             "cannot be formed; give the in-place operation a copy (`x = x.clone()`)."
@@ -220,7 +220,7 @@ class ModuleCall:
 
 
 def _without_entries(x: Tensor) -> Tensor:
-    """A tensor of the same kind that takes no memory; what was computed with its entries would be nan."""
+    """A tensor of equal shape, type and device that takes no memory; results that use its entries are nan."""
     if x.layout != torch.strided or x.is_nested or not x.is_floating_point():
         return x
     return _blank(x.shape, x.dtype, x.device)
@@ -237,7 +237,7 @@ class TermCall:
     __slots__ = ("__weakref__", "boundary", "parameters", "weight")
 
     def __init__(self, parameters: Sequence[nn.Parameter], weight: float):
-        """Record what the term sees."""
+        """Record the parameters and the weight."""
         self.parameters, self.weight, self.boundary = parameters, weight, frozenset()
 
 
@@ -261,7 +261,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def records_of(node: Node) -> list[tuple[Any, int, int]]:
-    """What was recorded on a node: calls, the index of their output, and which output of the node it is."""
+    """The records on a node: calls, the index of their output, and the number of that output of the node."""
     return node.metadata.get(KEY, [])  # type: ignore[attr-defined]
 
 

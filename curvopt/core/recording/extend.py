@@ -115,9 +115,9 @@ class LossRecorder:
             outside_of_graphs(self, module, args, kwargs, output)
             return
         if not isinstance(output, Tensor) or output.grad_fn is None or _global_forward_hooks:
-            return  # hooks for all modules come first and may have changed it: the graph tells what it is
+            return  # hooks for all modules come first and may have changed it: the loss is read off the graph
         if not isinstance(_first(args, kwargs), Tensor):
-            return  # outputs in a container: the graph tells what it makes of each
+            return  # outputs in a container: the loss is read off the graph
         _record(output.grad_fn, LossCall(self.path, module, args, kwargs), 0, output.output_nr)
 
 
@@ -149,7 +149,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bool = False, batch_axis: int = 0) -> M:
-    """Make a model or a loss tell the engine what it does. Changes and returns the same module; idempotent.
+    """Make a model or a loss record its calls. Changes the module and returns it; idempotent.
 
     Modules and parameters that are added or replaced afterwards have no fields until it is called again.
 
@@ -205,7 +205,7 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
         recorder, is_new = Recorder(path, own, owns, begins), True
         if begins:
             child.register_forward_pre_hook(recorder.begin, prepend=True)
-        # first of all hooks: what the others make of the output is the graph's affair
+        # first of all hooks: operations of the others are read off the graph
         child.register_forward_hook(recorder, with_kwargs=True, prepend=True, always_call=begins)
         if debug and owns:
             print(f"curvopt: extended {describe(path, child)}")

@@ -87,7 +87,7 @@ def _is_running(frame: FrameType | None) -> bool:
 
 
 def end() -> bool:
-    """It ends, also with an exception; whether it was a model call."""
+    """The call of an extended module ends, also with an exception; whether it was a model call."""
     if _running.calls:
         _running.calls.pop()
     if not _running.calls:
