@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
-from curvopt.extensions import KFLR, BatchGrad
+from curvopt.extensions import KFLR, BatchGrad, DiagGGNExact
 from curvopt.hessianfree import ggn_vector_product
 from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
@@ -1331,6 +1331,30 @@ def test_a_parameter_that_is_unfrozen_does_not_wait_for_the_interval(make: Calla
         run.optimizer.step()
         assert ("factors" in state) == bool(state[made] and state[made][0].ndim)
     assert "factors" in state
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, DiagonalNewton])
+def test_unfreezing_the_first_layer_does_not_raise_the_loss(kind: Callable, seed: int) -> None:
+    run = Run(kind, seed=seed)
+    frozen = [*run.model[1].parameters()]
+    for param in frozen:
+        param.requires_grad_(False)
+    before = run.train(40).full_loss()
+    for param in frozen:
+        param.requires_grad_(True)
+    worst = max(run.train(range(step, step + 1)).full_loss() for step in range(40, 60))
+    assert worst < 1.3 * before and all("factors" in run.optimizer.state[param] for param in frozen)
+
+
+def test_small_entries_of_a_first_diagonal_are_raised_to_its_mean() -> None:
+    run = Run(lambda params: DiagonalNewton(params, curvature="diag_ggn_exact"))
+    with backpack(DiagGGNExact()):
+        run.loss(0).backward()
+    exact = [p.diag_ggn_exact.flatten() for p in run.model.parameters()]
+    run.train(1)
+    for param, diagonal in zip(run.model.parameters(), exact, strict=True):
+        torch.testing.assert_close(run.optimizer.state[param]["factors"][0], diagonal.clamp(min=diagonal.mean()))
 
 
 @sgd_like

@@ -23,7 +23,8 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
     predicts a small part ``Σ hᵢδᵢ²``, one in hundreds or thousands for usual networks. So the clip bounds the largest
     change that a matrix with this diagonal allows: ``δᵀGδ ≤ (Σ √hᵢ |δᵢ|)²`` for every positive semi-definite ``G``,
     by the Cauchy-Schwarz inequality; or the prediction of the damped diagonal, where that is more: in directions
-    without curvature.
+    without curvature. The first diagonal of a parameter is from one batch, whose small entries say little: they are
+    raised to its mean.
 
     Args:
         params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, ``damping``,
@@ -116,7 +117,10 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
     def _average(self, param: Tensor, new: list[Tensor], decay: float) -> None:
         # after the sum over backwards, whose parts of the batch may have other signs
         (diagonal,) = new
-        super()._average(param, [diagonal.abs() if self._options["modify"] == "abs" else diagonal.clamp(min=0)], decay)
+        diagonal = diagonal.abs() if self._options["modify"] == "abs" else diagonal.clamp(min=0)
+        if "factors" not in self.state[param]:  # of one batch: small entries say little
+            diagonal = torch.maximum(diagonal, diagonal.mean())
+        super()._average(param, [diagonal], decay)
 
     def _renew(self) -> None:
         super()._renew()
