@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 def annealed_interval(step: int, every: int) -> int:
-    """Steps until the next refresh: half of those taken so far, at least 1 and at most ``every``."""
-    return max(1, min(every, step // 2))
+    """Steps until the next refresh: as many as were taken so far, at least 1 and at most ``every``."""
+    return max(1, min(every, step))
 
 
 def is_due(run: Mapping[str, Any], params: Sequence[Tensor], reached: Set[Tensor] | None, late: int = 0) -> bool:
