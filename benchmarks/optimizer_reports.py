@@ -117,24 +117,38 @@ def draw(results: list[Result], path: Path) -> None:
     for axis in axes.flat[len(results) :]:
         axis.axis("off")
     for axis, result in zip(axes.flat, results, strict=False):
+        ends: list[tuple[str, float, float]] = []
         for name, colour in DRAWN.items():
             runs = result["methods"].get(name, {"runs": []})["runs"][:1]
             for run in (run for run in runs if math.isfinite(end(run))):
-                (line,) = axis.plot(costs(run), [row["loss"] for row in run], color=colour, linewidth=1.6)
-                shown = [i for i, cost in enumerate(costs(run)) if cost <= 2 * result["budget"]]
-                if shown:
-                    at = (costs(run)[shown[-1]], run[shown[-1]]["loss"])
-                    axis.annotate(name, at, color=line.get_color(), fontsize=8, va="center")
-        axis.axhline(result["target"], color="0.7", linewidth=0.8, zorder=0)
-        where = (2 * result["budget"], result["target"])
-        axis.annotate("where tuned AdamW ends", where, fontsize=7, color="0.4", va="bottom", ha="right")
+                points = [(c, row["loss"]) for c, row in zip(costs(run), run, strict=True) if c <= 2 * result["budget"]]
+                axis.plot(*zip(*points, strict=True), color=colour, linewidth=1.6)
+                ends += [(name, *point) for point in points[-1:]]
+        axis.axhline(result["target"], color="0.8", linewidth=0.8, zorder=0)
         axis.set_yscale("log")
         axis.set_xlim(0, 2 * result["budget"])
         axis.set_title(result["task"], fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
+        to_axis = axis.transData + axis.transAxes.inverted()
+        places = [(name, *to_axis.transform((x, y))) for name, x, y in ends]
+        for name, x, y in apart(places):
+            axis.text(x, y, f" {name}", color=DRAWN[name], fontsize=8, va="center", transform=axis.transAxes)
+    first, target = axes.flat[0], results[0]["target"]
+    first.text(0, target, " tuned AdamW", fontsize=7, color="0.4", va="top")
     figure.supxlabel("cost, in plain gradients", fontsize=10)
     figure.supylabel("training loss", fontsize=10)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def apart(places: list[tuple[str, float, float]], width: float = 0.3, height: float = 0.065) -> list[Any]:
+    """Labels at places in a panel, from below; those that overlap are moved up."""
+    placed: list[tuple[str, float, float]] = []
+    for name, x, y in sorted(places, key=lambda place: place[2]):
+        for _, other, below in placed:
+            if abs(x - other) < width:
+                y = max(y, below + height)
+        placed.append((name, x, y))
+    return placed
