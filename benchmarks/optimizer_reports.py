@@ -75,12 +75,12 @@ def summary(result: Result) -> dict[str, Result]:
     return rows
 
 
+def _show(value: float | None, form: str) -> str:
+    return "–" if value is None or not math.isfinite(value) else format(value, form)
+
+
 def markdown(result: Result) -> str:
     """The table of a task."""
-
-    def show(value: float | None, form: str) -> str:
-        return "–" if value is None or not math.isfinite(value) else format(value, form)
-
     lines = [
         f"| {result['task']} | loss at the end | spread of seeds | at equal cost | with defaults | "
         "cost to AdamW's loss | held-out loss | accuracy | step, in gradients | state, in parameters | lr |",
@@ -89,18 +89,33 @@ def markdown(result: Result) -> str:
     for name, row in summary(result).items():
         accuracy = None if row["accuracy"] is None else 100 * row["accuracy"]
         cells = [
-            show(row["loss"], ".4g"),
-            show(row["spread"], ".2g"),
-            show(row["at equal cost"], ".4g"),
-            show(row["untuned"], ".4g"),
-            show(row["arrival"], ".0f"),
-            show(row["held out"], ".4g"),
-            show(accuracy, ".1f"),
-            show(row["cost"], ".2f"),
-            show(row["state"], ".1f"),
-            show(row["options"].get("lr"), "g"),
+            _show(row["loss"], ".4g"),
+            _show(row["spread"], ".2g"),
+            _show(row["at equal cost"], ".4g"),
+            _show(row["untuned"], ".4g"),
+            _show(row["arrival"], ".0f"),
+            _show(row["held out"], ".4g"),
+            _show(accuracy, ".1f"),
+            _show(row["cost"], ".2f"),
+            _show(row["state"], ".1f"),
+            _show(row["options"].get("lr"), "g"),
         ]
         lines.append(" | ".join([f"| {name}", *cells]) + " |")
+    return "\n".join(lines)
+
+
+def overview(results: list[Result]) -> str:
+    """Losses at the cost of a whole run of tuned AdamW: tuned optimizers, and those that the figure shows untuned."""
+    names = [name for name in DRAWN if all(name in result["methods"] for result in results)]
+    lines = [
+        " | ".join(["| task", *names, *(f"{name}, defaults" for name in names)]) + " |",
+        "|---" * (2 * len(names) + 1) + "|",
+    ]
+    for result in results:
+        rows = summary(result)
+        losses = [rows[name]["at equal cost"] for name in names]
+        losses += [at_cost(result["methods"][name]["defaults"], result["budget"]) for name in names]
+        lines.append(" | ".join([f"| {result['task']}", *(_show(loss, ".3g") for loss in losses)]) + " |")
     return "\n".join(lines)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.optimizer_methods import METHODS, Method
-from benchmarks.optimizer_reports import costs, draw, end, markdown
+from benchmarks.optimizer_reports import costs, draw, end, markdown, overview
 from benchmarks.optimizer_tasks import SHORT, TASKS, Task
 from benchmarks.timing import RESULTS, save
 from curvopt import extend
@@ -272,6 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
             save(settings.out / f"optimizers-{name}.json", results[-1])
     for result in results:
         print(f"\n{markdown(result)}")
+    print(f"\nat the cost of AdamW's run\n\n{overview(results)}")
     draw(results, settings.out / "optimizers.png")
     print(f"\nresults: {settings.out}/optimizers-*.json, {settings.out / 'optimizers.png'}")
 
