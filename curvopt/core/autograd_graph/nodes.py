@@ -12,18 +12,23 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-#: PyTorch's own functions, for full backward hooks of modules and for inputs of modules that are sharded.
-_IDENTITIES = ("BackwardHookFunctionBackward", "RegisterPostBackwardFunctionBackward")
+#: PyTorch's own functions: for full backward hooks of modules, for inputs of modules that are sharded, and for outputs
+#: of modules in a ``DistributedDataParallel``.
+_IDENTITIES = ("BackwardHookFunctionBackward", "RegisterPostBackwardFunctionBackward", "_DDPSinkBackward")
 
 
 def operation(node: Node) -> str:
     """Upper-case name of the operation a node differentiates, e.g. ``TANH``; functions of users keep a small letter."""
-    name = name_of(node).rsplit("::", 1)[-1]
-    if is_sink(node) or (isinstance(node, BackwardCFunction) and name in _IDENTITIES):
+    return _operation(name_of(node), isinstance(node, BackwardCFunction))
+
+
+@cache
+def _operation(name: str, in_python: bool) -> str:
+    if not in_python:
+        return re.sub(r"BACKWARD\d*$", "", name.rsplit("::", 1)[-1].upper())
+    if name in _IDENTITIES:
         return "ALIAS"
-    if isinstance(node, BackwardCFunction):
-        return "SYNCBATCHNORM" if name == "SyncBatchNormBackward" else f"user's {name}"
-    return re.sub(r"BACKWARD\d*$", "", name.upper())
+    return "SYNCBATCHNORM" if name == "SyncBatchNormBackward" else f"user's {name}"
 
 
 def name_of(node: Node) -> str:

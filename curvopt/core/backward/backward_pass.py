@@ -42,7 +42,7 @@ from curvopt.core.jacobians.pulled_back import PulledBack
 from curvopt.core.layers.functional import ParameterCall
 from curvopt.core.losses.generic_loss import GenericLoss, loss_weight
 from curvopt.core.losses.hessian_root import Loss
-from curvopt.core.pytorch_workarounds import running_backward
+from curvopt.core.pytorch_workarounds import running_backward, without_reductions
 from curvopt.core.recording.extended_parameters import extended_model, extended_parameters
 from curvopt.errors import CurvoptError
 
@@ -129,7 +129,7 @@ class BackwardPass:
         with self._own_computation():
             places = {(edge.node, edge.output_nr) for edge in (*self.losses.values(), *graph.terms.values())}
             wanted = places if self.second_order or graph.terms else set()
-            arrived = pull_by_nodes(self.how.roots, wanted) if wanted else {}
+            arrived = pull_by_nodes(self.how.roots, wanted, graph.nodes) if wanted else {}
             for term, edge in graph.terms.items():
                 if (grad := arrived.get((edge.node, edge.output_nr))) is not None:
                     for p in term.parameters:
@@ -149,11 +149,9 @@ class BackwardPass:
     @contextlib.contextmanager
     def _own_computation(self) -> Iterator[None]:
         """Quantities are computed in the precision of their parameters, and differentiable if the backward is."""
-        with (
-            torch.set_grad_enabled(self.how.again),
-            self.located.graph.own_backwards(),
-            contextlib.ExitStack() as stack,
-        ):
+        with torch.set_grad_enabled(self.how.again), contextlib.ExitStack() as stack:
+            if self.located.graph.static_models:
+                stack.enter_context(without_reductions(self.located.graph.static_models))
             if torch.is_autocast_enabled(self.device):
                 stack.enter_context(torch.autocast(self.device, enabled=False))
             yield
@@ -319,8 +317,7 @@ class BackwardPass:
             total = extension.regularize(total, self.terms[p], p, self.located.owners[p][0].location.N)
         setattr(p, extension.field, extension.finish(total))
         self.done.setdefault(p, set()).add(extension)
-        module = self.located.owners[p][0].call.owner
-        if self.extension_hook is None or module in self.hooked:
+        if self.extension_hook is None or (module := self.located.owners[p][0].call.owner) in self.hooked:
             return
         wanted = {q for call in self.calls if call.call.owner is module for q in call.parameters.values()}
         if all(len(self.done.get(q, ())) == len(self.extensions) for q in wanted):

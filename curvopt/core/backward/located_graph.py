@@ -186,12 +186,11 @@ def edges_of(calls: Sequence[CallInGraph]) -> list[tuple[CallInGraph, int, Gradi
 def mixing_norms(located: LocatedGraph) -> list[tuple[str, bool]]:
     """The batch norms by which samples meet: a description, and whether the module is in eval mode."""
     found = [node for location in located.locations.values() for node in norms_in_loss(located, location)]
-    for node in located.graph.nodes:
-        if _is_training_norm(node):
-            places = [(following, nr) for following, nr in node.next_functions if following is not None]
-            layouts = [location.axes.layouts.get(place) for place in places for location in located.locations.values()]
-            if any(isinstance(x, Layout) and x.mixed for x in layouts):
-                found.append(node)
+    for node in _training_norms(located.graph):
+        places = [(following, nr) for following, nr in node.next_functions if following is not None]
+        layouts = [location.axes.layouts.get(place) for place in places for location in located.locations.values()]
+        if any(isinstance(x, Layout) and x.mixed for x in layouts):
+            found.append(node)
     calls = [next((call for call, *_ in records_of(n) if isinstance(call, ModuleCall)), None) for n in found]
     return [
         (name_of(node), False) if call is None else (call.describe(), not call.module.training)
@@ -202,8 +201,7 @@ def mixing_norms(located: LocatedGraph) -> list[tuple[str, bool]]:
 def norms_in_loss(located: LocatedGraph, location: Location) -> list[Node]:
     """Train-mode batch norms between an output of the models of a location and the scalar, or a further output."""
     heads = {node for node, _ in location.heads}
-    norms = [node for node in located.graph.nodes if _is_training_norm(node) and shape_of(node)[0] > 1]
-    # one image: an instance norm
+    norms = [node for node in _training_norms(located.graph) if shape_of(node)[0] > 1]  # one image: an instance norm
     return [norm for norm in norms if any(below and leads_to(below, heads) for below, _ in norm.next_functions)]
 
 
@@ -219,8 +217,8 @@ def mixing_heads(location: Location) -> list[Place]:
     return found
 
 
-def _is_training_norm(node: Node) -> bool:
-    return bool(node.next_functions) and operation(node) in BATCH_NORMS and saved(node, "training", True)
+def _training_norms(graph: BackwardGraph) -> list[Node]:
+    return [node for node in graph.of(BATCH_NORMS) if node.next_functions and saved(node, "training", True)]
 
 
 def is_mixed(call: CallInGraph) -> bool:

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.backward_graph import leaves_behind
 from curvopt.core.autograd_graph.node_vjp import Place
-from curvopt.core.autograd_graph.nodes import is_compiled, leads_to, operation, shape_of, walk
+from curvopt.core.autograd_graph.nodes import is_compiled, leads_to, shape_of, walk
 from curvopt.core.autograd_graph.operations import TIME_FIRST
 from curvopt.core.backward.columns import Averaged, Empirical, Gradient, Hessian
 from curvopt.core.backward.located_graph import (
@@ -237,9 +237,7 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
 
 def _check_ctc(extensions: Sequence[Extension], located: LocatedGraph) -> None:
     """Refuse CTC losses, which have the samples along axis 1, of models that have them along axis 0."""
-    for node in located.graph.nodes:
-        if operation(node) not in TIME_FIRST:
-            continue
+    for node in located.graph.of(TIME_FIRST):
         edge = GradientEdge(*node.next_functions[0])  # type: ignore[arg-type]
         shape = shape_of(edge.node, edge.output_nr)
         for location in located.locations.values():

@@ -168,7 +168,7 @@ def _factor(run: BackwardPass, loss: Loss, grad: Tensor) -> FactoredLoss:
 
 def _is_of_others(run: BackwardPass, loss: Loss) -> bool:
     """Whether a loss of a sum reaches none of the parameters that count."""
-    if run.counted is None or len(run.losses) == 1 or run.counted.issuperset(run.located.graph.leaves):
+    if run.counted is None or len(run.losses) == 1 or run.counted.issuperset(run.located.graph.leaves.values()):
         return False
     assert loss.edge is not None
     return not any(leaf_of(node) in run.counted for node in walk([loss.edge.node]))

@@ -93,7 +93,7 @@ def locate(graph: BackwardGraph) -> dict[Model | None, Location]:
         same = [(model, heads) for model, N, heads, appended in found if (N, appended) == key]
         heads = {place: layout for _, own in same for place, layout in own.items()}
         heads = heads if len(same) == 1 else outermost(heads, key[0], graph)
-        axes = propagate_batch_axis(heads, key[0])
+        axes = propagate_batch_axis(heads, key[0], order=graph.nodes)
         location = Location(key[0], heads, axes, key[1], frozenset(model for model, _ in same if model is not None))
         locations.update((model, location) for model, _ in same)
     return locations
@@ -101,9 +101,9 @@ def locate(graph: BackwardGraph) -> dict[Model | None, Location]:
 
 def _without_heads(graph: BackwardGraph, called: Collection[Model]) -> list[Model]:
     """The models of which parameters take part but no output, as in a gradient penalty."""
-    parameters = (p for p in graph.leaves if isinstance(p, nn.Parameter))
-    models = dict.fromkeys(model for p in parameters if (model := extended_model(p)) is not None)
-    return [model for model in models if model.last and model not in called]
+    by_calls = [found.call.model for found in graph.module_calls.values() if found.parameters]
+    models = dict.fromkeys([*by_calls, *map(extended_model, graph.operands)])
+    return [model for model in models if model is not None and model.last and model not in called]
 
 
 def _of_model(

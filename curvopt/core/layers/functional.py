@@ -42,7 +42,7 @@ class ParameterCall(ModuleCall):
     ):
         """Record what the node saved."""
         self.path, self.model, self.module, self.args, self.kwargs, self._owner = path, None, module, args, {}, owner
-        self.versions, self.boundary, self.steps = tuple([x._version for x in args]), boundary, None
+        self.versions, self.boundary, self.steps = [x._version for x in args], boundary, None
         self.shapes, self.cache, self.settings, self.seen = (shape,), {}, None, tuple(module._parameters.values())
 
     @property

@@ -98,7 +98,7 @@ class ModuleCall:
         else:
             self._args = args
         #: Of what is held; ``None`` if it is not what it was.
-        self.versions: tuple[int, ...] | None = None if changed else self._versions()
+        self.versions: list[int] | None = None if changed else [version(x) for x in self.tensors]
 
     def _is_kept(self, x: Any) -> bool:
         """Whether autograd keeps the only input of the module as it is until the backward has passed."""
@@ -143,8 +143,11 @@ class ModuleCall:
         """The first input of the call, given by position or by name."""
         return self.args[0] if self.args else next(iter(self.kwargs.values()))
 
-    def _versions(self) -> tuple[int, ...]:
-        return tuple([version(leaf) for leaf in _tensors((self.args, self.kwargs))])
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors among the arguments."""
+        args = self.args
+        return _tensors((args, self.kwargs) if self.kwargs or len(args) != 1 else args[0])
 
     @property
     def owner(self) -> nn.Module:
@@ -158,7 +161,7 @@ class ModuleCall:
     def in_precision(self, dtype: torch.dtype) -> ModuleCall:
         """This call on inputs of at least the precision of ``dtype`` (autocast feeds modules lower ones)."""
         low = (torch.float16, torch.bfloat16)
-        if dtype in low or not any(x.dtype in low for x in _tensors((self.args, self.kwargs))):
+        if dtype in low or not any([x.dtype in low for x in self.tensors]):
             return self
         call = copy.copy(self)
         raised = tree_map_only(Tensor, lambda x: x.to(dtype) if x.dtype in low else x, (self.args, self.kwargs))
@@ -194,7 +197,7 @@ class ModuleCall:
             )
 
     def check_inputs(self) -> None:
-        """Raise if an input changed since the forward, or it ran with other parameters than its own."""
+        """Raise if an input changed since the forward or is nested, or the call had other parameters than its own."""
         own = self.module._parameters
         if not all(map(is_, self.seen, own.values())):
             name = next(name for name, seen in zip(own, self.seen, strict=True) if seen is not own[name])
@@ -203,7 +206,13 @@ class ModuleCall:
                 "(torch.func.functional_call? fully_shard?); call it with its own, so that quantities can be put "
                 "on it. In several processes, train with DistributedDataParallel, which does not shard parameters."
             )
-        if self.versions != self._versions():
+        inputs = self.tensors
+        if any([x.is_nested for x in inputs]):
+            raise CurvoptError(
+                f"{self.describe()} was called with a nested tensor, whose samples cannot be separated; pad it "
+                "(x.to_padded_tensor(0)), or call the module on each part."
+            )
+        if self.versions != [version(x) for x in inputs]:
             raise self.modified()
 
     def modified(self) -> CurvoptError:
