@@ -30,7 +30,7 @@ from curvopt.core.layers.rule import Rule, no_batch_axis
 from curvopt.core.recording.calls import ModuleCall, TermCall, records_of
 from curvopt.core.recording.extended_parameters import extended_name
 from curvopt.core.recording.model_calls import Model, ModelCall, model_calls_of
-from curvopt.core.recording.steps import Packed, Steps, samples_first, samples_of
+from curvopt.core.recording.steps import Packed, Steps, packed, samples_first, samples_of
 from curvopt.distributed import refuse_sharded
 from curvopt.errors import CurvoptError
 
@@ -99,7 +99,7 @@ class CallInGraph:
         if isinstance(operand, tuple):  # the sample of each row
             edge = next(iter(self.edges.values()))  # parameters may be stand-ins without a device
             device = metadata(edge.node, edge.output_nr).device
-            self.samples = Packed.of(torch.tensor(operand, dtype=torch.long, device=device), location.N)
+            self.samples = packed(operand, location.N, device)
         else:
             self.samples = found if operand is None else operand
         return bool(found)
@@ -195,6 +195,15 @@ class BackwardGraph:
         """The operations that use any output of a node."""
         outputs = range(len(outputs_of(node)))
         return [user for nr in outputs for user in self.users.get((node, nr), ())]
+
+    @cached_property
+    def of_parameters_alone(self) -> set[Node]:
+        """The nodes that depend on parameters alone, no data, as far as operands tell."""
+        alone = {node for node, leaf in self.leaves.items() if isinstance(leaf, nn.Parameter)}
+        for node in reversed(self.nodes):
+            if node.next_functions and alone.issuperset([below for below, _ in node.next_functions]):
+                alone.add(node)
+        return alone
 
     @cached_property
     def by_operation(self) -> dict[str, list[Node]]:

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import leaf_of, shape_of, walk
-from curvopt.core.batch_axis.heads import around_heads, behind_reductions, outermost, parameters_alone
+from curvopt.core.batch_axis.heads import around_heads, behind_reductions, outermost
 from curvopt.core.batch_axis.layout import UNUSED, Axis, Layout, axis_of, labelled, labels_along
 from curvopt.core.batch_axis.propagation import BatchAxes, propagate_batch_axis
 from curvopt.core.batch_axis.rows import axis_of_head, matched, samples_of_rows
@@ -282,7 +282,7 @@ def _functional(graph: BackwardGraph) -> tuple[int, dict[Place, Layout]] | None:
     if not all(type(owner).forward is nn.Module.forward for owner in owners):
         return None  # a model that was called where nothing is recorded
     lengths: dict[int, None] = {}
-    alone = parameters_alone(graph.nodes)
+    alone = graph.of_parameters_alone
     for node in graph.nodes:
         if node in alone or leaf_of(node) is not None:
             continue

@@ -163,23 +163,27 @@ class ModuleCall:
         low = (torch.float16, torch.bfloat16)
         if dtype in low or not any([x.dtype in low for x in self.tensors]):
             return self
-        call = copy.copy(self)
-        raised = tree_map_only(Tensor, lambda x: x.to(dtype) if x.dtype in low else x, (self.args, self.kwargs))
-        call.args, call.kwargs = raised
-        return call
+        return self._with_inputs(lambda x: x.to(dtype) if x.dtype in low else x)
 
     def batched(self) -> ModuleCall:
         """This call of a single sample, as one of a batch."""
-        call = copy.copy(self)
-        call.args, call.kwargs = tree_map_only(Tensor, lambda x: x.unsqueeze(0), (self.args, self.kwargs))
+        call = self._with_inputs(lambda x: x.unsqueeze(0))
         call.shapes = tuple([torch.Size([1, *shape]) for shape in self.shapes])
+        return call
+
+    def _with_inputs(self, changed: Callable[[Tensor], Tensor]) -> ModuleCall:
+        """A copy with other tensors among its arguments."""
+        call, args = copy.copy(self), self.args
+        if len(args) == 1 and not self.kwargs and isinstance(args[0], Tensor):  # a general tree takes long
+            call.args = (changed(args[0]),)
+        else:
+            call.args, call.kwargs = tree_map_only(Tensor, changed, (args, self.kwargs))
         return call
 
     def samples_first(self, N: int, steps: Steps) -> ModuleCall:
         """This call with the samples first, of a module to which rows, or axes before the features, are alike."""
-        call = copy.copy(self)
         first = partial(samples_first, N, steps)
-        call.args, call.kwargs = tree_map_only(Tensor, first, (self.args, self.kwargs))
+        call = self._with_inputs(first)
         if isinstance(steps, Packed):
             call.shapes = tuple([torch.Size([N * steps.longest, *shape[1:]]) for shape in self.shapes])
         else:
