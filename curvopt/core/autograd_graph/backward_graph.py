@@ -253,12 +253,13 @@ def read_graph(roots: Sequence[Node]) -> BackwardGraph:
         graph.model_calls += [(call, (node, output_nr)) for call, output_nr in model_calls_of(node)]
     inside, outside = set[Operand](), dict[Operand, nn.Parameter]()
     for found in graph.module_calls.values():
-        operands = _find_parameters(found)
+        nodes = list(walk(found.nodes, found.call.boundary))
+        operands = _find_parameters(found, nodes)
         inside.update(operands)
         if found.parameters:
-            outside |= _used_outside(found, operands, graph)
+            outside |= _used_outside(found, set(nodes), operands, graph)
     for term, edge in graph.terms.items():
-        inside.update(operands_inside([edge.node], frozenset(), set(term.parameters)))
+        inside.update(operands_among(walk([edge.node]), set(term.parameters)))
     for node, p in graph.leaves.items():
         if isinstance(p, nn.Parameter) and p.requires_grad and p.numel():
             entering = [operand for operand in graph.users_of(node) if operand not in inside]
@@ -270,8 +271,8 @@ def read_graph(roots: Sequence[Node]) -> BackwardGraph:
     return graph
 
 
-def _find_parameters(found: CallInGraph) -> dict[Operand, nn.Parameter]:
-    """Set the parameters of a call of a module; return how they enter between its outputs and inputs."""
+def _find_parameters(found: CallInGraph, nodes: Iterable[Node]) -> dict[Operand, nn.Parameter]:
+    """Set the parameters of a call of a module; return how they enter its nodes, between its outputs and inputs."""
     call = found.call
     call.check_settings()
     own = {
@@ -285,7 +286,7 @@ def _find_parameters(found: CallInGraph) -> dict[Operand, nn.Parameter]:
             raise CurvoptError(f"{call.describe()}: parameter '{name}' is complex; use two real ones.")
         if p.is_meta:
             raise CurvoptError(f"{call.describe()}: parameter '{name}' is on the meta device; give it numbers first.")
-    operands = operands_inside(found.nodes, call.boundary, set(own.values()))
+    operands = operands_among(nodes, set(own.values()))
     entering = set(operands.values())
     found.parameters = {name: p for name, p in own.items() if p in entering}
     if found.parameters:
@@ -294,25 +295,26 @@ def _find_parameters(found: CallInGraph) -> dict[Operand, nn.Parameter]:
 
 
 def _used_outside(
-    found: CallInGraph, operands: dict[Operand, nn.Parameter], graph: BackwardGraph
+    found: CallInGraph, nodes: set[Node], operands: dict[Operand, nn.Parameter], graph: BackwardGraph
 ) -> dict[Operand, nn.Parameter]:
-    """The operands of a call's operations that operations outside of it use, too.
+    """The operands of a call's nodes that operations outside of it use, too.
 
     The backward of a linear layer saves W^T, that of a recurrent one its states. A call whose states are used outside
     is no call for the engine: its operations are read one by one.
     """
-    ends, own, boundary = found.nodes, set(found.parameters.values()), found.call.boundary
-    nodes = set(walk(ends, boundary))
     shared = [
         node
-        for node in nodes.difference(ends, graph.leaves)
-        if not all([user in nodes for user, _ in graph.users_of(node)])
+        for node in nodes.difference(found.nodes, graph.leaves)
+        if not nodes.issuperset([user for user, _ in graph.users_of(node)])
     ]
+    if not shared:
+        return {}
+    own = set(found.parameters.values())
     if not all(_is_made_of(node, own) for node in shared):
         found.parameters = {}
         return operands
     graph.inside.update(user for node in shared for user in graph.users_of(node) if user[0] in nodes)
-    return operands_inside(shared, boundary, own) if shared else {}
+    return operands_among(walk(shared, found.call.boundary), own)
 
 
 def _is_made_of(node: Node, parameters: set[nn.Parameter]) -> bool:
@@ -325,12 +327,10 @@ def _is_made_of(node: Node, parameters: set[nn.Parameter]) -> bool:
     return True
 
 
-def operands_inside(
-    ends: list[Node], boundary: frozenset, parameters: set[nn.Parameter]
-) -> dict[Operand, nn.Parameter]:
-    """How parameters enter the part of the graph between some ends and a boundary."""
+def operands_among(nodes: Iterable[Node], parameters: set[nn.Parameter]) -> dict[Operand, nn.Parameter]:
+    """How parameters enter some nodes."""
     operands: dict[Operand, nn.Parameter] = {}
-    for node in walk(ends, boundary):
+    for node in nodes:
         for position, (below, _) in enumerate(node.next_functions):
             p = leaf_of(below)
             if p is not None and p in parameters:
@@ -359,5 +359,5 @@ __all__ = [
     "leaves_behind",
     "read_graph",
     "records_behind",
-    "operands_inside",
+    "operands_among",
 ]

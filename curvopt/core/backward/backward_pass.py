@@ -126,6 +126,8 @@ class BackwardPass:
     def before_backward(self) -> BackwardPass:
         """Factor, pull back and reduce: all that needs no gradient of the user's backward. Returns itself."""
         graph = self.located.graph
+        if not (self.second_order or graph.terms or any([e.adds_up for e in self.first_order])):
+            return self
         with self._own_computation():
             places = {(edge.node, edge.output_nr) for edge in (*self.losses.values(), *graph.terms.values())}
             wanted = places if self.second_order or graph.terms else set()
@@ -291,7 +293,7 @@ class BackwardPass:
 
     def finish(self) -> None:
         """The backward is over: reduce what is left, and forget everything shared."""
-        with self._own_computation():
+        with self._own_computation() if self.parts else contextlib.nullcontext():
             for p in list(self.parts):
                 if not self.how.partial or len(self.parts[p]) == self._gradients_of[p]:
                     self._reduce_gradient(p)

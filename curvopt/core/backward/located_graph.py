@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Operand, operands_inside, read_graph
+from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Operand, operands_among, read_graph
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import leads_to, name_of, operation, outputs_of, saved, shape_of, walk
 from curvopt.core.autograd_graph.operations import BATCH_NORMS, PRODUCTS
@@ -116,7 +116,7 @@ def _leave_to_operations(found: CallInGraph, graph: BackwardGraph) -> None:
     for name, p in list(found.parameters.items()):
         if any(node in behind for node, _ in graph.operands.get(p, ())):
             del found.parameters[name]
-            graph.operands[p] += operands_inside(ends, found.call.boundary, {p})
+            graph.operands[p] += operands_among(walk(ends, found.call.boundary), {p})
 
 
 def _no_samples(what: str) -> CurvoptError:

@@ -34,11 +34,11 @@ class Packed(NamedTuple):
 @lru_cache(maxsize=16)  # most calls of a backward have rows of the same samples
 def packed(samples: tuple[int, ...], N: int, device: torch.device) -> Packed:
     """The places of rows, from the sample of each, whose steps come in their order."""
-    longest, lengths, places = max(Counter(samples).values()), [0] * N, list[int]()
+    longest, lengths, places = max(Counter(samples).values(), default=0), [0] * N, list[int]()
     for n in samples:
         places.append(n * longest + lengths[n])
         lengths[n] += 1
-    at = torch.tensor(places, device=device)
+    at = torch.tensor(places, dtype=torch.long, device=device)
     there = torch.zeros(N * longest, dtype=torch.bool, device=device).index_fill_(0, at, True)
     return Packed(at, there, torch.tensor(lengths, device="cpu"), longest)
 
