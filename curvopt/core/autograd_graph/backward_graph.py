@@ -29,7 +29,7 @@ from curvopt.core.jacobians.sums import cast
 from curvopt.core.layers.rule import Rule, no_batch_axis
 from curvopt.core.recording.calls import ModuleCall, TermCall, records_of
 from curvopt.core.recording.extended_parameters import extended_name
-from curvopt.core.recording.model_calls import Model, ModelCall, model_calls_of
+from curvopt.core.recording.model_calls import ModelCall, model_calls_of
 from curvopt.core.recording.steps import Packed, Steps, packed, samples_first, samples_of
 from curvopt.distributed import refuse_sharded
 from curvopt.errors import CurvoptError
@@ -242,6 +242,8 @@ def read_graph(roots: Sequence[Node]) -> BackwardGraph:
         )
     graph.leaves = {node: leaf for node in graph.nodes if (leaf := leaf_of(node)) is not None}
     for node in graph.nodes:
+        if not node.metadata:  # type: ignore[attr-defined]
+            continue
         for record, index, output_nr in records_of(node):
             if isinstance(record, TermCall):
                 graph.terms[record] = GradientEdge(node, output_nr)
@@ -349,15 +351,3 @@ def records_behind(roots: list[Node], kind: type[R]) -> Iterator[tuple[R, Gradie
         for record, _, output_nr in records_of(node):
             if isinstance(record, kind):
                 yield record, GradientEdge(node, output_nr)
-
-
-__all__ = [
-    "BackwardGraph",
-    "CallInGraph",
-    "Model",
-    "Operand",
-    "leaves_behind",
-    "read_graph",
-    "records_behind",
-    "operands_among",
-]

@@ -124,6 +124,11 @@ def saved(node: Any, name: str, default: Any = None) -> Any:
     return getattr(node, f"_saved_{name}", default)
 
 
+def signed(number: int) -> int:
+    """An axis, or an index, that a node saved: negative ones are kept as unsigned numbers."""
+    return number - 2**64 if number >= 2**63 else number
+
+
 def shape_of(node: Any, nr: int = 0) -> torch.Size:
     """Shape of an output of a node."""
     return torch.Size(node._input_metadata[nr].shape)

@@ -30,10 +30,9 @@ from curvopt.core.backward.columns import (
 )
 from curvopt.core.backward.located_graph import LocatedGraph
 from curvopt.core.backward.module_io import Call, showing
-from curvopt.core.backward.request_checks import fields_of, naming_fields
+from curvopt.core.backward.request_checks import naming_fields
 from curvopt.core.backward.second_order import second_order, second_order_of_any_loss
 from curvopt.core.backward.sweep import Sweep, combined
-from curvopt.core.batch_axis.samples import Location
 from curvopt.core.jacobians import chunk_sizes as costs
 from curvopt.core.jacobians.base import Dense
 from curvopt.core.jacobians.chunk import Chunk
@@ -329,6 +328,3 @@ class BackwardPass:
             shown = None if found is None else showing(module, Call(found, found.args, found.kwargs))
             with contextlib.nullcontext() if shown is None else shown:
                 self.extension_hook(module)
-
-
-__all__ = ["Backward", "BackwardPass", "Location", "fields_of"]

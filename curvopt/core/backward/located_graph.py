@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Operand, operands_among, read_graph
 from curvopt.core.autograd_graph.node_vjp import Place
@@ -130,12 +130,12 @@ def _no_samples(what: str) -> CurvoptError:
 def _note_around(located: LocatedGraph, p: nn.Parameter, operand: Operand, location: Location) -> None:
     """Note a path from a parameter to the loss around the heads: a term of parameters alone, or a weight of losses."""
     graph, layouts = located.graph, location.axes.layouts
-    heads = set(location.heads)
+    heads = {node for node, _ in location.heads}
     stack, seen, weighs = [operand], {operand}, False
     while stack:
         node, position = stack.pop()
         for other, place in enumerate(node.next_functions):
-            if other != position and place[0] is not None and (place in heads or _leads_to(place[0], heads)):
+            if other != position and place[0] is not None and leads_to(place[0], heads):
                 weighs = weighs or operation(node) in PRODUCTS
         for nr in range(len(outputs_of(node))):
             for user in graph.users.get((node, nr), ()):
@@ -145,11 +145,6 @@ def _note_around(located: LocatedGraph, p: nn.Parameter, operand: Operand, locat
     names = located.weights if weighs else located.outside
     if located.name(p) not in names:
         names.append(located.name(p))
-
-
-def _leads_to(node: Node, heads: set) -> bool:
-    nodes = {head for head, _ in heads}
-    return any(other in nodes for other in walk([node]))
 
 
 def _warn_of_cost(located: LocatedGraph) -> None:
@@ -176,11 +171,6 @@ def _warn_of_cost(located: LocatedGraph) -> None:
             CurvoptWarning,
             stacklevel=2,
         )
-
-
-def edges_of(calls: Sequence[CallInGraph]) -> list[tuple[CallInGraph, int, GradientEdge]]:
-    """Where the gradients of all outputs arrive."""
-    return [(call, index, edge) for call in calls for index, edge in call.edges.items()]
 
 
 def mixing_norms(located: LocatedGraph) -> list[tuple[str, bool]]:
@@ -226,6 +216,3 @@ def is_mixed(call: CallInGraph) -> bool:
     layouts = call.location.axes.layouts
     found = [layouts.get((edge.node, edge.output_nr)) for edge in call.edges.values()]
     return any(isinstance(layout, Layout) and layout.mixed for layout in found)
-
-
-__all__ = ["LocatedGraph", "edges_of", "is_mixed", "read_and_locate", "shape_of"]

@@ -283,6 +283,3 @@ def refuse_wrong(located: LocatedGraph, wrong: Wrong, root: Node, what: str, rem
             raise CurvoptError(
                 f"{located.name(p)}: PyTorch's {wrong.derivative} is wrong, so {what}; {wrong.instead}, or {remedy}."
             )
-
-
-__all__ = ["check_derivatives", "check_request", "fields_of", "naming_fields", "refuse_wrong", "warn_of_columns"]
