@@ -62,8 +62,10 @@ class Slopes(Outer):
         left, right = self.left[0, :, 0], self.right[:, 0]  # [N, S, F]
         of_left = left @ left.mT
         A = _moment(right, of_left, limit)
-        B = _moment(left, _gram(right, _sized(A)), limit)
-        A = _sized(_symmetric(_moment(right, _gram(left, _sized(B)), limit)), self.size)
+        if min(self.O, self.I) > 1:  # else it is exact
+            B = _moment(left, _gram(right, _sized(A)), limit)
+            A = _moment(right, _gram(left, _sized(B)), limit)
+        A = _sized(_symmetric(A), self.size)
         B = _symmetric(_moment(left, _gram(right, A), limit))
         exact = (of_left * (right @ right.mT)).sum()
         self._factors[limit] = _sized(B, exact / torch.where(self.size > 0, self.size, 1)), A

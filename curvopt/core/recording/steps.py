@@ -51,8 +51,9 @@ Steps = Literal["axis", "rows"] | Packed
 def samples_first(N: int, steps: Steps, x: Tensor, axis: int = 0) -> Tensor:
     """``[T, N, ...]`` as ``[N, T, ...]``, or ``[T N, ...]`` as ``[N T, ...]``; these begin at an axis."""
     if isinstance(steps, Packed):
-        padded = x.new_zeros(*x.shape[:axis], len(steps.there), *x.shape[axis + 1 :])
-        return padded.index_copy(axis, steps.places, x)
+        shape = list(x.shape)
+        shape[axis] = N * steps.longest
+        return x.new_zeros(shape).index_copy_(axis, steps.places, x)
     if steps == "axis":
         return x.transpose(axis, axis + 1)
     return x.unflatten(axis, (-1, N)).transpose(axis, axis + 1).flatten(axis, axis + 1)
