@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -85,28 +85,6 @@ def leads_further_to(root: Node, targets: Collection[Node]) -> bool:
                 seen.add(following)
                 nodes.append(following)
     return False
-
-
-def parents_of(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Who consumes each node."""
-    parents: dict[Node, list[Node]] = {}
-    for node in nodes:
-        for following, _ in node.next_functions:
-            if following is not None:
-                parents.setdefault(following, []).append(node)
-    return parents
-
-
-def dependents(found: Iterable[Node], parents: dict[Node, list[Node]]) -> set[Node]:
-    """The nodes that depend on some others, or are among them."""
-    stack = list(found)
-    dependent = set(stack)
-    while stack:
-        for parent in parents.get(stack.pop(), ()):
-            if parent not in dependent:
-                dependent.add(parent)
-                stack.append(parent)
-    return dependent
 
 
 def metadata(node: Any, nr: int = 0) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.autograd_graph.nodes import metadata, name_of, operation, saved, saved_names, shape_of
+from curvopt.core.autograd_graph.nodes import metadata, name_of, operation, saved, saved_names, shape_of, signed
 from curvopt.core.autograd_graph.vjp import pull
 from curvopt.core.jacobians.sums import widened
 from curvopt.core.losses.hessian_root import Bernoulli, Diagonal, LossCurvature, Softmax, root_of_weights
@@ -105,7 +105,7 @@ def _by_entry(saved: Any, grad: Tensor) -> Tensor:
 
 
 def _class_axis(dim: int, dims: int) -> int:
-    return (dim - 2**64 if dim >= 2**63 else dim) % max(dims, 1)  # a negative axis is saved as an unsigned number
+    return signed(dim) % max(dims, 1)
 
 
 def _saved(node: Node) -> SimpleNamespace:
