@@ -40,14 +40,12 @@ class Location:
             is its part of the loss.
         axes: the batch axis of all tensors behind them.
         appended: whether the rows of several calls of different lengths were appended to one batch.
-        models: the models; none for functional code.
     """
 
     N: int
     heads: Mapping[Place, Layout]
     axes: BatchAxes
     appended: bool
-    models: frozenset[Model]
 
     def rows_of(self, edge: GradientEdge, rows: int) -> list[int] | None:
         """The sample of each row (along axis 0) of a tensor before or behind the heads.
@@ -94,7 +92,7 @@ def locate(graph: BackwardGraph) -> dict[Model | None, Location]:
         heads = {place: layout for _, own in same for place, layout in own.items()}
         heads = heads if len(same) == 1 else outermost(heads, key[0], graph)
         axes = propagate_batch_axis(heads, key[0], order=graph.nodes)
-        location = Location(key[0], heads, axes, key[1], frozenset(model for model, _ in same if model is not None))
+        location = Location(key[0], heads, axes, key[1])
         locations.update((model, location) for model, _ in same)
     return locations
 

@@ -31,8 +31,6 @@ class FunctionalLoss:
         edge: where its input z, the network's output, comes from.
     """
 
-    axis = 0
-
     def __init__(self, node: Node, edge: GradientEdge):
         """Remember the place; what the node saved is read when the backward arrives."""
         self.node, self.edge = node, edge

@@ -14,8 +14,8 @@ from torch.autograd.graph import GradientEdge
 from curvopt.errors import CurvoptError
 
 
-class Head(Protocol):
-    """An output z of the network whose rows are the samples, or parts of them."""
+class Loss(Protocol):
+    """A term of what is differentiated, as a function of an output z of the network."""
 
     @property
     def edge(self) -> GradientEdge | None:
@@ -27,11 +27,6 @@ class Head(Protocol):
         """A tensor like z."""
         ...
 
-    @property
-    def axis(self) -> int:
-        """The axis of its rows."""
-        ...
-
     def describe(self) -> str:
         """What it is and where, for messages."""
         ...
@@ -39,10 +34,6 @@ class Head(Protocol):
     def slope(self, grad: Tensor) -> Tensor:
         """Gradient in z, from what arrived; differentiable if gradients are enabled."""
         ...
-
-
-class Loss(Head, Protocol):
-    """A term of what is differentiated, as a function of z."""
 
     def curvature(self, grad: Tensor) -> tuple[LossCurvature, Tensor]:
         """The Hessian in z up to a factor, from what arrived, and the root of the factor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,11 @@ from curvopt.core.recording.calls import _tensors, describe, version
 from curvopt.core.recording.state import disable
 from curvopt.errors import CurvoptError
 
-if TYPE_CHECKING:
-    from curvopt.core.losses.hessian_root import LossCurvature
-
 
 class LossCall:
     """One call of an extended loss: its module, its input (the network's output) and its other arguments."""
 
     __slots__ = ("__weakref__", "args", "edge", "further", "input", "kwargs", "module", "path", "target", "version")
-    axis = 0
 
     def __init__(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         """Record the arguments of the loss, given by position or by name: first the input, then the target if any."""
