@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
@@ -61,16 +60,16 @@ def coupling_losses(located: LocatedGraph, losses: Iterable[Loss]) -> list[str]:
         and any(
             location.N > 1
             and leads_to(loss.edge.node, {node for node, _ in location.heads})
-            and not _is_in_rows(location, loss.edge, loss.input.shape)
+            and not _is_in_rows(location, loss.edge)
             for location in locations
         )
     ]
 
 
-def _is_in_rows(location: Location, edge: GradientEdge, shape: torch.Size) -> bool:
+def _is_in_rows(location: Location, edge: GradientEdge) -> bool:
     """Whether a tensor has rows of one sample each, or a batch axis behind the rows."""
     layout = location.axes.layouts.get((edge.node, edge.output_nr))
-    return isinstance(layout, Layout) or location.rows_of(edge, shape[0]) is not None
+    return isinstance(layout, Layout) or location.rows_of(edge) is not None
 
 
 def generic_loss(
@@ -241,7 +240,7 @@ def _check_ctc(extensions: Sequence[Extension], located: LocatedGraph) -> None:
         edge = GradientEdge(*node.next_functions[0])  # type: ignore[arg-type]
         shape = shape_of(edge.node, edge.output_nr)
         for location in located.locations.values():
-            if len(shape) == 3 and location.N > 1 and location.rows_of(edge, shape[0]) is not None:
+            if len(shape) == 3 and location.N > 1 and location.rows_of(edge) is not None:
                 raise CurvoptError(
                     f"{fields_of(extensions)}: the {shape[1]} samples of CTCLoss are along axis 1 of its input, "
                     f"but the model was called with {location.N} samples along axis 0 of them; call the model with "

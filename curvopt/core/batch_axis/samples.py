@@ -47,7 +47,7 @@ class Location:
     axes: BatchAxes
     appended: bool
 
-    def rows_of(self, edge: GradientEdge, rows: int) -> list[int] | None:
+    def rows_of(self, edge: GradientEdge) -> list[int] | None:
         """The sample of each row (along axis 0) of a tensor before or behind the heads.
 
         ``None`` where it is not known, or one row depends on several samples.
