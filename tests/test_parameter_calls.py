@@ -548,20 +548,20 @@ def test_computed_weights_of_several_uses(weight: Callable[[Tensor], Tensor]):
 
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_factors_of_scaled_weights_are_those_of_scaled_layers(approx: Literal["expand", "reduce"]):
+def test_factors_of_a_merged_adapter_are_those_of_its_layers(approx: Literal["expand", "reduce"]):
     uses = [
-        lambda m, h: F.linear(h, m.constant + 0.5 * m.p) @ (2 * m.q / 3).T,
-        lambda m, h: F.linear(F.linear(h, m.constant) + 0.5 * F.linear(h, m.p), m.q) * 2 / 3,
+        lambda m, h: F.linear(h, m.constant + 0.5 * (m.p @ m.q)),
+        lambda m, h: F.linear(h, m.constant) + 0.5 * F.linear(F.linear(h, m.q), m.p),
     ]
-    models = [extend(Own(use, (4, 4), (4, 4))).double() for use in uses]
+    models = [extend(Own(use, (4, 2), (2, 4))).double() for use in uses]
     models[1].load_state_dict(models[0].state_dict())
     x, y, lossfunc = torch.randn(6, TOKENS, 4).double(), torch.randint(2 * TOKENS, (6,)), extend(nn.CrossEntropyLoss())
     for model in models:
         with backpack(KFLR(approx=approx), BatchGrad()):
             lossfunc(model(x), y).backward()
-    for scaled, apart in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(scaled.grad_batch, apart.grad_batch)
-        torch.testing.assert_close(scaled.kflr, apart.kflr)
+    for merged, apart in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(merged.grad_batch, apart.grad_batch)
+        torch.testing.assert_close(merged.kflr, apart.kflr)
 
 
 @pytest.mark.parametrize("training", [False, True])

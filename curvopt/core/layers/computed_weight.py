@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 from curvopt.core.jacobians.outer import Outer
 from curvopt.core.layers.pull_to_parameter import _is_linear, _through
 from curvopt.core.layers.rule import Jacobians, Rule
-from curvopt.core.layers.two_sides import Sides, views_of
+from curvopt.core.layers.two_sides import Sides, _way_back
 from curvopt.core.recording.calls import ModuleCall
 
 
@@ -29,7 +29,7 @@ class ComputedWeightRule(Rule):
     def __init__(self, rule: Rule, p: nn.Parameter, source: GradientEdge | None, start: int | None = None):
         """Keep them, and read what nodes saved: while the graph is passed, checkpoints give that out only once."""
         self.rule, self.p, self.source, self.start = rule, p, source, start
-        self._views = None if source is None else views_of(source, p)
+        self._way = [] if source is None else _way_back(source, p)
 
     @cached_property
     def linear(self) -> bool:  # type: ignore[override]
@@ -43,11 +43,11 @@ class ComputedWeightRule(Rule):
 
     def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         jacobian, source = self.rule.jac_t(call, grads, ["weight"], N)["weight"], self.source
-        if self._views is not None and isinstance(jacobian, Outer):
+        if source is not None and isinstance(jacobian, Outer):
             if "sides" not in call.cache:
-                call.cache["sides"] = Sides.of(self._views, jacobian)
-            if (sides := call.cache["sides"]) is not None:
-                jacobian, source = sides(jacobian), None
+                call.cache["sides"] = Sides(source, jacobian).along(self._way)
+            sides = call.cache["sides"]
+            jacobian, source = sides(jacobian), sides.source
         if self.start is not None and isinstance(jacobian, Outer):
             others = self.start, len(self.p) - self.start - jacobian.O
             jacobian = jacobian.with_sides(F.pad(jacobian.left, others), None, self.p.shape, False)

@@ -1,112 +1,187 @@
-"""Weights that are a multiple of a parameter with its entries in another order: views, and copies that einsum makes."""
+"""Operations on a weight that act on the rows and columns of its Jacobian by themselves."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from curvopt.core.autograd_graph.nodes import leaf_of, name_of, shape_of
+from curvopt.core.autograd_graph.nodes import Saved, leaf_of, name_of, shape_of
 from curvopt.core.jacobians.outer import Outer
-from curvopt.core.layers.broadcast import broadcast_of, broadcasts
+from curvopt.core.layers.broadcast import Broadcast, broadcast_of, broadcasts
 from curvopt.core.layers.functional import viewed
 from curvopt.core.layers.pull_to_parameter import _between
 
+#: A product with a side.
+Step = tuple[Callable[[Tensor, Tensor], Tensor], Tensor]
 
-class Views(NamedTuple):
-    """How a weight views a parameter.
+
+class Passed(NamedTuple):
+    """An operation on the way from a weight back to a parameter.
 
     Attributes:
-        path: the shape of what is viewed, and the view, without values; from the weight to the parameter.
-        scales: numbers by which it is multiplied.
+        operand: where its operand was computed; ``None`` for the parameter.
+        shape: shape of that.
+        what: what it does to that: multiply it (its position, and the other matrix), scale it, or view it.
     """
 
-    path: Sequence[tuple[torch.Size, Tensor]]
-    scales: Sequence[Tensor | float]
+    operand: GradientEdge | None
+    shape: torch.Size
+    what: tuple[int, Tensor] | Broadcast | Tensor
 
 
-def views_of(source: GradientEdge, p: nn.Parameter) -> Views | None:
-    """The views and numbers that lead from a parameter to a weight; ``None`` where there are other operations."""
-    path, scales = list[tuple[torch.Size, Tensor]](), list[Tensor | float]()
+def _way_back(source: GradientEdge, p: nn.Parameter) -> list[Passed]:
+    """The operations from a weight back to the parameter, as far as these are one after the other, and known."""
+    path: list[Passed] = []
     between, at = _between(source.node, p), source
-    while leaf_of(at.node) is not p:
+    while at is not None:
         node = at.node
         positions = [i for i, (below, _) in enumerate(node.next_functions) if below in between]
         if len(positions) != 1:
-            return None
-        below: Any = node.next_functions[positions[0]]
-        view = operand = torch.empty(shape_of(*below), device="meta")
-        if broadcasts(node) and operand.shape == shape_of(node):
-            found = broadcast_of(node, positions[0])
-            factor = None if found is None else 1.0 if found.factor is None else found.factor(*found.args)
-            if found is None or factor is None or (isinstance(factor, Tensor) and factor.numel() > 1):
-                return None
-            scales.append(found.scale * factor)
-        elif name_of(node) != "CloneBackward0":
-            view = viewed(node, at.output_nr, operand)
-            if view is None or view.numel() != operand.numel():
-                return None
-        path.append((operand.shape, view))
-        at = GradientEdge(*below)
-    return Views(path, scales)
+            break
+        (position,) = positions
+        below: Any = node.next_functions[position]
+        shape, what = shape_of(*below), None
+        if name_of(node) == "MmBackward0":
+            what = position, Saved(node).self if position else Saved(node).mat2
+        elif name_of(node) == "CloneBackward0":
+            what = torch.empty(shape, device="meta")
+        elif not broadcasts(node):
+            what = viewed(node, at.output_nr, torch.empty(shape, device="meta"))
+            what = what if what is None or what.numel() == shape.numel() else None
+        elif shape == shape_of(node):
+            what = broadcast_of(node, position)
+        if what is None:
+            break
+        at = None if leaf_of(below[0]) is p else GradientEdge(*below)
+        path.append(Passed(at, shape, what))
+    return path
 
 
 class Sides:
-    """Outer products with respect to a weight, as those with respect to the parameter that it views.
+    """The way from a weight back to the parameter, as far as it acts on the sides of outer products by themselves.
+
+    Numbers, factors that are one for a whole row or column, products with other matrices, and views do; so does what
+    moves the entries of rows, or of columns, alone.
 
     Args:
-        scales: numbers that multiply them.
-        shape: shape of the parameter.
-        transposed: whether its first axis belongs to the right side.
-        orders: for each side the places of its entries, in the order of the parameter; ``None`` where they stay.
+        source: where the weight was computed.
+        outer: products with respect to the weight.
+
+    Attributes:
+        source: where the rest was computed; ``None`` if nothing is left.
     """
 
-    def __init__(
-        self, scales: Sequence[Tensor | float], shape: torch.Size, transposed: bool, orders: Sequence[Tensor | None]
-    ):
-        """Keep them."""
-        self.scales, self.shape, self.transposed, self.orders = scales, shape, transposed, orders
-        self._right: Tensor | None = None
+    def __init__(self, source: GradientEdge, outer: Outer):
+        """Begin at the weight."""
+        self.source: GradientEdge | None = source
+        self._shape, self._transposed, self._sizes = outer.shape, outer.transposed, [outer.O, outer.I]
+        self._has_groups = outer.G > 1
+        self._steps: tuple[list[Step], list[Step]] = [], []
+        self._right, self._one = None, outer.left.new_ones(())
 
-    @classmethod
-    def of(cls, views: Views, outer: Outer) -> Sides | None:
-        """Follow views back to the parameter; ``None`` where they mix entries of both sides."""
-        sizes, sides = (outer.O, outer.I), (1, 0) if outer.transposed else (0, 1)
-        axes = _in_axes([_Piece(sizes[side], side, 1) for side in sides], outer.shape)
-        for shape, view in views.path:
-            if axes is not None:
-                moved = sorted(range(view.dim()), key=view.stride, reverse=True)
-                axes = _in_axes([piece for axis in moved for piece in axes[axis]], shape)
-        if axes is None or outer.G > 1:
-            return None
+    def along(self, path: Sequence[Passed]) -> Sides:
+        """Go the operations from the weight on, as far as they act on the sides by themselves. Returns itself."""
+        if self._move(path):
+            return self
+        for passed in path:
+            if not self._pass(passed):
+                break
+            self.source = passed.operand
+        return self
+
+    def __call__(self, outer: Outer) -> Outer:
+        """The products with respect to where the rest of the path begins."""
+        left = _apply(self._steps[0], outer.left)
+        if self._steps[1] and self._right is None:
+            self._right = _apply(self._steps[1], outer.right)
+        return outer.with_sides(left, self._right, self._shape, self._transposed)
+
+    def _move(self, path: Sequence[Passed]) -> bool:
+        """Remember in which order the sides have the entries of the parameter, if the path does nothing but move these.
+
+        ``torch.einsum`` copies a weight whose axes it sums over in another order.
+        """
+        if self._has_groups or not path or path[-1].operand is not None:
+            return False
+        pieces = [_Piece(self._sizes[side], side, 1) for side in self._sides]
+        axes = _in_axes(pieces, self._shape)
+        for _, shape, what in path:
+            if axes is None or not isinstance(what, Tensor) or what.numel() != prod(shape):
+                return False
+            moved = sorted(range(what.dim()), key=what.stride, reverse=True)
+            axes = _in_axes([piece for axis in moved for piece in axes[axis]], shape)
+        if axes is None:
+            return False
         pieces = [piece for axis in axes for piece in axis]
-        order, shape = [side for side, _ in itertools.groupby(piece.side for piece in pieces)], views.path[-1][0]
+        order = [side for side, _ in itertools.groupby(piece.side for piece in pieces)]
         if len(order) > 2:
-            return None
-        orders: list[Tensor | None] = [None, None]
+            return False
         for side in (0, 1):
             own = [piece for piece in pieces if piece.side == side]
             if own != sorted(own, key=lambda piece: piece.stride, reverse=True):
-                places = torch.zeros(1, dtype=torch.long, device=outer.left.device)
+                places = torch.zeros(1, dtype=torch.long, device=self._one.device)
                 for length, _, stride in own:
-                    places = (places[:, None] + torch.arange(length, device=places.device) * stride).flatten()
-                orders[side] = places
-        transposed = order == [1, 0] if len(order) == 2 else shape[0] == outer.I != outer.O
-        return cls(views.scales, shape, transposed, orders)
+                    steps = torch.arange(length, device=places.device) * stride
+                    places = (places[:, None] + steps).flatten()
+                self._steps[side].append((_in_order, places))
+        self._shape, self.source, (O, I) = path[-1].shape, None, self._sizes  # noqa: E741
+        self._transposed = order == [1, 0] if len(order) == 2 else self._shape[0] == I != O
+        return True
 
-    def __call__(self, outer: Outer) -> Outer:
-        """The products."""
-        of_left, of_right = self.orders
-        if of_right is not None and self._right is None:
-            self._right = outer.right[..., of_right]
-        left = outer.left if of_left is None else outer.left[..., of_left]
-        for scale in self.scales:
-            left = left * (scale.to(left).reshape(()) if isinstance(scale, Tensor) else scale)
-        return outer.with_sides(left, self._right, self.shape, self.transposed)
+    def _pass(self, passed: Passed) -> bool:
+        """Remember how an operation acts on the sides, if it does."""
+        what = passed.what
+        if isinstance(what, Broadcast):
+            return self._pass_factor(what)
+        if isinstance(what, Tensor):
+            if what.shape != self._shape:
+                return False
+            swapped = not what.is_contiguous()
+            if swapped and not (self._is_matrix and what.mT.is_contiguous()):
+                return False
+            self._transposed = self._transposed != swapped
+        elif self._is_matrix:
+            position, other = what
+            # a matrix that is multiplied from the right acts on the side of the columns
+            side, other = self._sides[1 - position], other if position else other.mT
+            self._steps[side].append((torch.matmul, other))
+            self._sizes[side] = other.shape[1]
+        else:
+            return False
+        self._shape = passed.shape
+        return True
+
+    def _pass_factor(self, found: Broadcast) -> bool:
+        factor = found.scale * (self._one if found.factor is None else found.factor(*found.args))
+        lengths = [*[1] * (len(self._shape) - factor.dim()), *factor.shape]
+        rows, columns = self._sides
+        if factor.numel() == 1:
+            side, factor = 0, factor.reshape(())
+        elif self._has_groups or self._shape[0] != self._sizes[rows]:
+            return False
+        elif lengths[0] == factor.numel():
+            side, factor = rows, factor.flatten()
+        elif lengths[0] == 1:
+            side, factor = columns, factor.expand(1, *self._shape[1:]).flatten()
+        else:
+            return False
+        self._steps[side].append((torch.mul, factor))
+        return True
+
+    @property
+    def _sides(self) -> tuple[int, int]:
+        """The sides, 0 for the left one, of the first axis and of the others."""
+        return (1, 0) if self._transposed else (0, 1)
+
+    @property
+    def _is_matrix(self) -> bool:
+        return not self._has_groups and list(self._shape) == [self._sizes[side] for side in self._sides]
 
 
 class _Piece(NamedTuple):
@@ -135,3 +210,13 @@ def _in_axes(pieces: Sequence[_Piece], shape: Sequence[int]) -> list[list[_Piece
             axes[-1].append(_Piece(n, side, stride))
             length //= n  # noqa: PLW2901 - what is left of it
     return axes
+
+
+def _apply(steps: Sequence[Step], side: Tensor) -> Tensor:
+    for multiply, other in steps:
+        side = multiply(side, other.to(side) if other.is_floating_point() else other)
+    return side
+
+
+def _in_order(side: Tensor, order: Tensor) -> Tensor:
+    return side[..., order]
