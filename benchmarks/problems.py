@@ -80,9 +80,9 @@ class Affine(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def mlp_of_functions(classes: int) -> nn.Module:
+def mlp_of_functions(classes: int, widths: tuple[int, ...] = (784, 512, 256)) -> nn.Module:
     """The MLP, of layers that no package knows."""
-    model = models.mlp(784, 512, 256, classes)
+    model = models.mlp(*widths, classes)
     return nn.Sequential(*(Affine(layer) if isinstance(layer, nn.Linear) else layer for layer in model))
 
 

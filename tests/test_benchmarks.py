@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from benchmarks import (
     losses,
     memory,
     packages,
+    python_share,
     quantities,
     ranks,
     scaling,
@@ -30,6 +32,7 @@ from benchmarks import (
 )
 from benchmarks.packages import EXACT, PACKAGES, PRODUCTS, QUANTITIES
 from benchmarks.problems import PROBLEMS, Problem
+from curvopt.core.autograd_graph.nodes import name_of, walk
 from curvopt.core.jacobians import chunk_sizes as costs
 from experiments import models
 
@@ -285,7 +288,24 @@ def test_scaling(monkeypatch, tmp_path):
     assert (tmp_path / "scaling.png").exists()
 
 
-@pytest.mark.parametrize(("module", "option"), [(scaling, "--size"), (costmodel, "--problem")])
+@pytest.mark.parametrize("name", python_share.TWINS)
+def test_python_share_is_measured_on_twins_with_the_same_operations(name):
+    def operations(problem):
+        task = problem.make()
+        return Counter(map(name_of, walk([task.lossfunc(task.model(task.x), task.y).grad_fn])))
+
+    assert operations(python_share.TWINS[name]) == operations(PROBLEMS[name])
+
+
+def test_python_share(monkeypatch, capsys):
+    monkeypatch.setattr(python_share, "PROBLEMS", python_share.TWINS)
+    command(monkeypatch, python_share, "--problem", "mlp", "--rounds", 3)
+    assert "KFAC" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("module", "option"), [(scaling, "--size"), (costmodel, "--problem"), (python_share, "--quantity")]
+)
 def test_names_that_are_not_known_are_refused(module, option, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command(monkeypatch, module, option, "nothing")

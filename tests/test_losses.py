@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from curvopt import CurvoptError, backpack, extend
 from curvopt.core.losses.hessian_root import Diagonal, Softmax, draw
-from curvopt.core.losses.loss_call import LossCall, curvature_of
+from curvopt.core.losses.loss_call import LossCall
 from curvopt.core.losses.registry import register_loss
 from curvopt.errors import CurvoptWarning
 from curvopt.extensions import GGNMP, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, DiagHessian, KFACEmpirical
@@ -27,7 +27,7 @@ ONE = torch.ones((), dtype=torch.float64)
 def curvature(module: nn.Module, z: Tensor, *target: Tensor):
     """As in a backward: gradients are only enabled if ``z`` is to be differentiated again."""
     with torch.set_grad_enabled(z.requires_grad):
-        curved, scale = curvature_of(LossCall("", module, (z, *target), {}), ONE.to(z.dtype))
+        curved, scale = LossCall("", module, (z, *target), {}).curvature(ONE.to(z.dtype))
     assert scale == 1
     return curved
 
@@ -441,7 +441,7 @@ def test_arguments_by_any_name():
     z, y = torch.randn(4, 3, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64)
     use = LossCall("", Named(), (), {"prediction": z, "label": y})
     with torch.no_grad():
-        curved, _ = curvature_of(use, ONE)
+        curved, _ = use.curvature(ONE)
     assert_close(dense(curved.root(0, 3)), hessian(LogSumExp(), z, y))
 
 
@@ -614,10 +614,10 @@ def test_loss_with_parameters_is_refused():
 )
 def test_calls_that_are_refused(module: nn.Module, z: Tensor, y: Tensor, grad: Tensor, message: str):
     if message == "scaled by -1" and not z.is_cpu:  # nobody waits for the device to learn the sign
-        assert curvature_of(LossCall("", module, (z, y), {}), grad)[1].isnan()
+        assert LossCall("", module, (z, y), {}).curvature(grad)[1].isnan()
         return
     with pytest.raises(CurvoptError, match=message):
-        curvature_of(LossCall("", module, (z, y), {}), grad)
+        LossCall("", module, (z, y), {}).curvature(grad)
 
 
 def test_input_changed_after_the_loss_is_refused():
@@ -625,7 +625,7 @@ def test_input_changed_after_the_loss_is_refused():
     use = LossCall("", nn.MSELoss(), (z, z.clone()), {})
     z.add_(1)
     with pytest.raises(CurvoptError, match="modified in place"):
-        curvature_of(use, torch.ones(()))
+        use.curvature(torch.ones(()))
 
 
 def test_rows_of_one_sample_that_the_network_mixes():

@@ -9,23 +9,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
+from torch.nn.parallel import DistributedDataParallel
 
 from curvopt.core.autograd_graph.node_vjp import Place, consumers_first
 from curvopt.core.autograd_graph.nodes import (
-    is_reentrant_checkpoint,
     is_sink,
     leaf_of,
     metadata,
+    operation,
     outputs_of,
     shape_of,
     walk,
@@ -35,11 +34,10 @@ from curvopt.core.jacobians.base import Jacobian
 from curvopt.core.jacobians.combine import from_single_samples
 from curvopt.core.jacobians.sums import cast
 from curvopt.core.layers.rule import Rule, no_batch_axis
-from curvopt.core.pytorch_workarounds import without_reductions
 from curvopt.core.recording.calls import ModuleCall, TermCall, records_of
 from curvopt.core.recording.extended_parameters import extended_name
-from curvopt.core.recording.model_calls import Model, ModelCall, model_calls_of
-from curvopt.core.recording.steps import Packed, Steps, samples_first, samples_of
+from curvopt.core.recording.model_calls import ModelCall, model_calls_of
+from curvopt.core.recording.steps import Packed, Steps, packed, samples_first, samples_of
 from curvopt.distributed import refuse_sharded
 from curvopt.errors import CurvoptError
 
@@ -83,9 +81,9 @@ class CallInGraph:
         return self.rule.is_single(self.call)
 
     @property
-    def nodes(self) -> set[Node]:
+    def nodes(self) -> list[Node]:
         """The nodes of its outputs."""
-        return {edge.node for edge in self.edges.values()}
+        return list(dict.fromkeys([edge.node for edge in self.edges.values()]))
 
     def locate(self, location: Location) -> bool:
         """Find out where the samples are; whether all outputs that lead to the heads have some."""
@@ -99,8 +97,7 @@ class CallInGraph:
                     return False  # as for several samples, seen from where it becomes a row
                 if self.single:
                     raise no_batch_axis(self.call)
-                if self.rule.least_dims(self.call.module) > 1:
-                    self.rule.rows(self.call)  # raises where there is no batch axis
+                self.rule.check_input(self.call)
                 found[index] = layout
             elif place in location.axes.layouts:
                 return False
@@ -109,7 +106,7 @@ class CallInGraph:
         if isinstance(operand, tuple):  # the sample of each row
             edge = next(iter(self.edges.values()))  # parameters may be stand-ins without a device
             device = metadata(edge.node, edge.output_nr).device
-            self.samples = Packed.of(torch.tensor(operand, dtype=torch.long, device=device), location.N)
+            self.samples = packed(operand, location.N, device)
         else:
             self.samples = found if operand is None else operand
         return bool(found)
@@ -139,16 +136,11 @@ class CallInGraph:
         return how if steps and len(self.edges) == 1 and self.rule.takes_steps(self.call, how) else None
 
     def jac_t(self, grads: list[Tensor | None]) -> dict[str, Jacobian]:
-        """Jacobian products of the parameters, by their names, with vectors ``[V, *out]`` at the outputs.
-
-        Raises:
-            CurvoptError: if an input has changed since the forward pass.
-        """
+        """Jacobian products of the parameters, by their names, with vectors ``[V, *out]`` at the outputs."""
         N, names, samples = self.location.N, list(self.parameters), self.samples
         dtype = next(iter(self.parameters.values())).dtype
         if not self.rule.takes_any_dtype:
             grads = [None if grad is None else cast(grad, dtype) for grad in grads]
-        self.call.check_inputs()
         call = self.call.in_precision(dtype)
         if samples == "first":
             return self.rule.jac_t(call, grads, names, N)
@@ -179,7 +171,7 @@ class BackwardGraph:
     Attributes:
         roots: nodes of the tensors that are differentiated.
         nodes: all nodes, each after those that use its outputs.
-        leaves: tensors whose gradients are accumulated.
+        leaves: tensors whose gradients are accumulated, by the nodes that do it.
         module_calls: calls of modules that have a rule, of frozen ones, too.
         model_calls: outputs of model calls.
         terms: regularizers, and where their gradients arrive.
@@ -189,7 +181,7 @@ class BackwardGraph:
 
     roots: list[Node]
     nodes: list[Node] = field(default_factory=list)
-    leaves: list[Tensor] = field(default_factory=list)
+    leaves: dict[Node, Tensor] = field(default_factory=dict)
     module_calls: dict[ModuleCall, CallInGraph] = field(default_factory=dict)
     model_calls: list[tuple[ModelCall, Place]] = field(default_factory=list)
     terms: dict[TermCall, GradientEdge] = field(default_factory=dict)
@@ -211,16 +203,35 @@ class BackwardGraph:
         outputs = range(len(outputs_of(node)))
         return [user for nr in outputs for user in self.users.get((node, nr), ())]
 
-    @contextmanager
-    def own_backwards(self) -> Iterator[None]:
-        """Backwards inside are the engine's own: ``DistributedDataParallel`` must not take them for the user's.
+    @cached_property
+    def of_parameters_alone(self) -> set[Node]:
+        """The nodes that depend on parameters alone, no data, as far as operands tell."""
+        alone = {node for node, leaf in self.leaves.items() if isinstance(leaf, nn.Parameter)}
+        for node in reversed(self.nodes):
+            if node.next_functions and alone.issuperset([below for below, _ in node.next_functions]):
+                alone.add(node)
+        return alone
 
-        Its sinks have the first backward of a static graph end with an all-reduce of gradients that are not there yet.
+    @cached_property
+    def by_operation(self) -> dict[str, list[Node]]:
+        """The nodes of each operation."""
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            found.setdefault(operation(node), []).append(node)
+        return found
+
+    def of(self, operations: Iterable[str]) -> list[Node]:
+        """The nodes of some operations."""
+        return [node for name in operations for node in self.by_operation.get(name, ())]
+
+    @cached_property
+    def static_models(self) -> list[DistributedDataParallel]:
+        """Models with a static graph, which would take backwards of the engine for the user's.
+
+        Their sinks have the first one end with an all-reduce of gradients that are not there yet.
         """
-        sinks: list[Any] = [node for node in self.nodes if isinstance(node, BackwardCFunction) and is_sink(node)]
-        models = [ddp for ddp in {sink.ddp_weakref() for sink in sinks} if ddp is not None and ddp.static_graph]
-        with without_reductions(models):
-            yield
+        sinks: list[Any] = [node for node in self.of(["ALIAS"]) if is_sink(node)]
+        return [ddp for ddp in {sink.ddp_weakref() for sink in sinks} if ddp is not None and ddp.static_graph]
 
 
 def read_graph(roots: Sequence[Node]) -> BackwardGraph:
@@ -231,16 +242,14 @@ def read_graph(roots: Sequence[Node]) -> BackwardGraph:
     """
     graph = BackwardGraph(list(dict.fromkeys(roots)))
     graph.nodes = consumers_first(graph.roots)
-    entering: list[tuple[Operand, nn.Parameter]] = []
+    if "user's CheckpointFunctionBackward" in graph.by_operation:
+        raise CurvoptError(
+            "torch.utils.checkpoint with use_reentrant=True starts a backward inside of the backward, whose layers "
+            "cannot be seen; use use_reentrant=False."
+        )
+    graph.leaves = {node: leaf for node in graph.nodes if (leaf := leaf_of(node)) is not None}
     for node in graph.nodes:
-        if is_reentrant_checkpoint(node):
-            raise CurvoptError(
-                "torch.utils.checkpoint with use_reentrant=True starts a backward inside of the backward, whose layers "
-                "cannot be seen; use use_reentrant=False."
-            )
-        leaf = leaf_of(node)
-        if leaf is not None:
-            graph.leaves.append(leaf)
+        if not node.metadata:  # type: ignore[attr-defined]
             continue
         for record, index, output_nr in records_of(node):
             if isinstance(record, TermCall):
@@ -251,47 +260,70 @@ def read_graph(roots: Sequence[Node]) -> BackwardGraph:
                     found = graph.module_calls[record] = CallInGraph(record, record.rule, {}, {})
                 found.edges[index] = GradientEdge(node, output_nr)
         graph.model_calls += [(call, (node, output_nr)) for call, output_nr in model_calls_of(node)]
-        for position, (below, _) in enumerate(node.next_functions):
-            p = leaf_of(below)
-            if isinstance(p, nn.Parameter) and p.requires_grad and p.numel():
-                entering.append(((node, position), p))
-    inside: set[Operand] = set()
+    inside, outside = set[Operand](), dict[Operand, nn.Parameter]()
     for found in graph.module_calls.values():
-        found.call.check_settings()
-        _find_parameters(found, inside)
+        nodes = list(walk(found.nodes, found.call.boundary))
+        operands = _find_parameters(found, nodes)
+        inside.update(operands)
+        if found.parameters:
+            outside |= _used_outside(found, set(nodes), operands, graph)
     for term, edge in graph.terms.items():
-        inside.update(operands_inside([edge.node], frozenset(), set(term.parameters)))
-    for operand, p in entering:
-        if operand not in inside and extended_name(p) is not None:
-            graph.operands.setdefault(p, []).append(operand)
-    _find_used_outside(graph)
+        inside.update(operands_among(walk([edge.node]), set(term.parameters)))
+    for node, p in graph.leaves.items():
+        if isinstance(p, nn.Parameter) and p.requires_grad and p.numel():
+            entering = [operand for operand in graph.users_of(node) if operand not in inside]
+            if entering and extended_name(p) is not None:
+                graph.operands.setdefault(p, []).extend(entering)
+    for operand, p in outside.items():
+        if operand not in graph.operands.setdefault(p, []):
+            graph.operands[p].append(operand)
     return graph
 
 
-def _find_used_outside(graph: BackwardGraph) -> None:
-    """Add operands of operations outside that share a parameter with a call.
+def _find_parameters(found: CallInGraph, nodes: Iterable[Node]) -> dict[Operand, nn.Parameter]:
+    """Set the parameters of a call of a module; return how they enter its nodes, between its outputs and inputs."""
+    call = found.call
+    call.check_settings()
+    own = {
+        name: p
+        for name, p in found.rule.parameters(call.module).items()
+        if p.requires_grad and p.numel() and not any([p is x for x in call.given])
+    }
+    refuse_sharded((call.describe(), f"'{name}'", p) for name, p in own.items())
+    for name, p in own.items():
+        if p.is_complex():
+            raise CurvoptError(f"{call.describe()}: parameter '{name}' is complex; use two real ones.")
+        if p.is_meta:
+            raise CurvoptError(f"{call.describe()}: parameter '{name}' is on the meta device; give it numbers first.")
+    operands = operands_among(nodes, set(own.values()))
+    entering = set(operands.values())
+    found.parameters = {name: p for name, p in own.items() if p in entering}
+    if found.parameters:
+        call.check_inputs()
+    return operands
+
+
+def _used_outside(
+    found: CallInGraph, nodes: set[Node], operands: dict[Operand, nn.Parameter], graph: BackwardGraph
+) -> dict[Operand, nn.Parameter]:
+    """The operands of a call's nodes that operations outside of it use, too.
 
     The backward of a linear layer saves W^T, that of a recurrent one its states. A call whose states are used outside
     is no call for the engine: its operations are read one by one.
     """
-    for found in graph.module_calls.values():
-        if not found.parameters:
-            continue
-        ends, own, boundary = found.nodes, set(found.parameters.values()), found.call.boundary
-        nodes = set(walk(list(ends), boundary))
-        shared = [
-            node
-            for node in nodes - ends
-            if leaf_of(node) is None and any(user not in nodes for user, _ in graph.users_of(node))
-        ]
-        if all(_is_made_of(node, own) for node in shared):
-            operands = operands_inside(shared, boundary, own)
-            graph.inside.update(user for node in shared for user in graph.users_of(node) if user[0] in nodes)
-        else:
-            operands, found.parameters = operands_inside(list(ends), boundary, own), {}
-        for operand, p in operands.items():
-            if operand not in graph.operands.setdefault(p, []):
-                graph.operands[p].append(operand)
+    shared = [
+        node
+        for node in nodes.difference(found.nodes, graph.leaves)
+        if not nodes.issuperset([user for user, _ in graph.users_of(node)])
+    ]
+    if not shared:
+        return {}
+    own = set(found.parameters.values())
+    if not all(_is_made_of(node, own) for node in shared):
+        found.parameters = {}
+        return operands
+    graph.inside.update(user for node in shared for user in graph.users_of(node) if user[0] in nodes)
+    return operands_among(walk(shared, found.call.boundary), own)
 
 
 def _is_made_of(node: Node, parameters: set[nn.Parameter]) -> bool:
@@ -304,36 +336,10 @@ def _is_made_of(node: Node, parameters: set[nn.Parameter]) -> bool:
     return True
 
 
-def _find_parameters(found: CallInGraph, inside: set[Operand]) -> None:
-    """Set the parameters of a call of a module, those that enter the part of the graph between outputs and inputs."""
-    call = found.call
-    own = {
-        name: p
-        for name, p in found.rule.parameters(call.module).items()
-        if p.requires_grad and p.numel() and not any(p is x for x in call.given)
-    }
-    refuse_sharded((call.describe(), f"'{name}'", p) for name, p in own.items())
-    for name, p in own.items():
-        if p.is_complex():
-            raise CurvoptError(f"{call.describe()}: parameter '{name}' is complex; use two real ones.")
-        if p.is_meta:
-            raise CurvoptError(f"{call.describe()}: parameter '{name}' is on the meta device; give it numbers first.")
-    operands = operands_inside([edge.node for edge in found.edges.values()], call.boundary, set(own.values()))
-    inside.update(operands)
-    entering = set(operands.values())
-    found.parameters = {name: p for name, p in own.items() if p in entering}
-    if found.parameters:
-        call.check_inputs()
-        if any(isinstance(x, Tensor) and x.is_nested for x in call.args):
-            found.rule.rows(call)  # raises
-
-
-def operands_inside(
-    ends: list[Node], boundary: frozenset, parameters: set[nn.Parameter]
-) -> dict[Operand, nn.Parameter]:
-    """How parameters enter the part of the graph between some ends and a boundary."""
+def operands_among(nodes: Iterable[Node], parameters: set[nn.Parameter]) -> dict[Operand, nn.Parameter]:
+    """How parameters enter some nodes."""
     operands: dict[Operand, nn.Parameter] = {}
-    for node in walk(ends, boundary):
+    for node in nodes:
         for position, (below, _) in enumerate(node.next_functions):
             p = leaf_of(below)
             if p is not None and p in parameters:
@@ -352,15 +358,3 @@ def records_behind(roots: list[Node], kind: type[R]) -> Iterator[tuple[R, Gradie
         for record, _, output_nr in records_of(node):
             if isinstance(record, kind):
                 yield record, GradientEdge(node, output_nr)
-
-
-__all__ = [
-    "BackwardGraph",
-    "CallInGraph",
-    "Model",
-    "Operand",
-    "leaves_behind",
-    "read_graph",
-    "records_behind",
-    "operands_inside",
-]

@@ -29,7 +29,7 @@ Place = tuple[Node, int]  # an output of a node
 def consumers_first(roots: Iterable[Node], last: Collection[Node] = ()) -> list[Node]:
     """These nodes and all behind them, each after the nodes that use its outputs; nodes of ``last`` are not left."""
     order: list[Node] = []
-    seen: set[Node] = set()
+    seen: set[Node | None] = {None}
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
         node, done = stack.pop()
@@ -38,8 +38,9 @@ def consumers_first(roots: Iterable[Node], last: Collection[Node] = ()) -> list[
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            if node not in last:
-                stack += [(below, False) for below, _ in node.next_functions if below is not None and below not in seen]
+            for below, _ in () if node in last else node.next_functions:
+                if below not in seen:
+                    stack.append((below, False))  # type: ignore[arg-type]
     return order[::-1]
 
 
@@ -81,17 +82,25 @@ def _by_engine(node: Node, grads: Sequence[Tensor | None]) -> list[Tensor | None
     return [arrived.get(place) if first[place] == i else None for i, place in enumerate(node.next_functions)]
 
 
-def pull_by_nodes(vectors: Mapping[Place, Tensor], targets: Collection[Place]) -> dict[Place, Tensor]:
+def pull_by_nodes(
+    vectors: Mapping[Place, Tensor], targets: Collection[Place], order: Sequence[Node] | None = None
+) -> dict[Place, Tensor]:
     """Pull vectors back from outputs of nodes to others; those at which nothing arrives are left out.
 
     A target does not stop a vector: behind it may be another one.
+
+    Args:
+        vectors: by the outputs.
+        targets: the other outputs.
+        order: the nodes behind the vectors, each after those that use its outputs, if they are known.
     """
     ends = {node for node, _ in targets}
-    order = consumers_first([node for node, _ in vectors])
-    leads = set[Node]()  # further to a target
+    order = consumers_first([node for node, _ in vectors]) if order is None else order
+    reached, leads = set(ends), set[Node]()  # further to a target
     for node in reversed(order):
-        if any(below in ends or below in leads for below, _ in node.next_functions):
+        if not reached.isdisjoint([below for below, _ in node.next_functions]):
             leads.add(node)
+            reached.add(node)
     arrived: dict[Place, Tensor] = dict(vectors)
     found: dict[Place, Tensor] = {}
     for node in order:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,18 +19,23 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-#: PyTorch's own functions, for full backward hooks of modules and for inputs of modules that are sharded.
-_IDENTITIES = ("BackwardHookFunctionBackward", "RegisterPostBackwardFunctionBackward")
+#: PyTorch's own functions: for full backward hooks of modules, for inputs of modules that are sharded, and for outputs
+#: of modules in a ``DistributedDataParallel``.
+_IDENTITIES = ("BackwardHookFunctionBackward", "RegisterPostBackwardFunctionBackward", "_DDPSinkBackward")
 
 
 def operation(node: Node) -> str:
     """Upper-case name of the operation a node differentiates, e.g. ``TANH``; functions of users keep a small letter."""
-    name = name_of(node).rsplit("::", 1)[-1]
-    if is_sink(node) or (isinstance(node, BackwardCFunction) and name in _IDENTITIES):
+    return _operation(name_of(node), isinstance(node, BackwardCFunction))
+
+
+@cache
+def _operation(name: str, in_python: bool) -> str:
+    if not in_python:
+        return re.sub(r"BACKWARD\d*$", "", name.rsplit("::", 1)[-1].upper())
+    if name in _IDENTITIES:
         return "ALIAS"
-    if isinstance(node, BackwardCFunction):
-        return "SYNCBATCHNORM" if name == "SyncBatchNormBackward" else f"user's {name}"
-    return re.sub(r"BACKWARD\d*$", "", name.upper())
+    return "SYNCBATCHNORM" if name == "SyncBatchNormBackward" else f"user's {name}"
 
 
 def name_of(node: Node) -> str:
@@ -89,28 +94,6 @@ def leads_further_to(root: Node, targets: Collection[Node]) -> bool:
     return False
 
 
-def parents_of(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
-    """The nodes that use an output of each node."""
-    parents: dict[Node, list[Node]] = {}
-    for node in nodes:
-        for following, _ in node.next_functions:
-            if following is not None:
-                parents.setdefault(following, []).append(node)
-    return parents
-
-
-def dependents(found: Iterable[Node], parents: dict[Node, list[Node]]) -> set[Node]:
-    """The nodes that depend on some others, or are among them."""
-    stack = list(found)
-    dependent = set(stack)
-    while stack:
-        for parent in parents.get(stack.pop(), ()):
-            if parent not in dependent:
-                dependent.add(parent)
-                stack.append(parent)
-    return dependent
-
-
 def metadata(node: Any, nr: int = 0) -> Any:
     """Shape, dtype and device of an output of a node."""
     return node._input_metadata[nr]
@@ -124,6 +107,11 @@ def outputs_of(node: Any) -> Sequence[Any]:
 def saved(node: Any, name: str, default: Any = None) -> Any:
     """The value that a node saved under a name; a default if there is none."""
     return getattr(node, f"_saved_{name}", default)
+
+
+def signed(number: int) -> int:
+    """An axis, or an index, that a node saved: negative ones are kept as unsigned numbers."""
+    return number - 2**64 if number >= 2**63 else number
 
 
 def shape_of(node: Any, nr: int = 0) -> torch.Size:

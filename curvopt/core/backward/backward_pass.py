@@ -32,10 +32,9 @@ from curvopt.core.backward.columns import (
 )
 from curvopt.core.backward.located_graph import LocatedGraph
 from curvopt.core.backward.module_io import Call, showing
-from curvopt.core.backward.request_checks import fields_of, naming_fields
+from curvopt.core.backward.request_checks import naming_fields
 from curvopt.core.backward.second_order import second_order, second_order_of_any_loss
 from curvopt.core.backward.sweep import Sweep, combined
-from curvopt.core.batch_axis.samples import Location
 from curvopt.core.jacobians import chunk_sizes as costs
 from curvopt.core.jacobians.base import Dense
 from curvopt.core.jacobians.chunk import Chunk
@@ -44,7 +43,7 @@ from curvopt.core.jacobians.pulled_back import PulledBack
 from curvopt.core.layers.functional import ParameterCall
 from curvopt.core.losses.generic_loss import GenericLoss, loss_weight
 from curvopt.core.losses.hessian_root import Loss
-from curvopt.core.pytorch_workarounds import running_backward
+from curvopt.core.pytorch_workarounds import running_backward, without_reductions
 from curvopt.core.recording.extended_parameters import extended_model, extended_parameters
 from curvopt.errors import CurvoptError
 
@@ -131,10 +130,12 @@ class BackwardPass:
     def before_backward(self) -> BackwardPass:
         """Factor, pull back and reduce: all that needs no gradient of the user's backward. Returns itself."""
         graph = self.located.graph
+        if not (self.second_order or graph.terms or any([e.adds_up for e in self.first_order])):
+            return self
         with self._own_computation():
             places = {(edge.node, edge.output_nr) for edge in (*self.losses.values(), *graph.terms.values())}
             wanted = places if self.second_order or graph.terms else set()
-            arrived = pull_by_nodes(self.how.roots, wanted) if wanted else {}
+            arrived = pull_by_nodes(self.how.roots, wanted, graph.nodes) if wanted else {}
             for term, edge in graph.terms.items():
                 if (grad := arrived.get((edge.node, edge.output_nr))) is not None:
                     for p in term.parameters:
@@ -154,11 +155,9 @@ class BackwardPass:
     @contextlib.contextmanager
     def _own_computation(self) -> Iterator[None]:
         """Inside, numbers have the precision of the parameters, and a graph is built if the backward builds one."""
-        with (
-            torch.set_grad_enabled(self.how.again),
-            self.located.graph.own_backwards(),
-            contextlib.ExitStack() as stack,
-        ):
+        with torch.set_grad_enabled(self.how.again), contextlib.ExitStack() as stack:
+            if self.located.graph.static_models:
+                stack.enter_context(without_reductions(self.located.graph.static_models))
             if torch.is_autocast_enabled(self.device):
                 stack.enter_context(torch.autocast(self.device, enabled=False))
             yield
@@ -298,7 +297,7 @@ class BackwardPass:
 
     def finish(self) -> None:
         """The backward is over: reduce the rest, and free everything shared."""
-        with self._own_computation():
+        with self._own_computation() if self.parts else contextlib.nullcontext():
             for p in list(self.parts):
                 if not self.how.partial or len(self.parts[p]) == self._gradients_of[p]:
                     self._reduce_gradient(p)
@@ -324,8 +323,7 @@ class BackwardPass:
             total = extension.regularize(total, self.terms[p], p, self.located.owners[p][0].location.N)
         setattr(p, extension.field, extension.finish(total))
         self.done.setdefault(p, set()).add(extension)
-        module = self.located.owners[p][0].call.owner
-        if self.extension_hook is None or module in self.hooked:
+        if self.extension_hook is None or (module := self.located.owners[p][0].call.owner) in self.hooked:
             return
         wanted = {q for call in self.calls if call.call.owner is module for q in call.parameters.values()}
         if all(len(self.done.get(q, ())) == len(self.extensions) for q in wanted):
@@ -335,6 +333,3 @@ class BackwardPass:
             shown = None if found is None else showing(module, Call(found, found.args, found.kwargs))
             with contextlib.nullcontext() if shown is None else shown:
                 self.extension_hook(module)
-
-
-__all__ = ["Backward", "BackwardPass", "Location", "fields_of"]

@@ -124,7 +124,7 @@ def _is_sample_first(run: BackwardPass, edge: GradientEdge) -> bool:
         return False
     if (edge.node, edge.output_nr) not in location.axes.layouts:  # between the heads and the loss
         shape = shape_of(edge.node, edge.output_nr)
-        rows = location.rows_of(edge, shape[0]) if len(shape) else None
+        rows = location.rows_of(edge) if len(shape) else None
         return rows is not None and rows == [j // max(len(rows) // location.N, 1) for j in range(len(rows))]
     return isinstance(layout, Layout) and layout.before == 1 and layout.labels is None
 
@@ -160,7 +160,7 @@ def _by_double_backward(
     eps = max(torch.finfo(dtype).eps for dtype in precisions([edge.node for edge in edges]))
     for p in parameters:
         location = located.owners[p][0].location
-        rows = [location.rows_of(edge, len(slope)) for edge, slope in zip(edges, slopes, strict=True)]
+        rows = [location.rows_of(edge) for edge in edges]
         per_sample = any(e.per_sample for e in extensions)
         if per_sample and None in rows:
             raise CurvoptError(

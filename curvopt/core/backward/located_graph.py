@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
-from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Operand, operands_inside, read_graph
+from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Operand, operands_among, read_graph
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import leads_to, name_of, operation, outputs_of, saved, shape_of, walk
 from curvopt.core.autograd_graph.operations import BATCH_NORMS, PRODUCTS
@@ -124,7 +124,7 @@ def _leave_to_operations(found: CallInGraph, graph: BackwardGraph) -> None:
     for name, p in list(found.parameters.items()):
         if any(node in behind for node, _ in graph.operands.get(p, ())):
             del found.parameters[name]
-            graph.operands[p] += operands_inside(ends, found.call.boundary, {p})
+            graph.operands[p] += operands_among(walk(ends, found.call.boundary), {p})
 
 
 def _no_samples(what: str) -> CurvoptError:
@@ -138,12 +138,12 @@ def _no_samples(what: str) -> CurvoptError:
 def _note_around(located: LocatedGraph, p: nn.Parameter, operand: Operand, location: Location) -> None:
     """Note a path from a parameter to the loss around the heads: a term of parameters alone, or a weight of losses."""
     graph, layouts = located.graph, location.axes.layouts
-    heads = set(location.heads)
+    heads = {node for node, _ in location.heads}
     stack, seen, weighs = [operand], {operand}, False
     while stack:
         node, position = stack.pop()
         for other, place in enumerate(node.next_functions):
-            if other != position and place[0] is not None and (place in heads or _leads_to(place[0], heads)):
+            if other != position and place[0] is not None and leads_to(place[0], heads):
                 weighs = weighs or operation(node) in PRODUCTS
         for nr in range(len(outputs_of(node))):
             for user in graph.users.get((node, nr), ()):
@@ -153,11 +153,6 @@ def _note_around(located: LocatedGraph, p: nn.Parameter, operand: Operand, locat
     names = located.weights if weighs else located.outside
     if located.name(p) not in names:
         names.append(located.name(p))
-
-
-def _leads_to(node: Node, heads: set) -> bool:
-    nodes = {head for head, _ in heads}
-    return any(other in nodes for other in walk([node]))
 
 
 def _warn_of_cost(located: LocatedGraph) -> None:
@@ -186,20 +181,14 @@ def _warn_of_cost(located: LocatedGraph) -> None:
         )
 
 
-def edges_of(calls: Sequence[CallInGraph]) -> list[tuple[CallInGraph, int, GradientEdge]]:
-    """The edges of all outputs."""
-    return [(call, index, edge) for call in calls for index, edge in call.edges.items()]
-
-
 def mixing_norms(located: LocatedGraph) -> list[tuple[str, bool]]:
     """The batch norms that mix samples: a description, and whether the module is in eval mode."""
     found = [node for location in located.locations.values() for node in norms_in_loss(located, location)]
-    for node in located.graph.nodes:
-        if _is_training_norm(node):
-            places = [(following, nr) for following, nr in node.next_functions if following is not None]
-            layouts = [location.axes.layouts.get(place) for place in places for location in located.locations.values()]
-            if any(isinstance(x, Layout) and x.mixed for x in layouts):
-                found.append(node)
+    for node in _training_norms(located.graph):
+        places = [(following, nr) for following, nr in node.next_functions if following is not None]
+        layouts = [location.axes.layouts.get(place) for place in places for location in located.locations.values()]
+        if any(isinstance(x, Layout) and x.mixed for x in layouts):
+            found.append(node)
     calls = [next((call for call, *_ in records_of(n) if isinstance(call, ModuleCall)), None) for n in found]
     return [
         (name_of(node), False) if call is None else (call.describe(), not call.module.training)
@@ -210,8 +199,7 @@ def mixing_norms(located: LocatedGraph) -> list[tuple[str, bool]]:
 def norms_in_loss(located: LocatedGraph, location: Location) -> list[Node]:
     """Train-mode batch norms between an output of the models of a location and the scalar, or a further output."""
     heads = {node for node, _ in location.heads}
-    norms = [node for node in located.graph.nodes if _is_training_norm(node) and shape_of(node)[0] > 1]
-    # one image: an instance norm
+    norms = [node for node in _training_norms(located.graph) if shape_of(node)[0] > 1]  # one image: an instance norm
     return [norm for norm in norms if any(below and leads_to(below, heads) for below, _ in norm.next_functions)]
 
 
@@ -227,8 +215,8 @@ def mixing_heads(location: Location) -> list[Place]:
     return found
 
 
-def _is_training_norm(node: Node) -> bool:
-    return bool(node.next_functions) and operation(node) in BATCH_NORMS and saved(node, "training", True)
+def _training_norms(graph: BackwardGraph) -> list[Node]:
+    return [node for node in graph.of(BATCH_NORMS) if node.next_functions and saved(node, "training", True)]
 
 
 def is_mixed(call: CallInGraph) -> bool:
@@ -236,6 +224,3 @@ def is_mixed(call: CallInGraph) -> bool:
     layouts = call.location.axes.layouts
     found = [layouts.get((edge.node, edge.output_nr)) for edge in call.edges.values()]
     return any(isinstance(layout, Layout) and layout.mixed for layout in found)
-
-
-__all__ = ["LocatedGraph", "edges_of", "is_mixed", "read_and_locate", "shape_of"]

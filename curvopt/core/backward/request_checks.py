@@ -12,13 +12,12 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.backward_graph import leaves_behind
 from curvopt.core.autograd_graph.node_vjp import Place
-from curvopt.core.autograd_graph.nodes import is_compiled, leads_to, operation, shape_of, walk
+from curvopt.core.autograd_graph.nodes import is_compiled, leads_to, shape_of, walk
 from curvopt.core.autograd_graph.operations import TIME_FIRST
 from curvopt.core.backward.columns import Averaged, Empirical, Gradient, Hessian
 from curvopt.core.backward.located_graph import (
@@ -67,16 +66,16 @@ def coupling_losses(located: LocatedGraph, losses: Iterable[Loss]) -> list[str]:
         and any(
             location.N > 1
             and leads_to(loss.edge.node, {node for node, _ in location.heads})
-            and not _is_in_rows(location, loss.edge, loss.input.shape)
+            and not _is_in_rows(location, loss.edge)
             for location in locations
         )
     ]
 
 
-def _is_in_rows(location: Location, edge: GradientEdge, shape: torch.Size) -> bool:
+def _is_in_rows(location: Location, edge: GradientEdge) -> bool:
     """Whether a tensor has rows of one sample each, or a batch axis behind the rows."""
     layout = location.axes.layouts.get((edge.node, edge.output_nr))
-    return isinstance(layout, Layout) or location.rows_of(edge, shape[0]) is not None
+    return isinstance(layout, Layout) or location.rows_of(edge) is not None
 
 
 def generic_loss(
@@ -243,13 +242,11 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
 
 def _check_ctc(extensions: Sequence[Extension], located: LocatedGraph) -> None:
     """Refuse CTC losses, which have the samples along axis 1, of models that have them along axis 0."""
-    for node in located.graph.nodes:
-        if operation(node) not in TIME_FIRST:
-            continue
+    for node in located.graph.of(TIME_FIRST):
         edge = GradientEdge(*node.next_functions[0])  # type: ignore[arg-type]
         shape = shape_of(edge.node, edge.output_nr)
         for location in located.locations.values():
-            if len(shape) == 3 and location.N > 1 and location.rows_of(edge, shape[0]) is not None:
+            if len(shape) == 3 and location.N > 1 and location.rows_of(edge) is not None:
                 raise CurvoptError(
                     f"{fields_of(extensions)}: the {shape[1]} samples of CTCLoss are along axis 1 of its input, "
                     f"but the model was called with {location.N} samples along axis 0 of them; call the model with "
@@ -291,6 +288,3 @@ def refuse_wrong(located: LocatedGraph, wrong: Wrong, root: Node, what: str, rem
             raise CurvoptError(
                 f"{located.name(p)}: PyTorch's {wrong.derivative} is wrong, so {what}; {wrong.instead}, or {remedy}."
             )
-
-
-__all__ = ["check_derivatives", "check_request", "fields_of", "naming_fields", "refuse_wrong", "warn_of_columns"]

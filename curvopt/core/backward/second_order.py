@@ -92,7 +92,7 @@ def second_order(run: BackwardPass, arrived: Mapping[Place, Tensor]) -> None:
             drawn = [cast(v, each.loss.input.dtype) for v, each in zip(drawn, factored, strict=True)]
             _sweep_chunks(run, edges, drawn, columns.samples, extensions, last)
         elif isinstance(columns, Empirical):
-            column = [cast(_empirical(run, each), each.loss.input.dtype) for each in factored]
+            column = [cast(_empirical(each), each.loss.input.dtype) for each in factored]
             _sweep_chunks(run, [each.edge for each in factored], column, 1, extensions, last)
         else:
             _averaged(run, factored, extensions)
@@ -174,7 +174,7 @@ def _factor(run: BackwardPass, loss: Loss, grad: Tensor) -> FactoredLoss:
 
 def _is_of_others(run: BackwardPass, loss: Loss) -> bool:
     """Whether a loss of a sum reaches none of the parameters that count."""
-    if run.counted is None or len(run.losses) == 1 or run.counted.issuperset(run.located.graph.leaves):
+    if run.counted is None or len(run.losses) == 1 or run.counted.issuperset(run.located.graph.leaves.values()):
         return False
     assert loss.edge is not None
     return not any(leaf_of(node) in run.counted for node in walk([loss.edge.node]))
@@ -185,7 +185,7 @@ def _exact(run: BackwardPass, factored: Sequence[FactoredLoss], extensions: Sequ
     for loss, curvature, scale in ((each, each.curvature, each.scale) for each in factored):
         for location in locations:
             rows = len(loss.loss.input)
-            samples = location.rows_of(loss.edge, rows)
+            samples = location.rows_of(loss.edge)
             ranks = list(range(rows)) if samples is None else ranks_of(samples)
             columns = Exact()
             left = total = columns.total(curvature, ranks)
@@ -198,7 +198,7 @@ def _exact(run: BackwardPass, factored: Sequence[FactoredLoss], extensions: Sequ
                 run.sweep([loss.edge], [vectors], None, extensions, skip, total, final and left == 0)
 
 
-def _empirical(run: BackwardPass, loss: FactoredLoss) -> Tensor:
+def _empirical(loss: FactoredLoss) -> Tensor:
     assert loss.curvature.weights is not None
     weights = loss.curvature.weights * loss.scale.square()
     # a prediction that weighs nothing has no gradient, either

@@ -12,7 +12,7 @@ The chunks of a parameter that several calls share are combined first.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ class Sweep:
         call, index = self.places[i]
         grads = self.waiting.setdefault(call, [None] * len(call.call.shapes))
         grads[index] = grad
-        if sum(grad is not None for grad in grads) == len(call.edges):
+        if len(call.edges) == 1 or sum([grad is not None for grad in grads]) == len(call.edges):
             self._reduce(call)
 
     def finish(self) -> None:
@@ -80,13 +80,12 @@ class Sweep:
                     self._update(p)
 
     def _update(self, p: nn.Parameter) -> None:
-        chunk = combined(self.parts.pop(p))
-        weights = None if self.weights is None else self.weights.to(p)
-        jacobian = chunk.jacobian if weights is None else chunk.jacobian.with_weights(weights)
-        self.run.update(replace(chunk, jacobian=jacobian, num_columns=self.columns), self.extensions)
+        self.run.update(combined(self.parts.pop(p), self.weights, self.columns), self.extensions)
 
 
-def combined(chunks: Sequence[Chunk]) -> Chunk:
+def combined(chunks: Sequence[Chunk], weights: Tensor | None = None, num_columns: int | None = None) -> Chunk:
     """One chunk for all calls that share a parameter."""
-    calls = tuple(call for chunk in chunks for call in chunk.calls)
-    return Chunk(chunks[0].parameter, combine([chunk.jacobian for chunk in chunks]), calls)
+    p, jacobian = chunks[0].parameter, combine([chunk.jacobian for chunk in chunks])
+    if weights is not None:
+        jacobian = jacobian.with_weights(weights.to(p))
+    return Chunk(p, jacobian, tuple([call for chunk in chunks for call in chunk.calls]), num_columns)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from torch import nn
 from torch.autograd.graph import Node
 
 from curvopt.core.autograd_graph.node_vjp import Place
@@ -56,10 +55,10 @@ def around_heads(graph: BackwardGraph, N: int, axis: int, heads: Mapping[Place, 
     around = {leaf for node in beside if (leaf := leaf_of(node)) is not None}
     if not around or not any(leaf in around for leaf in map(leaf_of, walk(list(ends))) if leaf is not None):
         return {}
-    alone, found = parameters_alone(graph.nodes), dict[Place, Layout]()
+    alone, found = graph.of_parameters_alone, dict[Place, Layout]()
     reach = {node for node in beside if leaf_of(node) in around}  # grows by all that reaches them around the heads
     for node in graph.nodes[::-1]:
-        if node not in outputs and any(below in reach for below, _ in node.next_functions):
+        if node not in outputs and not reach.isdisjoint([below for below, _ in node.next_functions]):
             reach.add(node)
     stack: list[Place] = [(root, 0) for root in graph.roots]
     seen = set(stack)
@@ -95,6 +94,8 @@ def inside_the_loss(
         ends: outputs of models.
         reach: nodes that may replace a tensor; ``None`` for all.
     """
+    if not found:
+        return {}
     last = {node for node, _ in found} | set(ends)
     outside = [node for node in walk(graph.roots, last=last) if node not in last]
     curved = [node for node in outside if operation(node) not in LINEAR | {"MUL", "DIV"} and leaf_of(node) is None]
@@ -136,16 +137,3 @@ def behind_reductions(graph: BackwardGraph, N: int, axis: int) -> dict[Place, La
                 seen.add(below)  # type: ignore[arg-type]
                 stack.append(below)  # type: ignore[arg-type]
     return inside_the_loss(found, N, graph, (), None)
-
-
-def parameters_alone(nodes: Collection[Node]) -> set[Node]:
-    """The nodes that depend on parameters alone, as far as their operands show it."""
-    alone: set[Node] = set()
-    for node in reversed(list(nodes)):
-        leaf = leaf_of(node)
-        if leaf is not None:
-            if isinstance(leaf, nn.Parameter):
-                alone.add(node)
-        elif node.next_functions and all(below in alone for below, _ in node.next_functions):
-            alone.add(node)
-    return alone

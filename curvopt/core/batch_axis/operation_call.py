@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from curvopt.core.autograd_graph.nodes import shape_of
+from curvopt.core.autograd_graph.nodes import shape_of, signed
 from curvopt.core.batch_axis.layout import UNKNOWN, UNUSED, AnyLayout, Axis, Layout, along, labelled, labels_along
 
 
@@ -86,8 +86,3 @@ class OperationCall:
     def labels(self) -> tuple[int, ...]:
         """The samples of the entries along the axis."""
         return labels_along(self.layout, self.axis)
-
-
-def signed(dim: int) -> int:
-    """An axis as a node has it, where negative ones are kept as unsigned numbers."""
-    return dim - 2**64 if dim >= 2**63 else dim

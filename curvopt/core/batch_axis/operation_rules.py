@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 import torch
 
-from curvopt.core.autograd_graph.nodes import outputs_of, saved
+from curvopt.core.autograd_graph.nodes import outputs_of, saved, signed
 from curvopt.core.batch_axis.indexing_rules import embedding, gather, index, index_add, index_put, index_select, scatter
 from curvopt.core.batch_axis.layout import AnyLayout, Layout
-from curvopt.core.batch_axis.operation_call import OperationCall, signed
+from curvopt.core.batch_axis.operation_call import OperationCall
 
 
 def _elementwise(call: OperationCall) -> list[AnyLayout]:

@@ -14,7 +14,7 @@ holds for every batch, also where a gate is zero at first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from curvopt.core.autograd_graph.node_vjp import Place, consumers_first
-from curvopt.core.autograd_graph.nodes import name_of, operation, outputs_of, shape_of
+from curvopt.core.autograd_graph.nodes import operation, outputs_of, shape_of
 from curvopt.core.autograd_graph.operations import OPERATIONS, UNKNOWN_OPERATION
 from curvopt.core.batch_axis.layout import UNKNOWN, AnyLayout, Layout, axis_of, completed, merged
 from curvopt.core.batch_axis.operation_call import OperationCall, as_mixed
@@ -49,7 +49,11 @@ class BatchAxes(NamedTuple):
 
 
 def propagate_batch_axis(
-    heads: Mapping[Place, Layout], N: int, last: Collection[Place] = (), complete: bool = True
+    heads: Mapping[Place, Layout],
+    N: int,
+    last: Collection[Place] = (),
+    complete: bool = True,
+    order: Iterable[Node] | None = None,
 ) -> BatchAxes:
     """The layout of all tensors behind the heads.
 
@@ -58,9 +62,11 @@ def propagate_batch_axis(
         N: number of samples.
         last: outputs at which the walk stops.
         complete: assign rows that lead to no head to samples, too, so that their layouts need no labels if possible.
+        order: the nodes of the graph, each after those that use its outputs, if they are known.
     """
     layouts: dict[Place, AnyLayout] = dict(heads)
-    for node in consumers_first([node for node, _ in heads], {node for node, _ in last}):
+    order = consumers_first([node for node, _ in heads], {node for node, _ in last}) if order is None else order
+    for node in order:
         for nr in range(len(outputs_of(node))):
             place = node, nr
             if place not in layouts or (place in last and place not in heads):
@@ -85,7 +91,7 @@ def operand_layouts(node: Node, output_nr: int, layout: Layout, N: int) -> list[
     """The layouts of the operands of an operation, from that of one of its outputs."""
     if not node.next_functions:
         return []  # a leaf: to probe it would accumulate a gradient
-    rule = _rule(name_of(node), operation(node))
+    rule = _rule(operation(node))
     if rule is view:
         return [layout] * len(node.next_functions)
     shape = shape_of(node, output_nr)
@@ -99,8 +105,7 @@ def operand_layouts(node: Node, output_nr: int, layout: Layout, N: int) -> list[
 
 
 @cache
-def _rule(name: str, kind: str) -> Callable[[OperationCall], list[AnyLayout]] | None:
-    del name  # part of the key: user's functions may have any
+def _rule(kind: str) -> Callable[[OperationCall], list[AnyLayout]] | None:
     batch_axis = OPERATIONS.get(kind, UNKNOWN_OPERATION).batch_axis
     return None if batch_axis is None else RULES[batch_axis]
 

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import leaf_of, shape_of, walk
-from curvopt.core.batch_axis.heads import around_heads, behind_reductions, outermost, parameters_alone
+from curvopt.core.batch_axis.heads import around_heads, behind_reductions, outermost
 from curvopt.core.batch_axis.layout import UNUSED, Axis, Layout, axis_of, labelled, labels_along
 from curvopt.core.batch_axis.propagation import BatchAxes, propagate_batch_axis
 from curvopt.core.batch_axis.rows import axis_of_head, matched, samples_of_rows
@@ -47,16 +47,14 @@ class Location:
             is its part of the loss.
         axes: the batch axis of all tensors behind them.
         appended: whether the rows of several calls of different lengths were appended to one batch.
-        models: the models; none for functional code.
     """
 
     N: int
     heads: Mapping[Place, Layout]
     axes: BatchAxes
     appended: bool
-    models: frozenset[Model]
 
-    def rows_of(self, edge: GradientEdge, rows: int) -> list[int] | None:
+    def rows_of(self, edge: GradientEdge) -> list[int] | None:
         """The sample of each row (along axis 0) of a tensor before or behind the heads.
 
         ``None`` where it is not known, or one row depends on several samples.
@@ -100,17 +98,17 @@ def locate(graph: BackwardGraph) -> dict[Model | None, Location]:
         same = [(model, heads) for model, N, heads, appended in found if (N, appended) == key]
         heads = {place: layout for _, own in same for place, layout in own.items()}
         heads = heads if len(same) == 1 else outermost(heads, key[0], graph)
-        axes = propagate_batch_axis(heads, key[0])
-        location = Location(key[0], heads, axes, key[1], frozenset(model for model, _ in same if model is not None))
+        axes = propagate_batch_axis(heads, key[0], order=graph.nodes)
+        location = Location(key[0], heads, axes, key[1])
         locations.update((model, location) for model, _ in same)
     return locations
 
 
 def _without_heads(graph: BackwardGraph, called: Collection[Model]) -> list[Model]:
     """The models of which parameters take part but no output, as in a gradient penalty."""
-    parameters = (p for p in graph.leaves if isinstance(p, nn.Parameter))
-    models = dict.fromkeys(model for p in parameters if (model := extended_model(p)) is not None)
-    return [model for model in models if model.last and model not in called]
+    by_calls = [found.call.model for found in graph.module_calls.values() if found.parameters]
+    models = dict.fromkeys([*by_calls, *map(extended_model, graph.operands)])
+    return [model for model in models if model is not None and model.last and model not in called]
 
 
 def _of_model(
@@ -289,7 +287,7 @@ def _functional(graph: BackwardGraph) -> tuple[int, dict[Place, Layout]] | None:
     if not all(type(owner).forward is nn.Module.forward for owner in owners):
         return None  # a model that was called where nothing is recorded
     lengths: dict[int, None] = {}
-    alone = parameters_alone(graph.nodes)
+    alone = graph.of_parameters_alone
     for node in graph.nodes:
         if node in alone or leaf_of(node) is not None:
             continue

@@ -93,7 +93,8 @@ class Outer(Jacobian):
     def with_lengths(self, lengths: Tensor) -> Self:
         steps = int(lengths.max()) * (len(lengths) // self.N)  # of all sequences of a sample
         result = copy(self)
-        result.lengths = lengths.view(self.N, -1).sum(1) * (self.S // max(steps, 1))
+        of_samples = lengths if len(lengths) == self.N else lengths.view(self.N, -1).sum(1)
+        result.lengths = of_samples if steps == self.S else of_samples * (self.S // max(steps, 1))
         return result
 
     @property

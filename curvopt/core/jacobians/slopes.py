@@ -68,11 +68,14 @@ class Slopes(Outer):
         if limit in self._factors:
             return self._factors[limit]
         left, right = self.left[0, :, 0], self.right[:, 0]  # [N, S, F]
-        A = _moment(right, left @ left.mT, limit)
-        B = _moment(left, _gram(right, _sized(A)), limit)
-        A = _sized(_moment(right, _gram(left, _sized(B)), limit), self.size)
-        B = _moment(left, _gram(right, A), limit)
-        exact = ((left @ left.mT) * (right @ right.mT)).sum()
+        of_left = left @ left.mT
+        A = _moment(right, of_left, limit)
+        if min(self.O, self.I) > 1:  # else it is exact
+            B = _moment(left, _gram(right, _sized(A)), limit)
+            A = _moment(right, _gram(left, _sized(B)), limit)
+        A = _sized(_symmetric(A), self.size)
+        B = _symmetric(_moment(left, _gram(right, A), limit))
+        exact = (of_left * (right @ right.mT)).sum()
         self._factors[limit] = _sized(B, exact / torch.where(self.size > 0, self.size, 1)), A
         return self._factors[limit]
 
@@ -82,9 +85,12 @@ def _moment(rows: Tensor, weights: Tensor, limit: int | None) -> Tensor:
     F = rows.shape[2]
     weighted, rows = (weights @ rows).flatten(0, 1), rows.flatten(0, 1)
     if limit is None or F <= limit:
-        moment = rows.mT @ weighted
-    else:
-        moment = (in_blocks(rows, limit).permute(1, 2, 0) @ in_blocks(weighted, limit).transpose(0, 1)).unsqueeze(0)
+        return rows.mT @ weighted
+    return (in_blocks(rows, limit).permute(1, 2, 0) @ in_blocks(weighted, limit).transpose(0, 1)).unsqueeze(0)
+
+
+def _symmetric(moment: Tensor) -> Tensor:
+    """Without what rounding makes of a symmetric matrix."""
     return (moment + moment.mT) / 2
 
 

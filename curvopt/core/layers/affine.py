@@ -97,13 +97,14 @@ class Conv(Convolution):
         return Patches(x, lambda x: rows_seen(module, self._padded(module, x)))
 
     def _padded(self, module: nn.Conv2d, x: Tensor) -> Tensor:
-        mode, (sizes, _, dilations) = module.padding_mode, moves(module)
+        mode = module.padding_mode
         amounts: list[int] = module._reversed_padding_repeated_twice  # what the forward reads in other modes
         if mode == "zeros" and module.padding == "same":
+            sizes, _, dilations = moves(module)
             spans = [dilation * (size - 1) for size, dilation in zip(sizes, dilations, strict=True)]
             amounts = [amount for span in reversed(spans) for amount in (span // 2, span - span // 2)]
         elif mode == "zeros":
-            around = per_axis(0 if module.padding == "valid" else module.padding, len(sizes))
+            around = per_axis(0 if module.padding == "valid" else module.padding, len(module.kernel_size))
             amounts = [amount for amount in reversed(around) for _ in range(2)]
         return F.pad(x, amounts, mode="constant" if mode == "zeros" else mode) if any(amounts) else x
 
@@ -188,9 +189,6 @@ class Product(AffineRule):
         grad = grad.mT if self.from_left else grad
         grad = grad if grad.dim() == 4 else grad.unsqueeze(1)
         return grad.unsqueeze(2) if self.shared else grad.transpose(1, 2).unsqueeze(3)
-
-    def rows(self, call: ModuleCall) -> int:
-        return call.shapes[0][self.output_axis(call, 0)]
 
     def output_axis(self, call: ModuleCall, index: int) -> int:
         return 0 if self.shared else max(0, len(call.shapes[0]) - (1 if self.from_left else 2))

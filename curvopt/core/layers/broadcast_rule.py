@@ -50,9 +50,6 @@ class BroadcastRule(Rule):
     def linear(self) -> bool:  # type: ignore[override]
         return self._in_operand and _is_linear(self.source, self.p)
 
-    def rows(self, call: ModuleCall) -> int:
-        return call.shapes[0][0]
-
     def takes_steps(self, call: ModuleCall, how: Literal["axis", "rows"]) -> bool:
         shape, axis = call.shapes[0], 1 if how == "axis" else 0
         given = all(x.shape[: axis + 1] == shape[: axis + 1] for x in tensors(call))

@@ -43,9 +43,6 @@ class ComputedWeightRule(Rule):
     def linear(self) -> bool:  # type: ignore[override]
         return self.rule.linear and _is_linear(self.source, self.p)
 
-    def rows(self, call: ModuleCall) -> int:
-        return self.rule.rows(call)
-
     def takes_steps(self, call: ModuleCall, how: Literal["axis", "rows"]) -> bool:
         return self.rule.takes_steps(call, how)
 

@@ -66,9 +66,6 @@ class EmbeddingBag(Rule):
     def expected(self, module: nn.EmbeddingBag) -> Container[str]:
         return ("weight",)
 
-    def rows(self, call: ModuleCall) -> int:
-        return call.shapes[0][0]
-
     def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         _refuse_scaled_gradients(call)
         given, grad = arguments(call), grads[0]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from curvopt.core.autograd_graph.nodes import Saved, name_of, outputs_of, shape_of
+from curvopt.core.autograd_graph.nodes import Saved, name_of, outputs_of, shape_of, signed
 from curvopt.core.layers.affine import Conv, ConvTranspose, Product
 from curvopt.core.layers.embedding import Embedding, Indexed
 from curvopt.core.layers.rule import Rule
@@ -48,7 +48,7 @@ class ParameterCall(ModuleCall):
     ):
         """Record the saved tensors."""
         self.path, self.model, self.module, self.args, self.kwargs, self._owner = path, None, module, args, {}, owner
-        self.versions, self.boundary, self.steps = tuple([x._version for x in args]), boundary, None
+        self.versions, self.boundary, self.steps = [x._version for x in args], boundary, None
         self.shapes, self.cache, self.settings, self.seen = (shape,), {}, None, tuple(module._parameters.values())
 
     @property
@@ -94,18 +94,18 @@ def viewed(node: Node, output_nr: int, x: Tensor) -> Tensor | None:
     """An output of an operation that views its operand, from a tensor without values; ``None`` for other operations."""
     name, saved = name_of(node), Saved(node)
     if name == "SplitBackward0":
-        return x.split(saved.split_size, signed_axis(saved.dim))[output_nr]
+        return x.split(saved.split_size, signed(saved.dim))[output_nr]
     if name == "SplitWithSizesBackward0":
-        return x.split(saved.split_sizes, signed_axis(saved.dim))[output_nr]
+        return x.split(saved.split_sizes, signed(saved.dim))[output_nr]
     if name == "SliceBackward0" and saved.step == 1:
-        start, end = (signed_axis(row) for row in (saved.start, saved.end))
-        return x.movedim(signed_axis(saved.dim), 0)[start:end].movedim(0, signed_axis(saved.dim))
+        start, end = (signed(row) for row in (saved.start, saved.end))
+        return x.movedim(signed(saved.dim), 0)[start:end].movedim(0, signed(saved.dim))
     if name == "TBackward0":
         return x.t()
     if name == "TransposeBackward0":
-        return x.transpose(signed_axis(saved.dim0), signed_axis(saved.dim1))
+        return x.transpose(signed(saved.dim0), signed(saved.dim1))
     if name == "PermuteBackward0":
-        return x.permute([signed_axis(dim) for dim in saved.dims])
+        return x.permute([signed(dim) for dim in saved.dims])
     if name not in _VIEWS:
         return None
     shape = shape_of(node)
@@ -121,11 +121,6 @@ _VIEWS = frozenset(
         *("SqueezeBackward1", "SqueezeBackward2", "ToCopyBackward0", "ExpandBackward0"),
     ]
 )
-
-
-def signed_axis(dim: int) -> int:
-    """An axis, or an index, as a node has it, where negative ones are kept as unsigned numbers."""
-    return dim - 2**64 if dim >= 2**63 else dim
 
 
 class LayerCall(NamedTuple):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.autograd_graph.node_vjp import pull_to_leaf
-from curvopt.core.autograd_graph.nodes import dependents, leaf_of, operation, parents_of, shape_of, walk
+from curvopt.core.autograd_graph.node_vjp import consumers_first, pull_to_leaf
+from curvopt.core.autograd_graph.nodes import leaf_of, operation, shape_of, walk
 from curvopt.core.autograd_graph.operations import BY_ENTRY
 from curvopt.core.autograd_graph.second_derivatives import nonlinear_operations
 from curvopt.core.autograd_graph.vjp import pull
@@ -64,8 +64,11 @@ def _is_by_entry(source: GradientEdge, p: nn.Parameter) -> bool:
 
 def _between(root: Node, p: nn.Parameter) -> set[Node]:
     """The nodes on the paths from a root to a parameter."""
-    nodes = list(walk([root]))
-    return dependents([node for node in nodes if leaf_of(node) is p], parents_of(nodes))
+    found = set[Node]()
+    for node in reversed(consumers_first([root])):
+        if leaf_of(node) is p or not found.isdisjoint([below for below, _ in node.next_functions]):
+            found.add(node)
+    return found
 
 
 def _is_linear(source: GradientEdge | None, p: nn.Parameter) -> bool:

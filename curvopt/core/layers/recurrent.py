@@ -58,18 +58,11 @@ class Recurrent(ReplayRule):
     def least_dims(self, module: nn.RNNBase) -> int:
         return 3
 
-    def batch_axis(self, module: nn.RNNBase) -> int:
-        return 0 if module.batch_first else 1
-
     def output_axis(self, call: ModuleCall, index: int) -> int | Tensor:
         x = arguments(call)["input"]
         if index > 0:
             return 1  # states, whatever batch_first says
-        return steps_of(x)[0] if isinstance(x, PackedSequence) else self.batch_axis(cast(nn.RNNBase, call.module))
-
-    def rows(self, call: ModuleCall) -> int:
-        x = arguments(call)["input"]
-        return int(x.batch_sizes[0]) if isinstance(x, PackedSequence) else super().rows(call)
+        return steps_of(x)[0] if isinstance(x, PackedSequence) else 0 if call.module.batch_first else 1
 
     def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         jacobians, x = super().jac_t(call, grads, names, N), arguments(call)["input"]

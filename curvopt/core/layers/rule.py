@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import _global_forward_hooks
-from torch.utils._pytree import tree_leaves
 
 from curvopt.core.jacobians.base import Dense, Jacobian
 from curvopt.core.jacobians.outer import Outer
@@ -78,10 +77,6 @@ class Rule(ABC):
         """Number of axes that an input with a batch axis has at least."""
         return 1
 
-    def batch_axis(self, module: Any) -> int:
-        """Axis of the first input that counts the samples."""
-        return 0
-
     def output_axis(self, call: ModuleCall, index: int) -> int | Tensor | None:
         """Axis of an output that counts the samples, or the packed sequence of each row; ``None`` if not known."""
         return 0
@@ -94,25 +89,11 @@ class Rule(ABC):
         alike = x.dim() - (self.least_dims(call.module) - 1) if self.any_axes else 1
         return (how == "rows" or alike > 1) and x.layout == torch.strided and shape[:alike] == x.shape[:alike]
 
-    def rows(self, call: ModuleCall) -> int:
-        """Length of the batch axis of the use's input; 0 for a call on a single sample, which has none.
-
-        Raises:
-            CurvoptError: for an input without a batch axis where the rule needs one, or a nested tensor.
-        """
-        if any(isinstance(x, Tensor) and x.is_nested for x in (*call.args, *call.kwargs.values())):
-            raise CurvoptError(
-                f"{call.describe()} was called with a nested tensor, whose samples cannot be separated; pad it "
-                "(x.to_padded_tensor(0)), or call the module on each part."
-            )
-        if self.is_single(call):
-            return 0
-        if self.least_dims(call.module) == 1:
-            return batch_length(call)
-        x = tensors(call)[0]
-        if x.dim() < self.least_dims(call.module):
+    def check_input(self, call: ModuleCall) -> None:
+        """Raise for an input without a batch axis where the rule needs one."""
+        least, given = self.least_dims(call.module), tensors(call)
+        if least > 1 and given and given[0].dim() < least - self.takes_single:
             raise no_batch_axis(call)
-        return x.shape[self.batch_axis(call.module)]
 
     def is_single(self, call: ModuleCall) -> bool:
         """Whether it is a call on a single sample without a batch axis."""
@@ -203,16 +184,6 @@ def no_batch_axis(call: ModuleCall) -> CurvoptError:
     return CurvoptError(
         f"{call.describe()} was called with an input of shape {list(tensors(call)[0].shape)}, which has no batch axis; "
         "give it a batch of one, e.g. x.unsqueeze(0)."
-    )
-
-
-def batch_length(call: ModuleCall) -> int:
-    """Length of the first axis of the first tensor among the inputs."""
-    for leaf in tree_leaves((call.args, call.kwargs)):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
-    raise CurvoptError(
-        f"{call.describe()} was called without a tensor that has a batch axis; pass the batch to its forward."
     )
 
 

@@ -50,9 +50,6 @@ class PerSampleRule(Rule):
         """The edge of the operand."""
         return GradientEdge(*self.node.next_functions[self.position])  # type: ignore[arg-type]
 
-    def rows(self, call: ModuleCall) -> int:
-        return 1
-
     def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         (grad,) = grads
         assert grad is not None
@@ -97,9 +94,6 @@ class SharedCallRule(Rule):
         self.linear = (
             rule.linear and all(operand.rule.linear for operand in operands) and not nonlinear_operations(sources, ends)
         )
-
-    def rows(self, call: ModuleCall) -> int:
-        return 1
 
     def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         given: list[tuple[GradientEdge, Tensor]] = []

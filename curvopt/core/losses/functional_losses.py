@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.autograd_graph.nodes import metadata, name_of, operation, saved, saved_names, shape_of
+from curvopt.core.autograd_graph.nodes import metadata, name_of, operation, saved, saved_names, shape_of, signed
 from curvopt.core.autograd_graph.vjp import pull
 from curvopt.core.jacobians.sums import widened
 from curvopt.core.losses.hessian_root import Bernoulli, Diagonal, LossCurvature, Softmax, root_of_weights
@@ -35,8 +35,6 @@ class FunctionalLoss:
         node: the operation's node.
         edge: where its input z, the network's output, comes from.
     """
-
-    axis = 0
 
     def __init__(self, node: Node, edge: GradientEdge):
         """Keep the place; saved values are read when the gradient arrives."""
@@ -110,7 +108,7 @@ def _by_entry(saved: Any, grad: Tensor) -> Tensor:
 
 
 def _class_axis(dim: int, dims: int) -> int:
-    return (dim - 2**64 if dim >= 2**63 else dim) % max(dims, 1)  # a negative axis is saved as an unsigned number
+    return signed(dim) % max(dims, 1)
 
 
 def _saved(node: Node) -> SimpleNamespace:

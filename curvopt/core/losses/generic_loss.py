@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.nodes import metadata, name_of
@@ -85,9 +84,6 @@ class GenericLoss:
         reduction: how the loss is reduced over the samples, "mean" or "sum".
     """
 
-    #: Number of variables of a prediction. The loss counts as a mean over all of them.
-    variables = 1
-
     def __init__(
         self,
         roots: Sequence[GradientEdge],
@@ -103,12 +99,6 @@ class GenericLoss:
     @cached_property
     def _vjp(self) -> NodeVjp:
         return NodeVjp.between(self.roots, [head.edge for head in self.heads])
-
-    @property
-    def around(self) -> list[Tensor]:
-        """Leaf tensors, such as parameters, that the loss depends on by paths around the heads."""
-        nodes: list[Any] = [node for node in self._vjp.nodes if not isinstance(node, BackwardCFunction)]
-        return [node.variable for node in nodes if hasattr(node, "variable")]
 
     @cached_property
     def slope(self) -> list[Tensor]:

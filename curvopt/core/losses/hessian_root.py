@@ -20,8 +20,8 @@ from torch.autograd.graph import GradientEdge
 from curvopt.errors import CurvoptError
 
 
-class Head(Protocol):
-    """An output z of the network whose rows are the samples, or parts of them."""
+class Loss(Protocol):
+    """A term of what is differentiated, as a function of an output z of the network."""
 
     @property
     def edge(self) -> GradientEdge | None:
@@ -33,11 +33,6 @@ class Head(Protocol):
         """A tensor like z."""
         ...
 
-    @property
-    def axis(self) -> int:
-        """The axis of its rows."""
-        ...
-
     def describe(self) -> str:
         """Its kind and place, for messages."""
         ...
@@ -45,10 +40,6 @@ class Head(Protocol):
     def slope(self, grad: Tensor) -> Tensor:
         """Gradient in z, from what arrived; differentiable if gradients are enabled."""
         ...
-
-
-class Loss(Head, Protocol):
-    """A term of the differentiated scalar, as a function of z."""
 
     def curvature(self, grad: Tensor) -> tuple[LossCurvature, Tensor]:
         """The Hessian in z up to a factor, from what arrived, and the root of the factor."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,11 @@ from curvopt.core.recording.calls import _tensors, describe, version
 from curvopt.core.recording.state import disable
 from curvopt.errors import CurvoptError
 
-if TYPE_CHECKING:
-    from curvopt.core.losses.hessian_root import LossCurvature
-
 
 class LossCall:
     """One call of an extended loss: its module, its input (the network's output) and its other arguments."""
 
     __slots__ = ("__weakref__", "args", "edge", "further", "input", "kwargs", "module", "path", "target", "version")
-    axis = 0
 
     def __init__(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         """Record the arguments of the loss, given by position or by name: first the input, then the target if any."""
@@ -78,10 +74,45 @@ class LossCall:
         return torch.autograd.grad(value, z, grad, create_graph=create_graph)[0]
 
     def curvature(self, grad: Tensor) -> tuple[LossCurvature, Tensor]:
-        """The curvature, and the root of the factor ``grad`` by which the loss was scaled."""
-        from curvopt.core.losses.loss_call import curvature_of
+        """The curvature, and the root of the factor ``grad`` by which the loss was scaled.
 
-        return curvature_of(self, grad)
+        Raises:
+            CurvoptError: for a loss that does not reduce to a scalar, was given a negative factor, whose input changed
+                since, whose target depends on parameters, or whose Hessian has no root.
+        """
+        reduction = getattr(self.module, "reduction", "mean")
+        if reduction not in ("mean", "sum", "batchmean") or grad.numel() != 1:
+            raise CurvoptError(
+                f"{self.describe()}: second-order quantities need a scalar loss, but this one has shape "
+                f"{list(grad.shape)} (reduction={reduction!r}); use reduction='mean' or 'sum'."
+            )
+        # on an accelerator asking would wait for the device: there the root below is nan
+        if grad.device.type == "cpu" and bool(grad < 0):
+            raise NotConvex(
+                f"{self.describe()}: the loss was scaled by {float(grad):g}; second-order quantities need a loss that "
+                "is minimised (its curvature is positive)."
+            )
+        if version(self.input) != self.version:
+            raise CurvoptError(
+                f"{self.describe()}: its input was modified in place after the loss was computed; give it a copy."
+            )
+        if any(other.requires_grad for other in self.others):
+            raise CurvoptError(
+                f"{self.describe()}: only the first argument of a loss may depend on parameters, but another one "
+                "requires gradients; detach() it, or pass all that depends on parameters as one tensor to a loss of "
+                "your own."
+            )
+        z = widened(self.input)
+        for base in type(self.module).__mro__:
+            if base in _losses and type(self.module).forward is base.forward:
+                curvature = _losses[base](self.module, z, self.target)
+                break
+        else:
+            curvature = _from_autograd(self, z)
+        if curvature.weights is None:
+            terms = z.numel() if isinstance(curvature, Diagonal) and reduction == "mean" else len(z)
+            curvature.weights = z.new_ones(len(z), *[1] * (z.dim() - 1)) * (1.0 if reduction == "sum" else 1 / terms)
+        return curvature, grad.sqrt()
 
     def describe(self) -> str:
         """Path and type of the loss module, for messages."""
@@ -91,44 +122,3 @@ class LossCall:
 def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
     """The argument of a loss that is the network's output, ``None`` if there are no arguments."""
     return args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
-
-
-def curvature_of(call: LossCall, grad: Tensor) -> tuple[LossCurvature, Tensor]:
-    """The curvature of a recorded loss, and the root of the factor ``grad`` by which the loss was scaled.
-
-    Raises:
-        CurvoptError: for a loss that does not reduce to a scalar, was given a negative factor, whose input changed
-            since, whose target depends on parameters, or whose Hessian has no root.
-    """
-    reduction = getattr(call.module, "reduction", "mean")
-    if reduction not in ("mean", "sum", "batchmean") or grad.numel() != 1:
-        raise CurvoptError(
-            f"{call.describe()}: second-order quantities need a scalar loss, but this one has shape {list(grad.shape)} "
-            f"(reduction={reduction!r}); use reduction='mean' or 'sum'."
-        )
-    # on an accelerator asking would wait for the device: there the root below is nan
-    if grad.device.type == "cpu" and bool(grad < 0):
-        raise NotConvex(
-            f"{call.describe()}: the loss was scaled by {float(grad):g}; second-order quantities need a loss that is "
-            "minimised (its curvature is positive)."
-        )
-    if version(call.input) != call.version:
-        raise CurvoptError(
-            f"{call.describe()}: its input was modified in place after the loss was computed; give it a copy."
-        )
-    if any(other.requires_grad for other in call.others):
-        raise CurvoptError(
-            f"{call.describe()}: only the first argument of a loss may depend on parameters, but another one requires "
-            "gradients; detach() it, or pass all that depends on parameters as one tensor to a loss of your own."
-        )
-    z = widened(call.input)
-    for base in type(call.module).__mro__:
-        if base in _losses and type(call.module).forward is base.forward:
-            curvature = _losses[base](call.module, z, call.target)
-            break
-    else:
-        curvature = _from_autograd(call, z)
-    if curvature.weights is None:
-        terms = z.numel() if isinstance(curvature, Diagonal) and reduction == "mean" else len(z)
-        curvature.weights = z.new_ones(len(z), *[1] * (z.dim() - 1)) * (1.0 if reduction == "sum" else 1 / terms)
-    return curvature, grad.sqrt()

@@ -103,7 +103,7 @@ class ModuleCall:
         else:
             self._args = args
         #: Versions of the tensors among the arguments; ``None`` if the call itself has changed them.
-        self.versions: tuple[int, ...] | None = None if changed else self._versions()
+        self.versions: list[int] | None = None if changed else [version(x) for x in self.tensors]
 
     def _is_kept(self, x: Any) -> bool:
         """Whether autograd keeps the only input of the module as it is until the backward has passed."""
@@ -148,8 +148,11 @@ class ModuleCall:
         """The first input of the call, given by position or by name."""
         return self.args[0] if self.args else next(iter(self.kwargs.values()))
 
-    def _versions(self) -> tuple[int, ...]:
-        return tuple([version(leaf) for leaf in _tensors((self.args, self.kwargs))])
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors among the arguments."""
+        args = self.args
+        return _tensors((args, self.kwargs) if self.kwargs or len(args) != 1 else args[0])
 
     @property
     def owner(self) -> nn.Module:
@@ -163,25 +166,29 @@ class ModuleCall:
     def in_precision(self, dtype: torch.dtype) -> ModuleCall:
         """This call on inputs of at least the precision of ``dtype`` (autocast feeds modules lower ones)."""
         low = (torch.float16, torch.bfloat16)
-        if dtype in low or not any(x.dtype in low for x in _tensors((self.args, self.kwargs))):
+        if dtype in low or not any([x.dtype in low for x in self.tensors]):
             return self
-        call = copy.copy(self)
-        raised = tree_map_only(Tensor, lambda x: x.to(dtype) if x.dtype in low else x, (self.args, self.kwargs))
-        call.args, call.kwargs = raised
-        return call
+        return self._with_inputs(lambda x: x.to(dtype) if x.dtype in low else x)
 
     def batched(self) -> ModuleCall:
         """This call of a single sample, as one of a batch."""
-        call = copy.copy(self)
-        call.args, call.kwargs = tree_map_only(Tensor, lambda x: x.unsqueeze(0), (self.args, self.kwargs))
+        call = self._with_inputs(lambda x: x.unsqueeze(0))
         call.shapes = tuple([torch.Size([1, *shape]) for shape in self.shapes])
+        return call
+
+    def _with_inputs(self, changed: Callable[[Tensor], Tensor]) -> ModuleCall:
+        """A copy with other tensors among its arguments."""
+        call, args = copy.copy(self), self.args
+        if len(args) == 1 and not self.kwargs and isinstance(args[0], Tensor):  # a general tree takes long
+            call.args = (changed(args[0]),)
+        else:
+            call.args, call.kwargs = tree_map_only(Tensor, changed, (args, self.kwargs))
         return call
 
     def samples_first(self, N: int, steps: Steps) -> ModuleCall:
         """This call with the samples first, of a module to which rows, or axes before the features, are alike."""
-        call = copy.copy(self)
         first = partial(samples_first, N, steps)
-        call.args, call.kwargs = tree_map_only(Tensor, first, (self.args, self.kwargs))
+        call = self._with_inputs(first)
         if isinstance(steps, Packed):
             call.shapes = tuple([torch.Size([N * steps.longest, *shape[1:]]) for shape in self.shapes])
         else:
@@ -199,7 +206,7 @@ class ModuleCall:
             )
 
     def check_inputs(self) -> None:
-        """Raise if an input changed since the forward, or it ran with other parameters than its own."""
+        """Raise if an input changed since the forward or is nested, or the call had other parameters than its own."""
         own = self.module._parameters
         if not all(map(is_, self.seen, own.values())):
             name = next(name for name, seen in zip(own, self.seen, strict=True) if seen is not own[name])
@@ -208,7 +215,13 @@ class ModuleCall:
                 "(torch.func.functional_call? fully_shard?); call it with its own, so that quantities can be put "
                 "on it. In several processes, train with DistributedDataParallel, which does not shard parameters."
             )
-        if self.versions != self._versions():
+        inputs = self.tensors
+        if any([x.is_nested for x in inputs]):
+            raise CurvoptError(
+                f"{self.describe()} was called with a nested tensor, whose samples cannot be separated; pad it "
+                "(x.to_padded_tensor(0)), or call the module on each part."
+            )
+        if self.versions != [version(x) for x in inputs]:
             raise self.modified()
 
     def modified(self) -> CurvoptError:

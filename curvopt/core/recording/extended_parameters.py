@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -22,24 +22,27 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     Names are relative to the module, e.g. ``weight``, ``parametrizations.weight.original0``, ``scales.0``.
     """
     owned = {name: p for name, p in module._parameters.items() if p is not None}
-    for name, child in module.named_children():
-        if isinstance(child, (nn.ParameterList, nn.ParameterDict)) or name == "parametrizations":
+    for name, child in module._modules.items():
+        if isinstance(child, (nn.ParameterList, nn.ParameterDict)) or (
+            child is not None and name == "parametrizations"
+        ):
             owned |= {f"{name}.{key}": p for key, p in child.named_parameters(remove_duplicate=False)}
     return owned
 
 
 # names of the parameters of extended modules, and the modules, to notice calls that nothing recorded
 _extended = WeakIdKeyDictionary()
+_UNKNOWN: tuple[str | None, Callable[[], nn.Module | None], Model | None] = None, lambda: None, None
 
 
 def extended_name(p: Tensor) -> str | None:
     """Path of a parameter in the model that was extended, ``None`` for other tensors."""
-    return _extended[p][0] if p in _extended else None
+    return (_extended.get(p) or _UNKNOWN)[0]
 
 
 def extended_model(p: Tensor) -> Model | None:
     """The extended model to which a parameter belongs, ``None`` for other tensors."""
-    return _extended[p][2] if p in _extended else None
+    return (_extended.get(p) or _UNKNOWN)[2]
 
 
 def extended_parameters(models: Collection[Model | None]) -> list[Tensor]:
@@ -49,5 +52,5 @@ def extended_parameters(models: Collection[Model | None]) -> list[Tensor]:
 
 def extended_owner(p: Tensor) -> nn.Module:
     """The extended module that owns a parameter, called or not; an empty one if there is none any more."""
-    owner = _extended[p][1]() if p in _extended else None
+    owner = (_extended.get(p) or _UNKNOWN)[1]()
     return nn.Module() if owner is None else owner

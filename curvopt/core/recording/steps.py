@@ -6,6 +6,8 @@ tensor([0, 0, 0, 1, 1, 1])
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,26 +26,25 @@ class Packed(NamedTuple):
         places: of the rows there.
         there: which rows of those are some of the sequences.
         lengths: of the sequences, ``[N]``, on the CPU.
+        longest: number of steps T of the longest sequence.
     """
 
     places: Tensor
     there: Tensor
     lengths: Tensor
+    longest: int
 
-    @property
-    def longest(self) -> int:
-        """Number of steps T of the longest sequence."""
-        return len(self.there) // len(self.lengths)
 
-    @staticmethod
-    def of(samples: Tensor, N: int) -> Packed:
-        """From the sample of each row, whose steps come in their order."""
-        lengths, order = samples.bincount(minlength=N), samples.argsort(stable=True)
-        begins = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-        places, longest = samples.clone(), int(lengths.max())
-        places[order] = samples[order] * longest + torch.arange(len(samples), device=samples.device) - begins
-        there = torch.zeros(N * longest, dtype=torch.bool, device=samples.device).index_fill_(0, places, True)
-        return Packed(places, there, lengths.cpu())
+@lru_cache(maxsize=16)  # most calls of a backward have rows of the same samples
+def packed(samples: tuple[int, ...], N: int, device: torch.device) -> Packed:
+    """The places of rows, from the sample of each, whose steps come in their order."""
+    longest, lengths, places = max(Counter(samples).values(), default=0), [0] * N, list[int]()
+    for n in samples:
+        places.append(n * longest + lengths[n])
+        lengths[n] += 1
+    at = torch.tensor(places, dtype=torch.long, device=device)
+    there = torch.zeros(N * longest, dtype=torch.bool, device=device).index_fill_(0, at, True)
+    return Packed(at, there, torch.tensor(lengths, device="cpu"), longest)
 
 
 #: How steps come before samples: along an axis of their own, or in rows, all samples of a step after each other, where
@@ -54,8 +55,9 @@ Steps = Literal["axis", "rows"] | Packed
 def samples_first(N: int, steps: Steps, x: Tensor, axis: int = 0) -> Tensor:
     """``[T, N, ...]`` as ``[N, T, ...]``, or ``[T N, ...]`` as ``[N T, ...]``; these begin at an axis."""
     if isinstance(steps, Packed):
-        padded = x.new_zeros(*x.shape[:axis], len(steps.there), *x.shape[axis + 1 :])
-        return padded.index_copy(axis, steps.places, x)
+        shape = list(x.shape)
+        shape[axis] = N * steps.longest
+        return x.new_zeros(shape).index_copy_(axis, steps.places, x)
     if steps == "axis":
         return x.transpose(axis, axis + 1)
     return x.unflatten(axis, (-1, N)).transpose(axis, axis + 1).flatten(axis, axis + 1)
