@@ -10,7 +10,6 @@ from curvopt.core.jacobians.sums import widened
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.solvers import Eigenbasis, basis_changes, squared, transposed
-from curvopt.optim.stacks import Stack
 from curvopt.optim.step_size import cosine, moments
 
 
@@ -123,28 +122,26 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
 
     def _precondition(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """The gradients in the eigenbasis."""
-        self._rotated = []
-        for stack in self._stacks_of(list(grads)):
-            flat = widened(stack.join([grads[param] for param in stack.params]))
-            self._rotated.append((stack, _rotated(stack, flat, transposed=True)))
-        return {param: value for stack, flat in self._rotated for param, value in stack.split(flat, grads)}
+        stacks = self._stacks_of(list(grads))
+        self._rotated = [(stack, stack.product(widened(stack.join(grads)), transposed=True)) for stack in stacks]
+        return {param: value for stack, flat in self._rotated for param, value in stack.split(flat)}
 
     def _take_torch_step(self, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
         """The step of AdamW from zero in the eigenbasis, taken from where the parameters are."""
         params, sums = list(grads), torch.zeros(3, device=self._device())
         if params:
-            before = [param.clone() for param in params]
+            stacks = [stack for stack, _ in self._rotated]
+            after = [stack.join() for stack in stacks]
             try:
                 torch._foreach_zero_(params)  # pyright: ignore[reportPrivateImportUsage]
                 super()._take_torch_step(grads, update)
-                steps = [widened(stack.join(stack.params)) for stack, _ in self._rotated]
+                steps = [widened(stack.join()) for stack in stacks]
+                for stack, flat, step in zip(stacks, after, steps, strict=True):
+                    flat += stack.product(step).to(flat.dtype)
             finally:
-                torch._foreach_copy_(params, before)  # pyright: ignore[reportPrivateImportUsage]
+                values = dict(pair for stack, flat in zip(stacks, after, strict=True) for pair in stack.split(flat))
+                torch._foreach_copy_(params, [values[param] for param in params])  # pyright: ignore[reportPrivateImportUsage]
             sums = moments([(step, grad) for step, (_, grad) in zip(steps, self._rotated, strict=True)])
-            moved = {}
-            for step, (stack, _) in zip(steps, self._rotated, strict=True):
-                moved.update(stack.split(_rotated(stack, step), update))
-            torch._foreach_add_(params, [moved[param] for param in params])  # pyright: ignore[reportPrivateImportUsage]
             self._rotated = []
         ug, uu, gg = self._over_ranks(sums)
         self._metrics |= {
@@ -152,9 +149,3 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
             "grad_norm": gg.sqrt() / self._progress["step_weight"].to(gg),
             "cosine": cosine(-ug, uu, gg),
         }
-
-
-def _rotated(stack: Stack, flat: Tensor, transposed: bool = False) -> Tensor:
-    """Entries of parameters in other coordinates; those of parameters without a basis of matrices as they are."""
-    diagonal = all(basis.ndim < 2 for basis in stack.factors)
-    return flat if diagonal else stack.product(flat.to(stack.factors[0].dtype), transposed)

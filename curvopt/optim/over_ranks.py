@@ -1,6 +1,6 @@
 """The ranks that train a model together, as an optimizer sees them: parameters, owners of shards, sums over ranks."""
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Set, Sized
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -77,6 +77,10 @@ class OverRanks(Configured):
         if not self._step_of_owner or self._shards is None:
             return numbers
         return self._shards.ranks.total(numbers, largest)
+
+    def _on_any_rank(self, items: Sized) -> bool:
+        """Whether any of the ranks, of which each owns some parameters, has an item."""
+        return bool(self._over_ranks(torch.tensor(len(items))) > 0) if self._step_of_owner else len(items) > 0
 
     def _sharding(self) -> Sharding | None:
         """Owners and transfers, where ``fully_shard`` divides the parameters among ranks."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from curvopt.distributed import is_sharded, refuse_sharded
 from curvopt.errors import CurvoptError
@@ -117,9 +118,12 @@ def check_precision(
     Raises:
         CurvoptError: if there is one.
     """
-    for param in params:
-        kept = states[param].get("factors") if param in states else None
-        if kept and kept[0].dtype != (now := torch.promote_types(param.dtype, torch.float32)):
+    for param, state in states.items():  # not by parameter: hashes of tensors are slow
+        kept = state.get("factors")
+        if not kept or kept[0].dtype == param.dtype:
+            continue
+        now = torch.promote_types(param.dtype, torch.float32)
+        if kept[0].dtype != now and any(param is own for own in params):
             raise CurvoptError(
                 f"{named()[param]}: {who} keeps its curvature in {kept[0].dtype}, but the parameter is now of {now}; "
                 "after a change of the model's precision call optimizer.load_state_dict(optimizer.state_dict()). "
@@ -160,7 +164,7 @@ def accepted_curvature(
     if new:  # else its weight is no number of the device
         weight = weight.to(tensors[0].device)
         tensors.append(torch.where(weight > 0, weight, torch.nan))
-    finite = all_finite(tensors) if tensors else []
+    finite = [True] * len(tensors) if not new and _are_finite(tensors) else all_finite(tensors)
 
     bad = [named()[param] for param, ok in zip(params, finite, strict=False) if not ok]
     rejected = {
@@ -200,8 +204,18 @@ def has_curvature(states: Mapping[Tensor, dict[str, Any]]) -> bool:
     return any("factors" in state for state in states.values())
 
 
+def _are_finite(tensors: list[Tensor]) -> bool:
+    """Whether all entries of tensors are finite, by one sum on the CPU; false if that cannot be said."""
+    if not all(tensor.device.type == "cpu" for tensor in tensors):
+        return False
+    flat = _flatten_dense_tensors(tensors)
+    return bool(flat.dot(flat).isfinite())
+
+
 def all_finite(tensors: list[Tensor]) -> list[bool]:
     """Whether all entries of a tensor are finite, for each; one transfer for all."""
+    if not tensors:
+        return []
     device = tensors[0].device
     norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
     finite = torch.stack([norm.to(device) for norm in norms]).isfinite().tolist()
