@@ -23,7 +23,15 @@ from curvopt.optim.options import DAMPINGS
 from curvopt.optim.reports import coverage, listed
 from curvopt.optim.resumable import Resumable
 from curvopt.optim.stacks import Stack, Stacks
-from curvopt.optim.step_checks import Overflow, accepted_curvature, check_adaptive, check_schedules
+from curvopt.optim.step_checks import (
+    Overflow,
+    accepted_curvature,
+    are_finite,
+    check_adaptive,
+    check_dense,
+    check_schedules,
+    has_curvature,
+)
 from curvopt.optim.step_size import (
     ADAPT_EVERY,
     by_device,
@@ -71,6 +79,14 @@ class CurvatureOptimizer(Resumable):
         super()._start_collecting()
         self._stacks: dict[int, Stacks] = {}
 
+    def _joined(self, grads: dict[Tensor, Tensor]) -> list[tuple[int, Stack, Tensor]]:
+        """Param groups, stacks of their parameters, and gradients of these ``[P]``."""
+        everyone, found = len(grads) == len(self._params()), []
+        for i, group in enumerate(self.param_groups):
+            params = group["params"] if everyone else [param for param in group["params"] if param in grads]
+            found += [(i, stack, widened(stack.join(grads))) for stack in self._stacks_of(params, i)]
+        return found
+
     def _stacks_of(self, params: Sequence[Tensor], group: int = 0) -> list[Stack]:
         """Parameters of a group whose curvature has one form, together."""
         return self._stacks.setdefault(group, Stacks(self._stacked)).of(params, self.state)
@@ -115,7 +131,8 @@ class CurvatureOptimizer(Resumable):
             check_adaptive(type(self).__name__, closure)
         loss, objective = (None, None) if closure is None else self._evaluate(closure)
         collected, self._accumulation.since_last_step = self._accumulation.since_last_step, Collected()
-        ranks, sharding = self._ranks(), self._sharding()
+        ranks = self._ranks()
+        sharding = None if ranks is None else self._sharding()
         grads = {p: p.grad for p in self._params() if p.grad is not None}
         if ranks is not None and (self._due(grads.keys()) or not self._ranks_agree):
             run = {name: self._progress[name] for name in ("step", "steps", "due", "next_inverse", "empirical")}
@@ -149,11 +166,16 @@ class CurvatureOptimizer(Resumable):
 
     def _advance(self, grads: dict[Tensor, Tensor], collected: Collected) -> bool:
         """Refresh the curvature and step, unless the loss weighs nothing and there is none so far."""
-        accepted = accepted_curvature(type(self).__name__, self._names, self.state, grads, collected, self._over_ranks)
+        who = type(self).__name__
+        check_dense(who, grads, self._names)
+        joined = self._joined(grads) if has_curvature(self.state) else []
+        finite = not collected.curvature and are_finite([flat for _, _, flat in joined])
+        accepted = accepted_curvature(who, self._names, self.state, grads, collected, self._over_ranks, finite)
         if accepted is None:
             return False
-        self._refresh(grads, collected, accepted)
-        update = self._precondition(grads)
+        if self._refresh(grads, collected, accepted) or not joined:
+            joined = self._joined(grads)
+        update = self._precondition(joined)
         decay_weights(self, grads)
         self._take_torch_step(grads, update)
         self._progress["step"] += 1
@@ -175,8 +197,8 @@ class CurvatureOptimizer(Resumable):
         now.closure_weight = now.step_weight - weight.to(now.step_weight) if now is earlier else now.step_weight
         return loss, objective
 
-    def _refresh(self, grads: dict[Tensor, Tensor], collected: Collected, accepted: dict[Tensor, list[Tensor]]) -> None:
-        """Move new factors into the averages, and call ``_renew`` if that is due."""
+    def _refresh(self, grads: dict[Tensor, Tensor], collected: Collected, accepted: dict[Tensor, list[Tensor]]) -> bool:
+        """Move new factors into the averages, and call ``_renew`` if that is due: then true."""
         progress = self._progress
         if self._on_any_rank(accepted):
             if self.kl_clip is not None and clip_is_tight(progress):
@@ -214,10 +236,12 @@ class CurvatureOptimizer(Resumable):
                 f"takes the mean curvature of other parameters for {missing}, which are of no extended module. Where "
                 "modules were added or replaced, call optimizer.attach(model) (or extend(model)) again.",
             )
-        if self._on_any_rank(unknown) or (progress["stale"] and progress["step"] >= progress["next_inverse"]):
+        due = self._on_any_rank(unknown) or (progress["stale"] and progress["step"] >= progress["next_inverse"])
+        if due:
             self._renew()
             progress["next_inverse"] = progress["step"] + clocks.annealed_interval(progress["step"], self.inverse_every)
             progress["stale"] = False
+        return due
 
     def _settle(self, accepted: dict[Tensor, list[Tensor]], collected: Collected) -> dict[Tensor, list[Tensor]]:
         """Choose between factors of several kinds, where there are."""
@@ -257,19 +281,16 @@ class CurvatureOptimizer(Resumable):
             state["factors"] = [factor.clone() for factor in new]
             state["ema_weight"] = number(1.0)
 
-    def _precondition(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """The preconditioned gradients, scaled by the KL clip; records the metrics."""
-        sums = [] if grads else [torch.zeros(5, dtype=torch.float64, device=self._device())]
+    def _precondition(self, joined: list[tuple[int, Stack, Tensor]]) -> dict[Tensor, Tensor]:
+        """The preconditioned gradients, of those that are `_joined`, scaled by the KL clip; records the metrics."""
+        sums = [] if joined else [torch.zeros(5, dtype=torch.float64, device=self._device())]
         dampings = [damping_of(group, self._progress["mean_curvature"]) for group in self.param_groups]
-        everyone, solved = len(grads) == len(self._params()), list[tuple[Stack, Tensor]]()
-        for i, (group, damping) in enumerate(zip(self.param_groups, dampings, strict=True)):
-            params = group["params"] if everyone else [param for param in group["params"] if param in grads]
-            for stack in self._stacks_of(params, i):
-                grad, rate = widened(stack.join(grads)), group["lr"] * group["lr"]
-                update = self._solve(stack, grad, damping)
-                solved.append((stack, update))
-                ug, uu, gg = update.dot(grad), update.dot(update), grad.dot(grad)
-                sums.append(torch.stack([ug, uu, gg, ug * rate, uu * rate]))
+        solved: list[tuple[Stack, Tensor]] = []
+        for i, stack, grad in joined:
+            update, rate = self._solve(stack, grad, dampings[i]), self.param_groups[i]["lr"] ** 2
+            solved.append((stack, update))
+            ug, uu, gg = update.dot(grad), update.dot(update), grad.dot(grad)
+            sums.append(torch.stack([ug, uu, gg, ug * rate, uu * rate]))
         # the sums are divided by the weight of the loss, not the gradients; so are the updates, below
         total = self._over_ranks(torch.stack([each.to(sums[0]) for each in sums]).sum(0))
         weight = self._progress["step_weight"].to(total)

@@ -10,6 +10,7 @@ from curvopt.core.jacobians.sums import widened
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.solvers import Eigenbasis, basis_changes, squared, transposed
+from curvopt.optim.stacks import Stack
 from curvopt.optim.step_size import cosine, moments
 
 
@@ -120,10 +121,9 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         flat = value.reshape(-1).to(matrices[0].dtype)
         return kfac_mat_prod(matrices, sizes)(flat).reshape(value.shape).to(value.dtype)
 
-    def _precondition(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    def _precondition(self, joined: list[tuple[int, Stack, Tensor]]) -> dict[Tensor, Tensor]:
         """The gradients in the eigenbasis."""
-        stacks = self._stacks_of(list(grads))
-        self._rotated = [(stack, stack.product(widened(stack.join(grads)), transposed=True)) for stack in stacks]
+        self._rotated = [(stack, stack.product(flat, transposed=True)) for _, stack, flat in joined]
         return {param: value for stack, flat in self._rotated for param, value in stack.split(flat)}
 
     def _take_torch_step(self, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
 from curvopt.distributed import is_sharded, refuse_sharded
 from curvopt.errors import CurvoptError
@@ -138,6 +137,7 @@ def accepted_curvature(
     grads: Mapping[Tensor, Tensor],
     collected: Collected,
     over_ranks: Callable[[Tensor], Tensor],
+    known_finite: bool,
 ) -> dict[Tensor, list[Tensor]] | None:
     """The mean curvature of the parameters for which it is finite, by parameter; ``None`` if there never was any.
 
@@ -148,12 +148,12 @@ def accepted_curvature(
         grads: gradients by parameter.
         collected: curvature since the last step.
         over_ranks: sums over ranks that have different parameters.
+        known_finite: whether all of these tensors are known to be finite.
 
     Raises:
-        CurvoptError: if a gradient is sparse or not finite, a parameter changed its precision, or no curvature was
+        CurvoptError: if a gradient is not finite, a parameter changed its precision, or no curvature was
             ever computed.
     """
-    check_dense(who, grads, named)
     check_precision(who, states, grads, named)
     params = list(grads)
     # not finite if the loss weighs nothing
@@ -164,7 +164,7 @@ def accepted_curvature(
     if new:  # else its weight is no number of the device
         weight = weight.to(tensors[0].device)
         tensors.append(torch.where(weight > 0, weight, torch.nan))
-    finite = [True] * len(tensors) if not new and _are_finite(tensors) else all_finite(tensors)
+    finite = [True] * len(tensors) if known_finite else all_finite(tensors)
 
     bad = [named()[param] for param, ok in zip(params, finite, strict=False) if not ok]
     rejected = {
@@ -204,12 +204,9 @@ def has_curvature(states: Mapping[Tensor, dict[str, Any]]) -> bool:
     return any("factors" in state for state in states.values())
 
 
-def _are_finite(tensors: list[Tensor]) -> bool:
-    """Whether all entries of tensors are finite, by one sum on the CPU; false if that cannot be said."""
-    if not all(tensor.device.type == "cpu" for tensor in tensors):
-        return False
-    flat = _flatten_dense_tensors(tensors)
-    return bool(flat.dot(flat).isfinite())
+def are_finite(vectors: Sequence[Tensor]) -> bool:
+    """Whether all entries are finite, by one sum for each vector; false if that cannot be said."""
+    return bool(vectors) and all(bool(vector.dot(vector).isfinite()) for vector in vectors)
 
 
 def all_finite(tensors: list[Tensor]) -> list[bool]:
