@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from curvopt.optim.closures import Closure, without_autocast
 from curvopt.optim.options import DAMPINGS
 from curvopt.optim.reports import coverage, listed
 from curvopt.optim.resumable import Resumable
-from curvopt.optim.stacks import Stack, Stacks
+from curvopt.optim.stacks import Stack, Stacks, by_parameter
 from curvopt.optim.step_checks import (
     Overflow,
     accepted_curvature,
@@ -176,6 +177,7 @@ class CurvatureOptimizer(Resumable):
         if self._refresh(grads, collected, accepted) or not joined:
             joined = self._joined(grads)
         update = self._precondition(joined)
+        del joined  # of the size of the gradients
         decay_weights(self, grads)
         self._take_torch_step(grads, update)
         self._progress["step"] += 1
@@ -292,7 +294,7 @@ class CurvatureOptimizer(Resumable):
             ug, uu, gg = update.dot(grad), update.dot(update), grad.dot(grad)
             sums.append(torch.stack([ug, uu, gg, ug * rate, uu * rate]))
         # the sums are divided by the weight of the loss, not the gradients; so are the updates, below
-        total = self._over_ranks(torch.stack([each.to(sums[0]) for each in sums]).sum(0))
+        total = self._over_ranks(reduce(torch.add, [each.to(sums[0]) for each in sums]))
         weight = self._progress["step_weight"].to(total)
         # twice, because the square of the weight may leave the range of float32
         ug, uu, gg, quadratic, length = (total / weight / weight).unbind()
@@ -312,7 +314,7 @@ class CurvatureOptimizer(Resumable):
         scale = clip / weight
         for device, own in by_device([update for _, update in solved]).items():
             torch._foreach_mul_(own, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
-        return {param: value for stack, update in solved for param, value in stack.split(update)}
+        return by_parameter(solved)
 
     def _kl(self, quadratic: Tensor, solved: Sequence[tuple[Stack, Tensor]], weight: Tensor) -> Tensor:
         """The number that the KL clip bounds: the change predicted by the curvature, per variable of a prediction.

@@ -10,7 +10,7 @@ from curvopt.core.jacobians.sums import widened
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.solvers import Eigenbasis, basis_changes, squared, transposed
-from curvopt.optim.stacks import Stack
+from curvopt.optim.stacks import Stack, by_parameter
 from curvopt.optim.step_size import cosine, moments
 
 
@@ -124,7 +124,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     def _precondition(self, joined: list[tuple[int, Stack, Tensor]]) -> dict[Tensor, Tensor]:
         """The gradients in the eigenbasis."""
         self._rotated = [(stack, stack.product(flat, transposed=True)) for _, stack, flat in joined]
-        return {param: value for stack, flat in self._rotated for param, value in stack.split(flat)}
+        return by_parameter(self._rotated)
 
     def _take_torch_step(self, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
         """The step of AdamW from zero in the eigenbasis, taken from where the parameters are."""
@@ -136,11 +136,12 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
                 torch._foreach_zero_(params)  # pyright: ignore[reportPrivateImportUsage]
                 super()._take_torch_step(grads, update)
                 steps = [widened(stack.join()) for stack in stacks]
-                for stack, flat, step in zip(stacks, after, steps, strict=True):
-                    flat += stack.product(step).to(flat.dtype)
+                moved = [stack.product(step) for stack, step in zip(stacks, steps, strict=True)]
+                for flat, own in zip(after, moved, strict=True):
+                    flat += own.to(flat.dtype)
             finally:
-                values = dict(pair for stack, flat in zip(stacks, after, strict=True) for pair in stack.split(flat))
-                torch._foreach_copy_(params, [values[param] for param in params])  # pyright: ignore[reportPrivateImportUsage]
+                for stack, flat in zip(stacks, after, strict=True):
+                    torch._foreach_copy_(stack.params, stack.split(flat))  # pyright: ignore[reportPrivateImportUsage]
             sums = moments([(step, grad) for step, (_, grad) in zip(steps, self._rotated, strict=True)])
             self._rotated = []
         ug, uu, gg = self._over_ranks(sums)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Set, Sized
 from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from curvopt.distributed import Ranks, fsdp_states, is_sharded, ranks_of
@@ -65,6 +66,8 @@ class OverRanks(Configured):
 
     def _ranks(self) -> Ranks | None:
         """The ranks that train together; ``None`` for a process on its own."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
         sharding = self._sharding()
         return ranks_of(self.process_group, self._device()) if sharding is None else sharding.ranks
 

@@ -1,7 +1,7 @@
 """Products of many parameters with their factors at once: parameters of one form are groups of one factor list."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -52,10 +52,17 @@ class Stack:
         chosen = self.params if values is None else [values[param] for param in self.params]
         return _flatten_dense_tensors(chosen) if len(chosen) > 1 else chosen[0].reshape(-1).clone()
 
-    def split(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The parameters and their values, in their shapes and dtypes."""
-        pieces = _unflatten_dense_tensors(flat.to(self.params[0].dtype), self.params)
-        return zip(self.params, pieces, strict=True)
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """The values of the parameters in a vector, in their shapes and dtype."""
+        return _unflatten_dense_tensors(flat.to(self.params[0].dtype), self.params)
+
+
+def by_parameter(vectors: Iterable[tuple[Stack, Tensor]]) -> dict[Tensor, Tensor]:
+    """The values of all parameters of some stacks, by their vectors."""
+    found: dict[Tensor, Tensor] = {}
+    for stack, flat in vectors:
+        found.update(zip(stack.params, stack.split(flat), strict=True))
+    return found
 
 
 class Stacks:

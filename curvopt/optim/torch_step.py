@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,9 +19,6 @@ def decay_weights(optimizer: torch.optim.Optimizer, grads: Mapping[Tensor, Tenso
             torch._foreach_mul_(decayed, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
-_kind = attrgetter("is_cpu", "dtype")
-
-
 @contextmanager
 def _fused(
     optimizer: torch.optim.Optimizer, update: Mapping[Tensor, Tensor], states: Sequence[Mapping[str, Any]]
@@ -33,7 +29,7 @@ def _fused(
     momentum for all parameters of a group or for none.
     """
     begun = {"momentum_buffer" in state for state in states}
-    kinds = {*map(_kind, update), *map(_kind, update.values())}
+    kinds = {(param.is_cpu, param.dtype) for param in update}
     alike = len(kinds) < 2 and all(cpu for cpu, _ in kinds) and all(map(Tensor.is_contiguous, update))
     plain = alike and len(begun) < 2
     groups = optimizer.param_groups if plain else []
