@@ -176,7 +176,7 @@ class CurvatureOptimizer(Resumable):
             return False
         if self._refresh(grads, collected, accepted) or not joined:
             joined = self._joined(grads)
-        update = self._precondition(joined)
+        update = self._precondition(grads, joined)
         del joined  # of the size of the gradients
         decay_weights(self, grads)
         self._take_torch_step(grads, update)
@@ -283,8 +283,10 @@ class CurvatureOptimizer(Resumable):
             state["factors"] = [factor.clone() for factor in new]
             state["ema_weight"] = number(1.0)
 
-    def _precondition(self, joined: list[tuple[int, Stack, Tensor]]) -> dict[Tensor, Tensor]:
-        """The preconditioned gradients, of those that are `_joined`, scaled by the KL clip; records the metrics."""
+    def _precondition(
+        self, grads: dict[Tensor, Tensor], joined: list[tuple[int, Stack, Tensor]]
+    ) -> dict[Tensor, Tensor]:
+        """The preconditioned gradients, from those that are `_joined`, scaled by the KL clip; records the metrics."""
         sums = [] if joined else [torch.zeros(5, dtype=torch.float64, device=self._device())]
         dampings = [damping_of(group, self._progress["mean_curvature"]) for group in self.param_groups]
         solved: list[tuple[Stack, Tensor]] = []
@@ -314,7 +316,7 @@ class CurvatureOptimizer(Resumable):
         scale = clip / weight
         for device, own in by_device([update for _, update in solved]).items():
             torch._foreach_mul_(own, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
-        return by_parameter(solved)
+        return by_parameter(solved, grads)
 
     def _kl(self, quadratic: Tensor, solved: Sequence[tuple[Stack, Tensor]], weight: Tensor) -> Tensor:
         """The number that the KL clip bounds: the change predicted by the curvature, per variable of a prediction.

@@ -121,10 +121,12 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         flat = value.reshape(-1).to(matrices[0].dtype)
         return kfac_mat_prod(matrices, sizes)(flat).reshape(value.shape).to(value.dtype)
 
-    def _precondition(self, joined: list[tuple[int, Stack, Tensor]]) -> dict[Tensor, Tensor]:
+    def _precondition(
+        self, grads: dict[Tensor, Tensor], joined: list[tuple[int, Stack, Tensor]]
+    ) -> dict[Tensor, Tensor]:
         """The gradients in the eigenbasis."""
         self._rotated = [(stack, stack.product(flat, transposed=True)) for _, stack, flat in joined]
-        return by_parameter(self._rotated)
+        return by_parameter(self._rotated, grads)
 
     def _take_torch_step(self, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
         """The step of AdamW from zero in the eigenbasis, taken from where the parameters are."""

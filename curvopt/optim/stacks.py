@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from curvopt.core.jacobians.sums import cast
 from curvopt.kroneckers import kfac_mat_prod, sizes_of
 
 Product = Callable[[Tensor], Tensor]
@@ -53,16 +54,14 @@ class Stack:
         return _flatten_dense_tensors(chosen) if len(chosen) > 1 else chosen[0].reshape(-1).clone()
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """The values of the parameters in a vector, in their shapes and dtype."""
-        return _unflatten_dense_tensors(flat.to(self.params[0].dtype), self.params)
+        """The values of the parameters in a vector, in their shapes."""
+        return _unflatten_dense_tensors(flat, self.params)
 
 
-def by_parameter(vectors: Iterable[tuple[Stack, Tensor]]) -> dict[Tensor, Tensor]:
-    """The values of all parameters of some stacks, by their vectors."""
-    found: dict[Tensor, Tensor] = {}
-    for stack, flat in vectors:
-        found.update(zip(stack.params, stack.split(flat), strict=True))
-    return found
+def by_parameter(vectors: Iterable[tuple[Stack, Tensor]], like: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    """The values of all parameters of some stacks, by their vectors, in the dtypes of tensors that they are like."""
+    pairs = (pair for stack, flat in vectors for pair in zip(stack.params, stack.split(flat), strict=True))
+    return {param: cast(value, like[param].dtype) for param, value in pairs}
 
 
 class Stacks:

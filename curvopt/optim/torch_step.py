@@ -29,8 +29,8 @@ def _fused(
     momentum for all parameters of a group or for none.
     """
     begun = {"momentum_buffer" in state for state in states}
-    kinds = {(param.is_cpu, param.dtype) for param in update}
-    alike = len(kinds) < 2 and all(cpu for cpu, _ in kinds) and all(map(Tensor.is_contiguous, update))
+    kinds = {(p.is_cpu, p.dtype, new.dtype) for p, new in update.items()}
+    alike = all(cpu and own == given for cpu, own, given in kinds) and all(map(Tensor.is_contiguous, update))
     plain = alike and len(begun) < 2
     groups = optimizer.param_groups if plain else []
     chosen = [group for group in groups if group.get("foreach", False) is None and group.get("fused", False) is None]
