@@ -93,6 +93,9 @@ class Curvature:
         ]
 
 
+_ZERO = torch.zeros((), device="cpu")
+
+
 @dataclass
 class Collected:
     """The curvature that some backwards have computed, and the weight of their losses.
@@ -112,10 +115,10 @@ class Collected:
     """
 
     curvature: dict[Tensor, Curvature] = field(default_factory=dict)
-    weight: Tensor = field(default_factory=lambda: torch.zeros(()))
-    step_weight: Tensor = field(default_factory=lambda: torch.zeros(()))
-    residual: Tensor = field(default_factory=lambda: torch.zeros(()))
-    closure_weight: Tensor = field(default_factory=lambda: torch.zeros(()))
+    weight: Tensor = _ZERO
+    step_weight: Tensor = _ZERO
+    residual: Tensor = _ZERO
+    closure_weight: Tensor = _ZERO
     foreign: int = -1
     variables: int = 1
     mixed: set[Tensor] = field(default_factory=set)

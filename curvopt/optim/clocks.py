@@ -44,7 +44,8 @@ def ages(run: Mapping[str, Any], params: Sequence[Tensor]) -> list[int]:
 
 def tick(run: dict[str, Any], params: Sequence[Tensor], moved: Set[Tensor]) -> None:
     """Count a step of some parameters."""
-    run["steps"] = [steps + (param in moved) for param, steps in _clocks(run, params)]
+    everyone = len(moved) == len(params)
+    run["steps"] = [steps + (everyone or param in moved) for param, steps in _clocks(run, params)]
 
 
 def _clocks(run: Mapping[str, Any], params: Sequence[Tensor], *names: str) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -22,8 +23,16 @@ from curvopt.optim.closures import Closure, without_autocast
 from curvopt.optim.options import DAMPINGS
 from curvopt.optim.reports import coverage, listed
 from curvopt.optim.resumable import Resumable
-from curvopt.optim.stacks import Stack, Stacks
-from curvopt.optim.step_checks import Overflow, accepted_curvature, check_adaptive, check_schedules
+from curvopt.optim.stacks import Stack, Stacks, by_parameter
+from curvopt.optim.step_checks import (
+    Overflow,
+    accepted_curvature,
+    are_finite,
+    check_adaptive,
+    check_dense,
+    check_schedules,
+    has_curvature,
+)
 from curvopt.optim.step_size import (
     ADAPT_EVERY,
     by_device,
@@ -31,7 +40,6 @@ from curvopt.optim.step_size import (
     cosine,
     damping_of,
     kl_clip_factor,
-    moments,
     shorten_momentum,
 )
 from curvopt.optim.torch_step import decay_weights, take_torch_step
@@ -71,6 +79,14 @@ class CurvatureOptimizer(Resumable):
     def _start_collecting(self) -> None:
         super()._start_collecting()
         self._stacks: dict[int, Stacks] = {}
+
+    def _joined(self, grads: dict[Tensor, Tensor]) -> list[tuple[int, Stack, Tensor]]:
+        """Param groups, stacks of their parameters, and gradients of these ``[P]``."""
+        everyone, found = len(grads) == len(self._params()), []
+        for i, group in enumerate(self.param_groups):
+            params = group["params"] if everyone else [param for param in group["params"] if param in grads]
+            found += [(i, stack, widened(stack.join(grads))) for stack in self._stacks_of(params, i)]
+        return found
 
     def _stacks_of(self, params: Sequence[Tensor], group: int = 0) -> list[Stack]:
         """Parameters of a group whose curvature has one form, together."""
@@ -117,6 +133,7 @@ class CurvatureOptimizer(Resumable):
         loss, objective = (None, None) if closure is None else self._evaluate(closure)
         collected, self._accumulation.since_last_step = self._accumulation.since_last_step, Collected()
         ranks = self._ranks()
+        sharding = None if ranks is None else self._sharding()
         grads = {p: p.grad for p in self._params() if p.grad is not None}
         if ranks is not None and (self._due(grads.keys()) or not self._ranks_agree):
             run = {name: self._progress[name] for name in ("step", "steps", "due", "next_inverse", "empirical")}
@@ -125,7 +142,7 @@ class CurvatureOptimizer(Resumable):
         if not grads:
             return loss
         check_schedules(type(self).__name__, self.kl_clip, self.param_groups)
-        sharding, owned = self._sharding(), dict[Tensor, Tensor]()
+        owned = dict[Tensor, Tensor]()
         before = [] if objective is None else [own_part(param).clone() for param in grads]
         try:
             if sharding is None:
@@ -150,11 +167,17 @@ class CurvatureOptimizer(Resumable):
 
     def _advance(self, grads: dict[Tensor, Tensor], collected: Collected) -> bool:
         """Refresh the curvature and step, unless the loss weighs nothing and there is none so far."""
-        accepted = accepted_curvature(type(self).__name__, self._names, self.state, grads, collected, self._over_ranks)
+        who = type(self).__name__
+        check_dense(who, grads, self._names)
+        joined = self._joined(grads) if has_curvature(self.state) else []
+        finite = not collected.curvature and are_finite([flat for _, _, flat in joined])
+        accepted = accepted_curvature(who, self._names, self.state, grads, collected, self._over_ranks, finite)
         if accepted is None:
             return False
-        self._refresh(grads, collected, accepted)
-        update = self._precondition(grads)
+        if self._refresh(grads, collected, accepted) or not joined:
+            joined = self._joined(grads)
+        update = self._precondition(grads, joined)
+        del joined  # of the size of the gradients
         decay_weights(self, grads)
         self._take_torch_step(grads, update)
         self._progress["step"] += 1
@@ -176,11 +199,10 @@ class CurvatureOptimizer(Resumable):
         now.closure_weight = now.step_weight - weight.to(now.step_weight) if now is earlier else now.step_weight
         return loss, objective
 
-    def _refresh(self, grads: dict[Tensor, Tensor], collected: Collected, accepted: dict[Tensor, list[Tensor]]) -> None:
-        """Move new factors into the averages, and call ``_renew`` if that is due."""
+    def _refresh(self, grads: dict[Tensor, Tensor], collected: Collected, accepted: dict[Tensor, list[Tensor]]) -> bool:
+        """Move new factors into the averages, and call ``_renew`` if that is due: then true."""
         progress = self._progress
-        counts = self._over_ranks(torch.tensor([len(accepted), 0], dtype=torch.float64))
-        if counts[0] > 0:
+        if self._on_any_rank(accepted):
             if self.kl_clip is not None and clip_is_tight(progress):
                 self._say(
                     "clip",
@@ -204,8 +226,10 @@ class CurvatureOptimizer(Resumable):
                     "optimizer.attach(model), also after loading a state, or run backwards inside of "
                     "optimizer.curvature().",
                 )
-        unknown = [p for p in self._params() if not _is_renewed(self.state[p])]
-        counts = self._over_ranks(torch.tensor([0, len(unknown)], dtype=torch.float64))
+        params, states = self._params(), self.state
+        # by state first: hashes of tensors are slow
+        renewed = len(states) == len(params) and all(map(_is_renewed, states.values()))
+        unknown = [] if renewed else [p for p in params if not _is_renewed(states[p])]
         outside = {p for p in unknown if p in grads and "factors" not in self.state[p] and extended_name(p) is None}
         if outside and not self._step_of_owner:
             missing = listed([name for p, name in self._names().items() if p in outside])
@@ -214,10 +238,12 @@ class CurvatureOptimizer(Resumable):
                 f"takes the mean curvature of other parameters for {missing}, which are of no extended module. Where "
                 "modules were added or replaced, call optimizer.attach(model) (or extend(model)) again.",
             )
-        if counts[1] > 0 or (progress["stale"] and progress["step"] >= progress["next_inverse"]):
+        due = self._on_any_rank(unknown) or (progress["stale"] and progress["step"] >= progress["next_inverse"])
+        if due:
             self._renew()
             progress["next_inverse"] = progress["step"] + clocks.annealed_interval(progress["step"], self.inverse_every)
             progress["stale"] = False
+        return due
 
     def _settle(self, accepted: dict[Tensor, list[Tensor]], collected: Collected) -> dict[Tensor, list[Tensor]]:
         """Choose between factors of several kinds, where there are."""
@@ -257,25 +283,23 @@ class CurvatureOptimizer(Resumable):
             state["factors"] = [factor.clone() for factor in new]
             state["ema_weight"] = number(1.0)
 
-    def _precondition(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """The preconditioned gradients, scaled by the KL clip; records the metrics."""
-        sums = [] if grads else [torch.zeros(5, dtype=torch.float64, device=self._device())]
+    def _precondition(
+        self, grads: dict[Tensor, Tensor], joined: list[tuple[int, Stack, Tensor]]
+    ) -> dict[Tensor, Tensor]:
+        """The preconditioned gradients, from those that are `_joined`, scaled by the KL clip; records the metrics."""
+        sums = [] if joined else [torch.zeros(5, dtype=torch.float64, device=self._device())]
+        dampings = [damping_of(group, self._progress["mean_curvature"]) for group in self.param_groups]
         solved: list[tuple[Stack, Tensor]] = []
-        for i, group in enumerate(self.param_groups):
-            lr, damping, pairs = group["lr"], damping_of(group, self._progress["mean_curvature"]), []
-            for stack in self._stacks_of([param for param in group["params"] if param in grads], i):
-                grad = widened(stack.join([grads[param] for param in stack.params]))
-                update = self._solve(stack, grad, damping)
-                pairs.append((update, grad))
-                solved.append((stack, update))
-            if pairs:
-                total = moments(pairs)
-                sums.append(torch.cat([total, total[:2] * (lr * lr)]))
+        for i, stack, grad in joined:
+            update, rate = self._solve(stack, grad, dampings[i]), self.param_groups[i]["lr"] ** 2
+            solved.append((stack, update))
+            ug, uu, gg = update.dot(grad), update.dot(update), grad.dot(grad)
+            sums.append(torch.stack([ug, uu, gg, ug * rate, uu * rate]))
         # the sums are divided by the weight of the loss, not the gradients; so are the updates, below
-        total = self._over_ranks(torch.stack([each.to(sums[0]) for each in sums]).sum(0))
+        total = self._over_ranks(reduce(torch.add, [each.to(sums[0]) for each in sums]))
         weight = self._progress["step_weight"].to(total)
         # twice, because the square of the weight may leave the range of float32
-        ug, uu, gg, quadratic, length = total / weight / weight
+        ug, uu, gg, quadratic, length = (total / weight / weight).unbind()
         quadratic = self._kl(quadratic, solved, weight)
         clip = kl_clip_factor(quadratic, self.kl_clip)
         shorten_momentum(self.param_groups, self.state, self._progress, self.kl_clip)
@@ -287,12 +311,12 @@ class CurvatureOptimizer(Resumable):
             "step_norm": clip * length.sqrt(),
             "grad_norm": gg.sqrt(),
             "cosine": cosine(ug, uu, gg),
-            "damping": damping_of(self.param_groups[0], self._progress["mean_curvature"]),
+            "damping": dampings[0],
         }
         scale = clip / weight
         for device, own in by_device([update for _, update in solved]).items():
             torch._foreach_mul_(own, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
-        return {param: value for stack, update in solved for param, value in stack.split(update, grads)}
+        return by_parameter(solved, grads)
 
     def _kl(self, quadratic: Tensor, solved: Sequence[tuple[Stack, Tensor]], weight: Tensor) -> Tensor:
         """The number that the KL clip bounds: the change predicted by the curvature, per variable of a prediction.

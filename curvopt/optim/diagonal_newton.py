@@ -134,7 +134,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         length = torch.zeros_like(quadratic)
         rates = {param: group["lr"] for group in self.param_groups for param in group["params"]}
         for stack, update in solved:
-            scales = [self.state[p]["scales"][0].expand(p.numel()) for p in stack.params]
+            scales = {p: self.state[p]["scales"][0].expand(p.numel()) for p in stack.params}
             length += rates[stack.params[0]] * (update * stack.join(scales)).abs().sum().to(quadratic)
         length = self._over_ranks(length)
         bound = (length / weight).square() / self._progress["variables"] ** 0.5

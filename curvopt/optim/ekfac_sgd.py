@@ -146,13 +146,11 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
             state["scales_weight"] = number(float(state["ema_weight"]))
 
     def _solve(self, stack: Stack, grad: Tensor, damping: float | Tensor) -> Tensor:
-        own = [self.state[param]["scales"] for param in stack.params] if stack.factors else []
-        if not own:
-            own = [self._progress["mean_curvature"].to(grad).expand(len(grad))]
-        info = torch.finfo(own[0].dtype)
+        mean, info = self._progress["mean_curvature"].to(grad), torch.finfo(grad.dtype)
+        own = {p: self.state[p]["scales"] if self.state[p]["bases"] else mean.expand(p.numel()) for p in stack.params}
         if isinstance(damping, Tensor) or damping > 0:
-            scales = stack.join(own)
-            scales = (scales + torch.as_tensor(damping).to(scales)).clamp(min=info.tiny)
+            scales = (stack.join(own) + torch.as_tensor(damping).to(grad)).clamp(min=info.tiny)
         else:  # directions without curvature are left out
-            scales = stack.join([each.masked_fill(each <= info.eps * each.max(), torch.inf) for each in own])
-        return stack.product(stack.product(grad.to(scales.dtype), transposed=True) / scales)
+            filled = {p: each.masked_fill(each <= info.eps * each.max(), torch.inf) for p, each in own.items()}
+            scales = stack.join(filled)
+        return stack.product(stack.product(grad, transposed=True) / scales)

@@ -10,7 +10,7 @@ from curvopt.core.jacobians.sums import widened
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.solvers import Eigenbasis, basis_changes, squared, transposed
-from curvopt.optim.stacks import Stack
+from curvopt.optim.stacks import Stack, by_parameter
 from curvopt.optim.step_size import cosine, moments
 
 
@@ -121,30 +121,30 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         flat = value.reshape(-1).to(matrices[0].dtype)
         return kfac_mat_prod(matrices, sizes)(flat).reshape(value.shape).to(value.dtype)
 
-    def _precondition(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    def _precondition(
+        self, grads: dict[Tensor, Tensor], joined: list[tuple[int, Stack, Tensor]]
+    ) -> dict[Tensor, Tensor]:
         """The gradients in the eigenbasis."""
-        self._rotated = []
-        for stack in self._stacks_of(list(grads)):
-            flat = widened(stack.join([grads[param] for param in stack.params]))
-            self._rotated.append((stack, _rotated(stack, flat, transposed=True)))
-        return {param: value for stack, flat in self._rotated for param, value in stack.split(flat, grads)}
+        self._rotated = [(stack, stack.product(flat, transposed=True)) for _, stack, flat in joined]
+        return by_parameter(self._rotated, grads)
 
     def _take_torch_step(self, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
         """The step of AdamW from zero in the eigenbasis, taken from where the parameters are."""
         params, sums = list(grads), torch.zeros(3, device=self._device())
         if params:
-            before = [param.clone() for param in params]
+            stacks = [stack for stack, _ in self._rotated]
+            after = [stack.join() for stack in stacks]
             try:
                 torch._foreach_zero_(params)  # pyright: ignore[reportPrivateImportUsage]
                 super()._take_torch_step(grads, update)
-                steps = [widened(stack.join(stack.params)) for stack, _ in self._rotated]
+                steps = [widened(stack.join()) for stack in stacks]
+                moved = [stack.product(step) for stack, step in zip(stacks, steps, strict=True)]
+                for flat, own in zip(after, moved, strict=True):
+                    flat += own.to(flat.dtype)
             finally:
-                torch._foreach_copy_(params, before)  # pyright: ignore[reportPrivateImportUsage]
+                for stack, flat in zip(stacks, after, strict=True):
+                    torch._foreach_copy_(stack.params, stack.split(flat))  # pyright: ignore[reportPrivateImportUsage]
             sums = moments([(step, grad) for step, (_, grad) in zip(steps, self._rotated, strict=True)])
-            moved = {}
-            for step, (stack, _) in zip(steps, self._rotated, strict=True):
-                moved.update(stack.split(_rotated(stack, step), update))
-            torch._foreach_add_(params, [moved[param] for param in params])  # pyright: ignore[reportPrivateImportUsage]
             self._rotated = []
         ug, uu, gg = self._over_ranks(sums)
         self._metrics |= {
@@ -152,9 +152,3 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
             "grad_norm": gg.sqrt() / self._progress["step_weight"].to(gg),
             "cosine": cosine(-ug, uu, gg),
         }
-
-
-def _rotated(stack: Stack, flat: Tensor, transposed: bool = False) -> Tensor:
-    """Entries of parameters in other coordinates; those of parameters without a basis of matrices as they are."""
-    diagonal = all(basis.ndim < 2 for basis in stack.factors)
-    return flat if diagonal else stack.product(flat.to(stack.factors[0].dtype), transposed)

@@ -1,9 +1,10 @@
 """The ranks that train a model together, as an optimizer sees them: parameters, owners of shards, sums over ranks."""
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Set, Sized
 from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from curvopt.distributed import Ranks, fsdp_states, is_sharded, ranks_of
@@ -65,6 +66,8 @@ class OverRanks(Configured):
 
     def _ranks(self) -> Ranks | None:
         """The ranks that train together; ``None`` for a process on its own."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
         sharding = self._sharding()
         return ranks_of(self.process_group, self._device()) if sharding is None else sharding.ranks
 
@@ -77,6 +80,10 @@ class OverRanks(Configured):
         if not self._step_of_owner or self._shards is None:
             return numbers
         return self._shards.ranks.total(numbers, largest)
+
+    def _on_any_rank(self, items: Sized) -> bool:
+        """Whether any of the ranks, of which each owns some parameters, has an item."""
+        return bool(self._over_ranks(torch.tensor(len(items))) > 0) if self._step_of_owner else len(items) > 0
 
     def _sharding(self) -> Sharding | None:
         """Owners and transfers, where ``fully_shard`` divides the parameters among ranks."""

@@ -69,7 +69,7 @@ class FactoredInverse(CurvatureOptimizer):
                     state["inverses"] = [scale.to(widened(param.new_empty(0)))]
 
     def _solve(self, stack: Stack, grad: Tensor, damping: float | Tensor) -> Tensor:
-        return stack.product(grad.to(stack.factors[0].dtype))
+        return stack.product(grad)
 
 
 def mean_curvature(optimizer: CurvatureOptimizer) -> Tensor:

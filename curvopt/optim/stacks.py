@@ -1,47 +1,67 @@
 """Products of many parameters with their factors at once: parameters of one form are groups of one factor list."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from curvopt.core.jacobians.sums import cast
 from curvopt.kroneckers import kfac_mat_prod, sizes_of
+
+Product = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters whose factor lists have one form, which are groups of one factor list.
+
+    Attributes:
+        chosen: indices of the parameters.
+        numel: number of their entries.
+        products: with the factor list and its transpose, of all entries, one parameter after the other.
+    """
+
+    chosen: list[int]
+    numel: int
+    products: tuple[Product, Product]
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Parameters, and the factor list of all their entries, one parameter after the other.
+    """Parameters of one device and dtype as one vector ``[P]``, in the order of its parts.
 
     Attributes:
         params: the parameters.
-        factors: their factor list, which is empty for the identity.
-        sizes: of its factors.
+        parts: one for each form of factor lists.
     """
 
     params: list[Tensor]
-    factors: list[Tensor]
-    sizes: list[int]
+    parts: list[Part]
 
     def product(self, flat: Tensor, transposed: bool = False) -> Tensor:
-        """Multiply all entries ``[P]`` by the factor list, or by its transpose."""
-        if flat.numel() == 0:  # parameters without entries
-            return flat
-        matrices = [f if f.ndim < 2 or not transposed else f.mT for f in self.factors]
-        return kfac_mat_prod(matrices, self.sizes)(flat)
+        """Multiply all entries by the factor lists, or by their transposes; a copy."""
+        pieces = flat.split([part.numel for part in self.parts])
+        return torch.cat([part.products[transposed](piece) for part, piece in zip(self.parts, pieces, strict=True)])
 
-    def join(self, values: Sequence[Tensor]) -> Tensor:
-        """Values of the parameters in one vector ``[P]``, a copy."""
-        return torch.cat([value.reshape(-1) for value in values])
+    def join(self, values: Mapping[Tensor, Tensor] | None = None) -> Tensor:
+        """Values of the parameters, by default their own, in one vector; a copy."""
+        chosen = self.params if values is None else [values[param] for param in self.params]
+        return _flatten_dense_tensors(chosen) if len(chosen) > 1 else chosen[0].reshape(-1).clone()
 
-    def split(self, flat: Tensor, like: Mapping[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The parameters and their values, in their shapes and in the dtype of tensors that they are like."""
-        pieces = flat.split([param.numel() for param in self.params])
-        for param, piece in zip(self.params, pieces, strict=True):
-            yield param, piece.view(param.shape).to(like[param].dtype)
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """The values of the parameters in a vector, in their shapes."""
+        return _unflatten_dense_tensors(flat, self.params)
+
+
+def by_parameter(vectors: Iterable[tuple[Stack, Tensor]], like: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    """The values of all parameters of some stacks, by their vectors, in the dtypes of tensors that they are like."""
+    pairs = (pair for stack, flat in vectors for pair in zip(stack.params, stack.split(flat), strict=True))
+    return {param: cast(value, like[param].dtype) for param, value in pairs}
 
 
 class Stacks:
@@ -54,36 +74,42 @@ class Stacks:
     def __init__(self, name: str) -> None:
         self.name = name
         self._lists: list[list[Tensor] | None] = []
-        self._stacks: list[tuple[list[int], list[Tensor], list[int]]] = []
+        self._parts: list[list[Part]] = []
 
     def of(self, params: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> list[Stack]:
         """The stacks of parameters by their state."""
         own = [states[param] for param in params]
         lists = [state.get(self.name) for state in own]
         if len(lists) != len(self._lists) or not all(map(is_, lists, self._lists)):
-            self._stacks = [self._stack(chosen, params, own) for chosen in _of_one_form(params, lists)]
+            kinds: dict[Any, list[Part]] = defaultdict(list)
+            for chosen in _of_one_form(params, lists):
+                first = params[chosen[0]]
+                kinds[first.device, first.dtype].append(self._part(chosen, params, own))
+            self._parts = [*kinds.values()]
             self._lists = [state.get(self.name) for state in own]
-        return [Stack([params[i] for i in chosen], factors, sizes) for chosen, factors, sizes in self._stacks]
+        return [Stack([params[i] for part in parts for i in part.chosen], parts) for parts in self._parts]
 
-    def _stack(
-        self, chosen: list[int], params: Sequence[Tensor], states: Sequence[dict[str, Any]]
-    ) -> tuple[list[int], list[Tensor], list[int]]:
+    def _part(self, chosen: list[int], params: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> Part:
         lists: list[list[Tensor]] = [list(states[i].get(self.name) or []) for i in chosen]
-        first = lists[0]
-        if first and first[0].ndim == 0:  # multiples of the identity
+        first, numel = lists[0], sum(params[i].numel() for i in chosen)
+        if not first or not numel:
+            return Part(chosen, numel, (lambda flat: flat, lambda flat: flat))
+        factors, sizes = first, sizes_of(first, params[chosen[0]].shape)
+        if first[0].ndim == 0:  # multiples of the identity
             diagonals = [own[0].expand(params[i].numel()) for i, own in zip(chosen, lists, strict=True)]
-            return chosen, [torch.cat(diagonals)], [sum(map(len, diagonals))]
-        if len(chosen) == 1 or not first:
-            return chosen, first, sizes_of(first, params[chosen[0]].shape) if first else []
-        factors, sizes = [], sizes_of(first, params[chosen[0]].shape)
-        for i, factor in enumerate(first):
-            parts = [own[i] if factor.ndim != 2 else own[i].unsqueeze(0) for own in lists]
-            factors.append(torch.cat(parts))
-            for own, view in zip(lists, factors[-1].split(list(map(len, parts))), strict=True):
-                own[i] = view if factor.ndim != 2 else view[0]
-        for i, own in zip(chosen, lists, strict=True):
-            states[i][self.name] = own
-        return chosen, factors, sizes if factors[0].ndim > 1 else [len(factors[0])]
+            factors, sizes = [torch.cat(diagonals)], [numel]
+        elif len(chosen) > 1:
+            factors = []
+            for i, factor in enumerate(first):
+                parts = [own[i] if factor.ndim != 2 else own[i].unsqueeze(0) for own in lists]
+                factors.append(torch.cat(parts))
+                for own, view in zip(lists, factors[-1].split(list(map(len, parts))), strict=True):
+                    own[i] = view if factor.ndim != 2 else view[0]
+            for i, own in zip(chosen, lists, strict=True):
+                states[i][self.name] = own
+            sizes = sizes if factors[0].ndim > 1 else [numel]
+        transposed = [factor if factor.ndim < 2 else factor.mT for factor in factors]
+        return Part(chosen, numel, (kfac_mat_prod(factors, sizes), kfac_mat_prod(transposed, sizes)))
 
 
 def _of_one_form(params: Sequence[Tensor], lists: Sequence[list[Tensor] | None]) -> list[list[int]]:

@@ -117,9 +117,12 @@ def check_precision(
     Raises:
         CurvoptError: if there is one.
     """
-    for param in params:
-        kept = states[param].get("factors") if param in states else None
-        if kept and kept[0].dtype != (now := torch.promote_types(param.dtype, torch.float32)):
+    for param, state in states.items():  # not by parameter: hashes of tensors are slow
+        kept = state.get("factors")
+        if not kept or kept[0].dtype == param.dtype:
+            continue
+        now = torch.promote_types(param.dtype, torch.float32)
+        if kept[0].dtype != now and any(param is own for own in params):
             raise CurvoptError(
                 f"{named()[param]}: {who} keeps its curvature in {kept[0].dtype}, but the parameter is now of {now}; "
                 "after a change of the model's precision call optimizer.load_state_dict(optimizer.state_dict()). "
@@ -134,6 +137,7 @@ def accepted_curvature(
     grads: Mapping[Tensor, Tensor],
     collected: Collected,
     over_ranks: Callable[[Tensor], Tensor],
+    known_finite: bool,
 ) -> dict[Tensor, list[Tensor]] | None:
     """The mean curvature of the parameters for which it is finite, by parameter; ``None`` if there never was any.
 
@@ -144,12 +148,12 @@ def accepted_curvature(
         grads: gradients by parameter.
         collected: curvature since the last step.
         over_ranks: sums over ranks that have different parameters.
+        known_finite: whether all of these tensors are known to be finite.
 
     Raises:
-        CurvoptError: if a gradient is sparse or not finite, a parameter changed its precision, or no curvature was
+        CurvoptError: if a gradient is not finite, a parameter changed its precision, or no curvature was
             ever computed.
     """
-    check_dense(who, grads, named)
     check_precision(who, states, grads, named)
     params = list(grads)
     # not finite if the loss weighs nothing
@@ -160,7 +164,7 @@ def accepted_curvature(
     if new:  # else its weight is no number of the device
         weight = weight.to(tensors[0].device)
         tensors.append(torch.where(weight > 0, weight, torch.nan))
-    finite = all_finite(tensors) if tensors else []
+    finite = [True] * len(tensors) if known_finite else all_finite(tensors)
 
     bad = [named()[param] for param, ok in zip(params, finite, strict=False) if not ok]
     rejected = {
@@ -200,8 +204,15 @@ def has_curvature(states: Mapping[Tensor, dict[str, Any]]) -> bool:
     return any("factors" in state for state in states.values())
 
 
+def are_finite(vectors: Sequence[Tensor]) -> bool:
+    """Whether all entries are finite, by one sum for each vector; false if that cannot be said."""
+    return bool(vectors) and all(bool(vector.dot(vector).isfinite()) for vector in vectors)
+
+
 def all_finite(tensors: list[Tensor]) -> list[bool]:
     """Whether all entries of a tensor are finite, for each; one transfer for all."""
+    if not tensors:
+        return []
     device = tensors[0].device
     norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
     finite = torch.stack([norm.to(device) for norm in norms]).isfinite().tolist()

@@ -1,6 +1,6 @@
 """The step of the torch optimizer on other gradients than those of the user."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,21 +13,24 @@ from curvopt.optim.checkpoint import without_curvature
 def decay_weights(optimizer: torch.optim.Optimizer, grads: Mapping[Tensor, Tensor]) -> None:
     """Decoupled weight decay of the parameters that take a step."""
     for group in optimizer.param_groups:
-        decayed = [param for param in group["params"] if param in grads]
-        if group.get("weight_decay", 0) != 0 and decayed:
-            factor = 1 - group["lr"] * group["weight_decay"]
+        decay = group.get("weight_decay", 0)
+        if decay != 0 and (decayed := [param for param in group["params"] if param in grads]):
+            factor = 1 - group["lr"] * decay
             torch._foreach_mul_(decayed, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @contextmanager
-def _fused(optimizer: torch.optim.Optimizer, update: Mapping[Tensor, Tensor]) -> Iterator[None]:
+def _fused(
+    optimizer: torch.optim.Optimizer, update: Mapping[Tensor, Tensor], states: Sequence[Mapping[str, Any]]
+) -> Iterator[None]:
     """Inside, SGD and AdamW take one call for all parameters on the CPU, unless ``foreach`` is set: that is faster.
 
     It goes through memory, so parameters, gradients and moments need one dtype and equal strides; and it begins
     momentum for all parameters of a group or for none.
     """
-    begun = {"momentum_buffer" in optimizer.state[param] for param in update}
-    alike = all(p.device.type == "cpu" and p.is_contiguous() and p.dtype == new.dtype for p, new in update.items())
+    begun = {"momentum_buffer" in state for state in states}
+    kinds = {(p.is_cpu, p.dtype, new.dtype) for p, new in update.items()}
+    alike = all(cpu and own == given for cpu, own, given in kinds) and all(map(Tensor.is_contiguous, update))
     plain = alike and len(begun) < 2
     groups = optimizer.param_groups if plain else []
     chosen = [group for group in groups if group.get("foreach", False) is None and group.get("fused", False) is None]
@@ -63,7 +66,8 @@ def take_torch_step(
                 group["weight_decay"] = 0
         for param, value in update.items():
             param.grad = value
-        with without_curvature(optimizer.state[param] for param in update), _fused(optimizer, update):
+        states = [optimizer.state[param] for param in update]
+        with without_curvature(states), _fused(optimizer, update, states):
             step(optimizer)
     finally:
         for param, grad in restored.items():
