@@ -26,7 +26,7 @@ def without_autocast(step: Step) -> Step:
 
     @wraps(step)
     def call(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if torch.compiler.is_dynamo_compiling() or not torch._C._is_any_autocast_enabled():
+        if torch.compiler.is_dynamo_compiling():
             return step(self, closure)
         kinds = {p.device.type for group in self.param_groups for p in group["params"]}
         dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}

@@ -1,7 +1,7 @@
 """The step that all curvature optimizers share: refresh the curvature, precondition, clip, step, adapt the damping."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import reduce
 from typing import Any
@@ -53,6 +53,13 @@ def _is_renewed(state: dict[str, Any]) -> bool:
     return bool(made) and made[0].ndim > 0
 
 
+def _not_renewed(params: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> list[Tensor]:
+    """The parameters whose factors no solver has used so far."""
+    if len(states) == len(params) and all(map(_is_renewed, states.values())):  # hashes of tensors are slow
+        return []
+    return [param for param in params if not _is_renewed(states[param])]
+
+
 class CurvatureOptimizer(Resumable):
     """Preconditions gradients by damped curvature, then takes the step of the torch optimizer it is mixed into.
 
@@ -79,14 +86,6 @@ class CurvatureOptimizer(Resumable):
     def _start_collecting(self) -> None:
         super()._start_collecting()
         self._stacks: dict[int, Stacks] = {}
-
-    def _joined(self, grads: dict[Tensor, Tensor]) -> list[tuple[int, Stack, Tensor]]:
-        """Param groups, stacks of their parameters, and gradients of these ``[P]``."""
-        everyone, found = len(grads) == len(self._params()), []
-        for i, group in enumerate(self.param_groups):
-            params = group["params"] if everyone else [param for param in group["params"] if param in grads]
-            found += [(i, stack, widened(stack.join(grads))) for stack in self._stacks_of(params, i)]
-        return found
 
     def _stacks_of(self, params: Sequence[Tensor], group: int = 0) -> list[Stack]:
         """Parameters of a group whose curvature has one form, together."""
@@ -169,13 +168,13 @@ class CurvatureOptimizer(Resumable):
         """Refresh the curvature and step, unless the loss weighs nothing and there is none so far."""
         who = type(self).__name__
         check_dense(who, grads, self._names)
-        joined = self._joined(grads) if has_curvature(self.state) else []
+        joined = _joined(self, grads) if has_curvature(self.state) else []
         finite = not collected.curvature and are_finite([flat for _, _, flat in joined])
         accepted = accepted_curvature(who, self._names, self.state, grads, collected, self._over_ranks, finite)
         if accepted is None:
             return False
         if self._refresh(grads, collected, accepted) or not joined:
-            joined = self._joined(grads)
+            joined = _joined(self, grads)
         update = self._precondition(grads, joined)
         del joined  # of the size of the gradients
         decay_weights(self, grads)
@@ -226,10 +225,7 @@ class CurvatureOptimizer(Resumable):
                     "optimizer.attach(model), also after loading a state, or run backwards inside of "
                     "optimizer.curvature().",
                 )
-        params, states = self._params(), self.state
-        # by state first: hashes of tensors are slow
-        renewed = len(states) == len(params) and all(map(_is_renewed, states.values()))
-        unknown = [] if renewed else [p for p in params if not _is_renewed(states[p])]
+        unknown = _not_renewed(self._params(), self.state)
         outside = {p for p in unknown if p in grads and "factors" not in self.state[p] and extended_name(p) is None}
         if outside and not self._step_of_owner:
             missing = listed([name for p, name in self._names().items() if p in outside])
@@ -364,3 +360,12 @@ class CurvatureOptimizer(Resumable):
         """
         empirical = self._progress["empirical"] and not self._wants_empirical()
         return self._metrics | ({"empirical": 1.0} if empirical else {})
+
+
+def _joined(optimizer: CurvatureOptimizer, grads: dict[Tensor, Tensor]) -> list[tuple[int, Stack, Tensor]]:
+    """Indices of param groups, stacks of their parameters, and gradients of these ``[P]``."""
+    everyone, found = len(grads) == len(optimizer._params()), []
+    for i, group in enumerate(optimizer.param_groups):
+        params = group["params"] if everyone else [param for param in group["params"] if param in grads]
+        found += [(i, stack, widened(stack.join(grads))) for stack in optimizer._stacks_of(params, i)]
+    return found

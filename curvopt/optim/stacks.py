@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from curvopt.core.jacobians.sums import cast
 from curvopt.kroneckers import kfac_mat_prod, sizes_of
@@ -51,11 +50,12 @@ class Stack:
     def join(self, values: Mapping[Tensor, Tensor] | None = None) -> Tensor:
         """Values of the parameters, by default their own, in one vector; a copy."""
         chosen = self.params if values is None else [values[param] for param in self.params]
-        return _flatten_dense_tensors(chosen) if len(chosen) > 1 else chosen[0].reshape(-1).clone()
+        return torch.cat([value.reshape(-1) for value in chosen])
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """The values of the parameters in a vector, in their shapes."""
-        return _unflatten_dense_tensors(flat, self.params)
+        pieces = flat.split([param.numel() for param in self.params])
+        return [piece.view(param.shape) for param, piece in zip(self.params, pieces, strict=True)]
 
 
 def by_parameter(vectors: Iterable[tuple[Stack, Tensor]], like: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:

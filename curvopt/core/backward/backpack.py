@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
@@ -27,7 +26,7 @@ from curvopt.core.autograd_graph.nodes import leaf_of
 from curvopt.core.autograd_graph.vjp import listeners
 from curvopt.core.backward.backward_pass import Backward, BackwardPass
 from curvopt.core.backward.columns import Gradient, Hessian
-from curvopt.core.backward.located_graph import LocatedGraph, read_and_locate
+from curvopt.core.backward.located_graph import read_and_locate
 from curvopt.core.backward.request_checks import (
     check_derivatives,
     check_request,
@@ -175,7 +174,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             if self.skips_empty and isinstance(error, EmptyBatch):
                 return None
             raise naming_fields(self.extensions, error) from error
-        if not located.calls and not (how.accumulates and _may_reach_parameters(located)):
+        if not located.calls and not (how.accumulates and located.may_reach_parameters):
             return None
         if how.batched:
             raise CurvoptError(
@@ -380,12 +379,6 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
         for context in reversed(contexts):
             run = functools.partial(context._run, run, how)
         return run()
-
-
-def _may_reach_parameters(located: LocatedGraph) -> bool:
-    """Whether parameters are among the leaves, or functions that are written in Python, which may hide some."""
-    custom = any(isinstance(node, BackwardCFunction) for node in located.graph.nodes)
-    return custom or any(isinstance(leaf, nn.Parameter) for leaf in located.graph.leaves.values())
 
 
 def _is_parameter(x: Tensor | GradientEdge) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Operand, operands_among, read_graph
@@ -56,6 +57,12 @@ class LocatedGraph:
     def N(self) -> int:
         """The number of samples, of all models together."""
         return sum({location.N for location in self.locations.values()})
+
+    @property
+    def may_reach_parameters(self) -> bool:
+        """Whether parameters are among the leaves, or functions that are written in Python, which may hide some."""
+        custom = any(isinstance(node, BackwardCFunction) for node in self.graph.nodes)
+        return custom or any(isinstance(leaf, nn.Parameter) for leaf in self.graph.leaves.values())
 
     def name(self, p: Tensor) -> str:
         """Path of a parameter in the extended model."""
