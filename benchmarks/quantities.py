@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ class Settings(Choice):
     """Measure the peak memory, too, in a fresh process each."""
     check: bool = True
     """Compare the numbers with the definitions first."""
+    company: bool = False
+    """Compute other quantities before each measurement and delete their fields, which leaves the allocator gaps."""
     out: Path = RESULTS
     """Folder for the results; what is there of other quantities and packages stays."""
     figure: Path = Path("docs") / "_static" / "quantities.png"
@@ -67,6 +70,18 @@ def prepared(problem: str, package: str, quantity: str, device: str, checker: Ch
     return found, result | {"gradient": found.gradient}
 
 
+def others(problem: str, device: str) -> Callable[[], None]:
+    """Computes three quantities, as a training that uses several, and deletes their fields."""
+    task = PROBLEMS[problem].make(device)
+    runs = [method("curvopt", task, quantity).run for quantity in ("BatchL2Grad", "KFAC", "DiagGGNMC")]
+
+    def compute() -> None:
+        for run in runs:
+            run()
+
+    return compute
+
+
 def measure(settings: Settings, problem: str, quantity: str, checker: Checker | None, bar: Any) -> dict[str, Result]:
     """A row of the table: results by package."""
     row: dict[str, Result] = {}
@@ -82,7 +97,8 @@ def measure(settings: Settings, problem: str, quantity: str, checker: Checker | 
     unit = PROBLEMS[problem].make(settings.device).gradient
     rounds = IDLE_ROUNDS * settings.rounds if quantity == "Idle" else settings.rounds
     tick = functools.partial(bar.set_postfix_str, f"{problem} {quantity}", refresh=False)
-    measured = ratios(unit, calls, rounds, settings.budget, settings.limit, settings.device, tick)
+    between = others(problem, settings.device) if settings.company else lambda: None
+    measured = ratios(unit, calls, rounds, settings.budget, settings.limit, settings.device, tick, between)
     for package, numbers in measured.items():
         row[package] |= numbers
         if settings.memory and "fails" not in numbers:

@@ -71,6 +71,7 @@ def ratios(
     limit: float = 1e6,
     device: str = "cpu",
     tick: Callable[[], Any] = lambda: None,
+    between: Callable[[], Any] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
     """Median time of every call as a multiple of the unit measured just before it.
 
@@ -83,6 +84,7 @@ def ratios(
         limit: seconds of CPU time that one call may take.
         device: where the calls compute.
         tick: called after every measurement.
+        between: called before every measurement.
 
     Returns:
         For every call ``cpu`` and ``wall`` (medians of ratios), ``spread`` (half the distance of the quartiles of the
@@ -97,6 +99,7 @@ def ratios(
     failed: dict[str, dict[str, Any]] = {}
 
     def sample(name: str) -> None:
+        between()
         gc.collect()
         unit()  # takes the memory that the call before has given back
         unit_cpu, unit_wall = seconds(unit, unit_repeat, device)
