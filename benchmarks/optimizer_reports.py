@@ -104,17 +104,14 @@ def markdown(result: Result) -> str:
     return "\n".join(lines)
 
 
-def overview(results: list[Result]) -> str:
-    """Losses at the cost of a whole run of tuned AdamW: tuned optimizers, and those that the figure shows untuned."""
+def overview(results: list[Result], tuned: bool) -> str:
+    """Losses at the cost of a whole run of tuned AdamW, with tuned rates or with defaults."""
     names = [name for name in DRAWN if all(name in result["methods"] for result in results)]
-    lines = [
-        " | ".join(["| task", *names, *(f"{name}, defaults" for name in names)]) + " |",
-        "|---" * (2 * len(names) + 1) + "|",
-    ]
+    lines = [" | ".join(["| task", *names]) + " |", "|---" * (len(names) + 1) + "|"]
     for result in results:
-        rows = summary(result)
-        losses = [rows[name]["at equal cost"] for name in names]
-        losses += [at_cost(result["methods"][name]["defaults"], result["budget"]) for name in names]
+        rows, budget = summary(result), result["budget"]
+        defaults = {name: at_cost(found["defaults"], budget) for name, found in result["methods"].items()}
+        losses = [rows[name]["at equal cost"] if tuned else defaults[name] for name in names]
         lines.append(" | ".join([f"| {result['task']}", *(_show(loss, ".3g") for loss in losses)]) + " |")
     return "\n".join(lines)
 

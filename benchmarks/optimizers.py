@@ -272,7 +272,8 @@ def main(arguments: list[str] | None = None) -> None:
             save(settings.out / f"optimizers-{name}.json", results[-1])
     for result in results:
         print(f"\n{markdown(result)}")
-    print(f"\nat the cost of AdamW's run\n\n{overview(results)}")
+    for tuned in (True, False):
+        print(f"\nat the cost of tuned AdamW, {'tuned' if tuned else 'with defaults'}\n\n{overview(results, tuned)}")
     draw(results, settings.out / "optimizers.png")
     print(f"\nresults: {settings.out}/optimizers-*.json, {settings.out / 'optimizers.png'}")
 
