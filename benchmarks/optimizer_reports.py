@@ -125,7 +125,7 @@ def draw(results: list[Result], path: Path) -> None:
 
     columns = min(len(results), 2)  # readable on a phone
     lines = -(-len(results) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(4.0 * columns, 3.0 * lines), squeeze=False)
+    figure, axes = plt.subplots(lines, columns, figsize=(3.0 * columns, 2.4 * lines), squeeze=False)
     for axis in axes.flat[len(results) :]:
         axis.axis("off")
     for axis, result in zip(axes.flat, results, strict=False):
@@ -137,18 +137,20 @@ def draw(results: list[Result], path: Path) -> None:
                 axis.plot(*zip(*points, strict=True), color=colour, linewidth=1.6)
                 ends += [(name, *point) for point in points[-1:]]
         axis.axhline(result["target"], color="0.8", linewidth=0.8, zorder=0)
-        axis.set_yscale("log")
+        losses = [line.get_ydata() for line in axis.lines[:-1]]
+        axis.set_yscale("log" if max(map(max, losses)) > 8 * min(map(min, losses)) else "linear")
         axis.set_xlim(0, 2 * result["budget"])
-        axis.set_title(result["task"], fontsize=10)
+        axis.set_title(result["task"], fontsize=9)
+        axis.tick_params(which="both", labelsize=7)
+        axis.yaxis.set_minor_formatter("")
+        axis.yaxis.set_major_formatter("{x:.3g}")
         axis.spines[["top", "right"]].set_visible(False)
         to_axis = axis.transData + axis.transAxes.inverted()
         places = [(name, *to_axis.transform((x, y))) for name, x, y in ends]
         for name, x, y in apart(places):
             axis.text(x, y, f" {name}", color=DRAWN[name], fontsize=8, va="center", transform=axis.transAxes)
-    first, target = axes.flat[0], results[0]["target"]
-    first.text(0, target, " tuned AdamW", fontsize=7, color="0.4", va="top")
-    figure.supxlabel("cost, in plain gradients", fontsize=10)
-    figure.supylabel("training loss", fontsize=10)
+    figure.supxlabel("cost, in plain gradients (grey line: where tuned AdamW ends)", fontsize=9)
+    figure.supylabel("training loss", fontsize=9)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
