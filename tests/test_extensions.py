@@ -183,6 +183,20 @@ def test_large_parameters_without_kronecker_structure_get_the_diagonal():
         compare(problem.model.get_parameter(name).kflr, [ref.diag_ggn_exact(name)], name)
 
 
+def test_roots_have_the_columns_of_the_losses_that_reach_them() -> None:
+    """Not those of other losses, whose entries nobody would fill."""
+    model, x = extend(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 5)]).double()), torch.randn(4, 2).double()
+    torch.use_deterministic_algorithms(True)  # fills memory that is not initialized with nan
+    try:
+        with backpack(SqrtGGNExact(), DiagGGNExact()):
+            (model[0](x).square().mean() + nn.functional.mse_loss(model[1](x), torch.zeros(4, 5).double())).backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for p, columns in zip(model.parameters(), (2, 2, 5, 5), strict=True):
+        assert p.sqrt_ggn_exact.shape == (columns, 4, *p.shape)
+        torch.testing.assert_close(p.sqrt_ggn_exact.square().sum((0, 1)), p.diag_ggn_exact)
+
+
 @by_case
 def test_root_multiplies_to_the_block(case: Case):
     problem, ref = extended(case), reference(case)

@@ -115,6 +115,8 @@ class _Root(Extension):
         return total
 
     def finish(self, total: _Chunks) -> Tensor:
+        if total.missing:  # of losses that do not reach the parameter
+            total.values[-1] = total.values[-1][: -total.missing].clone()
         return total.values[0] if len(total.values) == 1 else torch.cat(total.values)
 
 
