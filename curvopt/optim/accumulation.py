@@ -93,7 +93,7 @@ class Curvature:
         ]
 
 
-_ZERO = torch.zeros((), device="cpu")
+_ZERO = torch.zeros((), device="cpu")  # never changed in place
 
 
 @dataclass
