@@ -38,7 +38,7 @@ def ema_update(average: list[Tensor], weight: float, new: Sequence[Tensor], deca
 
     Args:
         average: the tensors that are averaged. A value of age a (in steps) has the weight ``ema^a`` in their mean, as
-            in Adam's moments with bias correction (Kingma & Ba 2015, section 3), however many steps lie between values.
+            in Adam's moments with bias correction (Kingma & Ba 2015, section 3), however many steps are between values.
         weight: the sum of the weights, 0 before the first update.
         new: the values, one for each.
         decay: of the steps since the last update together.

@@ -68,7 +68,7 @@ class PerSampleRule(Rule):
 
 
 class SharedCallRule(Rule):
-    """A call of a module that all samples share, or whose samples mix later; samples are told apart where it is used.
+    """A call of a module that all samples share, or whose samples mix later; samples are separated where it is used.
 
     Args:
         rule: of the module.

@@ -35,7 +35,7 @@ class Packed(NamedTuple):
     longest: int
 
 
-@lru_cache(maxsize=16)  # most calls of a backward have rows of the same samples
+@lru_cache(maxsize=2)  # calls of one backward have rows of equal samples; few, as tensors are kept
 def packed(samples: tuple[int, ...], N: int, device: torch.device) -> Packed:
     """The places of rows, from the sample of each, whose steps come in their order."""
     longest, lengths, places = max(Counter(samples).values(), default=0), [0] * N, list[int]()
