@@ -143,6 +143,8 @@ def test_algorithms_agree(sizes: tuple, choice: str, weighted: bool, grad: bool,
         monkeypatch.setattr(costs, "by_pairs", lambda *sizes: True)
     with torch.set_grad_enabled(grad):
         found = [getattr(jacobian, name)() for name in REDUCTIONS]
+        if jacobian.V == 1:
+            assert_same(jacobian.moments(), multiplied(jacobian).moments())
     assert_same(found, expected)
     assert grad or all(value.is_contiguous() for value in found)
 
@@ -190,6 +192,8 @@ def test_convolutions_by_views_of_their_input(
     with torch.no_grad():
         for name in ("squares", "norms2"):
             assert_same(getattr(jacobian, name)(), getattr(expected, name)())
+        of_one = rule_for(conv).jac_t(use, [vectors[:1]], ["weight"], 3)["weight"]
+        assert_same(of_one.moments(), Dense(J[:1]).moments())
         assert ("whole" not in vars(use.cache["right"])) == (views and rows == 1)
         for name in REDUCTIONS:
             assert_same(getattr(jacobian, name)(), getattr(expected, name)())

@@ -58,8 +58,8 @@ class Variance(Extension):
     field = "variance"
 
     def update(self, total: None, chunk: Chunk) -> Tensor:
-        squares, N, gradient = chunk.jacobian.squares(), chunk.jacobian.N, chunk.jacobian.sum_batch()[0]
+        (gradient, squares), N = chunk.jacobian.moments(), chunk.jacobian.N
         if torch.is_grad_enabled():
             return (squares / N - (gradient / N).square()).clamp(min=0)
         # the difference of nearly equal gradients may round to a negative number
-        return squares.div_(N).addcmul_(gradient, gradient, value=-1 / N**2).clamp_(min=0)
+        return squares.div_(N).addcmul_(gradient, gradient, value=-1 / N**2).clamp_(min=0).contiguous()

@@ -62,6 +62,10 @@ class Jacobian(ABC):
     def squares(self) -> Tensor:
         """Squared entries, weighted by `weights`, summed over vectors and samples, ``[*p]``."""
 
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """`sum_batch` and `squares` of the only vector, ``[*p]`` each, in any order in memory."""
+        return self.sum_batch()[0], self.squares()
+
     @abstractmethod
     def squares_batch(self) -> Tensor:
         """Squared entries, weighted by `weights`, summed over the vectors only, ``[N, *p]``."""

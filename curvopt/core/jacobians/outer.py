@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvopt.core.jacobians import chunk_sizes as costs
 from curvopt.core.jacobians.base import Approx, Jacobian
-from curvopt.core.jacobians.outer_squares import add_squares, by_sample, squares_of_pairs
+from curvopt.core.jacobians.outer_squares import add_squares, by_sample, squares_of_pairs, sums_by_sample
 from curvopt.core.jacobians.patches import Patches
 from curvopt.core.jacobians.products import norms2_of, over_samples, pairs_of, products_of
 from curvopt.core.jacobians.second_moments import (
@@ -111,6 +111,12 @@ class Outer(Jacobian):
 
     def squares(self) -> Tensor:
         return Squares().add(self).total()
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled() or self.by_pairs(1) is not None:
+            return super().moments()
+        total, squares = sums_by_sample(self, of_products=True)
+        return cast(total, self.dtype), cast(squares, self.dtype)
 
     def squares_batch(self) -> Tensor:
         return Squares(per_sample=True).add(self).total()

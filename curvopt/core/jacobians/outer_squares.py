@@ -62,17 +62,25 @@ def add_squares(outer: Outer, total: Tensor | None, per_sample: bool) -> Tensor:
             else:
                 of_samples.addcmul_(weighted, products)
         return result
-    squares = None
+    return add(total, sums_by_sample(outer)[0].contiguous())
+
+
+def sums_by_sample(outer: Outer, of_products: bool = False) -> list[Tensor]:
+    """Squares, weighted and summed over vectors and samples; first the sums of the products, if they are wanted.
+
+    Each is ``[*p]``, of at least float32 (see `widened`), in any order in memory.
+    """
+    sums: list[Tensor] = []
     for v, samples, products in by_sample(outer):
-        if squares is None:
-            squares = widened(torch.zeros_like(products[0]))
+        sums = sums or [widened(torch.zeros_like(products[0])) for _ in range(1 + of_products)]
+        if of_products:
+            sums[0].add_(products[0] if len(products) == 1 else _sum(products))
         weighted = _times_weights(outer, products, v, samples)
         if len(products) == 1:
-            squares.addcmul_(weighted[0], products[0])
+            sums[-1].addcmul_(weighted[0], products[0])
         else:
-            squares.add_(_sum(products.mul_(weighted)))
-    assert squares is not None
-    return add(total, squares.reshape(outer.shape).contiguous())
+            sums[-1].add_(_sum(products.mul_(weighted)))
+    return [total.reshape(outer.shape) for total in sums]
 
 
 def by_sample(outer: Outer, in_order: bool = False) -> Iterator[tuple[int, slice, Tensor]]:
