@@ -536,9 +536,12 @@ def test_padding_assigned_after_construction():
 
 
 def test_network_in_the_second_argument_of_a_loss():
-    model, (x, _) = extend(Net(lambda m, x: m.first(x))), data()
-    with pytest.raises(CurvoptError, match="MSELoss.*first argument"), backpack(DiagGGNExact()):
-        extend(nn.MSELoss())(x, model(x)).backward()
+    model, (x, _), found = extend(Net(lambda m, x: m.first(x))), data(), []
+    for swapped in (False, True):
+        with backpack(DiagGGNExact()):
+            extend(nn.MSELoss())(*(x, model(x))[:: 1 if swapped else -1]).backward()
+        found.append(model.first.weight.diag_ggn_exact)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("extension", [DiagHessian, DiagGGNExact, KFAC])

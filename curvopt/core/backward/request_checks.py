@@ -163,11 +163,6 @@ def check_request(
             "backward; use lossfunc = extend(nn.CrossEntropyLoss()) (or MSELoss, BCEWithLogitsLoss)."
         )
     for loss in losses:
-        others = getattr(loss, "others", ())
-        if loss.edge is None and any(other.requires_grad for other in others):
-            raise CurvoptError(
-                f"{loss.describe()}: only the first argument of a loss may depend on parameters; swap the arguments."
-            )
         if second_order and loss.edge is not None and loss.input.dim() == 0:
             raise CurvoptError(
                 f"{loss.describe()}: its input is a single number, but {_fields_that(second_order, 'need')} a row "

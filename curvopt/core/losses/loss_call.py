@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
@@ -23,15 +22,18 @@ from curvopt.core.jacobians.sums import widened
 from curvopt.core.losses.autograd_root import _from_autograd
 from curvopt.core.losses.hessian_root import Diagonal, LossCurvature, NotConvex
 from curvopt.core.losses.registry import _losses
-from curvopt.core.recording.calls import _tensors, describe, version
+from curvopt.core.recording.calls import describe, version
 from curvopt.core.recording.state import disable
 from curvopt.errors import CurvoptError
 
 
 class LossCall:
-    """One call of an extended loss: its module, its input (the network's output) and its other arguments."""
+    """One call of an extended loss: its module, its input (the network's output) and its other arguments.
 
-    __slots__ = ("__weakref__", "args", "edge", "further", "input", "kwargs", "module", "path", "target", "version")
+    Only the input may require gradients.
+    """
+
+    __slots__ = ("__weakref__", "args", "edge", "input", "kwargs", "module", "path", "target", "version")
 
     def __init__(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         """Record the arguments of the loss, given by position or by name: first the input, then the target if any."""
@@ -39,20 +41,9 @@ class LossCall:
         self.args, self.kwargs = args, kwargs
         given = [*args, *kwargs.values()]
         self.target: Any = kwargs.get("target", given[1] if len(given) > 1 else None)
-        self._look_at(_first(args, kwargs))
-        others = {id(other): other for other in self.others if other.requires_grad}
-        #: The same call for each other argument that requires gradients.
-        self.further = [copy.copy(self)._look_at(other) for other in others.values()]
-
-    def _look_at(self, argument: Tensor) -> LossCall:
-        self.input, self.version = argument, version(argument)
-        self.edge = get_gradient_edge(argument) if argument.requires_grad else None
-        return self
-
-    @property
-    def others(self) -> list[Tensor]:
-        """Every tensor among the arguments but the input."""
-        return [leaf for leaf in _tensors((self.args, self.kwargs)) if leaf is not self.input]
+        self.input: Tensor = _first(args, kwargs)
+        self.version = version(self.input)
+        self.edge = get_gradient_edge(self.input) if self.input.requires_grad else None
 
     def again(self, z: Tensor) -> Tensor:
         """The value of the loss at another input, in float32 at least."""
@@ -78,7 +69,7 @@ class LossCall:
 
         Raises:
             CurvoptError: for a loss that does not reduce to a scalar, was given a negative factor, whose input changed
-                since, whose target depends on parameters, or whose Hessian has no root.
+                since, or whose Hessian has no root.
         """
         reduction = getattr(self.module, "reduction", "mean")
         if reduction not in ("mean", "sum", "batchmean") or grad.numel() != 1:
@@ -95,12 +86,6 @@ class LossCall:
         if version(self.input) != self.version:
             raise CurvoptError(
                 f"{self.describe()}: its input was modified in place after the loss was computed; give it a copy."
-            )
-        if any(other.requires_grad for other in self.others):
-            raise CurvoptError(
-                f"{self.describe()}: only the first argument of a loss may depend on parameters, but another one "
-                "requires gradients; detach() it, or pass all that depends on parameters as one tensor to a loss of "
-                "your own."
             )
         z = widened(self.input)
         for base in type(self.module).__mro__:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
@@ -31,20 +31,6 @@ _LINEAR = (LINEAR | MULTILINEAR | {"NLLLOSS", "NLLLOSS2D", "DIV"}) - {
 }
 
 _ONE_OPERAND = MULTILINEAR | {"DIV", "NLLLOSS", "NLLLOSS2D"}
-
-
-def _by_argument(loss: LossCall, calls: Collection[Node]) -> Iterator[LossCall]:
-    """An extended loss, and the same for each other argument that depends on a use."""
-    yield loss
-    for further in loss.further:
-        if further.edge is None or not leads_to(further.edge.node, calls):
-            continue
-        if further.input.shape[:1] != loss.input.shape[:1]:
-            raise CurvoptError(
-                f"{loss.describe()}: arguments of shapes {list(loss.input.shape)} and {list(further.input.shape)} both "
-                "depend on parameters; give each of them a row for each sample (expand what all samples share)."
-            )
-        yield further
 
 
 Losses = dict[Loss, GradientEdge]
@@ -79,7 +65,7 @@ def find_losses(roots: Collection[Node], calls: Collection[Node]) -> tuple[Losse
             and shape_of(node, output_nr).numel() == 1
         ]
         if extended and node not in calls:
-            losses.update((call, extended[0][1]) for call in _by_argument(extended[0][0], calls))
+            losses.update(extended[:1])
             continue
         if any(isinstance(record, TermCall) for record, *_ in records):
             if not known:

@@ -116,8 +116,9 @@ class LossRecorder:
             return
         if not isinstance(output, Tensor) or output.grad_fn is None or _global_forward_hooks:
             return  # hooks for all modules come first and may have changed it: the loss is read off the graph
-        if not isinstance(_first(args, kwargs), Tensor):
-            return  # outputs in a container: the loss is read off the graph
+        first = _first(args, kwargs)
+        if not isinstance(first, Tensor) or any(x.requires_grad for x in _tensors((args, kwargs)) if x is not first):
+            return  # outputs in a container, or in several arguments: the loss is read off the graph
         _record(output.grad_fn, LossCall(self.path, module, args, kwargs), 0, output.output_nr)
 
 
