@@ -197,7 +197,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         if how.again and self.counted is None:  # nobody differentiates what optimizers take
             check_derivatives(self.extensions, located, [GradientEdge(node, nr) for node, nr in how.roots])
         arguments = self.extensions, self.extension_hook, located, losses, how, self.counted, generic
-        any_loss = functools.partial(any_loss, ["a negative weight"], again, self.loss_reduction)
+        any_loss = functools.partial(any_loss, ["no root of its Hessian"], again, self.loss_reduction)
         return BackwardPass(*arguments, self.loss_reduction, any_loss)
 
     def _attempt(self, how: Backward) -> BackwardPass | None:

@@ -83,7 +83,7 @@ class BackwardPass:
         counted: losses that reach none of these parameters do not count in the weight; ``None`` if all do.
         generic: the whole scalar, where it is no sum of known losses.
         loss_reduction: how losses of no known kind are reduced over the samples, "mean" or "sum".
-        any_loss: makes the whole scalar a loss of no known kind, where a known one turns out to be not convex.
+        any_loss: makes the whole scalar a loss of no known kind, where the Hessian of one turns out to have no root.
     """
 
     def __init__(

@@ -68,9 +68,12 @@ def second_order(run: BackwardPass, arrived: Mapping[Place, Tensor]) -> None:
             for loss, edge in run.losses.items()
             if loss.edge is not None and loss.input.numel() and (edge.node, edge.output_nr) in arrived
         ]
-    except NotConvex:
-        of_hessian = any(isinstance(e.columns, Hessian) for e in run.second_order)
-        loss = run.any_loss() if run.any_loss is not None and of_hessian else None
+    except CurvoptError as error:
+        if isinstance(error, NotConvex):
+            whole = any(isinstance(e.columns, Hessian) for e in run.second_order)
+        else:
+            whole = all(isinstance(e.columns, Empirical) for e in run.second_order)
+        loss = run.any_loss() if run.any_loss is not None and whole else None
         if loss is None:
             raise
         run.weight = 0.0

@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.nodes import metadata, name_of
 from curvopt.core.linear_algebra import eigh
+from curvopt.core.losses.hessian_root import NotConvex
 from curvopt.core.losses.loss_blocks import Cells, Head, Probe, Product
 from curvopt.core.losses.partial_vjp import NodeVjp, call_node
 from curvopt.errors import CurvoptError
@@ -82,6 +83,7 @@ class GenericLoss:
         heads: the outputs of the network.
         N: number of samples of the whole batch.
         reduction: how the loss is reduced over the samples, "mean" or "sum".
+        name: of the loss, for messages.
     """
 
     def __init__(
@@ -91,10 +93,11 @@ class GenericLoss:
         heads: Sequence[Head],
         N: int,
         reduction: str = "mean",
+        name: str | None = None,
     ):
         self.N, self.reduction = N, reduction
         self.roots, self.grads, self.heads = roots, [grad.detach() for grad in grads], list(heads)
-        self.name = f"the loss ({', '.join(name_of(root.node) for root in roots)})"
+        self.name = name or f"the loss ({', '.join(name_of(root.node) for root in roots)})"
 
     @cached_property
     def _vjp(self) -> NodeVjp:
@@ -128,7 +131,7 @@ class GenericLoss:
         Raises:
             CurvoptError: if the Hessian is indefinite, and as `blocks`.
         """
-        self._check_definite()
+        self.check_definite()
         return (columns._replace(weights=None) for columns in self.signed(size))
 
     def signed(self, size: int) -> Iterator[Columns]:
@@ -147,7 +150,7 @@ class GenericLoss:
         Raises:
             CurvoptError: as `root`.
         """
-        self._check_definite()
+        self.check_definite()
         drawn: dict[int, Tensor] = {}
         for cells, values, vectors, _ in self.blocks:
             signs = values.new_empty(samples, *values.shape).bernoulli_(0.5, generator=generator) * 2 - 1
@@ -165,10 +168,15 @@ class GenericLoss:
                 f"{self.name}: it is linear in the network's output, so it has no curvature; use KFACEmpirical."
             )
 
-    def _check_definite(self) -> None:
+    def check_definite(self) -> None:
+        """Raise where there is no Gauss-Newton matrix.
+
+        Raises:
+            CurvoptError: if the Hessian is indefinite, and as `blocks`.
+        """
         if any((blocks.values < -blocks.tolerance).any() for blocks in self.blocks):
             smallest = min(float(blocks.values.min()) for blocks in self.blocks)
-            raise CurvoptError(
+            raise NotConvex(
                 f"{self.name}: its Hessian in the network's output is indefinite (it has the eigenvalue "
                 f"{smallest:.3g}), so there is no Gauss-Newton matrix; use DiagHessian or HMP, or KFACEmpirical."
             )

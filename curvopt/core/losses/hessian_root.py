@@ -212,7 +212,7 @@ def _onehot(index: Tensor, like: Tensor) -> Tensor:
 
 
 class NotConvex(CurvoptError):
-    """A loss of a known kind has negative curvature."""
+    """A loss has negative curvature."""
 
 
 def root_of_weights(weight: Tensor, what: str, rounding: Tensor | float = 0.0) -> Tensor:

@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from curvopt.core.jacobians.sums import widened
-from curvopt.core.losses.autograd_root import _from_autograd
+from curvopt.core.losses.autograd_root import curvature_by_autograd
 from curvopt.core.losses.hessian_root import Diagonal, LossCurvature, NotConvex
 from curvopt.core.losses.registry import _losses
 from curvopt.core.recording.calls import describe, version
@@ -93,7 +93,7 @@ class LossCall:
                 curvature = _losses[base](self.module, z, self.target)
                 break
         else:
-            curvature = _from_autograd(self, z)
+            curvature = curvature_by_autograd(self, z)
         if curvature.weights is None:
             terms = z.numel() if isinstance(curvature, Diagonal) and reduction == "mean" else len(z)
             curvature.weights = z.new_ones(len(z), *[1] * (z.dim() - 1)) * (1.0 if reduction == "sum" else 1 / terms)
