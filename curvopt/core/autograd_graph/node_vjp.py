@@ -1,27 +1,30 @@
 """Vector-Jacobian products through the graph, node by node.
 
-`pull_by_nodes` calls the nodes itself instead of autograd's engine: hooks of tensors, parameters and modules do not
-run, and nothing is accumulated in ``.grad``. The graph stays alive.
+`NodeVjp` calls the nodes itself instead of autograd's engine: hooks of tensors, parameters and modules do not run, and
+nothing is accumulated in ``.grad``. The graph stays alive. Only hooks that unpack saved tensors run (a checkpoint
+recomputes its block).
 
->>> x = torch.tensor([1.0, 2.0], requires_grad=True)
->>> y = x.square()
->>> found = pull_by_nodes({(y.grad_fn, 0): torch.ones(2)}, [get_gradient_edge(x)[:2]])
->>> [vector.tolist() for vector in found.values()], x.grad
-([[2.0, 4.0]], None)
+>>> z = 1 * torch.tensor([1.0, 2.0], requires_grad=True)
+>>> vjp = NodeVjp.between([get_gradient_edge(z.square().sum())], [get_gradient_edge(z)])
+>>> [vector.tolist() for vector in vjp([torch.tensor(1.0)])]
+[[2.0, 4.0]]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from curvopt.core.autograd_graph.nodes import outputs_of, shape_of
+from curvopt.core.autograd_graph.nodes import is_reentrant_checkpoint, metadata, name_of, outputs_of, shape_of
 from curvopt.core.autograd_graph.vjp import cut, pull
-from curvopt.core.pytorch_workarounds import vmap_of_autograd
+from curvopt.core.pytorch_workarounds import running_backward, vmap_of_autograd
+from curvopt.errors import CurvoptError
 
 Place = tuple[Node, int]  # an output of a node
 
@@ -44,30 +47,135 @@ def consumers_first(roots: Iterable[Node], last: Collection[Node] = ()) -> list[
     return order[::-1]
 
 
-def call_node(node: Node, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients at the operands of an operation, from those at its outputs."""
+class NodeVjp:
+    """Products of vectors with the Jacobian between two sets of edges.
+
+    Args:
+        outputs: where the vectors are.
+        inputs: where they are pulled back to. A path ends at the first of them.
+
+    Attributes:
+        nodes: all nodes on paths from the outputs that do not pass an input.
+        order: those that lead to an input, in the order in which vectors pass them.
+    """
+
+    def __init__(self, outputs: Sequence[Place], inputs: dict[Place, int]):
+        """Begin without nodes."""
+        self.outputs, self.inputs = outputs, inputs
+        self.nodes, self.order, self._leading = list[Node](), list[Node](), set[Node]()
+
+    @classmethod
+    def between(cls, outputs: Sequence[GradientEdge], inputs: Sequence[GradientEdge]) -> NodeVjp:
+        """Read the graph between two sets of edges."""
+        vjp = cls(
+            [(edge.node, edge.output_nr) for edge in outputs],
+            {(edge.node, edge.output_nr): i for i, edge in enumerate(inputs)},
+        )
+        seen = set[Node]()
+        stack = [(node, False) for node, nr in vjp.outputs if (node, nr) not in vjp.inputs]
+        while stack:
+            node, done = stack.pop()
+            if done:
+                vjp.nodes.append(node)
+                if any(edge in vjp.inputs or edge[0] in vjp._leading for edge in node.next_functions):
+                    vjp._leading.add(node)
+                    vjp.order.append(node)
+            elif node not in seen:
+                seen.add(node)
+                stack.append((node, True))
+                stack += [(e[0], False) for e in node.next_functions if e[0] is not None and e not in vjp.inputs]
+        vjp.order.reverse()
+        return vjp
+
+    @property
+    def eps(self) -> float:
+        """The coarsest precision of numbers on the way, 0 if there are no nodes."""
+        found: list[Any] = [meta.dtype for node in self.order for meta in outputs_of(node)]
+        return max((torch.finfo(dtype).eps for dtype in found if dtype.is_floating_point), default=0.0)
+
+    def __call__(
+        self, vectors: Sequence[Tensor], arrived: Callable[[Node, Tensor], None] | None = None
+    ) -> list[Tensor | None]:
+        """A vector at each input, in float32 at least, from one at each output; ``None`` where nothing arrives.
+
+        Builds a graph if gradients are enabled.
+
+        Args:
+            vectors: one for each output.
+            arrived: called with each vector on the way and the node that it reaches.
+        """
+        found: list[Tensor | None] = [None] * len(self.inputs)
+        waiting: dict[Node, list[Tensor | None]] = {}
+
+        def arrive(node: Any, nr: int, grad: Tensor) -> None:
+            grads, i, meta = found, self.inputs.get((node, nr)), metadata(node, nr)
+            if i is None:
+                if node not in self._leading:
+                    return
+                grads, i = waiting.setdefault(node, [None] * len(outputs_of(node))), nr
+            before, dtype = grads[i], meta.dtype
+            if grads is found:  # half precision would round what is differentiated again
+                dtype = torch.promote_types(torch.promote_types(dtype, grad.dtype), torch.float32)
+            grad = grad.to(meta.device, dtype)  # as the engine does after each node
+            if arrived is not None:
+                arrived(node, grad)
+            grads[i] = grad if before is None else before + grad
+
+        device = vectors[0].device.type if vectors else "cpu"
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            for (node, nr), vector in zip(self.outputs, vectors, strict=True):
+                arrive(node, nr, vector)
+            for node in self.order:
+                if node in waiting:
+                    found_below = call_node(node, waiting.pop(node))
+                    for (following, nr), grad in zip(node.next_functions, found_below, strict=False):
+                        if following is not None and grad is not None:
+                            arrive(following, nr, grad)
+        return found
+
+
+def call_node(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients at the operands of an operation, from those at its outputs.
+
+    Casts do not round to the precision that was cast from.
+    """
+    if name_of(node) == "ToCopyBackward0":
+        found = grads
+    elif isinstance(node, BackwardCFunction):
+        found = _applied(node, grads) if running_backward() == -1 else _by_engine(node, grads)
+    else:
+        found = node(*grads)
+    found = found if isinstance(found, Sequence) else [found]
     return [
         # as autograd's engine does for an operand that was repeated
-        grad if grad is None or below is None else _summed(grad, shape_of(below, nr))
-        for grad, (below, nr) in zip(_called(node, grads), node.next_functions, strict=False)
+        grad if grad is None or below is None or grad.is_sparse else grad.sum_to_size(shape_of(below, nr))
+        for grad, (below, nr) in zip(found, node.next_functions, strict=False)
     ]
 
 
-def _summed(grad: Tensor, shape: torch.Size) -> Tensor:
-    return grad if grad.shape == shape or grad.is_sparse else grad.sum_to_size(shape)
+def _applied(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Call a function that is written in Python."""
+    if is_reentrant_checkpoint(node):  # it would run the engine, and accumulate
+        raise CurvoptError(
+            "A torch.utils.checkpoint between the network's output and the loss needs use_reentrant=False."
+        )
+    given = []
+    for nr, grad in enumerate(grads):
+        meta = metadata(node, nr)
+        grad = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if grad is None else grad
+        # a function that is differentiable once protests only if it could be differentiated again
+        given.append(grad.detach().requires_grad_() if torch.is_grad_enabled() and not grad.requires_grad else grad)
+    result = node.apply(*given)
+    result = result if isinstance(result, tuple) else (result,)
+    # there is a result for each argument of the forward, but an operand for each tensor among them
+    wanted = iter([grad for grad, needed in zip(result, node.needs_input_grad, strict=False) if needed])
+    return [None if below is None else next(wanted) for below, _ in node.next_functions]
 
 
-def _called(node: Node, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    if isinstance(node, BackwardCFunction):
-        return _by_engine(node, grads)
-    result = node(*grads)  # type: ignore[operator]
-    return list(result) if isinstance(result, tuple) else [result]
+def _by_engine(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Call a function that is written in Python while a backward runs.
 
-
-def _by_engine(node: Node, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Call a function that is written in Python by the engine: called directly, it may free what it saved.
-
-    Hooks of its operands run.
+    Called directly, it may free what it saved (functions of ``torch.compile`` do). Hooks of its operands run.
     """
     outputs = [GradientEdge(node, nr) for nr, grad in enumerate(grads) if grad is not None]
     operands = list(dict.fromkeys(place for place in node.next_functions if place[0] is not None))
@@ -82,40 +190,6 @@ def _by_engine(node: Node, grads: Sequence[Tensor | None]) -> list[Tensor | None
     return [arrived.get(place) if first[place] == i else None for i, place in enumerate(node.next_functions)]
 
 
-def pull_by_nodes(
-    vectors: Mapping[Place, Tensor], targets: Collection[Place], order: Sequence[Node] | None = None
-) -> dict[Place, Tensor]:
-    """Pull vectors back from outputs of nodes to others; those at which nothing arrives are left out.
-
-    A target does not stop a vector: behind it may be another one.
-
-    Args:
-        vectors: by the outputs.
-        targets: the other outputs.
-        order: the nodes behind the vectors, each after those that use its outputs, if they are known.
-    """
-    ends = {node for node, _ in targets}
-    order = consumers_first([node for node, _ in vectors]) if order is None else order
-    reached, leads = set(ends), set[Node]()  # further to a target
-    for node in reversed(order):
-        if not reached.isdisjoint([below for below, _ in node.next_functions]):
-            leads.add(node)
-            reached.add(node)
-    arrived: dict[Place, Tensor] = dict(vectors)
-    found: dict[Place, Tensor] = {}
-    for node in order:
-        if node not in leads and node not in ends:
-            continue
-        grads = [arrived.pop((node, nr), None) for nr in range(len(outputs_of(node)))]
-        found.update(((node, nr), g) for nr, g in enumerate(grads) if g is not None and (node, nr) in targets)
-        if node in leads and any(grad is not None for grad in grads):
-            for below, grad in zip(node.next_functions, call_node(node, grads), strict=False):
-                if grad is not None and below[0] is not None and (below[0] in leads or below[0] in ends):
-                    place = below[0], below[1]
-                    arrived[place] = arrived[place] + grad if place in arrived else grad
-    return found
-
-
 def pull_together(node: Node, output_nr: int, position: int, vectors: Tensor) -> Tensor | None:
     """Pull vectors ``[v, *output]`` through one operation to one of its operands, ``[v, *operand]``."""
     outputs = len(outputs_of(node))
@@ -126,14 +200,15 @@ def pull_together(node: Node, output_nr: int, position: int, vectors: Tensor) ->
     return _together(single, vectors, not isinstance(node, BackwardCFunction))
 
 
-def pull_to_leaf(source: Place, leaf: Tensor, vectors: Tensor) -> Tensor | None:
+def pull_to_leaf(source: GradientEdge, leaf: Tensor, vectors: Tensor) -> Tensor | None:
     """Pull vectors ``[v, *source]`` back to a leaf, ``[v, *leaf]``, past its hooks; ``None`` if nothing arrives."""
-    target = get_gradient_edge(leaf)[:2]
+    vjp = NodeVjp.between([source], [get_gradient_edge(leaf)])
 
     def single(vector: Tensor) -> Tensor | None:
-        return pull_by_nodes({source: vector}, [target]).get(target)
+        (found,) = vjp([vector])
+        return None if found is None else found.to(leaf.dtype)
 
-    return _together(single, vectors, not any(isinstance(n, BackwardCFunction) for n in consumers_first([source[0]])))
+    return _together(single, vectors, not any(isinstance(node, BackwardCFunction) for node in vjp.order))
 
 
 def _together(single: Callable[[Tensor], Tensor | None], vectors: Tensor, batched: bool) -> Tensor | None:

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.autograd_graph.backward_graph import CallInGraph
-from curvopt.core.autograd_graph.node_vjp import Place, pull_by_nodes
+from curvopt.core.autograd_graph.node_vjp import NodeVjp, Place
 from curvopt.core.autograd_graph.vjp import listen, pull_each
 from curvopt.core.backward.columns import (
     Gradient,
@@ -133,11 +133,13 @@ class BackwardPass:
         if not (self.second_order or graph.terms or any([e.adds_up for e in self.first_order])):
             return self
         with self._own_computation():
-            places = {(edge.node, edge.output_nr) for edge in (*self.losses.values(), *graph.terms.values())}
-            wanted = places if self.second_order or graph.terms else set()
-            arrived = pull_by_nodes(self.how.roots, wanted, graph.nodes) if wanted else {}
+            edges = list(dict.fromkeys([*self.losses.values(), *graph.terms.values()]))
+            found = NodeVjp.between([GradientEdge(*place) for place in self.how.roots], edges)(
+                list(self.how.roots.values())
+            )
+            arrived = {edge: grad for edge, grad in zip(edges, found, strict=True) if grad is not None}
             for term, edge in graph.terms.items():
-                if (grad := arrived.get((edge.node, edge.output_nr))) is not None:
+                if (grad := arrived.get(edge)) is not None:
                     for p in term.parameters:
                         self.terms[p] = self.terms.get(p, 0) + grad * term.weight
             if self.second_order and self.generic is not None:

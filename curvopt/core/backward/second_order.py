@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import leaf_of, walk
 from curvopt.core.backward.columns import (
     Empirical,
@@ -60,13 +59,13 @@ class FactoredLoss(NamedTuple):
     grad: Tensor
 
 
-def second_order(run: BackwardPass, arrived: Mapping[Place, Tensor]) -> None:
+def second_order(run: BackwardPass, arrived: Mapping[GradientEdge, Tensor]) -> None:
     """Pull back the columns of the known losses, from the gradients that arrived at them."""
     try:
         factored = [
-            _factor(run, loss, arrived[edge.node, edge.output_nr])
+            _factor(run, loss, arrived[edge])
             for loss, edge in run.losses.items()
-            if loss.edge is not None and loss.input.numel() and (edge.node, edge.output_nr) in arrived
+            if loss.edge is not None and loss.input.numel() and edge in arrived
         ]
     except CurvoptError as error:
         if isinstance(error, NotConvex):

@@ -49,7 +49,7 @@ def _pull(source: GradientEdge, p: nn.Parameter, vectors: Tensor) -> Tensor:
 def pull_to_parameter(source: GradientEdge, p: nn.Parameter, vectors: Tensor) -> Tensor | None:
     """Pull vectors ``[v, *source]`` back to a parameter past its hooks, ``[v, *p]``; ``None`` if nothing arrives."""
     if p._backward_hooks:
-        return pull_to_leaf(source[:2], p, vectors)
+        return pull_to_leaf(source, p, vectors)
     return pull([source], [p], [vectors])[0]
 
 

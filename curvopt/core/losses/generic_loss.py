@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from curvopt.core.autograd_graph.node_vjp import NodeVjp, call_node
 from curvopt.core.autograd_graph.nodes import metadata, name_of
 from curvopt.core.linear_algebra import eigh
 from curvopt.core.losses.hessian_root import NotConvex
 from curvopt.core.losses.loss_blocks import Cells, Head, Probe, Product
-from curvopt.core.losses.partial_vjp import NodeVjp, call_node
 from curvopt.errors import CurvoptError
 
 #: Largest size of a block, and largest number of entries of all blocks.
@@ -75,7 +75,7 @@ class GenericLoss:
 
     Derivatives are partial: a path through another head is cut. Everything is computed when it is first asked for,
     which has to be before the user's backward frees the graph. No hook of the user runs, and the graph stays as it is
-    (see `curvopt.core.losses.partial_vjp`). Results are not differentiable.
+    (see `curvopt.core.autograd_graph.node_vjp`). Results are not differentiable.
 
     Args:
         roots: gradient edges of the scalars that are differentiated.
@@ -295,7 +295,8 @@ def _factor(root: GradientEdge, grad: Tensor, reduction: str) -> Tensor:
         return grad.new_ones(())
     node, factors = root.node, [grad]
     while name_of(node) in ("MulBackward0", "DivBackward0", "NegBackward0") and not metadata(node).shape:
-        found = [(edge[0], g) for edge, g in call_node(node, factors[-1:]) if edge[0] is not None and g is not None]
+        grads = zip(node.next_functions, call_node(node, factors[-1:]), strict=True)
+        found = [(edge[0], g) for edge, g in grads if edge[0] is not None and g is not None]
         if len(found) != 1 or node.next_functions[0][0] is None:  # c / loss is not linear
             break
         node = found[0][0]
