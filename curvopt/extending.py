@@ -9,7 +9,6 @@ from curvopt.core.jacobians.chunk import Chunk
 from curvopt.core.jacobians.lookup import Lookup
 from curvopt.core.jacobians.outer import Outer
 from curvopt.core.jacobians.patches import Patches
-from curvopt.core.layers.replay import ReplayRule, Site, Tape
 from curvopt.core.layers.rule import AffineRule, Rule, register, rule_for
 from curvopt.core.losses.hessian_root import Bernoulli, Diagonal, LossCurvature, Softmax
 from curvopt.core.losses.registry import register_loss
@@ -33,11 +32,8 @@ __all__ = [
     "MonteCarlo",
     "Outer",
     "Patches",
-    "ReplayRule",
     "Rule",
-    "Site",
     "Softmax",
-    "Tape",
     "register",
     "register_loss",
     "rule_for",

@@ -1,6 +1,7 @@
-"""Rules of recurrent nets: time steps are shared positions of the recurrent matrices.
+"""The rule of recurrent nets: time steps are shared positions of the recurrent matrices.
 
-::
+The forward is replayed from products ``W x``. Autograd pulls the vectors at the module's outputs back to every such
+product; from there on each matrix is a linear layer::
 
     h_t = tanh(W x_t + U h_(t-1))       left: vectors at the argument of tanh, [V, N, 1, T, O]
     W: right = x_1 ... x_T              [N, 1, T, I]
@@ -10,19 +11,38 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from curvopt.core.layers.replay import ReplayRule, Site, Tape
-from curvopt.core.layers.rule import Jacobians, arguments, register
+from curvopt.core.autograd_graph.vjp import pull
+from curvopt.core.jacobians.base import Dense
+from curvopt.core.jacobians.outer import Outer
+from curvopt.core.layers.rule import Jacobians, Rule, arguments, register
 from curvopt.core.recording.calls import ModuleCall
+from curvopt.core.recording.state import disable
 from curvopt.errors import CurvoptError
 
 State = tuple[Tensor, ...]
+
+
+class Site(NamedTuple):
+    """A product of all time steps, ``input W^T + b``.
+
+    Attributes:
+        input: ``[N, T, I]``.
+        output: ``[N, T, O]``, or zeros that are added to it: autograd pulls back to it.
+        weight: name of the weight.
+        bias: name of the bias.
+    """
+
+    input: Tensor
+    output: Tensor
+    weight: str
+    bias: str | None = None
 
 
 def step(mode: str, from_input: Tensor, from_state: Tensor, state: State) -> State:
@@ -49,7 +69,7 @@ def steps_of(packed: PackedSequence) -> tuple[Tensor, Tensor]:
 
 
 @register(nn.RNN, nn.LSTM, nn.GRU)
-class Recurrent(ReplayRule):
+class Recurrent(Rule):
     """Any number of layers and directions, projections and packed sequences included."""
 
     def expected(self, module: nn.RNNBase) -> Container[str]:
@@ -65,13 +85,33 @@ class Recurrent(ReplayRule):
         return steps_of(x)[0] if isinstance(x, PackedSequence) else 0 if call.module.batch_first else 1
 
     def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
-        jacobians, x = super().jac_t(call, grads, names, N), arguments(call)["input"]
+        if "replay" not in call.cache:
+            sites = list[Site]()
+            with torch.enable_grad(), disable():
+                call.cache["replay"] = self._replay(call, sites), sites
+        outputs, sites = call.cache["replay"]
+        sites = [site for site in sites if site.weight in names or site.bias in names]
+        # autocast: the forward may have run in another precision
+        arrived = [(o, g.to(o.dtype)) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
+        pulled = pull([o for o, _ in arrived], [site.output for site in sites], [g for _, g in arrived])
+        jacobians: Jacobians = {}
+        for site, left in zip(sites, pulled, strict=True):
+            left = site.output.new_zeros(len(arrived[0][1]), *site.output.shape) if left is None else left
+            rows = left.reshape(len(left), N, 1, -1, left.shape[-1])
+            if site.weight in names:
+                right = (site.input if torch.is_grad_enabled() else site.input.detach()).to(left.dtype)
+                shape = call.module.get_parameter(site.weight).shape
+                jacobians[site.weight] = Outer(rows, right.reshape(N, 1, -1, right.shape[-1]), shape)
+            if site.bias is not None and site.bias in names:
+                jacobians[site.bias] = Dense(rows.sum(3).flatten(2))
+        x = arguments(call)["input"]
         if isinstance(x, PackedSequence):
             lengths = steps_of(x)[0].bincount().cpu()
             return {name: jacobian.with_lengths(lengths) for name, jacobian in jacobians.items()}
         return jacobians
 
-    def replay(self, call: ModuleCall, tape: Tape) -> Sequence[Tensor | None]:
+    def _replay(self, call: ModuleCall, sites: list[Site]) -> Sequence[Tensor | None]:
+        """The outputs of the call, in order, ``None`` for integer ones; all products are added to the sites."""
         module, given = cast(nn.RNNBase, call.module), arguments(call)
         if module.dropout and module.training and module.num_layers > 1:
             raise CurvoptError(
@@ -91,7 +131,7 @@ class Recurrent(ReplayRule):
             outputs = []
             for direction in range(directions):
                 state = tuple(part[layer * directions + direction] for part in initial)
-                output, final = self._direction(tape, x, state, layer, direction == 1, active)
+                output, final = self._direction(module, sites, x, state, f"_l{layer}" + "_reverse" * direction, active)
                 outputs.append(output)
                 finals.append(final)
             x = torch.cat(outputs, -1)
@@ -112,14 +152,13 @@ class Recurrent(ReplayRule):
 
     @staticmethod
     def _direction(
-        tape: Tape, x: Tensor, state: State, layer: int, reverse: bool, active: Tensor | None
+        module: nn.RNNBase, sites: list[Site], x: Tensor, state: State, names: str, active: Tensor | None
     ) -> tuple[Tensor, State]:
-        """Outputs ``[N, T, H]`` and final state of one direction of one layer."""
-        mode, names = tape.module.mode, f"_l{layer}" + ("_reverse" if reverse else "")
-        W, b = tape.parameter("weight_hh" + names), tape.parameter("bias_hh" + names)
-        projection = tape.parameter("weight_hr" + names)
-        assert W is not None
-        from_input = tape.linear(x, "weight_ih" + names, "bias_ih" + names)
+        """Outputs ``[N, T, H]`` and final state of one direction of one layer, whose parameters have names alike."""
+        W, W_ih = module.get_parameter("weight_hh" + names), module.get_parameter("weight_ih" + names)
+        b, b_ih, projection = (getattr(module, name + names, None) for name in ("bias_hh", "bias_ih", "weight_hr"))
+        from_input = F.linear(x.to(W.dtype), W_ih, b_ih)
+        sites.append(Site(x, from_input, "weight_ih" + names, "bias_ih" + names))
         # zeros added to the products of all steps: their gradient is that of the products, in one tensor
         N, T = x.shape[:2]
         probe = torch.zeros_like(from_input).detach().requires_grad_()
@@ -128,10 +167,10 @@ class Recurrent(ReplayRule):
         probes_hr = () if probe_hr is None else probe_hr.unbind(1)
         before, hidden, outputs = [state[0]] * T, [state[0]] * T, [state[0]] * T
         state = tuple(part.to(W.dtype) for part in state)
-        for t in reversed(range(T)) if reverse else range(T):
+        for t in reversed(range(T)) if names.endswith("reverse") else range(T):
             before[t] = state[0]
             from_state = F.linear(state[0], W, b) + probes[t]
-            new = step(mode, inputs[t], from_state, state)
+            new = step(module.mode, inputs[t], from_state, state)
             if projection is not None:
                 hidden[t] = new[0]
                 new = (F.linear(new[0], projection) + probes_hr[t], *new[1:])
@@ -139,8 +178,7 @@ class Recurrent(ReplayRule):
                 new = tuple(torch.where(active[:, t], n, old) for n, old in zip(new, state, strict=True))
             state, outputs[t] = new, new[0]
         mask = 1.0 if active is None else active.to(x.dtype)
-        bias = None if b is None else "bias_hh" + names
-        tape.note(probe, Site(torch.stack(before, 1) * mask, "weight_hh" + names, bias))
+        sites.append(Site(torch.stack(before, 1) * mask, probe, "weight_hh" + names, "bias_hh" + names))
         if probe_hr is not None:
-            tape.note(probe_hr, Site(torch.stack(hidden, 1) * mask, "weight_hr" + names))
+            sites.append(Site(torch.stack(hidden, 1) * mask, probe_hr, "weight_hr" + names))
         return torch.stack(outputs, 1) * mask, state
