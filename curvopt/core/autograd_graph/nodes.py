@@ -135,27 +135,16 @@ def precisions(nodes: list[Node]) -> set[torch.dtype]:
 
 
 class Saved:
-    """The values that a node saved, as attributes."""
+    """The values that a node saved, as attributes. Each is unpacked once: a checkpoint may give it out only once."""
 
     def __init__(self, node: Node):
         self._node = node
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._node, f"_saved_{name}")
+        value = vars(self)[name] = getattr(self._node, f"_saved_{name}")
+        return value
 
     def of_function(self, function: type[torch.autograd.Function]) -> tuple[Tensor, ...] | None:
         """The tensors that a function in Python saved, in order; ``None`` if the node is of another function."""
         node: Any = self._node
         return node.saved_tensors if node._forward_cls is function else None
-
-
-def saved_names(node: Node) -> tuple[str, ...]:
-    """The names of the attributes with saved values of a node."""
-    if isinstance(node, BackwardCFunction):
-        return ("saved_tensors",)
-    return _names(type(node))
-
-
-@cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_saved_"))

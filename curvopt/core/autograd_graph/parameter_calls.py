@@ -26,7 +26,7 @@ from curvopt.core.batch_axis.samples import Location
 from curvopt.core.layers.broadcast import broadcast_of, broadcasts, is_bias, shape_among
 from curvopt.core.layers.broadcast_rule import BroadcastRule
 from curvopt.core.layers.computed_weight import ComputedWeightRule
-from curvopt.core.layers.functional import OperandPath, ParameterCall, is_layer, layer_call, seen_of
+from curvopt.core.layers.functional import ParameterCall, is_layer, layer_call, seen_of
 from curvopt.core.layers.rule import AffineRule, Rule
 from curvopt.core.layers.sample_by_sample import PerSampleRule, SharedCallRule
 from curvopt.core.recording.extended_parameters import extended_name, extended_owner
@@ -160,7 +160,7 @@ def _layer(
     if not is_layer(node):
         return None
     source, operand, shape = None, entry.operand, p.shape
-    seen = torch.empty(p.shape, device="meta") if itself else seen_of(p, OperandPath(node, position, passed))
+    seen = seen_of(p, ()) if itself else None if passed is None else seen_of(p, passed)
     call = None if seen is None else layer_call(node, position, seen, shape)
     if call is None and not itself:
         shape = shape_of(operand.node, operand.output_nr)

@@ -31,7 +31,7 @@ from curvopt.core.backward.columns import (
     columns_per_sweep,
 )
 from curvopt.core.backward.located_graph import LocatedGraph
-from curvopt.core.backward.module_io import Call, showing
+from curvopt.core.backward.module_io import showing
 from curvopt.core.backward.request_checks import naming_fields
 from curvopt.core.backward.second_order import second_order, second_order_of_any_loss
 from curvopt.core.backward.sweep import Sweep, combined
@@ -332,6 +332,6 @@ class BackwardPass:
             self.hooked.add(module)
             calls = (call.call for call in self.calls if call.call.module is module)
             found = next((call for call in calls if not isinstance(call, ParameterCall) and call.is_held), None)
-            shown = None if found is None else showing(module, Call(found, found.args, found.kwargs))
+            shown = None if found is None else showing(module, found)
             with contextlib.nullcontext() if shown is None else shown:
                 self.extension_hook(module)

@@ -2,18 +2,17 @@
 
 ::
 
-    with showing(module, Call(record, record.args, record.kwargs)):
+    with showing(module, record):
         module.input0  # its first argument
         module.output  # computed when it is asked for
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +21,8 @@ from curvopt.core.recording.calls import ModuleCall
 from curvopt.core.recording.state import disable
 
 
-class Call(NamedTuple):
-    """A call of a module and its arguments, which the record may have left to the graph."""
-
-    record: ModuleCall
-    args: tuple
-    kwargs: dict[str, Any]
-
-
 @contextmanager
-def showing(module: nn.Module, call: Call) -> Iterator[None]:
+def showing(module: nn.Module, call: ModuleCall) -> Iterator[None]:
     """Inside, ``input0``, ``input1``, ... are the arguments, ``output`` is the first result, without its graph.
 
     Names that the module has itself are left alone. There is no output where random numbers were drawn for it.
@@ -75,13 +66,12 @@ def _input(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) and not torch.is_grad_enabled() else x
 
 
-def _output(module: nn.Module, call: Call, buffers: dict[str, Any]) -> Any:
+def _output(module: nn.Module, call: ModuleCall, buffers: dict[str, Any]) -> Any:
     """The first result; if it was not kept, of a call of a twin, which may change its buffers."""
-    twin, record = object.__new__(type(module)), copy.copy(call.record)
+    twin = object.__new__(type(module))
     copies = {name: buffer if buffer is None else buffer.clone() for name, buffer in buffers.items()}
     vars(twin).update(vars(module), _buffers=copies)
-    record.args, record.kwargs = call.args, call.kwargs
-    record = record.in_precision(next(p.dtype for p in module.parameters() if p.is_floating_point()))
+    call = call.in_precision(next(p.dtype for p in module.parameters() if p.is_floating_point()))
     with torch.no_grad(), disable():
-        output = twin.forward(*record.args, **record.kwargs)
+        output = twin.forward(*call.args, **call.kwargs)
     return output[0] if isinstance(output, tuple) else output

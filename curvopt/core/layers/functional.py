@@ -11,13 +11,14 @@ torch.Size([4, 1, 1, 3])
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import Saved, name_of, outputs_of, shape_of, signed
 from curvopt.core.layers.affine import Conv, ConvTranspose, Product
 from curvopt.core.layers.embedding import Embedding, Indexed
@@ -57,35 +58,13 @@ class ParameterCall(ModuleCall):
         return self._owner
 
 
-class OperandPath(NamedTuple):
-    """How a parameter comes to an operation.
-
-    Attributes:
-        node: of the operation.
-        position: of the operand.
-        passed: the operations before it, from the parameter on, and which output of each goes on; ``None`` if they have
-            other operands, too.
-    """
-
-    node: Node
-    position: int
-    passed: tuple[tuple[Node, int], ...] | None = ()
-
-    @property
-    def operand(self) -> tuple[Node, int]:
-        """The node of the operand, and which output of it that is."""
-        return self.node.next_functions[self.position]  # type: ignore[return-value]
-
-
-def seen_of(p: nn.Parameter, path: OperandPath) -> Tensor | None:
-    """The view of a parameter that an operation uses, without values: strides and offset identify the entries.
+def seen_of(p: nn.Parameter, passed: Iterable[Place]) -> Tensor | None:
+    """The view of a parameter behind some operations, without values: strides and offset identify the entries.
 
     ``None`` if that is not a view of it.
     """
-    if path.passed is None:
-        return None
     seen: Tensor | None = torch.empty(p.shape, device="meta")
-    for node, output_nr in path.passed:
+    for node, output_nr in passed:
         seen = None if seen is None else viewed(node, output_nr, seen)
     return seen
 

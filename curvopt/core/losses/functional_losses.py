@@ -15,14 +15,13 @@ linear, which the names of the nodes tell. Squared errors and binary cross-entro
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.autograd_graph.nodes import metadata, name_of, operation, saved, saved_names, shape_of, signed
+from curvopt.core.autograd_graph.nodes import Saved, metadata, name_of, operation, saved, shape_of, signed
 from curvopt.core.autograd_graph.vjp import pull
 from curvopt.core.jacobians.sums import widened
 from curvopt.core.losses.hessian_root import Bernoulli, Diagonal, LossCurvature, Softmax, root_of_weights
@@ -63,7 +62,7 @@ class FunctionalLoss:
         Raises:
             CurvoptError: if the loss weighs some entries negatively.
         """
-        weight, build = _KINDS[operation(self.node)](_saved(self.node), grad)
+        weight, build = _KINDS[operation(self.node)](Saved(self.node), grad)
         rounding = 1e3 * torch.finfo(weight.dtype).eps * grad.abs().max()
         root = root_of_weights(weight, self.describe(), rounding)
         return build(root), torch.ones((), dtype=weight.dtype, device=weight.device)
@@ -109,11 +108,6 @@ def _by_entry(saved: Any, grad: Tensor) -> Tensor:
 
 def _class_axis(dim: int, dims: int) -> int:
     return signed(dim) % max(dims, 1)
-
-
-def _saved(node: Node) -> SimpleNamespace:
-    """The values that a node saved, by name."""
-    return SimpleNamespace(**{name.removeprefix("_saved_"): getattr(node, name) for name in saved_names(node)})
 
 
 def _recognise(node: Node) -> FunctionalLoss | None:
