@@ -125,8 +125,6 @@ LINEAR, MULTILINEAR, ELEMENTWISE = map(_with_second_derivative, ("linear", "mult
 SUMS = frozenset(["ADD", "MEAN", "NEG", "SQUEEZE", "SUB", "SUM", "UNSQUEEZE", "VIEW"])
 #: Operations by which squares are written by hand.
 SQUARES = frozenset(["LINALGVECTORNORM", "MUL", "NORM", "POW"])
-#: Products, in which one operand may weigh the other.
-PRODUCTS = frozenset("ADDCDIV ADDCMUL ADDMM ADDMV BMM DIV DOT MM MUL MV".split())
 #: Batch norms. In train mode they mix samples.
 BATCH_NORMS = frozenset(
     name for name, operation in OPERATIONS.items() if operation.batch_axis in ("batch_norm", "sync_batch_norm")

@@ -55,8 +55,8 @@ class EntryPoint(NamedTuple):
 
 def find_entry_points(
     operands: Sequence[Operand], graph: BackwardGraph, layouts: Mapping[Place, object], alone: bool = True
-) -> tuple[list[EntryPoint], list[Operand]]:
-    """The first operations with samples on the paths to the heads, and operations that lead around the heads.
+) -> tuple[list[EntryPoint], bool]:
+    """The first operations with samples on the paths to the heads, and whether there are paths around the heads.
 
     Args:
         operands: operations, and the positions of operands, to start with.
@@ -65,7 +65,7 @@ def find_entry_points(
         alone: whether these operands are the parameter itself.
     """
     found: list[tuple[Node, int, Operand]] = []
-    around: list[Operand] = []
+    around = False
     before: dict[Operand, list[tuple[Operand, int] | None]] = {
         operand: [None] for operand in operands
     }  # what leads to it
@@ -75,8 +75,7 @@ def find_entry_points(
         node = operand[0]
         outputs = [(node, nr) for nr in range(len(outputs_of(node)))]
         behind = [place for place in outputs if place in layouts]
-        if not behind:
-            around.append(operand)
+        around = around or not behind
         for place in behind:
             if isinstance(layouts[place], Layout):
                 found.append((*place, operand))

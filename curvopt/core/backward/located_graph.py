@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, Operand, operands_among, read_graph
+from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, operands_among, read_graph
 from curvopt.core.autograd_graph.node_vjp import Place
-from curvopt.core.autograd_graph.nodes import leads_to, name_of, operation, outputs_of, saved, shape_of, walk
-from curvopt.core.autograd_graph.operations import BATCH_NORMS, PRODUCTS
+from curvopt.core.autograd_graph.nodes import leads_to, name_of, saved, shape_of, walk
+from curvopt.core.autograd_graph.operations import BATCH_NORMS
 from curvopt.core.autograd_graph.parameter_calls import find_entry_points, join_biases, parameter_calls, shared_call
 from curvopt.core.batch_axis.layout import Layout
 from curvopt.core.batch_axis.propagation import propagate_batch_axis
@@ -42,8 +42,8 @@ class LocatedGraph:
         locations: where the samples are, by model.
         calls: the calls that have parameters.
         owners: for each parameter the call that counts for messages and hooks, and its name there.
-        outside: names of parameters that enter the loss by an added term, which no quantity contains.
-        weights: names of those that weigh losses.
+        outside: names of parameters that enter the loss around the heads, by an added term or as a weight of losses:
+            no quantity contains that.
     """
 
     graph: BackwardGraph
@@ -51,7 +51,6 @@ class LocatedGraph:
     calls: list[CallInGraph] = field(default_factory=list)
     owners: dict[nn.Parameter, tuple[CallInGraph, str]] = field(default_factory=dict)
     outside: list[str] = field(default_factory=list)
-    weights: list[str] = field(default_factory=list)
 
     @property
     def N(self) -> int:
@@ -114,8 +113,8 @@ def read_and_locate(roots: Sequence[Node]) -> LocatedGraph:
             raise _no_samples(f"parameter '{located.name(p)}'")
         entries, around = find_entry_points(operands, graph, location.axes.layouts)
         functional += parameter_calls(p, entries, location)
-        for operand in around:
-            _note_around(located, p, operand, location)
+        if around:
+            located.outside.append(located.name(p))
     located.calls += join_biases(functional)
     for call in located.calls:
         for name, p in call.parameters.items():
@@ -140,26 +139,6 @@ def _no_samples(what: str) -> CurvoptError:
         "call the model (not under curvopt.disable()), or extend the module that is called. A backward that is not "
         "meant (of a penalty alone, say) goes inside of `with backpack():`."
     )
-
-
-def _note_around(located: LocatedGraph, p: nn.Parameter, operand: Operand, location: Location) -> None:
-    """Note a path from a parameter to the loss around the heads: a term of parameters alone, or a weight of losses."""
-    graph, layouts = located.graph, location.axes.layouts
-    heads = {node for node, _ in location.heads}
-    stack, seen, weighs = [operand], {operand}, False
-    while stack:
-        node, position = stack.pop()
-        for other, place in enumerate(node.next_functions):
-            if other != position and place[0] is not None and leads_to(place[0], heads):
-                weighs = weighs or operation(node) in PRODUCTS
-        for nr in range(len(outputs_of(node))):
-            for user in graph.users.get((node, nr), ()):
-                if user not in seen and (user[0], 0) not in layouts:
-                    seen.add(user)
-                    stack.append(user)
-    names = located.weights if weighs else located.outside
-    if located.name(p) not in names:
-        names.append(located.name(p))
 
 
 def _warn_of_cost(located: LocatedGraph) -> None:

@@ -170,20 +170,14 @@ def check_request(
                 "unsqueeze(0) output and target)."
             )
     _check_samples(extensions, located)
-    for names, what in (
-        (
-            located.outside,
-            "also enter the loss by an added term (a regularizer?), which is in .grad but not in these quantities; "
-            "write it as curvopt.L2Regularizer to have it in both.",
-        ),
-        (located.weights, "weigh the losses: they have gradients, but none of these quantities."),
-    ):
-        if names:
-            warnings.warn(
-                f"{fields_of(extensions)}: {', '.join(names)} {what}",
-                CurvoptWarning,
-                stacklevel=2,
-            )
+    if located.outside:
+        warnings.warn(
+            f"{fields_of(extensions)}: {', '.join(located.outside)} also enter the loss by an added term or as a "
+            "weight of losses, which is in .grad but not in these quantities; write a regularizer as "
+            "curvopt.L2Regularizer to have it in both.",
+            CurvoptWarning,
+            stacklevel=2,
+        )
 
 
 def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> None:
