@@ -170,9 +170,7 @@ def _layer(
     whole = source is None and call.start is None
     call.module._parameters["weight"] = p if whole else nn.Parameter(seen, requires_grad=False)
     rule = call.rule if whole and p.dim() > 1 else ComputedWeightRule(call.rule, p, source, call.start)
-    before = None if call.other is None else node.next_functions[call.other][0]
-    boundary = frozenset() if before is None else frozenset([before])
-    return ParameterCall(path, call.module, (call.input,), shape_of(node), owner, boundary), rule
+    return ParameterCall(path, call.module, (call.input,), shape_of(node), owner), rule
 
 
 def _broadcast(

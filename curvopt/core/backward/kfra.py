@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from curvopt.core.autograd_graph.backward_graph import CallInGraph
-from curvopt.core.autograd_graph.nodes import leads_to, name_of, outputs_of, shape_of
+from curvopt.core.autograd_graph.nodes import leads_to, name_of, shape_of
 from curvopt.core.autograd_graph.vjp import pull
 from curvopt.core.jacobians.chunk import Chunk
-from curvopt.core.layers.affine import Convolution
 from curvopt.core.layers.rule import AffineRule
 from curvopt.core.linear_algebra import eigh
 from curvopt.core.losses.hessian_root import LossCurvature
@@ -30,7 +29,6 @@ def kfra_jacobians(
     curvature: LossCurvature,
     scale: Tensor,
     calls: Sequence[CallInGraph],
-    frozen: Sequence[CallInGraph],
     N: int,
 ) -> Iterator[Chunk]:
     """For every parameter the root of the averaged matrix at its layer's output, as Jacobian products of "one sample".
@@ -40,7 +38,6 @@ def kfra_jacobians(
         curvature: Hessian of the loss there.
         scale: root of the factor of the loss.
         calls: the calls with parameters behind it.
-        frozen: those without.
         N: number of samples.
 
     Raises:
@@ -52,10 +49,9 @@ def kfra_jacobians(
                 f"{entry.call.describe()}: kfra is defined for sequential networks of linear and convolution "
                 "layers; use KFAC or KFLR."
             )
-    at = {(e.node, e.output_nr): entry for entry in (*calls, *frozen) for e in entry.edges.values()}
+    left = {(e.node, e.output_nr): entry for entry in calls for e in entry.edges.values()}
     columns = curvature.root(0, curvature.columns) * scale
     root = _root(columns.reshape(len(columns), len(columns[0]), -1).flatten(0, 1))
-    left = {place for place, entry in at.items() if entry.parameters}
     while True:
         shape = shape_of(edge.node, edge.output_nr)
         if shape[0] != N:
@@ -63,10 +59,8 @@ def kfra_jacobians(
                 f"kfra: {name_of(edge.node)} has an output of shape {list(shape)}, not one row for each sample."
             )
         vectors = root.reshape(-1, 1, *shape[1:])
-        place = edge.node, edge.output_nr
-        entry = at.get(place)
-        if entry is not None and place in left:
-            left.remove(place)
+        entry = left.pop((edge.node, edge.output_nr), None)
+        if entry is not None:
             entry.call.cache.clear()  # its patches, as the positions of one sample
             jacobians = entry.rule.jac_t(entry.call, [vectors], list(entry.parameters), 1)
             entry.call.cache.clear()
@@ -75,7 +69,7 @@ def kfra_jacobians(
         if not left:
             return
         nodes = {node for node, _ in left}
-        inputs = [e for e in _inputs(edge.node, entry) if leads_to(e.node, nodes)]
+        inputs = [GradientEdge(f, nr) for f, nr in edge.node.next_functions if f is not None and leads_to(f, nodes)]
         if len(inputs) != 1:
             raise CurvoptError(
                 f"kfra is defined for sequential networks only, but {name_of(edge.node)} has {len(inputs)} inputs that "
@@ -96,12 +90,3 @@ def _root(columns: Tensor) -> Tensor:
         return columns
     eigenvalues, eigenvectors = eigh(columns.T @ columns)
     return (eigenvectors * eigenvalues.clamp(min=0).sqrt()).T
-
-
-def _inputs(node: Node, entry: CallInGraph | None) -> list[GradientEdge]:
-    """The inputs of a node; of an output of a convolution those of the whole call, as circular padding has branches."""
-    if entry is not None and isinstance(entry.rule, Convolution) and len(entry.call.boundary) == 1:
-        (before,) = entry.call.boundary
-        if len(outputs_of(before)) == 1:
-            return [GradientEdge(before, 0)]
-    return [GradientEdge(f, nr) for f, nr in node.next_functions if f is not None]

@@ -224,10 +224,7 @@ def _sweep_chunks(
 
 def _averaged(run: BackwardPass, factored: Sequence[FactoredLoss], extensions: Sequence[Extension]) -> None:
     for each in factored:
-        frozen = [call for call in run.located.graph.module_calls.values() if not call.parameters]
-        N = run.calls[0].location.N
-        found = kfra_jacobians(each.edge, each.curvature, each.scale, run.calls, frozen, N)
-        for chunk in found:
+        for chunk in kfra_jacobians(each.edge, each.curvature, each.scale, run.calls, run.calls[0].location.N):
             run.update(chunk, extensions)
 
 

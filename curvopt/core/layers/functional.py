@@ -35,7 +35,6 @@ class ParameterCall(ModuleCall):
         args: tensors that the node saved.
         shape: of the output.
         owner: the module in which it was called.
-        boundary: where the operands come from that are no parameters.
     """
 
     def __init__(
@@ -45,11 +44,10 @@ class ParameterCall(ModuleCall):
         args: tuple[Tensor, ...],
         shape: torch.Size,
         owner: nn.Module,
-        boundary: frozenset[Node] = frozenset(),
     ):
         """Record the saved tensors."""
         self.path, self.model, self.module, self.args, self.kwargs, self._owner = path, None, module, args, {}, owner
-        self.versions, self.boundary, self.steps = [x._version for x in args], boundary, None
+        self.versions, self.boundary, self.steps = [x._version for x in args], frozenset(), None
         self.shapes, self.cache, self.settings, self.seen = (shape,), {}, None, tuple(module._parameters.values())
 
     @property
@@ -109,14 +107,12 @@ class LayerCall(NamedTuple):
         rule: of the layer.
         module: with the settings that the rule reads, without parameters.
         input: the input.
-        other: the input's position among the operands, if it is one.
         start: the first row of the parameter that is the weight, if not all of them are.
     """
 
     rule: Rule
     module: nn.Module
     input: Tensor
-    other: int | None
     start: int | None = None
 
 
@@ -180,7 +176,7 @@ def _product(node: Node, position: int, weight: Tensor, shape: torch.Size) -> La
     if kind is None:
         return None
     *kind, start = kind
-    return LayerCall(Product(from_left, *kind), nn.Module(), getattr(saved, sides[from_left]), first + from_left, start)
+    return LayerCall(Product(from_left, *kind), nn.Module(), getattr(saved, sides[from_left]), start)
 
 
 def _convolution(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
@@ -188,7 +184,7 @@ def _convolution(node: Node, position: int, weight: Tensor, shape: torch.Size) -
         return None
     saved = Saved(node)
     rule, module = _convolution_layer(saved, saved.transposed, weight)
-    return LayerCall(rule, module, saved.input, 0)
+    return LayerCall(rule, module, saved.input)
 
 
 def _slope_of_convolution(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
@@ -200,7 +196,7 @@ def _slope_of_convolution(node: Node, position: int, weight: Tensor, shape: torc
     if saved.transposed and any(a >= b for a, b in zip(saved.output_padding, saved.stride, strict=True)):
         return None  # rows that no input has painted
     rule, module = _convolution_layer(saved, not saved.transposed, weight)
-    return LayerCall(rule, module, saved.grad_output, 0)
+    return LayerCall(rule, module, saved.grad_output)
 
 
 def _convolution_layer(saved: Saved, transposed: bool, weight: Tensor) -> tuple[Rule, nn.Module]:
@@ -221,7 +217,7 @@ def _lookup(node: Node, position: int, weight: Tensor, shape: torch.Size) -> Lay
         return None
     module, padding = nn.Embedding(1, 1, device="meta"), saved.padding_idx
     module.padding_idx = padding if padding is not None and 0 <= padding < len(weight) else None
-    return LayerCall(Embedding(), module, saved.indices, None)
+    return LayerCall(Embedding(), module, saved.indices)
 
 
 def _indexed(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
@@ -229,7 +225,7 @@ def _indexed(node: Node, position: int, weight: Tensor, shape: torch.Size) -> La
     if x is None or weight.dim() > 2 or weight.shape != shape or not weight.is_contiguous():
         return None
     module = nn.Embedding(1, 1, device="meta")
-    return LayerCall(Indexed(), module, x, None)
+    return LayerCall(Indexed(), module, x)
 
 
 def _index(node: Node) -> Tensor | None:
