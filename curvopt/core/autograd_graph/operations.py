@@ -52,8 +52,8 @@ permute        | linear      | Permute
 matmul         | multilinear | Addmm Addmv Mm Mv
 bmm            | multilinear | Baddbmm Bmm
 linear         | multilinear | Linear
-convolution    | multilinear | Convolution ConvolutionOverrideable CudnnConvolution MkldnnConvolution SlowConv2D
-convolution    | -           | ConvolutionBackward
+rows           | multilinear | Convolution ConvolutionOverrideable CudnnConvolution MkldnnConvolution SlowConv2D
+rows           | -           | ConvolutionBackward NativeGroupNorm
 images         | linear      | AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D AvgPool2D
 images         | linear      | AvgPool3D ChannelShuffle Col2Im FractionalMaxPool2D FractionalMaxPool3D Im2Col
 images         | linear      | MaxPool2D MaxPool2DWithIndices MaxPool3DWithIndices MaxUnpool2D MaxUnpool3D
@@ -62,7 +62,6 @@ images         | linear      | UpsampleBicubic2DAA UpsampleBilinear2D UpsampleBi
 images         | linear      | UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleNearestExact1D
 images         | linear      | UpsampleNearestExact2D UpsampleNearestExact3D UpsampleTrilinear3D
 images         | -           | GridSampler2D GridSampler3D
-group_norm     | -           | NativeGroupNorm
 layer_norm     | -           | FusedRmsNorm NativeLayerNorm
 batch_norm     | multilinear | CudnnBatchNorm MiopenBatchNorm NativeBatchNorm
 sync_batch_norm | -          | SyncBatchNorm
@@ -71,8 +70,7 @@ along          | -           | Cumprod Glu LogSoftmax Logcumsumexp SafeSoftmax S
 last_two       | linear      | Tril Triu
 reduce         | linear      | Amax Amin Kthvalue Max Mean Median Min Mode Nansum Sum
 reduce         | -           | LinalgVectorNorm Logsumexp Norm Prod Std Var
-select         | linear      | Select
-unbind         | linear      | Unbind
+select         | linear      | Select Unbind
 slice          | linear      | Slice
 split          | linear      | Split SplitWithSizes UnsafeSplit
 cat            | linear      | Cat

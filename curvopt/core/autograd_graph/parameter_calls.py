@@ -190,7 +190,7 @@ def _broadcast(
     if found is None:
         return None
     call = ParameterCall(path, owner, found.args, out, owner)
-    return call, BroadcastRule(p, source, shape, found.scale, found.factor, found.linear)
+    return call, BroadcastRule(p, source, shape, found)
 
 
 def join_biases(calls: list[CallInGraph]) -> list[CallInGraph]:

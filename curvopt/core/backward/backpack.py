@@ -203,22 +203,21 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
     def _attempt(self, how: Backward) -> BackwardPass | None:
         """Do all that comes before the backward itself."""
         self._pass = self._prepare(how)
-        return self._pass if self._pass is None else self._pass.before_backward()
+        return None if self._pass is None else self._pass.before_backward()
 
     def _begin(self, how: Backward) -> BackwardPass | None:
         """As `_attempt`, with the extensions that are not refused."""
         while self.extensions:
             try:
                 return self._attempt(how)
-            except CurvoptError as error:
+            except BaseException as error:
                 self._abandon()
-                extensions = None if self.otherwise is None else self.otherwise(error)
+                if self.otherwise is None or not isinstance(error, CurvoptError):
+                    raise
+                extensions = self.otherwise(error)
                 if extensions is None:
                     raise
                 self.extensions = tuple(extensions)
-            except BaseException:
-                self._abandon()
-                raise
         return None
 
     def _run(self, call: Callable[..., Any], how: Backward) -> Any:

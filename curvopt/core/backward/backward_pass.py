@@ -230,12 +230,8 @@ class BackwardPass:
     @cached_property
     def chunk_size(self) -> int:
         """Columns to sweep together, from the activations that one column fills."""
-        return columns_per_sweep() or costs.columns_at_once(self._column_entries, self.device)
-
-    @cached_property
-    def _column_entries(self) -> int:
-        """Activations that one column fills."""
-        return sum(prod(shape) for call in self.calls for shape in call.call.shapes)
+        entries = sum(prod(shape) for call in self.calls for shape in call.call.shapes)
+        return columns_per_sweep() or costs.columns_at_once(entries, self.device)
 
     # In the user's backward
 

@@ -167,19 +167,18 @@ def _warn_of_cost(located: LocatedGraph) -> None:
         )
 
 
-def mixing_norms(located: LocatedGraph) -> list[tuple[str, bool]]:
-    """The batch norms that mix samples: a description, and whether the module is in eval mode."""
+def mixing_norm(located: LocatedGraph) -> tuple[str, bool]:
+    """A batch norm that mixes samples: a description, and whether the module is in eval mode."""
     found = [node for location in located.locations.values() for node in norms_in_loss(located, location)]
     for node in _training_norms(located.graph):
         places = [(following, nr) for following, nr in node.next_functions if following is not None]
         layouts = [location.axes.layouts.get(place) for place in places for location in located.locations.values()]
         if any(isinstance(x, Layout) and x.mixed for x in layouts):
             found.append(node)
-    calls = [next((call for call, *_ in records_of(n) if isinstance(call, ModuleCall)), None) for n in found]
-    return [
-        (name_of(node), False) if call is None else (call.describe(), not call.module.training)
-        for node, call in zip(found, calls, strict=True)
-    ]
+    if not found:
+        return "a batch norm", False
+    call = next((call for call, *_ in records_of(found[0]) if isinstance(call, ModuleCall)), None)
+    return (name_of(found[0]), False) if call is None else (call.describe(), not call.module.training)
 
 
 def norms_in_loss(located: LocatedGraph, location: Location) -> list[Node]:

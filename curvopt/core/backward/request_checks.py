@@ -24,7 +24,7 @@ from curvopt.core.backward.located_graph import (
     LocatedGraph,
     is_mixed,
     mixing_heads,
-    mixing_norms,
+    mixing_norm,
     norms_in_loss,
 )
 from curvopt.core.batch_axis.layout import Layout, axis_of, labels_along
@@ -186,7 +186,7 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
     everywhere = {key for key, location in locations.items() if norms_in_loss(located, location)}
     mixed = [call for call in located.calls if locations and (id(call.location) in everywhere or is_mixed(call))]
     if mixed:
-        norm, in_eval_mode = next(iter(mixing_norms(located)), ("a batch norm", False))
+        norm, in_eval_mode = mixing_norm(located)
         what = (
             "it mixes them in eval mode, too, as it has no running statistics; train it with track_running_stats=True"
             if in_eval_mode

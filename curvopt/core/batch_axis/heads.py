@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from torch.autograd.graph import Node
@@ -55,29 +55,44 @@ def around_heads(graph: BackwardGraph, N: int, axis: int, heads: Mapping[Place, 
     around = {leaf for node in beside if (leaf := leaf_of(node)) is not None}
     if not around or not any(leaf in around for leaf in map(leaf_of, walk(list(ends))) if leaf is not None):
         return {}
-    alone, found = graph.of_parameters_alone, dict[Place, Layout]()
+    alone = graph.of_parameters_alone
     reach = {node for node in beside if leaf_of(node) in around}  # grows by all that reaches them around the heads
     for node in graph.nodes[::-1]:
         if node not in outputs and not reach.isdisjoint([below for below, _ in node.next_functions]):
             reach.add(node)
+
+    def layout(place: Place) -> Layout | None:
+        shape = shape_of(*place)
+        if len(shape) <= axis or shape[axis] != N:
+            return None
+        leads = not ends.isdisjoint(walk([place[0]]))
+        rows = samples_of_rows(place, heads) if leads else list(range(N))
+        return None if rows is None or (axis and leads) else labelled(shape, axis, rows, N, False)
+
+    found = _first(graph, layout, lambda place: place in heads or place[0] in alone or place[0] not in reach)
+    return inside_the_loss(found, N, graph, ends, reach)
+
+
+def _first(
+    graph: BackwardGraph, layout: Callable[[Place], Layout | None], ends: Callable[[Place], bool]
+) -> dict[Place, Layout]:
+    """The first tensors behind the scalar that have a layout; a path ends at a leaf, and where it is asked to."""
+    found: dict[Place, Layout] = {}
     stack: list[Place] = [(root, 0) for root in graph.roots]
     seen = set(stack)
     while stack:
         place = stack.pop()
-        node, shape = place[0], shape_of(*place)
-        if place in heads or node in alone or leaf_of(node) is not None or node not in reach:
+        if leaf_of(place[0]) is not None or ends(place):
             continue
-        if len(shape) > axis and shape[axis] == N:
-            leads = not ends.isdisjoint(walk([node]))
-            rows = samples_of_rows(place, heads) if leads else list(range(N))
-            if rows is not None and (axis == 0 or not leads):
-                found[place] = labelled(shape, axis, rows, N, False)
-                continue
-        for below in node.next_functions:
+        own = layout(place)
+        if own is not None:
+            found[place] = own
+            continue
+        for below in place[0].next_functions:
             if below[0] is not None and below not in seen:
                 seen.add(below)  # type: ignore[arg-type]
                 stack.append(below)  # type: ignore[arg-type]
-    return inside_the_loss(found, N, graph, ends, reach)
+    return found
 
 
 def inside_the_loss(
@@ -121,19 +136,10 @@ def inside_the_loss(
 
 def behind_reductions(graph: BackwardGraph, N: int, axis: int) -> dict[Place, Layout]:
     """The first tensors with N rows behind the scalar that is differentiated, of those that depend on parameters."""
-    found: dict[Place, Layout] = {}
-    stack = list(dict.fromkeys((root, 0) for root in graph.roots))
-    seen = set(stack)
-    while stack:
-        node, nr = stack.pop()
-        shape = shape_of(node, nr)
-        if leaf_of(node) is not None:
-            continue
-        if len(shape) > axis and shape[axis] == N:
-            found[node, nr] = labelled(shape, axis, range(N), N, False)
-            continue
-        for below in node.next_functions:
-            if below[0] is not None and below not in seen:
-                seen.add(below)  # type: ignore[arg-type]
-                stack.append(below)  # type: ignore[arg-type]
+
+    def layout(place: Place) -> Layout | None:
+        shape = shape_of(*place)
+        return labelled(shape, axis, range(N), N, False) if len(shape) > axis and shape[axis] == N else None
+
+    found = _first(graph, layout, lambda _: False)
     return inside_the_loss(found, N, graph, (), None)

@@ -87,8 +87,8 @@ def _linear(call: OperationCall) -> list[AnyLayout]:
     return found
 
 
-def _convolution(call: OperationCall) -> list[AnyLayout]:
-    # of the backward of a convolution only the gradient in the input has samples
+def _rows(call: OperationCall) -> list[AnyLayout]:
+    # convolutions, group norm; of the backward of a convolution only the gradient in the input has samples
     if call.axis.index or call.output_nr:
         return call.unknown
     found = call.shared
@@ -98,10 +98,6 @@ def _convolution(call: OperationCall) -> list[AnyLayout]:
 
 def _images(call: OperationCall) -> list[AnyLayout]:
     return call.unknown if call.axis.index else [call.at(shape, 0) for shape in call.operands]
-
-
-def _group_norm(call: OperationCall) -> list[AnyLayout]:
-    return call.unknown if call.axis.index else [call.at(call.operands[0], 0), *call.shared[1:]]
 
 
 def _layer_norm(call: OperationCall) -> list[AnyLayout]:
@@ -152,10 +148,6 @@ def _select(call: OperationCall) -> list[AnyLayout]:
     (shape,) = call.operands
     dim = call.dim(len(shape or ()))
     return [call.at(shape, call.axis.index + (call.axis.index >= dim))]
-
-
-def _unbind(call: OperationCall) -> list[AnyLayout]:
-    return _select(call)
 
 
 def _slice(call: OperationCall) -> list[AnyLayout]:
@@ -249,8 +241,8 @@ def _cell(call: OperationCall) -> list[AnyLayout]:
 RULES: dict[str, Callable[[OperationCall], list[AnyLayout]]] = {
     rule.__name__.removeprefix("_"): rule
     for rule in (
-        *(_elementwise, view, _as_strided, _t, _transpose, _permute, _matmul, _bmm, _linear, _convolution, _images),
-        *(_group_norm, _layer_norm, _batch_norm, _sync_batch_norm, _along, _last_two, _reduce, _select, _unbind),
+        *(_elementwise, view, _as_strided, _t, _transpose, _permute, _matmul, _bmm, _linear, _rows, _images),
+        *(_layer_norm, _batch_norm, _sync_batch_norm, _along, _last_two, _reduce, _select),
         *(_slice, _split, _cat, _stack, _repeat, _pad, _unfold, index, index_select, index_put, index_add),
         *(gather, scatter, embedding, _attention, _recurrent, _cell),
     )

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core.jacobians.base import Dense
+from curvopt.core.layers.broadcast import Broadcast
 from curvopt.core.layers.pull_to_parameter import _is_linear, _through
 from curvopt.core.layers.rule import Jacobians, Rule, tensors
 from curvopt.core.recording.calls import ModuleCall
@@ -28,27 +29,16 @@ class BroadcastRule(Rule):
         p: the parameter.
         source: the edge at which the operand was computed from it; ``None`` for the parameter itself.
         shape: shape of the operand.
-        scale: the number.
-        factor: computes the factor from the tensors of the use.
-        linear: whether the operation is linear in the operand.
+        operation: number and factor.
     """
 
-    def __init__(
-        self,
-        p: nn.Parameter,
-        source: GradientEdge | None,
-        shape: Sequence[int],
-        scale: float,
-        factor: Callable[..., Tensor] | None,
-        linear: bool,
-    ):
+    def __init__(self, p: nn.Parameter, source: GradientEdge | None, shape: Sequence[int], operation: Broadcast):
         """Keep them."""
-        self.p, self.source, self.shape, self.scale, self.factor = p, source, tuple(shape), scale, factor
-        self._in_operand = linear
+        self.p, self.source, self.shape, self.operation = p, source, tuple(shape), operation
 
     @cached_property
     def linear(self) -> bool:  # type: ignore[override]
-        return self._in_operand and _is_linear(self.source, self.p)
+        return self.operation.linear and _is_linear(self.source, self.p)
 
     def takes_steps(self, call: ModuleCall, how: Literal["axis", "rows"]) -> bool:
         shape, axis = call.shapes[0], 1 if how == "axis" else 0
@@ -62,8 +52,8 @@ class BroadcastRule(Rule):
     def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         (grad,) = grads
         assert grad is not None
-        if self.factor is not None:
-            grad = grad * self.factor(*call.args).to(grad.dtype)
+        if self.operation.factor is not None:
+            grad = grad * self.operation.factor(*call.args).to(grad.dtype)
         sizes = self._sizes(grad.dim() - 1)
         if call.steps == "axis":
             sizes[:2] = sizes[1::-1]
@@ -74,6 +64,6 @@ class BroadcastRule(Rule):
             for n, rows in enumerate(grad.split(grad.shape[1] // N, 1)):
                 values[:, n, n * rows.shape[1] : (n + 1) * rows.shape[1]] = rows
         axes = [i for i, size in enumerate(sizes, 2) if size == 1]
-        values = (values.sum(axes) if axes else values) * self.scale
+        values = (values.sum(axes) if axes else values) * self.operation.scale
         jacobian = Dense(values.reshape(len(grad), N, *self.shape))
         return dict.fromkeys(names, _through(call, self.source, self.p, jacobian))

@@ -53,7 +53,8 @@ class PerSampleRule(Rule):
     def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         (grad,) = grads
         assert grad is not None
-        values = pull_together(self.node, self.output_nr, self.position, grad.to(self._dtype(grad)))
+        at = metadata(self.node, self.output_nr)
+        values = pull_together(self.node, self.output_nr, self.position, grad.to(at.dtype))
         shape = shape_of(self.edge.node, self.edge.output_nr)
         below = metadata(self.edge.node, self.edge.output_nr)
         if values is None:
@@ -62,9 +63,6 @@ class PerSampleRule(Rule):
             pulled = pull_to_parameter(self.edge, self.p, values)
             values = self.p.new_zeros(len(grad), *self.p.shape) if pulled is None else pulled
         return dict.fromkeys(names, Dense(values.unsqueeze(1)))
-
-    def _dtype(self, grad: Tensor) -> torch.dtype:
-        return metadata(self.node, self.output_nr).dtype
 
 
 class SharedCallRule(Rule):
@@ -101,20 +99,12 @@ class SharedCallRule(Rule):
             if grad is not None:
                 jacobian = operand.jac_t([grad])["weight"]
                 given.append((source, jacobian.dense().flatten(0, 1)))
-        targets = list(self.edges.values())
-        if all(source in targets for source, _ in given):
-            found: dict[GradientEdge, Tensor | None] = {}
-            for source, vectors in given:
-                before = found.get(source)
-                found[source] = vectors if before is None else before + vectors
-        else:
-            sources, every = [source for source, _ in given], [vectors for _, vectors in given]
-            found = dict(zip(targets, pull(sources, targets, every), strict=True))
+        sources, vectors = [source for source, _ in given], [vectors for _, vectors in given]
+        found = pull(sources, list(self.edges.values()), vectors)
         dtype = next(iter(self.rule.parameters(self.call.module).values())).dtype
         arrived: list[Tensor | None] = [None] * len(self.call.shapes)
-        for index, edge in self.edges.items():
-            vectors = found.get(edge)
-            arrived[index] = None if vectors is None else cast(vectors, dtype)
+        for index, grad in zip(self.edges, found, strict=True):
+            arrived[index] = None if grad is None else cast(grad, dtype)
         if all(grad is None for grad in arrived):
             index, like = min(self.edges), given[0][1]
             arrived[index] = torch.zeros(len(like), *self.call.shapes[index], dtype=dtype, device=like.device)

@@ -122,10 +122,14 @@ class LossRecorder:
         _record(output.grad_fn, LossCall(self.path, module, args, kwargs), 0, output.output_nr)
 
 
+def _recorder_of(module: nn.Module) -> Recorder | None:
+    return next((hook for hook in module._forward_hooks.values() if isinstance(hook, Recorder)), None)
+
+
 def remember_parameters(module: nn.Module) -> None:
     """Note the parameters that the extended modules of a module have now: ``fully_shard`` exchanges them."""
     for child in module.modules():
-        recorder = next((hook for hook in child._forward_hooks.values() if isinstance(hook, Recorder)), None)
+        recorder = _recorder_of(child)
         if recorder is not None:
             for name, p in owned_parameters(child).items():
                 _extended[p] = f"{recorder.path}.{name}".lstrip("."), weakref.ref(child), recorder.model
@@ -134,7 +138,7 @@ def remember_parameters(module: nn.Module) -> None:
 def _model_of(module: nn.Module, batch_axis: int) -> Model:
     """The model that a module is extended as: the larger one that it is a part of, or itself."""
     size = sum(1 for _ in module.modules())
-    recorder = next((hook for hook in module._forward_hooks.values() if isinstance(hook, Recorder)), None)
+    recorder = _recorder_of(module)
     if recorder is not None and recorder.model.size >= size:
         if batch_axis:
             recorder.model.batch_axis = batch_axis
@@ -194,7 +198,7 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
         held = isinstance(child, (nn.ParameterList, nn.ParameterDict))
         if "parametrizations" in path.split(".") or (held and child is not module):
             continue  # used through the module that holds them
-        recorder = next((hook for hook in child._forward_hooks.values() if isinstance(hook, Recorder)), None)
+        recorder = _recorder_of(child)
         own = model if recorder is None or recorder.model.size <= model.size else recorder.model
         for name, p in owned_parameters(child).items():
             _extended[p] = f"{path}.{name}".lstrip("."), weakref.ref(child), own
