@@ -345,11 +345,10 @@ def test_other_operations_in_the_loss(f):
         (lambda z: attention(z, SDPBackend.FLASH_ATTENTION), "no second derivative.*is not implemented.*KFACEmpirical"),
         (lambda z: F.multi_margin_loss(z, Y), "no second derivative.*multi_margin"),
         (lambda z: Once.apply(2.0, z)[0].mean(), "no second derivative.*once_differentiable"),
-        (lambda z: checkpoint(lambda z: z.exp().mean(), z, use_reentrant=True), "use_reentrant=False"),
         (lambda z: Wrong.apply(z).mean(), "second derivative of an operation in it is wrong"),
         (lambda z: (z - z.detach()).pow(1.5).mean(), "not finite"),
     ],
-    ids=["flash attention", "margin", "once differentiable", "reentrant checkpoint", "wrong", "not finite"],
+    ids=["flash attention", "margin", "once differentiable", "wrong", "not finite"],
 )
 def test_losses_without_a_second_derivative_are_refused(f, message):
     (z,), heads = heads_of(NC)

@@ -36,7 +36,7 @@ from curvopt.core.jacobians.sums import cast
 from curvopt.core.layers.rule import Rule, no_batch_axis
 from curvopt.core.recording.calls import ModuleCall, TermCall, records_of
 from curvopt.core.recording.extended_parameters import extended_name
-from curvopt.core.recording.model_calls import ModelCall, model_calls_of
+from curvopt.core.recording.model_calls import ModelCall
 from curvopt.core.recording.steps import Packed, Steps, packed, samples_first, samples_of
 from curvopt.distributed import refuse_sharded
 from curvopt.errors import CurvoptError
@@ -254,12 +254,13 @@ def read_graph(roots: Sequence[Node]) -> BackwardGraph:
         for record, index, output_nr in records_of(node):
             if isinstance(record, TermCall):
                 graph.terms[record] = GradientEdge(node, output_nr)
+            elif isinstance(record, ModelCall):
+                graph.model_calls.append((record, (node, output_nr)))
             elif isinstance(record, ModuleCall):
                 found = graph.module_calls.get(record)
                 if found is None:
                     found = graph.module_calls[record] = CallInGraph(record, record.rule, {}, {})
                 found.edges[index] = GradientEdge(node, output_nr)
-        graph.model_calls += [(call, (node, output_nr)) for call, output_nr in model_calls_of(node)]
     inside, outside = set[Operand](), dict[Operand, nn.Parameter]()
     for found in graph.module_calls.values():
         nodes = list(walk(found.nodes, found.call.boundary))

@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from curvopt.core.autograd_graph.nodes import is_reentrant_checkpoint, metadata, name_of, outputs_of, shape_of
+from curvopt.core.autograd_graph.nodes import metadata, name_of, outputs_of, shape_of
 from curvopt.core.autograd_graph.vjp import cut, pull
 from curvopt.core.pytorch_workarounds import running_backward, vmap_of_autograd
-from curvopt.errors import CurvoptError
 
 Place = tuple[Node, int]  # an output of a node
 
@@ -155,10 +154,6 @@ def call_node(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 def _applied(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Call a function that is written in Python."""
-    if is_reentrant_checkpoint(node):  # it would run the engine, and accumulate
-        raise CurvoptError(
-            "A torch.utils.checkpoint between the network's output and the loss needs use_reentrant=False."
-        )
     given = []
     for nr, grad in enumerate(grads):
         meta = metadata(node, nr)

@@ -58,11 +58,6 @@ def is_compiled(node: Node) -> bool:
     return name_of(node).startswith("CompiledFunction")
 
 
-def is_reentrant_checkpoint(node: Node) -> bool:
-    """Whether a node is a ``torch.utils.checkpoint`` that starts a backward of its own."""
-    return isinstance(node, BackwardCFunction) and name_of(node) == "CheckpointFunctionBackward"
-
-
 def walk(roots: list[Node], boundary: frozenset = frozenset(), last: Collection[Node] = ()) -> Iterator[Node]:
     """Every node reachable from ``roots``, once; nodes of ``boundary`` are not entered, those of ``last`` not left."""
     stack = [root for root in dict.fromkeys(roots) if root not in boundary]

@@ -2,7 +2,7 @@
 
 >>> from curvopt import extend
 >>> out = extend(nn.Linear(3, 2))(torch.ones(4, 3))
->>> [(record.describe(), record.input.shape) for record, _, _ in records_of(out.grad_fn)]
+>>> [(record.describe(), record.input.shape) for record, *_ in records_of(out.grad_fn)[:1]]
 [('the extended Linear', torch.Size([4, 3]))]
 
 The record is in ``grad_fn.metadata``, so it lives and dies with the graph: nothing is kept on modules or in globals.
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef
 
 from curvopt.core.pytorch_workarounds import saves_tensors_as_they_are
-from curvopt.core.recording.model_calls import Model
+from curvopt.core.recording.model_calls import Model, ModelCall
 from curvopt.core.recording.state import _records
 from curvopt.core.recording.steps import Packed, Steps, samples_first
 from curvopt.errors import CurvoptError
@@ -288,7 +288,7 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _record(node: Node, record: ModuleCall | LossCall | TermCall, index: int, output_nr: int) -> None:
+def _record(node: Node, record: ModuleCall | LossCall | ModelCall | TermCall, index: int, output_nr: int) -> None:
     node.metadata.setdefault(KEY, []).append((record, index, output_nr))  # type: ignore[attr-defined]
 
 

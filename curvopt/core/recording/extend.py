@@ -86,7 +86,7 @@ class Recorder:
         if outermost:
             for out, node in zip(outputs, nodes, strict=True):
                 if node is not None:
-                    model_calls.record_model_call(node, of_model, out.output_nr)
+                    _record(node, of_model, 0, out.output_nr)
         return output if ruled and len(outputs) > 1 else None
 
     def _has_rule(self, module: nn.Module) -> bool:

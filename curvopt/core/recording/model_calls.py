@@ -5,8 +5,9 @@ the length of the batch axis of its first tensor input; its outputs are the head
 
 >>> import torch
 >>> from curvopt import extend
+>>> from curvopt.core.recording.calls import records_of
 >>> out = extend(torch.nn.Linear(3, 2))(torch.ones(4, 3))
->>> [(call.name, call.samples) for call, _ in model_calls_of(out.grad_fn)]
+>>> [(record.name, record.samples) for record, *_ in records_of(out.grad_fn) if isinstance(record, ModelCall)]
 [('the extended Linear', (4,))]
 """
 
@@ -19,9 +20,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.autograd.graph import Node
-
-KEY = "curvopt.model"
 
 
 class Model:
@@ -109,13 +107,3 @@ def model_call(model: Model, name: str, args: tuple, kwargs: dict[str, Any], ten
         lengths.insert(0, len(first))  # a list of images, say
     _running.count += 1
     return ModelCall(model, name, tuple(lengths), _running.count)
-
-
-def record_model_call(node: Node, call: ModelCall, output_nr: int) -> None:
-    """Note on a node that it gives an output of a model."""
-    node.metadata.setdefault(KEY, []).append((call, output_nr))  # type: ignore[attr-defined]
-
-
-def model_calls_of(node: Node) -> list[tuple[ModelCall, int]]:
-    """The model calls of which a node gives an output, and which output of the node that is."""
-    return node.metadata.get(KEY, [])  # type: ignore[attr-defined]
