@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,20 +44,11 @@ if TYPE_CHECKING:
 DIRECT_ENTRIES = 2000
 
 
-def sweep_residuals(
-    run: BackwardPass,
-    edges: Sequence[GradientEdge],
-    slopes: Sequence[Tensor],
-    modify: Modify,
-    extensions: Sequence[Extension],
-) -> None:
-    """Add the residuals of all nonlinear operations behind some edges, with the gradients there, to the totals.
-
-    Raises:
-        CurvoptError: where PyTorch has no second derivative of an operation, or a wrong one.
-    """
+@contextmanager
+def _differentiated_twice(extensions: Sequence[Extension]) -> Iterator[None]:
+    """Inside, an error of PyTorch says that an operation has no second derivative."""
     try:
-        _sweep_residuals(run, edges, slopes, modify, extensions)
+        yield
     except (CurvoptError, torch.OutOfMemoryError):
         raise
     except RuntimeError as error:
@@ -71,13 +63,18 @@ def sweep_residuals(
         ) from error
 
 
-def _sweep_residuals(
+def sweep_residuals(
     run: BackwardPass,
     edges: Sequence[GradientEdge],
     slopes: Sequence[Tensor],
     modify: Modify,
     extensions: Sequence[Extension],
 ) -> None:
+    """Add the residuals of all nonlinear operations behind some edges, with the gradients there, to the totals.
+
+    Raises:
+        CurvoptError: where PyTorch has no second derivative of an operation, or a wrong one.
+    """
     for edge in edges:
         what = f"{fields_of(extensions)} cannot be had"
         refuse_wrong(run.located, WRONG_TWICE, edge.node, what, "use a GGN quantity")
@@ -102,18 +99,19 @@ def _sweep_residuals(
             f"{run.located.name(p)}: PyTorch's second derivative of norms with a bias and no weight is wrong, so "
             f"{fields_of(extensions)} cannot be had; add the bias by `+`, or use a GGN quantity."
         )
-    outputs = [GradientEdge(op.node, nr) for op in operations for nr in op.outputs]
-    arrived = iter(pull(edges, outputs, [slope.unsqueeze(0) for slope in slopes]) if outputs else ())
-    for operation in operations:
-        grads = [next(arrived) for _ in operation.outputs]
-        reached = [nr for nr, g in zip(operation.outputs, grads, strict=True) if g is not None]
-        present = [g[0] for g in grads if g is not None]
-        if present:
-            changed = operation._replace(outputs=reached)
-            for columns in residual_columns(changed, present, N, run.chunk_size, modify):
-                run.sweep(columns.edges, columns.vectors, columns.weights, extensions, direct)
-    if direct:
-        _by_double_backward(run, edges, slopes, list(direct), modify, extensions)
+    with _differentiated_twice(extensions):
+        outputs = [GradientEdge(op.node, nr) for op in operations for nr in op.outputs]
+        arrived = iter(pull(edges, outputs, [slope.unsqueeze(0) for slope in slopes]) if outputs else ())
+        for operation in operations:
+            grads = [next(arrived) for _ in operation.outputs]
+            reached = [nr for nr, g in zip(operation.outputs, grads, strict=True) if g is not None]
+            present = [g[0] for g in grads if g is not None]
+            if present:
+                changed = operation._replace(outputs=reached)
+                for columns in residual_columns(changed, present, N, run.chunk_size, modify):
+                    run.sweep(columns.edges, columns.vectors, columns.weights, extensions, direct)
+        if direct:
+            _by_double_backward(run, edges, slopes, list(direct), modify, extensions)
 
 
 def _is_sample_first(run: BackwardPass, edge: GradientEdge) -> bool:

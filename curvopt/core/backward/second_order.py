@@ -78,10 +78,7 @@ def second_order(run: BackwardPass, arrived: Mapping[GradientEdge, Tensor]) -> N
         run.weight = 0.0
         second_order_of_any_loss(run, loss)
         return
-    by_columns: dict[Any, list[Extension]] = {}
-    for extension in run.second_order:
-        columns = extension.columns
-        by_columns.setdefault(Exact() if isinstance(columns, Exact) else columns, []).append(extension)
+    by_columns = _by_columns(run)
     remaining = len(by_columns) + sum(isinstance(e.columns, Hessian) for e in run.second_order)
     for columns, extensions in by_columns.items():
         remaining -= 1
@@ -89,17 +86,14 @@ def second_order(run: BackwardPass, arrived: Mapping[GradientEdge, Tensor]) -> N
         if isinstance(columns, Exact):
             _exact(run, factored, extensions, last)
         elif isinstance(columns, MonteCarlo):
-            drawn = [(columns.draw(each.curvature) * each.scale) for each in factored]
-            edges = [each.edge for each in factored]
-            drawn = [cast(v, each.loss.input.dtype) for v, each in zip(drawn, factored, strict=True)]
-            _sweep_chunks(run, edges, drawn, columns.samples, extensions, last)
+            drawn = [cast(columns.draw(each.curvature) * each.scale, each.loss.input.dtype) for each in factored]
+            _sweep_chunks(run, [each.edge for each in factored], drawn, extensions, last)
         elif isinstance(columns, Empirical):
             column = [cast(_empirical(each), each.loss.input.dtype) for each in factored]
-            _sweep_chunks(run, [each.edge for each in factored], column, 1, extensions, last)
+            _sweep_chunks(run, [each.edge for each in factored], column, extensions, last)
         else:
             _averaged(run, factored, extensions)
-    for hessian in dict.fromkeys(e.columns for e in run.second_order if isinstance(e.columns, Hessian)):
-        extensions = [e for e in run.second_order if e.columns == hessian]
+    for hessian, extensions in _of_hessian(run).items():
         for each in factored:
             slope = each.loss.slope(each.grad).to(each.loss.input.dtype)
             sweep_residuals(run, [each.edge], [slope], hessian.modify, extensions)
@@ -113,22 +107,22 @@ def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
         if run.counted is not None and any(isinstance(c, (Exact, MonteCarlo)) for c in _by_columns(run)):
             loss.check_curved()
         for columns, extensions in _by_columns(run).items():
-            signed = isinstance(columns, Hessian)
             if isinstance(columns, Exact):
                 warn_of_columns(extensions, loss.num_columns)
+                signed = all(isinstance(e.columns, Hessian) for e in extensions)
                 for heads, vectors, weights in (loss.signed if signed else loss.root)(run.chunk_size):
                     weights = _of_whole_batch(weights, loss.heads[heads[0]], loss.N)  # noqa: PLW2901
                     run.sweep([edges[i] for i in heads], vectors, weights, extensions, (), loss.num_columns)
             elif isinstance(columns, MonteCarlo):
                 drawn = [v / columns.samples**0.5 for v in loss.sample(columns.samples, columns.generator)]
-                _sweep_chunks(run, edges, drawn, columns.samples, extensions, False)
+                _sweep_chunks(run, edges, drawn, extensions, False)
             elif isinstance(columns, Empirical):
                 weights = [w.clamp(min=torch.finfo(w.dtype).tiny) for w in loss.weights]
                 slopes = zip(loss.slope, weights, loss.heads, strict=True)
                 column = [s.unsqueeze(0) / _along(w.sqrt(), head.axis, s) for s, w, head in slopes]
-                _sweep_chunks(run, edges, column, 1, extensions, False)
-            if signed:
-                sweep_residuals(run, edges, loss.slope, columns.modify, extensions)
+                _sweep_chunks(run, edges, column, extensions, False)
+        for hessian, extensions in _of_hessian(run).items():
+            sweep_residuals(run, edges, loss.slope, hessian.modify, extensions)
     except CurvoptError as error:
         raise naming_fields(run.second_order, error) from error
     except RuntimeError as error:
@@ -149,10 +143,18 @@ def _of_whole_batch(weights: Tensor | None, head: Head, N: int) -> Tensor | None
 
 
 def _by_columns(run: BackwardPass) -> dict[Any, list[Extension]]:
+    """Extensions that share sweeps: those of the Hessian have the columns of the GGN, too."""
     groups: dict[Any, list[Extension]] = {}
     for extension in run.second_order:
-        groups.setdefault(extension.columns, []).append(extension)
+        columns = extension.columns
+        groups.setdefault(Exact() if isinstance(columns, Exact) else columns, []).append(extension)
     return groups
+
+
+def _of_hessian(run: BackwardPass) -> dict[Hessian, list[Extension]]:
+    """Extensions that share residuals."""
+    kinds = dict.fromkeys(e.columns for e in run.second_order if isinstance(e.columns, Hessian))
+    return {kind: [e for e in run.second_order if e.columns == kind] for kind in kinds}
 
 
 def _factor(run: BackwardPass, loss: Loss, grad: Tensor) -> FactoredLoss:
@@ -212,12 +214,12 @@ def _sweep_chunks(
     run: BackwardPass,
     edges: Sequence[GradientEdge],
     vectors: Sequence[Tensor],
-    total: int,
     extensions: Sequence[Extension],
     last: bool,
 ) -> None:
     """Pull back columns of all losses together."""
-    for start in range(0, total if edges else 0, run.chunk_size):
+    total = len(vectors[0]) if vectors else 0
+    for start in range(0, total, run.chunk_size):
         part = [v[start : start + run.chunk_size] for v in vectors]
         run.sweep(edges, part, None, extensions, (), total, last and start + run.chunk_size >= total)
 

@@ -23,7 +23,10 @@ from curvopt.errors import CurvoptError
 
 @register(nn.Embedding)
 class Embedding(Rule):
-    """``W[x]`` for integers x with any number of shared axes; ``padding_idx`` gets no gradient."""
+    """``W[x]`` for integers x with any number of shared axes; ``padding_idx`` gets no gradient.
+
+    Rows may be counted from the end, as functions of a parameter do.
+    """
 
     any_axes = True
     any_order = True
@@ -35,7 +38,7 @@ class Embedding(Rule):
 
     def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         _refuse_scaled_gradients(call)
-        grad, x = grads[0], self.rows_picked(call)
+        grad, x = grads[0], call.input % len(call.module.get_parameter("weight"))
         assert grad is not None
         samples = torch.arange(N, device=x.device).repeat_interleave(x.numel() // N)
         entries = call.module.get_parameter("weight").shape[1:].numel()
@@ -44,17 +47,6 @@ class Embedding(Rule):
             there = call.steps.there.repeat_interleave(len(x) // len(call.steps.there))
             left, x, samples = left[:, there], x[there], samples[there]
         return _lookup(call, left, x, samples, N)
-
-    def rows_picked(self, call: ModuleCall) -> Tensor:
-        """Which rows of the weight the input picks."""
-        return call.input
-
-
-class Indexed(Embedding):
-    """``W[x]`` of a tensor, where rows may be counted from the end."""
-
-    def rows_picked(self, call: ModuleCall) -> Tensor:
-        return call.input % len(call.module.get_parameter("weight"))
 
 
 @register(nn.EmbeddingBag)

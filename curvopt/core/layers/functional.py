@@ -21,7 +21,7 @@ from torch.autograd.graph import Node
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import Saved, name_of, outputs_of, shape_of, signed
 from curvopt.core.layers.affine import Conv, ConvTranspose, Product
-from curvopt.core.layers.embedding import Embedding, Indexed
+from curvopt.core.layers.embedding import Embedding
 from curvopt.core.layers.rule import Rule
 from curvopt.core.recording.calls import ModuleCall
 
@@ -225,7 +225,7 @@ def _indexed(node: Node, position: int, weight: Tensor, shape: torch.Size) -> La
     if x is None or weight.dim() > 2 or weight.shape != shape or not weight.is_contiguous():
         return None
     module = nn.Embedding(1, 1, device="meta")
-    return LayerCall(Indexed(), module, x)
+    return LayerCall(Embedding(), module, x)
 
 
 def _index(node: Node) -> Tensor | None:
