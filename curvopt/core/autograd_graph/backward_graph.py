@@ -320,21 +320,11 @@ def _used_outside(
     if not shared:
         return {}
     own = set(found.parameters.values())
-    if not all(_is_made_of(node, own) for node in shared):
+    if not (graph.of_parameters_alone.issuperset(shared) and own.issuperset(leaves_behind(shared))):
         found.parameters = {}
         return operands
     graph.inside.update(user for node in shared for user in graph.users_of(node) if user[0] in nodes)
     return operands_among(walk(shared, found.call.boundary), own)
-
-
-def _is_made_of(node: Node, parameters: set[nn.Parameter]) -> bool:
-    """Whether an operation depends on parameters alone."""
-    for inner in walk([node]):
-        if any(below is None for below, _ in inner.next_functions) or not (
-            inner.next_functions or leaf_of(inner) in parameters
-        ):
-            return False
-    return True
 
 
 def operands_among(nodes: Iterable[Node], parameters: set[nn.Parameter]) -> dict[Operand, nn.Parameter]:

@@ -27,14 +27,12 @@ class ScaleRule(Rule):
     any_order = True
     linear = True
     takes_single = True
+    #: Whether the parameters belong to the last axes, not to axis 1.
+    last_axes = False
 
     @abstractmethod
     def scaled(self, module: Any, x: Tensor) -> Tensor:
         """The tensor that the weight multiplies, like the output."""
-
-    def last_axes(self, module: Any) -> bool:
-        """Whether the parameters belong to the last axes, not to axis 1."""
-        return False
 
     def leaves_input(self, module: Any) -> bool:
         return True
@@ -58,7 +56,7 @@ class ScaleRule(Rule):
     def _summed(self, module: nn.Module, name: str, values: Tensor, N: int) -> Dense:
         """``[V, N k, *out]`` summed over all axes but V, N and the parameter's."""
         shape, V = module.get_parameter(name).shape, len(values)
-        if self.last_axes(module):
+        if self.last_axes:
             return Dense(values.reshape(V, N, -1, *shape).sum(2))
         if shape[0] == 1:  # one channel, or one PReLU slope for all
             return Dense(values.reshape(V, N, -1).sum(2, keepdim=True))
@@ -105,12 +103,10 @@ class LayerNorm(ScaleRule):
     """Statistics over the last axes, which the parameters belong to."""
 
     any_axes = True
+    last_axes = True
 
     def scaled(self, module: nn.LayerNorm, x: Tensor) -> Tensor:
         return F.layer_norm(x, module.normalized_shape, eps=module.eps)
-
-    def last_axes(self, module: nn.LayerNorm) -> bool:
-        return True
 
     def least_dims(self, module: nn.LayerNorm) -> int:
         return len(module.normalized_shape) + 1
