@@ -629,12 +629,12 @@ def test_loss_with_parameters_is_refused():
     ("module", "z", "y", "grad", "message"),
     [
         (nn.CrossEntropyLoss(), torch.rand(3), torch.tensor(0), torch.ones(()), r"\[3\] has no batch axis; unsqueeze"),
-        (nn.MSELoss(), torch.rand(3), torch.rand(3), torch.tensor(-1.0), "scaled by -1"),
+        (nn.MSELoss(), torch.rand(3), torch.rand(3), torch.tensor(-1.0), "negative weight -1"),
         (nn.MSELoss(reduction="none"), torch.rand(3), torch.rand(3), torch.ones(3), r"scalar.*\[3\].*none"),
     ],
 )
 def test_calls_that_are_refused(module: nn.Module, z: Tensor, y: Tensor, grad: Tensor, message: str):
-    if message == "scaled by -1" and not z.is_cpu:  # nobody waits for the device to learn the sign
+    if message == "negative weight -1" and not z.is_cpu:  # nobody waits for the device to learn the sign
         assert LossCall("", module, (z, y), {}).curvature(grad)[1].isnan()
         return
     with pytest.raises(CurvoptError, match=message):

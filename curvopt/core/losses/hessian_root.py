@@ -224,8 +224,8 @@ def root_of_weights(weight: Tensor, what: str, rounding: Tensor | float = 0.0) -
     negative = weight < -rounding
     if weight.device.type == "cpu" and bool(negative.any()):
         raise NotConvex(
-            f"{what}: some entries have the negative weight {float(weight.min()):.3g}; second-order quantities need a "
-            "loss that is minimised (its curvature is positive)."
+            f"{what}: it, or a part of it, has the negative weight {float(weight.min()):.3g}; second-order quantities "
+            "need a loss that is minimised (its curvature is positive)."
         )
     return weight.clamp(min=0).sqrt().masked_fill(negative, torch.nan)
 

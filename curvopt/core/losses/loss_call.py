@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from curvopt.core.jacobians.sums import widened
 from curvopt.core.losses.autograd_root import curvature_by_autograd
-from curvopt.core.losses.hessian_root import Diagonal, LossCurvature, NotConvex
+from curvopt.core.losses.hessian_root import Diagonal, LossCurvature, root_of_weights
 from curvopt.core.losses.registry import _losses
 from curvopt.core.recording.calls import describe, version
 from curvopt.core.recording.state import disable
@@ -77,12 +77,7 @@ class LossCall:
                 f"{self.describe()}: second-order quantities need a scalar loss, but this one has shape "
                 f"{list(grad.shape)} (reduction={reduction!r}); use reduction='mean' or 'sum'."
             )
-        # on an accelerator asking would wait for the device: there the root below is nan
-        if grad.device.type == "cpu" and bool(grad < 0):
-            raise NotConvex(
-                f"{self.describe()}: the loss was scaled by {float(grad):g}; second-order quantities need a loss that "
-                "is minimised (its curvature is positive)."
-            )
+        scale = root_of_weights(grad, self.describe())
         if version(self.input) != self.version:
             raise CurvoptError(
                 f"{self.describe()}: its input was modified in place after the loss was computed; give it a copy."
@@ -97,7 +92,7 @@ class LossCall:
         if curvature.weights is None:
             terms = z.numel() if isinstance(curvature, Diagonal) and reduction == "mean" else len(z)
             curvature.weights = z.new_ones(len(z), *[1] * (z.dim() - 1)) * (1.0 if reduction == "sum" else 1 / terms)
-        return curvature, grad.sqrt()
+        return curvature, scale
 
     def describe(self) -> str:
         """Path and type of the loss module, for messages."""
