@@ -556,7 +556,7 @@ def test_loss_without_second_derivative_is_refused():
 
 def test_losses_without_a_root_have_what_errors_advise():
     x, y = torch.randn(4, 5, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64)
-    model, own = extend(nn.Linear(5, 3).double()), loss_of_own(lambda z, y: (z * y).cos().sum())
+    model, own = extend(nn.Linear(5, 3).double()), lambda z, y: (z * y).cos().sum()
     found = []
     for lossfunc in (extend(nn.MultiMarginLoss()), F.multi_margin_loss):
         with backpack(KFACEmpirical()):
@@ -564,7 +564,7 @@ def test_losses_without_a_root_have_what_errors_advise():
         found.append(model.weight.kfac_empirical)
     assert_close(*found)
     with backpack(DiagHessian()):
-        extend(own, loss=True)(model(x), y).backward()
+        extend(loss_of_own(own), loss=True)(model(x), y).backward()
     H = torch.func.hessian(lambda w: own(F.linear(x, w, model.bias), y))(model.weight.detach())
     assert_close(model.weight.diag_h.flatten(), H.reshape(15, 15).diagonal())
 
