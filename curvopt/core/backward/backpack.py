@@ -34,6 +34,7 @@ from curvopt.core.backward.request_checks import (
     fields_of,
     generic_loss,
     naming_fields,
+    nested_losses,
 )
 from curvopt.core.batch_axis.samples import EmptyBatch
 from curvopt.core.losses.loss_search import find_losses
@@ -189,7 +190,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 losses, nonlinear = find_losses(roots, ends | {edge.node for edge in located.graph.terms.values()})
             except CurvoptError as error:
                 raise naming_fields(self.extensions, error) from error
-            nonlinear = nonlinear or coupling_losses(located, losses)
+            nonlinear = nonlinear or coupling_losses(located, losses) or nested_losses(losses, ends)
         again = how.again and self.counted is None
         any_loss = functools.partial(generic_loss, self.extensions, located, how.roots)
         generic = any_loss(nonlinear, again, self.loss_reduction)

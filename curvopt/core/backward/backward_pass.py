@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from math import inf, prod
@@ -133,11 +133,7 @@ class BackwardPass:
         if not (self.second_order or graph.terms or any([e.adds_up for e in self.first_order])):
             return self
         with self._own_computation():
-            edges = list(dict.fromkeys([*self.losses.values(), *graph.terms.values()]))
-            found = NodeVjp.between([GradientEdge(*place) for place in self.how.roots], edges)(
-                list(self.how.roots.values())
-            )
-            arrived = {edge: grad for edge, grad in zip(edges, found, strict=True) if grad is not None}
+            arrived = self._arrived(graph.terms.values())
             for term, edge in graph.terms.items():
                 if (grad := arrived.get(edge)) is not None:
                     for p in term.parameters:
@@ -145,7 +141,7 @@ class BackwardPass:
             if self.second_order and self.generic is not None:
                 second_order_of_any_loss(self, self.generic)
             elif self.second_order:
-                second_order(self, arrived)
+                second_order(self, self._arrived(self.losses.values()))
             elif any(e.adds_up for e in self.first_order):
                 edges, N = [GradientEdge(*place) for place in self.how.roots], self.located.N
                 self.weight = loss_weight(edges, list(self.how.roots.values()), N, self.loss_reduction)
@@ -153,6 +149,15 @@ class BackwardPass:
             for p, extension in list(self.totals):
                 self._complete(p, extension)
         return self
+
+    def _arrived(self, edges: Iterable[GradientEdge]) -> dict[GradientEdge, Tensor]:
+        """The gradients at some edges, none of which lies behind another; only of those that the roots reach."""
+        wanted = list(dict.fromkeys(edges))
+        if not wanted:
+            return {}
+        vjp = NodeVjp.between([GradientEdge(*place) for place in self.how.roots], wanted)
+        found = zip(wanted, vjp(list(self.how.roots.values())), strict=True)
+        return {edge: grad for edge, grad in found if grad is not None}
 
     @contextlib.contextmanager
     def _own_computation(self) -> Iterator[None]:

@@ -32,6 +32,7 @@ from curvopt.core.batch_axis.samples import Location
 from curvopt.core.losses.generic_loss import GenericLoss
 from curvopt.core.losses.hessian_root import Loss
 from curvopt.core.losses.loss_blocks import Head
+from curvopt.core.losses.loss_search import Losses
 from curvopt.core.pytorch_workarounds import WRONG_THREE_TIMES, WRONG_TWICE, Wrong
 from curvopt.errors import CurvoptError, CurvoptWarning
 
@@ -70,6 +71,13 @@ def coupling_losses(located: LocatedGraph, losses: Iterable[Loss]) -> list[str]:
             for location in locations
         )
     ]
+
+
+def nested_losses(losses: Losses, calls: Collection[Node]) -> list[str]:
+    """Known losses with a part behind another one, such as squared log-probabilities beside a cross-entropy."""
+    values = {edge.node for edge in losses.values()}
+    inputs = {loss: loss.edge.node for loss in losses if loss.edge is not None} if len(losses) > 1 else {}
+    return [loss.describe() for loss, node in inputs.items() if not values.isdisjoint(walk([node], last=calls))]
 
 
 def _is_in_rows(location: Location, edge: GradientEdge) -> bool:

@@ -11,6 +11,7 @@ of the cross-entropy of outputs ``[N, C]``::
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,7 +35,7 @@ from curvopt.core.jacobians.sums import cast
 from curvopt.core.losses.generic_loss import GenericLoss
 from curvopt.core.losses.hessian_root import Diagonal, Loss, LossCurvature, NotConvex
 from curvopt.core.losses.loss_blocks import Head
-from curvopt.errors import CurvoptError
+from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
     from curvopt.core.backward.backward_pass import BackwardPass
@@ -68,10 +69,9 @@ def second_order(run: BackwardPass, arrived: Mapping[GradientEdge, Tensor]) -> N
             if loss.edge is not None and loss.input.numel() and edge in arrived
         ]
     except CurvoptError as error:
+        whole = all(isinstance(e.columns, Empirical) for e in run.second_order)
         if isinstance(error, NotConvex):
-            whole = any(isinstance(e.columns, Hessian) for e in run.second_order)
-        else:
-            whole = all(isinstance(e.columns, Empirical) for e in run.second_order)
+            whole = whole or any(isinstance(e.columns, Hessian) for e in run.second_order)
         loss = run.any_loss() if run.any_loss is not None and whole else None
         if loss is None:
             raise
@@ -104,8 +104,16 @@ def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
     edges = [head.edge for head in loss.heads]
     try:
         run.weight, run.residual = loss.weight, inf
-        if run.counted is not None and any(isinstance(c, (Exact, MonteCarlo)) for c in _by_columns(run)):
+        curved = [e for e in run.second_order if isinstance(e.columns, (Exact, MonteCarlo))]
+        if curved and run.counted is not None:
             loss.check_curved()
+        elif (ggn := [e for e in curved if not isinstance(e.columns, Hessian)]) and loss.is_linear:
+            warnings.warn(
+                f"{fields_of(ggn)}: {loss.name} is linear in the network's output, so the GGN is zero. Where a model "
+                "contains its loss, or a loss has parameters, let the model return predictions.",
+                CurvoptWarning,
+                stacklevel=2,
+            )
         for columns, extensions in _by_columns(run).items():
             if isinstance(columns, Exact):
                 warn_of_columns(extensions, loss.num_columns)

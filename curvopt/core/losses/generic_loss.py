@@ -157,13 +157,18 @@ class GenericLoss:
             drawn |= cells.scatter(torch.einsum("npcr,mnpr->mnpc", vectors, signs * values.clamp(min=0).sqrt()))
         return [drawn[i] for i in range(len(self.heads))]
 
+    @cached_property
+    def is_linear(self) -> bool:
+        """Whether the Hessian is zero and the gradient is not: of hinge losses, of a critic's score."""
+        return not any(blocks.values.any() for blocks in self.blocks) and any(slope.any() for slope in self.slope)
+
     def check_curved(self) -> None:
-        """Raise where the Hessian is zero, which is no curvature for an optimizer: hinge losses, a critic's score.
+        """Raise where the loss has no curvature for an optimizer.
 
         Raises:
-            CurvoptError: if it is, and the gradient is not.
+            CurvoptError: if it is linear.
         """
-        if not any(blocks.values.any() for blocks in self.blocks) and any(slope.any() for slope in self.slope):
+        if self.is_linear:
             raise CurvoptError(
                 f"{self.name}: it is linear in the network's output, so it has no curvature; use KFACEmpirical."
             )
