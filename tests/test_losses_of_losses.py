@@ -72,6 +72,16 @@ def test_a_loss_of_your_own_is_extended_with_or_without_saying_so(loss: type[nn.
     assert_dense(model, x, lambda z: loss()(0.3 * z, y))
 
 
+@pytest.mark.parametrize("loss", [Focal, WithEntropy])
+def test_a_loss_of_your_own_is_a_part_of_the_module_that_is_extended(loss: type[nn.Module]) -> None:
+    (x, y, _), whole = data(), nn.Module()
+    whole.net, whole.criterion = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, C)).double(), loss()
+    extend(whole)
+    with backpack(DiagGGNExact(), DiagHessian()):
+        whole.criterion(whole.net(x), y).backward()
+    assert_dense(whole.net, x, lambda z: loss()(z, y))
+
+
 @pytest.mark.parametrize("module", [nn.NLLLoss(), nn.KLDivLoss(reduction="batchmean")], ids=["nll", "kl"])
 @pytest.mark.parametrize("extended", [False, True])
 def test_losses_that_are_linear_in_log_probabilities_beside_others(module: nn.Module, extended: bool) -> None:

@@ -187,7 +187,6 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
         for path, child in module.named_modules()
         if is_loss(child) or (loss and child is module) or _has_loss_recorder(child)
     ]
-    is_model = any(owned_parameters(child) for child in module.modules())
     model, is_new = _model_of(module, batch_axis), False
     for path, child in module.named_modules():
         if any(path != outer and f"{path}.".startswith(f"{outer}." if outer else "") for outer in losses):
@@ -196,8 +195,8 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
             if not _has_loss_recorder(child):
                 child.register_forward_hook(LossRecorder(path), with_kwargs=True, prepend=True)
             continue
-        if not is_model:
-            continue  # a loss such as nn.NLLLoss, which is read off the graph
+        if not any(owned_parameters(part) for part in child.modules()):
+            continue  # such as nn.NLLLoss, which is read off the graph
         held = isinstance(child, (nn.ParameterList, nn.ParameterDict))
         if "parametrizations" in path.split(".") or (held and child is not module):
             continue  # used through the module that holds them
