@@ -151,7 +151,7 @@ class BackwardPass:
         return self
 
     def _arrived(self, edges: Iterable[GradientEdge]) -> dict[GradientEdge, Tensor]:
-        """The gradients at some edges, none of which lies behind another; only of those that the roots reach."""
+        """The gradients at some edges, none of which is behind another; only of those that the roots reach."""
         wanted = list(dict.fromkeys(edges))
         if not wanted:
             return {}
