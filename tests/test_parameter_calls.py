@@ -1147,13 +1147,75 @@ def test_a_weight_of_one_repeated_entry():
     check_all(extended(Case("", partial(Own, use, (1,)), normal(N, 4), cross_entropy(), labels)))
 
 
-def test_functions_of_the_parameters_of_a_module_that_is_not_called_are_refused():
-    weights = extend(nn.ParameterList([torch.randn(3, 4), torch.randn(3)]))
-    with (
-        pytest.raises(CurvoptError, match="no call of the extended model .* call the model"),
-        backpack(BatchGrad()),
-    ):
-        F.linear(torch.randn(6, 4), *weights).square().sum().backward()
+@pytest.mark.parametrize("penalised", [False, True])
+def test_parameters_beside_modules_that_see_parameters_alone(penalised: bool):
+    """Whoever calls no module on the samples has no term added for it."""
+    torch.manual_seed(0)
+    bank = nn.Module()
+    bank.hyper, bank.latent = nn.Linear(3, 12), nn.Parameter(torch.randn(1, 3))
+    bank.p, bank.b = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(3))
+    extend(bank.double())
+    x, y = torch.randn(7, 5).double(), torch.randint(3, (7,))
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x @ bank.p, bank.hyper(bank.latent).view(3, 4), bank.b), y)
+
+    with warnings.catch_warnings(record=True) as caught, backpack(BatchGrad()):
+        warnings.simplefilter("always")
+        (loss(x, y) + bank.p.square().sum() if penalised else loss(x, y)).backward()
+    told = [str(warning.message) for warning in caught if "added term" in str(warning.message)]
+    assert [message.split(": ")[1].split(" also")[0] for message in told] == ["p"] * penalised
+    for p in bank.parameters():
+        each = [torch.autograd.grad(loss(x[n : n + 1], y[n : n + 1]) / 7, p)[0] for n in range(7)]
+        torch.testing.assert_close(p.grad_batch, torch.stack(each))
+
+
+class Bank(nn.Module):
+    """Holds parameters, and a module perhaps, for functions of them; it cannot be called."""
+
+    def __init__(self, **shapes: tuple[int, ...]):
+        super().__init__()
+        self.p = nn.ParameterDict({name: torch.randn(shape) / 2 for name, shape in shapes.items()})
+        self.layer = nn.Linear(4, 4)
+
+
+def of_functions(bank: Bank, x: Tensor) -> Tensor:
+    h = F.linear(x, bank.p["first"], bank.p["bias"]).tanh()
+    return bank.p["scale"] * (h @ bank.p["last"])
+
+
+def of_a_prompt(bank: Bank, x: Tensor) -> Tensor:
+    prompt = bank.layer(bank.p["prompt"]).tanh()
+    return torch.cat([prompt.expand(len(x), 2, 4), x.unsqueeze(1)], 1).tanh().mean(1) @ bank.p["head"]
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample")
+@pytest.mark.parametrize("samples", [1, N, 4])
+@pytest.mark.parametrize(
+    "function, shapes",
+    [
+        (of_functions, {"first": (5, 4), "bias": (5,), "scale": (3,), "last": (5, 3)}),
+        (of_a_prompt, {"prompt": (2, 4), "head": (4, 3)}),
+    ],
+)
+@pytest.mark.parametrize("part", [False, True])
+def test_networks_of_which_no_module_sees_the_samples(
+    part: bool, function: Callable[[Bank, Tensor], Tensor], shapes: dict[str, tuple[int, ...]], samples: int
+):
+    bank = Bank(**shapes).double()
+    x, y = torch.randn(samples, 4).double(), torch.randint(3, (samples,))
+    extend(bank.p if part and function is of_functions else bank)
+    with warnings.catch_warnings(), backpack(BatchGrad(), DiagGGNExact()):
+        warnings.filterwarnings("error", "(?s).*added term", CurvoptWarning)
+        F.cross_entropy(z := function(bank, x), y).backward(retain_graph=True)
+    S = z.detach().softmax(1)
+    H = (torch.diag_embed(S) - S.unsqueeze(2) * S.unsqueeze(1)) / samples
+    for p in bank.p.values() if function is of_functions else bank.parameters():
+        each = [F.cross_entropy(function(bank, x[n : n + 1]), y[n : n + 1]) / samples for n in range(samples)]
+        torch.testing.assert_close(p.grad_batch, torch.stack([torch.autograd.grad(loss, p)[0] for loss in each]))
+        J = torch.stack([torch.autograd.grad(entry, p, retain_graph=True)[0] for entry in z.flatten()])
+        J = J.view(samples, 3, *p.shape)
+        torch.testing.assert_close(p.diag_ggn_exact, torch.einsum("nc...,ncd,nd...->...", J, H, J))
 
 
 def test_a_penalty_alone_is_no_loss_of_samples():

@@ -180,6 +180,13 @@ def model_that_returns(loss: bool) -> Program:
     return Program(m, lambda: of(ids), each(3, lambda n: of(one(ids, n))))
 
 
+@program(known=(F.mse_loss, True), unknown=(F.smooth_l1_loss, False))
+def parameter_list(loss: Callable, known: bool) -> Program:
+    W, x, y = extend(nn.ParameterList([torch.randn(3, 4), torch.randn(3)])), torch.randn(6, 4), torch.randn(6, 3)
+    total = lambda x, y: loss(F.linear(x, *W), y, reduction="sum")  # noqa: E731
+    return Program(W, lambda: total(x, y), each(6, lambda n: total(one(x, n), one(y, n))), known)
+
+
 class Detector(nn.Module):
     """Classes of images, and boxes of those regions that hold something."""
 

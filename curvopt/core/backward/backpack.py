@@ -239,7 +239,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             handles += prepared.listen()
             result = call()
             for model, location in prepared.located.locations.items():
-                model.last = () if location.appended else tuple(n for n in model.last if n != location.N)
+                if model is not None:
+                    model.last = () if location.appended else tuple(n for n in model.last if n != location.N)
             self._finish(prepared)
             if self.ended is not None and how.accumulates:
                 self.ended()

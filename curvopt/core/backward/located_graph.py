@@ -47,7 +47,7 @@ class LocatedGraph:
     """
 
     graph: BackwardGraph
-    locations: dict[Model, Location] = field(default_factory=dict)
+    locations: dict[Model | None, Location] = field(default_factory=dict)
     calls: list[CallInGraph] = field(default_factory=list)
     owners: dict[nn.Parameter, tuple[CallInGraph, str]] = field(default_factory=dict)
     outside: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ class LocatedGraph:
 
     def location_of(self, model: Model | None) -> Location | None:
         """The samples of a model; those of the only other one where it was not called itself."""
-        if model is not None and model in self.locations:
+        if model in self.locations:
             return self.locations[model]
         others = list(dict.fromkeys(map(id, self.locations.values())))
         return next(iter(self.locations.values())) if len(others) == 1 else None

@@ -6,7 +6,7 @@ discriminator has 12; models with equal numbers share a `Location`.
 
 >>> from curvopt import extend
 >>> from curvopt.core.autograd_graph.backward_graph import read_graph
->>> model = extend(torch.nn.Linear(3, 2))
+>>> model = extend(nn.Linear(3, 2))
 >>> loss = model(torch.ones(4, 3))[:2].sum()  # uses two rows of four
 >>> [location.N for location in locate(read_graph([loss.grad_fn])).values()]
 [4]
@@ -20,15 +20,16 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.node_vjp import Place
-from curvopt.core.autograd_graph.nodes import shape_of, walk
+from curvopt.core.autograd_graph.nodes import leaf_of, shape_of, walk
 from curvopt.core.batch_axis.heads import around_heads, behind_reductions, outermost
 from curvopt.core.batch_axis.layout import UNUSED, Axis, Layout, axis_of, labelled, labels_along
 from curvopt.core.batch_axis.propagation import BatchAxes, propagate_batch_axis
 from curvopt.core.batch_axis.rows import axis_of_head, matched, samples_of_rows
-from curvopt.core.recording.extended_parameters import extended_model
+from curvopt.core.recording.extended_parameters import extended_model, extended_owner
 from curvopt.core.recording.model_calls import Model, ModelCall
 from curvopt.errors import CurvoptError
 
@@ -69,8 +70,8 @@ class Location:
         return samples_of_rows(place, self.heads)
 
 
-def locate(graph: BackwardGraph) -> dict[Model, Location]:
-    """The location of the samples of each model.
+def locate(graph: BackwardGraph) -> dict[Model | None, Location]:
+    """The location of the samples of each model; by ``None`` that of functional code, of no model that was called.
 
     Raises:
         CurvoptError: where it is not clear what a sample is.
@@ -78,7 +79,7 @@ def locate(graph: BackwardGraph) -> dict[Model, Location]:
     by_model: dict[Model, list[tuple[ModelCall, Place]]] = {}
     for call, place in graph.model_calls:
         by_model.setdefault(call.model, []).append((call, place))
-    found: list[tuple[Model, int, dict[Place, Layout], bool]] = []
+    found: list[tuple[Model | None, int, dict[Place, Layout], bool]] = []
     for model, outputs in by_model.items():
         located = _of_model(model, outputs, graph)
         if located is not None:
@@ -89,7 +90,10 @@ def locate(graph: BackwardGraph) -> dict[Model, Location]:
             if heads:
                 found.append((model, N, heads, False))
                 break
-    locations: dict[Model, Location] = {}
+    if not found:
+        functional = _functional(graph)
+        found = [] if functional is None else [(None, *functional, False)]
+    locations: dict[Model | None, Location] = {}
     for key in dict.fromkeys((N, appended) for _, N, _, appended in found):
         same = [(model, heads) for model, N, heads, appended in found if (N, appended) == key]
         heads = {place: layout for _, own in same for place, layout in own.items()}
@@ -275,3 +279,25 @@ def _other_length(call: ModelCall, shape: torch.Size, N: int, axis: int) -> Curv
         f"{call.name} was called with {N} samples along axis {axis}, but gives an output of shape {list(shape)}; if "
         "the samples are along another axis, say extend(model, batch_axis=1), else return one row for each sample."
     )
+
+
+def _functional(graph: BackwardGraph) -> tuple[int, dict[Place, Layout]] | None:
+    """Number of samples and heads of code that calls no extended module: rows of operations of parameters and data."""
+    owners = [extended_owner(p) for p in graph.operands]
+    if not all(type(owner).forward is nn.Module.forward for owner in owners):
+        return None  # a model that was called where nothing is recorded
+    lengths: dict[int, None] = {}
+    alone = graph.of_parameters_alone
+    for node in graph.nodes:
+        if node in alone or leaf_of(node) is not None:
+            continue
+        below = [b for b, _ in node.next_functions if b is not None]
+        shape = shape_of(node)
+        if below and all(b in alone for b in below) and len(shape) > 0:
+            lengths[shape[0]] = None
+    lengths = {length: None for length in lengths if length}
+    for N in sorted(lengths, reverse=True):
+        heads = behind_reductions(graph, N, 0)
+        if heads:
+            return N, heads
+    return None
