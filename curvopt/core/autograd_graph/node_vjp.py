@@ -1,8 +1,8 @@
 """Vector-Jacobian products through the graph, node by node.
 
 `NodeVjp` calls the nodes itself instead of autograd's engine: hooks of tensors, parameters and modules do not run, and
-nothing is accumulated in ``.grad``. The graph stays alive. Only hooks that unpack saved tensors run (a checkpoint
-recomputes its block).
+nothing is accumulated in ``.grad``. The graph stays alive. Two kinds of hooks run: those that unpack saved tensors (a
+checkpoint recomputes its block), and, while a backward runs, those at functions that are written in Python.
 
 >>> z = 1 * torch.tensor([1.0, 2.0], requires_grad=True)
 >>> vjp = NodeVjp.between([get_gradient_edge(z.square().sum())], [get_gradient_edge(z)])

@@ -151,7 +151,7 @@ class BackwardPass:
         return self
 
     def _arrived(self, edges: Iterable[GradientEdge]) -> dict[GradientEdge, Tensor]:
-        """The gradients at some edges, none of which is behind another; only of those that the roots reach."""
+        """The gradients that arrive at some edges, of which none is behind another; edges without one are left out."""
         wanted = list(dict.fromkeys(edges))
         if not wanted:
             return {}
