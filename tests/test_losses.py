@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from cases import Margins
 from checks import generator
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.testing import assert_close
 
 from curvopt import CurvoptError, backpack, extend
 from curvopt.core.losses.hessian_root import Diagonal, Softmax, draw
 from curvopt.core.losses.loss_call import LossCall
+from curvopt.core.losses.loss_search import find_losses
 from curvopt.core.losses.registry import register_loss
 from curvopt.errors import CurvoptWarning
 from curvopt.extensions import GGNMP, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, DiagHessian, KFACEmpirical
@@ -25,10 +27,18 @@ from curvopt.extensions import GGNMP, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, 
 ONE = torch.ones((), dtype=torch.float64)
 
 
+def call(module: nn.Module, z: Tensor, *target: Tensor, **named: Tensor) -> LossCall:
+    z = z if z.requires_grad else z.detach().requires_grad_()
+    with torch.enable_grad():
+        value = extend(copy.copy(module), loss=True)(z, *target, **named)
+    (found,), _ = find_losses([value.grad_fn], {get_gradient_edge(z).node})
+    return found
+
+
 def curvature(module: nn.Module, z: Tensor, *target: Tensor):
     """As in a backward: gradients are only enabled if ``z`` is to be differentiated again."""
     with torch.set_grad_enabled(z.requires_grad):
-        curved, scale = LossCall("", module, (z, *target), {}).curvature(ONE.to(z.dtype))
+        curved, scale = call(module, z, *target).curvature(ONE.to(z.dtype))
     assert scale == 1
     return curved
 
@@ -296,11 +306,12 @@ def test_lower_precision(name: str, dtype: torch.dtype):
     """The root of an output in half precision is computed in float32."""
     module, z, y = problem(name, "mean")
     low = z.to(dtype)
-    curved = curvature(copy.deepcopy(module).float(), low, y.to(dtype) if y.is_floating_point() else y)
+    module = copy.deepcopy(module).to(dtype)
+    curved = curvature(module, low, y.to(dtype) if y.is_floating_point() else y)
     root = curved.root(0, curved.columns)
     assert root.dtype == torch.float32
     y = y.to(dtype).double() if y.is_floating_point() else y
-    assert_close(dense(root.double()), hessian(module, low.double(), y), atol=1e-6, rtol=1e-4)
+    assert_close(dense(root.double()), hessian(module.double(), low.double(), y), atol=1e-6, rtol=1e-4)
 
 
 class Weighted(nn.Module):
@@ -446,7 +457,7 @@ def test_arguments_by_any_name():
             return super().forward(prediction, label)
 
     z, y = torch.randn(4, 3, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64)
-    use = LossCall("", Named(), (), {"prediction": z, "label": y})
+    use = call(Named(), z, label=y)
     with torch.no_grad():
         curved, _ = use.curvature(ONE)
     assert_close(dense(curved.root(0, 3)), hessian(LogSumExp(), z, y))
@@ -540,7 +551,7 @@ def loss_of_own(function) -> nn.Module:
         (lambda z, y: z.prod(1).sum() + 0 * y.sum(), "Own.*indefinite"),
         (lambda z, y: (z.mean(0) - y).square().sum(), "Own.*couples samples"),
         (lambda z, y: z.square().sum() + 0.1 * z[0].dot(z[1]), "couples"),
-        (lambda z, y: (z - z.detach()).abs().sqrt().sum(), "not finite"),
+        (lambda z, y: (z - z.detach()).abs().pow(1.5).sum(), "not finite"),
     ],
 )
 def test_hessians_without_a_root_are_refused(function, message: str):
@@ -581,41 +592,57 @@ def test_linear_loss_warns():
 @pytest.mark.parametrize("by_entries", [True, False])
 @pytest.mark.filterwarnings("ignore:.*linear in its input")
 def test_weight_of_a_loss_is_the_same_where_it_is_flat(by_entries: bool):
-    lossfunc = extend(Margins(by_entries), loss=True)
     model, y = extend(nn.Linear(4, 4, bias=False)), torch.arange(8) % 4
     x = nn.functional.one_hot(y, 4).float()
     weights, curved = [], []
-    for factor in (-10.0, 10.0):
-        with torch.no_grad():
-            model.weight.copy_(factor * (2 * torch.eye(4) - 1))
-        with backpack(KFLR()) as context:
-            lossfunc(model(x), y).backward()
-        weights.append(float(context.loss_weight))
-        curved.append(bool(model.weight.kflr[0].any()))
-    assert curved == [True, False]
-    assert weights == [0.25 if by_entries else 1.0] * 2
+    for lossfunc in (extend(Margins(by_entries), loss=True), Margins(by_entries)):
+        for factor in (-10.0, 10.0):
+            with torch.no_grad():
+                model.weight.copy_(factor * (2 * torch.eye(4) - 1))
+            with backpack(KFLR()) as context:
+                lossfunc(model(x), y).backward()
+            weights.append(float(context.loss_weight))
+            curved.append(bool(model.weight.kflr[0].any()))
+    assert curved == [True, False] * 2
+    assert weights == [1.0] * 4
 
 
-class OfCentredRows(nn.Module):
-    """A linear loss that takes no other rows than centred ones, and counts its calls."""
+class Noisy(nn.Module):
+    """A loss with dropout, that counts its calls; the entries of a sample may be coupled."""
 
-    def __init__(self):
+    def __init__(self, couples: bool):
         super().__init__()
+        self.couples = couples
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, z: Tensor, y: Tensor) -> Tensor:
         self.calls += 1
-        if z.sum(1).abs().max() > 1e-5:
-            raise ValueError("rows have to be centred")
-        return (z * y).mean()
+        kept = F.dropout(z, 0.5)
+        return self.calls * (kept.logsumexp(1) if self.couples else (kept - y).pow(4).sum(1)).mean()
 
 
-def test_flat_loss_is_asked_for_nothing_that_it_may_not_take():
-    lossfunc, model = extend(OfCentredRows(), loss=True), extend(nn.Linear(4, 3))
-    z = model(torch.randn(5, 4))
-    with pytest.warns(CurvoptWarning, match="linear in its input"), backpack(KFLR()):
-        lossfunc(z - z.mean(1, keepdim=True), torch.randn(5, 3)).backward()
-    assert not model.weight.kflr[0].any() and lossfunc.calls == 2
+@pytest.mark.parametrize("couples", [True, False])
+@pytest.mark.parametrize("extension", [DiagGGNExact, DiagHessian, KFACEmpirical])
+def test_losses_with_dropout_or_state_run_once(extension: type, couples: bool):
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.rand(6, 3, dtype=torch.float64)
+    model, found = extend(nn.Linear(4, 3).double()), []
+    for lossfunc in (extend(Noisy(couples), loss=True), Noisy(couples)):
+        torch.manual_seed(1)
+        with backpack(extension()):
+            lossfunc(model(x), y).backward()
+        assert lossfunc.calls == 1
+        found.append(getattr(model.weight, extension.field))
+    assert_close(*found)
+    if extension is not KFACEmpirical:
+        torch.manual_seed(1)
+        kept = F.dropout(torch.ones(6, 3, dtype=torch.float64), 0.5)
+
+        def loss(w: Tensor) -> Tensor:
+            z = kept * F.linear(x, w, model.bias)
+            return (z.logsumexp(1) if couples else (z - y).pow(4).sum(1)).mean()
+
+        H = torch.func.hessian(loss)(model.weight.detach()).reshape(12, 12)
+        assert_close(found[0].flatten(), H.diagonal())
 
 
 def test_loss_with_parameters_is_refused():

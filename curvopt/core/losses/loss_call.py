@@ -2,7 +2,7 @@
 
 >>> from torch.nn import functional as F
 >>> z, y = torch.ones(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
->>> call = LossCall("", nn.CrossEntropyLoss(), (z, y), {})
+>>> call = LossCall("", nn.CrossEntropyLoss(), (z, y), {}).of(get_gradient_edge(F.cross_entropy(z, y)))
 >>> curvature, factor = call.curvature(torch.tensor(1.0))
 >>> type(curvature).__name__, curvature.columns
 ('Softmax', 2)
@@ -10,59 +10,58 @@
 
 from __future__ import annotations
 
-import itertools
+import copy
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_map_only
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from curvopt.core.autograd_graph.node_vjp import NodeVjp
 from curvopt.core.jacobians.sums import widened
-from curvopt.core.losses.autograd_root import curvature_by_autograd
+from curvopt.core.losses.generic_loss import GenericLoss
 from curvopt.core.losses.hessian_root import Diagonal, LossCurvature, root_of_weights
+from curvopt.core.losses.loss_blocks import Head
 from curvopt.core.losses.registry import _losses
 from curvopt.core.recording.calls import describe, version
-from curvopt.core.recording.state import disable
-from curvopt.errors import CurvoptError
+from curvopt.errors import CurvoptError, CurvoptWarning
 
 
 class LossCall:
     """One call of an extended loss: its module, its input (the network's output) and its other arguments.
 
     Only the input may require gradients.
+
+    Attributes:
+        edge: of the input; ``None`` if it does not depend on parameters.
+        value: the edge of the loss. A record does not have it, as it lies on that node; see `of`.
     """
 
-    __slots__ = ("__weakref__", "args", "edge", "input", "kwargs", "module", "path", "target", "version")
+    __slots__ = ("edge", "input", "module", "path", "target", "value", "version")
+
+    value: GradientEdge
 
     def __init__(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         """Record the arguments of the loss, given by position or by name: first the input, then the target if any."""
         self.path, self.module = path, module
-        self.args, self.kwargs = args, kwargs
         given = [*args, *kwargs.values()]
         self.target: Any = kwargs.get("target", given[1] if len(given) > 1 else None)
         self.input: Tensor = _first(args, kwargs)
         self.version = version(self.input)
         self.edge = get_gradient_edge(self.input) if self.input.requires_grad else None
 
-    def again(self, z: Tensor) -> Tensor:
-        """The value of the loss at another input, in float32 at least."""
-        given = (self.args, self.kwargs)
-        args, kwargs = tree_map_only(Tensor, lambda arg: z if arg is self.input else widened(arg), given)
-        held = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
-        wide = {name: raised for name, tensor in held if (raised := widened(tensor)) is not tensor}
-        return torch.func.functional_call(self.module, wide, args, kwargs) if wide else self.module(*args, **kwargs)
+    def of(self, value: GradientEdge) -> LossCall:
+        """The call with the edge of its value."""
+        found = copy.copy(self)
+        found.value = value
+        return found
 
     def slope(self, grad: Tensor) -> Tensor:
-        """Gradient of the loss in its input, from the gradient of its value."""
-        create_graph = torch.is_grad_enabled()
-        # in float32 at least: a scaled loss would leave the range of float16
-        z = self.input.to(torch.promote_types(self.input.dtype, torch.float32))
-        z = z.view_as(z) if create_graph else z.detach().requires_grad_()  # an alias: the input itself has hooks
-        with torch.enable_grad(), disable():
-            value = self.again(z)
-        grad = grad.reshape(value.shape).to(value.dtype)
-        return torch.autograd.grad(value, z, grad, create_graph=create_graph)[0]
+        """Gradient of the loss in its input, in float32 at least, from the gradient of its value."""
+        assert self.edge is not None
+        (slope,) = NodeVjp.between([self.value], [self.edge])([grad])
+        return torch.zeros_like(widened(self.input)) if slope is None else slope
 
     def curvature(self, grad: Tensor) -> tuple[LossCurvature, Tensor]:
         """The curvature, and the root of the factor ``grad`` by which the loss was scaled.
@@ -86,17 +85,87 @@ class LossCall:
         for base in type(self.module).__mro__:
             if base in _losses and type(self.module).forward is base.forward:
                 curvature = _losses[base](self.module, z, self.target)
-                break
-        else:
-            curvature = curvature_by_autograd(self, z)
-        if curvature.weights is None:
-            terms = z.numel() if isinstance(curvature, Diagonal) and reduction == "mean" else len(z)
-            curvature.weights = z.new_ones(len(z), *[1] * (z.dim() - 1)) * (1.0 if reduction == "sum" else 1 / terms)
-        return curvature, scale
+                if curvature.weights is None:
+                    terms = z.numel() if isinstance(curvature, Diagonal) and reduction == "mean" else len(z)
+                    curvature.weights = _by_sample(z.new_ones(len(z)) * (1.0 if reduction == "sum" else 1 / terms), z)
+                return curvature, scale
+        return self._curvature_by_autograd(z, "sum" if reduction == "sum" else "mean"), scale
+
+    def _curvature_by_autograd(self, z: Tensor, reduction: str) -> LossCurvature:
+        """The Hessian between the input and the value, from the graph: of a loss that somebody wrote."""
+        if any(p.requires_grad for p in self.module.parameters()):
+            raise CurvoptError(
+                f"{self.describe()}: a loss may have no trainable parameters; put them into the model, or "
+                "requires_grad_(False) them."
+            )
+        assert self.edge is not None
+        differentiable = torch.is_grad_enabled() and z.requires_grad
+        one = z.new_ones(())
+        with torch.no_grad():
+            loss = GenericLoss([self.value], [one], [Head(self.edge, len(z))], len(z), reduction, self.describe())
+            loss.check_definite()
+        (blocks,) = loss.blocks
+        if not blocks.values.any():
+            warnings.warn(
+                f"{self.describe()}: it is (piecewise) linear in its input, so its GGN is zero here.",
+                CurvoptWarning,
+                stacklevel=2,
+            )
+        curvature: LossCurvature
+        if blocks.cells.shape[2] > 1:
+            if differentiable:
+                raise CurvoptError(
+                    f"{self.describe()}: the root of its Hessian comes from an eigendecomposition, which cannot be "
+                    "differentiated; call backward without create_graph, or register_loss its curvature."
+                )
+            curvature = Columns(loss)
+        elif differentiable:
+            curvature = Diagonal(self._diagonal(one).clamp(min=0).sqrt())
+        else:  # of a network that diverged nan, as those of known losses
+            values = torch.where(blocks.values.isfinite(), blocks.values.clamp(min=0), torch.nan)
+            curvature = Diagonal(blocks.cells.scatter(values.sqrt().unsqueeze(0))[0][0])
+        (weights,) = loss.weights
+        curvature.weights = _by_sample(weights, z)
+        return curvature
+
+    def _diagonal(self, one: Tensor) -> Tensor:
+        """The Hessian's diagonal, differentiable, where it has no other entries."""
+        assert self.edge is not None
+        slope = self.slope(one)
+        if not slope.requires_grad:
+            return torch.zeros_like(slope)
+        (diagonal,) = NodeVjp.between([get_gradient_edge(slope)], [self.edge])([torch.ones_like(slope)])
+        return torch.zeros_like(slope) if diagonal is None else diagonal
 
     def describe(self) -> str:
         """Path and type of the loss module, for messages."""
         return describe(self.path, self.module)
+
+
+class Columns(LossCurvature):
+    """The Hessian of a loss that couples the entries of a sample.
+
+    Args:
+        loss: in one head.
+    """
+
+    def __init__(self, loss: GenericLoss):
+        self.loss = loss
+        ((self.vectors,),) = [found.vectors for found in loss.root(loss.num_columns)]
+
+    @property
+    def columns(self) -> int:
+        return len(self.vectors)
+
+    def root(self, start: int, stop: int) -> Tensor:
+        return self.vectors[start:stop]
+
+    def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
+        return self.loss.sample(samples, generator)[0]
+
+
+def _by_sample(weights: Tensor, z: Tensor) -> Tensor:
+    return weights.view(-1, *[1] * (z.dim() - 1))
 
 
 def _first(args: tuple, kwargs: dict[str, Any]) -> Any:

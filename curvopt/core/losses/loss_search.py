@@ -57,7 +57,7 @@ def find_losses(roots: Collection[Node], calls: Collection[Node]) -> tuple[Losse
         # of nested losses the outermost, but of those that return the same tensor the innermost, which may be known;
         # one that was not reduced is read off the graph
         extended = [
-            (record, GradientEdge(node, output_nr))
+            record.of(GradientEdge(node, output_nr))
             for record, _, output_nr in records
             if isinstance(record, LossCall)
             and getattr(record.module, "reduction", "") != "none"
@@ -65,7 +65,7 @@ def find_losses(roots: Collection[Node], calls: Collection[Node]) -> tuple[Losse
             and shape_of(node, output_nr).numel() == 1
         ]
         if extended and node not in calls:
-            losses.update(extended[:1])
+            losses[extended[0]] = extended[0].value
             continue
         if any(isinstance(record, TermCall) for record, *_ in records):
             if not known:
