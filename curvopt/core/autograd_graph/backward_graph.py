@@ -29,6 +29,7 @@ from curvopt.core.autograd_graph.nodes import (
     shape_of,
     walk,
 )
+from curvopt.core.autograd_graph.operations import OPERATIONS, UNKNOWN_OPERATION
 from curvopt.core.batch_axis.layout import Layout, axis_of
 from curvopt.core.jacobians.base import Jacobian
 from curvopt.core.jacobians.combine import from_single_samples
@@ -213,6 +214,20 @@ class BackwardGraph:
         return alone
 
     @cached_property
+    def of_penalties(self) -> set[Node]:
+        """Parameters, and what penalties make of them: ``p - old`` and its norm, say, but no choice of rows by data."""
+        found = {node for node, leaf in self.leaves.items() if isinstance(leaf, nn.Parameter)}
+        for node in reversed(self.nodes):
+            operands = [(below, nr) for below, nr in node.next_functions if below is not None]
+            if operands and found.issuperset([below for below, _ in operands]):
+                kind = OPERATIONS.get(operation(node), UNKNOWN_OPERATION).batch_axis
+                by_entry = kind == "elementwise" and shape_of(node) in [shape_of(*operand) for operand in operands]
+                alone = len(operands) == len(node.next_functions)
+                if by_entry or (alone and kind not in ("embedding", "gather", "index", "index_select")):
+                    found.add(node)
+        return found
+
+    @cached_property
     def by_operation(self) -> dict[str, list[Node]]:
         """The nodes of each operation."""
         found: dict[str, list[Node]] = {}
@@ -273,7 +288,10 @@ def read_graph(roots: Sequence[Node]) -> BackwardGraph:
     for node, p in graph.leaves.items():
         if isinstance(p, nn.Parameter) and p.requires_grad and p.numel():
             entering = [operand for operand in graph.users_of(node) if operand not in inside]
-            if entering and extended_name(p) is not None:
+            name = extended_name(p) if entering else None
+            if name is not None:
+                if p.is_complex():
+                    raise CurvoptError(f"Parameter '{name}' is complex; use two real ones.")
                 graph.operands.setdefault(p, []).extend(entering)
     for operand, p in outside.items():
         if operand not in graph.operands.setdefault(p, []):

@@ -19,12 +19,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, operands_among, read_graph
-from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import leads_to, name_of, saved, shape_of, walk
 from curvopt.core.autograd_graph.operations import BATCH_NORMS
 from curvopt.core.autograd_graph.parameter_calls import find_entry_points, join_biases, parameter_calls, shared_call
 from curvopt.core.batch_axis.layout import Layout
-from curvopt.core.batch_axis.propagation import propagate_batch_axis
 from curvopt.core.batch_axis.samples import Location, locate
 from curvopt.core.layers.sample_by_sample import PerSampleRule, SharedCallRule
 from curvopt.core.recording.calls import ModuleCall, records_of
@@ -187,18 +185,6 @@ def norms_in_loss(located: LocatedGraph, location: Location) -> list[Node]:
     heads = {node for node, _ in location.heads}
     norms = [node for node in _training_norms(located.graph) if shape_of(node)[0] > 1]  # one image: an instance norm
     return [norm for norm in norms if any(below and leads_to(below, heads) for below, _ in norm.next_functions)]
-
-
-def mixing_heads(location: Location) -> list[Place]:
-    """Outputs of the models that are in the loss themselves, and whose samples mix on the way to another output."""
-    heads, found = location.heads, list[Place]()
-    for head in heads if location.N > 1 else ():
-        others = {place: layout for place, layout in heads.items() if place[0] is not head[0]}
-        if any(leads_to(node, {head[0]}) for node, _ in others):
-            layouts = propagate_batch_axis(others, location.N, [head]).layouts
-            if head in layouts and not isinstance(layouts[head], Layout):
-                found.append(head)
-    return found
 
 
 def _training_norms(graph: BackwardGraph) -> list[Node]:

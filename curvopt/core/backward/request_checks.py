@@ -23,10 +23,10 @@ from curvopt.core.backward.columns import Averaged, Empirical, Gradient, Hessian
 from curvopt.core.backward.located_graph import (
     LocatedGraph,
     is_mixed,
-    mixing_heads,
     mixing_norm,
     norms_in_loss,
 )
+from curvopt.core.batch_axis.heads import mixing
 from curvopt.core.batch_axis.layout import Layout, axis_of, labels_along
 from curvopt.core.batch_axis.samples import Location
 from curvopt.core.losses.generic_loss import GenericLoss
@@ -204,13 +204,16 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
             f"{norm}: {_fields_that(independent, 'need')} independent samples of {mixed[0].call.describe()}, but "
             f"{what}, or use a Monte-Carlo quantity (KFAC, DiagGGNMC)."
         )
-    for location in locations.values():
-        for head in mixing_heads(location):
-            raise CurvoptError(
-                f"{_fields_that(independent, 'need')} independent samples, but an output of shape "
-                f"{list(shape_of(*head))} is in the loss and its samples meet on the way to another output (in a mean "
-                "over the batch?); leave one of the two out of the loss, or use a Monte-Carlo quantity (KFAC)."
-            )
+    for location in {id(location): location for location in located.locations.values()}.values():
+        for head, transposed in mixing(location.heads, location.N):
+            refused = extensions if transposed else independent
+            if refused:
+                raise CurvoptError(
+                    f"{_fields_that(refused, 'need')} independent samples, but an output of shape "
+                    f"{list(shape_of(*head))} is in the loss and its samples meet on the way to another output (in a "
+                    "matrix of all pairs, or a mean over the batch?); leave one of the two out of the loss"
+                    f"{'.' if transposed else ', or use a Monte-Carlo quantity (KFAC).'}"
+                )
     apart = [e for e in extensions if e.per_sample or (isinstance(e.columns, Gradient) and not e.adds_up)]
     if apart and any(location.appended for location in located.locations.values()):
         raise CurvoptError(

@@ -5,19 +5,20 @@
     loss of D(G(x))                       outermost: the output of D; that of G reaches the loss through it
     out.mean() + slopes.square().sum()    around_heads: also the slopes [N, d] by the input, with rows of their own
     slopes.square().sum() alone           behind_reductions: the first tensor with N rows behind the scalar
+    loss of a @ b.T and of its transpose  before_pairs: a and b
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from torch.autograd.graph import Node
 
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import leads_to, leaf_of, operation, shape_of, walk
-from curvopt.core.autograd_graph.operations import LINEAR, SQUARES, SUMS
-from curvopt.core.batch_axis.layout import Layout, labelled
+from curvopt.core.autograd_graph.operations import LINEAR, OF_LOSSES, OPERATIONS, SUMS, UNKNOWN_OPERATION
+from curvopt.core.batch_axis.layout import Layout, labelled, merged
 from curvopt.core.batch_axis.propagation import operand_layouts, propagate_batch_axis
 from curvopt.core.batch_axis.rows import samples_of_rows
 
@@ -45,17 +46,17 @@ def outermost(heads: dict[Place, Layout], N: int, graph: BackwardGraph) -> dict[
 
 
 def around_heads(graph: BackwardGraph, N: int, axis: int, heads: Mapping[Place, Layout]) -> dict[Place, Layout]:
-    """More heads where parameters behind the heads take part around them, too: the slopes in a gradient penalty.
+    """More heads where parameters take part around the heads: slopes in a gradient penalty, terms that models return.
 
     The first tensors with N rows behind the scalar, as far as their rows are those of the heads.
     """
     ends = {node for node, _ in heads}
-    outputs = ends | {node for _, (node, _) in graph.model_calls}
+    outputs = ends | {place[0] for _, place in graph.model_calls if len(shape_of(*place))}
     beside = [node for node in walk(graph.roots, last=outputs) if node not in outputs]
     around = {leaf for node in beside if (leaf := leaf_of(node)) is not None}
-    if not around or not any(leaf in around for leaf in map(leaf_of, walk(list(ends))) if leaf is not None):
+    terms = any(place[0] in beside for _, place in graph.model_calls)  # that the model returns
+    if not around or not (terms or any(leaf in around for leaf in map(leaf_of, walk(list(ends))) if leaf is not None)):
         return {}
-    alone = graph.of_parameters_alone
     reach = {node for node in beside if leaf_of(node) in around}  # grows by all that reaches them around the heads
     for node in graph.nodes[::-1]:
         if node not in outputs and not reach.isdisjoint([below for below, _ in node.next_functions]):
@@ -69,16 +70,45 @@ def around_heads(graph: BackwardGraph, N: int, axis: int, heads: Mapping[Place, 
         rows = samples_of_rows(place, heads) if leads else list(range(N))
         return None if rows is None or (axis and leads) else labelled(shape, axis, rows, N, False)
 
-    found = _first(graph, layout, lambda place: place in heads or place[0] in alone or place[0] not in reach)
+    found = _first(
+        graph.roots, layout, lambda place: place in heads or place[0] in graph.of_penalties or place[0] not in reach
+    )
     return inside_the_loss(found, N, graph, ends, reach)
 
 
+def mixing(heads: Mapping[Place, Layout], N: int) -> Iterator[tuple[Place, bool]]:
+    """Heads in the loss themselves, whose samples mix on the way to another head, or are other ones there (True)."""
+    for head in heads if N > 1 else ():
+        others = {place: layout for place, layout in heads.items() if place[0] is not head[0]}
+        if any(leads_to(node, {head[0]}) for node, _ in others):
+            found = propagate_batch_axis(others, N, [head]).of(*head)
+            if not isinstance(merged(found, heads[head], N), Layout):
+                yield head, isinstance(found, Layout)
+
+
+def before_pairs(heads: dict[Place, Layout], N: int, graph: BackwardGraph) -> dict[Place, Layout]:
+    """The heads, with those in front of it in place of a matrix of all pairs of samples, and of its transpose.
+
+    A row of the matrix is a column of the transpose, so neither is a sample.
+    """
+    nodes = {node for (node, _), transposed in mixing(heads, N) if transposed}
+
+    def layout(place: Place) -> Layout | None:
+        shape = shape_of(*place)
+        turned = OPERATIONS.get(operation(place[0]), UNKNOWN_OPERATION).batch_axis in ("t", "transpose", "permute")
+        return labelled(shape, 0, range(N), N, False) if shape[:1] == (N,) and not turned else None
+
+    below = [operand for node in nodes for operand, _ in node.next_functions if operand is not None]
+    found = _first(below, layout, lambda place: place in heads or place[0] in graph.of_penalties)
+    return found | {place: own for place, own in heads.items() if not leads_to(place[0], nodes)} if found else heads
+
+
 def _first(
-    graph: BackwardGraph, layout: Callable[[Place], Layout | None], ends: Callable[[Place], bool]
+    starts: Iterable[Node], layout: Callable[[Place], Layout | None], ends: Callable[[Place], bool]
 ) -> dict[Place, Layout]:
-    """The first tensors behind the scalar that have a layout; a path ends at a leaf, and where it is asked to."""
+    """The first tensors behind some nodes that have a layout; a path ends at a leaf, and where it is asked to."""
     found: dict[Place, Layout] = {}
-    stack: list[Place] = [(root, 0) for root in graph.roots]
+    stack: list[Place] = [(node, 0) for node in starts]
     seen = set(stack)
     while stack:
         place = stack.pop()
@@ -98,9 +128,9 @@ def _first(
 def inside_the_loss(
     found: Mapping[Place, Layout], N: int, graph: BackwardGraph, ends: Collection[Node], reach: Collection[Node] | None
 ) -> dict[Place, Layout]:
-    """Replace tensors in which the scalar is linear, such as squares of residuals, by the residuals.
+    """Replace tensors in which the scalar is linear, such as squares or log-probabilities, by their operands.
 
-    As a function of the squares the loss would have no curvature.
+    As a function of the squares, the loss would have no curvature.
 
     Args:
         found: the tensors, that are no outputs of models.
@@ -113,7 +143,11 @@ def inside_the_loss(
         return {}
     last = {node for node, _ in found} | set(ends)
     outside = [node for node in walk(graph.roots, last=last) if node not in last]
-    curved = [node for node in outside if operation(node) not in LINEAR | {"MUL", "DIV"} and leaf_of(node) is None]
+    curved = [
+        node
+        for node in outside
+        if operation(node) not in LINEAR | {"MUL", "DIV", "NLLLOSS", "NLLLOSS2D"} and leaf_of(node) is None
+    ]
     inside = {p: layout for p, layout in found.items() if any(leads_to(node, {p[0]}) for node in curved)}
     stack = [(place, layout) for place, layout in found.items() if place not in inside]
     while stack:
@@ -122,7 +156,7 @@ def inside_the_loss(
         operands = [b for b in node.next_functions if b[0] is not None]
         below = list(dict.fromkeys(operands))
         summed = kind in SUMS or (kind in ("DIV", "MUL") and len(operands) == 1)  # by a constant
-        known = summed or (kind in SQUARES and len(below) == 1)
+        known = summed or (kind in OF_LOSSES and len(below) == 1)
         layouts = operand_layouts(node, place[1], layout, N) if known else []
         at = {b: x for b, x in zip(node.next_functions, layouts, strict=False) if isinstance(x, Layout)}
         if not known or len(at) < len(below) or any(leaf_of(b) is not None for b, _ in below):  # type: ignore[arg-type]
@@ -135,11 +169,14 @@ def inside_the_loss(
 
 
 def behind_reductions(graph: BackwardGraph, N: int, axis: int) -> dict[Place, Layout]:
-    """The first tensors with N rows behind the scalar that is differentiated, of those that depend on parameters."""
+    """The first tensors with N rows behind the scalar that is differentiated, of those that depend on parameters.
+
+    Penalties on the parameters have no samples.
+    """
 
     def layout(place: Place) -> Layout | None:
         shape = shape_of(*place)
         return labelled(shape, axis, range(N), N, False) if len(shape) > axis and shape[axis] == N else None
 
-    found = _first(graph, layout, lambda _: False)
-    return inside_the_loss(found, N, graph, (), None)
+    found = _first(graph.roots, layout, lambda place: place[0] in graph.of_penalties)
+    return before_pairs(inside_the_loss(found, N, graph, (), None), N, graph)

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import leaf_of, shape_of, walk
-from curvopt.core.batch_axis.heads import around_heads, behind_reductions, outermost
+from curvopt.core.batch_axis.heads import around_heads, before_pairs, behind_reductions, outermost
 from curvopt.core.batch_axis.layout import UNUSED, Axis, Layout, axis_of, labelled, labels_along
 from curvopt.core.batch_axis.propagation import BatchAxes, propagate_batch_axis
 from curvopt.core.batch_axis.rows import axis_of_head, matched, samples_of_rows
@@ -160,7 +160,7 @@ def _of_model(
             others.append((call, place))
     shares = [] if not others else _place_others(others, known, N, axis, appended)
     found = {place: known[place] for _, place in heads}
-    found = found or behind_reductions(graph, N, axis)
+    found = before_pairs(found, N, graph) or behind_reductions(graph, N, axis)
     if not found:
         raise CurvoptError(
             f"{voting[0].name} was called with {N} samples, but no tensor with {N} rows along axis {axis} leads to the "

@@ -89,9 +89,9 @@ class LossCall:
                     terms = z.numel() if isinstance(curvature, Diagonal) and reduction == "mean" else len(z)
                     curvature.weights = _by_sample(z.new_ones(len(z)) * (1.0 if reduction == "sum" else 1 / terms), z)
                 return curvature, scale
-        return self._curvature_by_autograd(z, "sum" if reduction == "sum" else "mean"), scale
+        return self._curvature_by_autograd(z), scale
 
-    def _curvature_by_autograd(self, z: Tensor, reduction: str) -> LossCurvature:
+    def _curvature_by_autograd(self, z: Tensor) -> LossCurvature:
         """The Hessian between the input and the value, from the graph: of a loss that somebody wrote."""
         if any(p.requires_grad for p in self.module.parameters()):
             raise CurvoptError(
@@ -100,9 +100,10 @@ class LossCall:
             )
         assert self.edge is not None
         differentiable = torch.is_grad_enabled() and z.requires_grad
-        one = z.new_ones(())
+        one, reduction = z.new_ones(()), getattr(self.module, "reduction", None)
         with torch.no_grad():
-            loss = GenericLoss([self.value], [one], [Head(self.edge, len(z))], len(z), reduction, self.describe())
+            head, whole = Head(self.edge, len(z)), "sum" if reduction == "sum" else "mean"
+            loss = GenericLoss([self.value], [one], [head], len(z), whole, self.describe())
             loss.check_definite()
         (blocks,) = loss.blocks
         if not blocks.values.any():
@@ -125,7 +126,8 @@ class LossCall:
             values = torch.where(blocks.values.isfinite(), blocks.values.clamp(min=0), torch.nan)
             curvature = Diagonal(blocks.cells.scatter(values.sqrt().unsqueeze(0))[0][0])
         (weights,) = loss.weights
-        curvature.weights = _by_sample(weights, z)
+        by_entries = reduction == "mean" and isinstance(curvature, Diagonal)
+        curvature.weights = _by_sample(weights * len(z) / z.numel() if by_entries else weights, z)
         return curvature
 
     def _diagonal(self, one: Tensor) -> Tensor:

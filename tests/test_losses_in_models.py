@@ -1,0 +1,186 @@
+"""Models that return their losses, penalties on weights, matrices of pairs: the fields are those of plain programs."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from curvopt import CurvoptError, backpack, extend
+from curvopt.extensions import BatchGrad, DiagGGNExact, DiagHessian, KFACEmpirical, Variance
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*sample by sample", "ignore:.*enter the loss by an added term")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def fields(model: nn.Module, run: Callable[[], Tensor], *extensions: type) -> dict[str, Tensor]:
+    with backpack(*(extension() for extension in extensions)):
+        run().backward()
+    found = {}
+    for name, p in model.named_parameters():
+        for field in (extension.field for extension in extensions):
+            value = getattr(p, field, None)
+            for i, part in enumerate(value if isinstance(value, list) else [value]):
+                found[f"{name} {field} {i}"] = part.detach().clone() if part is not None else None
+    return found
+
+
+# ------------------------------------------------------------------------------------------- losses inside of the model
+
+
+def choose(logs: Tensor, y: Tensor) -> Tensor:
+    return logs.gather(1, y[:, None]).squeeze(1)
+
+
+CLASSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross_entropy": F.cross_entropy,
+    "of each sample": lambda z, y: (F.cross_entropy(z, y, reduction="none") * torch.tensor([1.0, 2, 0, 1])).mean(),
+    "gathered": lambda z, y: -choose(z.log_softmax(1), y).mean(),
+    "indexed": lambda z, y: -z.log_softmax(1)[torch.arange(4), y].sum() / 4,
+    "by hand": lambda z, y: (z.logsumexp(1) - choose(z, y)).mean(),
+    "bce": lambda z, y: F.binary_cross_entropy_with_logits(z, F.one_hot(y, 3).double(), reduction="none").sum(1).mean(),
+    "softplus": lambda z, y: F.softplus((1 - 2.0 * F.one_hot(y, 3)) * z).mean(),
+}
+BOXES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "smooth_l1": F.smooth_l1_loss,
+    "huber of each": lambda b, t: (F.huber_loss(b, t, reduction="none") * torch.tensor([[1.0], [0], [1], [2]])).mean(),
+}
+
+
+class Detector(nn.Module):
+    def __init__(self, classes: str, boxes: str, inside: bool):
+        super().__init__()
+        self.label, self.box, self.inside = nn.Linear(5, 3), nn.Linear(5, 4), inside
+        self.loss = lambda z, b, y, t: CLASSES[classes](z, y) + BOXES[boxes](b, t)
+
+    def forward(self, x: Tensor, y: Tensor, t: Tensor):
+        outputs = self.label(x), self.box(x)
+        return self.loss(*outputs, y, t) if self.inside else outputs
+
+
+@pytest.mark.parametrize("boxes", BOXES)
+@pytest.mark.parametrize("classes", CLASSES)
+def test_a_model_that_returns_a_sum_of_losses(classes: str, boxes: str) -> None:
+    model, returns = (extend(Detector(classes, boxes, inside).double()) for inside in (False, True))
+    returns.load_state_dict(model.state_dict())
+    x, y, t = torch.randn(4, 5).double(), torch.tensor([0, 2, 1, 1]), torch.randn(4, 4).double()
+    kinds = BatchGrad, DiagGGNExact, DiagHessian
+    found = fields(returns, lambda: returns(x, y, t), *kinds)
+    expected = fields(model, lambda: model.loss(*model(x, y, t), y, t), *kinds)
+    for name, value in expected.items():
+        assert value.any()
+        assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# ------------------------------------------------------------------------------------------------ penalties on weights
+
+PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "scaled": lambda p: (0.1 * p**2).sum(),
+    "root": lambda p: (p * 0.3).square().sum(),
+    "distance": lambda p: (p - torch.full_like(p, 0.1)).square().sum(),
+    "importance": lambda p: (torch.full_like(p, 2.0) * (p - 0.1) ** 2).sum(),
+    "mask": lambda p: (p * torch.ones_like(p)).abs().sum(),
+    "groups": lambda p: p.norm(dim=-1).sum(),
+    "orthogonality": lambda p: (p @ p.T - torch.eye(4, dtype=p.dtype)).square().sum() if p.dim() == 2 else p.sum(),
+}
+
+
+class Returns(nn.Module):
+    def __init__(self, penalty: Callable[[Tensor], Tensor] | None):
+        super().__init__()
+        self.net, self.penalty = nn.Linear(5, 4), penalty
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = F.mse_loss(self.net(x), torch.zeros(len(x), 4, dtype=x.dtype))
+        return loss if self.penalty is None else loss + sum(self.penalty(p) for p in self.parameters())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_rows_of_weights_in_a_penalty_are_no_samples(penalty: str, inside: bool) -> None:
+    """Though there are as many of them as samples."""
+    x = torch.randn(4, 5).double()
+    if inside:
+        plain, model = extend(Returns(None).double()), extend(Returns(PENALTIES[penalty]).double())
+        runs = lambda: plain(x), lambda: model(x)  # noqa: E731
+    else:
+        plain, model = extend(Returns(None).double()), extend(nn.Linear(5, 4).double())
+        parameters = list(model.parameters())
+        runs = (  # noqa: E731
+            lambda: plain(x),
+            lambda: F.mse_loss(model(x), torch.zeros_like(x[:, :4])) + sum(map(PENALTIES[penalty], parameters)),
+        )
+    model.load_state_dict(plain.state_dict() if inside else plain.net.state_dict())
+    kinds = BatchGrad, DiagGGNExact, KFACEmpirical
+    expected, found = fields(plain, runs[0], *kinds), fields(model, runs[1], *kinds)
+    for name, value in expected.items():
+        assert_close(found[name if inside else name.removeprefix("net.")], value)
+
+
+# --------------------------------------------------------------------------------------------------- matrices of pairs
+
+
+class Pairs(nn.Module):
+    """Two encoders as in CLIP, of which ``kind`` is returned."""
+
+    def __init__(self, kind: str, width: int):
+        super().__init__()
+        self.kind, self.a, self.b = kind, nn.Linear(5, width), nn.Linear(6, width)
+
+    def forward(self, u: Tensor, v: Tensor):
+        a, b = self.a(u), self.b(v)
+        if self.kind == "embeddings":
+            return a, b
+        z = a @ b.T
+        return (z, z.T) if self.kind == "both" else contrastive(z, z.T)
+
+    def loss(self, u: Tensor, v: Tensor) -> Tensor:
+        found = self(u, v)
+        if self.kind == "loss":
+            return found
+        return contrastive(found[0] @ found[1].T, found[1] @ found[0].T) if self.kind[0] == "e" else contrastive(*found)
+
+
+def contrastive(z: Tensor, transposed: Tensor) -> Tensor:
+    y = torch.arange(len(z))
+    return (F.cross_entropy(z, y) + F.cross_entropy(transposed, y)) / 2
+
+
+@pytest.mark.parametrize("width", [3, 4])
+@pytest.mark.parametrize("kind", ["both", "loss"])
+def test_a_matrix_of_all_pairs_and_its_transpose(kind: str, width: int) -> None:
+    """A sample is a row of the embeddings then, whatever the model returns."""
+    model, other = (extend(Pairs(each, width).double()) for each in ("embeddings", kind))
+    other.load_state_dict(model.state_dict())
+    u, v = torch.randn(4, 5).double(), torch.randn(4, 6).double()
+    kinds = BatchGrad, Variance, KFACEmpirical
+    found = fields(other, lambda: other.loss(u, v), *kinds)
+    for name, value in fields(model, lambda: model.loss(u, v), *kinds).items():
+        assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
+    for extension in (DiagGGNExact, DiagHessian):
+        with backpack(extension()), pytest.raises(CurvoptError, match="couples samples"):
+            other.loss(u, v).backward()
+
+
+# -------------------------------------------------------------------------------------------------- complex parameters
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.cdouble))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=5)
+
+
+def test_complex_parameters_of_functions_are_refused() -> None:
+    model = extend(Spectral())
+    with backpack(BatchGrad()), pytest.raises(CurvoptError, match="'weight' is complex; use two real ones"):
+        model(torch.randn(4, 5).double()).square().mean().backward()
