@@ -78,6 +78,80 @@ def test_a_model_that_returns_a_sum_of_losses(classes: str, boxes: str) -> None:
         assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
+class LogProbabilities(Detector):
+    def forward(self, x: Tensor, y: Tensor, t: Tensor):
+        z, b = super().forward(x, y, t)
+        return z.log_softmax(1), b
+
+
+@pytest.mark.parametrize("boxes", [*BOXES, "mse"])
+def test_a_model_that_returns_log_probabilities(boxes: str) -> None:
+    """Its Gauss-Newton matrix does not depend on a further term."""
+    model = extend(LogProbabilities("gathered", "smooth_l1", False).double())
+    x, y, t = torch.randn(4, 5).double(), torch.tensor([0, 2, 1, 1]), torch.randn(4, 4).double()
+    found = []
+    for second in (BOXES.get(boxes, F.mse_loss), lambda b, t: 0 * b.sum()):
+        with backpack(DiagGGNExact(), DiagHessian()):
+            logs, b = model(x, y, t)
+            (F.nll_loss(logs, y) + second(b, t)).backward()
+        found.append((model.label.weight.diag_ggn_exact, model.label.weight.diag_h))
+    assert found[0][0].any()
+    assert_close(*found)
+
+
+class InTwoOrders(nn.Module):
+    def __init__(self, inside: bool):
+        super().__init__()
+        self.net, self.inside = nn.Linear(5, 3), inside
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.net(x)
+        return self.loss(z, y) if self.inside else z
+
+    def loss(self, z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(z, y) + F.cross_entropy(z[[2, 0, 3, 1]], y) / 2
+
+
+def test_rows_in_two_orders_in_the_loss_of_a_model() -> None:
+    model, returns = (extend(InTwoOrders(inside).double()) for inside in (False, True))
+    returns.load_state_dict(model.state_dict())
+    x, y = torch.randn(4, 5).double(), torch.tensor([0, 2, 1, 1])
+    kinds = BatchGrad, DiagGGNExact, DiagHessian, KFACEmpirical
+    found = fields(returns, lambda: returns(x, y), *kinds)
+    for name, value in fields(model, lambda: model.loss(model(x, y), y), *kinds).items():
+        assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Codebook(nn.Module):
+    """Returns a reconstruction and a term, as a VQ-VAE does, or all of the loss."""
+
+    def __init__(self, inside: bool):
+        super().__init__()
+        self.e, self.codes, self.d, self.inside = nn.Linear(5, 4), nn.Embedding(6, 4), nn.Linear(4, 5), inside
+
+    def forward(self, x: Tensor):
+        e = self.e(x)
+        q = self.codes(torch.cdist(e, self.codes.weight).argmin(1))
+        found, term = self.d(e + (q - e).detach()), F.mse_loss(q, e.detach()) + F.mse_loss(e, q.detach()) / 4
+        return F.mse_loss(found, x) + term if self.inside else {"found": found, "term": term}
+
+
+def test_a_term_that_a_model_returns_beside_its_output() -> None:
+    model, returns = (extend(Codebook(inside).double()) for inside in (False, True))
+    returns.load_state_dict(model.state_dict())
+    x = torch.randn(4, 5).double()
+
+    def loss() -> Tensor:
+        found = model(x)
+        return F.mse_loss(found["found"], x) + found["term"]
+
+    kinds = BatchGrad, DiagGGNExact, DiagHessian, KFACEmpirical
+    found = fields(returns, lambda: returns(x), *kinds)
+    for name, value in fields(model, loss, *kinds).items():
+        assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
+    assert_close(found["codes.weight grad_batch 0"].sum(0), returns.codes.weight.grad)
+
+
 # ------------------------------------------------------------------------------------------------ penalties on weights
 
 PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -106,6 +106,8 @@ class CurvatureCollector(OverRanks, ABC):
             CurvoptError: no parameter of this optimizer belongs to the model.
         """
         who = f"{type(self).__name__}.attach()"
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"{who}: expected a torch.nn.Module, got {type(model).__name__}; write attach(model).")
         if lossfunc is not None and not isinstance(lossfunc, torch.nn.Module):
             kind = getattr(lossfunc, "__name__", type(lossfunc).__name__)
             raise TypeError(

@@ -158,9 +158,10 @@ def _warn_of_cost(located: LocatedGraph) -> None:
         if model is not None:
             model.warned = True
         layout = "an operation that is not known" if isinstance(call.rule, PerSampleRule) else "its output"
+        advice = " If the samples are along another axis, say extend(model, batch_axis=1)."
         warnings.warn(
             f"{call.call.describe()}: {layout} does not hold the {N} samples along one axis, so its quantities are "
-            f"computed sample by sample, at up to {N} times the cost.",
+            f"computed sample by sample, at up to {N} times the cost.{'' if model and model.batch_axis else advice}",
             CurvoptWarning,
             stacklevel=2,
         )

@@ -26,7 +26,7 @@ from curvopt.core.backward.located_graph import (
     mixing_norm,
     norms_in_loss,
 )
-from curvopt.core.batch_axis.heads import mixing
+from curvopt.core.batch_axis.heads import inside_the_loss, mixing
 from curvopt.core.batch_axis.layout import Layout, axis_of, labels_along
 from curvopt.core.batch_axis.samples import Location
 from curvopt.core.losses.generic_loss import GenericLoss
@@ -122,9 +122,11 @@ def generic_loss(
             f"{what}, and a part of it was compiled by torch.compile, which has no second derivative; compute the loss "
             "outside of what torch.compile compiles, or use an empirical quantity (KFACEmpirical)."
         )
-    heads = [_head(place, layout, what) for place, layout in locations[0].heads.items()]
+    (location,) = locations
+    places = inside_the_loss(location.heads, location.N, located.graph, (), None)  # of log-probabilities the logits
+    heads = [_head(place, layout, what) for place, layout in places.items()]
     edges = [GradientEdge(node, output_nr) for node, output_nr in roots]
-    return GenericLoss(edges, list(roots.values()), heads, locations[0].N, reduction)
+    return GenericLoss(edges, list(roots.values()), heads, location.N, reduction)
 
 
 def _head(place: Place, layout: Layout, what: str) -> Head:
@@ -181,8 +183,8 @@ def check_request(
     if located.outside:
         warnings.warn(
             f"{fields_of(extensions)}: {', '.join(located.outside)} also enter the loss by an added term or as a "
-            "weight of losses, which is in .grad but not in these quantities; write a regularizer as "
-            "curvopt.L2Regularizer to have it in both.",
+            "weight of losses, which is in .grad but not in these quantities. A weight decay that is written as "
+            "curvopt.L2Regularizer is in both; a learned temperature or weight needs nothing.",
             CurvoptWarning,
             stacklevel=2,
         )
@@ -205,7 +207,7 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
             f"{what}, or use a Monte-Carlo quantity (KFAC, DiagGGNMC)."
         )
     for location in {id(location): location for location in located.locations.values()}.values():
-        for head, transposed in mixing(location.heads, location.N):
+        for head, transposed in mixing(location.heads, location.N, located.graph):
             refused = extensions if transposed else independent
             if refused:
                 raise CurvoptError(

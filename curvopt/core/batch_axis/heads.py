@@ -5,7 +5,7 @@
     loss of D(G(x))                       outermost: the output of D; that of G reaches the loss through it
     out.mean() + slopes.square().sum()    around_heads: also the slopes [N, d] by the input, with rows of their own
     slopes.square().sum() alone           behind_reductions: the first tensor with N rows behind the scalar
-    loss of a @ b.T and of its transpose  before_pairs: a and b
+    loss of a @ b.T and of its transpose  agreeing: a and b
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import leads_to, leaf_of, operation, shape_of, walk
 from curvopt.core.autograd_graph.operations import LINEAR, OF_LOSSES, OPERATIONS, SUMS, UNKNOWN_OPERATION
-from curvopt.core.batch_axis.layout import Layout, labelled, merged
+from curvopt.core.batch_axis.layout import UNUSED, Layout, labelled, merged
 from curvopt.core.batch_axis.propagation import operand_layouts, propagate_batch_axis
 from curvopt.core.batch_axis.rows import samples_of_rows
 
@@ -76,22 +76,43 @@ def around_heads(graph: BackwardGraph, N: int, axis: int, heads: Mapping[Place, 
     return inside_the_loss(found, N, graph, ends, reach)
 
 
-def mixing(heads: Mapping[Place, Layout], N: int) -> Iterator[tuple[Place, bool]]:
+def _in_front(heads: Mapping[Place, Layout], graph: BackwardGraph) -> dict[Place, dict[Place, Layout]]:
+    """For each head the others that were computed from it, if there are any."""
+    number = {node: 1 << i for i, node in enumerate(dict.fromkeys([node for node, _ in heads]))}
+    behind = dict.fromkeys(number, 0)
+    for node in graph.nodes[::-1] if len(number) > 1 else ():
+        found = 0
+        for below, _ in node.next_functions:
+            found |= behind.get(below, 0) | number.get(below, 0)  # type: ignore[arg-type]
+        behind[node] = found
+    in_front = {place: {p: x for p, x in heads.items() if behind[p[0]] & number[place[0]]} for place in heads}
+    return {place: others for place, others in in_front.items() if others}
+
+
+def mixing(heads: Mapping[Place, Layout], N: int, graph: BackwardGraph) -> Iterator[tuple[Place, bool]]:
     """Heads in the loss themselves, whose samples mix on the way to another head, or are other ones there (True)."""
-    for head in heads if N > 1 else ():
-        others = {place: layout for place, layout in heads.items() if place[0] is not head[0]}
-        if any(leads_to(node, {head[0]}) for node, _ in others):
-            found = propagate_batch_axis(others, N, [head]).of(*head)
-            if not isinstance(merged(found, heads[head], N), Layout):
-                yield head, isinstance(found, Layout)
+    for head, others in _in_front(heads, graph).items() if N > 1 else ():
+        found = propagate_batch_axis(others, N, [head]).of(*head)
+        if not isinstance(merged(found, heads[head], N), Layout):
+            yield head, isinstance(found, Layout)
 
 
-def before_pairs(heads: dict[Place, Layout], N: int, graph: BackwardGraph) -> dict[Place, Layout]:
-    """The heads, with those in front of it in place of a matrix of all pairs of samples, and of its transpose.
+def agreeing(heads: dict[Place, Layout], N: int, graph: BackwardGraph) -> dict[Place, Layout]:
+    """The heads, with the samples of those that only have the rows of others in another order.
 
-    A row of the matrix is a column of the transpose, so neither is a sample.
+    In place of a matrix of all pairs of samples and of its transpose, those in front of it: a row of the matrix is a
+    column of the transpose, so neither is a sample.
     """
-    nodes = {node for (node, _), transposed in mixing(heads, N) if transposed}
+    disputed = [head for head, transposed in mixing(heads, N, graph) if transposed]
+    if not disputed:
+        return heads
+    heads = dict(heads)
+    for head in disputed:
+        for place in _in_front(heads, graph).get(head, ()):
+            rows = samples_of_rows(place, {head: heads[head]})
+            if rows is not None and UNUSED not in rows:
+                heads[place] = labelled(shape_of(*place), 0, rows, N, False)
+    nodes = {node for (node, _), transposed in mixing(heads, N, graph) if transposed}
 
     def layout(place: Place) -> Layout | None:
         shape = shape_of(*place)
@@ -143,12 +164,17 @@ def inside_the_loss(
         return {}
     last = {node for node, _ in found} | set(ends)
     outside = [node for node in walk(graph.roots, last=last) if node not in last]
-    curved = [
-        node
-        for node in outside
-        if operation(node) not in LINEAR | {"MUL", "DIV", "NLLLOSS", "NLLLOSS2D"} and leaf_of(node) is None
-    ]
-    inside = {p: layout for p, layout in found.items() if any(leads_to(node, {p[0]}) for node in curved)}
+    products = {"MUL", "DIV"}  # curved where a tensor is in both factors
+    linear = LINEAR | products | {"NLLLOSS", "NLLLOSS2D"}
+    curved = [node for node in outside if operation(node) not in linear and leaf_of(node) is None]
+    factors = [[b for b, _ in node.next_functions if b is not None] for node in outside if operation(node) in products]
+
+    def is_curved_in(node: Node) -> bool:
+        return any(leads_to(above, {node}) for above in curved) or any(
+            sum(leads_to(b, {node}) for b in both) > 1 for both in factors if len(both) > 1
+        )
+
+    inside = {place: layout for place, layout in found.items() if is_curved_in(place[0])}
     stack = [(place, layout) for place, layout in found.items() if place not in inside]
     while stack:
         place, layout = stack.pop()
@@ -179,4 +205,4 @@ def behind_reductions(graph: BackwardGraph, N: int, axis: int) -> dict[Place, La
         return labelled(shape, axis, range(N), N, False) if len(shape) > axis and shape[axis] == N else None
 
     found = _first(graph.roots, layout, lambda place: place[0] in graph.of_penalties)
-    return before_pairs(inside_the_loss(found, N, graph, (), None), N, graph)
+    return agreeing(inside_the_loss(found, N, graph, (), None), N, graph)

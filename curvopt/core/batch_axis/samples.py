@@ -1,5 +1,7 @@
 """A sample is a row of the input of the model, whatever the loss does with the output.
 
+Where the model pools rows (tokens of documents, nodes of graphs), it is a row of the output.
+
 `locate` finds the model calls of a backward, their heads (the outputs that the loss reaches) and with them the batch
 axis of every tensor behind. Each extended model has its own number of samples, so a generator may have 6 where the
 discriminator has 12; models with equal numbers share a `Location`.
@@ -25,7 +27,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import leaf_of, shape_of, walk
-from curvopt.core.batch_axis.heads import around_heads, before_pairs, behind_reductions, outermost
+from curvopt.core.batch_axis.heads import agreeing, around_heads, behind_reductions, outermost
 from curvopt.core.batch_axis.layout import UNUSED, Axis, Layout, axis_of, labelled, labels_along
 from curvopt.core.batch_axis.propagation import BatchAxes, propagate_batch_axis
 from curvopt.core.batch_axis.rows import axis_of_head, matched, samples_of_rows
@@ -125,6 +127,8 @@ def _of_model(
     axis = model.batch_axis
     lengths = [_number(call, heads, axis) for call in voting]
     N, appended = lengths[0], len(set(lengths)) > 1
+    if not appended and (rows := _rows_of_outputs(heads, N)) is not None:
+        N, lengths = rows, [rows] * len(lengths)
     if len(lengths) > 1 and set(lengths) == {1}:
         raise CurvoptError(
             f"{voting[0].name} was called {len(lengths)} times with one row each, so that each call has one sample "
@@ -160,7 +164,7 @@ def _of_model(
             others.append((call, place))
     shares = [] if not others else _place_others(others, known, N, axis, appended)
     found = {place: known[place] for _, place in heads}
-    found = before_pairs(found, N, graph) or behind_reductions(graph, N, axis)
+    found = agreeing(found, N, graph) or behind_reductions(graph, N, axis)
     if not found:
         raise CurvoptError(
             f"{voting[0].name} was called with {N} samples, but no tensor with {N} rows along axis {axis} leads to the "
@@ -229,6 +233,16 @@ def _number(call: ModelCall, heads: Sequence[tuple[ModelCall, Place]], axis: int
     return call.samples[0]
 
 
+def _rows_of_outputs(heads: Sequence[tuple[ModelCall, Place]], N: int) -> int | None:
+    """The rows of outputs ``[rows, C]`` that are fewer than N and so surely no samples: of pooled tokens or nodes."""
+    shapes = [shape_of(*place) for _, place in heads]
+    rows = {shape[0] for shape in shapes}
+    if len(rows) != 1 or any(len(shape) != 2 or N in shape for shape in shapes):
+        return None
+    (found,) = rows
+    return found if 0 < found < N else None
+
+
 def _first_calls(outputs: Sequence[tuple[ModelCall, Place]], graph: BackwardGraph) -> list[ModelCall]:
     """The calls of a model whose inputs depend on no other call of it."""
     calls = list(dict.fromkeys(call for call, _ in outputs))
@@ -277,7 +291,8 @@ def _check_shares(
 def _other_length(call: ModelCall, shape: torch.Size, N: int, axis: int) -> CurvoptError:
     return CurvoptError(
         f"{call.name} was called with {N} samples along axis {axis}, but gives an output of shape {list(shape)}; if "
-        "the samples are along another axis, say extend(model, batch_axis=1), else return one row for each sample."
+        "the samples are along another axis, say extend(model, batch_axis=1), else return one row for each sample. "
+        "A single sample without a batch axis needs unsqueeze(0)."
     )
 
 

@@ -172,11 +172,11 @@ def _product(node: Node, position: int, weight: Tensor, shape: torch.Size) -> La
     from_left = position == first
     if position < first or (first and saved.alpha != 1) or (from_left and name_of(node) == "MvBackward0"):
         return None
-    kind = _matrices(weight if weight.dim() > 1 else weight.unsqueeze(1), shape, from_left)
-    if kind is None:
+    kind, other = _matrices(weight if weight.dim() > 1 else weight.unsqueeze(1), shape, from_left), sides[from_left]
+    if kind is None or getattr(saved, other).layout != torch.strided:  # a sparse matrix of neighbours, say
         return None
     *kind, start = kind
-    return LayerCall(Product(from_left, *kind), nn.Module(), getattr(saved, sides[from_left]), start)
+    return LayerCall(Product(from_left, *kind), nn.Module(), getattr(saved, other), start)
 
 
 def _convolution(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
