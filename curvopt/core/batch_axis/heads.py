@@ -80,7 +80,7 @@ def _in_front(heads: Mapping[Place, Layout], graph: BackwardGraph) -> dict[Place
     """For each head the others that were computed from it, if there are any."""
     number = {node: 1 << i for i, node in enumerate(dict.fromkeys([node for node, _ in heads]))}
     behind = dict.fromkeys(number, 0)
-    for node in graph.nodes[::-1] if len(number) > 1 else ():
+    for node in graph.nodes[::-1]:
         found = 0
         for below, _ in node.next_functions:
             found |= behind.get(below, 0) | number.get(below, 0)  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def _in_front(heads: Mapping[Place, Layout], graph: BackwardGraph) -> dict[Place
 
 def mixing(heads: Mapping[Place, Layout], N: int, graph: BackwardGraph) -> Iterator[tuple[Place, bool]]:
     """Heads in the loss themselves, whose samples mix on the way to another head, or are other ones there (True)."""
-    for head, others in _in_front(heads, graph).items() if N > 1 else ():
+    for head, others in _in_front(heads, graph).items() if N > 1 < len(heads) else ():
         found = propagate_batch_axis(others, N, [head]).of(*head)
         if not isinstance(merged(found, heads[head], N), Layout):
             yield head, isinstance(found, Layout)
@@ -116,8 +116,8 @@ def agreeing(heads: dict[Place, Layout], N: int, graph: BackwardGraph) -> dict[P
 
     def layout(place: Place) -> Layout | None:
         shape = shape_of(*place)
-        turned = OPERATIONS.get(operation(place[0]), UNKNOWN_OPERATION).batch_axis in ("t", "transpose", "permute")
-        return labelled(shape, 0, range(N), N, False) if shape[:1] == (N,) and not turned else None
+        transposed = OPERATIONS.get(operation(place[0]), UNKNOWN_OPERATION).batch_axis in ("t", "transpose", "permute")
+        return labelled(shape, 0, range(N), N, False) if shape[:1] == (N,) and not transposed else None
 
     below = [operand for node in nodes for operand, _ in node.next_functions if operand is not None]
     found = _first(below, layout, lambda place: place in heads or place[0] in graph.of_penalties)
