@@ -192,8 +192,9 @@ def accepted_curvature(
             reason = "all curvature so far was not finite" if all_rejected else "no curvature was computed so far"
             raise CurvoptError(
                 f"{who}.step(): {reason}. Wrap the backward pass: `with optimizer.curvature(): loss.backward()`, with "
-                "the model and the loss function extended by extend(...); or `optimizer.attach(model, lossfunc)` once. "
-                "A torch.utils.checkpoint of the whole model needs use_reentrant=False."
+                "the model and the loss function extended by extend(...); or `optimizer.attach(model)` once. "
+                "Gradients by torch.autograd.grad bring none, and a torch.utils.checkpoint of the whole model needs "
+                "use_reentrant=False."
             )
         return None
     return {param: tensors for param, tensors in new.items() if param not in rejected}
