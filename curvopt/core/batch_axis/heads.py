@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch.autograd.graph import Node
@@ -146,6 +146,25 @@ def _first(
     return found
 
 
+def _curved(graph: BackwardGraph, places: Sequence[Place], last: Collection[Node]) -> set[Place]:
+    """The tensors of which the scalar is no linear function, by the operations in front of all of ``last``."""
+    outside = {node for node in walk(graph.roots, last=last) if node not in last}
+    number, behind, curved = {place: 1 << i for i, place in enumerate(places)}, dict[Node, int](), 0
+    for node in [node for node in graph.nodes[::-1] if node in outside]:
+        of_all = 0
+        for i, edge in enumerate(node.next_functions):
+            of_one = number.get(edge, 0) | behind.get(edge[0], 0)  # type: ignore[call-overload,arg-type]
+            if operation(node) == "MUL":  # curved where a tensor is in both factors
+                curved |= of_all & of_one
+            elif operation(node) == "DIV" and i:
+                curved |= of_one
+            of_all |= of_one
+        if of_all and operation(node) not in LINEAR | {"DIV", "MUL", "NLLLOSS", "NLLLOSS2D"}:
+            curved |= of_all
+        behind[node] = of_all
+    return {place for place, bit in number.items() if curved & bit}
+
+
 def inside_the_loss(
     found: Mapping[Place, Layout], N: int, graph: BackwardGraph, ends: Collection[Node], reach: Collection[Node] | None
 ) -> dict[Place, Layout]:
@@ -162,19 +181,8 @@ def inside_the_loss(
     """
     if not found:
         return {}
-    last = {node for node, _ in found} | set(ends)
-    outside = [node for node in walk(graph.roots, last=last) if node not in last]
-    products = {"MUL", "DIV"}  # curved where a tensor is in both factors
-    linear = LINEAR | products | {"NLLLOSS", "NLLLOSS2D"}
-    curved = [node for node in outside if operation(node) not in linear and leaf_of(node) is None]
-    factors = [[b for b, _ in node.next_functions if b is not None] for node in outside if operation(node) in products]
-
-    def is_curved_in(node: Node) -> bool:
-        return any(leads_to(above, {node}) for above in curved) or any(
-            sum(leads_to(b, {node}) for b in both) > 1 for both in factors if len(both) > 1
-        )
-
-    inside = {place: layout for place, layout in found.items() if is_curved_in(place[0])}
+    curved = _curved(graph, list(found), {node for node, _ in found} | set(ends))
+    inside = {place: layout for place, layout in found.items() if place in curved}
     stack = [(place, layout) for place, layout in found.items() if place not in inside]
     while stack:
         place, layout = stack.pop()
