@@ -358,3 +358,113 @@ def gradient_penalty(make: Make) -> Iterator[float]:
         return value + 10 * N * slope.square().sum(1).mean()
 
     return minimise(make, mlp(8, 32, 4), loss)
+
+
+# ----------------------------------------------------------------------- models that return losses, or fewer rows
+
+
+class VQVAE(nn.Module):
+    """A reconstruction and the term of the codebook (van den Oord et al. 2017)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.codes, self.decoder = mlp(8, 16, 4), nn.Embedding(16, 4), mlp(4, 16, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        e = self.encoder(x)
+        q = self.codes(torch.cdist(e, self.codes.weight).argmin(1))
+        return self.decoder(e + (q - e).detach()), F.mse_loss(q, e.detach()) + 0.25 * F.mse_loss(e, q.detach())
+
+
+@workflow("VQ-VAE that returns the term of its codebook")
+def vq_vae(make: Make) -> Iterator[float]:
+    x = torch.randn(N, 2) @ torch.randn(2, 8)
+
+    def loss(model: nn.Module) -> Tensor:
+        reconstruction, term = model(x)
+        return F.mse_loss(reconstruction, x) + term
+
+    return minimise(make, VQVAE(), loss)
+
+
+@workflow("CLIP, which returns the matrix of pairs and its transpose")
+def clip(make: Make) -> Iterator[float]:
+    class Clip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image, self.text, self.scale = mlp(8, 32, 8), mlp(6, 32, 8), nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+            z = self.scale.exp() * F.normalize(self.image(images)) @ F.normalize(self.text(texts)).T
+            return z, z.T
+
+    images, y = torch.randn(N, 8), torch.arange(N)
+    texts = images @ torch.randn(8, 6)
+
+    def loss(model: nn.Module) -> Tensor:
+        of_images, of_texts = model(images, texts)
+        return (F.cross_entropy(of_images, y) + F.cross_entropy(of_texts, y)) / 2
+
+    return minimise(make, Clip(), loss)
+
+
+@workflow("Model that returns its loss, of classes and boxes")
+def returned_loss(make: Make) -> Iterator[float]:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.label, self.box = mlp(8, 32, 16), nn.Linear(16, 4), nn.Linear(16, 2)
+
+        def forward(self, x: Tensor, y: Tensor, boxes: Tensor) -> Tensor:
+            h = self.body(x).tanh()
+            return F.cross_entropy(self.label(h), y) + F.smooth_l1_loss(self.box(h), boxes)
+
+    x, y = classes()
+    return minimise(make, Returns(), lambda model: model(x, y, x[:, :2]))
+
+
+@workflow("Texts of different lengths in nn.EmbeddingBag")
+def embedding_bag(make: Make) -> Iterator[float]:
+    class Texts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag, self.last = nn.EmbeddingBag(30, 16), nn.Linear(16, 3)
+
+        def forward(self, tokens: Tensor, offsets: Tensor) -> Tensor:
+            return self.last(self.bag(tokens, offsets))
+
+    lengths = torch.randint(2, 9, (N,))
+    tokens, offsets = torch.randint(30, (int(lengths.sum()),)), lengths.cumsum(0) - lengths
+    y = tokens[offsets] % 3
+    return minimise(make, Texts(), lambda model: F.cross_entropy(model(tokens, offsets), y))
+
+
+@workflow("Batch of graphs, one prediction for each")
+def graphs(make: Make) -> Iterator[float]:
+    class Graphs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+
+        def forward(self, nodes: Tensor, graph: Tensor) -> Tensor:
+            return self.last(torch.zeros(int(graph.max()) + 1, 16).index_add(0, graph, self.first(nodes).relu()))
+
+    nodes, graph = torch.randn(4 * N, 8), torch.arange(4 * N) % N
+    y = torch.zeros(N, 8).index_add(0, graph, nodes)[:, :3].argmax(1)
+    return minimise(make, Graphs(), lambda model: F.cross_entropy(model(nodes, graph), y))
+
+
+@workflow("Graph convolutions with a sparse matrix of neighbours")
+def sparse_graph(make: Make) -> Iterator[float]:
+    class Convolutions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor, neighbours: Tensor) -> Tensor:
+            return torch.sparse.mm(neighbours, self.last(torch.sparse.mm(neighbours, self.first(x)).relu()))
+
+    x, y = classes()
+    near = (torch.cdist(x, x) < 3).float()
+    near = (near / near.sum(1, keepdim=True)).to_sparse()
+    return minimise(make, Convolutions(), lambda model: F.cross_entropy(model(x, near), y))

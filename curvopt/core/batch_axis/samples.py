@@ -127,7 +127,8 @@ def _of_model(
     axis = model.batch_axis
     lengths = [_number(call, heads, axis) for call in voting]
     N, appended = lengths[0], len(set(lengths)) > 1
-    if not appended and (rows := _rows_of_outputs(heads, N)) is not None:
+    pooled = not appended and all(call in voting for call, _ in heads)
+    if pooled and (rows := _rows_of_outputs(heads, N)) is not None:
         N, lengths = rows, [rows] * len(lengths)
     if len(lengths) > 1 and set(lengths) == {1}:
         raise CurvoptError(
