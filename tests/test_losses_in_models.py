@@ -152,6 +152,39 @@ def test_a_term_that_a_model_returns_beside_its_output() -> None:
     assert_close(found["codes.weight grad_batch 0"].sum(0), returns.codes.weight.grad)
 
 
+class LossBeside(nn.Module):
+    """Returns its loss beside outputs, as models of transformers do."""
+
+    def __init__(self, *names: str):
+        super().__init__()
+        self.body, self.last, self.names = nn.Linear(5, 4), nn.Linear(4, 3), names
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = self.body(x).tanh()
+        z = self.last(h)
+        outputs = {"loss": F.cross_entropy(z, y), "hidden": h, "logits": z, "probs": z.softmax(1)}
+        return {name: outputs[name] for name in self.names}
+
+
+@pytest.mark.parametrize("more", ["probs", "hidden", "logits"])
+@pytest.mark.parametrize("others", [(), ("logits",), ("hidden",), ("logits", "hidden", "probs")], ids="-".join)
+def test_a_loss_beside_outputs_that_enter_another_term(more: str, others: tuple[str, ...]) -> None:
+    model = extend(LossBeside("loss", more, *others).double())
+    x, y = torch.randn(4, 5).double(), torch.tensor([0, 2, 1, 1])
+
+    def loss(n: slice = slice(None)) -> Tensor:
+        outputs = model(x[n], y[n])
+        return outputs["loss"] + outputs[more].pow(4).sum(1).mean()
+
+    found = fields(model, loss, BatchGrad, DiagHessian)
+    for name, p in model.named_parameters():
+        rows = [torch.autograd.grad(loss(slice(n, n + 1)) / 4, p, allow_unused=True)[0] for n in range(4)]
+        assert_close(found[f"{name} grad_batch 0"], torch.stack(rows))
+        (slope,) = torch.autograd.grad(loss(), p, create_graph=True)
+        diagonal = [torch.autograd.grad(s, p, retain_graph=True)[0].flatten()[i] for i, s in enumerate(slope.flatten())]
+        assert_close(found[f"{name} diag_h 0"].flatten(), torch.stack(diagonal))
+
+
 # ------------------------------------------------------------------------------------------------ penalties on weights
 
 PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -121,7 +121,7 @@ def _of_model(
     voting = [call for call in first if call.samples]
     if not voting:
         return None
-    ends = {node for _, (node, _) in outputs}
+    ends = {place[0] for _, place in outputs if len(shape_of(*place))}
     met = set(walk(graph.roots, last=ends))
     heads = [(call, place) for call, place in outputs if place[0] in met and len(shape_of(*place)) > 0]
     axis = model.batch_axis
