@@ -206,16 +206,10 @@ class BackwardGraph:
 
     @cached_property
     def of_parameters_alone(self) -> set[Node]:
-        """The nodes that depend on parameters alone, no data, as far as operands tell."""
-        alone = {node for node, leaf in self.leaves.items() if isinstance(leaf, nn.Parameter)}
-        for node in reversed(self.nodes):
-            if node.next_functions and alone.issuperset([below for below, _ in node.next_functions]):
-                alone.add(node)
-        return alone
+        """The nodes that depend on parameters and on constants like them, as ``p - old`` does, but not on data.
 
-    @cached_property
-    def of_penalties(self) -> set[Node]:
-        """Parameters, and what penalties make of them: ``p - old`` and its norm, say, but no choice of rows by data."""
+        As far as operands tell: a choice of rows, as by an embedding, is one by data.
+        """
         found = {node for node, leaf in self.leaves.items() if isinstance(leaf, nn.Parameter)}
         for node in reversed(self.nodes):
             operands = [(below, nr) for below, nr in node.next_functions if below is not None]

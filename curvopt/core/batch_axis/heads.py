@@ -71,7 +71,9 @@ def around_heads(graph: BackwardGraph, N: int, axis: int, heads: Mapping[Place, 
         return None if rows is None or (axis and leads) else labelled(shape, axis, rows, N, False)
 
     found = _first(
-        graph.roots, layout, lambda place: place in heads or place[0] in graph.of_penalties or place[0] not in reach
+        graph.roots,
+        layout,
+        lambda place: place in heads or place[0] in graph.of_parameters_alone or place[0] not in reach,
     )
     return inside_the_loss(found, N, graph, ends, reach)
 
@@ -120,7 +122,7 @@ def agreeing(heads: dict[Place, Layout], N: int, graph: BackwardGraph) -> dict[P
         return labelled(shape, 0, range(N), N, False) if shape[:1] == (N,) and not transposed else None
 
     below = [operand for node in nodes for operand, _ in node.next_functions if operand is not None]
-    found = _first(below, layout, lambda place: place in heads or place[0] in graph.of_penalties)
+    found = _first(below, layout, lambda place: place in heads or place[0] in graph.of_parameters_alone)
     return found | {place: own for place, own in heads.items() if not leads_to(place[0], nodes)} if found else heads
 
 
@@ -212,5 +214,5 @@ def behind_reductions(graph: BackwardGraph, N: int, axis: int) -> dict[Place, La
         shape = shape_of(*place)
         return labelled(shape, axis, range(N), N, False) if len(shape) > axis and shape[axis] == N else None
 
-    found = _first(graph.roots, layout, lambda place: place[0] in graph.of_penalties)
+    found = _first(graph.roots, layout, lambda place: place[0] in graph.of_parameters_alone)
     return agreeing(inside_the_loss(found, N, graph, (), None), N, graph)
