@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from curvopt import CurvoptError, backpack, extend
+from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.extensions import BatchGrad, DiagGGNExact, DiagHessian, KFACEmpirical, Variance
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*sample by sample", "ignore:.*enter the loss by an added term")
@@ -287,7 +287,12 @@ class Spectral(nn.Module):
         return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=5)
 
 
-def test_complex_parameters_of_functions_are_refused() -> None:
-    model = extend(Spectral())
-    with backpack(BatchGrad()), pytest.raises(CurvoptError, match="'weight' is complex; use two real ones"):
-        model(torch.randn(4, 5).double()).square().mean().backward()
+def test_complex_parameters_of_functions_have_no_fields() -> None:
+    model = extend(nn.Sequential(nn.Linear(5, 5), Spectral()).double())
+    model[1].weight = nn.Parameter(torch.randn(3, dtype=torch.cdouble))
+    extend(model)
+    x = torch.randn(4, 5).double()
+    with backpack(BatchGrad()), pytest.warns(CurvoptWarning, match="weight' is complex, so it has no fields"):
+        model(x).square().mean().backward()
+    assert not hasattr(model[1].weight, "grad_batch") and model[1].weight.grad is not None
+    assert_close(model[0].weight.grad_batch.sum(0), model[0].weight.grad)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,7 +41,7 @@ from curvopt.core.recording.extended_parameters import extended_name
 from curvopt.core.recording.model_calls import ModelCall
 from curvopt.core.recording.steps import Packed, Steps, packed, samples_first, samples_of
 from curvopt.distributed import refuse_sharded
-from curvopt.errors import CurvoptError
+from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
     from curvopt.core.batch_axis.samples import Location
@@ -285,7 +286,9 @@ def read_graph(roots: Sequence[Node]) -> BackwardGraph:
             name = extended_name(p) if entering else None
             if name is not None:
                 if p.is_complex():
-                    raise CurvoptError(f"Parameter '{name}' is complex; use two real ones.")
+                    warning = f"Parameter '{name}' is complex, so it has no fields; use two real ones."
+                    warnings.warn(warning, CurvoptWarning, stacklevel=2)
+                    continue
                 graph.operands.setdefault(p, []).extend(entering)
     for operand, p in outside.items():
         if operand not in graph.operands.setdefault(p, []):

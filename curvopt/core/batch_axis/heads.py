@@ -70,11 +70,8 @@ def around_heads(graph: BackwardGraph, N: int, axis: int, heads: Mapping[Place, 
         rows = samples_of_rows(place, heads) if leads else list(range(N))
         return None if rows is None or (axis and leads) else labelled(shape, axis, rows, N, False)
 
-    found = _first(
-        graph.roots,
-        layout,
-        lambda place: place in heads or place[0] in graph.of_parameters_alone or place[0] not in reach,
-    )
+    alone = graph.of_parameters_alone
+    found = _first(graph.roots, layout, lambda place: place in heads or place[0] in alone or place[0] not in reach)
     return inside_the_loss(found, N, graph, ends, reach)
 
 
