@@ -185,6 +185,55 @@ def test_a_loss_beside_outputs_that_enter_another_term(more: str, others: tuple[
         assert_close(found[f"{name} diag_h 0"].flatten(), torch.stack(diagonal))
 
 
+class Experts(nn.Module):
+    """As many as samples; the term that balances them is a mean over the batch."""
+
+    def __init__(self, inside: bool):
+        super().__init__()
+        self.route, self.experts, self.inside = (
+            nn.Linear(5, 4),
+            nn.ModuleList(nn.Linear(5, 3) for _ in range(4)),
+            inside,
+        )
+
+    def forward(self, x: Tensor, y: Tensor):
+        p = self.route(x).softmax(1)
+        z = sum(p[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+        term = (p.mean(0) * torch.arange(4.0)).sum()
+        return F.cross_entropy(z, y) + term if self.inside else (z, term)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_mean_over_the_batch_has_no_samples(inside: bool) -> None:
+    """Though it has as many entries as there are samples."""
+    model, x, y = extend(Experts(inside).double()), torch.randn(4, 5).double(), torch.tensor([0, 2, 1, 1])
+
+    def loss(n: slice = slice(None)) -> Tensor:
+        found = model(x[n], y[n])
+        return found if inside else F.cross_entropy(found[0], y[n]) + found[1]
+
+    found = fields(model, loss, BatchGrad)
+    for name, p in model.named_parameters():
+        rows = [torch.autograd.grad(loss(slice(n, n + 1)) / 4, p)[0] for n in range(4)]
+        assert_close(found[f"{name} grad_batch 0"], torch.stack(rows))
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.last = nn.Parameter(torch.randn(1, 5)), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(x * self.gate.sigmoid()), y)
+
+
+def test_parameters_of_the_shape_of_a_single_sample() -> None:
+    model, x, y = extend(Gated().double()), torch.randn(1, 5).double(), torch.tensor([2])
+    found = fields(model, lambda: model(x, y), BatchGrad)
+    for name, p in model.named_parameters():
+        assert_close(found[f"{name} grad_batch 0"][0], p.grad)
+
+
 # ------------------------------------------------------------------------------------------------ penalties on weights
 
 PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -17,8 +17,8 @@ from torch.autograd.graph import Node
 
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import leads_to, leaf_of, operation, shape_of, walk
-from curvopt.core.autograd_graph.operations import LINEAR, OF_LOSSES, OPERATIONS, SUMS, UNKNOWN_OPERATION
-from curvopt.core.batch_axis.layout import UNUSED, Layout, labelled, merged
+from curvopt.core.autograd_graph.operations import BY_ENTRY, LINEAR, OF_LOSSES, SUMS
+from curvopt.core.batch_axis.layout import UNUSED, Layout, axis_of, labelled, merged
 from curvopt.core.batch_axis.propagation import operand_layouts, propagate_batch_axis
 from curvopt.core.batch_axis.rows import samples_of_rows
 
@@ -63,12 +63,11 @@ def around_heads(graph: BackwardGraph, N: int, axis: int, heads: Mapping[Place, 
             reach.add(node)
 
     def layout(place: Place) -> Layout | None:
-        shape = shape_of(*place)
-        if len(shape) <= axis or shape[axis] != N:
-            return None
-        leads = not ends.isdisjoint(walk([place[0]]))
-        rows = samples_of_rows(place, heads) if leads else list(range(N))
-        return None if rows is None or (axis and leads) else labelled(shape, axis, rows, N, False)
+        own = _with_rows(place, N, axis)
+        if own is None or ends.isdisjoint(walk([place[0]])):
+            return own
+        rows = None if axis else samples_of_rows(place, heads)
+        return None if rows is None else labelled(shape_of(*place), 0, rows, N, False)
 
     alone = graph.of_parameters_alone
     found = _first(graph.roots, layout, lambda place: place in heads or place[0] in alone or place[0] not in reach)
@@ -113,14 +112,30 @@ def agreeing(heads: dict[Place, Layout], N: int, graph: BackwardGraph) -> dict[P
                 heads[place] = labelled(shape_of(*place), 0, rows, N, False)
     nodes = {node for (node, _), transposed in mixing(heads, N, graph) if transposed}
 
-    def layout(place: Place) -> Layout | None:
-        shape = shape_of(*place)
-        transposed = OPERATIONS.get(operation(place[0]), UNKNOWN_OPERATION).batch_axis in ("t", "transpose", "permute")
-        return labelled(shape, 0, range(N), N, False) if shape[:1] == (N,) and not transposed else None
-
     below = [operand for node in nodes for operand, _ in node.next_functions if operand is not None]
-    found = _first(below, layout, lambda place: place in heads or place[0] in graph.of_parameters_alone)
+    alone = graph.of_parameters_alone
+    found = _first(below, lambda place: _with_rows(place, N, 0), lambda place: place in heads or place[0] in alone)
     return found | {place: own for place, own in heads.items() if not leads_to(place[0], nodes)} if found else heads
+
+
+def _with_rows(place: Place, N: int, axis: int) -> Layout | None:
+    """The layout of a tensor with N rows, unless those of an operand are other ones: of a mean over the batch, say."""
+    shape = shape_of(*place)
+    if len(shape) <= axis or shape[axis] != N:
+        return None
+    own = labelled(shape, axis, range(N), N, False)
+    layouts, stack = {place: own}, [place]
+    while stack:  # as long as entries stay what they are
+        at = stack.pop()
+        for (below, nr), layout in zip(at[0].next_functions, operand_layouts(*at, layouts[at], N), strict=False):
+            if isinstance(layout, Layout) and below is not None and shape_of(below, nr)[axis : axis + 1] == (N,):
+                found = axis_of(shape_of(below, nr), layout)
+                if found is None or found.index != axis:
+                    return None
+                if operation(at[0]) in BY_ENTRY | SUMS and (below, nr) not in layouts:
+                    layouts[below, nr] = layout
+                    stack.append((below, nr))
+    return own
 
 
 def _first(
@@ -207,9 +222,9 @@ def behind_reductions(graph: BackwardGraph, N: int, axis: int) -> dict[Place, La
     Penalties on the parameters have no samples.
     """
 
-    def layout(place: Place) -> Layout | None:
-        shape = shape_of(*place)
-        return labelled(shape, axis, range(N), N, False) if len(shape) > axis and shape[axis] == N else None
+    def found(ends: Callable[[Place], bool]) -> dict[Place, Layout]:
+        first = _first(graph.roots, lambda place: _with_rows(place, N, axis), ends)
+        return agreeing(inside_the_loss(first, N, graph, (), None), N, graph)
 
-    found = _first(graph.roots, layout, lambda place: place[0] in graph.of_parameters_alone)
-    return agreeing(inside_the_loss(found, N, graph, (), None), N, graph)
+    # parameters may have a row for each sample where there is nothing else
+    return found(lambda place: place[0] in graph.of_parameters_alone) or found(lambda _: False)
