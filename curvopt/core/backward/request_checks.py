@@ -26,7 +26,7 @@ from curvopt.core.backward.located_graph import (
     mixing_norm,
     norms_in_loss,
 )
-from curvopt.core.batch_axis.heads import inside_the_loss, mixing
+from curvopt.core.batch_axis.heads import inside_the_loss
 from curvopt.core.batch_axis.layout import Layout, axis_of, labels_along
 from curvopt.core.batch_axis.samples import Location
 from curvopt.core.losses.generic_loss import GenericLoss
@@ -207,7 +207,7 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
             f"{what}, or use a Monte-Carlo quantity (KFAC, DiagGGNMC)."
         )
     for location in {id(location): location for location in located.locations.values()}.values():
-        for head, transposed in mixing(location.heads, location.N, located.graph):
+        for head, transposed in location.axes.mixing():
             refused = extensions if transposed else independent
             if refused:
                 raise CurvoptError(

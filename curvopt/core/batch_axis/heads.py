@@ -10,16 +10,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch.autograd.graph import Node
 
 from curvopt.core.autograd_graph.node_vjp import Place
-from curvopt.core.autograd_graph.nodes import leads_to, leaf_of, operation, shape_of, walk
+from curvopt.core.autograd_graph.nodes import leads_further_to, leads_to, leaf_of, operation, shape_of, walk
 from curvopt.core.autograd_graph.operations import BY_ENTRY, LINEAR, OF_LOSSES, SUMS
-from curvopt.core.batch_axis.layout import UNUSED, Layout, axis_of, labelled, merged
-from curvopt.core.batch_axis.propagation import operand_layouts, propagate_batch_axis
+from curvopt.core.batch_axis.layout import UNUSED, Layout, axis_of, labelled
+from curvopt.core.batch_axis.propagation import BatchAxes, operand_layouts, propagate_batch_axis
 from curvopt.core.batch_axis.rows import samples_of_rows
 
 if TYPE_CHECKING:
@@ -74,48 +74,23 @@ def around_heads(graph: BackwardGraph, N: int, axis: int, heads: Mapping[Place, 
     return inside_the_loss(found, N, graph, ends, reach)
 
 
-def _in_front(heads: Mapping[Place, Layout], graph: BackwardGraph) -> dict[Place, dict[Place, Layout]]:
-    """For each head the others that were computed from it, if there are any."""
-    number = {node: 1 << i for i, node in enumerate(dict.fromkeys([node for node, _ in heads]))}
-    behind = dict.fromkeys(number, 0)
-    for node in graph.nodes[::-1]:
-        found = 0
-        for below, _ in node.next_functions:
-            found |= behind.get(below, 0) | number.get(below, 0)  # type: ignore[arg-type]
-        behind[node] = found
-    in_front = {place: {p: x for p, x in heads.items() if behind[p[0]] & number[place[0]]} for place in heads}
-    return {place: others for place, others in in_front.items() if others}
-
-
-def mixing(heads: Mapping[Place, Layout], N: int, graph: BackwardGraph) -> Iterator[tuple[Place, bool]]:
-    """Heads in the loss themselves, whose samples mix on the way to another head, or are other ones there (True)."""
-    for head, others in _in_front(heads, graph).items() if N > 1 < len(heads) else ():
-        found = propagate_batch_axis(others, N, [head]).of(*head)
-        if not isinstance(merged(found, heads[head], N), Layout):
-            yield head, isinstance(found, Layout)
-
-
-def agreeing(heads: dict[Place, Layout], N: int, graph: BackwardGraph) -> dict[Place, Layout]:
+def agreeing(axes: BatchAxes, heads: Mapping[Place, Layout], graph: BackwardGraph) -> dict[Place, Layout]:
     """The heads, with the samples of those that only have the rows of others in another order.
 
     In place of a matrix of all pairs of samples and of its transpose, those in front of it: a row of the matrix is a
     column of the transpose, so neither is a sample.
     """
-    disputed = [head for head, transposed in mixing(heads, N, graph) if transposed]
-    if not disputed:
-        return heads
-    heads = dict(heads)
-    for head in disputed:
-        for place in _in_front(heads, graph).get(head, ()):
-            rows = samples_of_rows(place, {head: heads[head]})
+    N, agreed = axes.N, dict(heads)
+    for head in [head for head, transposed in axes.mixing() if transposed]:
+        for place in heads:
+            rows = samples_of_rows(place, {head: heads[head]}) if leads_further_to(place[0], {head[0]}) else None
             if rows is not None and UNUSED not in rows:
-                heads[place] = labelled(shape_of(*place), 0, rows, N, False)
-    nodes = {node for (node, _), transposed in mixing(heads, N, graph) if transposed}
-
+                agreed[place] = labelled(shape_of(*place), 0, rows, N, False)
+    nodes = {node for (node, _), transposed in propagate_batch_axis(agreed, N).mixing() if transposed}
     below = [operand for node in nodes for operand, _ in node.next_functions if operand is not None]
     alone = graph.of_parameters_alone
-    found = _first(below, lambda place: _with_rows(place, N, 0), lambda place: place in heads or place[0] in alone)
-    return found | {place: own for place, own in heads.items() if not leads_to(place[0], nodes)} if found else heads
+    found = _first(below, lambda place: _with_rows(place, N, 0), lambda place: place in agreed or place[0] in alone)
+    return found | {place: x for place, x in agreed.items() if not leads_to(place[0], nodes)} if found else agreed
 
 
 def _with_rows(place: Place, N: int, axis: int) -> Layout | None:
@@ -224,7 +199,7 @@ def behind_reductions(graph: BackwardGraph, N: int, axis: int) -> dict[Place, La
 
     def found(ends: Callable[[Place], bool]) -> dict[Place, Layout]:
         first = _first(graph.roots, lambda place: _with_rows(place, N, axis), ends)
-        return agreeing(inside_the_loss(first, N, graph, (), None), N, graph)
+        return inside_the_loss(first, N, graph, (), None)
 
     # parameters may have a row for each sample where there is nothing else
     return found(lambda place: place[0] in graph.of_parameters_alone) or found(lambda _: False)

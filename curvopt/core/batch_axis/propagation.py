@@ -14,7 +14,7 @@ holds for every batch, also where a gate is zero at first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -38,10 +38,18 @@ class BatchAxes(NamedTuple):
     Attributes:
         N: number of samples.
         layouts: of each output of a node between the heads and the leaves.
+        arrived: the layouts that heads would have by others in front of them, if there are some.
     """
 
     N: int
     layouts: Mapping[Place, AnyLayout]
+    arrived: Mapping[Place, AnyLayout]
+
+    def mixing(self) -> Iterator[tuple[Place, bool]]:
+        """Heads whose samples mix on the way to another head, or are other ones there (True)."""
+        for head, found in self.arrived.items() if self.N > 1 else ():
+            if not isinstance(merged(found, self.layouts[head], self.N), Layout):
+                yield head, isinstance(found, Layout)
 
     def of(self, node: Node, output_nr: int = 0) -> AnyLayout:
         """The layout of an output; ``None`` for one that does not lead to the heads."""
@@ -65,6 +73,7 @@ def propagate_batch_axis(
         order: the nodes of the graph, each after those that use its outputs, if they are known.
     """
     layouts: dict[Place, AnyLayout] = dict(heads)
+    arrived: dict[Place, AnyLayout] = {}
     order = consumers_first([node for node, _ in heads], {node for node, _ in last}) if order is None else order
     for node in order:
         for nr in range(len(outputs_of(node))):
@@ -79,12 +88,13 @@ def propagate_batch_axis(
             for operand, own in zip(operands, found, strict=True):
                 if N == 1 and own is UNKNOWN and operand[0] is not None:
                     own = Layout(1, 1, prod(shape_of(*operand)))  # noqa: PLW2901
-                if operand[0] is not None and operand not in heads:
-                    layouts[operand] = merged(layouts[operand], own, N) if operand in layouts else own  # type: ignore[index,assignment]
+                if operand[0] is not None:
+                    known = arrived if operand in heads else layouts
+                    known[operand] = merged(known[operand], own, N) if operand in known else own  # type: ignore[index,assignment]
     for place, layout in layouts.items() if complete else ():
         if isinstance(layout, Layout) and layout.labels is not None:
             layouts[place] = completed(layout, N)
-    return BatchAxes(N, layouts)
+    return BatchAxes(N, layouts, arrived)
 
 
 def operand_layouts(node: Node, output_nr: int, layout: Layout, N: int) -> list[AnyLayout]:

@@ -101,6 +101,9 @@ def locate(graph: BackwardGraph) -> dict[Model | None, Location]:
         heads = {place: layout for _, own in same for place, layout in own.items()}
         heads = heads if len(same) == 1 else outermost(heads, key[0], graph)
         axes = propagate_batch_axis(heads, key[0], order=graph.nodes)
+        if any(transposed for _, transposed in axes.mixing()):
+            heads = agreeing(axes, heads, graph)
+            axes = propagate_batch_axis(heads, key[0], order=graph.nodes)
         location = Location(key[0], heads, axes, key[1])
         locations.update((model, location) for model, _ in same)
     return locations
@@ -165,7 +168,7 @@ def _of_model(
             others.append((call, place))
     shares = [] if not others else _place_others(others, known, N, axis, appended)
     found = {place: known[place] for _, place in heads}
-    found = agreeing(found, N, graph) or behind_reductions(graph, N, axis)
+    found = found or behind_reductions(graph, N, axis)
     if not found:
         raise CurvoptError(
             f"{voting[0].name} was called with {N} samples, but no tensor with {N} rows along axis {axis} leads to the "
