@@ -62,8 +62,10 @@ def around_heads(graph: BackwardGraph, N: int, axis: int, heads: Mapping[Place, 
         if node not in outputs and not reach.isdisjoint([below for below, _ in node.next_functions]):
             reach.add(node)
 
+    of_rows = _rows(N, axis)
+
     def layout(place: Place) -> Layout | None:
-        own = _with_rows(place, N, axis)
+        own = of_rows(place)
         if own is None or ends.isdisjoint(walk([place[0]])):
             return own
         rows = None if axis else samples_of_rows(place, heads)
@@ -89,28 +91,37 @@ def agreeing(axes: BatchAxes, heads: Mapping[Place, Layout], graph: BackwardGrap
     nodes = {node for (node, _), transposed in propagate_batch_axis(agreed, N).mixing() if transposed}
     below = [operand for node in nodes for operand, _ in node.next_functions if operand is not None]
     alone = graph.of_parameters_alone
-    found = _first(below, lambda place: _with_rows(place, N, 0), lambda place: place in agreed or place[0] in alone)
+    found = _first(below, _rows(N, 0), lambda place: place in agreed or place[0] in alone)
     return found | {place: x for place, x in agreed.items() if not leads_to(place[0], nodes)} if found else agreed
 
 
-def _with_rows(place: Place, N: int, axis: int) -> Layout | None:
-    """The layout of a tensor with N rows, unless those of an operand are other ones: of a mean over the batch, say."""
-    shape = shape_of(*place)
-    if len(shape) <= axis or shape[axis] != N:
-        return None
-    own = labelled(shape, axis, range(N), N, False)
-    layouts, stack = {place: own}, [place]
-    while stack:  # as long as entries stay what they are
-        at = stack.pop()
-        for (below, nr), layout in zip(at[0].next_functions, operand_layouts(*at, layouts[at], N), strict=False):
-            if isinstance(layout, Layout) and below is not None and shape_of(below, nr)[axis : axis + 1] == (N,):
-                found = axis_of(shape_of(below, nr), layout)
-                if found is None or found.index != axis:
-                    return None
-                if operation(at[0]) in BY_ENTRY | SUMS and (below, nr) not in layouts:
-                    layouts[below, nr] = layout
-                    stack.append((below, nr))
-    return own
+def _rows(N: int, axis: int) -> Callable[[Place], Layout | None]:
+    """The layout of a tensor with N rows along an axis.
+
+    ``None`` for one with other rows than an operand with N rows has, such as a mean over the batch.
+    """
+    seen = set[Place]()
+
+    def layout(place: Place) -> Layout | None:
+        shape = shape_of(*place)
+        if len(shape) <= axis or shape[axis] != N:
+            return None
+        own = labelled(shape, axis, range(N), N, False)
+        layouts, stack = {place: own}, [place]
+        while stack:  # as long as entries stay what they are
+            at = stack.pop()
+            for (below, nr), layout in zip(at[0].next_functions, operand_layouts(*at, layouts[at], N), strict=False):
+                if isinstance(layout, Layout) and below is not None and shape_of(below, nr)[axis : axis + 1] == (N,):
+                    found = axis_of(shape_of(below, nr), layout)
+                    if found is None or found.index != axis:
+                        return None
+                    if operation(at[0]) in BY_ENTRY | SUMS and not ((below, nr) in seen or (below, nr) in layouts):
+                        layouts[below, nr] = layout
+                        stack.append((below, nr))
+        seen.update(layouts)
+        return own
+
+    return layout
 
 
 def _first(
@@ -198,7 +209,7 @@ def behind_reductions(graph: BackwardGraph, N: int, axis: int) -> dict[Place, La
     """
 
     def found(ends: Callable[[Place], bool]) -> dict[Place, Layout]:
-        first = _first(graph.roots, lambda place: _with_rows(place, N, axis), ends)
+        first = _first(graph.roots, _rows(N, axis), ends)
         return inside_the_loss(first, N, graph, (), None)
 
     # parameters may have a row for each sample where there is nothing else
