@@ -46,6 +46,14 @@ CLASSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "by hand": lambda z, y: (z.logsumexp(1) - choose(z, y)).mean(),
     "bce": lambda z, y: F.binary_cross_entropy_with_logits(z, F.one_hot(y, 3).double(), reduction="none").sum(1).mean(),
     "softplus": lambda z, y: F.softplus((1 - 2.0 * F.one_hot(y, 3)) * z).mean(),
+    "log1p": lambda z, y: ((1 - 2.0 * F.one_hot(y, 3)) * z).exp().log1p().mean(),
+    "of probabilities": lambda z, y: -choose(z.softmax(1).log(), y).mean(),
+    "poisson": lambda z, y: F.poisson_nll_loss(z, y[:, None].double().expand_as(z)),
+    "divergence": lambda z, y: -0.5 * (1 + z - z.exp()).sum(1).mean(),
+    "product": lambda z, y: (0.5 * (z - y[:, None]) * (z - y[:, None])).mean(),
+    "form": lambda z, y: ((z - 1) @ torch.tensor([[2.0, 1, 0], [1, 3, 0], [0, 0, 1]]).to(z) * (z - 1)).sum(1).mean(),
+    "root": lambda z, y: ((z - y[:, None]).square() + 0.1).sqrt().mean(),
+    "bce by hand": lambda z, y: -(0.3 * z.sigmoid().log() + 0.7 * (1 - z.sigmoid()).log()).mean(),
 }
 BOXES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "smooth_l1": F.smooth_l1_loss,
@@ -76,6 +84,26 @@ def test_a_model_that_returns_a_sum_of_losses(classes: str, boxes: str) -> None:
     for name, value in expected.items():
         assert value.any()
         assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Steps(nn.Module):
+    """As many steps as samples; the losses of the steps are stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.GRU(5, 3, batch_first=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.net(x)[0]
+        return torch.stack([F.mse_loss(z[:, t], y[:, t]) for t in range(x.shape[1])]).mean()
+
+
+def test_losses_of_steps_are_no_samples() -> None:
+    model, x, y = extend(Steps().double()), torch.randn(4, 4, 5).double(), torch.randn(4, 4, 3).double()
+    found = fields(model, lambda: model(x, y), BatchGrad)
+    for name, p in model.named_parameters():
+        rows = [torch.autograd.grad(model(x[n : n + 1], y[n : n + 1]) / 4, p)[0] for n in range(4)]
+        assert_close(found[f"{name} grad_batch 0"], torch.stack(rows))
 
 
 class LogProbabilities(Detector):

@@ -16,11 +16,21 @@ from typing import TYPE_CHECKING
 from torch.autograd.graph import Node
 
 from curvopt.core.autograd_graph.node_vjp import Place
-from curvopt.core.autograd_graph.nodes import leads_further_to, leads_to, leaf_of, operation, shape_of, walk
-from curvopt.core.autograd_graph.operations import BY_ENTRY, LINEAR, OF_LOSSES, SUMS
+from curvopt.core.autograd_graph.nodes import (
+    leads_further_to,
+    leads_to,
+    leaf_of,
+    operation,
+    saved,
+    shape_of,
+    signed,
+    walk,
+)
+from curvopt.core.autograd_graph.operations import BY_ENTRY, LAST_OF_LOSSES, LINEAR, MULTILINEAR, OF_LOSSES, SUMS
 from curvopt.core.batch_axis.layout import UNUSED, Layout, axis_of, labelled
 from curvopt.core.batch_axis.propagation import BatchAxes, operand_layouts, propagate_batch_axis
 from curvopt.core.batch_axis.rows import samples_of_rows
+from curvopt.core.recording.calls import records_of
 
 if TYPE_CHECKING:
     from curvopt.core.autograd_graph.backward_graph import BackwardGraph
@@ -98,18 +108,22 @@ def agreeing(axes: BatchAxes, heads: Mapping[Place, Layout], graph: BackwardGrap
 def _rows(N: int, axis: int) -> Callable[[Place], Layout | None]:
     """The layout of a tensor with N rows along an axis.
 
-    ``None`` for one with other rows than an operand with N rows has, such as a mean over the batch.
+    ``None`` for one with other rows than an operand with N rows has, such as a mean over the batch, and for a stack of
+    as many losses.
     """
     seen = set[Place]()
 
     def layout(place: Place) -> Layout | None:
         shape = shape_of(*place)
-        if len(shape) <= axis or shape[axis] != N:
+        stacked = operation(place[0]) == "STACK" and signed(saved(place[0], "dim")) % len(shape) == axis
+        if len(shape) <= axis or shape[axis] != N or stacked:
             return None
         own = labelled(shape, axis, range(N), N, False)
         layouts, stack = {place: own}, [place]
-        while stack:  # as long as entries stay what they are
+        while stack:  # as long as entries stay what they are; outputs of modules have the batch axis first
             at = stack.pop()
+            if records_of(at[0]):
+                continue
             for (below, nr), layout in zip(at[0].next_functions, operand_layouts(*at, layouts[at], N), strict=False):
                 if isinstance(layout, Layout) and below is not None and shape_of(below, nr)[axis : axis + 1] == (N,):
                     found = axis_of(shape_of(below, nr), layout)
@@ -183,22 +197,30 @@ def inside_the_loss(
         return {}
     curved = _curved(graph, list(found), {node for node, _ in found} | set(ends))
     inside = {place: layout for place, layout in found.items() if place in curved}
-    stack = [(place, layout) for place, layout in found.items() if place not in inside]
+    stack = [(place, layout, False) for place, layout in found.items() if place not in inside]
     while stack:
-        place, layout = stack.pop()
+        place, layout, begun = stack.pop()
         node, kind = place[0], operation(place[0])
-        operands = [b for b in node.next_functions if b[0] is not None]
+        alone = graph.of_parameters_alone if kind in ("DIV", "MUL") else ()
+        operands = [b for b in node.next_functions if b[0] is not None and b[0] not in alone]
         below = list(dict.fromkeys(operands))
-        summed = kind in SUMS or (kind in ("DIV", "MUL") and len(operands) == 1)  # by a constant
-        known = summed or (kind in OF_LOSSES and len(below) == 1)
+        # a product of two is a square, perhaps of what a factor scales
+        linear = kind in SUMS | {"MUL"} or (kind in MULTILINEAR | {"DIV"} and len(operands) == 1)
+        ends_here = (kind == "MUL" and len(operands) == 2 and len(below) == 1) or (
+            len(below) == 1 and (kind in OF_LOSSES or (begun and kind in ("SIGMOID", "SOFTMAX")))
+        )
+        known = linear or ends_here or kind in LAST_OF_LOSSES
         layouts = operand_layouts(node, place[1], layout, N) if known else []
-        at = {b: x for b, x in zip(node.next_functions, layouts, strict=False) if isinstance(x, Layout)}
+        at = {b: x for b, x in zip(node.next_functions, layouts, strict=False) if b in below and isinstance(x, Layout)}
         if not known or len(at) < len(below) or any(leaf_of(b) is not None for b, _ in below):  # type: ignore[arg-type]
             inside[place] = layout
             continue
         for b, x in at.items():
             if reach is None or b[0] in reach:
-                (stack.append((b, x)) if summed else inside.update({b: x}))  # type: ignore[arg-type]
+                if ends_here:
+                    inside[b] = x  # type: ignore[index]
+                else:
+                    stack.append((b, x, begun or kind in LAST_OF_LOSSES))  # type: ignore[arg-type]
     return inside
 
 

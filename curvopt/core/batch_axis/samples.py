@@ -26,7 +26,8 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.node_vjp import Place
-from curvopt.core.autograd_graph.nodes import leaf_of, shape_of, walk
+from curvopt.core.autograd_graph.nodes import operation, shape_of, walk
+from curvopt.core.autograd_graph.operations import BY_ENTRY
 from curvopt.core.batch_axis.heads import agreeing, around_heads, behind_reductions, outermost
 from curvopt.core.batch_axis.layout import UNUSED, Axis, Layout, axis_of, labelled, labels_along
 from curvopt.core.batch_axis.propagation import BatchAxes, propagate_batch_axis
@@ -308,11 +309,10 @@ def _functional(graph: BackwardGraph) -> tuple[int, dict[Place, Layout]] | None:
     lengths: dict[int, None] = {}
     alone = graph.of_parameters_alone
     for node in graph.nodes:
-        if node in alone or leaf_of(node) is not None:
-            continue
         below = [b for b, _ in node.next_functions if b is not None]
+        constant = len(below) < len(node.next_functions) and operation(node) in BY_ENTRY  # may be data of this shape
         shape = shape_of(node)
-        if below and all(b in alone for b in below) and len(shape) > 0:
+        if below and all(b in alone for b in below) and (node not in alone or constant) and len(shape) > 0:
             lengths[shape[0]] = None
     lengths = {length: None for length in lengths if length}
     for N in sorted(lengths, reverse=True):
