@@ -53,6 +53,7 @@ CLASSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "product": lambda z, y: (0.5 * (z - y[:, None]) * (z - y[:, None])).mean(),
     "form": lambda z, y: ((z - 1) @ torch.tensor([[2.0, 1, 0], [1, 3, 0], [0, 0, 1]]).to(z) * (z - 1)).sum(1).mean(),
     "root": lambda z, y: ((z - y[:, None]).square() + 0.1).sqrt().mean(),
+    "focal": lambda z, y: -((1 - choose(z.softmax(1), y)) ** 2 * choose(z.log_softmax(1), y)).mean(),
     "bce by hand": lambda z, y: -(0.3 * z.sigmoid().log() + 0.7 * (1 - z.sigmoid()).log()).mean(),
 }
 BOXES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

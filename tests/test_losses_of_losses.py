@@ -147,11 +147,27 @@ class Learned(Focal):
         return super().forward(self.scale * z, y)
 
 
-def test_a_ggn_of_zero_is_said() -> None:
+def test_a_loss_with_a_parameter_is_a_model_that_returns_its_loss() -> None:
     (x, y, _), model, lossfunc = data(), net(), extend(Learned())
+    with backpack(DiagGGNExact(), DiagHessian()):
+        lossfunc(model(x), y).backward()
+    assert_dense(model, x, lambda z: Focal()(z, y))
+
+
+class Score(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(5, C)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.net(x).gather(1, y[:, None]).mean()
+
+
+def test_a_ggn_of_zero_is_said() -> None:
+    (x, y, _), model = data(), extend(Score().double())
     with pytest.warns(CurvoptWarning, match=r"diag_ggn_exact: .*linear in the network's output.*let the model return"):
         with backpack(DiagGGNExact()):
-            lossfunc(model(x), y).backward()
+            model(x, y).backward()
 
 
 class Dice(nn.Module):

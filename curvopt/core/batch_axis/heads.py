@@ -197,7 +197,7 @@ def inside_the_loss(
         return {}
     curved = _curved(graph, list(found), {node for node, _ in found} | set(ends))
     inside = {place: layout for place, layout in found.items() if place in curved}
-    stack = [(place, layout, False) for place, layout in found.items() if place not in inside]
+    stack, products = [(place, layout, False) for place, layout in found.items() if place not in inside], False
     while stack:
         place, layout, begun = stack.pop()
         node, kind = place[0], operation(place[0])
@@ -221,6 +221,12 @@ def inside_the_loss(
                     inside[b] = x  # type: ignore[index]
                 else:
                     stack.append((b, x, begun or kind in LAST_OF_LOSSES))  # type: ignore[arg-type]
+        products = products or (kind == "MUL" and len(below) > 1)
+    for place in [place for place in inside if products and place not in found]:
+        others = {node for node, _ in inside} - {place[0]}
+        behind = list(walk([place[0]], last=others))
+        if not others.isdisjoint(behind) and all(leaf_of(node) is None for node in behind if node not in others):
+            del inside[place]  # a function of others alone: (1 - p)^2 beside log p
     return inside
 
 
