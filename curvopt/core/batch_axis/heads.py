@@ -62,7 +62,7 @@ def around_heads(graph: BackwardGraph, N: int, axis: int, heads: Mapping[Place, 
     """
     ends = {node for node, _ in heads}
     outputs = ends | {place[0] for _, place in graph.model_calls if len(shape_of(*place))}
-    beside = [node for node in walk(graph.roots, last=outputs) if node not in outputs]
+    beside = {node for node in walk(graph.roots, last=outputs) if node not in outputs}
     around = {leaf for node in beside if (leaf := leaf_of(node)) is not None}
     terms = any(place[0] in beside for _, place in graph.model_calls)  # that the model returns
     if not around or not (terms or any(leaf in around for leaf in map(leaf_of, walk(list(ends))) if leaf is not None)):
@@ -108,8 +108,8 @@ def agreeing(axes: BatchAxes, heads: Mapping[Place, Layout], graph: BackwardGrap
 def _rows(N: int, axis: int) -> Callable[[Place], Layout | None]:
     """The layout of a tensor with N rows along an axis.
 
-    ``None`` for one with other rows than an operand with N rows has, such as a mean over the batch, and for a stack of
-    as many losses.
+    ``None`` where they are no samples: for a mean over the batch, whose rows are columns of an operand with N rows, and
+    for a stack of N losses.
     """
     seen = set[Place]()
 
@@ -124,13 +124,13 @@ def _rows(N: int, axis: int) -> Callable[[Place], Layout | None]:
             at = stack.pop()
             if records_of(at[0]):
                 continue
-            for (below, nr), layout in zip(at[0].next_functions, operand_layouts(*at, layouts[at], N), strict=False):
-                if isinstance(layout, Layout) and below is not None and shape_of(below, nr)[axis : axis + 1] == (N,):
-                    found = axis_of(shape_of(below, nr), layout)
+            for (below, nr), operand in zip(at[0].next_functions, operand_layouts(*at, layouts[at], N), strict=False):
+                if isinstance(operand, Layout) and below is not None and shape_of(below, nr)[axis : axis + 1] == (N,):
+                    found = axis_of(shape_of(below, nr), operand)
                     if found is None or found.index != axis:
                         return None
                     if operation(at[0]) in BY_ENTRY | SUMS and not ((below, nr) in seen or (below, nr) in layouts):
-                        layouts[below, nr] = layout
+                        layouts[below, nr] = operand
                         stack.append((below, nr))
         seen.update(layouts)
         return own
@@ -161,7 +161,7 @@ def _first(
 
 
 def _curved(graph: BackwardGraph, places: Sequence[Place], last: Collection[Node]) -> set[Place]:
-    """The tensors of which the scalar is no linear function, by the operations in front of all of ``last``."""
+    """The tensors in which the scalar is not linear, by the operations between it and the nodes of ``last``."""
     outside = {node for node in walk(graph.roots, last=last) if node not in last}
     number, behind, curved = {place: 1 << i for i, place in enumerate(places)}, dict[Node, int](), 0
     for node in [node for node in graph.nodes[::-1] if node in outside]:
@@ -204,7 +204,7 @@ def inside_the_loss(
         alone = graph.of_parameters_alone if kind in ("DIV", "MUL") else ()
         operands = [b for b in node.next_functions if b[0] is not None and b[0] not in alone]
         below = list(dict.fromkeys(operands))
-        # a product of two is a square, perhaps of what a factor scales
+        # both factors of a product are followed: they may be one tensor, scaled
         linear = kind in SUMS | {"MUL"} or (kind in MULTILINEAR | {"DIV"} and len(operands) == 1)
         ends_here = (kind == "MUL" and len(operands) == 2 and len(below) == 1) or (
             len(below) == 1 and (kind in OF_LOSSES or (begun and kind in ("SIGMOID", "SOFTMAX")))

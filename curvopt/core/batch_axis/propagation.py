@@ -38,7 +38,7 @@ class BatchAxes(NamedTuple):
     Attributes:
         N: number of samples.
         layouts: of each output of a node between the heads and the leaves.
-        arrived: the layouts that heads would have by others in front of them, if there are some.
+        arrived: of heads from which other heads are computed, the layouts that these others give them.
     """
 
     N: int
@@ -46,7 +46,7 @@ class BatchAxes(NamedTuple):
     arrived: Mapping[Place, AnyLayout]
 
     def mixing(self) -> Iterator[tuple[Place, bool]]:
-        """Heads whose samples mix on the way to another head, or are other ones there (True)."""
+        """Heads that have other samples by another head than their own: it mixes them, or transposes them (True)."""
         for head, found in self.arrived.items() if self.N > 1 else ():
             if not isinstance(merged(found, self.layouts[head], self.N), Layout):
                 yield head, isinstance(found, Layout)

@@ -239,7 +239,7 @@ def _number(call: ModelCall, heads: Sequence[tuple[ModelCall, Place]], axis: int
 
 
 def _rows_of_outputs(heads: Sequence[tuple[ModelCall, Place]], N: int) -> int | None:
-    """The rows of outputs ``[rows, C]`` that are fewer than N and so surely no samples: of pooled tokens or nodes."""
+    """The number of rows of outputs ``[rows, C]`` if it is less than N, as where tokens or nodes were pooled."""
     shapes = [shape_of(*place) for _, place in heads]
     rows = {shape[0] for shape in shapes}
     if len(rows) != 1 or any(len(shape) != 2 or N in shape for shape in shapes):

@@ -35,7 +35,7 @@ class LossCall:
 
     Attributes:
         edge: of the input; ``None`` if it does not depend on parameters.
-        value: the edge of the loss. A record does not have it, as it lies on that node; see `of`.
+        value: the edge of the loss. A record has none, since the node keeps the record; `of` adds it.
     """
 
     __slots__ = ("edge", "input", "module", "path", "target", "value", "version")
@@ -52,7 +52,7 @@ class LossCall:
         self.edge = get_gradient_edge(self.input) if self.input.requires_grad else None
 
     def of(self, value: GradientEdge) -> LossCall:
-        """The call with the edge of its value."""
+        """A copy of the record, with the edge of the loss."""
         found = copy.copy(self)
         found.value = value
         return found

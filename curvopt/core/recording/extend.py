@@ -196,7 +196,7 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
                 child.register_forward_hook(LossRecorder(path), with_kwargs=True, prepend=True)
             continue
         if not any(owned_parameters(part) for part in child.modules()):
-            continue  # activations, nn.NLLLoss, a loss of one's own: read off the graph, as functions are
+            continue  # activations, nn.NLLLoss, a user's own loss: read off the graph, as functions are
         held = isinstance(child, (nn.ParameterList, nn.ParameterDict))
         if "parametrizations" in path.split(".") or (held and child is not module):
             continue  # used through the module that holds them
