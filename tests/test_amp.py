@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from test_optim import OPTIMIZERS, Run, assert_close, assert_equal, cnn, exact_optimizer, mlp, numbers
 from torch import Tensor, nn
 
-from curvopt.errors import CurvoptError, CurvoptWarning
+from curvopt.errors import CurvoptError
 from curvopt.optim import EKFACSGD, KFACSGD, HessianFree, KFACPreconditioner
 
 HALF = [torch.bfloat16, torch.float16]
@@ -248,35 +247,33 @@ def test_a_model_in_bfloat16(make: Callable):
 
 @pytest.mark.parametrize("told", ["no", "by attach", "by context", "no, but it is disabled", "no, it was only asked"])
 def test_a_scaler_that_nobody_told_of(told: str):
-    run = Run(KFACSGD)
+    """``GradScaler.step`` shows it: the steps are those without one, the first, too."""
+    run, plain = Run(KFACSGD), Run(KFACSGD)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled="disabled" not in told)
     if told == "by attach":
         run.optimizer.attach(run.model, scaler=scaler)
-    with run.optimizer.curvature(*[scaler.get_scale()] if told == "by context" else []):
-        scaler.scale(run.loss(0)).backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    for step in range(6):
+        run.optimizer.zero_grad()
+        with run.optimizer.curvature(*[scaler.get_scale()] if told == "by context" else []):
+            scaler.scale(run.loss(step)).backward()
         if told == "no, it was only asked":  # as Lightning does before it clips
             assert not run.optimizer._step_supports_amp_scaling
-        else:
-            scaler.step(run.optimizer)
-    found = [str(warning.message) for warning in caught if issubclass(warning.category, CurvoptWarning)]
-    assert len(found) == (told == "no") and all("attach(model, scaler=scaler)" in message for message in found)
+        scaler.step(run.optimizer)
+        scaler.update()
+        plain.train(range(step, step + 1))
+        assert_close(run.weights(), plain.weights(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))])
-def test_copies_ask_no_copy_of_the_scaler(duplicate: Callable):
-    """Nobody would update it; that a scaler is in use, they notice."""
-    run, scaler = Run(KFACSGD), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    run.optimizer.attach(run.model, run.lossfunc, scaler=scaler)
-    for told in (False, True):
-        twin = duplicate(run)
-        if told:
-            twin.optimizer.attach(twin.model, twin.lossfunc, scaler=scaler)
-        scaler.scale(twin.loss(0)).backward()
-        with contextlib.nullcontext() if told else pytest.warns(CurvoptWarning, match="attach"):
-            scaler.step(twin.optimizer)
-        scaler.update()
+def test_copies_find_the_scaler_that_steps_them(duplicate: Callable):
+    """No copy of a scaler: nobody would update it."""
+    run, plain = Run(KFACSGD), Run(KFACSGD).train(range(1))
+    first, other = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (2.0**10, 2.0**4))
+    run.optimizer.attach(run.model, run.lossfunc, scaler=first)
+    twin = duplicate(run)
+    other.scale(twin.loss(0)).backward()
+    other.step(twin.optimizer)
+    assert_close(twin.weights(), plain.weights())
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -71,7 +71,6 @@ def lightning_fit(
     *,
     steps: int = STEPS,
     data: DataLoader | None = None,
-    scaler: bool = False,
     checkpoint: Path | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
@@ -91,7 +90,7 @@ def lightning_fit(
 
         def configure_optimizers(self) -> dict[str, Any]:
             optimizer = KFACSGD(self.named_parameters())
-            optimizer.attach(self, scaler=self.trainer.precision_plugin.scaler if scaler else None)
+            optimizer.attach(self)
             return {
                 "optimizer": optimizer,
                 "lr_scheduler": {"scheduler": linear_decay(optimizer), "interval": "step"},
@@ -126,7 +125,7 @@ def test_lightning_in_mixed_precision(lightning: Any, precision: str):
     options: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":  # on a CPU, Lightning itself would take bfloat16
         plugin = lightning.pytorch.plugins.MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu"))
-        options = {"plugins": [plugin], "scaler": True}
+        options = {"plugins": [plugin]}
     trainer, module = lightning_fit(lightning, steps=25, gradient_clip_val=5.0, **options)
     assert_trained(module.losses, trainer.optimizers[0], 0.5)
 
@@ -162,7 +161,7 @@ def accelerated(accelerator: Any, steps: int, clip: float, resume: Path | None =
     torch.manual_seed(0)
     model, losses = cnn(), []
     optimizer = KFACSGD(model.named_parameters())
-    optimizer.attach(model, scaler=accelerator.scaler)
+    optimizer.attach(model)
     prepared = accelerator.prepare(model, optimizer, batches(), linear_decay(optimizer))
     model, wrapped, loader, schedule = prepared
     if resume is not None:

@@ -141,6 +141,10 @@ class Collected:
         self.residual = self.residual.to(other.residual) + other.residual
         self.step_weight = self.step_weight.to(other.step_weight) + other.step_weight
 
+    def loss_was_scaled(self, scale: float) -> None:
+        """Learn that the gradients that reach ``step()`` have been divided by the scale of the loss."""
+        self.step_weight = self.step_weight / scale
+
     def forms(self, params: Sequence[Tensor]) -> dict[int, Any]:
         """Shapes, dtype and index of the input's factor, by index of a parameter that has curvature."""
         found = {i: self.curvature[param] for i, param in enumerate(params) if param in self.curvature}

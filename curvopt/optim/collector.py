@@ -1,7 +1,6 @@
 """Collecting curvature in the backwards of a training loop."""
 
 import sys
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Set
@@ -16,7 +15,7 @@ from curvopt.core.backward.backpack import attach
 from curvopt.core.recording.extended_parameters import owned_parameters
 from curvopt.core.recording.state import outside_of_graphs
 from curvopt.distributed import Ranks, is_sharded, refuse_sharded, serving
-from curvopt.errors import CurvoptError, CurvoptWarning
+from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import Accumulation, Collected, has_gradients, nothing_received, zero_gradients
 from curvopt.optim.checkpoint import SampleStream
 from curvopt.optim.gathering import GatheredBackward, gathered_parameters, has_any_gradients
@@ -95,9 +94,8 @@ class CurvatureCollector(OverRanks, ABC):
         Args:
             model: is extended.
             lossfunc: is extended; not needed for the functional losses of PyTorch, or inside of the model.
-            scaler: the ``torch.amp.GradScaler`` in use, if any (anything with ``get_scale()``); then
-                ``curvature()`` without a ``loss_scale`` asks it, too. Later calls without one keep it; copies of the
-                optimizer do not have it.
+            scaler: what scales the loss, anything with ``get_scale()``; later calls without one keep it. A
+                ``torch.amp.GradScaler`` whose ``step`` takes this optimizer is found without.
             loss_reduction: whether losses of no known kind are a mean over the samples (``"mean"``, to begin with) or
                 a sum; later calls without it keep it.
             batch_axis: axis of the model's inputs and outputs that counts the samples, see `curvopt.extend`.
@@ -146,8 +144,7 @@ class CurvatureCollector(OverRanks, ABC):
 
         Args:
             loss_scale: factor of the loss that the gradients in ``step()`` no longer have: ``scaler.get_scale()`` for
-                ``torch.amp.GradScaler``, which divides them in between. By default that of the scaler given to
-                ``attach()``, else 1.
+                ``torch.amp.GradScaler``, which divides them in between. By default that of the scaler in use, else 1.
 
         Raises:
             CurvoptError: no parameter of this optimizer received curvature, or they have another precision than before.
@@ -257,18 +254,11 @@ class CurvatureCollector(OverRanks, ABC):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """False; ``GradScaler.step`` asks for this, so here an unknown scaler is noticed: it makes curvature too large.
-
-        The warning is for the line that calls ``GradScaler.step``.
-        """
-        if not self._knows_scale and isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler):
-            warnings.warn(
-                f"a GradScaler steps {type(self).__name__}, which takes the scale of the loss for curvature: updates "
-                "will be far too small. Call optimizer.attach(model, scaler=scaler), or "
-                "optimizer.curvature(loss_scale=scaler.get_scale()).",
-                CurvoptWarning,
-                stacklevel=3,
-            )
+        """False; ``GradScaler.step`` asks for this, so here a scaler that nobody told of is found."""
+        scaler = None if self._knows_scale else sys._getframe(1).f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler):
+            self._scaler, self._knows_scale = scaler, True
+            self._accumulation.since_last_step.loss_was_scaled(scaler.get_scale())
         return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
