@@ -242,6 +242,28 @@ def test_propagated_is_probed(name: str):
     assert told or OPERATIONS[operation(node)].batch_axis == "embedding"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("N", [2, 7, 64, 130])
+def test_samples_are_told_apart_in_any_precision(N: int, dtype: torch.dtype):
+    """Compiled models compute in half precision under autocast, and are probed."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(N, 5).to(dtype).requires_grad_(), torch.randn(4, 5).to(dtype)
+    rows, order = Layout(1, N, 4), torch.randperm(N)
+
+    def probed(out: Tensor, layout: Layout) -> AnyLayout:
+        assert out.grad_fn is not None
+        return probe_operands(out.grad_fn, 0, layout, N)[0]
+
+    assert probed(torch._C._nn.linear(x, weight), rows) == Layout(1, N, 5)
+    assert probed(x.movedim(0, 1), Layout(5, N, 1)) == Layout(1, N, 5)
+    assert entries(probed(x[order], Layout(1, N, 5)), N) == [
+        int(order.argsort()[n]) for n in range(N) for _ in range(5)
+    ]
+    for mixing in (x.cumsum(0), torch.randn(N, N).to(dtype) @ x):
+        assert probed(mixing, Layout(1, N, 5)) is None
+    assert probed(x.cumsum(1), Layout(1, N, 5)) == Layout(1, N, 5)
+
+
 def test_all_operations_of_the_table_are_tried():
     tried = set()
     for name in CALLS:

@@ -185,6 +185,31 @@ class OneMatrix(nn.Module):
         return self.head(self.steps(x)[0][:, -1])
 
 
+class MixedTied(nn.Module):
+    """Words in and out by one matrix, with a product in between and behind that mixes the samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("mix", torch.randn(9, 9) / 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        z = self.head((self.mix @ self.words(tokens).flatten(0, 1)).tanh())
+        return (self.mix @ z).unflatten(0, (3, 3)).sum(1)
+
+
+@pytest.mark.filterwarnings("ignore::curvopt.errors.CurvoptWarning")  # positions are computed sample by sample
+def test_two_kinds_of_calls_that_mix_samples_have_one_factor():
+    torch.manual_seed(0)
+    model = MixedTied().double()
+    check_all(Problem(model, torch.randint(5, (3, 3)), torch.randint(5, (3,)), nn.CrossEntropyLoss()))
+    with backpack(KFLR(), DiagGGNExact()):
+        extend(nn.CrossEntropyLoss())(model(torch.randint(5, (3, 3))), torch.randint(5, (3,))).backward()
+    (factor,) = model.head.weight.kflr
+    torch.testing.assert_close(factor.diagonal(), model.head.weight.diag_ggn_exact.flatten())
+
+
 def test_a_parameter_of_two_names():
     check_all(Problem(OneMatrix().double(), double(3, 2, 4), torch.randint(3, (3,)), nn.CrossEntropyLoss()))
 

@@ -65,6 +65,9 @@ class InParts(Jacobian):
     def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
         return None
 
+    def input_factor_of_calls(self, approx: Approx = "expand", limit: int | None = None) -> None:
+        return None
+
     def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
         return self if bases[0].dim() == 1 else self.settled().rotated(bases)
 
