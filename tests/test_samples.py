@@ -1398,6 +1398,34 @@ def test_layers_on_packed_steps_are_told_their_samples(kind: type[nn.RNNBase]):
         are_those_of_each(model, alone)
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("steps", [4, 6])
+def test_recurrent_layers_may_have_as_many_steps_as_samples(
+    kind: type[nn.RNNBase], bidirectional: bool, batch_first: bool, steps: int
+):
+    """In float32, for which PyTorch has operations of its own."""
+    embed, last = nn.Embedding(7, 3), nn.Linear(4 * (1 + bidirectional), 3)
+    net = kind(3, 4, num_layers=2, batch_first=batch_first, bidirectional=bidirectional)
+    model = extend(nn.ModuleList([embed, net, last]), batch_axis=1 - batch_first)
+    x = torch.randint(7, (4, steps) if batch_first else (steps, 4))
+    y = torch.randint(3, x.shape)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(last(net(embed(x))[0]).flatten(0, 1), y.flatten(), reduction="sum")
+
+    with warnings.catch_warnings(), backpack(BatchGrad()):
+        warnings.simplefilter("error", CurvoptWarning)
+        loss(x, y).backward()
+    found = [p.grad_batch for p in model.parameters()]
+    for n in range(4):
+        part = slice(n, n + 1) if batch_first else (slice(None), slice(n, n + 1))
+        own = torch.autograd.grad(loss(x[part], y[part]), list(model.parameters()))
+        for value, gradient in zip(found, own, strict=True):
+            torch.testing.assert_close(value[n], gradient, rtol=1e-4, atol=1e-5)
+
+
 def test_several_packed_sequences_make_a_sample():
     """Documents of two sentences each: their steps count alike in the means of factors."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from curvopt.core.autograd_graph.nodes import outputs_of, saved, signed
+from curvopt.core.autograd_graph.nodes import operation, outputs_of, saved, signed
 from curvopt.core.batch_axis.indexing_rules import embedding, gather, index, index_add, index_put, index_select, scatter
 from curvopt.core.batch_axis.layout import AnyLayout, Layout
 from curvopt.core.batch_axis.operation_call import OperationCall
@@ -217,8 +217,8 @@ def _attention(call: OperationCall) -> list[AnyLayout]:
 
 
 def _recurrent(call: OperationCall) -> list[AnyLayout]:
-    # input and output [T, N, ...] or [N, T, ...], states [layers, N, ...], weights
-    batch_first = bool(saved(call.node, "batch_first", False))
+    # input and output [T, N, ...] or [N, T, ...], states [layers, N, ...], weights; oneDNN's are [T, N, ...] always
+    batch_first = bool(saved(call.node, "batch_first", False)) and operation(call.node) != "MKLDNNRNNLAYER"
     index = 1 - batch_first if call.output_nr == 0 else 1
     shapes, found = call.operands, call.shared
     if call.axis.index != index or call.shape[index] != call.layout.rows:
