@@ -244,7 +244,7 @@ class Accumulation:
         if self.this_context is None or not factors:
             return
         weight = widened(torch.as_tensor(weight, device=next(iter(factors)).device))
-        residual = torch.as_tensor(residual).to(weight)
+        residual = torch.as_tensor(residual, device=weight.device).to(weight)
         collected = Collected({}, weight, weight / loss_scale, residual, variables=variables)
         for param, (tensors, of_input) in factors.items():
             if empirical:

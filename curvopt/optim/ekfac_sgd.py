@@ -149,7 +149,7 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         mean, info = self._progress["mean_curvature"].to(grad), torch.finfo(grad.dtype)
         own = {p: self.state[p]["scales"] if self.state[p]["bases"] else mean.expand(p.numel()) for p in stack.params}
         if isinstance(damping, Tensor) or damping > 0:
-            scales = (stack.join(own) + torch.as_tensor(damping).to(grad)).clamp(min=info.tiny)
+            scales = (stack.join(own) + torch.as_tensor(damping, device=grad.device).to(grad)).clamp(min=info.tiny)
         else:  # directions without curvature are left out
             filled = {p: each.masked_fill(each <= info.eps * each.max(), torch.inf) for p, each in own.items()}
             scales = stack.join(filled)

@@ -219,15 +219,14 @@ def root_of_weights(weight: Tensor, what: str, rounding: Tensor | float = 0.0) -
     """The root of the weights of a loss' entries; of what rounding makes negative, zero.
 
     Raises:
-        NotConvex: if some are negative; elsewhere than on a CPU, where asking has to wait, their root is nan.
+        NotConvex: if some are negative.
     """
-    negative = weight < -rounding
-    if weight.device.type == "cpu" and bool(negative.any()):
+    if bool((weight < -rounding).any()):
         raise NotConvex(
             f"{what}: it, or a part of it, has the negative weight {float(weight.min()):.3g}; second-order quantities "
             "need a loss that is minimised (its curvature is positive)."
         )
-    return weight.clamp(min=0).sqrt().masked_fill(negative, torch.nan)
+    return weight.clamp(min=0).sqrt()
 
 
 def _normal(like: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
