@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from curvopt import backpack, extend
 from curvopt.extensions import SqrtGGNExact
-from curvopt.kroneckers import eigenbases, kfac_mat_prod, kfacs_to_mat, kron_diagonal, sizes_of
+from curvopt.kroneckers import eigenbases, kfac_mat_prod, kfacs_to_mat, kron_diagonal, sizes_of, turned_bases
 from curvopt.optim import EKFACSGD, KFACSGD, KFACAdamW, KFACPreconditioner
 from curvopt.optim.kronecker import Kronecker
 from curvopt.optim.solvers import Eigenbasis, FactoredInverse, off_diagonal
@@ -157,6 +157,34 @@ def test_eigenbases_of_blocks_keep_to_the_factor(d: int) -> None:
     torch.testing.assert_close(U.T @ U, torch.eye(d).double())
     masked = whole * torch.block_diag(*[torch.ones(size, size)] * count)[:d, :d]
     torch.testing.assert_close(U @ torch.diag(kron_diagonal([values], [d])) @ U.T, masked)
+
+
+@pytest.mark.parametrize("d", [7, 8, 10])
+def test_turned_bases_of_blocks_keep_to_the_factor(d: int) -> None:
+    """They are orthogonal, nearly diagonalise, and reach what they turn to when the factor stands still."""
+    torch.manual_seed(0)
+    root = torch.randn(d, 2 * d).double() * torch.logspace(0, -2, d).double()[:, None]
+    root[1] = 0
+    size = -(-d // 3)
+    padded = torch.zeros(3 * size, 3 * size).double()
+
+    def factors(root: Tensor) -> list[Tensor]:
+        padded[:d, :d] = root @ root.T
+        blocks = [padded[i * size : (i + 1) * size, i * size : (i + 1) * size].clone() for i in range(3)]
+        return [torch.stack(blocks)[None], root @ root.T]
+
+    bases, _ = eigenbases(factors(root))
+    new = factors(root + 0.1 * root.roll(1, 1))
+    for _ in range(30):
+        bases, values = turned_bases(new, bases)
+        for basis, value, factor, (_, spectrum) in zip(
+            bases, values, new, [eigenbases([factor]) for factor in new], strict=True
+        ):
+            torch.testing.assert_close(basis.mT @ basis, torch.eye(basis.shape[-1]).double().expand_as(basis))
+            torch.testing.assert_close(value.sum(-1), spectrum[0].sum(-1))  # of the padding, nothing
+            assert off_diagonal(factor, basis) < 0.1
+    for value, factor in zip(values, new, strict=True):
+        torch.testing.assert_close(value.sort().values, eigenbases([factor])[1][0].sort().values, rtol=1e-3, atol=1e-6)
 
 
 def test_preconditioner_in_front_of_sgd_is_kfac_sgd() -> None:

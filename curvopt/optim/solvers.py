@@ -14,6 +14,7 @@ from curvopt.kroneckers import (
     largest_condition,
     mean_diagonal,
     pi_damping,
+    turned_bases,
 )
 from curvopt.optim.curvature_optimizer import CurvatureOptimizer
 from curvopt.optim.stacks import Stack
@@ -118,7 +119,7 @@ class Eigenbasis(CurvatureOptimizer):
         bases, values = share(
             ranks,
             [factors[i] for i in chosen],
-            lambda own: eigenbases([factors[chosen[i]] for i in own], [labels[chosen[i]] for i in own]),
+            lambda own: _bases(*([each[chosen[i]] for i in own] for each in (factors, former, labels))),
             [lambda factor: factor.shape, lambda factor: factor.shape[:-1]],
         )
         self._metrics["new_bases"] = float(self._over_ranks(torch.tensor(float(len(chosen)))))
@@ -143,6 +144,14 @@ class Eigenbasis(CurvatureOptimizer):
             old: its old bases, empty at first.
             spectra: eigenvalues of the factors whose basis is new.
         """
+
+
+def _bases(factors: list[Tensor], former: list[Tensor | None], labels: list[str]) -> tuple[list[Tensor], list[Tensor]]:
+    """New bases of factors, and the diagonals of these in them."""
+    known = [basis for basis in former if basis is not None]
+    if len(known) < len(factors) or all(factor.device.type == "cpu" for factor in factors):
+        return eigenbases(factors, labels)
+    return turned_bases(factors, known)
 
 
 def transposed(bases: list[Tensor]) -> list[Tensor]:
