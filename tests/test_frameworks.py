@@ -383,7 +383,7 @@ def test_other_models_of_transformers(transformers: Any, name: str):
     with warnings.catch_warnings():
         # relative positions are shared by all samples, and are no sum
         warnings.simplefilter("ignore" if name == "t5" else "error", CurvoptWarning)
-        for _ in range(12):
+        for _ in range(16):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model.train()(**batch).loss

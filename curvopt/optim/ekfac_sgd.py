@@ -70,7 +70,7 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         damping: float | None = None,
         relative_damping: float = 2.0,
         ema: float = 0.98,
-        kl_clip: float | None = 0.0005,
+        kl_clip: float | None = 0.0002,
         curvature_every: int = 10,
         inverse_every: int = 10,
         adaptive_damping: bool = False,

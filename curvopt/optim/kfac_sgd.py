@@ -69,7 +69,7 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
         damping: float | None = None,
         relative_damping: float = 5.0,
         ema: float = 0.98,
-        kl_clip: float | None = 0.001,
+        kl_clip: float | None = 0.0005,
         curvature_every: int = 20,
         inverse_every: int = 20,
         adaptive_damping: bool = False,
