@@ -66,7 +66,7 @@ def optimizer_compared(make: Callable[..., Any], problem: Problem, device: str, 
             return first, float(task.lossfunc(task.model(task.x), task.y))
 
     result: Result = {}
-    as_on_cpu = mock.patch.object(solvers, "turned_bases", lambda factors, _: eigenbases(factors))
+    as_on_cpu = mock.patch.object(solvers, "renewed_bases", lambda factors, _: eigenbases(factors))
     with guarded(result), as_on_cpu:
         (first, last), (_, found) = losses("cpu"), losses(device)
         error = abs(found - last) / abs(first - last)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from curvopt.core.jacobians.second_moments import in_pieces
-from curvopt.core.linear_algebra import LinAlgError, eigh
+from curvopt.core.linear_algebra import LinAlgError, eigh, eigh_of_blocks, with_rest_apart, without_rest
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ def eigenbases(factors: Sequence[Tensor], names: Sequence[str] | None = None) ->
     for members in _alike(factors):
         batch = torch.stack([factors[i] for i in members])
         try:
-            spectra, vectors = _eigh(batch)
+            spectra, vectors = eigh_of_blocks(batch)
         except LinAlgError:
             rescued = [_eigh_or_diagonal(factors[i], names[i]) for i in members]
             spectra, vectors = (torch.stack(part) for part in zip(*rescued, strict=True))
@@ -274,7 +274,7 @@ def eigenbases(factors: Sequence[Tensor], names: Sequence[str] | None = None) ->
     return bases, values
 
 
-def turned_bases(factors: Sequence[Tensor], bases: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def renewed_bases(factors: Sequence[Tensor], bases: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """`eigenbases`, nearly, of factors whose eigenbases were ``bases`` some steps ago: ``qr(F U)``.
 
     A step of orthogonal iteration is what SOAP takes (Vyas et al. 2024). A GPU computes eigendecompositions one after
@@ -282,15 +282,14 @@ def turned_bases(factors: Sequence[Tensor], bases: Sequence[Tensor]) -> tuple[li
     """
     bases, values = list(bases), [factor.clamp(min=0) for factor in factors]
     for members in _alike(factors):
-        batch, rest = _with_rest_apart(torch.stack([factors[i] for i in members]))
+        batch, rest = with_rest_apart(torch.stack([factors[i] for i in members]))
         scaled = batch / batch.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(batch.dtype).tiny)
-        turned = torch.stack([bases[i] for i in members])
+        old = torch.stack([bases[i] for i in members])
         # from the largest eigenvalue to the smallest, as columns only see those before
-        order = (turned * (scaled @ turned)).sum(-2, keepdim=True).argsort(-1, descending=True)
-        turned = turned.gather(-1, order.expand_as(turned))
-        turned = torch.linalg.qr(scaled @ turned).Q.flip(-1)
-        spectra = _without_rest((turned * (batch @ turned)).sum(-2), rest)
-        for i, spectrum, basis in zip(members, spectra, turned, strict=True):
+        order = (old * (scaled @ old)).sum(-2, keepdim=True).argsort(-1, descending=True)
+        new = torch.linalg.qr(scaled @ old.gather(-1, order.expand_as(old))).Q.flip(-1)
+        spectra = without_rest((new * (batch @ new)).sum(-2), rest)
+        for i, spectrum, basis in zip(members, spectra, new, strict=True):
             bases[i], values[i] = basis.clone(), spectrum.clamp(min=0)
     return bases, values
 
@@ -318,31 +317,10 @@ def kron_diagonal(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     return result.flatten()
 
 
-def _eigh(batch: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of a batch of factors of one shape."""
-    batch, rest = _with_rest_apart(batch)
-    spectra, vectors = eigh(batch)
-    return _without_rest(spectra, rest), vectors
-
-
-def _with_rest_apart(batch: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Factors whose rows beyond the factor's size have the largest eigenvalues, and which rows these are, if any."""
-    if batch.ndim < 5:
-        return batch, None
-    rest = (batch == 0).all(-1)  # they stay at the end
-    largest = batch.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) + 1
-    apart = largest * torch.arange(1, batch.shape[-1] + 1).to(batch)
-    return batch + torch.diag_embed(torch.where(rest, apart, 0.0)), rest
-
-
-def _without_rest(spectra: Tensor, rest: Tensor | None) -> Tensor:
-    return spectra if rest is None else torch.where(rest.sort(dim=-1).values, 0.0, spectra)
-
-
 def _eigh_or_diagonal(factor: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of one factor; if it has none, of its diagonal."""
     try:
-        spectrum, basis = (part[0] for part in _eigh(factor.unsqueeze(0)))
+        spectrum, basis = (part[0] for part in eigh_of_blocks(factor.unsqueeze(0)))
     except LinAlgError:
         logger.warning("%s %s: no eigendecomposition, used the diagonal", name, tuple(factor.shape))
         spectrum = factor.diagonal(dim1=-2, dim2=-1)

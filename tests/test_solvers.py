@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from curvopt import backpack, extend
 from curvopt.extensions import SqrtGGNExact
-from curvopt.kroneckers import eigenbases, kfac_mat_prod, kfacs_to_mat, kron_diagonal, sizes_of, turned_bases
+from curvopt.kroneckers import eigenbases, kfac_mat_prod, kfacs_to_mat, kron_diagonal, renewed_bases, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, KFACAdamW, KFACPreconditioner
 from curvopt.optim.kronecker import Kronecker
 from curvopt.optim.solvers import Eigenbasis, FactoredInverse, off_diagonal
@@ -160,7 +160,7 @@ def test_eigenbases_of_blocks_keep_to_the_factor(d: int) -> None:
 
 
 @pytest.mark.parametrize("d", [7, 8, 10])
-def test_turned_bases_of_blocks_keep_to_the_factor(d: int) -> None:
+def test_renewed_bases_of_blocks_keep_to_the_factor(d: int) -> None:
     """They are orthogonal, nearly diagonalise, and reach what they turn to when the factor stands still."""
     torch.manual_seed(0)
     root = torch.randn(d, 2 * d).double() * torch.logspace(0, -2, d).double()[:, None]
@@ -176,7 +176,7 @@ def test_turned_bases_of_blocks_keep_to_the_factor(d: int) -> None:
     bases, _ = eigenbases(factors(root))
     new = factors(root + 0.1 * root.roll(1, 1))
     for _ in range(30):
-        bases, values = turned_bases(new, bases)
+        bases, values = renewed_bases(new, bases)
         for basis, value, factor, (_, spectrum) in zip(
             bases, values, new, [eigenbases([factor]) for factor in new], strict=True
         ):

@@ -38,6 +38,31 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     raise LinAlgError(f"no eigendecomposition of matrices {list(matrices.shape)} in float64")
 
 
+def eigh_of_blocks(batch: Tensor) -> tuple[Tensor, Tensor]:
+    """`eigh` of matrices, or of blocks ``[..., G, K, b, b]`` whose last may reach over the matrix (with zeros)."""
+    batch, rest = with_rest_apart(batch)
+    spectra, vectors = eigh(batch)
+    return without_rest(spectra, rest), vectors
+
+
+def with_rest_apart(batch: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Blocks whose rows beyond the matrix have the largest eigenvalues, and which rows these are, if there may be any.
+
+    So they stay at the end, and no eigenvector mixes them with others.
+    """
+    if batch.ndim < 5:
+        return batch, None
+    rest = (batch == 0).all(-1)
+    largest = batch.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) + 1
+    apart = largest * torch.arange(1, batch.shape[-1] + 1).to(batch)
+    return batch + torch.diag_embed(torch.where(rest, apart, 0.0)), rest
+
+
+def without_rest(spectra: Tensor, rest: Tensor | None) -> Tensor:
+    """Eigenvalues of `with_rest_apart` with zeros for the rows beyond."""
+    return spectra if rest is None else torch.where(rest.sort(dim=-1).values, 0.0, spectra)
+
+
 @torch.no_grad()
 def allclose(values: Tensor, expected: Tensor, rtol: float, atol: Tensor) -> Tensor:
     """``torch.allclose`` with tensors for ``atol`` and the result: only to read that waits for the device."""

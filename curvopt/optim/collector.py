@@ -254,7 +254,7 @@ class CurvatureCollector(OverRanks, ABC):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """False; ``GradScaler.step`` asks for this, so here a scaler that nobody told of is found."""
+        """False; ``GradScaler.step`` asks for this, so here a scaler that was not given is found."""
         scaler = None if self._knows_scale else sys._getframe(1).f_locals.get("self")
         if isinstance(scaler, torch.amp.GradScaler):
             self._scaler, self._knows_scale = scaler, True

@@ -14,7 +14,7 @@ from curvopt.kroneckers import (
     largest_condition,
     mean_diagonal,
     pi_damping,
-    turned_bases,
+    renewed_bases,
 )
 from curvopt.optim.curvature_optimizer import CurvatureOptimizer
 from curvopt.optim.stacks import Stack
@@ -151,7 +151,7 @@ def _bases(factors: list[Tensor], former: list[Tensor | None], labels: list[str]
     known = [basis for basis in former if basis is not None]
     if len(known) < len(factors) or all(factor.device.type == "cpu" for factor in factors):
         return eigenbases(factors, labels)
-    return turned_bases(factors, known)
+    return renewed_bases(factors, known)
 
 
 def transposed(bases: list[Tensor]) -> list[Tensor]:
