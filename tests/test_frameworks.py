@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from curvopt import CurvoptError, backpack, disable, extend
 from curvopt.errors import CurvoptWarning
 from curvopt.extensions import KFAC, KFLR, BatchGrad, DiagGGNExact, DiagHessian, KFACEmpirical
-from curvopt.optim import EKFACSGD, KFACSGD
+from curvopt.optim import EKFACSGD, KFACSGD, KFACAdamW
 
 STEPS = 12
 
@@ -358,6 +358,33 @@ def test_layers_of_transformers_have_the_numbers_of_autograd(transformers: Any):
         assert_close([p.grad_batch[n] for p in model.parameters()], list(gradients))
     layer = model.transformer.h[0].attn.c_attn
     assert [factor.shape for factor in layer.weight.kflr] == [(16, 16), (48, 48)]
+
+
+@pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, KFACAdamW])
+def test_a_classifier_of_texts_trains_on_small_batches(transformers: Any, make: Callable):
+    """With defaults and dropout, on 16 texts a step: at first, all gradients but the last bias' are nearly zero."""
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(
+        transformers.BertConfig(
+            vocab_size=50,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            num_labels=5,
+            max_position_embeddings=32,
+        )
+    )
+    optimizer, losses = make(model.parameters()), []
+    optimizer.attach(model)
+    for _ in range(100):
+        words = (torch.randint(50, (16, 1)) + 3 * torch.arange(17)) % 50
+        optimizer.zero_grad()
+        loss = model(input_ids=words, labels=words[:, 0] % 5).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-10:]) / 10 < 0.5, losses
 
 
 @pytest.mark.parametrize("name", ["llama", "vit", "t5"])
