@@ -161,7 +161,7 @@ def test_eigenbases_of_blocks_keep_to_the_factor(d: int) -> None:
 
 @pytest.mark.parametrize("d", [7, 8, 10])
 def test_renewed_bases_of_blocks_keep_to_the_factor(d: int) -> None:
-    """They are orthogonal, nearly diagonalise, and reach what they turn to when the factor stands still."""
+    """They are orthogonal and nearly diagonalise; of a factor that stays as it is, they converge."""
     torch.manual_seed(0)
     root = torch.randn(d, 2 * d).double() * torch.logspace(0, -2, d).double()[:, None]
     root[1] = 0

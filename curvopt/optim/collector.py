@@ -94,8 +94,8 @@ class CurvatureCollector(OverRanks, ABC):
         Args:
             model: is extended.
             lossfunc: is extended; not needed for the functional losses of PyTorch, or inside of the model.
-            scaler: what scales the loss, anything with ``get_scale()``; later calls without one keep it. A
-                ``torch.amp.GradScaler`` whose ``step`` takes this optimizer is found without.
+            scaler: what scales the loss, anything with ``get_scale()``; later calls without one keep it. Not needed
+                for a ``torch.amp.GradScaler`` whose ``step()`` is given this optimizer.
             loss_reduction: whether losses of no known kind are a mean over the samples (``"mean"``, to begin with) or
                 a sum; later calls without it keep it.
             batch_axis: axis of the model's inputs and outputs that counts the samples, see `curvopt.extend`.
