@@ -21,7 +21,7 @@ from curvopt.optim import solvers
 #: Relative error of float64 that is rounding.
 ROUNDING = 1e-8
 #: Relative difference of steps that the choice among equal eigenvectors may make.
-ARBITRARY = 0.2
+ARBITRARY = 5e-2
 
 
 def fields(problem: Problem, quantity: str, device: str) -> dict[str, list[Tensor]]:
