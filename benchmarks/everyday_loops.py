@@ -113,6 +113,22 @@ def ppo(make: Make) -> Iterator[float]:
             yield -logits.softmax(1).gather(1, best[:, None]).mean().item()
 
 
+@workflow("REINFORCE, one state in each call")
+def reinforce(make: Make) -> Iterator[float]:
+    model, (x, best) = mlp(8, 32, 4), classes()
+    optimizer = make(model)
+    while True:
+        losses, probabilities = [], []
+        for state, right in zip(x[:16], best, strict=False):
+            logits = model(state[None])
+            policy = distributions.Categorical(logits=logits)
+            action = policy.sample()
+            losses.append(-policy.log_prob(action) * ((action == right).float() - 0.25))
+            probabilities.append(logits.softmax(1)[0, right])
+        step(optimizer, torch.cat(losses).sum())
+        yield -torch.stack(probabilities).mean().item()
+
+
 @workflow("Gaussian policy with a learned deviation")
 def gaussian_policy(make: Make) -> Iterator[float]:
     class Policy(nn.Module):
@@ -468,3 +484,54 @@ def sparse_graph(make: Make) -> Iterator[float]:
     near = (torch.cdist(x, x) < 3).float()
     near = (near / near.sum(1, keepdim=True)).to_sparse()
     return minimise(make, Convolutions(), lambda model: F.cross_entropy(model(x, near), y))
+
+
+# --------------------------------------------------------------------------------------- where no samples can be found
+
+
+@workflow("Differential equation with its loss inside of the model")
+def equation_inside(make: Make) -> Iterator[float]:
+    class Equation(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.u = mlp(1, 32, 1)
+
+        def forward(self, inside: Tensor, edge: Tensor) -> Tensor:
+            x = inside.requires_grad_()
+            (slope,) = torch.autograd.grad(self.u(x).sum(), x, create_graph=True)
+            (curve,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+            return (curve + x.sin()).square().mean() + self.u(edge).square().mean()
+
+    inside, edge = 3 * torch.rand(N, 1), torch.tensor([[0.0], [3.0]])
+    return minimise(make, Equation(), lambda model: model(inside.clone(), edge))
+
+
+@workflow("SimCLR with its loss inside of the model")
+def simclr_inside(make: Make) -> Iterator[float]:
+    class SimCLR(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = mlp(8, 32, 8)
+
+        def forward(self, one: Tensor, other: Tensor) -> Tensor:
+            z = F.normalize(self.encoder(torch.cat([one, other])), dim=1)
+            pairs = (z @ z.T / 0.1).fill_diagonal_(-torch.inf)
+            return F.cross_entropy(pairs, torch.arange(len(z)).roll(len(one)))
+
+    x = torch.randn(N, 8)
+    return minimise(make, SimCLR(), lambda model: model(x, x + 0.3 * torch.randn(N, 8)))
+
+
+@workflow("One number for each graph, which is no row of anything")
+def numbers_of_graphs(make: Make) -> Iterator[float]:
+    class Energies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.atom = mlp(8, 32, 1)
+
+        def forward(self, atoms: Tensor, graph: Tensor) -> Tensor:
+            return torch.zeros(N).index_add(0, graph, self.atom(atoms)[:, 0])
+
+    atoms, graph = torch.randn(4 * N, 8), torch.arange(4 * N) % N
+    energies = torch.zeros(N).index_add(0, graph, atoms[:, 0].sin())
+    return minimise(make, Energies(), lambda model: F.mse_loss(model(atoms, graph), energies))

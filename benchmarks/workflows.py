@@ -13,6 +13,9 @@ from torch import nn
 from benchmarks.everyday_loops import WORKFLOWS, Make
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 
+#: How the table marks warnings.
+MARKS = {"e": "takes the empirical quantity", "p": "takes plain gradients"}
+
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
     """AdamW as one takes it first."""
@@ -51,8 +54,9 @@ def table(steps: int) -> str:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 number = train(name, make, steps)[1]
-            empirical = any("takes the empirical quantity" in str(warning.message) for warning in said)
-            row.append(f"{number:.3g}{' e' if empirical else ''}")
+            texts = " ".join(str(warning.message) for warning in said)
+            mark = next((f" {mark}" for mark, text in MARKS.items() if text in texts), "")
+            row.append(f"{number:.3g}{mark}")
         lines.append(f"| {' | '.join(row)} |")
         print(lines[-1], flush=True)
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from cases import Margins
 from test_optim import OPTIMIZERS, Run, assert_close, assert_equal, cnn, digits, every_optimizer, exact_optimizer, mlp
 from torch import Tensor, nn
 
-from curvopt import CurvoptError, backpack, extend
+from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.extensions import KFLR, BatchGrad
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
 
@@ -196,12 +196,16 @@ def test_a_lossfunc_that_is_no_module_is_refused() -> None:
     assert "none" not in optimizer.coverage().values()
 
 
-def test_a_backward_without_curvature_says_what_to_do() -> None:
+def test_a_backward_without_curvature_says_what_to_do_and_steps() -> None:
     run = attached(KFACSGD)
-    with pytest.raises(CurvoptError, match=r"inside of `with backpack\(\):`"):
+    before = run.weights()
+    with pytest.warns(CurvoptWarning, match=r"takes plain gradients.*inside of `with backpack\(\):`"):
         sum(p.square().sum() for p in run.model.parameters()).backward()  # pyright: ignore[reportAttributeAccessIssue]
-    run.optimizer.zero_grad()
+    run.optimizer.step()
+    for old, new in zip(before, run.weights(), strict=True):
+        torch.testing.assert_close(new / old, (new / old).mean().expand_as(new))  # a step along the gradient
     train(run, range(1))
+    assert "none" not in run.optimizer.coverage().values()
 
 
 def test_backwards_without_curvature_are_left_alone_where_errors_say() -> None:
@@ -211,7 +215,7 @@ def test_backwards_without_curvature_are_left_alone_where_errors_say() -> None:
         penalty = run.model(run.x[:4]).mean(0).square().sum()  # of mean activations, say
         empty = run.lossfunc(run.model(run.x[:0]), run.y[:0])
         if step == 0:
-            with pytest.raises(CurvoptError, match=r"inside of an empty `with backpack\(\):`"):
+            with pytest.warns(CurvoptWarning, match=r"inside of an empty `with backpack\(\):`"):
                 empty.backward(retain_graph=True)
         for term in (penalty, empty):
             with backpack():

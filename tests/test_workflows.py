@@ -28,6 +28,39 @@ def test_the_loss_falls_at_least_as_with_adamw(name: str, kind: str) -> None:
     assert found < end + 0.1 * abs(start - end) + 1e-3, (start, end, found)
 
 
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+def test_rows_that_a_model_is_called_with_one_by_one_are_one_batch(kind: Callable) -> None:
+    options = {"curvature": "diag_ggn_exact"} if kind is DiagonalNewton else {"fisher": "exact"}
+    (model, optimizer), (stacked, other) = attached(kind, **options), attached(kind, **options)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.stack([F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) for n in range(32)]).mean().backward()
+        optimizer.step()
+        step(stacked, other, lambda z: F.cross_entropy(z, y))
+    torch.testing.assert_close(list(model.parameters()), list(stacked.parameters()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+def test_without_samples_gradients_are_taken_as_they_are_until_a_backward_has_some(kind: Callable) -> None:
+    model, optimizer = attached(kind)
+    with pytest.warns(CurvoptWarning, match="takes plain gradients until a backward has curvature.*unsqueeze"):
+        for n in range(4):
+            if n == 2:  # a resumed run goes on alike
+                state = optimizer.state_dict()
+                optimizer = kind(model.parameters(), curvature_every=1)
+                optimizer.attach(model)
+                optimizer.load_state_dict(state)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[0]), y[0]).backward()
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.step()
+            for p, old in zip(model.parameters(), before, strict=True):
+                assert p.grad is not None and p.grad.flatten().dot((p - old).flatten()) < 0
+    assert {*optimizer.coverage().values()} == {"none"}
+    step(model, optimizer, lambda z: F.cross_entropy(z, y))
+    assert "none" not in optimizer.coverage().values()
+
+
 _generator = torch.Generator().manual_seed(0)
 x, y = torch.randn(32, 8, generator=_generator).double(), torch.arange(32) % 3
 t = torch.randn(32, 3, generator=_generator).double()

@@ -89,7 +89,8 @@ class CurvatureCollector(OverRanks, ABC):
 
         No loss is refused: where the curvature of a loss is not defined (it is not convex, couples samples, or has no
         second derivative), the optimizer warns once and takes the empirical quantity, the second moments of the
-        samples' gradients, until ``attach()`` is called again; ``coverage()`` and ``metrics()`` say so.
+        samples' gradients, until ``attach()`` is called again; ``coverage()`` and ``metrics()`` say so. Where it is not
+        clear what a sample is, it warns, too, and takes the curvature it has, or plain gradients without any.
 
         Args:
             model: is extended.
@@ -127,7 +128,7 @@ class CurvatureCollector(OverRanks, ABC):
         self._loss_reduction = loss_reduction or self._loss_reduction
         self._attached_to = weakref.ref(model), own
         self._scaler, self._attached = self._scaler if scaler is None else scaler, True
-        self._progress["empirical"] = False
+        self._progress |= {"empirical": False, "refused": False}
         self._said.clear()
 
     def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> Any:
@@ -167,6 +168,7 @@ class CurvatureCollector(OverRanks, ABC):
         sharding, alone = self._sharding(), self._ranks() is None
         context = (backpack if sharding is None else GatheredBackward)(*extensions, extension_hook=self._collect)
         context.skips_empty, context.counted = not alone, set(self._params())
+        context.appends_single_rows = True
         if isinstance(context, GatheredBackward):
             assert sharding is not None
             context.params, context.whole, context.ranks = self._params(), self._gathered, sharding.ranks
@@ -198,10 +200,10 @@ class CurvatureCollector(OverRanks, ABC):
                 self._refusal, self._progress["empirical"] = None, False
 
     def _otherwise(self, error: CurvoptError) -> list[Any] | None:
-        """Extensions for a backward that was refused: first the empirical ones, then none if there is some curvature.
+        """Extensions for a backward that was refused: first the empirical ones, then none.
 
         Raises:
-            CurvoptError: the first refusal, if there is none.
+            CurvoptError: the first refusal, if there is no curvature at all, and `attach` was not called.
         """
         if not self._empirical_extensions():
             return None
@@ -210,10 +212,14 @@ class CurvatureCollector(OverRanks, ABC):
             return self._empirical_extensions()
         if self._refusal is not None:
             error, self._refusal, self._progress["empirical"] = self._refusal, None, False
-        if not self._has_curvature():
+        if self._has_curvature():
+            self._say("refused", f"goes on with the curvature it has, as a backward has none. {error}")
+        elif self._attached:
+            self._progress["refused"] = True
+            self._say("plain", f"takes plain gradients until a backward has curvature, as this one has none. {error}")
+        else:
             raise error
         self._accumulation.unneeded = True
-        self._say("refused", f"goes on with the curvature it has, as a backward has none. {error}")
         return []
 
     def _say_refusal(self) -> None:

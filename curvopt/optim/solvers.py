@@ -74,7 +74,10 @@ class FactoredInverse(CurvatureOptimizer):
 
 
 def mean_curvature(optimizer: CurvatureOptimizer) -> Tensor:
-    """Mean of the curvature's diagonal over all entries that have factors, for parameters that have none."""
+    """Mean of the curvature's diagonal over all entries that have factors, for parameters that have none.
+
+    Without any curvature, that of the unit matrix.
+    """
     traces, numel = [], 0
     for param, state in optimizer.state.items():
         if "factors" in state:
@@ -83,8 +86,8 @@ def mean_curvature(optimizer: CurvatureOptimizer) -> Tensor:
             numel += param.numel()
     traces = traces or [torch.zeros((), dtype=torch.float64, device=optimizer._device())]
     total = torch.stack([trace.to(traces[0]) for trace in traces]).sum()
-    entries = optimizer._over_ranks(torch.tensor(float(numel), dtype=torch.float64))
-    return optimizer._over_ranks(total) / entries.to(total)
+    entries = optimizer._over_ranks(torch.tensor(float(numel), dtype=torch.float64)).to(total)
+    return torch.where(entries > 0, optimizer._over_ranks(total) / entries.clamp(min=1), 1.0)
 
 
 #: A basis is renewed once ``‖offdiag(UᵀFU)‖ / ‖F‖`` of its factor exceeds this.

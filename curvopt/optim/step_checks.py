@@ -138,6 +138,7 @@ def accepted_curvature(
     collected: Collected,
     over_ranks: Callable[[Tensor], Tensor],
     known_finite: bool,
+    known: bool,
 ) -> dict[Tensor, list[Tensor]] | None:
     """The mean curvature of the parameters for which it is finite, by parameter; ``None`` if there never was any.
 
@@ -149,6 +150,7 @@ def accepted_curvature(
         collected: curvature since the last step.
         over_ranks: sums over ranks that have different parameters.
         known_finite: whether all of these tensors are known to be finite.
+        known: whether steps may be taken without new curvature.
 
     Raises:
         CurvoptError: if a gradient is not finite, a parameter changed its precision, or no curvature was
@@ -173,8 +175,8 @@ def accepted_curvature(
     weightless = bool(new) and not finite[-1] and float(weight) == 0
     if new and not finite[-1]:
         rejected = set(new)
-    counts = torch.tensor([len(bad), len(new), len(rejected), weightless, has_curvature(states)], dtype=torch.float64)
-    all_bad, all_new, all_rejected, all_weightless, known = over_ranks(counts).tolist()
+    counts = torch.tensor([len(bad), len(new), len(rejected), weightless, known], dtype=torch.float64)
+    all_bad, all_new, all_rejected, all_weightless, all_known = over_ranks(counts).tolist()
     if all_bad:
         raise Overflow(
             f"gradient of {listed(bad) or 'parameters that other ranks own'} is not finite (inf or nan). Parameters "
@@ -186,7 +188,7 @@ def accepted_curvature(
     for param in () if weightless else rejected:
         logger.warning("%s: new curvature is not finite and was dropped", named()[param])
 
-    if not known and all_rejected == all_new:
+    if not all_known and all_rejected == all_new:
         nonzero = not (zero_gradients(named()) or not params)
         if not all_weightless or over_ranks(torch.tensor(float(nonzero))) > 0:
             reason = "all curvature so far was not finite" if all_rejected else "no curvature was computed so far"

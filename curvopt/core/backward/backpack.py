@@ -120,6 +120,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         #: Called with the error where a backward is refused: the extensions to try instead (none to compute nothing),
         #: or ``None`` to raise it.
         self.otherwise: Callable[[CurvoptError], Sequence[Extension] | None] | None = None
+        #: Whether calls of a model with one row each are samples of one batch; else they are refused.
+        self.appends_single_rows = False
         #: Whether backwards of empty batches are let through, without fields; else they are refused.
         self.skips_empty = False
         self._pass: BackwardPass | None = None  # of the running backward
@@ -170,7 +172,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             how = how._replace(roots={place: -grad for place, grad in how.roots.items()})
         roots = [node for node, _ in how.roots]
         try:
-            located = read_and_locate(roots)
+            located = read_and_locate(roots, self.appends_single_rows)
         except CurvoptError as error:
             if self.skips_empty and isinstance(error, EmptyBatch):
                 return None

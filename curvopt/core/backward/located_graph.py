@@ -76,8 +76,8 @@ class LocatedGraph:
         return next(iter(self.locations.values())) if len(others) == 1 else None
 
 
-def read_and_locate(roots: Sequence[Node]) -> LocatedGraph:
-    """Read the graph behind some nodes, and find out where the samples are in it.
+def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False) -> LocatedGraph:
+    """Read the graph behind some nodes, and find out where the samples are in it, see `locate`.
 
     Raises:
         CurvoptError: where that is not clear, or the results would be wrong.
@@ -86,7 +86,7 @@ def read_and_locate(roots: Sequence[Node]) -> LocatedGraph:
     graph = located.graph
     if not graph.operands and not any(found.parameters for found in graph.module_calls.values()):
         return located
-    located.locations = locate(graph)
+    located.locations = locate(graph, appends_single_rows)
     for found in graph.module_calls.values():
         if not found.parameters:
             continue

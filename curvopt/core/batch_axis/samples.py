@@ -73,8 +73,12 @@ class Location:
         return samples_of_rows(place, self.heads)
 
 
-def locate(graph: BackwardGraph) -> dict[Model | None, Location]:
+def locate(graph: BackwardGraph, appends_single_rows: bool = False) -> dict[Model | None, Location]:
     """The location of the samples of each model; by ``None`` that of functional code, of no model that was called.
+
+    Args:
+        graph: of the backward.
+        appends_single_rows: whether calls with one row each are samples of one batch, and not an error.
 
     Raises:
         CurvoptError: where it is not clear what a sample is.
@@ -84,7 +88,7 @@ def locate(graph: BackwardGraph) -> dict[Model | None, Location]:
         by_model.setdefault(call.model, []).append((call, place))
     found: list[tuple[Model | None, int, dict[Place, Layout], bool]] = []
     for model, outputs in by_model.items():
-        located = _of_model(model, outputs, graph)
+        located = _of_model(model, outputs, graph, appends_single_rows)
         if located is not None:
             found.append((model, *located))
     for model in _without_heads(graph, by_model):
@@ -118,7 +122,7 @@ def _without_heads(graph: BackwardGraph, called: Collection[Model]) -> list[Mode
 
 
 def _of_model(
-    model: Model, outputs: Sequence[tuple[ModelCall, Place]], graph: BackwardGraph
+    model: Model, outputs: Sequence[tuple[ModelCall, Place]], graph: BackwardGraph, appends_single_rows: bool
 ) -> tuple[int, dict[Place, Layout], bool] | None:
     """Number of samples, heads, and whether batches were appended; ``None`` for calls without tensors."""
     first = _first_calls(outputs, graph)
@@ -130,11 +134,12 @@ def _of_model(
     heads = [(call, place) for call, place in outputs if place[0] in met and len(shape_of(*place)) > 0]
     axis = model.batch_axis
     lengths = [_number(call, heads, axis) for call in voting]
-    N, appended = lengths[0], len(set(lengths)) > 1
+    single = len(lengths) > 1 and set(lengths) == {1}
+    N, appended = lengths[0], len(set(lengths)) > 1 or (single and appends_single_rows)
     pooled = not appended and all(call in voting for call, _ in heads)
     if pooled and (rows := _rows_of_outputs(heads, N)) is not None:
         N, lengths = rows, [rows] * len(lengths)
-    if len(lengths) > 1 and set(lengths) == {1}:
+    if single and not appended:
         raise CurvoptError(
             f"{voting[0].name} was called {len(lengths)} times with one row each, so that each call has one sample "
             "of its own; stack the rows and call it once."
