@@ -287,6 +287,22 @@ def parameters_that_some_ranks_do_not_use() -> None:
 
 
 @check
+def samples_that_are_not_known_on_all_or_some_ranks() -> None:
+    for unclear, covered in ((True, False), (dist.get_rank() == 0, True)):
+        run = Run(SAMPLED["KFACAdamW"], net=lambda: nn.Linear(36, 5).double())
+        run.optimizer.attach(run.model)
+        for step in range(6):
+            x, y = own(step)
+            run.optimizer.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                run.lossfunc(run.model(x[0].flatten() if unclear else x.flatten(1)), y[0] if unclear else y).backward()
+            run.optimizer.step()
+        assert_alike(run)
+        assert ("none" not in run.optimizer.coverage().values()) == covered, run.optimizer.coverage()
+
+
+@check
 def options_of_ddp_and_orders_of_extend() -> None:
     make = EXACT["KFACSGD"]
     alone = Run(make, alone=True).train(batch, range(5))

@@ -290,15 +290,21 @@ class CurvatureCollector(OverRanks, ABC):
         if sharding is None:
             refuse_sharded((who, name, p) for p, name in names.items())
         equal = equal | {"communication_dtype": str(dtype)}
-        forms, (foreign, seed, draws, variables) = ranks.union(
+        forms, (foreign, seed, draws, variables, refused) = ranks.union(
             collected.forms(params),
             list(names.values()),
-            [collected.foreign, -1 if samples.seed is None else samples.seed, samples.draws, collected.variables],
+            [
+                collected.foreign,
+                -1 if samples.seed is None else samples.seed,
+                samples.draws,
+                collected.variables,
+                int(self._progress["refused"]),
+            ],
             equal | {"parameters": [list(param.shape) for param in params], "gradients": has_gradients(params)},
         )
         self._ranks_agree = True
         samples.seed, samples.draws = (None if seed < 0 else seed), draws
-        collected.variables = variables
+        collected.variables, self._progress["refused"] = variables, bool(refused)
         if foreign > 0 or (foreign == 0 and not forms):
             raise nothing_received(who, foreign)
         if not forms:
