@@ -93,7 +93,7 @@ METHODS: dict[str, Method] = {
     "Shampoo": Method(_shampoo, (0.001, 0.01, 0.1)),
     "KFACSGD": Method(plain(KFACSGD), (0.03, 0.1, 0.3), seeds=3),
     "EKFACSGD": Method(plain(EKFACSGD), (0.03, 0.1, 0.3)),
-    "KFACAdamW": Method(plain(KFACAdamW), (0.002, 0.006, 0.02), seeds=3),
+    "KFACAdamW": Method(plain(KFACAdamW), (0.003, 0.01, 0.03), seeds=3),
     "KFAC + AdamW": Method(functools.partial(preconditioned, _adamw), (0.001, 0.003, 0.01)),
     "KFAC + Muon": Method(functools.partial(preconditioned, adamw_beside), (0.003, 0.01, 0.03)),
     "DiagonalNewton": Method(plain(DiagonalNewton), (0.015, 0.05, 0.15)),

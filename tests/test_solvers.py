@@ -79,12 +79,13 @@ def test_bases_are_renewed_once_they_have_turned() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.3}, {"amsgrad": True}, {"maximize": True}])
-def test_kfac_adamw_is_adamw_in_the_eigenbasis(options: dict[str, Any]) -> None:
+def test_kfac_adamw_is_adamw_in_the_eigenbasis_without_what_goes_uphill(options: dict[str, Any]) -> None:
     options = {"betas": (0.9, 0.99), **options}
     run = Run(KFACAdamW, Tokens, lr=0.02, curvature_every=100, inverse_every=100, **options, **DOUBLE)
     run.optimizer._progress |= {"step": 200, "steps": [200] * 7}  # no refresh after the first
     start, step = run.weights(), run.optimizer._progress["step"]
     twins: list[nn.Parameter] = []
+    count = 0
     for i in range(5):
         run.backward(i)
         grads = [p.grad.clone() for p in run.model.parameters()]
@@ -97,11 +98,19 @@ def test_kfac_adamw_is_adamw_in_the_eigenbasis(options: dict[str, Any]) -> None:
             adamw = torch.optim.AdamW(twins, lr=0.02, **options)
         for twin, u, grad in zip(twins, U, grads, strict=True):
             twin.grad = u.T @ grad.reshape(-1)
+        decayed = [twin.detach() * (1 - 0.02 * options["weight_decay"]) for twin in twins]
         adamw.step()
+        for twin, before in zip(twins, decayed, strict=True):
+            assert twin.grad is not None
+            change = twin.detach() - before
+            uphill = change * twin.grad * (-1 if options.get("maximize") else 1) > 0
+            count += int(uphill.sum())
+            twin.data.copy_(before + change.masked_fill(uphill, 0))
         assert_close(
             [p.detach().reshape(-1) for p in run.model.parameters()],
             [u @ twin.detach() for u, twin in zip(U, twins, strict=True)],
         )
+    assert count > 0
 
 
 def test_averages_of_adam_follow_the_bases() -> None:

@@ -24,6 +24,9 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     curvature does not cover. Weight decay and the state of AdamW are as in ``torch.optim.AdamW``, the latter in the
     new coordinates.
 
+    Coordinates whose step would go uphill, against the gradient of the batch, stay where they are for this step, as in
+    Liang et al. (2024, "Cautious optimizers"), but without their larger rate for the others.
+
     Use it as ``KFACSGD``: loop, checkpoints and shared options are alike. There is no damping but ``eps``, and no KL
     clip: as in Adam, ``lr`` bounds the step.
 
@@ -55,8 +58,8 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.006,
-        betas: tuple[float, float] = (0.9, 0.95),
+        lr: float | Tensor = 0.01,
+        betas: tuple[float, float] = (0.95, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
@@ -138,6 +141,10 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
                 torch._foreach_zero_(params)  # pyright: ignore[reportPrivateImportUsage]
                 super()._take_torch_step(grads, update)
                 steps = [widened(stack.join()) for stack in stacks]
+                # momentum may point against the gradient
+                is_right = Tensor.ge_ if self.param_groups[0]["maximize"] else Tensor.le_
+                for step, (_, grad) in zip(steps, self._rotated, strict=True):
+                    step *= is_right(step * grad, 0)
                 moved = [stack.product(step) for stack, step in zip(stacks, steps, strict=True)]
                 for flat, own in zip(after, moved, strict=True):
                     flat += own.to(flat.dtype)
