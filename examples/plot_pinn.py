@@ -77,8 +77,8 @@ class Run:
 
 
 # %%
-# AdamW and ``KFACAdamW`` take 128 new points for each step. AdamW has the learning rate 0.1, the best of 0.01, 0.03,
-# 0.1 and 0.3, ``KFACAdamW`` 0.03, the best of 0.006, 0.01, 0.02 and 0.03. Both learning rates fall to zero.
+# AdamW and ``KFACAdamW`` take 128 new points for each step. Both have the learning rate 0.1, the best of 0.01, 0.03,
+# 0.1 and 0.3, which falls to zero.
 def descend(run: Run, optimizer: torch.optim.Optimizer, steps: int) -> None:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
 
@@ -96,7 +96,7 @@ def descend(run: Run, optimizer: torch.optim.Optimizer, steps: int) -> None:
 adam = Run("AdamW", "C1")
 descend(adam, torch.optim.AdamW(adam.model.parameters(), lr=0.1, weight_decay=0.0), 1500)
 kfac = Run("KFACAdamW", "C2")
-optimizer = KFACAdamW(kfac.model.parameters(), lr=0.03)
+optimizer = KFACAdamW(kfac.model.parameters(), lr=0.1)
 optimizer.attach(kfac.model)
 descend(kfac, optimizer, 500)
 
@@ -109,9 +109,9 @@ chosen = points(256)
 newton.train(lambda: optimizer.step(lambda: loss_at(newton.model, *chosen)), 28, every=1)
 
 # %%
-# Per step ``HessianFree`` is ahead by far, and needs no learning rate. In time the three are close together.
-# ``KFACAdamW`` arrives in a third of AdamW's steps. This is one run of each. (The loss of ``HessianFree`` is that at
-# its own points.)
+# Per step ``HessianFree`` is ahead by far, and needs no learning rate. ``KFACAdamW`` comes further than AdamW in a
+# third of its steps, and in less time. This is one run of each. (The loss of ``HessianFree`` is that at its own
+# points.)
 figure, axes = plt.subplots(2, 1, figsize=(5, 7))
 for height, run in zip((0.22, 0.14, 0.06), (adam, kfac, newton), strict=True):
     axes[0].loglog(run.steps, run.losses, color=run.color)
