@@ -79,9 +79,13 @@ def test_bases_are_renewed_once_they_have_turned() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.3}, {"amsgrad": True}, {"maximize": True}])
-def test_kfac_adamw_is_adamw_in_the_eigenbasis_without_what_goes_uphill(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("cautious", [True, False])
+def test_kfac_adamw_is_adamw_in_the_eigenbasis_without_what_goes_uphill(
+    options: dict[str, Any], cautious: bool
+) -> None:
     options = {"betas": (0.9, 0.99), **options}
-    run = Run(KFACAdamW, Tokens, lr=0.02, curvature_every=100, inverse_every=100, **options, **DOUBLE)
+    every = {"curvature_every": 100, "inverse_every": 100}
+    run = Run(KFACAdamW, Tokens, lr=0.02, cautious=cautious, **every, **options, **DOUBLE)
     run.optimizer._progress |= {"step": 200, "steps": [200] * 7}  # no refresh after the first
     start, step = run.weights(), run.optimizer._progress["step"]
     twins: list[nn.Parameter] = []
@@ -103,14 +107,27 @@ def test_kfac_adamw_is_adamw_in_the_eigenbasis_without_what_goes_uphill(options:
         for twin, before in zip(twins, decayed, strict=True):
             assert twin.grad is not None
             change = twin.detach() - before
-            uphill = change * twin.grad * (-1 if options.get("maximize") else 1) > 0
+            uphill = cautious & (change * twin.grad * (-1 if options.get("maximize") else 1) > 0)
             count += int(uphill.sum())
             twin.data.copy_(before + change.masked_fill(uphill, 0))
         assert_close(
             [p.detach().reshape(-1) for p in run.model.parameters()],
             [u @ twin.detach() for u, twin in zip(U, twins, strict=True)],
         )
-    assert count > 0
+    assert (count > 0) == cautious
+
+
+def test_groups_that_maximise_and_minimise_together() -> None:
+    model, multiplier = nn.Linear(3, 1).double(), nn.Parameter(torch.zeros(1).double())
+    optimizer = KFACAdamW([{"params": model.parameters()}, {"params": [multiplier], "maximize": True}])
+    optimizer.attach(model)
+    x = torch.randn(16, 3).double()
+    for _ in range(20):
+        optimizer.zero_grad()
+        z = model(x)
+        (z.square().mean() + multiplier * (1 - z.detach().mean().square())).sum().backward()
+        optimizer.step()
+    assert 0.1 < multiplier.item()
 
 
 def test_averages_of_adam_follow_the_bases() -> None:

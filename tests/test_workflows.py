@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributions, nn
 
 from benchmarks.workflows import OPTIMIZERS, WORKFLOWS, adamw, train
-from curvopt import CurvoptWarning, backpack, extend
+from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.extensions import KFAC, DiagGGNExact, DiagHessian, KFACEmpirical
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 
@@ -59,6 +59,58 @@ def test_without_samples_gradients_are_taken_as_they_are_until_a_backward_has_so
     assert {*optimizer.coverage().values()} == {"none"}
     step(model, optimizer, lambda z: F.cross_entropy(z, y))
     assert "none" not in optimizer.coverage().values()
+
+
+@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+def test_backwards_with_and_without_samples_in_turn_have_curvature() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    for offset in (0, 1):
+        optimizer = KFACSGD(model.parameters())
+        optimizer.attach(model)
+        for n in range(40):
+            optimizer.zero_grad()
+            F.cross_entropy(*((model(x), y) if (n + offset) % 2 else (model(x[0]), y[0]))).backward()
+            optimizer.step()
+        assert "none" not in optimizer.coverage().values()
+        assert all(last > 10 for last in optimizer.state_dict()["curvature"]["refreshed"])
+        resumed = KFACSGD(model.parameters())
+        resumed.load_state_dict(optimizer.state_dict())
+        with pytest.warns(CurvoptWarning, match="overdue"):
+            for _ in range(60):
+                resumed.step()
+
+
+def test_a_resumed_run_without_curvature_does_not_go_on_silently() -> None:
+    model, optimizer = attached(KFACSGD)
+    with pytest.warns(CurvoptWarning, match="takes plain gradients"):
+        F.cross_entropy(model(x[0]), y[0]).backward()
+    optimizer.step()
+    resumed = KFACSGD(model.parameters())
+    resumed.load_state_dict(optimizer.state_dict())
+    with pytest.raises(CurvoptError, match="no curvature was computed so far"):
+        resumed.step()
+
+
+@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+def test_a_backward_without_samples_leaves_those_of_later_ones_in_a_context_alone() -> None:
+    model, optimizer = attached(KFACSGD)
+    with optimizer.curvature():
+        F.cross_entropy(model(x[0]), y[0]).backward()
+        F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert "none" not in optimizer.coverage().values()
+
+
+@pytest.mark.parametrize("kind", [functools.partial(KFACSGD, fisher="exact"), KFACAdamW, DiagonalNewton])
+def test_a_last_batch_of_one_pair_changes_no_curvature(kind: Callable) -> None:
+    model, optimizer = attached(kind)
+    with pytest.warns(CurvoptWarning, match="goes on with the curvature it has.*one row each"):
+        for pair in (slice(0, 32, 2), slice(0, 2, 2)):
+            optimizer.zero_grad()
+            distances = (model(x[pair]) - model(x[1:][pair])).square().sum(1)
+            F.mse_loss(distances, torch.ones_like(distances)).backward()
+            optimizer.step()
+    assert "empirical" not in optimizer.metrics()
 
 
 _generator = torch.Generator().manual_seed(0)

@@ -112,6 +112,7 @@ class Collected:
         variables: largest number of variables of a prediction, see `curvopt.core.losses.hessian_root.LossCurvature`.
         mixed: parameters whose curvature had several forms; the first one is kept.
         zeros: the gradients after the last of the backwards and their versions, if they were all zero.
+        refused: whether a backward had no curvature where there is none so far.
     """
 
     curvature: dict[Tensor, Curvature] = field(default_factory=dict)
@@ -123,11 +124,12 @@ class Collected:
     variables: int = 1
     mixed: set[Tensor] = field(default_factory=set)
     zeros: Zeros = field(default_factory=list)
+    refused: bool = False
 
     def add(self, other: "Collected") -> None:
         """Add the curvature of later backwards."""
         self.foreign = max(self.foreign, other.foreign)
-        self.variables = max(self.variables, other.variables)
+        self.variables, self.refused = max(self.variables, other.variables), self.refused or other.refused
         self.zeros = other.zeros
         self.mixed |= other.mixed
         for param, curvature in other.curvature.items():
@@ -177,6 +179,7 @@ class Collected:
             weights.append(own.weight.to(torch.float64))
         weight, step_weight, residual, closure_weight, *of_params = ranks.mean(weights)
         result = Collected({}, weight, step_weight, residual, closure_weight, variables=self.variables)
+        result.refused = self.refused
         means = iter(ranks.mean(sums, chosen))
         for (i, (shapes, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
             result.curvature[params[i]] = Curvature([next(means) for _ in shapes], of_input, mean_weight)

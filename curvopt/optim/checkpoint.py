@@ -70,7 +70,6 @@ def new_progress() -> dict[str, Any]:
         "last_lrs": [],  # of each group
         "several": None,  # whether predictions have several variables, where that chooses the Fisher matrix
         "empirical": False,  # whether the empirical quantity took the place of another one
-        "refused": False,  # whether steps go on without any curvature, as a backward was refused
         "clip": torch.zeros(()),  # largest factor of the KL clip since it was looked at, and when
         "looked": 0,
     }

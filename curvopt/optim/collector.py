@@ -12,6 +12,7 @@ from torch import Tensor
 
 from curvopt import backpack, extend
 from curvopt.core.backward.backpack import attach
+from curvopt.core.losses.hessian_root import SingleRows
 from curvopt.core.recording.extended_parameters import owned_parameters
 from curvopt.core.recording.state import outside_of_graphs
 from curvopt.distributed import Ranks, is_sharded, refuse_sharded, serving
@@ -128,7 +129,7 @@ class CurvatureCollector(OverRanks, ABC):
         self._loss_reduction = loss_reduction or self._loss_reduction
         self._attached_to = weakref.ref(model), own
         self._scaler, self._attached = self._scaler if scaler is None else scaler, True
-        self._progress |= {"empirical": False, "refused": False}
+        self._progress["empirical"] = False
         self._said.clear()
 
     def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> Any:
@@ -207,15 +208,18 @@ class CurvatureCollector(OverRanks, ABC):
         """
         if not self._empirical_extensions():
             return None
-        if not self._progress["empirical"]:
+        # of a last batch with one pair, say
+        passing = isinstance(error, SingleRows) and self._has_curvature()
+        if not self._progress["empirical"] and not passing:
             self._refusal, self._progress["empirical"] = error, True
             return self._empirical_extensions()
         if self._refusal is not None:
             error, self._refusal, self._progress["empirical"] = self._refusal, None, False
-        if self._has_curvature():
+        if self._has_curvature() or self._accumulation.has_begun:
             self._say("refused", f"goes on with the curvature it has, as a backward has none. {error}")
         elif self._attached:
-            self._progress["refused"] = True
+            assert self._accumulation.this_context is not None
+            self._accumulation.this_context.refused = True
             self._say("plain", f"takes plain gradients until a backward has curvature, as this one has none. {error}")
         else:
             raise error
@@ -298,14 +302,14 @@ class CurvatureCollector(OverRanks, ABC):
                 -1 if samples.seed is None else samples.seed,
                 samples.draws,
                 collected.variables,
-                int(self._progress["refused"]),
+                int(collected.refused),
             ],
             equal | {"parameters": [list(param.shape) for param in params], "gradients": has_gradients(params)},
         )
         self._ranks_agree = True
         samples.seed, samples.draws = (None if seed < 0 else seed), draws
-        collected.variables, self._progress["refused"] = variables, bool(refused)
-        if foreign > 0 or (foreign == 0 and not forms):
+        collected.variables, collected.refused = variables, bool(refused)
+        if foreign > 0 or (foreign == 0 and not forms and not refused):
             raise nothing_received(who, foreign)
         if not forms:
             return collected

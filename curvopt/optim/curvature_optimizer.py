@@ -104,7 +104,7 @@ class CurvatureOptimizer(Resumable):
             return False
         params, sharding = self._params(), self._sharding()
         begun = self._accumulation.has_begun if sharding is None else sharding.has_begun
-        if begun or not (self._has_curvature() or self._progress["refused"]):  # one that was emptied is filled again
+        if begun or not self._has_curvature():  # one that was emptied is filled again
             return reached is None or not reached.isdisjoint(params)
         return clocks.is_due(self._progress, params, reached)
 
@@ -170,7 +170,7 @@ class CurvatureOptimizer(Resumable):
         check_dense(who, grads, self._names)
         joined = _joined(self, grads) if has_curvature(self.state) else []
         finite = not collected.curvature and are_finite([flat for _, _, flat in joined])
-        known = self._progress["refused"] or has_curvature(self.state)
+        known = collected.refused or has_curvature(self.state)
         accepted = accepted_curvature(who, self._names, self.state, grads, collected, self._over_ranks, finite, known)
         if accepted is None:
             return False
@@ -206,8 +206,8 @@ class CurvatureOptimizer(Resumable):
             if self.kl_clip is not None and clip_is_tight(progress):
                 self._say(
                     "clip",
-                    f"shortens each step to less than half by kl_clip={self.kl_clip:g}, so that lr hardly matters. "
-                    "Raise kl_clip, or lower lr.",
+                    f"shortens each step to less than half by kl_clip={self.kl_clip:g}, so that lr hardly matters: "
+                    "tune kl_clip, or lower lr.",
                 )
             progress["stale"] = True
             progress |= {name: getattr(collected, name) for name in ("step_weight", "closure_weight", "variables")}
@@ -219,10 +219,7 @@ class CurvatureOptimizer(Resumable):
                 self._average(param, factors, decays[param])
             self._restart_clocks({*accepted}, {*grads})
         elif not self._step_of_owner and not collected.curvature:
-            if progress["refused"]:
-                if clocks.is_due(progress, self._params(), grads.keys()):
-                    self._restart_clocks(set(), {*grads})
-            elif clocks.is_due(progress, self._params(), grads.keys(), self.curvature_every):
+            if clocks.is_due(progress, self._params(), grads.keys(), self.curvature_every) and not collected.refused:
                 self._say(
                     "overdue",
                     "takes steps with old curvature: its refresh is overdue, but no backward computed any. Call "

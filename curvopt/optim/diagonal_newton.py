@@ -124,11 +124,10 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
 
     def _renew(self) -> None:
         super()._renew()
+        mean = self._progress["mean_curvature"] * self._has_curvature()
         for param in self._params():
             state = self.state[param]
-            state["scales"] = [
-                h.sqrt().to(param.device) for h in state.get("factors", [self._progress["mean_curvature"]])
-            ]
+            state["scales"] = [h.sqrt().to(param.device) for h in state.get("factors", [mean])]
 
     def _kl(self, quadratic: Tensor, solved: Sequence[tuple[Stack, Tensor]], weight: Tensor) -> Tensor:
         length = torch.zeros_like(quadratic)

@@ -25,7 +25,9 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     new coordinates.
 
     Coordinates whose step would go uphill, against the gradient of the batch, stay where they are for this step, as in
-    Liang et al. (2024, "Cautious optimizers"), but without their larger rate for the others.
+    Liang et al. (2024, "Cautious optimizers"), but without their larger rate for the others. Say ``cautious=False`` for
+    batches of one to four samples whose gradients are skewed (rare classes, heavy tails): there, many small gradients
+    would hold up the momentum of few large ones, and the training would end in another place than the minimum.
 
     Use it as ``KFACSGD``: loop, checkpoints and shared options are alike. There is no damping but ``eps``, and no KL
     clip: as in Adam, ``lr`` bounds the step.
@@ -47,6 +49,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         max_factor_size: larger factors are cut down to blocks on their diagonal, which cost less and need fewer
             samples; ``None`` for whole ones.
         amsgrad: as in AdamW.
+        cautious: whether steps uphill are left out, see above.
         on_nonfinite: ``"raise"`` an error where a gradient is not finite, or ``"skip"`` the step; ``metrics()`` counts.
         maximize: as in AdamW.
         foreach: as in AdamW.
@@ -71,11 +74,15 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         mc_samples: int = 1,
         max_factor_size: int | None = 128,
         amsgrad: bool = False,
+        cautious: bool = True,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
+        if not isinstance(cautious, bool):
+            raise TypeError(f"cautious must be True or False, got {cautious!r}")
         self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
+        self._options["cautious"] = cautious
         self._configure(
             ema=ema, curvature_every=curvature_every, inverse_every=inverse_every, on_nonfinite=on_nonfinite
         )
@@ -129,6 +136,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     ) -> dict[Tensor, Tensor]:
         """The gradients in the eigenbasis."""
         self._rotated = [(stack, stack.product(flat, transposed=True)) for _, stack, flat in joined]
+        self._maximized = [bool(self.param_groups[i]["maximize"]) for i, *_ in joined]
         return by_parameter(self._rotated, grads)
 
     def _take_torch_step(self, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
@@ -141,10 +149,10 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
                 torch._foreach_zero_(params)  # pyright: ignore[reportPrivateImportUsage]
                 super()._take_torch_step(grads, update)
                 steps = [widened(stack.join()) for stack in stacks]
-                # momentum may point against the gradient
-                is_right = Tensor.ge_ if self.param_groups[0]["maximize"] else Tensor.le_
-                for step, (_, grad) in zip(steps, self._rotated, strict=True):
-                    step *= is_right(step * grad, 0)
+                if self._options["cautious"]:
+                    for step, (_, grad), maximized in zip(steps, self._rotated, self._maximized, strict=True):
+                        product = step * grad
+                        step *= product.ge_(0) if maximized else product.le_(0)
                 moved = [stack.product(step) for stack, step in zip(stacks, steps, strict=True)]
                 for flat, own in zip(after, moved, strict=True):
                     flat += own.to(flat.dtype)

@@ -38,7 +38,7 @@ class Kronecker(CurvatureOptimizer):
         return sum(b * (param.numel() + d * b // self.inverse_every) for d, b in blocks) + 1
 
     def _extensions(self) -> list[Any]:
-        _, approx, mc_samples, limit = self._options.values()
+        approx, mc_samples, limit = (self._options[name] for name in ("approx", "mc_samples", "max_factor_size"))
         kinds = {
             "mc": lambda: KFAC(mc_samples, approx, self._sampler(), limit),
             "exact": lambda: KFLR(approx, limit),

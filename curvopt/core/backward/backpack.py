@@ -210,6 +210,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
 
     def _begin(self, how: Backward) -> BackwardPass | None:
         """As `_attempt`, with the extensions that are not refused."""
+        wanted = self.extensions
         while self.extensions:
             try:
                 return self._attempt(how)
@@ -221,6 +222,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 if extensions is None:
                     raise
                 self.extensions = tuple(extensions)
+        self.extensions = wanted  # later backwards may have them
         return None
 
     def _run(self, call: Callable[..., Any], how: Backward) -> Any:

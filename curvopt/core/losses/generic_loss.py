@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.autograd_graph.node_vjp import NodeVjp, call_node
 from curvopt.core.autograd_graph.nodes import metadata, name_of
 from curvopt.core.linear_algebra import eigh
-from curvopt.core.losses.hessian_root import NotConvex
+from curvopt.core.losses.hessian_root import NotConvex, SingleRows
 from curvopt.core.losses.loss_blocks import Cells, Head, Probe, Product
 from curvopt.errors import CurvoptError
 
@@ -202,6 +202,8 @@ class GenericLoss:
             if cells is not None:
                 break
         else:
+            if self.N > 1 and all(head.N == 1 for head in self.heads):
+                raise SingleRows(f"{self.name}: it couples rows of calls with one row each; stack them, and call once.")
             raise CurvoptError(
                 f"{self.name}: it couples samples (its Hessian in the network's output has entries between them), but "
                 "second-order quantities need a sum or mean over samples; use KFACEmpirical or first-order quantities."

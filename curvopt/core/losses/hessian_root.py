@@ -215,6 +215,10 @@ class NotConvex(CurvoptError):
     """A loss has negative curvature."""
 
 
+class SingleRows(CurvoptError):
+    """A loss couples rows with which a model was called one by one, which may be parts of one sample."""
+
+
 def root_of_weights(weight: Tensor, what: str, rounding: Tensor | float = 0.0) -> Tensor:
     """The root of the weights of a loss' entries; of what rounding makes negative, zero.
 
