@@ -209,8 +209,8 @@ class CurvatureCollector(OverRanks, ABC):
         if not self._empirical_extensions():
             return None
         # of a last batch with one pair, say
-        passing = isinstance(error, SingleRows) and self._has_curvature()
-        if not self._progress["empirical"] and not passing:
+        alone = isinstance(error, SingleRows) and self._has_curvature()
+        if not self._progress["empirical"] and not alone:
             self._refusal, self._progress["empirical"] = error, True
             return self._empirical_extensions()
         if self._refusal is not None:

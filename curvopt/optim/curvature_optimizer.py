@@ -170,8 +170,7 @@ class CurvatureOptimizer(Resumable):
         check_dense(who, grads, self._names)
         joined = _joined(self, grads) if has_curvature(self.state) else []
         finite = not collected.curvature and are_finite([flat for _, _, flat in joined])
-        known = collected.refused or has_curvature(self.state)
-        accepted = accepted_curvature(who, self._names, self.state, grads, collected, self._over_ranks, finite, known)
+        accepted = accepted_curvature(who, self._names, self.state, grads, collected, self._over_ranks, finite)
         if accepted is None:
             return False
         if self._refresh(grads, collected, accepted) or not joined:
