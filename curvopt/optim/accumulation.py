@@ -179,7 +179,6 @@ class Collected:
             weights.append(own.weight.to(torch.float64))
         weight, step_weight, residual, closure_weight, *of_params = ranks.mean(weights)
         result = Collected({}, weight, step_weight, residual, closure_weight, variables=self.variables)
-        result.refused = self.refused
         means = iter(ranks.mean(sums, chosen))
         for (i, (shapes, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
             result.curvature[params[i]] = Curvature([next(means) for _ in shapes], of_input, mean_weight)

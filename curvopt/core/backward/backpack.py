@@ -117,7 +117,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         self.loss_reduction = "mean"
         #: Asked before a backward, with the leaves that it reaches, whether anything is to be computed in it.
         self.wanted: Callable[[set[Any]], bool] | None = None
-        #: Called with the error where a backward is refused: extensions to try instead, or ``None`` to raise it.
+        #: Called with the error of a refused backward: extensions to try instead (or none), or ``None`` to raise it.
         self.otherwise: Callable[[CurvoptError], Sequence[Extension] | None] | None = None
         #: Whether calls of a model with one row each are samples of one batch; else they are refused.
         self.appends_single_rows = False
