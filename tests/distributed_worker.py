@@ -482,6 +482,43 @@ def compare_losses_without_a_ggn(
     _refuse(make_run(EXACT[names[0]]).train(own, range(1)))
 
 
+def compare_linear_losses(make_run: Callable[..., Any], names: tuple[str, ...], together: bool) -> None:
+    """Where the loss of the first rank is linear in a batch, that batch has the empirical quantity, and no later one.
+
+    Args:
+        together: whether the other ranks have it in this step, too.
+    """
+    size = dist.get_world_size()
+    for name in names:
+        run, alone = make_run(EXACT[name]), Run(EXACT[name], alone=True)
+        usual = run.lossfunc
+        for step in range(7):
+            losses = [linear if step == 1 else usual, *[usual] * (size - 1)]
+            run.lossfunc = losses[dist.get_rank()]
+            run.train(own, range(step, step + 1))
+            assert ("empirical" in run.optimizer.metrics()) == (step == 1)
+            alone.optimizer.zero_grad()
+            parts = zip(losses, *(each.chunk(size) for each in batch(step)), strict=True)
+            with alone.optimizer.curvature() if together else nullcontext():
+                for lossfunc, x, y in parts:
+                    with alone.optimizer.curvature():
+                        (lossfunc(alone.model(x), y) / size).backward()
+            alone.optimizer.step()
+        for a, b in zip(run.weights(), alone.weights(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def linear(z: Tensor, y: Tensor) -> Tensor:
+    return z[:, 0].relu().mean()
+
+
+@check
+def losses_that_are_linear_in_a_batch() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*takes the empirical quantity where the loss is linear")
+        compare_linear_losses(Run, ("KFACSGD", "DiagonalNewton"), together=False)
+
+
 def _refuse(run: Any) -> None:
     """A backward of which there is no curvature at all, where there is some from earlier ones."""
     layer, x, y = run.model.get_submodule("module.0" if hasattr(run.model, "module") else "0"), *own(1)

@@ -21,6 +21,7 @@ from distributed_worker import (
     batch,
     compare_adaptive_damping,
     compare_communication_dtypes,
+    compare_linear_losses,
     compare_losses_without_a_ggn,
     main,
     network,
@@ -337,6 +338,13 @@ def sampled_steps() -> None:
 @check
 def losses_without_a_ggn() -> None:
     compare_losses_without_a_ggn(Sharded, ("KFACSGD", "EKFACSGD"), nn.functional.cross_entropy)
+
+
+@check
+def losses_that_are_linear_in_a_batch() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*takes the empirical quantity where the loss is linear")
+        compare_linear_losses(Sharded, ("KFACSGD", "EKFACSGD"), together=True)
 
 
 @check

@@ -86,7 +86,7 @@ def test_gradient_accumulation(make: Callable) -> None:
 
 @exact_optimizer
 @pytest.mark.parametrize("reset", [True, False])
-@pytest.mark.filterwarnings("ignore:.*linear in its input")
+@pytest.mark.filterwarnings("ignore:.*linear in the network's output")
 def test_accumulation_that_begins_with_a_gradient_of_zeros(make: Callable, reset: bool) -> None:
     """Its curvature and weight count, unless its gradient is reset, to the same zeros, before the next one."""
     whole, halves = (attached(make, dtype=torch.float64) for _ in range(2))

@@ -581,16 +581,18 @@ def test_losses_without_a_root_have_what_errors_advise():
 
 
 def test_linear_loss_warns():
-    z, y = torch.rand(4, 3), torch.rand(4, 3)
-    with pytest.warns(CurvoptWarning, match="L1Loss.*linear"):
-        assert curvature(nn.L1Loss(), z, y).root(0, 3).abs().sum() == 0
-    with warnings.catch_warnings():
+    x, y = torch.rand(4, 3), torch.rand(4, 3)
+    model = extend(nn.Linear(3, 3))
+    with pytest.warns(CurvoptWarning, match="kflr: the extended L1Loss is linear.*GGN is zero"), backpack(KFLR()):
+        extend(nn.L1Loss())(model(x), y).backward()
+    assert not model.weight.kflr[0].any()
+    with warnings.catch_warnings(), backpack(KFLR()):
         warnings.simplefilter("error")
-        curvature(nn.HuberLoss(), z, y)
+        extend(nn.HuberLoss())(model(x), y).backward()
 
 
 @pytest.mark.parametrize("by_entries", [True, False])
-@pytest.mark.filterwarnings("ignore:.*linear in its input")
+@pytest.mark.filterwarnings("ignore:.*linear in the network's output")
 def test_weight_of_a_loss_is_the_same_where_it_is_flat(by_entries: bool):
     model, y = extend(nn.Linear(4, 4, bias=False)), torch.arange(8) % 4
     x = nn.functional.one_hot(y, 4).float()

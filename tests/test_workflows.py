@@ -121,7 +121,6 @@ WITHOUT: dict[str, Callable[[Tensor], Tensor]] = {
     "negative weights": lambda z: (F.cross_entropy(z, y, reduction="none") * t[:, 0]).mean(),
     "coupled samples": lambda z: F.mse_loss(z, t).sqrt(),
     "indefinite": lambda z: z.sin().mean(),
-    "linear": lambda z: -z.mean(),
     "mean over the batch": lambda z: z.mean(0).square().sum(),
     "double": lambda z: F.cross_entropy(z, y) - 0.5 * z.square().mean(),
 }
@@ -163,6 +162,36 @@ def test_losses_without_a_ggn_are_said_once_and_stay_empirical_until_attached_ag
     assert ("empirical" in optimizer.metrics()) == (name in WITHOUT)
     optimizer.attach(model)
     assert "empirical" not in optimizer.metrics()
+
+
+@pytest.mark.parametrize("kind", [functools.partial(KFACSGD, fisher="exact"), KFACAdamW, DiagonalNewton])
+@pytest.mark.parametrize("extended", [True, False])
+def test_losses_that_are_linear_in_a_batch_have_curvature_in_others(kind: Callable, extended: bool) -> None:
+    model, optimizer = attached(kind)
+    lossfunc = extend(nn.HuberLoss()) if extended else F.huber_loss
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for shift in (100.0, 100.0, 0.0, 100.0, 0.0):
+            step(model, optimizer, lambda z, shift=shift: lossfunc(z, t + shift))
+            assert ("empirical" in optimizer.metrics()) == bool(shift)
+    assert [str(each.message) for each in said] == [
+        f"{type(optimizer).__name__} takes the empirical quantity where the loss is linear in the predictions. "
+        f"{'the extended HuberLoss' if extended else 'the loss (HuberLossBackward0)'}: it is linear in the network's "
+        "output, so it has no curvature."
+    ]
+
+
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+@pytest.mark.filterwarnings("ignore:.*linear in the predictions")
+def test_extended_losses_that_are_linear_take_the_steps_of_functions(kind: Callable) -> None:
+    ends = []
+    for lossfunc in (extend(nn.L1Loss()), F.l1_loss):
+        model, optimizer = attached(kind)
+        for _ in range(5):
+            step(model, optimizer, lambda z, lossfunc=lossfunc: lossfunc(z, t))
+        ends.append([p.detach().clone() for p in model.parameters()])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, functools.partial(DiagonalNewton, kl_clip=None)])

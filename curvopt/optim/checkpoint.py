@@ -69,7 +69,7 @@ def new_progress() -> dict[str, Any]:
         "kl": torch.zeros(()),  # of the last step, before clipping
         "last_lrs": [],  # of each group
         "several": None,  # whether predictions have several variables, where that chooses the Fisher matrix
-        "empirical": False,  # whether the empirical quantity took the place of another one
+        "empirical": 0,  # whether the empirical quantity took the place of another one, see `curvopt.optim.collector`
         "clip": torch.zeros(()),  # largest factor of the KL clip since it was looked at, and when
         "looked": 0,
     }

@@ -5,14 +5,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from curvopt import backpack, extend
 from curvopt.core.backward.backpack import attach
-from curvopt.core.losses.hessian_root import SingleRows
+from curvopt.core.losses.hessian_root import NotCurved, SingleRows
 from curvopt.core.recording.extended_parameters import owned_parameters
 from curvopt.core.recording.state import outside_of_graphs
 from curvopt.distributed import Ranks, is_sharded, refuse_sharded, serving
@@ -23,8 +23,8 @@ from curvopt.optim.gathering import GatheredBackward, gathered_parameters, has_a
 from curvopt.optim.over_ranks import OverRanks
 from curvopt.optim.step_checks import check_precision
 
-if TYPE_CHECKING:
-    pass
+#: What ``progress["empirical"]`` may be beside 0: a loss that is linear in one batch (Huber) may be curved in others.
+FOR_NOW, UNTIL_ATTACHED = 1, 2
 
 
 class CurvatureCollector(OverRanks, ABC):
@@ -90,7 +90,8 @@ class CurvatureCollector(OverRanks, ABC):
 
         No loss is refused: where the curvature of a loss is not defined (it is not convex, couples samples, or has no
         second derivative), the optimizer warns once and takes the empirical quantity, the second moments of the
-        samples' gradients, until ``attach()`` is called again; ``coverage()`` and ``metrics()`` say so. Where it is not
+        samples' gradients, until ``attach()`` is called again; ``coverage()`` and ``metrics()`` say so. A loss that is
+        linear in a batch (Huber, far from the targets) gets the empirical quantity for that batch only. Where it is not
         clear what a sample is, it warns, too, and takes the curvature it has, or plain gradients without any.
 
         Args:
@@ -129,7 +130,7 @@ class CurvatureCollector(OverRanks, ABC):
         self._loss_reduction = loss_reduction or self._loss_reduction
         self._attached_to = weakref.ref(model), own
         self._scaler, self._attached = self._scaler if scaler is None else scaler, True
-        self._progress["empirical"] = False
+        self._progress["empirical"] = 0
         self._said.clear()
 
     def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> Any:
@@ -165,6 +166,8 @@ class CurvatureCollector(OverRanks, ABC):
         check_precision(who, self.state, self._params(), self._names)
         self._knows_scale = loss_scale is not None or self._scaler is not None
         scale = loss_scale if loss_scale is not None else 1.0 if self._scaler is None else self._scaler.get_scale()
+        if self._progress["empirical"] == FOR_NOW:
+            self._progress["empirical"] = 0
         extensions = self._empirical_extensions() if self._progress["empirical"] else self._extensions()
         sharding, alone = self._sharding(), self._ranks() is None
         context = (backpack if sharding is None else GatheredBackward)(*extensions, extension_hook=self._collect)
@@ -198,7 +201,7 @@ class CurvatureCollector(OverRanks, ABC):
                 yield
         finally:
             if self._refusal is not None:  # the backward failed
-                self._refusal, self._progress["empirical"] = None, False
+                self._refusal, self._progress["empirical"] = None, 0
 
     def _otherwise(self, error: CurvoptError) -> list[Any] | None:
         """Extensions for a backward that was refused: first the empirical ones, then none.
@@ -211,10 +214,11 @@ class CurvatureCollector(OverRanks, ABC):
         # of a last batch with one pair, say
         alone = isinstance(error, SingleRows) and self._has_curvature()
         if not self._progress["empirical"] and not alone:
-            self._refusal, self._progress["empirical"] = error, True
+            self._refusal = error
+            self._progress["empirical"] = FOR_NOW if isinstance(error, NotCurved) else UNTIL_ATTACHED
             return self._empirical_extensions()
         if self._refusal is not None:
-            error, self._refusal, self._progress["empirical"] = self._refusal, None, False
+            error, self._refusal, self._progress["empirical"] = self._refusal, None, 0
         if self._has_curvature() or self._accumulation.has_begun:
             self._say("refused", f"goes on with the curvature it has, as a backward has none. {error}")
         elif self._attached:
@@ -230,7 +234,10 @@ class CurvatureCollector(OverRanks, ABC):
         """Say once why the empirical quantity is taken."""
         error, self._refusal = self._refusal, None
         if error is not None and not self._wants_empirical():
-            self._say("empirical", f"takes the empirical quantity from now on, until attach() is called. {error}")
+            always = self._progress["empirical"] == UNTIL_ATTACHED
+            when = "from now on, until attach() is called" if always else "where the loss is linear in the predictions"
+            why = str(error).split("; use ")[0].removesuffix(".")  # the rest names extensions
+            self._say("empirical" if always else "linear", f"takes the empirical quantity {when}. {why}.")
 
     @torch.no_grad()
     def _drop_discarded(self) -> None:
@@ -294,7 +301,7 @@ class CurvatureCollector(OverRanks, ABC):
         if sharding is None:
             refuse_sharded((who, name, p) for p, name in names.items())
         equal = equal | {"communication_dtype": str(dtype)}
-        forms, (foreign, seed, draws, variables, refused) = ranks.union(
+        forms, (foreign, seed, draws, variables, refused, self._progress["empirical"]) = ranks.union(
             collected.forms(params),
             list(names.values()),
             [
@@ -303,6 +310,7 @@ class CurvatureCollector(OverRanks, ABC):
                 samples.draws,
                 collected.variables,
                 int(collected.refused),
+                int(self._progress["empirical"]),
             ],
             equal | {"parameters": [list(param.shape) for param in params], "gradients": has_gradients(params)},
         )

@@ -135,7 +135,7 @@ class CurvatureOptimizer(Resumable):
         sharding = None if ranks is None else self._sharding()
         grads = {p: p.grad for p in self._params() if p.grad is not None}
         if ranks is not None and (self._due(grads.keys()) or not self._ranks_agree):
-            run = {name: self._progress[name] for name in ("step", "steps", "due", "next_inverse", "empirical")}
+            run = {name: self._progress[name] for name in ("step", "steps", "due", "next_inverse")}
             damping = [[group.get(name) for name in DAMPINGS] for group in self.param_groups]
             collected = self._exchange(collected, ranks, run | {"damping": damping})
         if not grads:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from curvopt import backpack
+from curvopt.core.losses.hessian_root import NotCurved
 from curvopt.core.recording.extend import remember_parameters
 from curvopt.core.recording.extended_parameters import extended_name
 from curvopt.distributed import Ranks, fsdp_groups, fsdp_params, fsdp_states, serving
@@ -94,8 +95,11 @@ class GatheredBackward(backpack):
             begun = super()._attempt(how)
         except CurvoptError as error:
             refusal = error
-        if self.ranks.sum(int(refusal is not None)) > 0:
-            raise refusal or CurvoptError("The backward was refused on another rank, whose error says why.")
+        size = self.ranks.size
+        refused = self.ranks.sum(0 if refusal is None else 1 if isinstance(refusal, NotCurved) else size + 1)
+        if refused > 0:
+            kind = CurvoptError if refused > size else NotCurved
+            raise refusal or kind("The backward was refused on another rank, which says why.")
         return begun
 
 

@@ -33,7 +33,7 @@ from curvopt.core.backward.kfra import kfra_jacobians
 from curvopt.core.backward.request_checks import fields_of, naming_fields, warn_of_columns
 from curvopt.core.jacobians.sums import cast
 from curvopt.core.losses.generic_loss import GenericLoss
-from curvopt.core.losses.hessian_root import Diagonal, Loss, LossCurvature, NotConvex
+from curvopt.core.losses.hessian_root import Diagonal, Loss, LossCurvature, NotConvex, NotCurved
 from curvopt.core.losses.loss_blocks import Head
 from curvopt.errors import CurvoptError, CurvoptWarning
 
@@ -78,6 +78,8 @@ def second_order(run: BackwardPass, arrived: Mapping[GradientEdge, Tensor]) -> N
         run.weight = 0.0
         second_order_of_any_loss(run, loss)
         return
+    if factored and (ggn := _ggn(run)) and all(map(_is_linear, factored)):
+        _say_linear(run, ggn, factored[0].loss.describe())
     by_columns = _by_columns(run)
     remaining = len(by_columns) + sum(isinstance(e.columns, Hessian) for e in run.second_order)
     for columns, extensions in by_columns.items():
@@ -104,16 +106,8 @@ def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
     edges = [head.edge for head in loss.heads]
     try:
         run.weight, run.residual = loss.weight, inf
-        curved = [e for e in run.second_order if isinstance(e.columns, (Exact, MonteCarlo))]
-        if curved and run.counted is not None:
-            loss.check_curved()
-        elif (ggn := [e for e in curved if not isinstance(e.columns, Hessian)]) and loss.is_linear:
-            warnings.warn(
-                f"{fields_of(ggn)}: {loss.name} is linear in the network's output, so the GGN is zero. Where a model "
-                "contains its loss, or a loss has parameters, let the model return predictions.",
-                CurvoptWarning,
-                stacklevel=2,
-            )
+        if (ggn := _ggn(run)) and loss.is_linear:
+            _say_linear(run, ggn, loss.name)
         for columns, extensions in _by_columns(run).items():
             if isinstance(columns, Exact):
                 warn_of_columns(extensions, loss.num_columns)
@@ -131,6 +125,8 @@ def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
                 _sweep_chunks(run, edges, column, extensions, False)
         for hessian, extensions in _of_hessian(run).items():
             sweep_residuals(run, edges, loss.slope, hessian.modify, extensions)
+    except NotCurved:
+        raise
     except CurvoptError as error:
         raise naming_fields(run.second_order, error) from error
     except RuntimeError as error:
@@ -141,6 +137,31 @@ def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
             "backward runs once; compute it outside of what is compiled, or set "
             "donated_buffer = False in PyTorch's functorch configuration before it is compiled."
         ) from error
+
+
+def _ggn(run: BackwardPass) -> list[Extension]:
+    """Extensions that a loss without curvature leaves with zeros; for optimizers also those of the Hessian."""
+    of_hessian = Hessian if run.counted is None else ()
+    curved = [e for e in run.second_order if isinstance(e.columns, (Exact, MonteCarlo))]
+    return [e for e in curved if not isinstance(e.columns, of_hessian)]
+
+
+def _is_linear(loss: FactoredLoss) -> bool:
+    """Whether the Hessian is zero and the gradient is not."""
+    curvature = loss.curvature
+    return type(curvature) is Diagonal and not curvature.diagonal.any() and bool(loss.loss.slope(loss.grad).any())
+
+
+def _say_linear(run: BackwardPass, ggn: Sequence[Extension], name: str) -> None:
+    """Refuse a loss that is linear in the network's output where an optimizer wants its curvature, else warn."""
+    if run.counted is not None:
+        raise NotCurved(f"{name}: it is linear in the network's output, so it has no curvature; use KFACEmpirical.")
+    warnings.warn(
+        f"{fields_of(ggn)}: {name} is linear in the network's output, so the GGN is zero. Where a model "
+        "contains its loss, or a loss has parameters, let the model return predictions.",
+        CurvoptWarning,
+        stacklevel=2,
+    )
 
 
 def _of_whole_batch(weights: Tensor | None, head: Head, N: int) -> Tensor | None:

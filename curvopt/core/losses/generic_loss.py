@@ -162,17 +162,6 @@ class GenericLoss:
         """Whether the Hessian is zero and the gradient is not: of hinge losses, of a critic's score."""
         return not any(blocks.values.any() for blocks in self.blocks) and any(slope.any() for slope in self.slope)
 
-    def check_curved(self) -> None:
-        """Raise where the loss has no curvature for an optimizer.
-
-        Raises:
-            CurvoptError: if it is linear.
-        """
-        if self.is_linear:
-            raise CurvoptError(
-                f"{self.name}: it is linear in the network's output, so it has no curvature; use KFACEmpirical."
-            )
-
     def check_definite(self) -> None:
         """Raise where there is no Gauss-Newton matrix.
 

@@ -215,6 +215,10 @@ class NotConvex(CurvoptError):
     """A loss has negative curvature."""
 
 
+class NotCurved(CurvoptError):
+    """A loss is linear in the network's output, perhaps in this batch only."""
+
+
 class SingleRows(CurvoptError):
     """A loss couples rows with which a model was called one by one, which may be parts of one sample."""
 

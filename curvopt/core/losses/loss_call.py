@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from curvopt.core.losses.hessian_root import Diagonal, LossCurvature, root_of_we
 from curvopt.core.losses.loss_blocks import Head
 from curvopt.core.losses.registry import _losses
 from curvopt.core.recording.calls import describe, version
-from curvopt.errors import CurvoptError, CurvoptWarning
+from curvopt.errors import CurvoptError
 
 
 class LossCall:
@@ -106,12 +105,6 @@ class LossCall:
             loss = GenericLoss([self.value], [one], [head], len(z), whole, self.describe())
             loss.check_definite()
         (blocks,) = loss.blocks
-        if not blocks.values.any():
-            warnings.warn(
-                f"{self.describe()}: it is (piecewise) linear in its input, so its GGN is zero here.",
-                CurvoptWarning,
-                stacklevel=2,
-            )
         curvature: LossCurvature
         if blocks.cells.shape[2] > 1:
             if differentiable:
