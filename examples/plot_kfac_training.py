@@ -44,16 +44,16 @@ def train(model: nn.Module, lossfunc: nn.Module, optimizer: torch.optim.Optimize
 
 
 # %%
-# SGD with momentum at a few learning rates, and KFACSGD as it comes but for learning rate and damping.
+# SGD with momentum at a few learning rates, and KFACSGD with its defaults.
 curves = {}
 for lr in (0.01, 0.03, 0.1):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     curves[f"SGD, lr {lr:g}"] = train(model, nn.CrossEntropyLoss(), optimizer)
 model, lossfunc = make_model(), nn.CrossEntropyLoss()
-optimizer = KFACSGD(model.parameters(), lr=0.03, damping=0.03)
+optimizer = KFACSGD(model.parameters())
 optimizer.attach(model, lossfunc)
-curves["KFACSGD, lr 0.03"] = train(model, lossfunc, optimizer)
+curves["KFACSGD"] = train(model, lossfunc, optimizer)
 
 # %%
 # The optimizer can say what it does: which kind of curvature stands before the gradient of each parameter.

@@ -159,13 +159,13 @@ class Preconditioned(InTurn):
     """KFACPreconditioner in front of SGD with momentum 0.9, AdamW or Muon."""
 
     def __init__(self, model: nn.Module, base: str = "sgd", lr: float = 0.01, **options: Any) -> None:
-        super().__init__(KFACPreconditioner(model, lr=lr, **options), _BASES[base](model, lr=lr))
+        super().__init__(KFACPreconditioner(model, **options), _BASES[base](model, lr=lr))
 
 
 def _preconditioned_parameters() -> list[inspect.Parameter]:
     own, theirs = (inspect.signature(kind, eval_str=True).parameters for kind in (Preconditioned, KFACPreconditioner))
     base = own["base"].replace(annotation=Literal[tuple(_BASES)])
-    return [own["model"], base, own["lr"], *(p for name, p in theirs.items() if name not in ("model", "lr"))]
+    return [own["model"], base, own["lr"], *(p for name, p in theirs.items() if name != "model")]
 
 
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:

@@ -27,8 +27,8 @@ LEFT_OUT = (
 )
 #: ... and of the tests of optimizers the few that are about numbers; their steps are in `on_device.py`.
 OF_OPTIMIZERS = (
-    "follows_the_reduction_ratio or test_closure or kl_clip or half_batches or decoupled or schedule or grad_scaler or "
-    "preconditioned_gradient or when_due or full_solve or dense or cg_starts or batch_size"
+    "follows_the_reduction_ratio or test_closure or rms_clip or half_batches or decoupled or schedule or "
+    "grad_scaler or preconditioned_gradient or when_due or full_solve or dense or cg_starts or batch_size"
 )
 SELECTED = f"not ({ABSENT} or {LEFT_OUT}) and (not (test_optim or test_hessian_free) or {OF_OPTIMIZERS})"
 

@@ -111,7 +111,7 @@ def test_accumulation_that_begins_with_a_gradient_of_zeros(make: Callable, reset
 
 
 def test_a_state_loaded_between_accumulated_backwards_leaves_what_belongs_to_the_gradients() -> None:
-    plain, loaded = (attached(KFACSGD, fisher="exact", kl_clip=None) for _ in range(2))
+    plain, loaded = (attached(KFACSGD, fisher="exact", rms_clip=None) for _ in range(2))
     for step in range(3):
         for run in (plain, loaded):
             run.optimizer.zero_grad()
@@ -343,9 +343,9 @@ def test_two_optimizers_share_a_model() -> None:
         return [p.detach() for p in params]
 
     def kfac(params: list[Tensor]) -> KFACSGD:
-        return KFACSGD(params, fisher="exact", kl_clip=None, lr=0.01, damping=0.05)
+        return KFACSGD(params, fisher="exact", rms_clip=None, lr=0.01, damping=0.05)
 
-    together = Run(KFACSGD, dtype=torch.float64, fisher="exact", kl_clip=None, lr=0.01, damping=0.05)
+    together = Run(KFACSGD, dtype=torch.float64, fisher="exact", rms_clip=None, lr=0.01, damping=0.05)
     for step in range(6):
         together.optimizer.zero_grad()
         with together.optimizer.curvature():

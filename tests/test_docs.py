@@ -206,6 +206,6 @@ def test_the_options_of_kfac_preconditioner_exist():
     from curvopt.optim import KFACPreconditioner
 
     options = inspect.signature(KFACPreconditioner).parameters
-    assert {"curvature_every", "inverse_every", "damping", "ema", "kl_clip", "lr", "fisher", "max_factor_size"} <= set(
+    assert {"curvature_every", "inverse_every", "damping", "ema", "rms_clip", "fisher", "max_factor_size"} <= set(
         options
     )

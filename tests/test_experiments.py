@@ -86,7 +86,7 @@ def test_divergence_stops_the_run_and_says_what_to_lower(tmp_path: Path) -> None
 
 
 def test_damping_follows_the_loss_where_that_is_asked_for(tmp_path: Path) -> None:
-    adaptive = OPTIMIZERS["kfac-sgd"](adaptive_damping=True)
+    adaptive = OPTIMIZERS["kfac-sgd"](adaptive_damping=True, damping=0.01)
     rows = [row for row in read_metrics(run(tmp_path / "adaptive", adaptive)) if "optim/damping" in row]
     factors = {
         round(after["optim/damping"] / before["optim/damping"], 6)
@@ -95,7 +95,7 @@ def test_damping_follows_the_loss_where_that_is_asked_for(tmp_path: Path) -> Non
     assert 1 in factors and 2 <= len(factors) and factors <= {1, round(0.95**5, 6), round(0.95**-5, 6)}
     assert all("optim/reduction_ratio" in row for row in rows)
     with pytest.raises(DivergedError, match=r"kfac-sgd \(lr 1e\+30.*lower --lr or raise --damping"):
-        run(tmp_path / "diverges", replace(adaptive, lr=1e30, kl_clip=None))
+        run(tmp_path / "diverges", replace(adaptive, lr=1e30, rms_clip=None))
     last = [row for row in read_metrics(tmp_path / "diverges") if "train/batch_loss" in row][-1]
     assert last["train/batch_loss"] is None  # the row is there
 
@@ -256,7 +256,7 @@ def test_none_is_a_setting_of_its_own() -> None:
     arguments = ["--problem", "mnist5k-autoencoder", "kfac-sgd"]
     left, none = (
         parse([*arguments, *settings]).resolved().optimizer.options()
-        for settings in ((), ("--kl-clip", "None", "--max-factor-size", "None"))
+        for settings in ((), ("--rms-clip", "None", "--max-factor-size", "None"))
     )
-    assert (left["kl_clip"], left["max_factor_size"], left["damping"]) == (0.0001, 128, 0.005)
-    assert none == {**left, "kl_clip": None, "max_factor_size": None}
+    assert (left["rms_clip"], left["max_factor_size"], left["damping"]) == (0.015, 128, None)
+    assert none == {**left, "rms_clip": None, "max_factor_size": None}

@@ -35,7 +35,7 @@ def dense_ggn(run: Run, step: int) -> dict[Tensor, Tensor]:
 @pytest.mark.parametrize("model", [mlp, cnn, Tokens])
 def test_ekfac_step_is_the_dense_solve_with_the_best_diagonal(model) -> None:
     """In one's own basis, the diagonal of the GGN is the closest of all to it in the Frobenius norm."""
-    run = Run(EKFACSGD, model, fisher="exact", lr=1.0, momentum=0.0, damping=0.3, ema=0.0, kl_clip=None, **DOUBLE)
+    run = Run(EKFACSGD, model, fisher="exact", lr=1.0, momentum=0.0, damping=0.3, ema=0.0, rms_clip=None, **DOUBLE)
     run.train(1)
     run.optimizer.curvature_every = run.optimizer.inverse_every = 1
     ggn, before = dense_ggn(run, 1), run.weights()
@@ -214,8 +214,8 @@ def test_renewed_bases_of_blocks_keep_to_the_factor(d: int) -> None:
 
 
 def test_preconditioner_in_front_of_sgd_is_kfac_sgd() -> None:
-    options = {"damping": 0.1, "fisher": "exact", "kl_clip": 1e-3, "lr": 0.03}
-    run = Run(KFACSGD, cnn, momentum=0.9, **options, **DOUBLE).train(6)
+    options = {"damping": 0.1, "fisher": "exact", "rms_clip": 1e-3}
+    run = Run(KFACSGD, cnn, lr=0.03, momentum=0.9, **options, **DOUBLE).train(6)
     other = Run(lambda params, **o: torch.optim.SGD(params, lr=0.03, momentum=0.9), cnn, **DOUBLE)
     preconditioner = KFACPreconditioner(other.model, **options)
     for step in range(6):

@@ -58,7 +58,7 @@ def test_groups_have_their_own_options_alone(kind: type) -> None:
         (KFACSGD, {"damping": "0.1"}),
         (EKFACSGD, {"relative_damping": None}),
         *((kind, {"curvature_every": 2.5}) for kind in KINDS[:-1]),
-        (KFACSGD, {"kl_clip": "0.1"}),
+        (KFACSGD, {"rms_clip": "0.1"}),
         (KFACAdamW, {"ema": None}),
         (EKFACSGD, {"inverse_every": True}),
         (HessianFree, {"cg_iterations": 2.5}),
@@ -121,4 +121,4 @@ def test_hessian_free_loads_a_state_more_than_once() -> None:
 def test_a_preconditioner_has_its_options_in_its_defaults() -> None:
     optimizer = KFACPreconditioner(nn.Linear(3, 2))
     assert {*inspect.signature(KFACPreconditioner).parameters} - {"model"} <= optimizer.defaults.keys()
-    assert "kl_clip: None" in repr(optimizer)
+    assert "rms_clip: None" in repr(optimizer)

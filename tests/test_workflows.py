@@ -194,7 +194,7 @@ def test_extended_losses_that_are_linear_take_the_steps_of_functions(kind: Calla
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, functools.partial(DiagonalNewton, kl_clip=None)])
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, functools.partial(DiagonalNewton, rms_clip=None)])
 @pytest.mark.parametrize("scale", [1.0, 7.0])
 def test_empirical_curvature_and_steps_are_those_of_a_mean_loss(kind: Callable, scale: float) -> None:
     """Whatever scales the loss, and also where it is a sum, which is said."""
@@ -276,16 +276,6 @@ def test_a_refresh_that_is_overdue_warns_once() -> None:
         for _ in range(30):
             step(model, new, lambda z: F.cross_entropy(z, y))
     assert len(said) == 1
-
-
-def test_a_clip_that_is_always_at_work_is_said_once() -> None:
-    for kl_clip, times in ((1e-9, 1), (None, 0)):
-        model, optimizer = attached(KFACSGD, kl_clip=kl_clip)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            for _ in range(250):
-                step(model, optimizer, lambda z: F.cross_entropy(z, y))
-        assert sum("kl_clip" in str(each.message) for each in said) == times
 
 
 class Poisson:

@@ -105,7 +105,6 @@ class Collected:
         weight: of the losses that were differentiated.
         step_weight: that weight in units of the gradients that reach ``step()`` (without the scale of a
             ``GradScaler``).
-        residual: of squared errors their mean times their weight, infinite with any other loss.
         closure_weight: the part of ``step_weight`` that belongs to the closure of the step.
         foreign: number of parameters of other optimizers that received curvature where none of ours did; -1 if some of
             ours did, or if there was no backward at all.
@@ -118,7 +117,6 @@ class Collected:
     curvature: dict[Tensor, Curvature] = field(default_factory=dict)
     weight: Tensor = _ZERO
     step_weight: Tensor = _ZERO
-    residual: Tensor = _ZERO
     closure_weight: Tensor = _ZERO
     foreign: int = -1
     variables: int = 1
@@ -140,7 +138,6 @@ class Collected:
             else:
                 self.mixed.add(param)
         self.weight = self.weight.to(other.weight) + other.weight
-        self.residual = self.residual.to(other.residual) + other.residual
         self.step_weight = self.step_weight.to(other.step_weight) + other.step_weight
 
     def loss_was_scaled(self, scale: float) -> None:
@@ -168,17 +165,15 @@ class Collected:
         """
         device = params[0].device
         # of one dtype, whatever that of the losses: a rank may have none
-        weights = [
-            w.to(device, torch.float64) for w in (self.weight, self.step_weight, self.residual, self.closure_weight)
-        ]
+        weights = [w.to(device, torch.float64) for w in (self.weight, self.step_weight, self.closure_weight)]
         sums: list[Tensor] = []
         for i, (shapes, dtype, of_input) in forms.items():
             zeros = [torch.zeros(shape, dtype=getattr(torch, dtype), device=params[i].device) for shape in shapes]
             own = self.curvature.get(params[i], Curvature(zeros, of_input, torch.zeros((), device=params[i].device)))
             sums += own.sums
             weights.append(own.weight.to(torch.float64))
-        weight, step_weight, residual, closure_weight, *of_params = ranks.mean(weights)
-        result = Collected({}, weight, step_weight, residual, closure_weight, variables=self.variables)
+        weight, step_weight, closure_weight, *of_params = ranks.mean(weights)
+        result = Collected({}, weight, step_weight, closure_weight, variables=self.variables)
         means = iter(ranks.mean(sums, chosen))
         for (i, (shapes, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
             result.curvature[params[i]] = Curvature([next(means) for _ in shapes], of_input, mean_weight)
@@ -229,7 +224,6 @@ class Accumulation:
         self,
         weight: Tensor | float,
         variables: int,
-        residual: Tensor | float,
         loss_scale: float | Tensor,
         empirical: bool,
     ) -> None:
@@ -238,7 +232,6 @@ class Accumulation:
         Args:
             weight: of its loss.
             variables: of a prediction.
-            residual: mean squared errors times weight.
             loss_scale: factor of the loss that the gradients of the step do not have.
             empirical: whether the factors are those of `curvopt.optim.empirical`.
         """
@@ -246,8 +239,7 @@ class Accumulation:
         if self.this_context is None or not factors:
             return
         weight = widened(torch.as_tensor(weight, device=next(iter(factors)).device))
-        residual = torch.as_tensor(residual, device=weight.device).to(weight)
-        collected = Collected({}, weight, weight / loss_scale, residual, variables=variables)
+        collected = Collected({}, weight, weight / loss_scale, variables=variables)
         for param, (tensors, of_input) in factors.items():
             if empirical:
                 least = torch.finfo(weight.dtype).tiny

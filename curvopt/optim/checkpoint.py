@@ -64,14 +64,9 @@ def new_progress() -> dict[str, Any]:
         "step_weight": torch.ones(()),
         "closure_weight": torch.zeros(()),
         "variables": 1,
-        "residual": torch.ones(()),  # the mean squared error, infinite for other losses
         "mean_curvature": torch.zeros(()),
-        "kl": torch.zeros(()),  # of the last step, before clipping
-        "last_lrs": [],  # of each group
         "several": None,  # whether predictions have several variables, where that chooses the Fisher matrix
         "empirical": 0,  # whether the empirical quantity took the place of another one, see `curvopt.optim.collector`
-        "clip": torch.zeros(()),  # largest factor of the KL clip since it was looked at, and when
-        "looked": 0,
     }
 
 

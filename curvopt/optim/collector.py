@@ -190,9 +190,9 @@ class CurvatureCollector(OverRanks, ABC):
                 sharding.has_begun |= found
             return found
 
-        def finished(weight: Tensor | float, variables: int, residual: Tensor | float) -> None:
+        def finished(weight: Tensor | float, variables: int) -> None:
             self._say_refusal()
-            accumulation.end_backward(weight, variables, residual, scale, self._progress["empirical"])
+            accumulation.end_backward(weight, variables, scale, self._progress["empirical"])
 
         context.wanted, context.finished = is_wanted, finished
         # step() looks whether other ranks received some

@@ -20,7 +20,7 @@ class Configured(torch.optim.Optimizer):
     """
 
     #: Options of the whole run, where an optimizer has them.
-    kl_clip: float | None = None
+    rms_clip: float | None = None
     adaptive_damping: bool = False
     on_nonfinite: str = "raise"
     curvature_every: int

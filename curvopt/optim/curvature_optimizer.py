@@ -36,11 +36,9 @@ from curvopt.optim.step_checks import (
 from curvopt.optim.step_size import (
     ADAPT_EVERY,
     by_device,
-    clip_is_tight,
     cosine,
     damping_of,
-    kl_clip_factor,
-    shorten_momentum,
+    rms_clip_factor,
 )
 from curvopt.optim.torch_step import decay_weights, take_torch_step
 
@@ -70,7 +68,7 @@ class CurvatureOptimizer(Resumable):
     solver's results.
 
     All curvature is kept per unit of weight of the loss, that is for a mean-reduced loss, and gradients are divided by
-    the weight of theirs: so ``damping`` and ``kl_clip`` have one meaning at any batch size, reduction, number of
+    the weight of theirs: so ``damping`` and ``rms_clip`` have one meaning at any batch size, reduction, number of
     accumulated backwards or loss scale.
 
     The gradients seen by the caller do not change: ``.grad`` is exchanged for the preconditioned gradient only while
@@ -140,7 +138,7 @@ class CurvatureOptimizer(Resumable):
             collected = self._exchange(collected, ranks, run | {"damping": damping})
         if not grads:
             return loss
-        check_schedules(type(self).__name__, self.kl_clip, self.param_groups)
+        check_schedules(type(self).__name__, self.rms_clip, self.param_groups)
         owned = dict[Tensor, Tensor]()
         before = [] if objective is None else [own_part(param).clone() for param in grads]
         try:
@@ -202,15 +200,8 @@ class CurvatureOptimizer(Resumable):
         """Move new factors into the averages, and call ``_renew`` if that is due: then true."""
         progress = self._progress
         if self._on_any_rank(accepted):
-            if self.kl_clip is not None and clip_is_tight(progress):
-                self._say(
-                    "clip",
-                    f"shortens each step to less than half by kl_clip={self.kl_clip:g}, so that lr hardly matters: "
-                    "tune kl_clip, or lower lr.",
-                )
             progress["stale"] = True
             progress |= {name: getattr(collected, name) for name in ("step_weight", "closure_weight", "variables")}
-            progress["residual"] = collected.residual / collected.weight
             accepted = self._settle(accepted, collected)
             decays = self._decays()
             self._forget_other_forms(accepted, collected.mixed)
@@ -282,7 +273,7 @@ class CurvatureOptimizer(Resumable):
     def _precondition(
         self, grads: dict[Tensor, Tensor], joined: list[tuple[int, Stack, Tensor]]
     ) -> dict[Tensor, Tensor]:
-        """The preconditioned gradients, from those that are `_joined`, scaled by the KL clip; records the metrics."""
+        """The preconditioned gradients, from those that are `_joined`, clipped; records the metrics."""
         sums = [] if joined else [torch.zeros(5, dtype=torch.float64, device=self._device())]
         dampings = [damping_of(group, self._progress["mean_curvature"]) for group in self.param_groups]
         solved: list[tuple[Stack, Tensor]] = []
@@ -290,20 +281,18 @@ class CurvatureOptimizer(Resumable):
             update, rate = self._solve(stack, grad, dampings[i]), self.param_groups[i]["lr"] ** 2
             solved.append((stack, update))
             ug, uu, gg = update.dot(grad), update.dot(update), grad.dot(grad)
-            sums.append(torch.stack([ug, uu, gg, ug * rate, uu * rate]))
+            # rows of an embedding that no token asked for have no part in the mean
+            sums.append(torch.stack([ug, uu, gg, uu * rate, grad.count_nonzero().to(uu)]))
         # the sums are divided by the weight of the loss, not the gradients; so are the updates, below
-        total = self._over_ranks(reduce(torch.add, [each.to(sums[0]) for each in sums]))
+        total, count = self._over_ranks(reduce(torch.add, [each.to(sums[0]) for each in sums])).split([4, 1])
         weight = self._progress["step_weight"].to(total)
         # twice, because the square of the weight may leave the range of float32
-        ug, uu, gg, quadratic, length = (total / weight / weight).unbind()
-        quadratic = self._kl(quadratic, solved, weight)
-        clip = kl_clip_factor(quadratic, self.kl_clip)
-        shorten_momentum(self.param_groups, self.state, self._progress, self.kl_clip)
-        self._progress["kl"] = quadratic
-        self._progress["clip"] = torch.maximum(self._progress["clip"].to(clip), clip)
+        ug, uu, gg, length = (total / weight / weight).unbind()
+        square = uu / count[0].clamp(min=1)
+        clip = rms_clip_factor(square, self.rms_clip)
         self._metrics |= {
-            "kl": clip.square() * quadratic,
-            "kl_clip_factor": clip,
+            "rms": clip * square.sqrt(),
+            "clip_factor": clip,
             "step_norm": clip * length.sqrt(),
             "grad_norm": gg.sqrt(),
             "cosine": cosine(ug, uu, gg),
@@ -313,16 +302,6 @@ class CurvatureOptimizer(Resumable):
         for device, own in by_device([update for _, update in solved]).items():
             torch._foreach_mul_(own, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
         return by_parameter(solved, grads)
-
-    def _kl(self, quadratic: Tensor, solved: Sequence[tuple[Stack, Tensor]], weight: Tensor) -> Tensor:
-        """The number that the KL clip bounds: the change predicted by the curvature, per variable of a prediction.
-
-        Args:
-            quadratic: ``lr² uᵀg``.
-            solved: ``u`` of parameters in stacks, ``[P]``, still times ``weight``.
-            weight: of the loss.
-        """
-        return quadratic / self._progress["variables"]
 
     def _take_torch_step(self, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
         """Run the step of the torch optimizer on ``update`` in place of the gradients."""
@@ -347,8 +326,8 @@ class CurvatureOptimizer(Resumable):
     def metrics(self) -> dict[str, float | Tensor]:
         """Numbers of the last step; tensors ``[]`` stay on the device until you read them.
 
-        ``kl``: the number that ``kl_clip`` bounds, after clipping; unless the optimizer says otherwise, ``lr² uᵀg`` per
-        variable of a prediction. ``kl_clip_factor``: 1 if not clipped.
+        ``rms``: root mean square of the entries of the preconditioned gradient, after clipping. ``clip_factor``: 1 if
+        not clipped by ``rms_clip``.
         ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss. ``cosine``: between
         gradient and preconditioned gradient. ``damping``: of the first group. ``fallbacks``: matrices that needed more
         than the usual factorisation at the last renewal. ``condition``: largest condition number of a damped factor

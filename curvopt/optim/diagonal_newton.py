@@ -1,6 +1,5 @@
 """SGD on gradients divided by a curvature diagonal (Becker & LeCun 1989)."""
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,21 +9,19 @@ from curvopt.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
 from curvopt.optim.accumulation import pop_field
 from curvopt.optim.empirical import GradientDiagonal
 from curvopt.optim.solvers import FactoredInverse
-from curvopt.optim.stacks import Stack
 
 
 class DiagonalNewton(FactoredInverse, torch.optim.SGD):
     """``torch.optim.SGD`` whose gradient ``g`` is replaced by ``ν g / (h + λ)``.
 
     ``h`` is a moving average of the diagonal of the GGN (or Fisher) matrix or of the Hessian, ``λ`` the damping,
-    ``ν ≤ 1`` the KL clip. Use it as ``KFACSGD``: loop, checkpoints and shared options are alike.
+    ``ν ≤ 1`` bounds the entries' root mean square. Use it as ``KFACSGD``: loop, checkpoints and shared options are
+    alike.
 
     The diagonal ignores how parameters act together: of the change ``δᵀGδ`` that a step ``δ`` makes, it
-    predicts a small part ``Σ hᵢδᵢ²``, one in hundreds or thousands for usual networks. So the clip bounds the largest
-    change that a matrix with this diagonal allows: ``δᵀGδ ≤ (Σ √hᵢ |δᵢ|)²`` for every positive semi-definite ``G``,
-    by the Cauchy-Schwarz inequality; or the prediction of the damped diagonal, where that is more: in directions
-    without curvature. The first diagonal of a parameter is from one batch, whose small entries say little: they are
-    raised to its mean.
+    predicts a small part ``Σ hᵢδᵢ²``, one in hundreds or thousands for usual networks. So the bound is at work in most
+    steps. The first diagonal of a parameter is from one batch, whose small entries say little: they are raised to its
+    mean.
 
     Args:
         params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, ``damping``,
@@ -35,14 +32,13 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         modify: replaces the negative entries of ``"diag_h"`` by their absolute value (``"abs"``) or zero (``"clip"``).
         damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
         ema: decay of the average per step, whatever the interval between refreshes.
-        kl_clip: bound ``κ`` on ``lr² (Σ √hᵢ |uᵢ|)² / √V``, and on ``lr² uᵀ g / V``, of a step ``u`` over all groups,
-            with ``V`` the number of variables that a prediction has (1 for a class, a sample's entries for
-            element-wise losses); ``None`` for none. The root is by experience. For squared errors of mean r it is
-            ``κ min(r / 100, 1)``.
+        rms_clip: bound on the root mean square of the preconditioned gradient's entries over all groups, entries
+            without a gradient left out (Shazeer & Stern 2018, section 6); ``None`` for none. That of a step is at most
+            ``lr * rms_clip / (1 - momentum)``, 0.003 with the defaults, where that of Adam is at most about ``lr``.
         curvature_every: steps between refreshes of the diagonal, reached gradually from 1.
         adaptive_damping: every fifth step, multiply ``damping`` by (19/20)^5 or its inverse if the change of the loss
             was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``. No step is taken back: from a
-            damping far too low it is the KL clip that keeps the first ones short.
+            damping far too low it is the clip that keeps the first ones short.
         mc_samples: samples per datum for ``curvature="diag_ggn_mc"``, drawn from a generator of the optimizer.
         weight_decay: decoupled: ``p *= 1 - lr * weight_decay``.
         dampening: as in SGD.
@@ -58,14 +54,14 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.05,
-        momentum: float = 0.9,
+        lr: float | Tensor = 0.04,
+        momentum: float = 0.8,
         *,
         curvature: Literal["diag_ggn_mc", "diag_ggn_exact", "diag_h"] = "diag_ggn_mc",
         modify: Literal["abs", "clip"] = "abs",
         damping: float = 0.001,
         ema: float = 0.995,
-        kl_clip: float | None = 0.1,
+        rms_clip: float | None = 0.015,
         curvature_every: int = 10,
         adaptive_damping: bool = False,
         mc_samples: int = 1,
@@ -85,7 +81,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         self._configure(
             damping=damping,
             ema=ema,
-            kl_clip=kl_clip,
+            rms_clip=rms_clip,
             curvature_every=curvature_every,
             inverse_every=1,
             adaptive_damping=adaptive_damping,
@@ -121,23 +117,3 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         if "factors" not in self.state[param]:  # of one batch: small entries say little
             diagonal = torch.maximum(diagonal, diagonal.mean())
         super()._average(param, [diagonal], decay)
-
-    def _renew(self) -> None:
-        super()._renew()
-        mean = self._progress["mean_curvature"] * self._has_curvature()
-        for param in self._params():
-            state = self.state[param]
-            state["scales"] = [h.sqrt().to(param.device) for h in state.get("factors", [mean])]
-
-    def _kl(self, quadratic: Tensor, solved: Sequence[tuple[Stack, Tensor]], weight: Tensor) -> Tensor:
-        length = torch.zeros_like(quadratic)
-        rates = {param: group["lr"] for group in self.param_groups for param in group["params"]}
-        for stack, update in solved:
-            scales = {p: self.state[p]["scales"][0].expand(p.numel()) for p in stack.params}
-            length += rates[stack.params[0]] * (update * stack.join(scales)).abs().sum().to(quadratic)
-        length = self._over_ranks(length)
-        bound = (length / weight).square() / self._progress["variables"] ** 0.5
-        # where there is damping and no curvature
-        bound = torch.maximum(bound, super()._kl(quadratic, solved, weight))
-        # by experience: longer steps kill the ReLUs of regressions
-        return bound / (0.01 * self._progress["residual"].to(bound)).clamp(max=1)

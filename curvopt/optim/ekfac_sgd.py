@@ -1,6 +1,6 @@
 """SGD on gradients preconditioned in the Kronecker-factored eigenbasis (George et al. 2018)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -34,14 +34,14 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         relative_damping: ``λ`` in multiples of the mean curvature of all parameters, which follows it in training; read
             when the curvature is renewed.
         ema: decay of the averages per step, whatever the interval between refreshes.
-        kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step over all groups, for each variable that a
-            prediction has (1 for a class, a sample's entries for element-wise losses); ``None`` for none. For squared
-            errors it is relative to their mean, if that is below 1.
+        rms_clip: bound on the root mean square of the preconditioned gradient's entries over all groups, entries
+            without a gradient left out (Shazeer & Stern 2018, section 6); ``None`` for none. That of a step is at most
+            ``lr * rms_clip / (1 - momentum)``, 0.005 with the defaults, where that of Adam is at most about ``lr``.
         curvature_every: steps between refreshes of factors and scales, reached gradually from 1.
         inverse_every: steps between checks of the bases, reached gradually from 1.
         adaptive_damping: every fifth step, multiply the damping by (19/20)^5 or its inverse if the change of the loss
             was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``. No step is taken back: from a
-            damping far too low it is the KL clip that keeps the first ones short.
+            damping far too low it is the clip that keeps the first ones short.
         fisher: ``"empirical"`` takes each prediction's own gradient, ``"mc"`` one at a target drawn from the model,
             ``"exact"`` sweeps one vector per output (KFLR). The empirical matrix is no curvature at a minimum (Kunstner
             et al. 2019), but on the way it contains that predicted variables err together. So ``None`` takes it where
@@ -64,13 +64,13 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor = 0.07,
         momentum: float = 0.8,
         *,
         damping: float | None = None,
-        relative_damping: float = 2.0,
+        relative_damping: float = 1.0,
         ema: float = 0.98,
-        kl_clip: float | None = 0.0002,
+        rms_clip: float | None = 0.015,
         curvature_every: int = 10,
         inverse_every: int = 10,
         adaptive_damping: bool = False,
@@ -90,7 +90,7 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
             damping=damping,
             relative_damping=relative_damping,
             ema=ema,
-            kl_clip=kl_clip,
+            rms_clip=rms_clip,
             curvature_every=curvature_every,
             inverse_every=inverse_every,
             adaptive_damping=adaptive_damping,
@@ -133,9 +133,6 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
             weight = ema_update([state["scales"]], float(state["scales_weight"]), new[factors:], decay)
             state["scales_weight"] = number(weight)
         super()._average(param, new[:factors], decay)
-
-    def _kl(self, quadratic: Tensor, solved: Sequence[tuple[Stack, Tensor]], weight: Tensor) -> Tensor:
-        return super()._kl(quadratic, solved, weight) / self._progress["residual"].to(quadratic).clamp(max=1)
 
     def _change_basis(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
         state, sizes = self.state[param], sizes_of(self.state[param]["factors"], param.shape)

@@ -29,7 +29,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     batches of one to four samples whose gradients are skewed (rare classes, heavy tails): there, many small gradients
     would hold up the momentum of few large ones, and the training would end in another place than the minimum.
 
-    Use it as ``KFACSGD``: loop, checkpoints and shared options are alike. There is no damping but ``eps``, and no KL
+    Use it as ``KFACSGD``: loop, checkpoints and shared options are alike. There is no damping but ``eps``, and no
     clip: as in Adam, ``lr`` bounds the step.
 
     Args:

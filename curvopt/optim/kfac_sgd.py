@@ -13,9 +13,10 @@ from curvopt.optim.solvers import FactoredInverse
 class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
     """``torch.optim.SGD`` whose gradient ``G`` of a weight is replaced by ``ν (B + √λ/π I)⁻¹ G (A + π √λ I)⁻¹``.
 
-    ``B ⊗ A`` is a moving average of the weight's block of the Fisher (or GGN) matrix, ``λ`` the damping, ``ν ≤ 1`` the
-    KL clip. Parameters with one dense factor get ``(B + λ I)⁻¹``, with a diagonal one its elementwise inverse; a
-    parameter that the extension does not cover is treated as if it had the mean curvature of the others.
+    ``B ⊗ A`` is a moving average of the weight's block of the Fisher (or GGN) matrix, ``λ`` the damping. ``ν ≤ 1``
+    bounds the root mean square. Parameters with one dense factor get ``(B + λ I)⁻¹``, with a diagonal one its
+    elementwise inverse; a parameter that the extension does not cover is treated as if it had the mean curvature of the
+    others.
 
     Momentum, Nesterov, param groups, schedulers and ``state_dict`` are those of ``torch.optim.SGD``::
 
@@ -28,19 +29,20 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
     Args:
         params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, dampings,
             ``ema`` and the options of SGD may differ between groups.
-        lr: learning rate.
+        lr: learning rate; 1 is the step of Newton's method, where curvature is exact and nothing is clipped.
         momentum: momentum of the preconditioned gradients.
         damping: ``λ``, in units of the curvature of the mean-reduced loss; ``None`` for ``relative_damping``.
         relative_damping: ``λ`` in multiples of the mean curvature of all parameters, which follows it in training; read
             when the curvature is renewed.
         ema: decay of the averages per step, whatever the interval between refreshes.
-        kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step over all groups, for each variable that a
-            prediction has (1 for a class, a sample's entries for element-wise losses); ``None`` for none.
+        rms_clip: bound on the root mean square of the preconditioned gradient's entries over all groups, entries
+            without a gradient left out (Shazeer & Stern 2018, section 6); ``None`` for none. That of a step is at most
+            ``lr * rms_clip / (1 - momentum)``, 0.005 with the defaults, where that of Adam is at most about ``lr``.
         curvature_every: steps between refreshes of the factors, reached gradually from 1.
         inverse_every: steps between refreshes of the inverses, reached gradually from 1.
         adaptive_damping: every fifth step, multiply the damping by (19/20)^5 or its inverse if the change of the loss
             was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``. No step is taken back: from a
-            damping far too low it is the KL clip that keeps the first ones short.
+            damping far too low it is the clip that keeps the first ones short.
         fisher: ``"empirical"`` takes each prediction's own gradient, ``"mc"`` one at a target drawn from the model,
             ``"exact"`` sweeps one vector per output (KFLR). The empirical matrix is no curvature at a minimum (Kunstner
             et al. 2019), but on the way it contains that predicted variables err together. So ``None`` takes it where
@@ -63,13 +65,13 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor = 0.07,
         momentum: float = 0.8,
         *,
         damping: float | None = None,
-        relative_damping: float = 5.0,
+        relative_damping: float = 2.0,
         ema: float = 0.98,
-        kl_clip: float | None = 0.0005,
+        rms_clip: float | None = 0.015,
         curvature_every: int = 20,
         inverse_every: int = 20,
         adaptive_damping: bool = False,
@@ -89,7 +91,7 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
             damping=damping,
             relative_damping=relative_damping,
             ema=ema,
-            kl_clip=kl_clip,
+            rms_clip=rms_clip,
             curvature_every=curvature_every,
             inverse_every=inverse_every,
             adaptive_damping=adaptive_damping,

@@ -46,11 +46,11 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     for name in ("curvature_every", "inverse_every"):
         check_count(f"{name} counts steps and", options[name])
-    kl_clip = options.get("kl_clip")
-    if kl_clip is not None:
-        check_number("kl_clip", kl_clip)
-        if not kl_clip > 0:
-            raise ValueError(f"kl_clip must be positive or None, got {kl_clip}")
+    rms_clip = options.get("rms_clip")
+    if rms_clip is not None:
+        check_number("rms_clip", rms_clip)
+        if not rms_clip > 0:
+            raise ValueError(f"rms_clip must be positive or None, got {rms_clip}")
     if options.get("on_nonfinite", "raise") not in ("raise", "skip"):
         raise ValueError(f'on_nonfinite must be "raise" or "skip", got {options["on_nonfinite"]!r}')
 

@@ -44,9 +44,8 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
         model: the model, which is extended; all its parameters that require gradients are preconditioned.
         damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
         ema: decay of the averages per step, whatever the interval between refreshes.
-        kl_clip: bound ``κ`` on the predicted ``lr² uᵀ g`` of a step, see `KFACSGD`; ``None`` for none, as optimizers
-            want whose step does not depend on the gradient's length (Adam, Muon).
-        lr: learning rate of the other optimizer, for the KL clip alone.
+        rms_clip: bound on the root mean square of the preconditioned gradient's entries, see `KFACSGD`; ``None`` for
+            none, as optimizers want whose step does not depend on the gradient's length (Adam, Muon).
         curvature_every: steps between refreshes of the factors, reached gradually from 1.
         inverse_every: steps between refreshes of the inverses, reached gradually from 1.
         fisher: ``"mc"`` samples the Fisher matrix, ``"exact"`` sweeps one vector per output (KFLR), ``"empirical"``
@@ -68,8 +67,7 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
         *,
         damping: float = 0.05,
         ema: float = 0.98,
-        kl_clip: float | None = None,
-        lr: float = 1.0,
+        rms_clip: float | None = None,
         curvature_every: int = 20,
         inverse_every: int = 20,
         fisher: Fisher = "mc",
@@ -79,10 +77,10 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
     ) -> None:
         self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
         self._configure(
-            damping=damping, ema=ema, kl_clip=kl_clip, curvature_every=curvature_every, inverse_every=inverse_every
+            damping=damping, ema=ema, rms_clip=rms_clip, curvature_every=curvature_every, inverse_every=inverse_every
         )
         parameters = [(name, p) for name, p in extend(model).named_parameters() if p.requires_grad]
-        super().__init__(parameters, {"lr": lr})
+        super().__init__(parameters, {"lr": 1.0})  # schedulers want one
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Exchange the gradients; see `curvopt.optim.curvature_optimizer.CurvatureOptimizer.step`."""

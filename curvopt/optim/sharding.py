@@ -255,10 +255,10 @@ class Sharding:
         self.refreshed = {self.params[i] for i in forms}
         device, nothing = self.ranks.device, torch.zeros(())
         own = {i: collected.curvature.get(self.params[i]) for i in forms}
-        weights = [collected.weight, collected.step_weight, collected.residual, collected.closure_weight]
+        weights = [collected.weight, collected.step_weight, collected.closure_weight]
         weights += [nothing if each is None else each.weight for each in own.values()]
         (means,) = self.ranks.mean([torch.stack([w.to(device, torch.float64) for w in weights])])
-        weight, step_weight, residual, closure_weight, *of_params = means
+        weight, step_weight, closure_weight, *of_params = means
         outgoing, incoming = [], []
         dtypes = {i: getattr(torch, name) for i, (_, name, _) in forms.items()}
         for i, (shapes, _, _) in forms.items():
@@ -273,7 +273,7 @@ class Sharding:
         parts = iter(self.exchange([*kinds], outgoing, incoming))
         for i, (shapes, _, of_input) in forms.items():
             self.kinds[self.params[i]] = kind_of(len(shapes[0]), of_input is not None)
-        result = Collected({}, weight, step_weight, residual, closure_weight, variables=collected.variables)
+        result = Collected({}, weight, step_weight, closure_weight, variables=collected.variables)
         for (i, (shapes, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
             p = self.params[i]
             if self.owns(p):

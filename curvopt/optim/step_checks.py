@@ -71,13 +71,13 @@ def check_adaptive(who: str, closure: Any) -> None:
         )
 
 
-def check_schedules(who: str, kl_clip: float | None, groups: Sequence[dict[str, Any]]) -> None:
+def check_schedules(who: str, rms_clip: float | None, groups: Sequence[dict[str, Any]]) -> None:
     """Refuse options that were set out of their range after the constructor; comparisons with nan are false.
 
     Raises:
         CurvoptError: if there is one.
     """
-    options = [("kl_clip", kl_clip, kl_clip is None or kl_clip > 0, "positive or None")]
+    options = [("rms_clip", rms_clip, rms_clip is None or rms_clip > 0, "positive or None")]
     for i, group in enumerate(groups):
         dampings = {name: group[name] for name in DAMPINGS if group.get(name) is not None}
         options += [

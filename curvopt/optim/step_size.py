@@ -1,4 +1,4 @@
-"""How long a step may be: the KL clip, momentum under a rising rate, and damping that adapts."""
+"""How long a step may be: the bound on its root mean square, and damping that adapts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf, isfinite, nan
@@ -26,21 +26,12 @@ def damping_of(group: Mapping[str, Any], mean_curvature: Tensor) -> float | Tens
     return torch.where(mean_curvature > 0, group["relative_damping"] * mean_curvature, 1.0)
 
 
-def kl_clip_factor(quadratic: Tensor, kl_clip: float | None) -> Tensor:
-    """``ν = min(1, √(κ / Σ lr² uᵀg))`` bounds the KL change predicted for a step by ``κ`` (Ba et al. 2017, sec. 5)."""
-    if kl_clip is None:
-        return torch.ones_like(quadratic)
-    quadratic = quadratic.nan_to_num(nan=inf, posinf=inf)  # beyond the range of its dtype: no step rather than nan
-    return (kl_clip / quadratic.clamp(min=torch.finfo(quadratic.dtype).tiny)).sqrt().clamp(max=1)
-
-
-def clip_is_tight(progress: dict[str, Any]) -> bool:
-    """Whether the KL clip has shortened all of the last 100 steps or more by half; asked now and then."""
-    if progress["step"] < progress["looked"] + 100:
-        return False
-    largest = float(progress["clip"])
-    progress |= {"looked": progress["step"], "clip": torch.zeros_like(progress["clip"])}
-    return largest < 0.5
+def rms_clip_factor(square: Tensor, rms_clip: float | None) -> Tensor:
+    """``min(1, c / r)`` bounds the root mean square r of an update by c (Shazeer & Stern 2018, section 6)."""
+    if rms_clip is None:
+        return torch.ones_like(square)
+    square = square.nan_to_num(nan=inf, posinf=inf)  # beyond the range of its dtype: no step rather than nan
+    return (rms_clip / square.clamp(min=torch.finfo(square.dtype).tiny).sqrt()).clamp(max=1)
 
 
 def moments(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -65,30 +56,6 @@ def by_device(items: Iterable[T]) -> dict[torch.device, list[T]]:
         first: Any = item[0] if isinstance(item, tuple) else item
         found.setdefault(first.device, []).append(item)
     return found
-
-
-def shorten_momentum(
-    groups: Sequence[dict[str, Any]],
-    states: Mapping[Tensor, dict[str, Any]],
-    progress: dict[str, Any],
-    kl_clip: float | None,
-) -> None:
-    """Where a learning rate has risen, clip the momentum as the last step would have been clipped at this rate.
-
-    The momentum was clipped for the old rate. At the new one its step is longer by the ratio of the two, and a warm-up
-    would leave the bound.
-    """
-    last_lrs, last_kl = progress["last_lrs"], progress["kl"]
-    progress["last_lrs"] = [float(group["lr"]) for group in groups]
-    last_lrs = [*last_lrs, *[inf] * (len(groups) - len(last_lrs))]  # of groups that are new
-    for group, lr, last_lr in zip(groups, progress["last_lrs"], last_lrs, strict=True):
-        if kl_clip is None or lr <= last_lr:
-            continue
-        now = last_kl * (lr / last_lr) ** 2 if last_lr > 0 else torch.full_like(last_kl, inf)
-        factor = kl_clip_factor(now, kl_clip) / kl_clip_factor(last_kl, kl_clip)
-        kept = (states[param].get("momentum_buffer") for param in group["params"])
-        for device, buffers in by_device(buffer for buffer in kept if buffer is not None).items():
-            torch._foreach_mul_(buffers, factor.to(device))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def adapt_damping(

@@ -103,9 +103,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         self.loss_weight: Tensor | float = 0.0
         #: Called before each backward that accumulates gradients.
         self.began: Callable[[], None] | None = None
-        #: Called at the end of each backward with this weight, with the number of variables of a prediction, and with
-        #: the mean squared error times the weight, which is infinite for other losses.
-        self.finished: Callable[[Tensor | float, int, Tensor | float], None] | None = None
+        #: Called at the end of each backward with this weight and the number of variables of a prediction.
+        self.finished: Callable[[Tensor | float, int], None] | None = None
         #: Called once gradients are final (``DistributedDataParallel`` writes them after the end of the backward).
         self.ended: Callable[[], None] | None = None
         #: If set, only losses that reach one of these tensors count in the weight: the optimizer's, whose step has to
@@ -155,7 +154,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         self._pass = None
         self.loss_weight = self.loss_weight + finished.weight
         if self.finished is not None:
-            self.finished(finished.weight, finished.variables, finished.residual)
+            self.finished(finished.weight, finished.variables)
         if self.debug:
             for p, extensions in finished.done.items():
                 print(f"curvopt: {finished.located.name(p)}: {', '.join(sorted(e.field for e in extensions))}")

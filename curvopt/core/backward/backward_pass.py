@@ -113,8 +113,6 @@ class BackwardPass:
         #: Sum of the factors that the losses of single predictions have in the scalar (see `LossCurvature.weights`): 1
         #: for a mean, N for a sum over N. For second-order quantities, and first-order ones that add up.
         self.weight: Tensor | float = 0.0
-        #: The mean squared error times the weight; infinite for any other loss.
-        self.residual: Tensor | float = 0.0
         self.loss_reduction, self.any_loss = loss_reduction, any_loss
         #: The largest number of variables of a prediction (see `LossCurvature.variables`).
         self.variables = 1

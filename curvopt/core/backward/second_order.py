@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -105,7 +104,7 @@ def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
     """Pull back the columns of a loss of no known kind, from the heads."""
     edges = [head.edge for head in loss.heads]
     try:
-        run.weight, run.residual = loss.weight, inf
+        run.weight = loss.weight
         if (ggn := _ggn(run)) and loss.is_linear:
             _say_linear(run, ggn, loss.name)
         for columns, extensions in _by_columns(run).items():
@@ -197,11 +196,6 @@ def _factor(run: BackwardPass, loss: Loss, grad: Tensor) -> FactoredLoss:
     if not _is_of_others(run, loss):
         run.weight = run.weight + (curvature.weights * scale.square()).detach().sum()
         run.variables = max(run.variables, curvature.variables)
-        if type(curvature) is Diagonal and run.counted is not None:
-            slope = loss.slope(grad).detach().to(curvature.diagonal) / (curvature.diagonal * scale)
-            run.residual = run.residual + slope.square().sum() / (2 * curvature.variables)
-        else:
-            run.residual = inf
     return FactoredLoss(loss, loss.edge, curvature, scale, grad)
 
 
