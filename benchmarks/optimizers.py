@@ -144,10 +144,14 @@ class Run:
 
 
 def entries(value: Any) -> int:
-    """Number of entries of all tensors in nested lists and dictionaries."""
+    """Number of entries of all tensors in nested lists, dictionaries and objects."""
+    if isinstance(value, Tensor):
+        return value.numel()
     if isinstance(value, Mapping):
         value = list(value.values())
-    return value.numel() if isinstance(value, Tensor) else sum(map(entries, value)) if isinstance(value, list) else 0
+    if isinstance(value, list):
+        return sum(map(entries, value))
+    return entries(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, type) else 0
 
 
 # ------------------------------------------------------------------------------------------------------------- all runs

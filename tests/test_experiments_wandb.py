@@ -76,7 +76,7 @@ def test_the_wandb_run_has_what_metrics_jsonl_has_and_more(tmp_path: Path) -> No
         for key in row.keys() - {"curvature"}:
             assert logged[key] == pytest.approx(row[key])
     steps = [row for row in rows if "train/batch_loss" in row]
-    assert all({"optim/lr", "optim/damping", "optim/kl", "time/step"} <= row.keys() for row in steps)
+    assert all({"optim/lr", "optim/damping", "optim/rms", "time/step"} <= row.keys() for row in steps)
     for logged, row in zip(history.values(), rows, strict=True):
         for layer, of in row.get("curvature", {}).items():
             assert layer in ("1.weight", "1.bias", "3.weight", "3.bias")

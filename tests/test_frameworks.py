@@ -89,7 +89,7 @@ def lightning_fit(
             return loss
 
         def configure_optimizers(self) -> dict[str, Any]:
-            optimizer = KFACSGD(self.named_parameters())
+            optimizer = KFACSGD(self.named_parameters(), lr=0.3)
             optimizer.attach(self)
             return {
                 "optimizer": optimizer,
@@ -116,7 +116,7 @@ def test_lightning_is_the_loop_by_hand(lightning: Any):
     _, module = lightning_fit(lightning, accumulate_grad_batches=2, gradient_clip_val=0.5)
     torch.manual_seed(0)
     model = cnn()
-    by_hand(model, KFACSGD(model.parameters()), 2, 0.5)
+    by_hand(model, KFACSGD(model.parameters(), lr=0.3), 2, 0.5)
     assert_equal(weights(module.net), weights(model))
 
 
@@ -160,7 +160,7 @@ def accelerator() -> Iterator[Callable]:
 def accelerated(accelerator: Any, steps: int, clip: float, resume: Path | None = None) -> tuple[nn.Module, Any, list]:
     torch.manual_seed(0)
     model, losses = cnn(), []
-    optimizer = KFACSGD(model.named_parameters())
+    optimizer = KFACSGD(model.named_parameters(), lr=0.3)
     optimizer.attach(model)
     prepared = accelerator.prepare(model, optimizer, batches(), linear_decay(optimizer))
     model, wrapped, loader, schedule = prepared
@@ -186,7 +186,7 @@ def test_accelerate_is_the_loop_by_hand(accelerator: Callable):
     model, *_ = accelerated(accelerator(gradient_accumulation_steps=2), STEPS, 0.5)
     torch.manual_seed(0)
     other = cnn()
-    assert_equal(weights(model), weights(by_hand(other, KFACSGD(other.parameters()), 2, 0.5)))
+    assert_equal(weights(model), weights(by_hand(other, KFACSGD(other.parameters(), lr=0.3), 2, 0.5)))
 
 
 def test_accelerate_in_mixed_precision(accelerator: Callable):
