@@ -16,9 +16,7 @@ from curvopt.core.recording.state import outside_of_graphs
 from curvopt.distributed import own_part
 from curvopt.optim import clocks
 from curvopt.optim.accumulation import Collected, are_alike, ema_update, number
-from curvopt.optim.checkpoint import (
-    CURVATURE_STATE,
-)
+from curvopt.optim.checkpoint import CURVATURE_STATE
 from curvopt.optim.closures import Closure, without_autocast
 from curvopt.optim.options import DAMPINGS
 from curvopt.optim.reports import coverage, listed
@@ -33,13 +31,7 @@ from curvopt.optim.step_checks import (
     check_schedules,
     has_curvature,
 )
-from curvopt.optim.step_size import (
-    ADAPT_EVERY,
-    by_device,
-    cosine,
-    damping_of,
-    rms_clip_factor,
-)
+from curvopt.optim.step_size import ADAPT_EVERY, by_device, cosine, damping_of, rms_clip_factor
 from curvopt.optim.torch_step import decay_weights, take_torch_step
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from math import inf, prod
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -143,7 +143,6 @@ class BackwardPass:
             elif any(e.adds_up for e in self.first_order):
                 edges, N = [GradientEdge(*place) for place in self.how.roots], self.located.N
                 self.weight = loss_weight(edges, list(self.how.roots.values()), N, self.loss_reduction)
-                self.residual = inf
             for p, extension in list(self.totals):
                 self._complete(p, extension)
         return self
