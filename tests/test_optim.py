@@ -158,14 +158,14 @@ def sgd_loss(model: Callable[[], nn.Module]) -> float:
     def run(lr: float, seed: int) -> float:
         return Run(torch.optim.SGD, model, seed=seed, lr=lr, momentum=0.9).train(80).full_loss()
 
-    return min(sum(run(lr, seed) for seed in range(4)) / 4 for lr in (0.03, 0.1, 0.3))
+    return min(sum(run(lr, seed) for seed in range(2)) / 2 for lr in (0.03, 0.1, 0.3))
 
 
 @pytest.mark.parametrize("model", [mlp, cnn])
 @pytest.mark.parametrize("make", [make for name, make in OPTIMIZERS.items() if not name.startswith("DiagonalNewton")])
 def test_defaults_beat_sgd_of_any_learning_rate(make: Callable, model: Callable) -> None:
-    losses = [Run(make, model, seed=seed).train(80).full_loss() for seed in range(4)]
-    assert sum(losses) / 4 < sgd_loss(model), (losses, sgd_loss(model))
+    losses = [Run(make, model, seed=seed).train(80).full_loss() for seed in range(2)]
+    assert sum(losses) / 2 < sgd_loss(model), (losses, sgd_loss(model))
 
 
 @every_optimizer
