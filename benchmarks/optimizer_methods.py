@@ -83,7 +83,7 @@ def plain(kind: type[torch.optim.Optimizer], **fixed: Any) -> Callable[..., Opti
 
 
 _adamw = plain(torch.optim.AdamW, weight_decay=0.0)
-# with the step lengths of RMSProp (grafting), as Anil et al. (2020) and all who train with it since
+# with the step lengths of RMSProp (grafting, Anil et al. 2020)
 _shampoo = plain(
     pytorch_optimizer.ScalableShampoo,
     graft_type=pytorch_optimizer.optimizer.shampoo.LayerWiseGrafting.RMSPROP,

@@ -15,7 +15,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
     """``torch.optim.SGD`` whose gradient ``g`` is replaced by ``ν g / (h + λ)``.
 
     ``h`` is a moving average of the diagonal of the GGN (or Fisher) matrix or of the Hessian, ``λ`` the damping,
-    ``ν ≤ 1`` bounds the entries' root mean square. Use it as ``KFACSGD``: loop, checkpoints and shared options are
+    ``ν ≤ 1`` bounds the root mean square of the result. Use it as ``KFACSGD``: loop, checkpoints and shared options are
     alike.
 
     The diagonal ignores how parameters act together: of the change ``δᵀGδ`` that a step ``δ`` makes, it

@@ -124,7 +124,7 @@ def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
                 _sweep_chunks(run, edges, column, extensions, False)
         for hessian, extensions in _of_hessian(run).items():
             sweep_residuals(run, edges, loss.slope, hessian.modify, extensions)
-    except NotCurved:
+    except NotCurved:  # an optimizer takes another quantity: its users know no fields
         raise
     except CurvoptError as error:
         raise naming_fields(run.second_order, error) from error
