@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from distributed_worker import CHECKS as REPLICATED
 from distributed_worker import (
     EXACT,
     SAMPLED,
@@ -530,4 +531,4 @@ def two_optimizers_of_one_model() -> None:
 if __name__ == "__main__":
     # as where samples are looked for in vain
     warnings.simplefilter("error", CurvoptWarning)
-    main(CHECKS, *sys.argv[1:])
+    main(CHECKS | {f"replicated {name}": check for name, check in REPLICATED.items()}, *sys.argv[1:])

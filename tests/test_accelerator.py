@@ -13,10 +13,10 @@ import accelerator
 import pytest
 import torch
 
-SUITES = {
-    "quantities": "test_extensions.py test_functional_losses.py test_hessian.py",
-    "rules and optimizers": "accelerator/on_device.py test_hessian_free.py test_optim.py test_rules.py",
-}
+FILES = (
+    "accelerator/on_device.py test_extensions.py test_functional_losses.py test_hessian.py test_hessian_free.py "
+    "test_optim.py test_rules.py"
+)
 #: What the emulated device has not, ...
 ABSENT = "sparse or large_vocabulary or flash_attention or packed or two_processes or autocast"
 #: ... tests that are long or whose subject is another one (statistics, memory, ways to call), ...
@@ -27,7 +27,7 @@ LEFT_OUT = (
 )
 #: ... and of the tests of optimizers the few that are about numbers; their steps are in `on_device.py`.
 OF_OPTIMIZERS = (
-    "follows_the_reduction_ratio or test_closure or rms_clip or half_batches or decoupled or schedule or "
+    "follows_the_reduction_ratio or test_closure or rms_clip or decoupled or schedule or "
     "grad_scaler or preconditioned_gradient or when_due or full_solve or dense or cg_starts or batch_size"
 )
 SELECTED = f"not ({ABSENT} or {LEFT_OUT}) and (not (test_optim or test_hessian_free) or {OF_OPTIMIZERS})"
@@ -45,12 +45,11 @@ DEVICES = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("files", SUITES.values(), ids=SUITES)
-def test_on_a_device(files: str, device: str):
+def test_on_a_device(device: str):
     """Other tests again, where backward passes run in a worker thread and tensors of two devices do not mix."""
     # the emulated device is slow; each net and each loss is met by several tests
     options = ["-q", "--device", device, "-k", SELECTED, "--one-of", "9" if device == accelerator.NAME else "1"]
-    command = [sys.executable, "-m", "pytest", *options, *files.split()]
+    command = [sys.executable, "-m", "pytest", *options, *FILES.split()]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]

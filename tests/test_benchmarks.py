@@ -203,7 +203,7 @@ def test_memory_beyond_that_of_the_gradient():
 
 
 def test_quantities(monkeypatch, tmp_path, capsys):
-    asked = ("Idle", "BatchL2Grad", "KFAC", "DiagGGNExact")
+    asked = ("Idle", "KFAC", "DiagGGNExact")
     options = ("--package", "curvopt", "torch.func", "--rounds", 2, "--budget", 0.5, "--out", tmp_path)
     figure = tmp_path / "shown" / "quantities.png"
     command(monkeypatch, quantities, "--problem", "tiny", "--quantity", *asked, *options, "--figure", figure)

@@ -490,13 +490,12 @@ def _fresh_compiler() -> Iterator[None]:
 
 compiling = pytest.mark.usefixtures("_fresh_compiler")
 cpp = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="inductor needs a C++ compiler")
-FORMS = [extended_after, extended_before, in_place, a_layer, a_block_in_place]
 
 
 @compiling
 @pytest.mark.parametrize(
     ("form", "backend"),
-    [(form, "aot_eager") for form in FORMS]
+    [(form, "aot_eager") for form in (extended_after, in_place, a_layer, a_block_in_place)]
     + [(form, "eager") for form in (extended_after, a_block_in_place)]
     + [pytest.param(extended_before, "inductor", marks=cpp)],
 )

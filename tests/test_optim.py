@@ -303,6 +303,21 @@ def test_rms_clip_bounds_the_root_mean_square(make: Callable) -> None:
 
 
 @sgd_like
+def test_rms_clip_counts_weights_by_their_inputs(make: Callable) -> None:
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 10))
+
+    run, free = (Run(make, wide, lr=1.0, momentum=0.0, rms_clip=c, dtype=torch.float64) for c in (1e-4, None))
+    before = run.weights()
+    moved = [a - b for a, b in zip(run.train(1).weights(), before, strict=True)]
+    squares = [float(m.square().sum()) for m in moved]
+    count = sum(int((p.grad != 0).sum()) for p in run.model.parameters())
+    assert (squares[0] + squares[1] + squares[3] + 4 * squares[2]) / count == pytest.approx(1e-8)
+    factor = run.optimizer.metrics()["clip_factor"]
+    assert_close(moved, [factor * (a - b) for a, b in zip(free.train(1).weights(), before, strict=True)])
+
+
+@sgd_like
 def test_a_schedule_acts_on_clipped_steps(make: Callable) -> None:
     slow, fast = (Run(make, lr=lr, momentum=0.0, rms_clip=1e-4, dtype=torch.float64) for lr in (0.01, 0.02))
     before = slow.weights()

@@ -79,13 +79,13 @@ def test_bases_are_renewed_once_they_have_turned() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.3}, {"amsgrad": True}, {"maximize": True}])
-@pytest.mark.parametrize("cautious", [True, False])
+@pytest.mark.parametrize(("cautious", "wide"), [(True, 128), (True, 5), (False, None)])
 def test_kfac_adamw_is_adamw_in_the_eigenbasis_without_what_goes_uphill(
-    options: dict[str, Any], cautious: bool
+    options: dict[str, Any], cautious: bool, wide: int | None
 ) -> None:
     options = {"betas": (0.9, 0.99), **options}
     every = {"curvature_every": 100, "inverse_every": 100}
-    run = Run(KFACAdamW, Tokens, lr=0.02, cautious=cautious, **every, **options, **DOUBLE)
+    run = Run(KFACAdamW, Tokens, lr=0.02, cautious=cautious, wide=wide, **every, **options, **DOUBLE)
     run.optimizer._progress |= {"step": 200, "steps": [200] * 7}  # no refresh after the first
     start, step = run.weights(), run.optimizer._progress["step"]
     twins: list[nn.Parameter] = []
@@ -104,9 +104,11 @@ def test_kfac_adamw_is_adamw_in_the_eigenbasis_without_what_goes_uphill(
             twin.grad = u.T @ grad.reshape(-1)
         decayed = [twin.detach() * (1 - 0.02 * options["weight_decay"]) for twin in twins]
         adamw.step()
-        for twin, before in zip(twins, decayed, strict=True):
+        inputs = [p[0].numel() if p.ndim > 1 else 1 for p in run.model.parameters()]
+        for twin, before, n in zip(twins, decayed, inputs, strict=True):
             assert twin.grad is not None
-            change = twin.detach() - before
+            shorter = 1 if wide is None else min(1, (wide / n) ** 0.5)
+            change = (twin.detach() - before) * shorter
             uphill = cautious & (change * twin.grad * (-1 if options.get("maximize") else 1) > 0)
             count += int(uphill.sum())
             twin.data.copy_(before + change.masked_fill(uphill, 0))

@@ -31,7 +31,7 @@ from curvopt.optim.step_checks import (
     check_schedules,
     has_curvature,
 )
-from curvopt.optim.step_size import ADAPT_EVERY, by_device, cosine, damping_of, rms_clip_factor
+from curvopt.optim.step_size import ADAPT_EVERY, by_device, cosine, damping_of, rms_clip_factor, weighted_square
 from curvopt.optim.torch_step import decay_weights, take_torch_step
 
 
@@ -266,21 +266,22 @@ class CurvatureOptimizer(Resumable):
         self, grads: dict[Tensor, Tensor], joined: list[tuple[int, Stack, Tensor]]
     ) -> dict[Tensor, Tensor]:
         """The preconditioned gradients, from those that are `_joined`, clipped; records the metrics."""
-        sums = [] if joined else [torch.zeros(5, dtype=torch.float64, device=self._device())]
+        sums = [] if joined else [torch.zeros(6, dtype=torch.float64, device=self._device())]
         dampings = [damping_of(group, self._progress["mean_curvature"]) for group in self.param_groups]
         solved: list[tuple[Stack, Tensor]] = []
         for i, stack, grad in joined:
             update, rate = self._solve(stack, grad, dampings[i]), self.param_groups[i]["lr"] ** 2
             solved.append((stack, update))
             ug, uu, gg = update.dot(grad), update.dot(update), grad.dot(grad)
+            weighted = weighted_square(uu, stack.split(update))
             # rows of an embedding that no token asked for have no part in the mean
-            sums.append(torch.stack([ug, uu, gg, uu * rate, grad.count_nonzero().to(uu)]))
+            sums.append(torch.stack([ug, uu, gg, uu * rate, weighted, grad.count_nonzero().to(uu)]))
         # the sums are divided by the weight of the loss, not the gradients; so are the updates, below
-        total, count = self._over_ranks(reduce(torch.add, [each.to(sums[0]) for each in sums])).split([4, 1])
+        total, count = self._over_ranks(reduce(torch.add, [each.to(sums[0]) for each in sums])).split([5, 1])
         weight = self._progress["step_weight"].to(total)
         # twice, because the square of the weight may leave the range of float32
-        ug, uu, gg, length = (total / weight / weight).unbind()
-        square = uu / count[0].clamp(min=1)
+        ug, uu, gg, length, weighted = (total / weight / weight).unbind()
+        square = weighted / count[0].clamp(min=1)
         clip = rms_clip_factor(square, self.rms_clip)
         self._metrics |= {
             "rms": clip * square.sqrt(),
@@ -318,8 +319,7 @@ class CurvatureOptimizer(Resumable):
     def metrics(self) -> dict[str, float | Tensor]:
         """Numbers of the last step; tensors ``[]`` stay on the device until you read them.
 
-        ``rms``: root mean square of the entries of the preconditioned gradient, after clipping. ``clip_factor``: 1 if
-        not clipped by ``rms_clip``.
+        ``rms``: root mean square that ``rms_clip`` bounds, after clipping. ``clip_factor``: 1 if not clipped.
         ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss. ``cosine``: between
         gradient and preconditioned gradient. ``damping``: of the first group. ``fallbacks``: matrices that needed more
         than the usual factorisation at the last renewal. ``condition``: largest condition number of a damped factor

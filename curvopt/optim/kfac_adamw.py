@@ -9,9 +9,10 @@ from curvopt.core.jacobians.base import Approx
 from curvopt.core.jacobians.sums import widened
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.kronecker import Fisher, Kronecker
+from curvopt.optim.options import check_count
 from curvopt.optim.solvers import Eigenbasis, basis_changes, squared, transposed
 from curvopt.optim.stacks import Stack, by_parameter
-from curvopt.optim.step_size import cosine, moments
+from curvopt.optim.step_size import WIDE, cosine, moments, width
 
 
 class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
@@ -29,13 +30,17 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     batches of one to four samples whose gradients are skewed (rare classes, heavy tails): there, many small gradients
     would hold up the momentum of few large ones, and the training would end in another place than the minimum.
 
+    Weights with n > ``wide`` inputs (entries of ``param[0]``) take ``lr * sqrt(wide / n)``: more inputs add up in an
+    output, and usual initializations make such weights smaller by the root of n. So one rate serves narrow and wide
+    layers. Yang & Hu (2021) derive how rates of Adam fall with the width.
+
     Use it as ``KFACSGD``: loop, checkpoints and shared options are alike. There is no damping but ``eps``, and no
     clip: as in Adam, ``lr`` bounds the step.
 
     Args:
         params: parameters, named parameters or param groups; ``ema`` and the options of AdamW may differ between
             groups.
-        lr: learning rate.
+        lr: learning rate of weights with at most ``wide`` inputs, and of vectors.
         betas: decay of the averages of the gradients and their squares.
         eps: added to the root of the mean squares.
         weight_decay: as in AdamW.
@@ -50,6 +55,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
             samples; ``None`` for whole ones.
         amsgrad: as in AdamW.
         cautious: whether steps uphill are left out, see above.
+        wide: number of inputs from which the rate of a weight falls, see above; ``None`` for ``lr`` everywhere.
         on_nonfinite: ``"raise"`` an error where a gradient is not finite, or ``"skip"`` the step; ``metrics()`` counts.
         maximize: as in AdamW.
         foreach: as in AdamW.
@@ -61,7 +67,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.01,
+        lr: float | Tensor = 0.015,
         betas: tuple[float, float] = (0.95, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -75,6 +81,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         max_factor_size: int | None = 128,
         amsgrad: bool = False,
         cautious: bool = True,
+        wide: int | None = WIDE,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         maximize: bool = False,
         foreach: bool | None = None,
@@ -82,7 +89,9 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         if not isinstance(cautious, bool):
             raise TypeError(f"cautious must be True or False, got {cautious!r}")
         self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
-        self._options["cautious"] = cautious
+        if wide is not None:
+            check_count("wide", wide)
+        self._options |= {"cautious": cautious, "wide": wide}
         self._configure(
             ema=ema, curvature_every=curvature_every, inverse_every=inverse_every, on_nonfinite=on_nonfinite
         )
@@ -126,6 +135,12 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
             if name in state:
                 state[name] = self._product(matrices, sizes, state[name])
 
+    def _shorten(self, steps: list[Tensor]) -> None:
+        """Shorten the steps of weights with many inputs, in place."""
+        wide = [(step, w**-0.5) for step in steps if (w := width(step, self._options["wide"])) > 1]
+        if wide:
+            torch._foreach_mul_(*map(list, zip(*wide, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
+
     @staticmethod
     def _product(matrices: list[Tensor], sizes: list[int], value: Tensor) -> Tensor:
         flat = value.reshape(-1).to(matrices[0].dtype)
@@ -153,6 +168,8 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
                     for step, (_, grad), maximized in zip(steps, self._rotated, self._maximized, strict=True):
                         product = step * grad
                         step *= product.ge_(0) if maximized else product.le_(0)
+                for stack, step in zip(stacks, steps, strict=True):
+                    self._shorten(stack.split(step))
                 moved = [stack.product(step) for stack, step in zip(stacks, steps, strict=True)]
                 for flat, own in zip(after, moved, strict=True):
                     flat += own.to(flat.dtype)

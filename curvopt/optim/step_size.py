@@ -1,7 +1,7 @@
 """How long a step may be: the bound on its root mean square, and damping that adapts."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import inf, isfinite, nan
+from math import inf, isfinite, nan, prod
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,8 @@ from curvopt.optim.closures import Closure
 
 T = TypeVar("T")
 
+#: Weights with more inputs than this take shorter steps.
+WIDE = 128
 #: Levenberg-Marquardt: once in so many steps the damping is multiplied by this factor, its inverse, or one.
 ADAPT_EVERY = 5
 ADAPT_FACTOR = (19 / 20) ** ADAPT_EVERY
@@ -24,6 +26,21 @@ def damping_of(group: Mapping[str, Any], mean_curvature: Tensor) -> float | Tens
     if group["damping"] is not None:
         return group["damping"]
     return torch.where(mean_curvature > 0, group["relative_damping"] * mean_curvature, 1.0)
+
+
+def width(param: Tensor, wide: int | None = WIDE) -> float:
+    """``max(1, n / wide)`` for a weight with n inputs (entries of ``param[0]``); 1 for vectors, or without ``wide``.
+
+    More inputs add up in an output, so equal steps of their weights move it further (Yang & Hu 2021, whose rates of
+    Adam fall as ``1 / n``); and usual initializations make such weights smaller by the root of n.
+    """
+    return 1.0 if wide is None or param.ndim < 2 else max(1.0, prod(param.shape[1:]) / wide)
+
+
+def weighted_square(square: Tensor, updates: Sequence[Tensor]) -> Tensor:
+    """Sum of the squares of updates in which each counts as often as its `width` says; ``square`` is the plain sum."""
+    wide = [(update, width(update) - 1) for update in updates if width(update) > 1]
+    return sum((update.square().sum() * more for update, more in wide), square)
 
 
 def rms_clip_factor(square: Tensor, rms_clip: float | None) -> Tensor:
