@@ -35,7 +35,7 @@ EXACT: dict[str, Callable[..., Any]] = {
         p, lr=0.1, fisher="empirical", approx="reduce", max_factor_size=20, **EVERY
     ),
     "EKFACSGD": lambda p: EKFACSGD(p, lr=0.1, fisher="exact", **EVERY),
-    "KFACAdamW": lambda p: KFACAdamW(p, lr=0.01, fisher="exact", **EVERY),
+    "KFACAdamW": lambda p: KFACAdamW(p, lr=0.01, fisher="exact", wide=5, **EVERY),
     "DiagonalNewton": lambda p: DiagonalNewton(p, lr=0.1, curvature="diag_ggn_exact", curvature_every=3),
     "DiagonalNewton hessian": lambda p: DiagonalNewton(p, lr=0.1, curvature="diag_h", curvature_every=3),
 }

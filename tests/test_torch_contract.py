@@ -60,6 +60,7 @@ def test_groups_have_their_own_options_alone(kind: type) -> None:
         *((kind, {"curvature_every": 2.5}) for kind in KINDS[:-1]),
         (KFACSGD, {"rms_clip": "0.1"}),
         (KFACAdamW, {"ema": None}),
+        (KFACAdamW, {"wide": 2.5}),
         (EKFACSGD, {"inverse_every": True}),
         (HessianFree, {"cg_iterations": 2.5}),
     ],
