@@ -12,7 +12,7 @@ from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.options import check_count
 from curvopt.optim.solvers import Eigenbasis, basis_changes, squared, transposed
 from curvopt.optim.stacks import Stack, by_parameter
-from curvopt.optim.step_size import WIDE, cosine, moments, width
+from curvopt.optim.step_size import WIDE, cosine, excess, moments
 
 
 class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
@@ -137,9 +137,9 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
 
     def _shorten(self, steps: list[Tensor]) -> None:
         """Shorten the steps of weights with many inputs, in place."""
-        wide = [(step, w**-0.5) for step in steps if (w := width(step, self._options["wide"])) > 1]
-        if wide:
-            torch._foreach_mul_(*map(list, zip(*wide, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
+        rates = [excess(step, self._options["wide"]) ** -0.5 for step in steps]
+        if min(rates) < 1:
+            torch._foreach_mul_(steps, rates)  # pyright: ignore[reportPrivateImportUsage]
 
     @staticmethod
     def _product(matrices: list[Tensor], sizes: list[int], value: Tensor) -> Tensor:

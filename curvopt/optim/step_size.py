@@ -28,8 +28,8 @@ def damping_of(group: Mapping[str, Any], mean_curvature: Tensor) -> float | Tens
     return torch.where(mean_curvature > 0, group["relative_damping"] * mean_curvature, 1.0)
 
 
-def width(param: Tensor, wide: int | None = WIDE) -> float:
-    """``max(1, n / wide)`` for a weight with n inputs (entries of ``param[0]``); 1 for vectors, or without ``wide``.
+def excess(param: Tensor, wide: int | None = WIDE) -> float:
+    """``n / wide`` for a weight with n inputs (entries of ``param[0]``), at least 1; 1 for vectors or without ``wide``.
 
     More inputs add up in an output, so equal steps of their weights move it further (Yang & Hu 2021, whose rates of
     Adam fall as ``1 / n``); and usual initializations make such weights smaller by the root of n.
@@ -38,9 +38,9 @@ def width(param: Tensor, wide: int | None = WIDE) -> float:
 
 
 def weighted_square(square: Tensor, updates: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of updates in which each counts as often as its `width` says; ``square`` is the plain sum."""
-    wide = [(update, width(update) - 1) for update in updates if width(update) > 1]
-    return sum((update.square().sum() * more for update, more in wide), square)
+    """Sum of the squares of updates, each times its `excess`, by their plain sum ``square``; ``[]``."""
+    wide = [(update.view(-1), excess(update) - 1) for update in updates if excess(update) > 1]
+    return sum((flat.dot(flat) * more for flat, more in wide), square)
 
 
 def rms_clip_factor(square: Tensor, rms_clip: float | None) -> Tensor:
