@@ -1,4 +1,4 @@
-"""What ``test_distributed.py`` runs in several processes: ``torchrun ... distributed_worker.py FILE CHECK ...``."""
+"""Checks that several processes with copies of a model take the steps of one; ``sharded_worker.py`` runs them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import datetime
 import json
 import os
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -868,7 +867,3 @@ def main(checks: dict[str, Callable[[], None]], path: str, *names: str) -> None:
         if results[name]:
             os._exit(1)  # the other ranks may wait for this one
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(CHECKS, *sys.argv[1:])

@@ -1,4 +1,7 @@
-"""What ``test_fully_shard.py`` runs in several processes: ``torchrun ... sharded_worker.py FILE CHECK ...``."""
+"""What ``test_distributed.py`` runs in several processes: ``torchrun ... sharded_worker.py FILE CHECK ...``.
+
+Here are the checks of models that ``fully_shard`` divides, in ``distributed_worker.py`` those of copies of a model.
+"""
 
 from __future__ import annotations
 
@@ -528,7 +531,9 @@ def two_optimizers_of_one_model() -> None:
         torch.testing.assert_close(p.full_tensor(), q, rtol=0, atol=1e-6)
 
 
+ALL = CHECKS | {f"replicated {name}": check for name, check in REPLICATED.items()}
+
 if __name__ == "__main__":
     # as where samples are looked for in vain
     warnings.simplefilter("error", CurvoptWarning)
-    main(CHECKS | {f"replicated {name}": check for name, check in REPLICATED.items()}, *sys.argv[1:])
+    main(ALL, *sys.argv[1:])

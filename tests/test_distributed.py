@@ -1,4 +1,7 @@
-"""Several processes take the step of one: ``torchrun`` runs every check of ``distributed_worker.py``."""
+"""Several processes take the step of one, with copies of the model and with models that ``fully_shard`` divides.
+
+``torchrun`` runs the checks of ``distributed_worker.py`` and ``sharded_worker.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,39 +13,46 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
-from distributed_worker import CHECKS
+from sharded_worker import ALL
 
 from curvopt.distributed import divide
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="PyTorch was built without gloo")
 
 
-def torchrun(
-    ranks: int, folder: Path, checks: list[str], script: str = "distributed_worker.py"
-) -> list[dict[str, str]]:
-    """By rank: for each check that was run, the traceback of its failure or an empty string."""
-    worker = Path(__file__).with_name(script)
+#: On four ranks slices are uneven, some are empty, and a mesh has two dimensions.
+OF_FOUR = [
+    "parts_of_a_batch_are_the_batch",
+    "unequal_and_empty_batches",
+    "communication_dtypes",
+    "from_all_ranks_but_one_to_all",
+    "replicas_of_shards",
+    "replicated unequal_and_empty_batches",
+    "replicated parameters_that_some_ranks_do_not_use",
+    "replicated communication_dtypes",
+    "replicated each_matrix_is_factored_on_one_rank",
+    "replicated groups",
+]
+OF_TWO = [name for name in ALL if name != "from_all_ranks_but_one_to_all"]
+
+
+@pytest.mark.parametrize(("ranks", "checks"), [(2, OF_TWO), (4, OF_FOUR)], ids=["two", "four"])
+def test_ranks_together(ranks: int, checks: list[str], tmp_path: Path) -> None:
+    """All in one run, as processes take longer to start than to train."""
+    worker = Path(__file__).with_name("sharded_worker.py")
     path = os.pathsep.join([str(worker.parents[1]), os.environ.get("PYTHONPATH", "")])
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(worker)]
     done = subprocess.run(
-        [sys.executable, *command, str(folder / "result"), *checks],
+        [sys.executable, *command, str(tmp_path / "result"), *checks],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    files = [folder / f"result.{rank}" for rank in range(ranks)]
+    files = [tmp_path / f"result.{rank}" for rank in range(ranks)]
     assert all(file.exists() for file in files), done.stderr
-    return [json.loads(file.read_text()) for file in files]
-
-
-def test_ranks_together(tmp_path: Path) -> None:
-    """All in one run, as processes take longer to start than to train; `test_fully_shard.py` has four ranks."""
-    assert_passed(torchrun(2, tmp_path, list(CHECKS)), list(CHECKS))
-
-
-def assert_passed(by_rank: list[dict[str, str]], checks: list[str]) -> None:
-    for rank, results in enumerate(by_rank):
+    for rank, file in enumerate(files):
+        results = json.loads(file.read_text())
         failed = "\n".join(f"rank {rank}, {name}: {failure}" for name, failure in results.items() if failure)
         assert not failed, failed
         assert list(results) == checks

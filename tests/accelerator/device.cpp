@@ -2,8 +2,7 @@
 //
 // Autograd runs its backward passes in a worker thread, tensors of two devices do not mix, and reading a number waits for the
 // device: the waits are counted.
-#include <torch/extension.h>
-
+#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -14,6 +13,8 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/utils/pybind.h>  // quicker to compile than torch/extension.h
+#include <torch/library.h>
 
 #include <map>
 #include <mutex>
