@@ -144,6 +144,8 @@ class CallInGraph:
         if not self.rule.takes_any_dtype:
             grads = [None if grad is None else cast(grad, dtype) for grad in grads]
         call = self.call.in_precision(dtype)
+        if self.rule.reads_graph:
+            call.cache["nodes"] = self.nodes  # emptied after the backward, so no cycle stays
         if samples == "first":
             return self.rule.jac_t(call, grads, names, N)
         if not isinstance(samples, dict):

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
+from curvopt.core.autograd_graph.nodes import operation, saved, walk
 from curvopt.core.autograd_graph.vjp import pull
 from curvopt.core.jacobians.base import Dense
 from curvopt.core.jacobians.outer import Outer
@@ -68,12 +69,46 @@ def steps_of(packed: PackedSequence) -> tuple[Tensor, Tensor]:
     return samples if order is None else order[samples], times.to(packed.data.device)
 
 
+def _drops(module: nn.RNNBase) -> bool:
+    """Whether there is dropout between layers."""
+    return bool(module.dropout) and module.training and module.num_layers > 1
+
+
+def _masks(call: ModuleCall) -> list[Tensor]:
+    """The masks of the dropout behind each layer but the last, ``[N, T, H]``, from the graph of the call."""
+    x, found = arguments(call)["input"], dict[int, Tensor]()
+    packed = x.data if isinstance(x, PackedSequence) else None
+    for node in walk(call.cache["nodes"], call.boundary):
+        if operation(node) == "MUL" and node.next_functions[1][0] is None:
+            mask = saved(node, "other")
+            # others belong to states of one time step
+            if mask is not None and (mask.dim() == 3 if packed is None else len(mask) == len(packed)):
+                found[node._sequence_nr()] = mask  # type: ignore[attr-defined]
+    masks = [found[number] for number in sorted(found)]
+    if len(masks) != call.module.num_layers - 1:
+        raise CurvoptError(
+            f"{call.describe()}: the masks of the dropout between its layers cannot be read off the graph; stack "
+            "single layers with nn.Dropout between them, or call model.eval()."
+        )
+    if not isinstance(x, PackedSequence):
+        return [mask.transpose(0, 1) for mask in masks]  # layers have the time first, whatever batch_first says
+    samples, times = steps_of(x)
+    shape = int(samples.max()) + 1, int(times.max()) + 1
+    return [mask.new_zeros(*shape, mask.shape[1]).index_put((samples, times), mask) for mask in masks]
+
+
 @register(nn.RNN, nn.LSTM, nn.GRU)
 class Recurrent(Rule):
     """Any number of layers and directions, projections and packed sequences included."""
 
+    reads_graph = True
+
     def expected(self, module: nn.RNNBase) -> Container[str]:
         return [name for names in module._all_weights for name in names]
+
+    def fits(self, module: nn.RNNBase) -> bool:
+        # on other devices the graph does not show the masks between layers: operations are read off the graph there
+        return not _drops(module) or all(p.is_cpu and p.requires_grad for p in module.parameters())
 
     def least_dims(self, module: nn.RNNBase) -> int:
         return 3
@@ -113,11 +148,6 @@ class Recurrent(Rule):
     def _replay(self, call: ModuleCall, sites: list[Site]) -> Sequence[Tensor | None]:
         """The outputs of the call, in order, ``None`` for integer ones; all products are added to the sites."""
         module, given = cast(nn.RNNBase, call.module), arguments(call)
-        if module.dropout and module.training and module.num_layers > 1:
-            raise CurvoptError(
-                f"{call.describe()}: the dropout between its layers drew masks that cannot be drawn again; call "
-                "model.eval(), or stack single layers with nn.Dropout between them."
-            )
         packed, active = given["input"], None
         if isinstance(packed, PackedSequence):
             x, lengths = pad_packed_sequence(packed, batch_first=True)
@@ -127,6 +157,7 @@ class Recurrent(Rule):
         directions = 2 if module.bidirectional else 1
         initial = self._initial(module, given["hx"], x)
         finals: list[State] = []
+        masks = _masks(call) if _drops(module) else []
         for layer in range(module.num_layers):
             outputs = []
             for direction in range(directions):
@@ -135,6 +166,8 @@ class Recurrent(Rule):
                 outputs.append(output)
                 finals.append(final)
             x = torch.cat(outputs, -1)
+            if layer < len(masks):
+                x = x * masks[layer].to(x.dtype)
         states = [torch.stack(part) for part in zip(*finals, strict=True)]
         if not isinstance(packed, PackedSequence):
             return [x if module.batch_first else x.transpose(0, 1), *states]

@@ -48,6 +48,8 @@ class Rule(ABC):
     sample_by_sample = False
     #: Whether vectors come in the type of the output, not in that of the parameters.
     takes_any_dtype = False
+    #: Whether ``jac_t`` needs the nodes of the outputs, which are in ``call.cache["nodes"]``.
+    reads_graph = False
     #: Whether a call on a single sample without a batch axis is the same as on a batch of it.
     takes_single = False
     #: The edge at which the weight of the call was computed from the parameter: the graph behind it is needed.
@@ -66,7 +68,7 @@ class Rule(ABC):
         return None
 
     def fits(self, module: Any) -> bool:
-        """Whether the parameters have the shapes that the rule knows, where the module's forward takes others, too."""
+        """Whether the rule knows this use of the module: parameters of these shapes, in this mode."""
         return True
 
     def leaves_input(self, module: Any) -> bool:
