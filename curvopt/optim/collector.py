@@ -69,6 +69,7 @@ class CurvatureCollector(OverRanks, ABC):
         self._ranks_agree = False  # whether they were found in equal states
         self._scaler: Any = None
         self._knows_scale = True
+        self._has_refused = False  # whether all backwards that were due had no curvature
         self._refusal: CurvoptError | None = None  # of the running backward, which is tried otherwise
 
     def attach(

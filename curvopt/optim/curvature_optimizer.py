@@ -94,7 +94,7 @@ class CurvatureOptimizer(Resumable):
             return False
         params, sharding = self._params(), self._sharding()
         begun = self._accumulation.has_begun if sharding is None else sharding.has_begun
-        if begun or not self._has_curvature():  # one that was emptied is filled again
+        if begun or not (self._has_curvature() or self._has_refused):  # one that was emptied is filled again
             return reached is None or not reached.isdisjoint(params)
         return clocks.is_due(self._progress, params, reached)
 
@@ -160,7 +160,8 @@ class CurvatureOptimizer(Resumable):
         check_dense(who, grads, self._names)
         joined = _joined(self, grads) if has_curvature(self.state) else []
         finite = not collected.curvature and are_finite([flat for _, _, flat in joined])
-        accepted = accepted_curvature(who, self._names, self.state, grads, collected, self._over_ranks, finite)
+        checked = self._over_ranks, finite, collected.refused or self._has_refused
+        accepted = accepted_curvature(who, self._names, self.state, grads, collected, *checked)
         if accepted is None:
             return False
         if self._refresh(grads, collected, accepted) or not joined:
@@ -192,7 +193,7 @@ class CurvatureOptimizer(Resumable):
         """Move new factors into the averages, and call ``_renew`` if that is due: then true."""
         progress = self._progress
         if self._on_any_rank(accepted):
-            progress["stale"] = True
+            progress["stale"], self._has_refused = True, False
             progress |= {name: getattr(collected, name) for name in ("step_weight", "closure_weight", "variables")}
             accepted = self._settle(accepted, collected)
             decays = self._decays()
@@ -200,8 +201,11 @@ class CurvatureOptimizer(Resumable):
             for param, factors in accepted.items():
                 self._average(param, factors, decays[param])
             self._restart_clocks({*accepted}, {*grads})
+        elif collected.refused:  # tried again after an interval, as it may take long
+            self._has_refused = True
+            self._restart_clocks(set(), {*grads})
         elif not self._step_of_owner and not collected.curvature:
-            if clocks.is_due(progress, self._params(), grads.keys(), self.curvature_every) and not collected.refused:
+            if clocks.is_due(progress, self._params(), grads.keys(), self.curvature_every):
                 self._say(
                     "overdue",
                     "takes steps with old curvature: its refresh is overdue, but no backward computed any. Call "
@@ -273,7 +277,7 @@ class CurvatureOptimizer(Resumable):
             update, rate = self._solve(stack, grad, dampings[i]), self.param_groups[i]["lr"] ** 2
             solved.append((stack, update))
             ug, uu, gg = update.dot(grad), update.dot(update), grad.dot(grad)
-            weighted = weighted_square(uu, stack.split(update))
+            weighted = weighted_square(uu, stack.split(update), stack.inputs)
             # rows of an embedding that no token asked for have no part in the mean
             sums.append(torch.stack([ug, uu, gg, uu * rate, weighted, grad.count_nonzero().to(uu)]))
         # the sums are divided by the weight of the loss, not the gradients; so are the updates, below

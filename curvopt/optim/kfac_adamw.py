@@ -30,9 +30,10 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     batches of one to four samples whose gradients are skewed (rare classes, heavy tails): there, many small gradients
     would hold up the momentum of few large ones, and the training would end in another place than the minimum.
 
-    Weights with n > ``wide`` inputs (entries of ``param[0]``) take ``lr * sqrt(wide / n)``: more inputs add up in an
-    output, and usual initializations make such weights smaller by the root of n. So one rate serves narrow and wide
-    layers. Yang & Hu (2021) derive how rates of Adam fall with the width.
+    Weights with n > ``wide`` inputs (entries of ``param[0]``; of a stack of matrices, as ``torch.bmm`` takes it, the
+    larger side of one) take ``lr * sqrt(wide / n)``: more inputs add up in an output, and usual initializations make
+    such weights smaller by the root of n. So one rate serves narrow and wide layers. Yang & Hu (2021) derive how rates
+    of Adam fall with the width.
 
     Use it as ``KFACSGD``: loop, checkpoints and shared options are alike. There is no damping but ``eps``, and no
     clip: as in Adam, ``lr`` bounds the step.
@@ -135,9 +136,9 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
             if name in state:
                 state[name] = self._product(matrices, sizes, state[name])
 
-    def _shorten(self, steps: list[Tensor]) -> None:
+    def _shorten(self, steps: list[Tensor], inputs: list[int]) -> None:
         """Shorten the steps of weights with many inputs, in place."""
-        rates = [excess(step, self._options["wide"]) ** -0.5 for step in steps]
+        rates = [excess(n, self._options["wide"]) ** -0.5 for n in inputs]
         if min(rates) < 1:
             torch._foreach_mul_(steps, rates)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -169,7 +170,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
                         product = step * grad
                         step *= product.ge_(0) if maximized else product.le_(0)
                 for stack, step in zip(stacks, steps, strict=True):
-                    self._shorten(stack.split(step))
+                    self._shorten(stack.split(step), stack.inputs)
                 moved = [stack.product(step) for stack, step in zip(stacks, steps, strict=True)]
                 for flat, own in zip(after, moved, strict=True):
                     flat += own.to(flat.dtype)

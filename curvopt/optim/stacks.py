@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from operator import is_
 from typing import Any
 
@@ -22,11 +23,13 @@ class Part:
     Attributes:
         chosen: indices of the parameters.
         numel: number of their entries.
+        inputs: number of inputs of each.
         products: with the factor list and its transpose, of all entries, one parameter after the other.
     """
 
     chosen: list[int]
     numel: int
+    inputs: list[int]
     products: tuple[Product, Product]
 
 
@@ -41,6 +44,11 @@ class Stack:
 
     params: list[Tensor]
     parts: list[Part]
+
+    @property
+    def inputs(self) -> list[int]:
+        """Number of inputs of each parameter."""
+        return [number for part in self.parts for number in part.inputs]
 
     def product(self, flat: Tensor, transposed: bool = False) -> Tensor:
         """Multiply all entries by the factor lists, or by their transposes; a copy."""
@@ -92,8 +100,9 @@ class Stacks:
     def _part(self, chosen: list[int], params: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> Part:
         lists: list[list[Tensor]] = [list(states[i].get(self.name) or []) for i in chosen]
         first, numel = lists[0], sum(params[i].numel() for i in chosen)
+        inputs = [_inputs(params[i].shape, own) for i, own in zip(chosen, lists, strict=True)]
         if not first or not numel:
-            return Part(chosen, numel, (lambda flat: flat, lambda flat: flat))
+            return Part(chosen, numel, inputs, (lambda flat: flat, lambda flat: flat))
         factors, sizes = first, sizes_of(first, params[chosen[0]].shape)
         if first[0].ndim == 0:  # multiples of the identity
             diagonals = [own[0].expand(params[i].numel()) for i, own in zip(chosen, lists, strict=True)]
@@ -109,7 +118,15 @@ class Stacks:
                 states[i][self.name] = own
             sizes = sizes if factors[0].ndim > 1 else [numel]
         transposed = [factor if factor.ndim < 2 else factor.mT for factor in factors]
-        return Part(chosen, numel, (kfac_mat_prod(factors, sizes), kfac_mat_prod(transposed, sizes)))
+        return Part(chosen, numel, inputs, (kfac_mat_prod(factors, sizes), kfac_mat_prod(transposed, sizes)))
+
+
+def _inputs(shape: torch.Size, factors: Sequence[Tensor]) -> int:
+    """Number of inputs of a weight ``[O, *I]``; of a stack of matrices, as their factors show it, the larger side."""
+    if len(shape) < 2:
+        return 1
+    stacked = len(factors) == 2 and max((len(f) for f in factors if f.ndim > 2), default=1) > 1
+    return max(sizes_of(factors, shape)) if stacked else prod(shape[1:])
 
 
 def _of_one_form(params: Sequence[Tensor], lists: Sequence[list[Tensor] | None]) -> list[list[int]]:

@@ -138,6 +138,7 @@ def accepted_curvature(
     collected: Collected,
     over_ranks: Callable[[Tensor], Tensor],
     known_finite: bool,
+    refused: bool,
 ) -> dict[Tensor, list[Tensor]] | None:
     """The mean curvature of the parameters for which it is finite, by parameter; ``None`` if there never was any.
 
@@ -149,6 +150,7 @@ def accepted_curvature(
         collected: curvature since the last step.
         over_ranks: sums over ranks that have different parameters.
         known_finite: whether all of these tensors are known to be finite.
+        refused: whether all backwards that were due had no curvature, as was said.
 
     Raises:
         CurvoptError: if a gradient is not finite, a parameter changed its precision, or no curvature was
@@ -173,7 +175,7 @@ def accepted_curvature(
     weightless = bool(new) and not finite[-1] and float(weight) == 0
     if new and not finite[-1]:
         rejected = set(new)
-    known = has_curvature(states) or collected.refused
+    known = has_curvature(states) or refused
     counts = torch.tensor([len(bad), len(new), len(rejected), weightless, known], dtype=torch.float64)
     all_bad, all_new, all_rejected, all_weightless, all_known = over_ranks(counts).tolist()
     if all_bad:

@@ -1,7 +1,7 @@
 """How long a step may be: the bound on its root mean square, and damping that adapts."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import inf, isfinite, nan, prod
+from math import inf, isfinite, nan
 from typing import Any, TypeVar
 
 import torch
@@ -28,18 +28,18 @@ def damping_of(group: Mapping[str, Any], mean_curvature: Tensor) -> float | Tens
     return torch.where(mean_curvature > 0, group["relative_damping"] * mean_curvature, 1.0)
 
 
-def excess(param: Tensor, wide: int | None = WIDE) -> float:
-    """``n / wide`` for a weight with n inputs (entries of ``param[0]``), at least 1; 1 for vectors or without ``wide``.
+def excess(inputs: int, wide: int | None = WIDE) -> float:
+    """``n / wide`` for a weight with n inputs, at least 1; 1 without ``wide``.
 
     More inputs add up in an output, so equal steps of their weights move it further (Yang & Hu 2021, whose rates of
     Adam fall as ``1 / n``); and usual initializations make such weights smaller by the root of n.
     """
-    return 1.0 if wide is None or param.ndim < 2 else max(1.0, prod(param.shape[1:]) / wide)
+    return 1.0 if wide is None else max(1.0, inputs / wide)
 
 
-def weighted_square(square: Tensor, updates: Sequence[Tensor]) -> Tensor:
+def weighted_square(square: Tensor, updates: Sequence[Tensor], inputs: Sequence[int]) -> Tensor:
     """Sum of the squares of updates, each times its `excess`, by their plain sum ``square``; ``[]``."""
-    wide = [(update.view(-1), excess(update) - 1) for update in updates if excess(update) > 1]
+    wide = [(update.view(-1), excess(n) - 1) for update, n in zip(updates, inputs, strict=True) if excess(n) > 1]
     return sum((flat.dot(flat) * more for flat, more in wide), square)
 
 

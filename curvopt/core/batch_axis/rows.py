@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping
 from math import gcd, prod
 
 import torch
+from torch import nn
 
 from curvopt.core.autograd_graph.node_vjp import Place
-from curvopt.core.autograd_graph.nodes import shape_of
-from curvopt.core.batch_axis.layout import UNUSED, Layout, labelled
+from curvopt.core.autograd_graph.nodes import leaf_of, shape_of
+from curvopt.core.batch_axis.layout import UNUSED, AnyLayout, Layout, labelled
 from curvopt.core.batch_axis.propagation import BatchAxes, propagate_batch_axis
 
 
@@ -23,6 +24,8 @@ def axis_of_head(place: Place, rows: int, axis: int) -> int | None:
     """The batch axis of an output: where the first axis fits besides, the one along which more is located."""
     shape = shape_of(*place)
     fit = [i for i in dict.fromkeys((axis, 0)) if len(shape) > i and shape[i] == rows]
+    if fit == [0] and shape[1:2] == (rows,) and not _of_parameters(place, 0, rows) <= {None}:
+        return 1 if is_along_second(place, rows) else 0
     if len(fit) < 2:
         return fit[0] if fit else None
 
@@ -33,13 +36,28 @@ def axis_of_head(place: Place, rows: int, axis: int) -> int | None:
     return max(fit, key=located)
 
 
+def is_along_second(place: Place, N: int, known: Mapping[Place, Layout] | None = None) -> bool:
+    """Whether an output is ``[T, N, ...]``, as layers with the time first, or `torch.vmap` over nets, return it.
+
+    It is not if entries of parameters were those of samples then, as of ``[K, N]`` with N features.
+    """
+    return shape_of(*place)[1:2] == (N,) and _of_parameters(place, 1, N, known) == {None}
+
+
+def _of_parameters(place: Place, axis: int, N: int, known: Mapping[Place, Layout] | None = None) -> set[AnyLayout]:
+    """The layouts that the parameters behind a tensor have, if its samples are along an axis."""
+    head = labelled(shape_of(*place), axis, range(N), N, False)
+    layouts = propagate_batch_axis({place: head}, N, known or {}, complete=False).layouts
+    return {own for (node, _), own in layouts.items() if isinstance(leaf_of(node), nn.Parameter)}
+
+
 def samples_of_rows(place: Place, known: Mapping[Place, Layout]) -> list[int] | None:
     """The sample of each row of a tensor that was computed from tensors with known layouts, row by row.
 
     ``None`` if a row depends on several samples, or that is not known.
     """
     shape = shape_of(*place)
-    if not shape:
+    if not (shape and known):
         return None
     samples = max((layout.rows for layout in known.values() if layout.labels is None), default=1)
     for rows in dict.fromkeys((shape[0], samples, 1)):  # of several rows, of shares of samples, or of one sample

@@ -31,7 +31,7 @@ from curvopt.core.autograd_graph.operations import BY_ENTRY
 from curvopt.core.batch_axis.heads import agreeing, around_heads, behind_reductions, outermost
 from curvopt.core.batch_axis.layout import UNUSED, Axis, Layout, axis_of, labelled, labels_along
 from curvopt.core.batch_axis.propagation import BatchAxes, propagate_batch_axis
-from curvopt.core.batch_axis.rows import axis_of_head, matched, samples_of_rows
+from curvopt.core.batch_axis.rows import axis_of_head, is_along_second, matched, samples_of_rows
 from curvopt.core.recording.extended_parameters import extended_model, extended_owner
 from curvopt.core.recording.model_calls import Model, ModelCall
 from curvopt.errors import CurvoptError
@@ -206,7 +206,11 @@ def _appended(heads: Mapping[Place, Layout], start: int, N: int) -> dict[Place, 
 def _place_others(
     others: Sequence[tuple[ModelCall, Place]], known: dict[Place, Layout], N: int, axis: int, appended: bool
 ) -> list[tuple[ModelCall, Place]]:
-    """Add heads without N rows: those whose rows follow from other heads, and shares of k rows, which are returned."""
+    """Add heads without N rows along the batch axis.
+
+    Rows of some follow from other heads, some have their samples along axis 1; others are shares of k rows, which are
+    returned.
+    """
     layouts = propagate_batch_axis(known, N).layouts
     located = {place: layout for place, layout in layouts.items() if isinstance(layout, Layout)}
     shares: list[tuple[ModelCall, Place]] = []
@@ -216,15 +220,20 @@ def _place_others(
         if rows is not None and UNUSED not in rows:
             known[place] = labelled(shape, 0, rows, N, False)
             continue
-        if appended or axis or shape[0] % N or not shape[0]:
+        second = not axis and not appended and is_along_second(place, N, located)
+        if not second and (appended or shape[0] % N or not shape[0]):
             raise _other_length(call, shape, N, axis)
-        known[place] = Layout(1, N, prod(shape) // N)
-        axes = propagate_batch_axis({place: known[place]}, N, located, complete=False)
-        pairs = matched(axes, located)
-        # other outputs have other shares, or none that is known
-        if any(other in axes.layouts for other in located) and (pairs is None or any(a != b for a, b in pairs.items())):
-            raise _other_length(call, shape, N, axis)
-        shares.append((call, place))
+        # flattened, samples of axis 1 come in turns
+        before = shape[0] if second else shape[0] // N if axis else 1
+        known[place] = Layout(before, N, prod(shape) // (before * N))
+        if located:
+            axes = propagate_batch_axis({place: known[place]}, N, located, complete=False)
+            met, pairs = any(other in axes.layouts for other in located), matched(axes, located)
+            # other outputs have other shares, or none that is known
+            if met and (pairs is None or any(a != b for a, b in pairs.items())):
+                raise _other_length(call, shape, N, axis)
+        if not second:
+            shares.append((call, place))
     return shares
 
 

@@ -85,7 +85,7 @@ def _masks(call: ModuleCall) -> list[Tensor]:
             if mask is not None and (mask.dim() == 3 if packed is None else len(mask) == len(packed)):
                 found[node._sequence_nr()] = mask  # type: ignore[attr-defined]
     masks = [found[number] for number in sorted(found)]
-    if len(masks) != call.module.num_layers - 1:
+    if len(masks) + 1 != call.module.num_layers:
         raise CurvoptError(
             f"{call.describe()}: the masks of the dropout between its layers cannot be read off the graph; stack "
             "single layers with nn.Dropout between them, or call model.eval()."
