@@ -143,18 +143,14 @@ def _no_samples(what: str) -> CurvoptError:
 def _warn_of_cost(located: LocatedGraph) -> None:
     """Say once for each model where quantities are computed sample by sample, if that costs much."""
     slow = [call for call in located.calls if isinstance(call.samples, dict) or isinstance(call.rule, SharedCallRule)]
-    if not slow:
-        return
     fast = sum(shape.numel() for call in located.calls if call not in slow for shape in call.call.shapes)
-    for call in slow:
+    if sum(call.location.N * _entries(call) for call in slow if call.location.N > 1) <= fast:
+        return
+    largest = {extended_model(next(iter(call.parameters.values()))): call for call in sorted(slow, key=_entries)}
+    for model, call in largest.items():
         N = call.location.N
-        shapes = call.rule.call.shapes if isinstance(call.rule, SharedCallRule) else call.call.shapes
-        if N * sum(shape.numel() for shape in shapes) <= fast or N < 2:
+        if N < 2 or (model is not None and model.warned):
             continue
-        p = next(iter(call.parameters.values()))
-        model = extended_model(p)
-        if model is not None and model.warned:
-            return
         if model is not None:
             model.warned = True
         layout = "an operation that is not known" if isinstance(call.rule, PerSampleRule) else "its output"
@@ -165,6 +161,12 @@ def _warn_of_cost(located: LocatedGraph) -> None:
             CurvoptWarning,
             stacklevel=2,
         )
+
+
+def _entries(call: CallInGraph) -> int:
+    """Number of entries of the outputs of a call."""
+    own = call.rule.call if isinstance(call.rule, SharedCallRule) else call.call
+    return sum(shape.numel() for shape in own.shapes)
 
 
 def mixing_norm(located: LocatedGraph) -> tuple[str, bool]:
