@@ -7,6 +7,7 @@ makes an optimizer for a module, and yields a number after each step that should
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -286,12 +287,52 @@ def dpo(make: Make) -> Iterator[float]:
 # ----------------------------------------------------------------------------------------------- classifiers and vision
 
 
-@workflow("CTC loss")
+@workflow("CTC loss of outputs with the time first")
 def ctc(make: Make) -> Iterator[float]:
-    model, labels = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 5)), torch.randint(1, 5, (16, 4))
-    x = torch.randn(16, 12, 6)
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp(6, 32, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x).log_softmax(2).transpose(0, 1)
+
+    x, labels = torch.randn(16, 12, 6), torch.randint(1, 5, (16, 4))
     lengths = torch.full((16,), 12), torch.full((16,), 4)
-    return minimise(make, model, lambda f: F.ctc_loss(f(x).log_softmax(2).transpose(0, 1), labels, *lengths))
+    return minimise(make, Reader(), lambda model: F.ctc_loss(model(x), labels, *lengths))
+
+
+@workflow("Ensemble of networks, by torch.func.vmap")
+def ensemble(make: Make) -> Iterator[float]:
+    class Ensemble(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            networks = [mlp(8, 32, 4) for _ in range(3)]
+            stacked, _ = torch.func.stack_module_state(networks)  # type: ignore[arg-type]
+            self.names, self.weights = list(stacked), nn.ParameterList(stacked.values())
+            vars(self)["one"] = networks[0]  # not a part of this module
+
+        def forward(self, x: Tensor) -> Tensor:
+            call = torch.func.vmap(partial(torch.func.functional_call, vars(self)["one"]), (0, None))
+            return call(dict(zip(self.names, self.weights, strict=True)), x)
+
+    x, y = classes()
+    return minimise(make, Ensemble(), lambda model: F.cross_entropy(model(x).flatten(0, 1), y.repeat(3)))
+
+
+@workflow("Texts by an LSTM of two layers with dropout")
+def stacked_lstm(make: Make) -> Iterator[float]:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(16, 20)
+            self.net = nn.LSTM(8, 16, num_layers=2, dropout=0.1, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.net(self.embedding(x))[0])
+
+    x = torch.randint(20, (16, 12))
+    return minimise(make, Reader(), lambda model: F.cross_entropy(model(x).flatten(0, 1), x.flip(1).flatten()))
 
 
 @workflow("Focal loss")

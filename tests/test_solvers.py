@@ -119,6 +119,28 @@ def test_kfac_adamw_is_adamw_in_the_eigenbasis_without_what_goes_uphill(
     assert (count > 0) == cautious
 
 
+@pytest.mark.parametrize("shape", [(3, 200, 10), (3, 10, 200)], ids=["many-inputs", "many-outputs"])
+def test_stacked_weights_have_the_inputs_of_one(shape: tuple[int, ...]) -> None:
+    """The larger side of one, since nothing says which are the inputs."""
+
+    class Stacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(shape) / 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.bmm(x.expand(3, *x.shape), self.weight)
+
+    model = Stacked()
+    optimizer = KFACAdamW(model.parameters(), lr=0.01, eps=1e-30, cautious=False)
+    optimizer.attach(model)
+    before = model.weight.detach().clone()
+    model(torch.randn(16, shape[1])).square().mean().backward()
+    optimizer.step()
+    length = (model.weight - before).norm() / before.numel() ** 0.5  # a first step of Adam
+    assert float(length) == pytest.approx(0.01 * (128 / 200) ** 0.5, rel=1e-3)
+
+
 def test_groups_that_maximise_and_minimise_together() -> None:
     model, multiplier = nn.Linear(3, 1).double(), nn.Parameter(torch.zeros(1).double())
     optimizer = KFACAdamW([{"params": model.parameters()}, {"params": [multiplier], "maximize": True}])

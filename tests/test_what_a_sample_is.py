@@ -377,6 +377,60 @@ def batch_axis_of_one(known: bool) -> Program:
     return Program(m, lambda: loss(x, y), each(4, lambda n: loss(x[:, n : n + 1], y[:, n : n + 1])), known)
 
 
+@program(known=(True,), unknown=(False,))
+def flattened_with_batch_axis_of_one(known: bool) -> Program:
+    """The rows of the output are those of all samples at a time, then of all at the next one."""
+    m, x, y = extend(nn.Sequential(TimeFirst(), nn.Flatten(0, 1)), batch_axis=1), torch.randn(5, 4, 3), torch.ones(20)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        z = m(x)
+        return F.cross_entropy(z, y.long(), reduction="sum") if known else z.cosh().log().sum()
+
+    return Program(m, lambda: loss(x, y), each(4, lambda n: loss(x[:, n : n + 1], y[:5])), known)
+
+
+class Ensemble(nn.Module):
+    """Several nets as one, whose weights are stacked."""
+
+    def __init__(self, nets: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.randn(nets, 3, 5)), nn.Parameter(torch.randn(nets, 5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(torch.bmm(x.expand(len(self.first), *x.shape), self.first).tanh(), self.last)
+
+
+@program(fewer=(3,), as_many=(4,), more=(8,))
+def ensemble(nets: int) -> Program:
+    """Outputs ``[E, N, 2]``, for any number of nets."""
+    m, x, y = extend(Ensemble(nets)), torch.randn(4, 3), torch.randn(4, 2)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(m(x).flatten(0, 1), y.repeat(nets, 1), reduction="sum")
+
+    return Program(m, lambda: loss(x, y), each(4, lambda n: loss(one(x, n), one(y, n))))
+
+
+class Transposed(nn.Module):
+    def __init__(self, *axes: int) -> None:
+        super().__init__()
+        self.axes = axes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(*self.axes)
+
+
+@program(shorter=(3,), longer=(8,))
+def output_with_the_time_first(T: int) -> Program:
+    m = extend(nn.Sequential(nn.Conv1d(3, 5, 1), nn.Tanh(), Transposed(1, 2), nn.Linear(5, 3), Transposed(0, 1)))
+    x, y = torch.randn(4, 3, T), torch.randint(3, (T, 4))
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(m(x).flatten(0, 1), y.flatten(), reduction="sum")
+
+    return Program(m, lambda: loss(x, y), each(4, lambda n: loss(one(x, n), y[:, n : n + 1])))
+
+
 @program(alone=(0.0,), with_the_outputs=(1.0,))
 def gradient_penalty(weight: float) -> Program:
     m, x = (
@@ -620,7 +674,18 @@ def calls_that_disagree_with_an_axis() -> Tensor:
     return extend(TimeFirst(), batch_axis=1)(torch.randn(5, 4, 3)).mean((1, 2)).square().sum() * 0 + rows_in_a_loop()
 
 
+def pooled_to_as_many_features_as_rows() -> Tensor:
+    """Of ``[3, 4]``, the second axis has features, though there are 4 rows."""
+    return extend(nn.Sequential(nn.Linear(3, 4), Statistics()))(torch.randn(4, 3)).square().sum()
+
+
+class Statistics(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x.mean(0), x.std(0), x.amax(0)])
+
+
 ERRORS: dict[Callable[[], Tensor], str] = {
+    pooled_to_as_many_features_as_rows: r"4 samples along axis 0.*\[3, 4\]",
     rows_in_a_loop: "called 3 times with one row each.*stack the rows",
     time_first_without_batch_axis: r"4 samples along axis 0.*\[5, 3\].*batch_axis=1",
     mean_over_the_batch: r"6 samples.*\[3\]",

@@ -62,6 +62,28 @@ def test_without_samples_gradients_are_taken_as_they_are_until_a_backward_has_so
 
 
 @pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+def test_where_no_backward_has_curvature_it_is_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    optimizer = KFACAdamW(model.parameters())
+    optimizer.attach(model)
+    tried, otherwise = set[int](), optimizer._otherwise
+
+    def refused(error: CurvoptError) -> list | None:
+        tried.add(optimizer._progress["step"])
+        return otherwise(error)
+
+    monkeypatch.setattr(optimizer, "_otherwise", refused)
+    for _ in range(60):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[0]), y[0]).backward()
+        optimizer.step()
+    assert tried == {0, 1, 2, 4, 8, 16, 32, 52}
+    for _ in range(20):
+        step(model, optimizer, lambda z: F.cross_entropy(z, y))
+    assert "none" not in optimizer.coverage().values()
+
+
+@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
 def test_backwards_with_and_without_samples_in_turn_have_curvature() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
     for offset in (0, 1):
