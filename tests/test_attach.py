@@ -7,9 +7,11 @@ import gc
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import Margins
 from test_optim import OPTIMIZERS, Run, assert_close, assert_equal, cnn, digits, every_optimizer, exact_optimizer, mlp
 from torch import Tensor, nn
@@ -421,3 +423,72 @@ def test_a_preconditioner() -> None:
         return run.weights()
 
     assert_equal(run(True), run(False))
+
+
+# ---------------------------------------------------------------------------------------------------------- batch axis
+
+
+class TimeFirst(nn.Module):
+    """Texts ``[T, N]``, as PyTorch's layers take them by default."""
+
+    def __init__(self, kind: str, output: str) -> None:
+        super().__init__()
+        self.embedding, self.last, self.output = nn.Embedding(9, 8), nn.Linear(8, 9), output
+        layer = partial(nn.TransformerEncoderLayer, 8, 2, 16, dropout=0.0)
+        self.net = nn.LSTM(8, 8, 2, dropout=0.2) if kind == "lstm" else nn.TransformerEncoder(layer(), 1, None, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.net(self.embedding(x))
+        h = h[0] if isinstance(self.net, nn.LSTM) else h
+        z = self.last(h.mean(0) if self.output == "pooled" else h)
+        return z.flatten(0, 1) if self.output == "flat" else z
+
+
+@pytest.mark.parametrize("kind", ["lstm", "transformer"])
+@pytest.mark.parametrize("output", ["sequence", "flat", "pooled"])
+def test_the_batch_axis_is_found_where_layers_mix_axis_0(kind: str, output: str) -> None:
+    x, finals = torch.randint(9, (5, 7)), []
+    y = x[0] if output == "pooled" else x
+    for axis in (None, 1):
+        torch.manual_seed(0)
+        model = TimeFirst(kind, output)
+        optimizer = KFACAdamW(model.parameters())
+        optimizer.attach(model, batch_axis=axis)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", CurvoptWarning)
+            for _ in range(4):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x).reshape(-1, 9), y.flatten()).backward()
+                optimizer.step()
+        assert [("axis 1 of its inputs" in str(w.message)) for w in said] == [True] * (axis is None)
+        finals.append([p.detach().clone() for p in model.parameters()])
+        with backpack(BatchGrad()):
+            F.cross_entropy(model(x).reshape(-1, 9), y.flatten()).backward()
+        assert model.last.bias.grad_batch.shape == (7, 9)
+    torch.testing.assert_close(*finals, rtol=0, atol=0)
+
+
+def test_the_batch_axis_stays_where_layers_mix_both_or_it_was_given() -> None:
+    for axis, model in ((0, TimeFirst("lstm", "sequence")), (None, Mixed())):
+        optimizer = KFACAdamW(model.parameters())
+        optimizer.attach(model, batch_axis=axis)
+        with pytest.warns(CurvoptWarning, match="sample by sample"):
+            for _ in range(3):
+                optimizer.zero_grad()
+                x = torch.randint(9, (5, 7)) if axis == 0 else torch.randn(6, 6)
+                model(x).square().mean().backward()
+                optimizer.step()
+        assert "none" not in optimizer.coverage().values()
+        with backpack(BatchGrad()):
+            model(x).square().mean().backward()
+        assert next(model.parameters()).grad_batch.shape[0] == len(x)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last((h @ h.T).softmax(1) @ h)

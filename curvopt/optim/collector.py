@@ -13,6 +13,7 @@ from torch import Tensor
 from curvopt import backpack, extend
 from curvopt.core.backward.backpack import attach
 from curvopt.core.losses.hessian_root import NotCurved, SingleRows
+from curvopt.core.recording.extend import may_seek_axis
 from curvopt.core.recording.extended_parameters import owned_parameters
 from curvopt.core.recording.state import outside_of_graphs
 from curvopt.distributed import Ranks, is_sharded, refuse_sharded, serving
@@ -79,7 +80,7 @@ class CurvatureCollector(OverRanks, ABC):
         scaler: Any = None,
         *,
         loss_reduction: Literal["mean", "sum"] | None = None,
-        batch_axis: int = 0,
+        batch_axis: int | None = None,
     ) -> None:
         """Collect curvature from now on in every ``loss.backward()`` that reaches this optimizer's parameters.
 
@@ -102,7 +103,9 @@ class CurvatureCollector(OverRanks, ABC):
                 for a ``torch.amp.GradScaler`` whose ``step()`` is given this optimizer.
             loss_reduction: whether losses of no known kind are a mean over the samples (``"mean"``, to begin with) or
                 a sum; later calls without it keep it.
-            batch_axis: axis of the model's inputs and outputs that counts the samples, see `curvopt.extend`.
+            batch_axis: axis of the model's inputs and outputs that counts the samples, see `curvopt.extend`. By
+                default axis 0; or axis 1, with a warning, if layers mix the entries of axis 0 but not those of axis 1,
+                as recurrent nets and transformers do unless they have ``batch_first=True``.
 
         Raises:
             CurvoptError: no parameter of this optimizer belongs to the model.
@@ -126,7 +129,9 @@ class CurvatureCollector(OverRanks, ABC):
                 "everything that replaces parameters (moving to a device, wrapping), and build the optimizer from "
                 "model.parameters()."
             )
-        extend(model, batch_axis=batch_axis)
+        extend(model, batch_axis=batch_axis or 0)
+        if batch_axis is None:
+            may_seek_axis(model)
         attach(self, lossfunc)
         self._loss_reduction = loss_reduction or self._loss_reduction
         self._attached_to = weakref.ref(model), own

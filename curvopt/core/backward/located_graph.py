@@ -23,7 +23,7 @@ from curvopt.core.autograd_graph.nodes import leads_to, name_of, saved, shape_of
 from curvopt.core.autograd_graph.operations import BATCH_NORMS
 from curvopt.core.autograd_graph.parameter_calls import find_entry_points, join_biases, parameter_calls, shared_call
 from curvopt.core.batch_axis.layout import Layout
-from curvopt.core.batch_axis.samples import Location, locate
+from curvopt.core.batch_axis.samples import EmptyBatch, Location, locate
 from curvopt.core.layers.sample_by_sample import PerSampleRule, SharedCallRule
 from curvopt.core.recording.calls import ModuleCall, records_of
 from curvopt.core.recording.extended_parameters import extended_model, extended_name
@@ -82,6 +82,53 @@ def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False) ->
     Raises:
         CurvoptError: where that is not clear, or the results would be wrong.
     """
+    refusal, located, slow = None, None, {}
+    try:
+        located = _read_and_locate(roots, appends_single_rows)
+        slow = _slow_calls(located)
+    except EmptyBatch:
+        raise
+    except CurvoptError as error:
+        refusal = error
+    if slow or refusal is not None:
+        found = _along_second_axis(roots, appends_single_rows)
+        if found is not None:
+            return found
+    if located is None:
+        assert refusal is not None
+        raise refusal
+    _warn_of_cost(slow)
+    return located
+
+
+def _along_second_axis(roots: Sequence[Node], appends_single_rows: bool) -> LocatedGraph | None:
+    """With the samples along axis 1 of models that allow that; ``None`` if that is refused, or no better."""
+    models = {call.model for call, _ in read_graph(roots).model_calls if call.model.seeks_axis}
+    if not models:
+        return None
+    for model in models:
+        model.batch_axis = 1
+    try:
+        located = _read_and_locate(roots, appends_single_rows)
+        found = not _slow_calls(located) and all(location.N > 1 for location in located.locations.values())
+    except CurvoptError:
+        found = False
+    for model in models:
+        model.batch_axis = int(found)
+        model.seeks_axis = not found and not model.warned
+    if not found:
+        return None
+    warnings.warn(
+        f"{next(iter(models)).name}: the samples are along axis 1 of its inputs, as layers mix the entries of axis 0. "
+        "attach(model, batch_axis=1) says so from the start; if samples are along axis 0, say batch_axis=0.",
+        CurvoptWarning,
+        stacklevel=2,
+    )
+    return located
+
+
+def _read_and_locate(roots: Sequence[Node], appends_single_rows: bool) -> LocatedGraph:
+    """See `read_and_locate`; as the models say."""
     located = LocatedGraph(read_graph(roots))
     graph = located.graph
     if not graph.operands and not any(found.parameters for found in graph.module_calls.values()):
@@ -117,7 +164,6 @@ def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False) ->
     for call in located.calls:
         for name, p in call.parameters.items():
             located.owners.setdefault(p, (call, name))
-    _warn_of_cost(located)
     return located
 
 
@@ -140,19 +186,24 @@ def _no_samples(what: str) -> CurvoptError:
     )
 
 
-def _warn_of_cost(located: LocatedGraph) -> None:
-    """Say once for each model where quantities are computed sample by sample, if that costs much."""
+def _slow_calls(located: LocatedGraph) -> dict[Model | None, CallInGraph]:
+    """By model, the largest call that is computed sample by sample, if all these cost much."""
     slow = [call for call in located.calls if isinstance(call.samples, dict) or isinstance(call.rule, SharedCallRule)]
     fast = sum(shape.numel() for call in located.calls if call not in slow for shape in call.call.shapes)
-    if sum(call.location.N * _entries(call) for call in slow if call.location.N > 1) <= fast:
-        return
-    largest = {extended_model(next(iter(call.parameters.values()))): call for call in sorted(slow, key=_entries)}
-    for model, call in largest.items():
-        N = call.location.N
-        if N < 2 or (model is not None and model.warned):
+    slow = [call for call in slow if call.location.N > 1]
+    if sum(call.location.N * _entries(call) for call in slow) <= fast:
+        return {}
+    return {extended_model(next(iter(call.parameters.values()))): call for call in sorted(slow, key=_entries)}
+
+
+def _warn_of_cost(slow: dict[Model | None, CallInGraph]) -> None:
+    """Say once for each model where quantities are computed sample by sample."""
+    for model, call in slow.items():
+        if model is not None and model.warned:
             continue
         if model is not None:
             model.warned = True
+        N = call.location.N
         layout = "an operation that is not known" if isinstance(call.rule, PerSampleRule) else "its output"
         advice = " If the samples are along another axis, say extend(model, batch_axis=1)."
         warnings.warn(

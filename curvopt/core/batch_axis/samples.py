@@ -180,7 +180,7 @@ def _of_model(
             f"{voting[0].name} was called with {N} samples, but no tensor with {N} rows along axis {axis} leads to the "
             "loss; if the samples are along another axis, say extend(model, batch_axis=1)."
         )
-    _check_shares(shares, found, graph, N)
+    _check_shares(shares, found, graph, N, axis)
     if not appended:
         found |= around_heads(graph, N, axis, found)
         for other in model.last:
@@ -286,19 +286,19 @@ def _first_calls(outputs: Sequence[tuple[ModelCall, Place]], graph: BackwardGrap
 
 
 def _check_shares(
-    shares: Sequence[tuple[ModelCall, Place]], heads: Mapping[Place, Layout], graph: BackwardGraph, N: int
+    shares: Sequence[tuple[ModelCall, Place]], heads: Mapping[Place, Layout], graph: BackwardGraph, N: int, axis: int
 ) -> None:
-    """Raise where a head has several rows of a sample, but no layer says that these come one after the other."""
+    """Raise where a head has several rows of a sample, but no layer says which."""
     if not shares:
         return
     axes = propagate_batch_axis(heads, N)
     for call in graph.module_calls.values():
         for index, edge in call.edges.items():
             layout = axes.of(edge.node, edge.output_nr)
-            axis = call.axis(index)
-            if isinstance(layout, Layout) and isinstance(axis, int):
+            expected = axis or call.axis(index)
+            if isinstance(layout, Layout) and isinstance(expected, int):
                 shape = shape_of(edge.node, edge.output_nr)
-                if axis_of(shape, layout) == Axis(axis, 1, 1) and shape[axis] == N:
+                if axis_of(shape, layout) == Axis(expected, 1, 1) and shape[expected] == N:
                     return
     call, place = shares[0]
     raise CurvoptError(

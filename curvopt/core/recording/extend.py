@@ -126,6 +126,13 @@ def _recorder_of(module: nn.Module) -> Recorder | None:
     return next((hook for hook in module._forward_hooks.values() if isinstance(hook, Recorder)), None)
 
 
+def may_seek_axis(module: nn.Module) -> None:
+    """Let axis 1 take the place of axis 0 as the batch axis of an extended model, where layers mix axis 0."""
+    recorder = _recorder_of(module)
+    if recorder is not None and not recorder.model.batch_axis:
+        recorder.model.seeks_axis = True
+
+
 def remember_parameters(module: nn.Module) -> None:
     """Note the parameters that the extended modules of a module have now: ``fully_shard`` exchanges them."""
     for child in module.modules():

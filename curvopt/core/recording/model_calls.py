@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -29,13 +30,15 @@ class Model:
         name: for messages.
         batch_axis: axis of the inputs and outputs of the model that counts the samples.
         size: number of its modules.
+        seeks_axis: whether axis 1 may take the place of axis 0, see `curvopt.core.backward.located_graph`.
         warned: whether it was said that quantities are computed sample by sample.
         last: `ModelCall.samples` of the last calls that no backward has used, which count where the loss depends on no
             output (a gradient penalty of a network of ReLUs, the residual of a PINN).
     """
 
     def __init__(self, name: str, batch_axis: int = 0, size: int = 1):
-        self.name, self.batch_axis, self.size, self.warned = name, batch_axis, size, False
+        self.name, self.batch_axis, self.size = name, batch_axis, size
+        self.seeks_axis = self.warned = False
         self.last: tuple[int, ...] = ()
 
 
@@ -45,15 +48,26 @@ class ModelCall(NamedTuple):
     Attributes:
         model: the model to which the module belongs.
         name: of the module, for messages.
-        samples: lengths that may be the number of samples, the likeliest first: of a list of tensors, of the batch
-            axis of the first tensor; none of a call without tensors.
+        listed: length of a list of tensors (images, say) that is the first input, or ``None``.
+        shapes: of the tensors among the inputs.
         number: distinguishes the calls.
     """
 
     model: Model
     name: str
-    samples: tuple[int, ...]
+    listed: int | None
+    shapes: tuple[torch.Size, ...]
     number: int
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Lengths that may be the number of samples, the likeliest first: of the list, and of the batch axis.
+
+        None of a call without tensors.
+        """
+        axis = self.model.batch_axis
+        lengths = [shape[axis] for shape in self.shapes if len(shape) > axis][:1]
+        return tuple(lengths if self.listed is None else [self.listed, *lengths])
 
 
 class _Running(threading.local):
@@ -100,10 +114,7 @@ def running_model() -> Model | None:
 
 def model_call(model: Model, name: str, args: tuple, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> ModelCall:
     """A call with some arguments, among which are some tensors."""
-    axis = model.batch_axis
-    lengths = [x.shape[axis] for x in tensors if x.dim() > axis][:1]
     first = args[0] if args else next(iter(kwargs.values()), None)
-    if isinstance(first, list) and first and all(isinstance(x, Tensor) for x in first):
-        lengths.insert(0, len(first))  # a list of images, say
+    listed = len(first) if isinstance(first, list) and first and all(isinstance(x, Tensor) for x in first) else None
     _running.count += 1
-    return ModelCall(model, name, tuple(lengths), _running.count)
+    return ModelCall(model, name, listed, tuple([x.shape for x in tensors]), _running.count)
