@@ -103,9 +103,8 @@ class CurvatureCollector(OverRanks, ABC):
                 for a ``torch.amp.GradScaler`` whose ``step()`` is given this optimizer.
             loss_reduction: whether losses of no known kind are a mean over the samples (``"mean"``, to begin with) or
                 a sum; later calls without it keep it.
-            batch_axis: axis of the model's inputs and outputs that counts the samples, see `curvopt.extend`. By
-                default axis 0; or axis 1, with a warning, if layers mix the entries of axis 0 but not those of axis 1,
-                as recurrent nets and transformers do unless they have ``batch_first=True``.
+            batch_axis: axis of the model's inputs and outputs that counts the samples. By default 0; or 1, with a
+                warning, where layers mix axis 0 alone, as transformers and recurrent nets without ``batch_first`` do.
 
         Raises:
             CurvoptError: no parameter of this optimizer belongs to the model.
@@ -217,8 +216,7 @@ class CurvatureCollector(OverRanks, ABC):
         """
         if not self._empirical_extensions():
             return None
-        # of a last batch with one pair, say
-        alone = isinstance(error, SingleRows) and self._has_curvature()
+        alone = isinstance(error, SingleRows) and self._has_curvature()  # of a last batch with one pair, say
         if not self._progress["empirical"] and not alone:
             self._refusal = error
             self._progress["empirical"] = FOR_NOW if isinstance(error, NotCurved) else UNTIL_ATTACHED
