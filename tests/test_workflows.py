@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributions, nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workflows import OPTIMIZERS, WORKFLOWS, adamw, train
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
@@ -59,6 +60,17 @@ def test_without_samples_gradients_are_taken_as_they_are_until_a_backward_has_so
     assert {*optimizer.coverage().values()} == {"none"}
     step(model, optimizer, lambda z: F.cross_entropy(z, y))
     assert "none" not in optimizer.coverage().values()
+
+
+def test_reentrant_checkpoints_of_layers_do_not_stop_a_training() -> None:
+    model, optimizer = attached(KFACAdamW)
+    with pytest.warns(CurvoptWarning, match="takes plain gradients.*use_reentrant=False"):
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model[2](checkpoint(model[1], model[0](x), use_reentrant=True)), y)
+            loss.backward()
+            optimizer.step()
+    assert loss.item() < 0.5
 
 
 @pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")

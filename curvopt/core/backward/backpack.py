@@ -324,10 +324,7 @@ _observers: weakref.WeakKeyDictionary[Observer, None] = weakref.WeakKeyDictionar
 
 
 def attach(observer: Observer, *modules: nn.Module | None) -> None:
-    """Extend modules, and ask ``observer`` for a context for every backward from now on.
-
-    Not for those inside a context without extensions.
-    """
+    """Extend modules; from now on, ask ``observer`` for a context for every backward, but for those in an empty one."""
     for module in modules:
         if module is not None:
             extend(module)
@@ -351,8 +348,10 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
     accumulates, inputs = kwargs.get("accumulate_grad", False), args[3]
     contexts = _active_contexts()
     if running_backward() != -1:  # of a hook inside a backward
-        if contexts and accumulates and any(records_behind(roots, ModuleCall)):
-            raise contexts[-1]._started_inside()
+        # those of optimizers do without
+        strict = [context for context in contexts if context.otherwise is None or context._pass is not None]
+        if strict and accumulates and any(records_behind(roots, ModuleCall)):
+            raise strict[-1]._started_inside()
         return call()
     if not roots or (inputs and not any(_is_parameter(x) for x in inputs)):  # of slopes, say, that the loss is made of
         return call()
