@@ -484,6 +484,39 @@ def test_the_batch_axis_stays_where_layers_mix_both_or_it_was_given() -> None:
         assert next(model.parameters()).grad_batch.shape[0] == len(x)
 
 
+def test_a_batch_axis_that_is_given_later_counts() -> None:
+    x = torch.randint(9, (5, 7))
+    model = TimeFirst("transformer", "sequence")
+    for axis, samples in ((None, 7), (0, 5), (None, 5), (1, 7)):
+        optimizer = KFACAdamW(model.parameters())
+        optimizer.attach(model, batch_axis=axis)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CurvoptWarning)
+            F.cross_entropy(model(x).reshape(-1, 9), x.flatten()).backward()
+            optimizer.step()
+            with backpack(BatchGrad()):
+                F.cross_entropy(model(x).reshape(-1, 9), x.flatten()).backward()
+        assert len(model.last.bias.grad_batch) == samples
+
+
+def test_an_axis_that_was_found_is_left_again() -> None:
+    """A first task mixes the rows, a second one does not."""
+    net, head = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 3)
+    model = nn.ModuleList([net, head])
+    optimizer = KFACAdamW(model.parameters(), curvature_every=1)
+    optimizer.attach(model)
+    x = torch.randn(6, 5, 6)
+    for step in range(6):
+        optimizer.zero_grad()
+        h = net(x)
+        loss = (h - h.mean(0)).square().mean() if step < 3 else head(h.mean(1)).square().mean()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CurvoptWarning)
+            loss.backward()
+        optimizer.step()
+    assert "none" not in optimizer.coverage().values()
+
+
 class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

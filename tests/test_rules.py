@@ -413,6 +413,17 @@ def test_recurrent(kind, options):
     check(Call(make, inputs, axes=(of_sample.data.flatten(), *integers, *states)))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_between_layers_of_single_packed_steps(kind):
+    model = extend(nn.Sequential(kind(2, 3, 2, dropout=0.5), Take(0, 0), nn.Linear(3, 2)).double())
+    with backpack(BatchGrad()):
+        out = model(pack_padded_sequence(normal(1, N, 2), torch.ones(N)))
+        out.square().sum().backward(retain_graph=True)
+    for p in model.parameters():
+        for n in range(N):
+            assert_close(p.grad_batch[n], torch.autograd.grad(out[n].square().sum(), p, retain_graph=True)[0])
+
+
 @pytest.mark.parametrize("trained", ["all", "weight_ih_l1", "weight_hh_l0"])
 def test_dropout_between_layers_of_which_some_are_frozen(trained: str):
     """Masks before frozen layers are not in the graph, so operations are read off it."""

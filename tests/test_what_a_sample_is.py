@@ -400,9 +400,9 @@ class Ensemble(nn.Module):
         return torch.bmm(torch.bmm(x.expand(len(self.first), *x.shape), self.first).tanh(), self.last)
 
 
-@program(fewer=(3,), as_many=(4,), more=(8,))
+@program(fewer=(3,), more=(8,))
 def ensemble(nets: int) -> Program:
-    """Outputs ``[E, N, 2]``, for any number of nets."""
+    """Outputs ``[E, N, 2]``."""
     m, x, y = extend(Ensemble(nets)), torch.randn(4, 3), torch.randn(4, 2)
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
@@ -418,6 +418,32 @@ class Transposed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.transpose(*self.axes)
+
+
+@program(rows=(False,), flat=(True,))
+def second_axis_of_as_many_as_samples(flat: bool) -> Program:
+    """Scores of 4 candidates for each of 4 samples, scaled by a parameter of the sample's user."""
+    m, scale = mlp(3, 1), nn.Embedding(2, 1)
+    x, user, y = torch.randn(4, 4, 3), torch.tensor([0, 1, 1, 0]), torch.randint(4, (4,))
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.scale = m, nn.Parameter(scale.weight.detach()[:, 0])
+
+        def forward(self, x: Tensor, user: Tensor) -> Tensor:
+            z = self.net(x)
+            scale = self.scale[user][:, None]
+            return (z * scale[:, None]).expand(-1, -1, 4).flatten(0, 1) if flat else z.squeeze(-1) * scale
+
+    model = extend(Scores())
+
+    def loss(x: Tensor, user: Tensor, y: Tensor) -> Tensor:
+        z = model(x, user)
+        return z.square().sum() + z.sum() if flat else F.cross_entropy(z, y, reduction="sum")
+
+    parts = each(4, lambda n: loss(one(x, n), one(user, n), one(y, n)))
+    return Program(model, lambda: loss(x, user, y), parts)
 
 
 @program(shorter=(3,), longer=(8,))

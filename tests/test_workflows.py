@@ -89,7 +89,7 @@ def test_where_no_backward_has_curvature_it_is_tried_less_and_less_often(monkeyp
         optimizer.zero_grad()
         F.cross_entropy(model(x[0]), y[0]).backward()
         optimizer.step()
-    assert tried == {0, 1, 2, 4, 8, 16, 32, 52}
+    assert tried == {0, 1, 2, 4, 8, *range(15, 60, 7)}
     for _ in range(20):
         step(model, optimizer, lambda z: F.cross_entropy(z, y))
     assert "none" not in optimizer.coverage().values()

@@ -13,7 +13,7 @@ from torch import Tensor
 from curvopt import backpack, extend
 from curvopt.core.backward.backpack import attach
 from curvopt.core.losses.hessian_root import NotCurved, SingleRows
-from curvopt.core.recording.extend import may_seek_axis
+from curvopt.core.recording.extend import set_batch_axis
 from curvopt.core.recording.extended_parameters import owned_parameters
 from curvopt.core.recording.state import outside_of_graphs
 from curvopt.distributed import Ranks, is_sharded, refuse_sharded, serving
@@ -70,7 +70,6 @@ class CurvatureCollector(OverRanks, ABC):
         self._ranks_agree = False  # whether they were found in equal states
         self._scaler: Any = None
         self._knows_scale = True
-        self._has_refused = False  # whether all backwards that were due had no curvature
         self._refusal: CurvoptError | None = None  # of the running backward, which is tried otherwise
 
     def attach(
@@ -128,9 +127,7 @@ class CurvatureCollector(OverRanks, ABC):
                 "everything that replaces parameters (moving to a device, wrapping), and build the optimizer from "
                 "model.parameters()."
             )
-        extend(model, batch_axis=batch_axis or 0)
-        if batch_axis is None:
-            may_seek_axis(model)
+        set_batch_axis(extend(model), batch_axis)
         attach(self, lossfunc)
         self._loss_reduction = loss_reduction or self._loss_reduction
         self._attached_to = weakref.ref(model), own

@@ -50,6 +50,10 @@ def _not_renewed(params: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any
     return [param for param in params if not _is_renewed(states[param])]
 
 
+#: Steps between attempts where no backward has curvature, at most; a prime, so that each of a few kinds is met.
+RETRY_EVERY = 7
+
+
 class CurvatureOptimizer(Resumable):
     """Preconditions gradients by damped curvature, then takes the step of the torch optimizer it is mixed into.
 
@@ -94,7 +98,7 @@ class CurvatureOptimizer(Resumable):
             return False
         params, sharding = self._params(), self._sharding()
         begun = self._accumulation.has_begun if sharding is None else sharding.has_begun
-        if begun or not (self._has_curvature() or self._has_refused):  # one that was emptied is filled again
+        if begun or not (self._has_curvature() or self._progress["refused"]):  # one that was emptied is filled again
             return reached is None or not reached.isdisjoint(params)
         return clocks.is_due(self._progress, params, reached)
 
@@ -160,7 +164,8 @@ class CurvatureOptimizer(Resumable):
         check_dense(who, grads, self._names)
         joined = _joined(self, grads) if has_curvature(self.state) else []
         finite = not collected.curvature and are_finite([flat for _, _, flat in joined])
-        checked = self._over_ranks, finite, collected.refused or self._has_refused
+        refused = collected.refused or (self._attached and self._progress["refused"])
+        checked = self._over_ranks, finite, refused
         accepted = accepted_curvature(who, self._names, self.state, grads, collected, *checked)
         if accepted is None:
             return False
@@ -193,7 +198,7 @@ class CurvatureOptimizer(Resumable):
         """Move new factors into the averages, and call ``_renew`` if that is due: then true."""
         progress = self._progress
         if self._on_any_rank(accepted):
-            progress["stale"], self._has_refused = True, False
+            progress["stale"], progress["refused"] = True, False
             progress |= {name: getattr(collected, name) for name in ("step_weight", "closure_weight", "variables")}
             accepted = self._settle(accepted, collected)
             decays = self._decays()
@@ -202,8 +207,8 @@ class CurvatureOptimizer(Resumable):
                 self._average(param, factors, decays[param])
             self._restart_clocks({*accepted}, {*grads})
         elif collected.refused:  # tried again after an interval, as it may take long
-            self._has_refused = True
-            self._restart_clocks(set(), {*grads})
+            progress["refused"] = True
+            self._restart_clocks(set(), {*grads}, RETRY_EVERY)
         elif not self._step_of_owner and not collected.curvature:
             if clocks.is_due(progress, self._params(), grads.keys(), self.curvature_every):
                 self._say(

@@ -173,11 +173,11 @@ class OverRanks(Configured):
         """The parameters that have clocks: all, also in the step of an owner of some."""
         return self._shards.params if self._step_of_owner and self._shards is not None else self._params()
 
-    def _restart_clocks(self, refreshed: set[Tensor], moved: set[Tensor]) -> None:
+    def _restart_clocks(self, refreshed: set[Tensor], moved: set[Tensor], every: int | None = None) -> None:
         """Let the intervals of parameters that were refreshed begin anew; an owner of some restarts those of all."""
         if self._step_of_owner and self._shards is not None:
             refreshed, moved = self._shards.refreshed, self._shards.moved
-        clocks.restart(self._progress, self._clocked(), refreshed, moved, self.curvature_every)
+        clocks.restart(self._progress, self._clocked(), refreshed, moved, every or self.curvature_every)
 
     def _own_clocks(self, numbers: list[int]) -> list[int]:
         """Of numbers of all parameters, those of the parameters of this step."""

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False) ->
     except CurvoptError as error:
         refusal = error
     if slow or refusal is not None:
-        found = _along_second_axis(roots, appends_single_rows)
+        found = _along_other_axis(roots, appends_single_rows, slow.keys())
         if found is not None:
             return found
     if located is None:
@@ -101,30 +101,39 @@ def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False) ->
     return located
 
 
-def _along_second_axis(roots: Sequence[Node], appends_single_rows: bool) -> LocatedGraph | None:
-    """With the samples along axis 1 of models that allow that; ``None`` if that is refused, or no better."""
+def _along_other_axis(
+    roots: Sequence[Node], appends_single_rows: bool, slow: Collection[Model | None]
+) -> LocatedGraph | None:
+    """With the samples along axis 1 in place of 0, or back, of the models that allow that; ``None`` if no better.
+
+    Args:
+        roots: of the backward.
+        appends_single_rows: see `locate`.
+        slow: the models to which that may happen; all, if there are none.
+    """
     models = {call.model for call, _ in read_graph(roots).model_calls if call.model.seeks_axis}
+    models = {model for model in models if model in slow} if slow else models
     if not models:
         return None
     for model in models:
-        model.batch_axis = 1
+        model.batch_axis = 1 - model.batch_axis
     try:
         located = _read_and_locate(roots, appends_single_rows)
         found = not _slow_calls(located) and all(location.N > 1 for location in located.locations.values())
     except CurvoptError:
         found = False
     for model in models:
-        model.batch_axis = int(found)
-        model.seeks_axis = not found and not model.warned
-    if not found:
-        return None
-    warnings.warn(
-        f"{next(iter(models)).name}: the samples are along axis 1 of its inputs, as layers mix the entries of axis 0. "
-        "attach(model, batch_axis=1) says so from the start; if samples are along axis 0, say batch_axis=0.",
-        CurvoptWarning,
-        stacklevel=2,
-    )
-    return located
+        if not found:
+            model.batch_axis, model.seeks_axis = 1 - model.batch_axis, not (slow and model.warned)
+        elif model.batch_axis and not model.warned:
+            model.warned = True
+            warnings.warn(
+                f"{model.name}: the samples are along axis 1 of its inputs, as layers mix the entries of axis 0. "
+                "attach(model, batch_axis=1) says so from the start; if samples are along axis 0, say batch_axis=0.",
+                CurvoptWarning,
+                stacklevel=2,
+            )
+    return located if found else None
 
 
 def _read_and_locate(roots: Sequence[Node], appends_single_rows: bool) -> LocatedGraph:

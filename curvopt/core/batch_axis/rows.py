@@ -24,8 +24,8 @@ def axis_of_head(place: Place, rows: int, axis: int) -> int | None:
     """The batch axis of an output: where the first axis fits besides, the one along which more is located."""
     shape = shape_of(*place)
     fit = [i for i in dict.fromkeys((axis, 0)) if len(shape) > i and shape[i] == rows]
-    if fit == [0] and shape[1:2] == (rows,) and not _of_parameters(place, 0, rows) <= {None}:
-        return 1 if is_along_second(place, rows) else 0
+    if fit == [1] and shape[0] % rows == 0 and not is_along_second(place, rows):
+        return None  # flattened, with N features
     if len(fit) < 2:
         return fit[0] if fit else None
 

@@ -180,7 +180,11 @@ def _of_model(
             f"{voting[0].name} was called with {N} samples, but no tensor with {N} rows along axis {axis} leads to the "
             "loss; if the samples are along another axis, say extend(model, batch_axis=1)."
         )
-    _check_shares(shares, found, graph, N, axis)
+    if shares and not _are_shares(found, graph, N, axis):
+        for call, place in shares:
+            if axis or not is_along_second(place, N):
+                raise _no_shares(call, place, N)
+            found[place] = labelled(shape_of(*place), 1, range(N), N, False)
     if not appended:
         found |= around_heads(graph, N, axis, found)
         for other in model.last:
@@ -220,7 +224,7 @@ def _place_others(
         if rows is not None and UNUSED not in rows:
             known[place] = labelled(shape, 0, rows, N, False)
             continue
-        second = not axis and not appended and is_along_second(place, N, located)
+        second = not axis and not appended and shape[0] % N > 0 and is_along_second(place, N, located)
         if not second and (appended or shape[0] % N or not shape[0]):
             raise _other_length(call, shape, N, axis)
         # flattened, samples of axis 1 come in turns
@@ -285,23 +289,22 @@ def _first_calls(outputs: Sequence[tuple[ModelCall, Place]], graph: BackwardGrap
     return [call for call in calls if call.number not in later]
 
 
-def _check_shares(
-    shares: Sequence[tuple[ModelCall, Place]], heads: Mapping[Place, Layout], graph: BackwardGraph, N: int, axis: int
-) -> None:
-    """Raise where a head has several rows of a sample, but no layer says which."""
-    if not shares:
-        return
+def _are_shares(heads: Mapping[Place, Layout], graph: BackwardGraph, N: int, axis: int) -> bool:
+    """Whether a layer says which rows of the heads belong to a sample, where these have several."""
     axes = propagate_batch_axis(heads, N)
     for call in graph.module_calls.values():
         for index, edge in call.edges.items():
-            layout = axes.of(edge.node, edge.output_nr)
-            expected = axis or call.axis(index)
+            layout, expected = axes.of(edge.node, edge.output_nr), call.axis(index)
             if isinstance(layout, Layout) and isinstance(expected, int):
                 shape = shape_of(edge.node, edge.output_nr)
-                if axis_of(shape, layout) == Axis(expected, 1, 1) and shape[expected] == N:
-                    return
-    call, place = shares[0]
-    raise CurvoptError(
+                at = axis if axis and shape[0] != N else expected  # of any layer, unless its input is [N, N]
+                if axis_of(shape, layout) == Axis(at, 1, 1) and shape[at] == N:
+                    return True
+    return False
+
+
+def _no_shares(call: ModelCall, place: Place, N: int) -> CurvoptError:
+    return CurvoptError(
         f"{call.name} was called with {N} samples but gives {shape_of(*place)[0]} rows, and no layer with {N} rows "
         "says which rows belong to a sample; return the output with a batch axis and reshape it outside of the model."
     )

@@ -81,8 +81,8 @@ def _masks(call: ModuleCall) -> list[Tensor]:
     for node in walk(call.cache["nodes"], call.boundary):
         if operation(node) == "MUL" and node.next_functions[1][0] is None:
             mask = saved(node, "other")
-            # others belong to states of one time step
-            if mask is not None and (mask.dim() == 3 if packed is None else len(mask) == len(packed)):
+            # others are states of one time step, of zeros if that is the only one
+            if mask is not None and (mask.dim() == 3 if packed is None else len(mask) == len(packed) and mask.any()):
                 found[node._sequence_nr()] = mask  # type: ignore[attr-defined]
     masks = [found[number] for number in sorted(found)]
     if len(masks) + 1 != call.module.num_layers:
@@ -108,7 +108,8 @@ class Recurrent(Rule):
 
     def fits(self, module: nn.RNNBase) -> bool:
         # on other devices the graph does not show the masks between layers: operations are read off the graph there
-        return not _drops(module) or all(p.is_cpu and p.requires_grad for p in module.parameters())
+        shown = module.dropout < 1 and all(p.is_cpu and p.requires_grad for p in module.parameters())
+        return not _drops(module) or shown
 
     def least_dims(self, module: nn.RNNBase) -> int:
         return 3

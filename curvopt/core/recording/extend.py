@@ -126,11 +126,14 @@ def _recorder_of(module: nn.Module) -> Recorder | None:
     return next((hook for hook in module._forward_hooks.values() if isinstance(hook, Recorder)), None)
 
 
-def may_seek_axis(module: nn.Module) -> None:
-    """Let axis 1 take the place of axis 0 as the batch axis of an extended model, where layers mix axis 0."""
+def set_batch_axis(module: nn.Module, axis: int | None) -> None:
+    """Set the batch axis of an extended model; ``None``: unless it was given, it may be found by backwards."""
     recorder = _recorder_of(module)
-    if recorder is not None and not recorder.model.batch_axis:
-        recorder.model.seeks_axis = True
+    model = None if recorder is None else recorder.model
+    if model is not None and axis is not None:
+        model.batch_axis, model.seeks_axis = axis, False
+    elif model is not None and model.seeks_axis is None:
+        model.seeks_axis = model.batch_axis == 0
 
 
 def remember_parameters(module: nn.Module) -> None:

@@ -30,15 +30,17 @@ class Model:
         name: for messages.
         batch_axis: axis of the inputs and outputs of the model that counts the samples.
         size: number of its modules.
-        seeks_axis: whether axis 1 may take the place of axis 0, see `curvopt.core.backward.located_graph`.
-        warned: whether it was said that quantities are computed sample by sample.
+        seeks_axis: whether axis 0 and 1 may change places, see `curvopt.core.backward.located_graph`; ``None`` as long
+            as nobody has said.
+        warned: whether it was said that quantities are computed sample by sample, or that axis 1 has the samples.
         last: `ModelCall.samples` of the last calls that no backward has used, which count where the loss depends on no
             output (a gradient penalty of a network of ReLUs, the residual of a PINN).
     """
 
     def __init__(self, name: str, batch_axis: int = 0, size: int = 1):
         self.name, self.batch_axis, self.size = name, batch_axis, size
-        self.seeks_axis = self.warned = False
+        self.seeks_axis: bool | None = None
+        self.warned = False
         self.last: tuple[int, ...] = ()
 
 
