@@ -79,6 +79,8 @@ class LocatedGraph:
 def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False) -> LocatedGraph:
     """Read the graph behind some nodes, and find out where the samples are in it, see `locate`.
 
+    Where that is refused or slow, models that allow it (`Model.seeks_axis`) get their other batch axis if it is better.
+
     Raises:
         CurvoptError: where that is not clear, or the results would be wrong.
     """
@@ -198,6 +200,8 @@ def _no_samples(what: str) -> CurvoptError:
 def _slow_calls(located: LocatedGraph) -> dict[Model | None, CallInGraph]:
     """By model, the largest call that is computed sample by sample, if all these cost much."""
     slow = [call for call in located.calls if isinstance(call.samples, dict) or isinstance(call.rule, SharedCallRule)]
+    if not slow:
+        return {}
     fast = sum(shape.numel() for call in located.calls if call not in slow for shape in call.call.shapes)
     slow = [call for call in slow if call.location.N > 1]
     if sum(call.location.N * _entries(call) for call in slow) <= fast:
