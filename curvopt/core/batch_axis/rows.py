@@ -24,8 +24,9 @@ def axis_of_head(place: Place, rows: int, axis: int) -> int | None:
     """The batch axis of an output: where the first axis fits besides, the one along which more is located."""
     shape = shape_of(*place)
     fit = [i for i in dict.fromkeys((axis, 0)) if len(shape) > i and shape[i] == rows]
-    if fit == [1] and shape[0] % rows == 0 and not is_along_second(place, rows):
-        return None  # flattened, with N features
+    if fit == [1] and len(shape) == 2 and shape[0] % rows == 0:
+        if any(isinstance(layout, Layout) for layout in _of_parameters(place, 1, rows)):
+            return None  # flattened, with N features
     if len(fit) < 2:
         return fit[0] if fit else None
 
