@@ -93,7 +93,7 @@ def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False) ->
     except CurvoptError as error:
         refusal = error
     if slow or refusal is not None:
-        found = _along_other_axis(roots, appends_single_rows, slow.keys())
+        found = _along_other_axis(roots, appends_single_rows, slow)
         if found is not None:
             return found
     if located is None:
@@ -111,10 +111,10 @@ def _along_other_axis(
     Args:
         roots: of the backward.
         appends_single_rows: see `locate`.
-        slow: the models to which that may happen; all, if there are none.
+        slow: the models to which that may happen; all that were called, if there are none.
     """
-    models = {call.model for call, _ in read_graph(roots).model_calls if call.model.seeks_axis}
-    models = {model for model in models if model in slow} if slow else models
+    called = slow or {call.model for call, _ in read_graph(roots).model_calls}
+    models = {model for model in called if model is not None and model.seeks_axis}
     if not models:
         return None
     for model in models:
@@ -139,7 +139,7 @@ def _along_other_axis(
 
 
 def _read_and_locate(roots: Sequence[Node], appends_single_rows: bool) -> LocatedGraph:
-    """See `read_and_locate`; as the models say."""
+    """As `read_and_locate`, along the batch axes that the models have."""
     located = LocatedGraph(read_graph(roots))
     graph = located.graph
     if not graph.operands and not any(found.parameters for found in graph.module_calls.values()):

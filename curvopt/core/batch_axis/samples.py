@@ -297,7 +297,8 @@ def _are_shares(heads: Mapping[Place, Layout], graph: BackwardGraph, N: int, axi
             layout, expected = axes.of(edge.node, edge.output_nr), call.axis(index)
             if isinstance(layout, Layout) and isinstance(expected, int):
                 shape = shape_of(edge.node, edge.output_nr)
-                at = axis if axis and shape[0] != N else expected  # of any layer, unless its input is [N, N]
+                # with samples along axis 1 any layer says so, unless its output is [N, N, ...]
+                at = axis if axis and shape[0] != N else expected
                 if axis_of(shape, layout) == Axis(at, 1, 1) and shape[at] == N:
                     return True
     return False
