@@ -252,15 +252,15 @@ def evaluate(model: nn.Module, lossfunc: nn.Module, split: Split, batch_size: in
         split: this process's share of the samples.
         batch_size: samples at once.
     """
-    from torchmetrics import MeanMetric  # only here: slow to import
-
-    loss, correct = (MeanMetric().to(split.x.device) for _ in range(2))
     labels = not split.y.is_floating_point()
+    sums = torch.zeros(3, device=split.x.device)  # of losses, of right answers, of samples
     model.eval()
     for part, target in zip(split.x.split(batch_size), split.y.split(batch_size), strict=True):
         z = model(part)
-        loss.update(lossfunc(z, target), len(part))
-        if labels:
-            correct.update((z.argmax(1) == target).float())
+        right = (z.argmax(1) == target).sum() if labels else sums.new_tensor(math.nan)
+        sums += torch.stack([lossfunc(z, target) * len(part), right, sums.new_tensor(len(part))])
     model.train()
-    return loss.compute().item(), correct.compute().item() if labels else math.nan
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(sums)
+    loss, right, samples = sums.tolist()
+    return loss / samples, right / samples

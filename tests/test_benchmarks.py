@@ -189,8 +189,9 @@ def test_memory_is_that_of_a_fresh_process():
     assert ballast.numel()
 
 
-def test_memory_beyond_that_of_the_gradient():
+def test_memory_beyond_that_of_the_gradient(monkeypatch):
     N, mlp = 20_000, partial(models.mlp, 64, 8, 8)
+    monkeypatch.setattr(memory, "PROCESSES", 3)
     many = Problem(mlp, classes=4, N=N, inputs=(64,))
     own = memory.peak(many, "curvopt", "BatchGrad")
     assert own["peak_mib"] > 0.5 * 4 * N * sum(p.numel() for p in mlp(4).parameters()) / 2**20
@@ -202,6 +203,13 @@ def test_memory_beyond_that_of_the_gradient():
 # ------------------------------------------------------------------------------------------------------ the commands
 
 
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Measures memory here, as two tests above and `test_memory` have fresh processes, which take seconds to start."""
+    monkeypatch.setattr(memory, "in_fresh_process", lambda function, *arguments: function(*arguments))
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_quantities(monkeypatch, tmp_path, capsys):
     asked = ("Idle", "KFAC", "DiagGGNExact")
     options = ("--package", "curvopt", "torch.func", "--rounds", 2, "--budget", 0.5, "--out", tmp_path)
@@ -267,6 +275,7 @@ def test_a_gradient_that_is_not_computed_along_is_kept_meanwhile(along: bool, mo
 def test_memory(monkeypatch, tmp_path, capsys):
     row = {"opacus": {"peak_mib": 7}, "curvopt": {"cpu": 1.5, "memory_fails": "no memory"}}
     tables.save_rows(tmp_path, "tiny", {"BatchGrad": row}, tables.Choice())
+    monkeypatch.setattr(memory, "PROCESSES", 1)
     asked = ("--problem", "tiny", "--quantity", "BatchGrad", "KFRA", "--package", "curvopt", "torch.func")
     command(monkeypatch, memory, *asked, "--out", tmp_path)
     rows = json.loads((tmp_path / "quantities-tiny.json").read_text())["rows"]
@@ -278,6 +287,8 @@ def test_memory(monkeypatch, tmp_path, capsys):
     assert "MiB" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to set identical low and high")  # no memory is needed beyond the first's
+@pytest.mark.usefixtures("in_this_process")
 def test_scaling(monkeypatch, tmp_path):
     monkeypatch.setattr(scaling, "SIZES", {"classes": (lambda size: scaling.images(4, 4, 2, size), (2, 5))})
     asked = ("--quantity", "BatchL2Grad", "DiagGGNExact", "--rounds", 1, "--size", "classes", "--out", tmp_path)

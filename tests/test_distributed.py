@@ -24,12 +24,10 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 OF_FOUR = [
     "parts_of_a_batch_are_the_batch",
     "unequal_and_empty_batches",
-    "communication_dtypes",
     "from_all_ranks_but_one_to_all",
     "replicas_of_shards",
     "replicated unequal_and_empty_batches",
     "replicated parameters_that_some_ranks_do_not_use",
-    "replicated communication_dtypes",
     "replicated each_matrix_is_factored_on_one_rank",
     "replicated groups",
 ]
