@@ -170,7 +170,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             how = how._replace(roots={place: -grad for place, grad in how.roots.items()})
         roots = [node for node, _ in how.roots]
         try:
-            located = read_and_locate(roots, self.appends_single_rows)
+            located = read_and_locate(roots, self.appends_single_rows, self._may_be_one())
         except CurvoptError as error:
             if self.skips_empty and isinstance(error, EmptyBatch):
                 return None
@@ -200,6 +200,11 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         arguments = self.extensions, self.extension_hook, located, losses, how, self.counted, generic
         any_loss = functools.partial(any_loss, ["no root of its Hessian"], again, self.loss_reduction)
         return BackwardPass(*arguments, self.loss_reduction, any_loss)
+
+    def _may_be_one(self) -> bool:
+        """Whether a batch whose rows are mixed may be one sample: for sums over rows that optimizers take."""
+        independent = any(e.needs_independent_samples or getattr(e, "approx", "") == "reduce" for e in self.extensions)
+        return self.appends_single_rows and not independent
 
     def _attempt(self, how: Backward) -> BackwardPass | None:
         """Do all that comes before the backward itself."""

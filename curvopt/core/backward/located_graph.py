@@ -76,24 +76,28 @@ class LocatedGraph:
         return next(iter(self.locations.values())) if len(others) == 1 else None
 
 
-def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False) -> LocatedGraph:
+def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False, may_be_one: bool = False) -> LocatedGraph:
     """Read the graph behind some nodes, and find out where the samples are in it, see `locate`.
 
-    Where that is refused or slow, models that allow it (`Model.seeks_axis`) get their other batch axis if it is better.
+    Where that is refused or slow, models that allow it (`Model.seeks_axis`) get their other batch axis if it is better,
+    or else are said to mix rows.
 
     Raises:
         CurvoptError: where that is not clear, or the results would be wrong.
     """
     refusal, located, slow = None, None, {}
     try:
-        located = _read_and_locate(roots, appends_single_rows)
+        located = _read_and_locate(roots, appends_single_rows, may_be_one)
         slow = _slow_calls(located)
     except EmptyBatch:
         raise
     except CurvoptError as error:
         refusal = error
     if slow or refusal is not None:
+        mixing = {model for model in slow if model is not None and model.seeks_axis} if may_be_one else set()
         found = _along_other_axis(roots, appends_single_rows, slow)
+        if found is None and mixing:
+            found = _as_one_sample(roots, appends_single_rows, mixing)
         if found is not None:
             return found
     if located is None:
@@ -120,7 +124,7 @@ def _along_other_axis(
     for model in models:
         model.batch_axis = 1 - model.batch_axis
     try:
-        located = _read_and_locate(roots, appends_single_rows)
+        located = _read_and_locate(roots, appends_single_rows, False)
         found = not _slow_calls(located) and all(location.N > 1 for location in located.locations.values())
     except CurvoptError:
         found = False
@@ -138,13 +142,35 @@ def _along_other_axis(
     return located if found else None
 
 
-def _read_and_locate(roots: Sequence[Node], appends_single_rows: bool) -> LocatedGraph:
+def _as_one_sample(roots: Sequence[Node], appends_single_rows: bool, models: Collection[Model]) -> LocatedGraph | None:
+    """With each batch of some models as one sample, whose rows are shared positions; ``None`` if that is refused."""
+    for model in models:
+        model.mixes_rows = True
+    try:
+        located = _read_and_locate(roots, appends_single_rows, True)
+    except CurvoptError:
+        located = None
+    for model in models:
+        model.mixes_rows = model.seeks_axis = located is not None
+        if located is not None and not model.warned:
+            model.warned = True
+            warnings.warn(
+                f"{model.name}: layers mix the rows of its inputs, as those of graph nets do, so the curvature of an "
+                "optimizer takes a batch as one sample. If rows are samples, say attach(model, batch_axis=0), which "
+                "computes it row by row, at many times the cost.",
+                CurvoptWarning,
+                stacklevel=2,
+            )
+    return located
+
+
+def _read_and_locate(roots: Sequence[Node], appends_single_rows: bool, may_be_one: bool) -> LocatedGraph:
     """As `read_and_locate`, along the batch axes that the models have."""
     located = LocatedGraph(read_graph(roots))
     graph = located.graph
     if not graph.operands and not any(found.parameters for found in graph.module_calls.values()):
         return located
-    located.locations = locate(graph, appends_single_rows)
+    located.locations = locate(graph, appends_single_rows, may_be_one)
     for found in graph.module_calls.values():
         if not found.parameters:
             continue

@@ -73,12 +73,15 @@ class Location:
         return samples_of_rows(place, self.heads)
 
 
-def locate(graph: BackwardGraph, appends_single_rows: bool = False) -> dict[Model | None, Location]:
+def locate(
+    graph: BackwardGraph, appends_single_rows: bool = False, may_be_one: bool = False
+) -> dict[Model | None, Location]:
     """The location of the samples of each model; by ``None`` that of functional code, of no model that was called.
 
     Args:
         graph: of the backward.
         appends_single_rows: whether calls with one row each are samples of one batch, and not an error.
+        may_be_one: whether a batch whose rows layers mix (`Model.mixes_rows`) is one sample.
 
     Raises:
         CurvoptError: where it is not clear what a sample is.
@@ -88,7 +91,10 @@ def locate(graph: BackwardGraph, appends_single_rows: bool = False) -> dict[Mode
         by_model.setdefault(call.model, []).append((call, place))
     found: list[tuple[Model | None, int, dict[Place, Layout], bool]] = []
     for model, outputs in by_model.items():
-        located = _of_model(model, outputs, graph, appends_single_rows)
+        if may_be_one and model.mixes_rows:
+            located = 1, {place: Layout(1, 1, prod(shape_of(*place))) for _, place in outputs}, False
+        else:
+            located = _of_model(model, outputs, graph, appends_single_rows)
         if located is not None:
             found.append((model, *located))
     for model in _without_heads(graph, by_model):

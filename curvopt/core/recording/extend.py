@@ -129,10 +129,13 @@ def _recorder_of(module: nn.Module) -> Recorder | None:
 def set_batch_axis(module: nn.Module, axis: int | None) -> None:
     """Set the batch axis of an extended model; ``None``: unless it was given, it may be found by backwards."""
     recorder = _recorder_of(module)
-    model = None if recorder is None else recorder.model
-    if model is not None and axis is not None:
+    if recorder is None:
+        return
+    model = recorder.model
+    model.mixes_rows = False
+    if axis is not None:
         model.batch_axis, model.seeks_axis = axis, False
-    elif model is not None and model.seeks_axis is None:
+    elif model.seeks_axis is None:
         model.seeks_axis = model.batch_axis == 0
 
 

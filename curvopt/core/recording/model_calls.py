@@ -32,7 +32,8 @@ class Model:
         size: number of its modules.
         seeks_axis: whether axis 0 and 1 may change places, see `curvopt.core.backward.located_graph`; ``None`` as long
             as nobody has said.
-        warned: whether it was said that quantities are computed sample by sample, or that axis 1 has the samples.
+        mixes_rows: whether layers mix the rows of a batch, so that optimizers may take it as one sample.
+        warned: whether it was said that quantities are computed sample by sample, or what the samples are.
         last: `ModelCall.samples` of the last calls that no backward has used, which count where the loss depends on no
             output (a gradient penalty of a network of ReLUs, the residual of a PINN).
     """
@@ -40,7 +41,7 @@ class Model:
     def __init__(self, name: str, batch_axis: int = 0, size: int = 1):
         self.name, self.batch_axis, self.size = name, batch_axis, size
         self.seeks_axis: bool | None = None
-        self.warned = False
+        self.mixes_rows = self.warned = False
         self.last: tuple[int, ...] = ()
 
 
