@@ -483,11 +483,16 @@ def steps_without_curvature() -> None:
     run.optimizer.zero_grad()
     with backpack():
         run.lossfunc(run.model(own(0)[0]), own(0)[1]).backward()
-    with raises("no curvature was computed so far", "optimizer.curvature()"):
+    before = [p.full_tensor().clone() for p in run.model.parameters()]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", CurvoptWarning)
         run.optimizer.step()
-    for p in run.model.parameters():
+    assert ["takes plain gradients" in str(each.message) for each in said] == [True]
+    for p, old in zip(run.model.parameters(), before, strict=True):
         assert isinstance(p.grad.to_local(), Tensor)
+        assert not torch.equal(p.full_tensor(), old)
     run.train(own, range(2))
+    assert "none" not in run.optimizer.coverage().values()
 
 
 @check

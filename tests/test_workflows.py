@@ -74,6 +74,28 @@ def test_reentrant_checkpoints_of_layers_do_not_stop_a_training() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+def test_gradients_that_no_backward_brought_are_taken_as_they_are(kind: Callable) -> None:
+    """As where they are set by hand, as in Reptile, or combined, as in PCGrad; curvature begins with a backward."""
+    model, optimizer = attached(kind)
+    params = list(model.parameters())
+    before = F.cross_entropy(model(x), y).item()
+    with pytest.warns(CurvoptWarning, match=r"takes plain gradients.*autograd\.grad") as said:
+        for _ in range(20):
+            for p, gradient in zip(params, torch.autograd.grad(F.cross_entropy(model(x), y), params), strict=True):
+                p.grad = gradient
+            optimizer.step()
+    assert len(said) == 1
+    assert F.cross_entropy(model(x), y).item() < before
+    assert set(optimizer.coverage().values()) == {"none"}
+    for _ in range(10):
+        step(model, optimizer, lambda z: F.cross_entropy(z, y))
+    assert "none" not in optimizer.coverage().values()
+    with pytest.warns(CurvoptWarning, match=r"overdue.*autograd\.grad"):
+        for _ in range(60):
+            optimizer.step()
+
+
 def test_where_no_backward_has_curvature_it_is_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
     optimizer = KFACAdamW(model.parameters())

@@ -23,6 +23,8 @@ from curvopt.optim.reports import coverage, listed
 from curvopt.optim.resumable import Resumable
 from curvopt.optim.stacks import Stack, Stacks, by_parameter
 from curvopt.optim.step_checks import (
+    WITHOUT,
+    NoCurvature,
     Overflow,
     accepted_curvature,
     are_finite,
@@ -166,7 +168,13 @@ class CurvatureOptimizer(Resumable):
         finite = not collected.curvature and are_finite([flat for _, _, flat in joined])
         refused = collected.refused or (self._attached and self._progress["refused"])
         checked = self._over_ranks, finite, refused
-        accepted = accepted_curvature(who, self._names, self.state, grads, collected, *checked)
+        try:
+            accepted = accepted_curvature(who, self._names, self.state, grads, collected, *checked)
+        except NoCurvature:
+            if not self._attached:
+                raise
+            self._say("plain", f"takes plain gradients until a backward has curvature, as none was seen. {WITHOUT}")
+            accepted, collected.refused = {}, True
         if accepted is None:
             return False
         if self._refresh(grads, collected, accepted) or not joined:
@@ -209,13 +217,16 @@ class CurvatureOptimizer(Resumable):
         elif collected.refused:  # tried again after an interval, as it may take long
             progress["refused"] = True
             self._restart_clocks(set(), {*grads}, RETRY_EVERY)
-        elif not self._step_of_owner and not collected.curvature:
+        elif self._has_curvature() and not self._step_of_owner and not collected.curvature:
             if clocks.is_due(progress, self._params(), grads.keys(), self.curvature_every):
+                remedy = (
+                    "Call optimizer.attach(model), also after loading a state, or run backwards inside of "
+                    "optimizer.curvature()."
+                )
                 self._say(
                     "overdue",
-                    "takes steps with old curvature: its refresh is overdue, but no backward computed any. Call "
-                    "optimizer.attach(model), also after loading a state, or run backwards inside of "
-                    "optimizer.curvature().",
+                    "takes steps with old curvature: its refresh is overdue, but no backward computed any. "
+                    f"{WITHOUT if self._attached else remedy}",
                 )
         unknown = _not_renewed(self._params(), self.state)
         outside = {p for p in unknown if p in grads and "factors" not in self.state[p] and extended_name(p) is None}

@@ -20,6 +20,16 @@ class Overflow(CurvoptError):
     """A gradient is not finite."""
 
 
+class NoCurvature(CurvoptError):
+    """No backward brought any curvature so far."""
+
+
+WITHOUT = (
+    "Gradients by torch.autograd.grad or torch.func bring none, and a torch.utils.checkpoint of the whole model needs "
+    "use_reentrant=False."
+)
+
+
 def check_new_group(optimizer: torch.optim.Optimizer, check_shards: Callable[[], Any] | None = None) -> None:
     """Refuse sharded and complex parameters; the param group that was added last is taken out again.
 
@@ -153,8 +163,8 @@ def accepted_curvature(
         refused: whether all backwards that were due had no curvature, as was said.
 
     Raises:
-        CurvoptError: if a gradient is not finite, a parameter changed its precision, or no curvature was
-            ever computed.
+        CurvoptError: if a gradient is not finite, a parameter changed its precision, or all curvature was not finite.
+        NoCurvature: if none was ever computed.
     """
     check_precision(who, states, grads, named)
     params = list(grads)
@@ -193,11 +203,10 @@ def accepted_curvature(
         nonzero = not (zero_gradients(named()) or not params)
         if not all_weightless or over_ranks(torch.tensor(float(nonzero))) > 0:
             reason = "all curvature so far was not finite" if all_rejected else "no curvature was computed so far"
-            raise CurvoptError(
+            raise (CurvoptError if all_rejected else NoCurvature)(
                 f"{who}.step(): {reason}. Wrap the backward pass: `with optimizer.curvature(): loss.backward()`, with "
                 "the model and the loss function extended by extend(...); or `optimizer.attach(model)` once. "
-                "Gradients by torch.autograd.grad bring none, and a torch.utils.checkpoint of the whole model needs "
-                "use_reentrant=False."
+                f"{WITHOUT}"
             )
         return None
     return {param: tensors for param, tensors in new.items() if param not in rejected}
