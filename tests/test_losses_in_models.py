@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.extensions import BatchGrad, DiagGGNExact, DiagHessian, KFACEmpirical, Variance
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*sample by sample", "ignore:.*enter the loss by an added term")
+pytestmark = pytest.mark.filterwarnings("ignore:.*sample by sample", "ignore:.*in the loss by another path")
 
 
 @pytest.fixture(autouse=True)

@@ -1355,7 +1355,7 @@ def test_options_that_leave_their_range_change_nothing(make: Callable, name: str
     torch.testing.assert_close(run.optimizer.state_dict()["state"], state, rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:.*enter the loss by an added term")
+@pytest.mark.filterwarnings("ignore:.*in the loss by another path")
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("name", EXACT)
 def test_parameters_without_entries(name: str, used: bool) -> None:

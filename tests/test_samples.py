@@ -1371,6 +1371,37 @@ def test_functions_on_sequences_of_which_time_comes_first(T: int, in_rows: bool)
         are_those_of_each(model, [lossfunc(model(x[n : n + 1]), y[n : n + 1]) for n in range(4)])
 
 
+class Trajectory(nn.Module):
+    """The states of a system over time, stacked along an axis, as solvers of differential equations return them."""
+
+    def __init__(self, steps: int, axis: int, skipped: int):
+        super().__init__()
+        self.steps, self.axis, self.skipped = steps, axis, skipped
+        self.slope = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = []
+        for _ in range(self.steps + self.skipped):
+            x = x + 0.3 * self.slope(x)
+            states.append(x)
+        stacked = torch.stack(states, self.axis)
+        return stacked[self.skipped :] if self.axis == 0 else stacked[:, self.skipped :]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(("steps", "skipped"), [(4, 0), (3, 1), (4, 1), (8, 0)])
+def test_of_as_many_steps_as_samples_layers_say_which_axis_is_time(steps: int, skipped: int, axis: int):
+    model, x = extend(Trajectory(steps, axis, skipped).double()), torch.randn(4, 2).double()
+
+    def loss(x: Tensor) -> Tensor:
+        return (model(x) - 1).square().mean()
+
+    with warnings.catch_warnings(), backpack(BatchGrad(), DiagGGNExact()):
+        warnings.simplefilter("error", CurvoptWarning)
+        loss(x).backward()
+    are_those_of_each(model, [loss(x[n : n + 1]) for n in range(4)])
+
+
 class Sentences(nn.Module):
     """Classes of sentences of several lengths: layers on their packed steps before and after a recurrent one."""
 

@@ -182,9 +182,10 @@ def check_request(
     _check_samples(extensions, located)
     if located.outside:
         warnings.warn(
-            f"{fields_of(extensions)}: {', '.join(located.outside)} also enter the loss by an added term or as a "
-            "weight of losses, which is in .grad but not in these quantities. A weight decay that is written as "
-            "curvopt.L2Regularizer is in both; a learned temperature or weight needs nothing.",
+            f"{', '.join(located.outside)}: in the loss by another path than rows of the model's outputs, too (an "
+            "added term, a weight of losses, a method that is not forward), which is in .grad but in no quantity. A "
+            "weight decay that is written as curvopt.L2Regularizer is in both; a learned temperature or weight needs "
+            "nothing.",
             CurvoptWarning,
             stacklevel=2,
         )

@@ -21,12 +21,17 @@ from curvopt.core.batch_axis.propagation import BatchAxes, propagate_batch_axis
 
 
 def axis_of_head(place: Place, rows: int, axis: int) -> int | None:
-    """The batch axis of an output: where the first axis fits besides, the one along which more is located."""
+    """The batch axis of an output: where the first axis fits besides, the one along which more is located.
+
+    So may the second one of ``[N, N, ...]``, of as many steps as samples.
+    """
     shape = shape_of(*place)
     fit = [i for i in dict.fromkeys((axis, 0)) if len(shape) > i and shape[i] == rows]
     if fit == [1] and len(shape) == 2 and shape[0] % rows == 0:
         if any(isinstance(layout, Layout) for layout in _of_parameters(place, 1, rows)):
             return None  # flattened, with N features
+    if fit == [0] and len(shape) > 2 and is_along_second(place, rows):
+        fit = [0, 1]
     if len(fit) < 2:
         return fit[0] if fit else None
 
