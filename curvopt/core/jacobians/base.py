@@ -80,13 +80,8 @@ class Jacobian(ABC):
 
     @property
     @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Type of the products."""
-
-    @property
-    @abstractmethod
-    def device(self) -> str:
-        """Type of the device of the products."""
+    def like(self) -> Tensor:
+        """A tensor of the type and on the device of the products."""
 
     @abstractmethod
     def norms2(self) -> Tensor:
@@ -135,7 +130,7 @@ class Jacobian(ABC):
 
     def input_factor_of_calls(self, approx: Approx = "expand", limit: int | None = None) -> Tensor | None:
         """`input_factor` as the mean over the calls, weighted by their `positions`."""
-        if approx == "reduce" or not any(part.of_batch for part in self.parts):
+        if approx == "reduce" or not self.factored or not any(part.of_batch for part in self.parts):
             return self.input_factor(approx, limit)
         counts = [part.positions for part in self.parts]
         factors = (part.input_factor(approx, limit) for part in self.parts)
@@ -153,7 +148,10 @@ class Jacobian(ABC):
 
     def select(self, samples: Sequence[int] | None) -> Jacobian:
         """The products of some samples (all for ``None``), in the order given."""
-        return self if samples is None else Dense(self.dense()[:, list(samples)])
+        return self if samples is None else self._selected(list(samples))
+
+    def _selected(self, samples: list[int]) -> Jacobian:
+        return Dense(self.dense()[:, samples])
 
     def project(self, directions: Tensor) -> Tensor:
         """Inner product of every product with ``[K, *p]`` directions, ``[K, V, N]``."""
@@ -211,12 +209,8 @@ class Dense(Jacobian):
         self.shape = values.shape[2:]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> str:
-        return self.values.device.type
+    def like(self) -> Tensor:
+        return self.values
 
     def dense(self) -> Tensor:
         return self.values
@@ -237,9 +231,7 @@ class Dense(Jacobian):
         return _weighted(self.values.square(), self.weights)
 
     def owned(self, alike: Jacobian | None = None) -> Jacobian:
-        result = Dense(self.values)  # its neighbour holds the activations
-        result.weights = self.weights
-        return result
+        return Dense(self.values).with_weights(self.weights)  # its neighbour holds the activations
 
     def norms2(self) -> Tensor:
         if self.left_of is not None:
@@ -261,6 +253,5 @@ class Dense(Jacobian):
         (basis,) = bases
         if basis.dim() == 1:
             return self
-        result = Dense(_in_basis(self._flat()[..., None, None, :], basis).reshape(self.values.shape))
-        result.weights = self.weights
-        return result
+        values = _in_basis(self._flat()[..., None, None, :], basis).reshape(self.values.shape)
+        return Dense(values).with_weights(self.weights)

@@ -37,7 +37,7 @@ class InParts(Jacobian):
 
     def in_parts(self) -> Iterator[Dense]:
         """The products of some samples after the other."""
-        step = costs.samples_in_cache(self.entries, self.device)
+        step = costs.samples_in_cache(self.entries, self.like.device.type)
         for n in range(0, self.N, step):
             part = Dense(self.values_of(range(n, min(n + step, self.N))))
             yield part.with_weights(None if self.weights is None else self.weights[:, n : n + step])
@@ -65,9 +65,6 @@ class InParts(Jacobian):
     def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
         return None
 
-    def input_factor_of_calls(self, approx: Approx = "expand", limit: int | None = None) -> None:
-        return None
-
     def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
         return self if bases[0].dim() == 1 else self.settled().rotated(bases)
 
@@ -91,12 +88,8 @@ class Summed(InParts):
         self.V, self.N, self.shape = parts[0].V, parts[0].N, parts[0].shape
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype
-
-    @property
-    def device(self) -> str:
-        return self.parts[0].device
+    def like(self) -> Tensor:
+        return self.parts[0].like
 
     def values_of(self, samples: Sequence[int]) -> Tensor:
         return _added([part.select(samples).dense() for part in self.parts])
@@ -107,8 +100,8 @@ class Summed(InParts):
     def sum_batch(self) -> Tensor:
         return _added([part.sum_batch() for part in self.parts])
 
-    def select(self, samples: Sequence[int] | None) -> Jacobian:
-        return self if samples is None else Summed([part.select(samples) for part in self.parts])
+    def _selected(self, samples: list[int]) -> Jacobian:
+        return Summed([part.select(samples) for part in self.parts])
 
     def project(self, directions: Tensor) -> Tensor:
         return _added([part.project(directions) for part in self.parts])

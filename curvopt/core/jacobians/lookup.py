@@ -50,12 +50,8 @@ class Lookup(Jacobian):
         self.V, self.N = left.shape[0], N
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.left.dtype
-
-    @property
-    def device(self) -> str:
-        return self.left.device.type
+    def like(self) -> Tensor:
+        return self.left
 
     def dense(self) -> Tensor:
         return self._scatter(self.left, 1, self.samples * self.shape[0] + self.rows, self.N * self.shape[0]).reshape(
@@ -106,13 +102,9 @@ class Lookup(Jacobian):
     def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
         _, of_left = bases  # the other factor is diagonal
         left = _in_basis(self.left[:, :, None, None], of_left)[:, :, 0, 0]
-        result = Lookup(left, self.rows, self.samples, self.N, self.shape)
-        result.weights = self.weights
-        return result
+        return Lookup(left, self.rows, self.samples, self.N, self.shape).with_weights(self.weights)
 
-    def select(self, samples: Sequence[int] | None) -> Jacobian:
-        if samples is None:
-            return self
+    def _selected(self, samples: list[int]) -> Jacobian:
         picked = [(self.samples == sample).nonzero()[:, 0] for sample in samples]
         of_new = torch.cat([torch.full_like(rows, n) for n, rows in enumerate(picked)])
         rows = torch.cat(picked)
@@ -127,9 +119,7 @@ class Lookup(Jacobian):
         return self._scatter(values, 1, self.rows, self.shape[0])
 
     def owned(self, alike: Jacobian | None = None) -> Jacobian:
-        result = Lookup(self.left, self.rows.clone(), self.samples, self.N, self.shape)
-        result.weights = self.weights
-        return result
+        return Lookup(self.left, self.rows.clone(), self.samples, self.N, self.shape).with_weights(self.weights)
 
     def _weighted_squares(self, left: Tensor, samples: Tensor) -> Tensor:
         return _weighted(left.square(), None if self.weights is None else self.weights[:, samples])

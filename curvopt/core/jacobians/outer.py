@@ -73,12 +73,8 @@ class Outer(Jacobian):
         return self._right.whole if isinstance(self._right, Patches) else self._right
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.left.dtype
-
-    @property
-    def device(self) -> str:
-        return self.left.device.type
+    def like(self) -> Tensor:
+        return self.left
 
     def dense(self) -> Tensor:
         if torch.is_grad_enabled() or not isinstance(self._right, Patches):
@@ -116,7 +112,7 @@ class Outer(Jacobian):
         if torch.is_grad_enabled() or self.by_pairs(1) is not None:
             return super().moments()
         total, squares = sums_by_sample(self, of_products=True)
-        return cast(total, self.dtype), cast(squares, self.dtype)
+        return cast(total, self.left.dtype), cast(squares, self.left.dtype)
 
     def squares_batch(self) -> Tensor:
         return Squares(per_sample=True).add(self).total()
@@ -198,22 +194,16 @@ class Outer(Jacobian):
     def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
         of_left, of_right = reversed(bases) if self.transposed else bases
         left, right = _in_basis(self.left, of_left), _in_basis(self.right, of_right)
-        result = Outer(left, right, self.shape, self.transposed)
-        result.weights = self.weights
-        return result
+        return Outer(left, right, self.shape, self.transposed).with_weights(self.weights)
 
-    def select(self, samples: Sequence[int] | None) -> Jacobian:
-        if samples is None:
-            return self
-        samples, right = list(samples), self._right
+    def _selected(self, samples: list[int]) -> Jacobian:
+        right = self._right
         right = right.select(samples) if isinstance(right, Patches) else right[samples]
         return Outer(self.left[:, samples], right, self.shape, self.transposed)
 
     def with_sides(self, left: Tensor, right: Tensor | None, shape: torch.Size, transposed: bool) -> Outer:
         """Products with another left side, and perhaps another right one."""
-        if right is None:
-            return Outer(left, self._right, shape, transposed)
-        return Outer(left, right, shape, transposed)
+        return Outer(left, self._right if right is None else right, shape, transposed)
 
     def project(self, directions: Tensor) -> Tensor:
         # one product with the input for all directions, then one for each sample: summed in the order of memory
@@ -250,18 +240,15 @@ class Outer(Jacobian):
 
     def owned(self, alike: Jacobian | None = None) -> Jacobian:
         right = alike.right if isinstance(alike, Outer) else self.right.clone()
-        result = Outer(self.left, right, self.shape, self.transposed)
-        result.weights = self.weights
-        return result
+        return Outer(self.left, right, self.shape, self.transposed).with_weights(self.weights)
 
     def joined(self, others: Sequence[Jacobian]) -> Sequence[Jacobian]:
         sharing = [self, *(other for other in others if isinstance(other, Outer) and other._right is self._right)]
         if len(sharing) == 1:
             return [self, *others]
-        result = Outer(torch.cat([each.left for each in sharing]), self._right, self.shape, self.transposed)
-        result.weights = torch.cat(
-            [each.left.new_ones(each.V, each.N) if each.weights is None else each.weights for each in sharing]
-        )
+        left = torch.cat([each.left for each in sharing])
+        weights = [each.left.new_ones(each.V, each.N) if each.weights is None else each.weights for each in sharing]
+        result = Outer(left, self._right, self.shape, self.transposed).with_weights(torch.cat(weights))
         return [result, *(other for other in others if other not in sharing)]
 
     def matrices(self, directions: Tensor) -> Tensor:

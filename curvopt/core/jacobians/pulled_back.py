@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -39,12 +38,8 @@ class PulledBack(InParts):
         return PulledBack(inner, self.pull, self.p, self.source)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.inner.dtype
-
-    @property
-    def device(self) -> str:
-        return self.inner.device
+    def like(self) -> Tensor:
+        return self.inner.like
 
     def sum_batch(self) -> Tensor:
         return self.pull(self.inner.sum_batch())
@@ -60,8 +55,8 @@ class PulledBack(InParts):
         values = self.inner.select(samples).dense()
         return self.pull(values.flatten(0, 1)).reshape(*values.shape[:2], *self.shape)
 
-    def select(self, samples: Sequence[int] | None) -> Jacobian:
-        return self if samples is None else self.of(self.inner.select(samples))
+    def _selected(self, samples: list[int]) -> Jacobian:
+        return self.of(self.inner.select(samples))
 
 
 class Scaled(PulledBack):

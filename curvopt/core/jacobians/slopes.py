@@ -61,9 +61,6 @@ class Slopes(Outer):
         """The factor of the right side, see the class, whatever ``approx``."""
         return self._nearest(limit)[1].clone()
 
-    def input_factor_of_calls(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
-        return self.input_factor(approx, limit)
-
     def _nearest(self, limit: int | None) -> tuple[Tensor, Tensor]:
         if limit in self._factors:
             return self._factors[limit]

@@ -42,7 +42,7 @@ class Squares:
 
     def add(self, jacobian: Jacobian, num_columns: int | None = None) -> Squares:
         """Add those of a chunk of columns, of ``num_columns`` in all."""
-        self._dtype = self._dtype or jacobian.dtype
+        self._dtype = self._dtype or jacobian.like.dtype
         outer = jacobian.by_pairs(num_columns or jacobian.V)
         if outer is not None:
             if self._pairs is not None and self._pairs[0].right is not outer.right:
