@@ -37,7 +37,7 @@ from curvopt.core.jacobians.combine import from_single_samples
 from curvopt.core.jacobians.sums import cast
 from curvopt.core.layers.rule import Rule, no_batch_axis
 from curvopt.core.recording.calls import ModuleCall, TermCall, records_of
-from curvopt.core.recording.extended_parameters import extended_name
+from curvopt.core.recording.extended_parameters import extended_name, owned_parameters
 from curvopt.core.recording.model_calls import ModelCall
 from curvopt.core.recording.steps import Packed, Steps, packed, samples_first, samples_of
 from curvopt.distributed import refuse_sharded
@@ -304,7 +304,7 @@ def _find_parameters(found: CallInGraph, nodes: Iterable[Node]) -> dict[Operand,
     call.check_settings()
     own = {
         name: p
-        for name, p in found.rule.parameters(call.module).items()
+        for name, p in owned_parameters(call.module).items()
         if p.requires_grad and p.numel() and not any([p is x for x in call.given])
     }
     refuse_sharded((call.describe(), f"'{name}'", p) for name, p in own.items())

@@ -51,6 +51,11 @@ class LocatedGraph:
     outside: list[str] = field(default_factory=list)
 
     @property
+    def distinct_locations(self) -> list[Location]:
+        """The locations, each once: models with equal numbers of samples share one."""
+        return list({id(location): location for location in self.locations.values()}.values())
+
+    @property
     def N(self) -> int:
         """The number of samples, of all models together."""
         return sum({location.N for location in self.locations.values()})
@@ -72,8 +77,8 @@ class LocatedGraph:
         """The samples of a model; those of the only other one where it was not called itself."""
         if model in self.locations:
             return self.locations[model]
-        others = list(dict.fromkeys(map(id, self.locations.values())))
-        return next(iter(self.locations.values())) if len(others) == 1 else None
+        others = self.distinct_locations
+        return others[0] if len(others) == 1 else None
 
 
 def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False, may_be_one: bool = False) -> LocatedGraph:
@@ -261,10 +266,10 @@ def _entries(call: CallInGraph) -> int:
 
 def mixing_norm(located: LocatedGraph) -> tuple[str, bool]:
     """A batch norm that mixes samples: a description, and whether the module is in eval mode."""
-    found = [node for location in located.locations.values() for node in norms_in_loss(located, location)]
+    found = [node for location in located.distinct_locations for node in norms_in_loss(located, location)]
     for node in _training_norms(located.graph):
         places = [(following, nr) for following, nr in node.next_functions if following is not None]
-        layouts = [location.axes.layouts.get(place) for place in places for location in located.locations.values()]
+        layouts = [location.axes.layouts.get(place) for place in places for location in located.distinct_locations]
         if any(isinstance(x, Layout) and x.mixed for x in layouts):
             found.append(node)
     if not found:

@@ -57,18 +57,16 @@ def naming_fields(extensions: Iterable[Extension], error: CurvoptError) -> Curvo
 
 def coupling_losses(located: LocatedGraph, losses: Iterable[Loss]) -> list[str]:
     """Known losses with a row that may depend on several samples, such as a mean over the batch."""
-    locations = {id(location): location for location in located.locations.values()}.values()
     return [
         loss.describe()
         for loss in losses
         if loss.edge is not None
         and loss.input.dim()
-        and locations
         and any(
             location.N > 1
             and leads_to(loss.edge.node, {node for node, _ in location.heads})
             and not _is_in_rows(location, loss.edge)
-            for location in locations
+            for location in located.distinct_locations
         )
     ]
 
@@ -100,7 +98,7 @@ def generic_loss(
         CurvoptError: where they cannot be had of such a loss.
     """
     second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
-    locations = list({id(location): location for location in located.locations.values()}.values())
+    locations = located.distinct_locations
     if not (second_order and nonlinear and located.calls):
         return None
     what = f"{fields_of(second_order)}: the loss is of no known kind ({', '.join(dict.fromkeys(nonlinear))})"
@@ -193,9 +191,9 @@ def check_request(
 
 def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> None:
     independent = [e for e in extensions if e.needs_independent_samples]
-    locations = {id(location): location for location in located.locations.values()} if independent else {}
-    everywhere = {key for key, location in locations.items() if norms_in_loss(located, location)}
-    mixed = [call for call in located.calls if locations and (id(call.location) in everywhere or is_mixed(call))]
+    locations = located.distinct_locations if independent else []
+    everywhere = {id(location) for location in locations if norms_in_loss(located, location)}
+    mixed = [call for call in located.calls if independent and (id(call.location) in everywhere or is_mixed(call))]
     if mixed:
         norm, in_eval_mode = mixing_norm(located)
         what = (
@@ -207,7 +205,7 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
             f"{norm}: {_fields_that(independent, 'need')} independent samples of {mixed[0].call.describe()}, but "
             f"{what}, or use a Monte-Carlo quantity (KFAC, DiagGGNMC)."
         )
-    for location in {id(location): location for location in located.locations.values()}.values():
+    for location in located.distinct_locations:
         for head, transposed in location.axes.mixing():
             refused = extensions if transposed else independent
             if refused:
@@ -218,14 +216,14 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
                     f"{'.' if transposed else ', or use a Monte-Carlo quantity (KFAC).'}"
                 )
     apart = [e for e in extensions if e.per_sample or (isinstance(e.columns, Gradient) and not e.adds_up)]
-    if apart and any(location.appended for location in located.locations.values()):
+    if apart and any(location.appended for location in located.distinct_locations):
         raise CurvoptError(
             f"{_fields_that(apart, 'keep')} samples apart, but the model was called with batches of different lengths, "
             "whose rows do not belong together; call backward for each batch, or ask for a quantity of the whole batch."
         )
     _check_ctc(extensions, located)
     for extension in extensions:
-        for location in located.locations.values():
+        for location in located.distinct_locations:
             missing = [n for n in extension.subsampling or () if not -location.N <= n < location.N]
             if missing:
                 raise CurvoptError(
@@ -248,7 +246,7 @@ def _check_ctc(extensions: Sequence[Extension], located: LocatedGraph) -> None:
     for node in located.graph.of(TIME_FIRST):
         edge = GradientEdge(*node.next_functions[0])  # type: ignore[arg-type]
         shape = shape_of(edge.node, edge.output_nr)
-        for location in located.locations.values():
+        for location in located.distinct_locations:
             if len(shape) == 3 and location.N > 1 and location.rows_of(edge) is not None:
                 raise CurvoptError(
                     f"{fields_of(extensions)}: the {shape[1]} samples of CTCLoss are along axis 1 of its input, "

@@ -59,10 +59,6 @@ class Rule(ABC):
     #: Whether the rule looks at ``module.training``.
     reads_mode = False
 
-    def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters that this rule handles, by their names relative to the module."""
-        return owned_parameters(module)
-
     def expected(self, module: Any) -> Container[str] | None:
         """Names of the parameters that the rule knows; a module with others (parametrized weights) has none."""
         return None

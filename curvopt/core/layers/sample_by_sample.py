@@ -24,6 +24,7 @@ from curvopt.core.jacobians.sums import cast
 from curvopt.core.layers.pull_to_parameter import pull_to_parameter
 from curvopt.core.layers.rule import Jacobians, Rule
 from curvopt.core.recording.calls import ModuleCall
+from curvopt.core.recording.extended_parameters import owned_parameters
 
 if TYPE_CHECKING:
     from curvopt.core.autograd_graph.backward_graph import CallInGraph
@@ -101,7 +102,7 @@ class SharedCallRule(Rule):
                 given.append((source, jacobian.dense().flatten(0, 1)))
         sources, vectors = [source for source, _ in given], [vectors for _, vectors in given]
         found = pull(sources, list(self.edges.values()), vectors)
-        dtype = next(iter(self.rule.parameters(self.call.module).values())).dtype
+        dtype = next(iter(owned_parameters(self.call.module).values())).dtype
         arrived: list[Tensor | None] = [None] * len(self.call.shapes)
         for index, grad in zip(self.edges, found, strict=True):
             arrived[index] = None if grad is None else cast(grad, dtype)
