@@ -108,38 +108,44 @@ def residual_columns(residual: Residual, grads: list[Tensor], N: int, size: int,
         return
     edges, values = [edge for edge, _ in found], [value for _, value in found]
     shapes = [value.shape for value in values]
-
-    def apply(vectors: list[Tensor]) -> list[Tensor]:
-        with cut(borders):
-            result = pull(values, edges, vectors)
-        return [torch.zeros_like(v) if r is None else r for r, v in zip(result, vectors, strict=True)]
-
     dims = [shape.numel() // N for shape in shapes]
+
+    def at_inputs(columns: Tensor) -> list[Tensor]:
+        """``[v, N, sum(dims)]`` as a tensor for each input."""
+        return [u.reshape(-1, *shape) for u, shape in zip(columns.split(dims, 2), shapes, strict=True)]
+
+    def images(columns: Tensor) -> Tensor:
+        """Products R u of the joint residual of all inputs, ``[v, N, sum(dims)]``."""
+        vectors = at_inputs(columns)
+        with cut(borders):
+            found = pull(values, edges, vectors)
+        found = [torch.zeros_like(v) if r is None else r for r, v in zip(found, vectors, strict=True)]
+        return torch.cat([r.reshape(-1, N, d) for r, d in zip(found, dims, strict=True)], 2)
+
     if residual.diagonal:
-        diagonal = apply([torch.ones_like(values[0]).unsqueeze(0)])[0].reshape(N, dims[0])
+        diagonal = images(values[0].new_ones(1, N, dims[0]))[0]
         if modify is not None:
             diagonal = diagonal.clamp(min=0) if modify == "clip" else diagonal.abs()
         active = (diagonal != 0).any(0).nonzero()[:, 0]
         for indices in active.split(size) if len(active) else ():
-            units = unit_vectors(indices, dims[0], N, diagonal).reshape(-1, *shapes[0])
-            yield Columns(edges, [units], diagonal[:, indices].T)
+            units = unit_vectors(indices, dims[0], N, diagonal)
+            yield Columns(edges, at_inputs(units), diagonal[:, indices].T)
         return
 
-    total = sum(dims)
+    entries = torch.arange(sum(dims), device=values[0].device)
     if modify is not None:
-        R = torch.cat([_rows(apply, i, dims, shapes, N, values[0]) for i in torch.arange(total).split(size)], 1)
+        R = torch.cat([images(unit_vectors(i, len(entries), N, values[0])) for i in entries.split(size)]).transpose(
+            0, 1
+        )
         eigenvalues, eigenvectors = eigh((R + R.mT) / 2)
         weights = eigenvalues.clamp(min=0) if modify == "clip" else eigenvalues.abs()
-        for indices in torch.arange(total, device=R.device).split(size):
-            flat = eigenvectors[:, :, indices].permute(2, 0, 1).split(dims, 2)
-            vectors = [u.reshape(-1, *shape) for u, shape in zip(flat, shapes, strict=True)]
-            yield Columns(edges, vectors, weights[:, indices].T)
+        for indices in entries.split(size):
+            yield Columns(edges, at_inputs(eigenvectors[:, :, indices].permute(2, 0, 1)), weights[:, indices].T)
         return
-    for indices in torch.arange(total, device=values[0].device).split(max(1, size // 2)):
-        units = unit_vectors(indices, total, N, values[0])
-        both, weights = polarize(units, _rows(apply, indices, dims, shapes, N, values[0]).transpose(0, 1))
-        vectors = [u.reshape(-1, *shape) for u, shape in zip(both.split(dims, 2), shapes, strict=True)]
-        yield Columns(edges, vectors, weights)
+    for indices in entries.split(max(1, size // 2)):
+        units = unit_vectors(indices, len(entries), N, values[0])
+        both, weights = polarize(units, images(units))
+        yield Columns(edges, at_inputs(both), weights)
 
 
 def polarize(units: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,11 +170,3 @@ def unit_vectors(indices: Tensor, dim: int, N: int, like: Tensor) -> Tensor:
     """Unit vectors ``[v, N, dim]``, the same for all samples."""
     units = torch.zeros(len(indices), dim, dtype=like.dtype, device=like.device)
     return units.scatter_(1, indices.to(like.device).unsqueeze(1), 1).unsqueeze(1).expand(-1, N, -1)
-
-
-def _rows(apply, indices: Tensor, dims: list[int], shapes: list[torch.Size], N: int, like: Tensor) -> Tensor:
-    """Rows ``R e_i`` of the joint residual of all inputs, ``[N, v, sum(dims)]``."""
-    units = unit_vectors(indices, sum(dims), N, like).split(dims, 2)
-    vectors = [u.reshape(-1, *shape) for u, shape in zip(units, shapes, strict=True)]
-    image = apply(vectors)
-    return torch.cat([r.reshape(len(indices), N, d) for r, d in zip(image, dims, strict=True)], 2).transpose(0, 1)
