@@ -191,15 +191,14 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             except CurvoptError as error:
                 raise naming_fields(self.extensions, error) from error
             nonlinear = nonlinear or coupling_losses(located, losses) or nested_losses(losses, ends)
-        again = how.again and self.counted is None
-        any_loss = functools.partial(generic_loss, self.extensions, located, how.roots)
-        generic = any_loss(nonlinear, again, self.loss_reduction)
+        again = how.again and self.counted is None  # nobody differentiates what optimizers take
+        any_loss = functools.partial(generic_loss, self.extensions, located, how.roots, again, self.loss_reduction)
+        generic = any_loss(nonlinear)
         check_request(self.extensions, located, losses, generic is not None)
-        if how.again and self.counted is None:  # nobody differentiates what optimizers take
+        if again:
             check_derivatives(self.extensions, located, [GradientEdge(node, nr) for node, nr in how.roots])
         arguments = self.extensions, self.extension_hook, located, losses, how, self.counted, generic
-        any_loss = functools.partial(any_loss, ["no root of its Hessian"], again, self.loss_reduction)
-        return BackwardPass(*arguments, self.loss_reduction, any_loss)
+        return BackwardPass(*arguments, self.loss_reduction, functools.partial(any_loss, ["no root of its Hessian"]))
 
     def _may_be_one(self) -> bool:
         """Whether a batch whose rows are mixed may be one sample: for sums over rows that optimizers take."""

@@ -88,9 +88,9 @@ def generic_loss(
     extensions: Sequence[Extension],
     located: LocatedGraph,
     roots: Mapping[Place, Tensor],
-    nonlinear: Sequence[str],
     again: bool,
     reduction: str,
+    nonlinear: Sequence[str],
 ) -> GenericLoss | None:
     """The scalar as a loss of no known kind, where second-order quantities need it.
 

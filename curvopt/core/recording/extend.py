@@ -9,7 +9,6 @@ The hooks may be copied and pickled with the modules.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +20,7 @@ from curvopt.core.losses.loss_call import LossCall, _first
 from curvopt.core.pytorch_workarounds import forget_compiled_code
 from curvopt.core.recording import model_calls
 from curvopt.core.recording.calls import ModuleCall, _record, _tensors, describe
-from curvopt.core.recording.extended_parameters import _extended, owned_parameters
+from curvopt.core.recording.extended_parameters import _extended, note_parameters, owned_parameters
 from curvopt.core.recording.model_calls import Model
 from curvopt.core.recording.state import _records, outside_of_graphs
 
@@ -94,9 +93,7 @@ class Recorder:
         owned = module._parameters or owned_parameters(module)
         if not owned or ModuleCall.rule_for(module) is not None:
             return bool(owned)
-        for name, p in owned_parameters(module).items():
-            if p not in _extended:  # of a copy, or added since
-                _extended[p] = f"{self.path}.{name}".lstrip("."), weakref.ref(module), self.model
+        note_parameters(module, self.path, self.model, again=False)  # of a copy, or added since
         return False
 
 
@@ -144,8 +141,7 @@ def remember_parameters(module: nn.Module) -> None:
     for child in module.modules():
         recorder = _recorder_of(child)
         if recorder is not None:
-            for name, p in owned_parameters(child).items():
-                _extended[p] = f"{recorder.path}.{name}".lstrip("."), weakref.ref(child), recorder.model
+            note_parameters(child, recorder.path, recorder.model)
 
 
 def _model_of(module: nn.Module, batch_axis: int) -> Model:
@@ -215,8 +211,7 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
             continue  # used through the module that holds them
         recorder = _recorder_of(child)
         own = model if recorder is None or recorder.model.size <= model.size else recorder.model
-        for name, p in owned_parameters(child).items():
-            _extended[p] = f"{path}.{name}".lstrip("."), weakref.ref(child), own
+        note_parameters(child, path, own)
         owns = bool(owned_parameters(child))
         if recorder is not None:
             recorder.model, recorder.owns = own, owns

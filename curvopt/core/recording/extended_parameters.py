@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 
 from torch import Tensor, nn
@@ -33,6 +34,20 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 # names of the parameters of extended modules, and the modules, to notice calls that nothing recorded
 _extended = WeakIdKeyDictionary()
 _UNKNOWN: tuple[str | None, Callable[[], nn.Module | None], Model | None] = None, lambda: None, None
+
+
+def note_parameters(module: nn.Module, path: str, model: Model, again: bool = True) -> None:
+    """Note the parameters that a module of an extended model owns now, and its path in the model.
+
+    Args:
+        module: the module.
+        path: of it in the model.
+        model: the model.
+        again: also those that are noted already, perhaps for another module.
+    """
+    for name, p in owned_parameters(module).items():
+        if again or p not in _extended:
+            _extended[p] = f"{path}.{name}".lstrip("."), weakref.ref(module), model
 
 
 def extended_name(p: Tensor) -> str | None:
