@@ -1218,6 +1218,37 @@ def test_networks_of_which_no_module_sees_the_samples(
         torch.testing.assert_close(p.diag_ggn_exact, torch.einsum("nc...,ncd,nd...->...", J, H, J))
 
 
+class Prototypes(nn.Module):
+    """Distances from prototypes: an operation without a rule, behind a layer with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.prototypes, self.last = nn.Linear(4, 4), nn.Parameter(torch.randn(5, 4)), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cdist(torch.tanh(self.first(x)), self.prototypes))
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample")
+def test_operations_without_a_rule_where_columns_are_pulled_back_one_by_one():
+    """As in large networks: hooks reduce the calls while autograd goes on to the first layer, which alone it needs."""
+    set_columns_per_sweep(1)
+    try:
+        check_all(extended(Case("", Prototypes, normal(N, 4), cross_entropy(), labels)))
+    finally:
+        set_columns_per_sweep(None)
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample")
+def test_operations_without_a_rule_in_a_backward_to_other_parameters():
+    model = extend(Prototypes().double())
+    x, y = torch.randn(N, 4).double(), torch.randint(3, (N,))
+    each = [torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]), model.prototypes) for n in range(N)]
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(x), y, reduction="sum").backward(inputs=[model.first.weight])
+    torch.testing.assert_close(model.prototypes.grad_batch, torch.stack([gradient for (gradient,) in each]))
+
+
 def test_a_penalty_alone_is_no_loss_of_samples():
     model = extend(nn.Linear(4, 3))
     with pytest.raises(CurvoptError, match="no call of the extended model"), backpack(BatchGrad()):

@@ -138,13 +138,18 @@ def call_node(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
 
     Casts do not round to the precision that was cast from.
     """
+    runs = running_backward() != -1
     if name_of(node) == "ToCopyBackward0":
         found = grads
     elif isinstance(node, BackwardCFunction):
-        found = _applied(node, grads) if running_backward() == -1 else _by_engine(node, grads)
+        found = _by_engine(node, grads) if runs else _applied(node, grads)
     else:
         found = node(*grads)
-    found = found if isinstance(found, Sequence) else [found]
+        found = found if isinstance(found, Sequence) else [found]
+        # the node leaves out what the running backward does not need, if that is one to some inputs only
+        missing = [below for grad, (below, _) in zip(found, node.next_functions, strict=False) if grad is None]
+        if runs and any(below is not None for below in missing):
+            found = _by_engine(node, grads)
     return [
         # as autograd's engine does for an operand that was repeated
         grad if grad is None or below is None or grad.is_sparse else grad.sum_to_size(shape_of(below, nr))
@@ -168,9 +173,10 @@ def _applied(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _by_engine(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Call a function that is written in Python while a backward runs.
+    """Call a node while a backward runs.
 
-    Called directly, it may free what it saved (functions of ``torch.compile`` do). Hooks of its operands run.
+    Called directly, a function that is written in Python may free what it saved (those of ``torch.compile`` do). Hooks
+    of its operands run.
     """
     outputs = [GradientEdge(node, nr) for nr, grad in enumerate(grads) if grad is not None]
     operands = list(dict.fromkeys(place for place in node.next_functions if place[0] is not None))
