@@ -84,7 +84,6 @@ index_select   | linear      | IndexSelect
 index_put      | linear      | IndexPut
 index_add      | linear      | IndexAdd IndexCopy
 gather         | linear      | Gather
-scatter        | linear      | Scatter ScatterAdd SelectScatter SliceScatter
 embedding      | linear      | Embedding
 embedding      | -           | EmbeddingBag
 attention      | -           | ScaledDotProductCudnnAttention ScaledDotProductEfficientAttention
@@ -94,7 +93,7 @@ recurrent      | -           | CudnnRnn MiopenRnn MkldnnRnnLayer
 cell           | -           | ThnnFusedGruCell ThnnFusedLstmCell
 
 -              | linear      | BlockDiag DiagEmbed Diagonal FFTC2C FFTC2R FFTR2C IndexFill MaskedScatter MaskedSelect
--              | linear      | Rot90 Take Trace ViewAsComplex ViewAsReal
+-              | linear      | Rot90 Scatter ScatterAdd SelectScatter SliceScatter Take Trace ViewAsComplex ViewAsReal
 -              | multilinear | Addbmm Addr Dot Trilinear
 """
 

@@ -101,20 +101,6 @@ def gather(call: OperationCall) -> list[AnyLayout]:
     return [call.at(shape, index)] if kept else call.unknown
 
 
-def scatter(call: OperationCall) -> list[AnyLayout]:
-    """Entries that are written along an axis."""
-    shapes, index, dim = call.operands, call.axis.index, call.dim(len(call.shape))
-    if index == dim:
-        return call.unknown
-    found: list[AnyLayout] = []
-    for shape in shapes:
-        own = index - (index > dim) if shape is not None and len(shape) < len(call.shape) else index  # SelectScatter
-        if shape is not None and shape[own] != call.shape[index]:
-            return call.unknown
-        found.append(call.at(shape, own))
-    return found
-
-
 def embedding(call: OperationCall) -> list[AnyLayout]:
     """Rows of a table, which all samples share."""
     return call.shared

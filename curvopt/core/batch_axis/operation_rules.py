@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from curvopt.core.autograd_graph.nodes import operation, outputs_of, saved, signed
-from curvopt.core.batch_axis.indexing_rules import embedding, gather, index, index_add, index_put, index_select, scatter
+from curvopt.core.batch_axis.indexing_rules import embedding, gather, index, index_add, index_put, index_select
 from curvopt.core.batch_axis.layout import AnyLayout, Layout
 from curvopt.core.batch_axis.operation_call import OperationCall
 
@@ -244,6 +244,6 @@ RULES: dict[str, Callable[[OperationCall], list[AnyLayout]]] = {
         *(_elementwise, view, _as_strided, _t, _transpose, _permute, _matmul, _bmm, _linear, _rows, _images),
         *(_layer_norm, _batch_norm, _sync_batch_norm, _along, _last_two, _reduce, _select),
         *(_slice, _split, _cat, _stack, _repeat, _pad, _unfold, index, index_select, index_put, index_add),
-        *(gather, scatter, embedding, _attention, _recurrent, _cell),
+        *(gather, embedding, _attention, _recurrent, _cell),
     )
 }
