@@ -146,9 +146,9 @@ def call_node(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     else:
         found = node(*grads)
         found = found if isinstance(found, Sequence) else [found]
-        # the node leaves out what the running backward does not need, if that is one to some inputs only
-        missing = [below for grad, (below, _) in zip(found, node.next_functions, strict=False) if grad is None]
-        if runs and any(below is not None for below in missing):
+        pairs = zip(found, node.next_functions, strict=False)
+        if runs and any(grad is None and below is not None for grad, (below, _) in pairs):
+            # the node leaves out what the running backward does not need, if that is one to some inputs only
             found = _by_engine(node, grads)
     return [
         # as autograd's engine does for an operand that was repeated

@@ -93,7 +93,8 @@ recurrent      | -           | CudnnRnn MiopenRnn MkldnnRnnLayer
 cell           | -           | ThnnFusedGruCell ThnnFusedLstmCell
 
 -              | linear      | BlockDiag DiagEmbed Diagonal FFTC2C FFTC2R FFTR2C IndexFill MaskedScatter MaskedSelect
--              | linear      | Rot90 Scatter ScatterAdd SelectScatter SliceScatter Take Trace ViewAsComplex ViewAsReal
+-              | linear      | NllLoss NllLoss2D Rot90 Scatter ScatterAdd SelectScatter SliceScatter Take Trace
+-              | linear      | ViewAsComplex ViewAsReal
 -              | multilinear | Addbmm Addr Dot Trilinear
 """
 

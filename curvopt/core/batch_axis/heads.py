@@ -173,7 +173,7 @@ def _curved(graph: BackwardGraph, places: Sequence[Place], last: Collection[Node
             elif operation(node) == "DIV" and i:
                 curved |= of_one
             of_all |= of_one
-        if of_all and operation(node) not in LINEAR | {"DIV", "MUL", "NLLLOSS", "NLLLOSS2D"}:
+        if of_all and operation(node) not in LINEAR | {"DIV", "MUL"}:
             curved |= of_all
         behind[node] = of_all
     return {place for place, bit in number.items() if curved & bit}

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.nodes import leads_to, leaf_of, name_of, operation, shape_of
-from curvopt.core.autograd_graph.operations import LINEAR, MULTILINEAR
+from curvopt.core.autograd_graph.operations import BATCH_NORMS, LINEAR, MULTILINEAR
 from curvopt.core.losses.functional_losses import _recognise
 from curvopt.core.losses.hessian_root import Loss
 from curvopt.core.losses.loss_call import LossCall
@@ -24,13 +24,9 @@ from curvopt.core.recording.calls import ModuleCall, TermCall, records_of
 from curvopt.errors import CurvoptError
 
 # operations that are linear in an operand that comes from the network, if no other one depends on its parameters
-_LINEAR = (LINEAR | MULTILINEAR | {"NLLLOSS", "NLLLOSS2D", "DIV"}) - {
-    "NATIVEBATCHNORM",
-    "CUDNNBATCHNORM",
-    "MIOPENBATCHNORM",
-}
+_LINEAR = (LINEAR | MULTILINEAR | {"DIV"}) - BATCH_NORMS
 
-_ONE_OPERAND = MULTILINEAR | {"DIV", "NLLLOSS", "NLLLOSS2D"}
+_ONE_OPERAND = MULTILINEAR | {"DIV"}
 
 
 Losses = dict[Loss, GradientEdge]
