@@ -21,7 +21,7 @@ class Overflow(CurvoptError):
 
 
 class NoCurvature(CurvoptError):
-    """No backward brought any curvature so far."""
+    """No backward has computed any curvature so far."""
 
 
 WITHOUT = (

@@ -39,7 +39,7 @@ from curvopt.core.layers.rule import Rule, no_batch_axis
 from curvopt.core.recording.calls import ModuleCall, TermCall, records_of
 from curvopt.core.recording.extended_parameters import extended_name, owned_parameters
 from curvopt.core.recording.model_calls import ModelCall
-from curvopt.core.recording.steps import Packed, Steps, packed, samples_first, samples_of
+from curvopt.core.recording.steps import RowsBySample, Steps, rows_by_sample, samples_first, samples_of
 from curvopt.distributed import refuse_sharded
 from curvopt.errors import CurvoptError, CurvoptWarning
 
@@ -96,7 +96,7 @@ class CallInGraph:
             layout = location.axes.layouts.get(place)
             if isinstance(layout, Layout):
                 if self.single and location.N == 1:
-                    return False  # as for several samples, seen from where it becomes a row
+                    return False  # a shared call, whose samples are separated where its output gets a batch axis
                 if self.single:
                     raise no_batch_axis(self.call)
                 self.rule.check_input(self.call)
@@ -108,7 +108,7 @@ class CallInGraph:
         if isinstance(operand, tuple):  # the sample of each row
             edge = next(iter(self.edges.values()))  # parameters may be stand-ins without a device
             device = metadata(edge.node, edge.output_nr).device
-            self.samples = packed(operand, location.N, device)
+            self.samples = rows_by_sample(operand, location.N, device)
         else:
             self.samples = found if operand is None else operand
         return bool(found)
@@ -152,7 +152,7 @@ class CallInGraph:
             call = call.samples_first(N, samples)
             grads = [None if grad is None else samples_first(N, samples, grad, 1) for grad in grads]
             jacobians = self.rule.jac_t(call, grads, names, N)
-            if isinstance(samples, Packed):
+            if isinstance(samples, RowsBySample):
                 return {name: jacobian.with_lengths(samples.lengths) for name, jacobian in jacobians.items()}
             return jacobians
         alone = [None if g is None else apart(g, samples[i], N) for i, g in enumerate(grads)]

@@ -29,7 +29,7 @@ Place = tuple[Node, int]  # an output of a node
 
 
 def consumers_first(roots: Iterable[Node], last: Collection[Node] = ()) -> list[Node]:
-    """These nodes and all behind them, each after the nodes that use its outputs; nodes of ``last`` are not left."""
+    """These nodes and all behind them, each after the nodes that use its outputs; none behind ``last``."""
     order: list[Node] = []
     seen: set[Node | None] = {None}
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]

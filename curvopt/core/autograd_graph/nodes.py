@@ -59,7 +59,7 @@ def is_compiled(node: Node) -> bool:
 
 
 def walk(roots: list[Node], boundary: frozenset = frozenset(), last: Collection[Node] = ()) -> Iterator[Node]:
-    """Every node reachable from ``roots``, once; nodes of ``boundary`` are not entered, those of ``last`` not left."""
+    """Every node reachable from ``roots``, once; none of ``boundary`` or behind it, none behind ``last``."""
     stack = [root for root in dict.fromkeys(roots) if root not in boundary]
     seen = set(stack)
     while stack:

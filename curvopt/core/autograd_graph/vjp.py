@@ -89,7 +89,7 @@ def pull(
                 )
             except RuntimeError:
                 pass  # an operation that vmap cannot enter (a custom autograd.Function): one by one
-        # what `torch.autograd.grad` ends in; the first call of that with a vector takes a second for imports
+        # the engine itself: the first `torch.autograd.grad` with a vector imports modules for a second
         run = partial(_engine.run_backward, tuple(outputs), keep_graph=True, create_graph=create_graph)
         run = partial(run, inputs=tuple(inputs), allow_unreachable=True, accumulate_grad=False)
         columns = [run(tuple([vector[v] for vector in vectors])) for v in range(V)]
@@ -121,7 +121,7 @@ def pull_each(
 
     def collect(i: int, grad: Tensor) -> None:
         tasks.append(running_backward())
-        if tasks[-1] == tasks[0]:  # and not one of what is pulled back from where others arrive
+        if tasks[-1] == tasks[0]:  # no gradient of a backward that `arrived` itself starts
             arrived(i, grad.unsqueeze(0))
 
     with ExitStack() as hooks:

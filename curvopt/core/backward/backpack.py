@@ -33,6 +33,7 @@ from curvopt.core.backward.request_checks import (
     coupling_losses,
     fields_of,
     generic_loss,
+    may_be_one_sample,
     naming_fields,
     nested_losses,
 )
@@ -170,7 +171,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             how = how._replace(roots={place: -grad for place, grad in how.roots.items()})
         roots = [node for node, _ in how.roots]
         try:
-            located = read_and_locate(roots, self.appends_single_rows, self._may_be_one())
+            may_be_one = self.appends_single_rows and may_be_one_sample(self.extensions)
+            located = read_and_locate(roots, self.appends_single_rows, may_be_one)
         except CurvoptError as error:
             if self.skips_empty and isinstance(error, EmptyBatch):
                 return None
@@ -191,7 +193,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             except CurvoptError as error:
                 raise naming_fields(self.extensions, error) from error
             nonlinear = nonlinear or coupling_losses(located, losses) or nested_losses(losses, ends)
-        again = how.again and self.counted is None  # nobody differentiates what optimizers take
+        again = how.create_graph and self.counted is None  # nobody differentiates what optimizers take
         any_loss = functools.partial(generic_loss, self.extensions, located, how.roots, again, self.loss_reduction)
         generic = any_loss(nonlinear)
         check_request(self.extensions, located, losses, generic is not None)
@@ -200,18 +202,13 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         arguments = self.extensions, self.extension_hook, located, losses, how, self.counted, generic
         return BackwardPass(*arguments, self.loss_reduction, functools.partial(any_loss, ["no root of its Hessian"]))
 
-    def _may_be_one(self) -> bool:
-        """Whether a batch whose rows are mixed may be one sample: for sums over rows that optimizers take."""
-        independent = any(e.needs_independent_samples or getattr(e, "approx", "") == "reduce" for e in self.extensions)
-        return self.appends_single_rows and not independent
-
     def _attempt(self, how: Backward) -> BackwardPass | None:
-        """Do all that comes before the backward itself."""
+        """Prepare the pass, and compute the second-order fields."""
         self._pass = self._prepare(how)
         return None if self._pass is None else self._pass.before_backward()
 
     def _begin(self, how: Backward) -> BackwardPass | None:
-        """As `_attempt`, with the extensions that are not refused."""
+        """As `_attempt`; after an error of curvopt again, with what `otherwise` returns."""
         wanted = self.extensions
         while self.extensions:
             try:
@@ -352,10 +349,10 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
     accumulates, inputs = kwargs.get("accumulate_grad", False), args[3]
     contexts = _active_contexts()
     if running_backward() != -1:  # of a hook inside a backward
-        # those of optimizers do without
-        strict = [context for context in contexts if context.otherwise is None or context._pass is not None]
-        if strict and accumulates and any(records_behind(roots, ModuleCall)):
-            raise strict[-1]._started_inside()
+        # of the user; optimizers go on without
+        required = [context for context in contexts if context.otherwise is None or context._pass is not None]
+        if required and accumulates and any(records_behind(roots, ModuleCall)):
+            raise required[-1]._started_inside()
         return call()
     if not roots or (inputs and not any(_is_parameter(x) for x in inputs)):  # of slopes, say, that the loss is made of
         return call()

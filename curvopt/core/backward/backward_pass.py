@@ -57,15 +57,15 @@ class Backward(NamedTuple):
     Attributes:
         roots: outputs of nodes that are differentiated, with the gradients that were passed in.
         accumulates: whether gradients are accumulated in leaves.
-        partial: whether it was given inputs, so that it may not reach all calls of a parameter.
-        again: whether it builds a graph of its own, so that fields can be differentiated.
+        to_some_inputs: whether it was given inputs, so that it may not reach all calls of a parameter.
+        create_graph: whether it builds a graph of its own, so that fields can be differentiated.
         batched: whether several vectors are pulled back at once (``is_grads_batched=True``).
     """
 
     roots: Mapping[Place, Tensor]
     accumulates: bool
-    partial: bool
-    again: bool
+    to_some_inputs: bool
+    create_graph: bool
     batched: bool
 
 
@@ -159,7 +159,7 @@ class BackwardPass:
     @contextlib.contextmanager
     def _own_computation(self) -> Iterator[None]:
         """Inside, numbers have the precision of the parameters, and a graph is built if the backward builds one."""
-        with torch.set_grad_enabled(self.how.again), contextlib.ExitStack() as stack:
+        with torch.set_grad_enabled(self.how.create_graph), contextlib.ExitStack() as stack:
             if self.located.graph.static_models:
                 stack.enter_context(without_reductions(self.located.graph.static_models))
             if torch.is_autocast_enabled(self.device):
@@ -299,7 +299,7 @@ class BackwardPass:
         """The backward is over: reduce the rest, and free everything shared."""
         with self._own_computation() if self.parts else contextlib.nullcontext():
             for p in list(self.parts):
-                if not self.how.partial or len(self.parts[p]) == self._gradients_of[p]:
+                if not self.how.to_some_inputs or len(self.parts[p]) == self._gradients_of[p]:
                     self._reduce_gradient(p)
         self.release()
 

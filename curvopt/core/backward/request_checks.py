@@ -55,6 +55,11 @@ def naming_fields(extensions: Iterable[Extension], error: CurvoptError) -> Curvo
     return type(error)(f"{fields_of(extensions)}: {error}")
 
 
+def may_be_one_sample(extensions: Iterable[Extension]) -> bool:
+    """Whether a batch whose rows are mixed may count as one sample: the quantities are sums over rows, or sampled."""
+    return not any(e.needs_independent_samples or getattr(e, "approx", "") == "reduce" for e in extensions)
+
+
 def coupling_losses(located: LocatedGraph, losses: Iterable[Loss]) -> list[str]:
     """Known losses with a row that may depend on several samples, such as a mean over the batch."""
     return [
@@ -88,7 +93,7 @@ def generic_loss(
     extensions: Sequence[Extension],
     located: LocatedGraph,
     roots: Mapping[Place, Tensor],
-    again: bool,
+    create_graph: bool,
     reduction: str,
     nonlinear: Sequence[str],
 ) -> GenericLoss | None:
@@ -104,7 +109,7 @@ def generic_loss(
     what = f"{fields_of(second_order)}: the loss is of no known kind ({', '.join(dict.fromkeys(nonlinear))})"
     causes = {
         "several models with different numbers of samples": len(locations) > 1,
-        "derivatives of fields (create_graph=True)": again,
+        "derivatives of fields (create_graph=True)": create_graph,
         "KFRA": any(isinstance(e.columns, Averaged) for e in second_order),
     }
     for cause, applies in causes.items():

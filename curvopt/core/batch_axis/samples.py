@@ -92,10 +92,8 @@ def locate(
     found: list[tuple[Model | None, int, dict[Place, Layout], bool]] = []
     for model, outputs in by_model.items():
         if may_be_one and model.mixes_rows:
-            located = 1, {place: Layout(1, 1, prod(shape_of(*place))) for _, place in outputs}, False
-        else:
-            located = _of_model(model, outputs, graph, appends_single_rows)
-        if located is not None:
+            found.append((model, 1, {place: Layout(1, 1, prod(shape_of(*place))) for _, place in outputs}, False))
+        elif (located := _of_model(model, outputs, graph, appends_single_rows)) is not None:
             found.append((model, *located))
     for model in _without_heads(graph, by_model):
         for N in model.last:
@@ -233,7 +231,7 @@ def _place_others(
         second = not axis and not appended and shape[0] % N > 0 and is_along_second(place, N, located)
         if not second and (appended or shape[0] % N or not shape[0]):
             raise _other_length(call, shape, N, axis)
-        # flattened, samples of axis 1 come in turns
+        # of a flattened [T, N], row t N + n is of sample n
         before = shape[0] if second else shape[0] // N if axis else 1
         known[place] = Layout(before, N, prod(shape) // (before * N))
         if located:

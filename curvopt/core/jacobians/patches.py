@@ -27,16 +27,16 @@ class Patches:
 
     Args:
         x: the input, ``[N, ...]``.
-        see: rows ``[N, G, C, R, T]`` of some samples, K, and their length: of the ``I = [C, K, R]`` entries of a patch
-            those at k see the S positions from the k-th row on.
+        see: returns rows ``[N, G, C, R, T]`` of some samples, K, and the length of a row. A patch has the entries
+            ``I = [C, K, R]``; entry k reads the rows shifted by k row lengths.
     """
 
     def __init__(self, x: Tensor, see: Callable[[Tensor], tuple[Tensor, int, int]]):
         """Keep the input."""
         self._x, self._see = x, see
-        #: Rows of the input that make a sample, whose positions are those of all of them.
+        #: Rows of the input per sample; the positions of all its rows are positions of the sample.
         self.rows = 1
-        #: Whether others need them, too.
+        #: Whether the patches stay in memory after their first use, for other columns or quantities.
         self.kept = True
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from curvopt.core.jacobians.lookup import Lookup
 from curvopt.core.layers.rule import Jacobians, Rule, arguments, register
 from curvopt.core.recording.calls import ModuleCall
-from curvopt.core.recording.steps import Packed
+from curvopt.core.recording.steps import RowsBySample
 from curvopt.errors import CurvoptError
 
 
@@ -43,7 +43,7 @@ class Embedding(Rule):
         samples = torch.arange(N, device=x.device).repeat_interleave(x.numel() // N)
         entries = call.module.get_parameter("weight").shape[1:].numel()
         left, x = grad.reshape(grad.shape[0], x.numel(), entries), x.flatten()
-        if isinstance(call.steps, Packed):
+        if isinstance(call.steps, RowsBySample):
             there = call.steps.there.repeat_interleave(len(x) // len(call.steps.there))
             left, x, samples = left[:, there], x[there], samples[there]
         return _lookup(call, left, x, samples, N)

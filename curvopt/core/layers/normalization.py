@@ -22,7 +22,7 @@ from curvopt.core.recording.calls import ModuleCall
 
 
 class ScaleRule(Rule):
-    """A weight (and bias) along some axes of the output and is shared by the others."""
+    """A weight (and bias) along some axes of the output, shared along the others."""
 
     any_order = True
     linear = True

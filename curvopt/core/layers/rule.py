@@ -38,9 +38,9 @@ Jacobians = dict[str, Jacobian]
 class Rule(ABC):
     """How one kind of module maps vectors at its outputs to Jacobians of its parameters."""
 
-    #: Whether the only input may have any number of axes before those of the features, which all mean the same.
+    #: Whether the only input may have any number of axes before those of the features; all of them are treated alike.
     any_axes = False
-    #: Whether rows of the only input may come in another order, in which those of the output are then.
+    #: Whether permuting the rows of the only input permutes the rows of the output in the same way.
     any_order = False
     #: Whether the output is linear in the parameters (the input fixed), so that only operations after it add curvature.
     linear = False
@@ -76,7 +76,7 @@ class Rule(ABC):
         return 1
 
     def output_axis(self, call: ModuleCall, index: int) -> int | Tensor | None:
-        """Axis of an output that counts the samples, or the packed sequence of each row; ``None`` if not known."""
+        """Number of the batch axis of an output; for packed sequences that of each row; ``None`` if not known."""
         return 0
 
     def takes_steps(self, call: ModuleCall, how: Literal["axis", "rows"]) -> bool:

@@ -26,7 +26,7 @@ from torch.utils.weak import TensorWeakRef
 from curvopt.core.pytorch_workarounds import saves_tensors_as_they_are
 from curvopt.core.recording.model_calls import Model, ModelCall
 from curvopt.core.recording.state import _records
-from curvopt.core.recording.steps import Packed, Steps, samples_first
+from curvopt.core.recording.steps import RowsBySample, Steps, samples_first
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class ModuleCall:
         """This call with the samples first, of a module to which rows, or axes before the features, are alike."""
         first = partial(samples_first, N, steps)
         call = self._with_inputs(first)
-        if isinstance(steps, Packed):
+        if isinstance(steps, RowsBySample):
             call.shapes = tuple([torch.Size([N * steps.longest, *shape[1:]]) for shape in self.shapes])
         else:
             blanks = [_blank(shape, torch.float32, torch.device("cpu")) for shape in self.shapes]

@@ -19,14 +19,16 @@ def samples_of(sequences: Tensor, N: int) -> Tensor:
     return sequences // ((int(sequences.max()) + 1) // N)
 
 
-class Packed(NamedTuple):
-    """The places of the rows of packed sequences if every sample has as many, ``[N T]``: between them zeros are put.
+class RowsBySample(NamedTuple):
+    """Rows that belong to samples in any order: of packed sequences, or of appended batches of different lengths.
+
+    Each sample gets as many places as the one with most rows has, ``[N T]``; zeros fill the gaps.
 
     Attributes:
-        places: of the rows there.
-        there: which rows of those are some of the sequences.
-        lengths: of the sequences, ``[N]``, on the CPU.
-        longest: number of steps T of the longest sequence.
+        places: of the rows.
+        there: which places have a row.
+        lengths: number of rows of each sample, ``[N]``, on the CPU.
+        longest: the largest of these, T.
     """
 
     places: Tensor
@@ -36,7 +38,7 @@ class Packed(NamedTuple):
 
 
 @lru_cache(maxsize=2)  # calls of one backward have rows of equal samples; few, as tensors are kept
-def packed(samples: tuple[int, ...], N: int, device: torch.device) -> Packed:
+def rows_by_sample(samples: tuple[int, ...], N: int, device: torch.device) -> RowsBySample:
     """The places of rows, from the sample of each, whose steps come in their order."""
     longest, lengths, places = max(Counter(samples).values(), default=0), [0] * N, list[int]()
     for n in samples:
@@ -44,17 +46,17 @@ def packed(samples: tuple[int, ...], N: int, device: torch.device) -> Packed:
         lengths[n] += 1
     at = torch.tensor(places, dtype=torch.long, device=device)
     there = torch.zeros(N * longest, dtype=torch.bool, device=device).index_fill_(0, at, True)
-    return Packed(at, there, torch.tensor(lengths, device="cpu"), longest)
+    return RowsBySample(at, there, torch.tensor(lengths, device="cpu"), longest)
 
 
 #: How steps come before samples: along an axis of their own, or in rows, all samples of a step after each other, where
 #: sequences may have ended.
-Steps = Literal["axis", "rows"] | Packed
+Steps = Literal["axis", "rows"] | RowsBySample
 
 
 def samples_first(N: int, steps: Steps, x: Tensor, axis: int = 0) -> Tensor:
     """``[T, N, ...]`` as ``[N, T, ...]``, or ``[T N, ...]`` as ``[N T, ...]``; these begin at an axis."""
-    if isinstance(steps, Packed):
+    if isinstance(steps, RowsBySample):
         shape = list(x.shape)
         shape[axis] = N * steps.longest
         return x.new_zeros(shape).index_copy_(axis, steps.places, x)
