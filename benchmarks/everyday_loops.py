@@ -527,7 +527,44 @@ def sparse_graph(make: Make) -> Iterator[float]:
     return minimise(make, Convolutions(), lambda model: F.cross_entropy(model(x, near), y))
 
 
+@workflow("Packed texts, which attend within themselves")
+def packed_texts(make: Make) -> Iterator[float]:
+    class Tagger(nn.Module):
+        """A tag for each of the tokens ``[T]`` of several texts behind each other."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.qkv, self.last = nn.Embedding(20, 16), nn.Linear(16, 48), nn.Linear(16, 4)
+
+        def forward(self, tokens: Tensor, text: Tensor) -> Tensor:
+            h = self.embedding(tokens)
+            q, k, v = self.qkv(h).chunk(3, 1)
+            scores = (q @ k.T / 4).masked_fill(text[:, None] != text, -torch.inf)
+            return self.last((h + scores.softmax(1) @ v).tanh())
+
+    tokens, text = torch.randint(20, (96,)), torch.arange(8).repeat_interleave(torch.arange(5, 20, 2))
+    tags = (tokens + tokens.roll(1)) % 4
+    return minimise(make, Tagger(), lambda model: F.cross_entropy(model(tokens, text), tags))
+
+
 # --------------------------------------------------------------------------------------- where no samples can be found
+
+
+@workflow("PCGrad, which combines the gradients of two tasks by hand")
+def combined_gradients(make: Make) -> Iterator[float]:
+    model, (x, y) = mlp(8, 32, 8), classes()
+    other = x.flip(0) @ torch.randn(8, 4) / 3
+    optimizer, params = make(model), list(model.parameters())
+    while True:
+        z = model(x)
+        losses = F.cross_entropy(z[:, :4], y), F.mse_loss(z[:, 4:], other)
+        one, two = (torch.autograd.grad(loss, params, retain_graph=True) for loss in losses)
+        conflict = sum((a * b).sum() for a, b in zip(one, two, strict=True)) < 0
+        for p, a, b in zip(params, one, two, strict=True):
+            apart = b - (a * b).sum() / a.square().sum() * a if conflict else b
+            p.grad = a + apart
+        optimizer.step()
+        yield (losses[0] + losses[1]).item()
 
 
 @workflow("Differential equation with its loss inside of the model")

@@ -14,7 +14,11 @@ from benchmarks.everyday_loops import WORKFLOWS, Make
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 
 #: How the table marks warnings.
-MARKS = {"e": "takes the empirical quantity", "p": "takes plain gradients"}
+MARKS = {
+    "e": "takes the empirical quantity",
+    "p": "takes plain gradients",
+    "o": "takes a batch as one sample",
+}
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
