@@ -564,3 +564,68 @@ def test_rows_that_layers_mix_are_one_sample(make: Callable, net: type[Mixed]) -
                 F.cross_entropy(model(x), y).backward()
             assert model.first.weight.grad_batch.shape == (20, 6, 6)
     torch.testing.assert_close(*finals)
+
+
+class ByFunctions(Mixed):
+    """Graph convolutions that use no module for their weights."""
+
+    def __init__(self, gather: str) -> None:
+        super().__init__()
+        ends = torch.cat([torch.arange(20).roll(1), torch.arange(20).roll(3)]), torch.arange(20).repeat(2)
+        self.gather, self.ends, self.sparse = gather, ends, (torch.eye(20) + torch.eye(20).roll(1, 0)).to_sparse()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.last):
+            h = F.linear(x, layer.weight)
+            if self.gather == "sparse":
+                x = torch.sparse.mm(self.sparse, h).tanh()
+            elif self.gather == "largest":
+                to = self.ends[0][:, None].expand(-1, 6)
+                x = h.new_zeros(20, 6).scatter_reduce(0, to, h[self.ends[1]], "amax", include_self=False)
+            else:
+                x = h.new_zeros(20, 6).index_add(0, self.ends[0], h.index_select(0, self.ends[1])).tanh()
+            x = x + layer.bias
+        return x
+
+
+class Spectral(nn.Module):
+    """Mixes the four steps of each sample in the frequency domain, by a weight that has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 24), nn.Linear(6, 6)
+        self.weight = nn.Parameter(torch.randn(3, 6, 6, 2) / 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.fft.rfft(self.first(x).view(-1, 4, 6), dim=1)
+        h = torch.einsum("nki,kio->nko", h, torch.view_as_complex(self.weight))
+        return self.last(torch.fft.irfft(h, n=4, dim=1).mean(1))
+
+
+def warnings_of_two_steps(model: nn.Module) -> tuple[KFACAdamW, str]:
+    optimizer, x, y = KFACAdamW(model.parameters()), torch.randn(20, 6), torch.randint(6, (20,))
+    optimizer.attach(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", CurvoptWarning)
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return optimizer, " ".join(str(w.message) for w in said)
+
+
+@pytest.mark.parametrize("gather", ["sum", "largest", "sparse"])
+def test_rows_that_functions_mix_are_one_sample(gather: str) -> None:
+    model = ByFunctions(gather)
+    optimizer, said = warnings_of_two_steps(model)
+    assert said.count("takes a batch as one sample") == 1
+    assert list(optimizer.coverage().values())[2] == "kronecker"
+
+
+def test_rows_that_nothing_mixes_are_samples() -> None:
+    """Also where they are computed one by one, or a computed weight has as many rows as the batch."""
+    _, said = warnings_of_two_steps(Spectral())
+    assert "sample by sample" in said and "one sample" not in said
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 20))
+    _, said = warnings_of_two_steps(nn.Sequential(normed, nn.Tanh(), nn.Linear(20, 6)))
+    assert not said

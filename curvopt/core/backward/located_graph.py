@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -98,13 +98,14 @@ def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False, ma
         raise
     except CurvoptError as error:
         refusal = error
+    mixing = _mixing(located, slow) if located is not None and may_be_one else {}
+    found = None
     if slow or refusal is not None:
-        mixing = {model for model in slow if model is not None and model.seeks_axis} if may_be_one else set()
         found = _along_other_axis(roots, appends_single_rows, slow)
-        if found is None and mixing:
-            found = _as_one_sample(roots, appends_single_rows, mixing)
-        if found is not None:
-            return found
+    if found is None and located is not None and mixing:
+        found = _as_one_sample(located, roots, appends_single_rows, mixing)
+    if found is not None:
+        return found
     if located is None:
         assert refusal is not None
         raise refusal
@@ -147,17 +148,38 @@ def _along_other_axis(
     return located if found else None
 
 
-def _as_one_sample(roots: Sequence[Node], appends_single_rows: bool, models: Collection[Model]) -> LocatedGraph | None:
-    """With each batch of some models as one sample, whose rows are shared positions; ``None`` if that is refused."""
+def _mixing(located: LocatedGraph, slow: Collection[Model | None]) -> dict[Model, int]:
+    """Models that allow it of which layers may mix the rows of a batch, with the numbers of their rows."""
+    found: dict[Model, int] = {}
+    for call in located.calls:
+        model, N = _model_of(call), call.location.N
+        if model is not None and model.seeks_axis and N > 1 and (model in slow or _rows_of_weight(call) == N):
+            found[model] = N
+    return found
+
+
+def _as_one_sample(
+    located: LocatedGraph, roots: Sequence[Node], appends_single_rows: bool, models: Mapping[Model, int]
+) -> LocatedGraph | None:
+    """With each batch of some models as one sample, whose rows are shared positions.
+
+    ``None`` if that is refused, or as many calls are computed sample by sample all the same.
+    """
+
+    def apart(located: LocatedGraph) -> int:
+        rows = [(call, models.get(model)) for call in located.calls if (model := _model_of(call))]
+        return sum(n is not None and (_is_by_sample(call) or _rows_of_weight(call) == n) for call, n in rows)
+
     for model in models:
         model.mixes_rows = True
     try:
-        located = _read_and_locate(roots, appends_single_rows, True)
+        found = _read_and_locate(roots, appends_single_rows, True)
+        better = apart(found) < apart(located)
     except CurvoptError:
-        located = None
+        found, better = None, False
     for model in models:
-        model.mixes_rows = model.seeks_axis = located is not None
-        if located is not None and not model.warned:
+        model.mixes_rows = model.seeks_axis = better
+        if better and not model.warned:
             model.warned = True
             warnings.warn(
                 f"{model.name}: layers mix the rows of its inputs, as those of graph nets do, so the curvature of an "
@@ -166,7 +188,7 @@ def _as_one_sample(roots: Sequence[Node], appends_single_rows: bool, models: Col
                 CurvoptWarning,
                 stacklevel=2,
             )
-    return located
+    return found if better else None
 
 
 def _read_and_locate(roots: Sequence[Node], appends_single_rows: bool, may_be_one: bool) -> LocatedGraph:
@@ -230,14 +252,28 @@ def _no_samples(what: str) -> CurvoptError:
 
 def _slow_calls(located: LocatedGraph) -> dict[Model | None, CallInGraph]:
     """By model, the largest call that is computed sample by sample, if all these cost much."""
-    slow = [call for call in located.calls if isinstance(call.samples, dict) or isinstance(call.rule, SharedCallRule)]
+    slow = [call for call in located.calls if _is_by_sample(call)]
     if not slow:
         return {}
     fast = sum(shape.numel() for call in located.calls if call not in slow for shape in call.call.shapes)
     slow = [call for call in slow if call.location.N > 1]
     if sum(call.location.N * _entries(call) for call in slow) <= fast:
         return {}
-    return {extended_model(next(iter(call.parameters.values()))): call for call in sorted(slow, key=_entries)}
+    return {_model_of(call): call for call in sorted(slow, key=_entries)}
+
+
+def _is_by_sample(call: CallInGraph) -> bool:
+    return isinstance(call.samples, dict) or isinstance(call.rule, SharedCallRule)
+
+
+def _rows_of_weight(call: CallInGraph) -> int | None:
+    """Length of the first axis of a weight that was computed: of products with data, the number of these."""
+    source = call.rule.source
+    return None if source is None else next(iter(shape_of(source.node, source.output_nr)), None)
+
+
+def _model_of(call: CallInGraph) -> Model | None:
+    return extended_model(next(iter(call.parameters.values())))
 
 
 def _warn_of_cost(slow: dict[Model | None, CallInGraph]) -> None:
