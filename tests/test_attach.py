@@ -17,7 +17,9 @@ from test_optim import OPTIMIZERS, Run, assert_close, assert_equal, cnn, digits,
 from torch import Tensor, nn
 
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
-from curvopt.extensions import KFLR, BatchGrad
+from curvopt.core.backward.columns import Empirical
+from curvopt.core.recording.extend import Recorder
+from curvopt.extensions import KFLR, BatchGrad, KFACEmpirical
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
 
 
@@ -629,3 +631,30 @@ def test_rows_that_nothing_mixes_are_samples() -> None:
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 20))
     _, said = warnings_of_two_steps(nn.Sequential(normed, nn.Tanh(), nn.Linear(20, 6)))
     assert not said
+
+
+@pytest.mark.parametrize("loss", ["square", "product"])
+def test_empirical_factors_of_one_sample_average_to_those_of_rows(loss: str) -> None:
+    """Products of the gradients of different rows average to zero by random signs."""
+    x, y = torch.randn(20, 6, dtype=torch.float64), torch.randn(20, 6, dtype=torch.float64)
+    net = extend(Mixed().double())
+    lossfunc = {"square": F.mse_loss, "product": lambda z, y: ((z - y).square() + (z - y).square() ** 2).mean()}[loss]
+
+    def factors(extension: KFACEmpirical, one: bool) -> list[Tensor]:
+        model = next(hook for hook in net.first._forward_hooks.values() if isinstance(hook, Recorder)).model
+        model.mixes_rows = one
+        context = backpack(extension)
+        context.appends_single_rows = one
+        with warnings.catch_warnings(), context:
+            warnings.simplefilter("ignore", CurvoptWarning)
+            lossfunc(net(x), y).backward()
+        return [p.kfac_empirical[0] for p in net.parameters()]
+
+    rows, extension = factors(KFACEmpirical(), one=False), KFACEmpirical()
+    extension.columns = Empirical(torch.Generator().manual_seed(0))
+    draws = [factors(extension, one=True) for _ in range(600)]
+    for index, expected in enumerate(rows):
+        found = torch.stack([draw[index] for draw in draws])
+        error = (found.mean(0) - expected).norm()
+        assert error < 4 * (found.var(0).sum() / len(draws)).sqrt() + 1e-9
+        assert error < 0.2 * expected.norm()

@@ -1402,6 +1402,31 @@ def test_of_as_many_steps_as_samples_layers_say_which_axis_is_time(steps: int, s
     are_those_of_each(model, [loss(x[n : n + 1]) for n in range(4)])
 
 
+class Positions(nn.Module):
+    """Adds a branch of four rows, which all samples share, to four steps of each sample."""
+
+    def __init__(self, deep: bool):
+        super().__init__()
+        self.inner, self.table = nn.Linear(2, 12), nn.Embedding(4, 3)
+        self.branch = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)) if deep else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).view(-1, 4, 3).tanh() + self.branch(self.table(torch.arange(4)))
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample")
+@pytest.mark.parametrize("deep", [False, True])
+def test_positions_that_all_samples_share_are_no_samples(deep: bool):
+    model, x = extend(Positions(deep).double()), torch.randn(4, 2).double()
+
+    def loss(x: Tensor) -> Tensor:
+        return (model(x) - 1).square().mean()
+
+    with backpack(BatchGrad(), DiagGGNExact()):
+        loss(x).backward()
+    are_those_of_each(model, [loss(x[n : n + 1]) for n in range(4)])
+
+
 class Sentences(nn.Module):
     """Classes of sentences of several lengths: layers on their packed steps before and after a recurrent one."""
 

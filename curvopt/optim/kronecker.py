@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from curvopt.core.backward.columns import Empirical
 from curvopt.core.jacobians.base import Approx
 from curvopt.extensions import KFAC, KFLR, KFACEmpirical
 from curvopt.optim.accumulation import Collected, pop_field
@@ -39,13 +40,13 @@ class Kronecker(CurvatureOptimizer):
 
     def _extensions(self) -> list[Any]:
         approx, mc_samples, limit = (self._options[name] for name in ("approx", "mc_samples", "max_factor_size"))
-        kinds = {
-            "mc": lambda: KFAC(mc_samples, approx, self._sampler(), limit),
-            "exact": lambda: KFLR(approx, limit),
-            "empirical": lambda: KFACEmpirical(approx, limit),
-        }
         fisher = self._fisher()
-        return [kinds[each]() for each in (("mc", "empirical") if fisher is None else (fisher,))]
+        if fisher == "exact":
+            return [KFLR(approx, limit)]
+        sampler, empirical = self._sampler(), KFACEmpirical(approx, limit)
+        empirical.columns = Empirical(sampler)
+        kinds = {"mc": KFAC(mc_samples, approx, sampler, limit), "empirical": empirical}
+        return [*kinds.values()] if fisher is None else [kinds[fisher]]
 
     def _empirical_extensions(self) -> list[Any]:
         return [GradientFactors(self._options["approx"], self._options["max_factor_size"])]

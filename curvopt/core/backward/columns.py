@@ -114,7 +114,14 @@ class MonteCarlo:
 
 @dataclass(frozen=True)
 class Empirical:
-    """One column: each prediction's own gradient, at the target that it has."""
+    """One column: each prediction's own gradient, at the target that it has.
+
+    Args:
+        generator: source of random signs of the rows where a batch counts as one sample, so that products of different
+            rows average to zero, as they do for drawn targets. Without it such a batch goes by rows.
+    """
+
+    generator: torch.Generator | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from curvopt.core.autograd_graph.backward_graph import leaves_behind
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import is_compiled, leads_to, shape_of, walk
 from curvopt.core.autograd_graph.operations import TIME_FIRST
-from curvopt.core.backward.columns import Averaged, Empirical, Gradient, Hessian
+from curvopt.core.backward.columns import Averaged, Empirical, Gradient, Hessian, MonteCarlo
 from curvopt.core.backward.located_graph import (
     LocatedGraph,
     is_mixed,
@@ -56,8 +56,15 @@ def naming_fields(extensions: Iterable[Extension], error: CurvoptError) -> Curvo
 
 
 def may_be_one_sample(extensions: Iterable[Extension]) -> bool:
-    """Whether a batch whose rows are mixed may count as one sample: the quantities are sums over rows, or sampled."""
-    return not any(e.needs_independent_samples or getattr(e, "approx", "") == "reduce" for e in extensions)
+    """Whether a batch whose rows are mixed may count as one sample, as vectors of different rows are independent."""
+
+    def independent(extension: Extension) -> bool:
+        columns = extension.columns
+        return isinstance(columns, MonteCarlo) or (isinstance(columns, Empirical) and columns.generator is not None)
+
+    return all(
+        independent(e) and not e.needs_independent_samples and getattr(e, "approx", "") != "reduce" for e in extensions
+    )
 
 
 def coupling_losses(located: LocatedGraph, losses: Iterable[Loss]) -> list[str]:
@@ -129,7 +136,8 @@ def generic_loss(
     places = inside_the_loss(location.heads, location.N, located.graph, (), None)  # of log-probabilities the logits
     heads = [_head(place, layout, what) for place, layout in places.items()]
     edges = [GradientEdge(node, output_nr) for node, output_nr in roots]
-    return GenericLoss(edges, list(roots.values()), heads, location.N, reduction)
+    rows = max(shape_of(*place)[0] for place in places) if location.is_one else location.N  # of which it is a mean
+    return GenericLoss(edges, list(roots.values()), heads, rows, reduction)
 
 
 def _head(place: Place, layout: Layout, what: str) -> Head:

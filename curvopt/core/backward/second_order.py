@@ -90,7 +90,7 @@ def second_order(run: BackwardPass, arrived: Mapping[GradientEdge, Tensor]) -> N
             drawn = [cast(columns.draw(each.curvature) * each.scale, each.loss.input.dtype) for each in factored]
             _sweep_chunks(run, [each.edge for each in factored], drawn, extensions, last)
         elif isinstance(columns, Empirical):
-            column = [cast(_empirical(each), each.loss.input.dtype) for each in factored]
+            column = [cast(_signed(run, columns, _empirical(each)), each.loss.input.dtype) for each in factored]
             _sweep_chunks(run, [each.edge for each in factored], column, extensions, last)
         else:
             _averaged(run, factored, extensions)
@@ -120,7 +120,9 @@ def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
             elif isinstance(columns, Empirical):
                 weights = [w.clamp(min=torch.finfo(w.dtype).tiny) for w in loss.weights]
                 slopes = zip(loss.slope, weights, loss.heads, strict=True)
-                column = [s.unsqueeze(0) / _along(w.sqrt(), head.axis, s) for s, w, head in slopes]
+                column = [
+                    _signed(run, columns, s.unsqueeze(0) / _along(w.sqrt(), head.axis, s)) for s, w, head in slopes
+                ]
                 _sweep_chunks(run, edges, column, extensions, False)
         for hessian, extensions in _of_hessian(run).items():
             sweep_residuals(run, edges, loss.slope, hessian.modify, extensions)
@@ -231,6 +233,15 @@ def _empirical(loss: FactoredLoss) -> Tensor:
     # a prediction that weighs nothing has no gradient, either
     factors = 1 / weights.clamp(min=torch.finfo(weights.dtype).tiny).sqrt()
     return (loss.loss.slope(loss.grad) * factors).unsqueeze(0)
+
+
+def _signed(run: BackwardPass, columns: Empirical, column: Tensor) -> Tensor:
+    """A column ``[1, rows, ...]`` with random signs of the rows, where these are no samples."""
+    if columns.generator is None or not any(location.is_one for location in run.located.distinct_locations):
+        return column
+    bits = torch.randint(2, column.shape[1:2], generator=columns.generator, device=columns.generator.device)
+    signs = (2 * bits - 1).to(column)
+    return column * signs.view(1, -1, *[1] * (column.dim() - 2))
 
 
 def _sweep_chunks(

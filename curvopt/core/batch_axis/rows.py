@@ -16,14 +16,14 @@ from torch import nn
 
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import leaf_of, shape_of
-from curvopt.core.batch_axis.layout import UNUSED, AnyLayout, Layout, labelled
+from curvopt.core.batch_axis.layout import UNKNOWN, UNUSED, AnyLayout, Layout, labelled
 from curvopt.core.batch_axis.propagation import BatchAxes, propagate_batch_axis
 
 
 def axis_of_head(place: Place, rows: int, axis: int) -> int | None:
     """The batch axis of an output: where the first axis fits besides, the one along which more is located.
 
-    So may the second one of ``[N, N, ...]``, of as many steps as samples.
+    So may the second one of ``[N, N, ...]``, of as many steps as samples, if operations mix the entries of the first.
     """
     shape = shape_of(*place)
     fit = [i for i in dict.fromkeys((axis, 0)) if len(shape) > i and shape[i] == rows]
@@ -31,7 +31,8 @@ def axis_of_head(place: Place, rows: int, axis: int) -> int | None:
         if any(isinstance(layout, Layout) for layout in _of_parameters(place, 1, rows)):
             return None  # flattened, with N features
     if fit == [0] and len(shape) > 2 and is_along_second(place, rows):
-        fit = [0, 1]
+        first = propagate_batch_axis({place: labelled(shape, 0, range(rows), rows, False)}, rows).layouts
+        fit = [0, 1] if UNKNOWN in first.values() else [0]
     if len(fit) < 2:
         return fit[0] if fit else None
 

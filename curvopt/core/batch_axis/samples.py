@@ -50,12 +50,14 @@ class Location:
             is its part of the loss.
         axes: the batch axis of all tensors behind them.
         appended: whether the rows of several calls of different lengths were appended to one batch.
+        is_one: whether a batch is one sample, as layers mix its rows.
     """
 
     N: int
     heads: Mapping[Place, Layout]
     axes: BatchAxes
     appended: bool
+    is_one: bool = False
 
     def rows_of(self, edge: GradientEdge) -> list[int] | None:
         """The sample of each row (along axis 0) of a tensor before or behind the heads.
@@ -92,7 +94,8 @@ def locate(
     found: list[tuple[Model | None, int, dict[Place, Layout], bool]] = []
     for model, outputs in by_model.items():
         if may_be_one and model.mixes_rows:
-            found.append((model, 1, {place: Layout(1, 1, prod(shape_of(*place))) for _, place in outputs}, False))
+            shapes = {place: shape_of(*place) for _, place in outputs}
+            found.append((model, 1, {place: Layout(1, 1, prod(s)) for place, s in shapes.items() if s}, False))
         elif (located := _of_model(model, outputs, graph, appends_single_rows)) is not None:
             found.append((model, *located))
     for model in _without_heads(graph, by_model):
@@ -113,7 +116,8 @@ def locate(
         if any(transposed for _, transposed in axes.mixing()):
             heads = agreeing(axes, heads, graph)
             axes = propagate_batch_axis(heads, key[0], order=graph.nodes)
-        location = Location(key[0], heads, axes, key[1])
+        is_one = may_be_one and any(model is not None and model.mixes_rows for model, _ in same)
+        location = Location(key[0], heads, axes, key[1], is_one)
         locations.update((model, location) for model, _ in same)
     return locations
 
