@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.core.backward.columns import Empirical
+from curvopt.core.layers.sample_by_sample import PerSampleRule, SharedCallRule
 from curvopt.core.recording.extend import Recorder
 from curvopt.extensions import KFLR, BatchGrad, KFACEmpirical
+from curvopt.extensions.base import Extension
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
+from curvopt.optim.empirical import GradientDiagonal, RowDiagonal
 
 
 def attached(*args: object, **options: object) -> Run:
@@ -633,14 +636,16 @@ def test_rows_that_nothing_mixes_are_samples() -> None:
     assert not said
 
 
-@pytest.mark.parametrize("loss", ["square", "product"])
-def test_empirical_factors_of_one_sample_average_to_those_of_rows(loss: str) -> None:
+@pytest.mark.parametrize(
+    ("loss", "kind"), [("square", "factors"), ("fourth power", "factors"), ("fourth power", "diagonal")]
+)
+def test_empirical_curvature_of_one_sample_averages_to_that_of_rows(loss: str, kind: str) -> None:
     """Products of the gradients of different rows average to zero by random signs."""
     x, y = torch.randn(20, 6, dtype=torch.float64), torch.randn(20, 6, dtype=torch.float64)
     net = extend(Mixed().double())
-    lossfunc = {"square": F.mse_loss, "product": lambda z, y: ((z - y).square() + (z - y).square() ** 2).mean()}[loss]
+    lossfunc = {"square": F.mse_loss, "fourth power": lambda z, y: ((z - y) ** 2 + (z - y) ** 4).mean()}[loss]
 
-    def factors(extension: KFACEmpirical, one: bool) -> list[Tensor]:
+    def curvature(extension: Extension, one: bool) -> list[Tensor]:
         model = next(hook for hook in net.first._forward_hooks.values() if isinstance(hook, Recorder)).model
         model.mixes_rows = one
         context = backpack(extension)
@@ -648,13 +653,37 @@ def test_empirical_factors_of_one_sample_average_to_those_of_rows(loss: str) -> 
         with warnings.catch_warnings(), context:
             warnings.simplefilter("ignore", CurvoptWarning)
             lossfunc(net(x), y).backward()
-        return [p.kfac_empirical[0] for p in net.parameters()]
+        found = [getattr(p, extension.field) for p in net.parameters()]
+        return [each[0] if kind == "factors" else each for each in found]
 
-    rows, extension = factors(KFACEmpirical(), one=False), KFACEmpirical()
-    extension.columns = Empirical(torch.Generator().manual_seed(0))
-    draws = [factors(extension, one=True) for _ in range(600)]
+    generator = torch.Generator().manual_seed(0)
+    if kind == "factors":
+        rows, extension = curvature(KFACEmpirical(), one=False), KFACEmpirical()
+        extension.columns = Empirical(generator)
+    else:
+        rows, extension = curvature(GradientDiagonal(), one=False), RowDiagonal(generator)
+    draws = [curvature(extension, one=True) for _ in range(600)]
     for index, expected in enumerate(rows):
         found = torch.stack([draw[index] for draw in draws])
         error = (found.mean(0) - expected).norm()
         assert error < 4 * (found.var(0).sum() / len(draws)).sqrt() + 1e-9
         assert error < 0.2 * expected.norm()
+
+
+def test_losses_without_a_ggn_take_one_sample_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is computed sample by sample then."""
+    monkeypatch.setattr(PerSampleRule, "jac_t", None)
+    monkeypatch.setattr(SharedCallRule, "jac_t", None)
+    for make in (KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton):
+        x, y, model = torch.randn(20, 6), torch.randn(20, 6), Neighbours()
+        optimizer = make(model.parameters(), curvature_every=1)
+        optimizer.attach(model)
+        losses = []
+        with pytest.warns(CurvoptWarning, match="one sample"):
+            for _ in range(20):
+                optimizer.zero_grad()
+                losses.append((1 - (-(model(x) - y).square().sum(1) / 8).exp()).mean())
+                losses[-1].backward()
+                optimizer.step()
+        assert losses[-1] < losses[0]
+        assert all(optimizer.coverage()[name] != "none" for name in optimizer.coverage())

@@ -233,7 +233,7 @@ class Accumulation:
             weight: of its loss.
             variables: of a prediction.
             loss_scale: factor of the loss that the gradients of the step do not have.
-            empirical: whether the factors are those of `curvopt.optim.empirical`.
+            empirical: whether the factors are of the gradients of this backward, see `curvopt.optim.empirical`.
         """
         factors, self.this_backward = self.this_backward, {}
         if self.this_context is None or not factors:

@@ -20,6 +20,7 @@ from curvopt.distributed import Ranks, is_sharded, refuse_sharded, serving
 from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import Accumulation, Collected, has_gradients, nothing_received, zero_gradients
 from curvopt.optim.checkpoint import SampleStream
+from curvopt.optim.empirical import are_of_gradients
 from curvopt.optim.gathering import GatheredBackward, gathered_parameters, has_any_gradients
 from curvopt.optim.over_ranks import OverRanks
 from curvopt.optim.step_checks import check_precision
@@ -195,7 +196,7 @@ class CurvatureCollector(OverRanks, ABC):
 
         def finished(weight: Tensor | float, variables: int) -> None:
             self._say_refusal()
-            accumulation.end_backward(weight, variables, scale, self._progress["empirical"])
+            accumulation.end_backward(weight, variables, scale, are_of_gradients(context.extensions))
 
         context.wanted, context.finished = is_wanted, finished
         # step() looks whether other ranks received some

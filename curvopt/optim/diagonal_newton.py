@@ -7,7 +7,7 @@ from torch import Tensor
 
 from curvopt.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
 from curvopt.optim.accumulation import pop_field
-from curvopt.optim.empirical import GradientDiagonal
+from curvopt.optim.empirical import GradientDiagonal, RowDiagonal, count_as_one
 from curvopt.optim.solvers import FactoredInverse
 
 
@@ -106,7 +106,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         return [DiagGGNExact() if self._options["curvature"] == "diag_ggn_exact" else DiagHessian()]
 
     def _empirical_extensions(self) -> list[Any]:
-        return [GradientDiagonal()]
+        return [RowDiagonal(self._sampler()) if count_as_one(self._params()) else GradientDiagonal()]
 
     def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
         diagonal = pop_field(param, "gradient_diagonal" if self._progress["empirical"] else self._options["curvature"])

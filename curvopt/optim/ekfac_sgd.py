@@ -9,7 +9,7 @@ from torch import Tensor
 from curvopt.core.jacobians.base import Approx
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.accumulation import ema_update, number, pop_field
-from curvopt.optim.empirical import GradientScales, Scales
+from curvopt.optim.empirical import GradientFactors, GradientScales, Scales
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.solvers import Eigenbasis, basis_changes, squared
 from curvopt.optim.stacks import Stack
@@ -114,7 +114,9 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         return [*factors, Scales(self._bases(), factors[0].columns)]
 
     def _empirical_extensions(self) -> list[Any]:
-        return [*super()._empirical_extensions(), GradientScales(self._bases())]
+        (factors,) = super()._empirical_extensions()
+        by_gradients = isinstance(factors, GradientFactors)
+        return [factors, GradientScales(self._bases()) if by_gradients else Scales(self._bases(), factors.columns)]
 
     def _bases(self) -> Mapping[Tensor, list[Tensor]]:
         return self._for_backward({p: state["bases"] for p, state in self.state.items() if state.get("bases")})

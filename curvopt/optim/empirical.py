@@ -4,15 +4,28 @@ A sample's gradient ``g_n`` of a loss of weight w (see `curvopt.core.losses.gene
 ``N g_n g_n^T / w``. The fields here are ``N g_n g_n^T``, summed over the samples.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from curvopt.core.backward.columns import Gradient
+from curvopt.core.backward.columns import Empirical, Gradient
 from curvopt.core.jacobians.chunk import Chunk
+from curvopt.core.recording.extended_parameters import extended_model
 from curvopt.extensions import EigenDiagonal, KFACEmpirical
 from curvopt.extensions.base import Extension
+
+
+def are_of_gradients(extensions: Iterable[Extension]) -> bool:
+    """Whether these take the gradient of the backward itself, so that they are not divided by the loss's weight yet."""
+    return any(isinstance(extension.columns, Gradient) for extension in extensions)
+
+
+def count_as_one(params: Iterable[Tensor]) -> bool:
+    """Whether batches of the model of these count as one sample, as layers mix their rows."""
+    models = {extended_model(param) for param in params}
+    return any(model is not None and model.mixes_rows for model in models)
 
 
 class GradientFactors(KFACEmpirical):
@@ -38,6 +51,20 @@ class GradientDiagonal(Extension):
     def update(self, total: None, chunk: Chunk) -> Tensor:
         """The diagonal; there is one column."""
         return chunk.jacobian.squares() * chunk.jacobian.N
+
+
+class RowDiagonal(GradientDiagonal):
+    """The like of the rows of a batch that counts as one sample, with random signs; divided by the loss's weight."""
+
+    adds_up = False
+
+    def __init__(self, generator: torch.Generator):
+        self.columns = Empirical(generator)
+
+    def update(self, total: Tensor | None, chunk: Chunk) -> Tensor:
+        """The total after a column."""
+        squares = chunk.jacobian.squares()
+        return squares if total is None else total + squares
 
 
 class Scales(EigenDiagonal):

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from curvopt.core.backward.columns import Empirical
@@ -9,7 +10,7 @@ from curvopt.core.jacobians.base import Approx
 from curvopt.extensions import KFAC, KFLR, KFACEmpirical
 from curvopt.optim.accumulation import Collected, pop_field
 from curvopt.optim.curvature_optimizer import CurvatureOptimizer
-from curvopt.optim.empirical import GradientFactors
+from curvopt.optim.empirical import GradientFactors, count_as_one
 
 Fisher = Literal["mc", "exact", "empirical"]
 
@@ -43,12 +44,18 @@ class Kronecker(CurvatureOptimizer):
         fisher = self._fisher()
         if fisher == "exact":
             return [KFLR(approx, limit)]
-        sampler, empirical = self._sampler(), KFACEmpirical(approx, limit)
-        empirical.columns = Empirical(sampler)
-        kinds = {"mc": KFAC(mc_samples, approx, sampler, limit), "empirical": empirical}
+        sampler = self._sampler()
+        kinds = {"mc": KFAC(mc_samples, approx, sampler, limit), "empirical": self._empirical(sampler)}
         return [*kinds.values()] if fisher is None else [kinds[fisher]]
 
+    def _empirical(self, sampler: torch.Generator) -> KFACEmpirical:
+        extension = KFACEmpirical(self._options["approx"], self._options["max_factor_size"])
+        extension.columns = Empirical(sampler)
+        return extension
+
     def _empirical_extensions(self) -> list[Any]:
+        if count_as_one(self._params()):
+            return [self._empirical(self._sampler())]
         return [GradientFactors(self._options["approx"], self._options["max_factor_size"])]
 
     def _wants_empirical(self) -> bool:
