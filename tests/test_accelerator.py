@@ -48,7 +48,7 @@ DEVICES = [
 def test_on_a_device(device: str):
     """Other tests again, where backward passes run in a worker thread and tensors of two devices do not mix."""
     # the emulated device is slow; each net and each loss is met by several tests
-    options = ["-q", "--device", device, "-k", SELECTED, "--one-of", "16" if device == accelerator.NAME else "1"]
+    options = ["-q", "--device", device, "-k", SELECTED, "--one-of", "32" if device == accelerator.NAME else "1"]
     command = [sys.executable, "-m", "pytest", *options, *FILES.split()]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
