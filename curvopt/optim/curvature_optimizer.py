@@ -23,7 +23,7 @@ from curvopt.optim.reports import coverage, listed
 from curvopt.optim.resumable import Resumable
 from curvopt.optim.stacks import Stack, Stacks, by_parameter
 from curvopt.optim.step_checks import (
-    WITHOUT,
+    WITHOUT_BACKWARD,
     NoCurvature,
     Overflow,
     accepted_curvature,
@@ -173,7 +173,9 @@ class CurvatureOptimizer(Resumable):
         except NoCurvature:
             if not self._attached:
                 raise
-            self._say("plain", f"takes plain gradients until a backward has curvature, as none was seen. {WITHOUT}")
+            self._say(
+                "plain", f"takes plain gradients until a backward has curvature, as none was seen. {WITHOUT_BACKWARD}"
+            )
             accepted, collected.refused = {}, True
         if accepted is None:
             return False
@@ -226,7 +228,7 @@ class CurvatureOptimizer(Resumable):
                 self._say(
                     "overdue",
                     "takes steps with old curvature: its refresh is overdue, but no backward computed any. "
-                    f"{WITHOUT if self._attached else remedy}",
+                    f"{WITHOUT_BACKWARD if self._attached else remedy}",
                 )
         unknown = _not_renewed(self._params(), self.state)
         outside = {p for p in unknown if p in grads and "factors" not in self.state[p] and extended_name(p) is None}

@@ -54,7 +54,10 @@ class GradientDiagonal(Extension):
 
 
 class RowDiagonal(GradientDiagonal):
-    """The like of the rows of a batch that counts as one sample, with random signs; divided by the loss's weight."""
+    """Diagonal of the rows' gradients with random signs, for batches that count as one sample.
+
+    It is ``N g_n g_n^T / w`` already.
+    """
 
     adds_up = False
 

@@ -24,7 +24,8 @@ class NoCurvature(CurvoptError):
     """No backward has computed any curvature so far."""
 
 
-WITHOUT = (
+#: Why no backward may have shown the samples.
+WITHOUT_BACKWARD = (
     "Gradients by torch.autograd.grad or torch.func bring none, and a torch.utils.checkpoint of the whole model needs "
     "use_reentrant=False."
 )
@@ -206,7 +207,7 @@ def accepted_curvature(
             raise (CurvoptError if all_rejected else NoCurvature)(
                 f"{who}.step(): {reason}. Wrap the backward pass: `with optimizer.curvature(): loss.backward()`, with "
                 "the model and the loss function extended by extend(...); or `optimizer.attach(model)` once. "
-                f"{WITHOUT}"
+                f"{WITHOUT_BACKWARD}"
             )
         return None
     return {param: tensors for param, tensors in new.items() if param not in rejected}

@@ -136,7 +136,8 @@ def generic_loss(
     places = inside_the_loss(location.heads, location.N, located.graph, (), None)  # of log-probabilities the logits
     heads = [_head(place, layout, what) for place, layout in places.items()]
     edges = [GradientEdge(node, output_nr) for node, output_nr in roots]
-    rows = max(shape_of(*place)[0] for place in places) if location.is_one else location.N  # of which it is a mean
+    # the rows of which the loss is a mean
+    rows = max(shape_of(*place)[0] for place in places) if location.is_one else location.N
     return GenericLoss(edges, list(roots.values()), heads, rows, reduction)
 
 
