@@ -24,7 +24,7 @@ class NoCurvature(CurvoptError):
     """No backward has computed any curvature so far."""
 
 
-#: Why no backward may have shown the samples.
+#: How gradients come to be of which no curvature is known.
 WITHOUT_BACKWARD = (
     "Gradients by torch.autograd.grad or torch.func bring none, and a torch.utils.checkpoint of the whole model needs "
     "use_reentrant=False."

@@ -134,9 +134,8 @@ def residual_columns(residual: Residual, grads: list[Tensor], N: int, size: int,
 
     entries = torch.arange(sum(dims), device=values[0].device)
     if modify is not None:
-        R = torch.cat([images(unit_vectors(i, len(entries), N, values[0])) for i in entries.split(size)]).transpose(
-            0, 1
-        )
+        rows = [images(unit_vectors(i, len(entries), N, values[0])) for i in entries.split(size)]
+        R = torch.cat(rows).transpose(0, 1)
         eigenvalues, eigenvectors = eigh((R + R.mT) / 2)
         weights = eigenvalues.clamp(min=0) if modify == "clip" else eigenvalues.abs()
         for indices in entries.split(size):

@@ -137,7 +137,7 @@ def generic_loss(
     heads = [_head(place, layout, what) for place, layout in places.items()]
     edges = [GradientEdge(node, output_nr) for node, output_nr in roots]
     # the rows of which the loss is a mean
-    rows = max(shape_of(*place)[0] for place in places) if location.is_one else location.N
+    rows = max(shape_of(*place)[0] for place in places) if location.is_one_sample else location.N
     return GenericLoss(edges, list(roots.values()), heads, rows, reduction)
 
 

@@ -237,7 +237,7 @@ def _empirical(loss: FactoredLoss) -> Tensor:
 
 def _signed(run: BackwardPass, columns: Empirical, column: Tensor) -> Tensor:
     """A column ``[1, rows, ...]`` with random signs of the rows, where these are no samples."""
-    if columns.generator is None or not any(location.is_one for location in run.located.distinct_locations):
+    if columns.generator is None or not any(location.is_one_sample for location in run.located.distinct_locations):
         return column
     bits = torch.randint(2, column.shape[1:2], generator=columns.generator, device=columns.generator.device)
     signs = (2 * bits - 1).to(column)

@@ -50,14 +50,14 @@ class Location:
             is its part of the loss.
         axes: the batch axis of all tensors behind them.
         appended: whether the rows of several calls of different lengths were appended to one batch.
-        is_one: whether a batch is one sample, as layers mix its rows.
+        is_one_sample: whether all rows of a batch are one sample, as layers mix them.
     """
 
     N: int
     heads: Mapping[Place, Layout]
     axes: BatchAxes
     appended: bool
-    is_one: bool = False
+    is_one_sample: bool = False
 
     def rows_of(self, edge: GradientEdge) -> list[int] | None:
         """The sample of each row (along axis 0) of a tensor before or behind the heads.
@@ -116,8 +116,8 @@ def locate(
         if any(transposed for _, transposed in axes.mixing()):
             heads = agreeing(axes, heads, graph)
             axes = propagate_batch_axis(heads, key[0], order=graph.nodes)
-        is_one = may_be_one and any(model is not None and model.mixes_rows for model, _ in same)
-        location = Location(key[0], heads, axes, key[1], is_one)
+        mixed = may_be_one and any(model is not None and model.mixes_rows for model, _ in same)
+        location = Location(key[0], heads, axes, key[1], mixed)
         locations.update((model, location) for model, _ in same)
     return locations
 

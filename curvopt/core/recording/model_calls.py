@@ -30,8 +30,8 @@ class Model:
         name: for messages.
         batch_axis: axis of the inputs and outputs of the model that counts the samples.
         size: number of its modules.
-        seeks_axis: whether axis 0 and 1 may change places, see `curvopt.core.backward.located_graph`; ``None`` as long
-            as nobody has said.
+        seeks_axis: whether backwards may exchange axis 0 and 1, or set ``mixes_rows``, see
+            `curvopt.core.backward.located_graph`; ``None`` as long as nobody has said.
         mixes_rows: whether layers mix the rows of a batch, so that optimizers may take it as one sample.
         warned: whether it was said that quantities are computed sample by sample, or what the samples are.
         last: `ModelCall.samples` of the last calls that no backward has used, which count where the loss depends on no
