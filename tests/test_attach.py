@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.core.backward.columns import Empirical
 from curvopt.core.layers.sample_by_sample import PerSampleRule, SharedCallRule
-from curvopt.core.recording.extend import Recorder
-from curvopt.extensions import KFLR, BatchGrad, KFACEmpirical
+from curvopt.core.recording.extended_parameters import extended_model
+from curvopt.extensions import KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, KFACEmpirical
 from curvopt.extensions.base import Extension
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
 from curvopt.optim.empirical import GradientDiagonal, RowDiagonal
@@ -544,7 +544,16 @@ class Neighbours(Mixed):
         return self.last(h)
 
 
-@pytest.mark.parametrize("net", [Mixed, Neighbours])
+class Adjacency(Mixed):
+    """Graph convolutions with a constant matrix on the left, and keys of their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        adjacency = (torch.eye(x.shape[-2]) + torch.eye(x.shape[-2]).roll(1, 0)).to(x)
+        h = (adjacency @ self.first(x)).tanh()
+        return (h @ self.last(h).mT).softmax(-1) @ x + adjacency @ self.last(h)
+
+
+@pytest.mark.parametrize("net", [Mixed, Neighbours, Adjacency])
 @pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
 def test_rows_that_layers_mix_are_one_sample(make: Callable, net: type[Mixed]) -> None:
     """As if the model were called with a batch of one; what the user asks for is by rows."""
@@ -607,8 +616,8 @@ class Spectral(nn.Module):
         return self.last(torch.fft.irfft(h, n=4, dim=1).mean(1))
 
 
-def warnings_of_two_steps(model: nn.Module) -> tuple[KFACAdamW, str]:
-    optimizer, x, y = KFACAdamW(model.parameters()), torch.randn(20, 6), torch.randint(6, (20,))
+def warnings_of_two_steps(model: nn.Module, x: Tensor) -> tuple[KFACAdamW, str]:
+    optimizer, y = KFACAdamW(model.parameters()), torch.randint(6, (20,))
     optimizer.attach(model)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", CurvoptWarning)
@@ -622,18 +631,92 @@ def warnings_of_two_steps(model: nn.Module) -> tuple[KFACAdamW, str]:
 @pytest.mark.parametrize("gather", ["sum", "largest", "sparse"])
 def test_rows_that_functions_mix_are_one_sample(gather: str) -> None:
     model = ByFunctions(gather)
-    optimizer, said = warnings_of_two_steps(model)
+    optimizer, said = warnings_of_two_steps(model, torch.randn(20, 6))
     assert said.count("takes a batch as one sample") == 1
     assert list(optimizer.coverage().values())[2] == "kronecker"
 
 
-def test_rows_that_nothing_mixes_are_samples() -> None:
-    """Also where they are computed one by one, or a computed weight has as many rows as the batch."""
-    _, said = warnings_of_two_steps(Spectral())
-    assert "sample by sample" in said and "one sample" not in said
+class Table(nn.Module):
+    """Rows of a table that a graph has smoothed, as recommenders use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.graph = nn.Embedding(50, 6), torch.rand(50, 50).softmax(1).to_sparse()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.sparse.mm(self.graph, self.table.weight)[rows]
+
+
+@pytest.mark.parametrize("kind", ["spectral", "normed", "table"])
+def test_what_would_cost_much_by_rows_is_one_sample(kind: str) -> None:
+    """Operations without a rule, and weights that are computed from parameters."""
+    normed = nn.utils.parametrizations.weight_norm
+    if kind == "normed":
+        model = nn.Sequential(normed(nn.Linear(6, 60)), nn.Tanh(), normed(nn.Linear(60, 6)))
+    else:
+        model = Spectral() if kind == "spectral" else Table()
+    x = torch.randint(50, (20,)) if kind == "table" else torch.randn(20, 6)
+    optimizer, said = warnings_of_two_steps(model, x)
+    assert said.count("takes a batch as one sample") == 1
+    assert "none" not in optimizer.coverage().values()
+    with backpack(BatchGrad()):  # which is by rows all the same
+        F.cross_entropy(model(x), torch.zeros(20, dtype=torch.long)).backward()
+    assert {len(p.grad_batch) for p in model.parameters()} == {20}
+
+
+def test_a_small_computed_weight_goes_by_rows() -> None:
+    """Also where it has as many rows as the batch."""
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 20))
-    _, said = warnings_of_two_steps(nn.Sequential(normed, nn.Tanh(), nn.Linear(20, 6)))
+    _, said = warnings_of_two_steps(nn.Sequential(normed, nn.Tanh(), nn.Linear(20, 6)), torch.randn(20, 6))
     assert not said
+
+
+def test_a_generator_is_one_sample_with_its_discriminator() -> None:
+    """Else the loss would have two numbers of samples."""
+    normed = nn.utils.parametrizations.spectral_norm
+    critic = nn.Sequential(normed(nn.Linear(6, 60)), nn.ReLU(), normed(nn.Linear(60, 60)), nn.ReLU(), nn.Linear(60, 1))
+    generator = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 6))
+    optimizers = [KFACSGD(model.parameters(), curvature_every=1) for model in (critic, generator)]
+    for optimizer, model in zip(optimizers, (critic, generator), strict=True):
+        optimizer.attach(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", CurvoptWarning)
+        for _ in range(3):
+            fake = generator(torch.randn(20, 4))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            ((1 - critic(torch.randn(20, 6))).relu().mean() + (1 + critic(fake.detach())).relu().mean()).backward()
+            optimizers[0].step()
+            optimizers[1].zero_grad()
+            (-critic(fake).tanh().mean()).backward()
+            optimizers[1].step()
+    assert ["takes a batch as one sample" in str(w.message) for w in said] == [True]
+    for optimizer in optimizers:
+        assert "none" not in optimizer.coverage().values()
+
+
+def test_sampled_curvature_of_one_sample_averages_to_that_of_rows() -> None:
+    """Products of different rows average to zero, as their targets are drawn independently."""
+    normed = nn.utils.parametrizations.weight_norm
+    net = extend(nn.Sequential(normed(nn.Linear(6, 5)), nn.Tanh(), normed(nn.Linear(5, 4))).double())
+    x, y, generator = torch.randn(12, 6, dtype=torch.float64), torch.randint(4, (12,)), torch.Generator().manual_seed(0)
+    model = extended_model(net[2].bias)
+    assert model is not None
+
+    def curvature(extension: Extension, one: bool) -> list[Tensor]:
+        model.is_one_sample, context = one, backpack(extension)
+        context.appends_single_rows = one
+        with context:
+            F.cross_entropy(net(x), y).backward()
+        return [getattr(p, extension.field) for p in net.parameters()]
+
+    expected = curvature(DiagGGNExact(), one=False)
+    draws = [curvature(DiagGGNMC(1, generator), one=True) for _ in range(300)]
+    for index, diagonal in enumerate(expected):
+        found = torch.stack([draw[index] for draw in draws])
+        error = (found.mean(0) - diagonal).norm()
+        assert error < 4 * (found.var(0).sum() / len(draws)).sqrt()
+        assert error < 0.2 * diagonal.norm()
 
 
 @pytest.mark.parametrize(
@@ -646,8 +729,9 @@ def test_empirical_curvature_of_one_sample_averages_to_that_of_rows(loss: str, k
     lossfunc = {"square": F.mse_loss, "fourth power": lambda z, y: ((z - y) ** 2 + (z - y) ** 4).mean()}[loss]
 
     def curvature(extension: Extension, one: bool) -> list[Tensor]:
-        model = next(hook for hook in net.first._forward_hooks.values() if isinstance(hook, Recorder)).model
-        model.mixes_rows = one
+        model = extended_model(net.first.bias)
+        assert model is not None
+        model.is_one_sample = one
         context = backpack(extension)
         context.appends_single_rows = one
         with warnings.catch_warnings(), context:

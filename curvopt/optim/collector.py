@@ -105,7 +105,8 @@ class CurvatureCollector(OverRanks, ABC):
                 a sum; later calls without it keep it.
             batch_axis: axis of the model's inputs and outputs that counts the samples. By default 0; or 1, with a
                 warning, where layers mix axis 0 alone, as transformers and recurrent nets without ``batch_first`` do.
-                Where they mix both, as graph nets do, a batch is one sample, with a warning, unless 0 is given.
+                Where rows would cost many times a gradient (layers of a graph net mix them, wide weights are computed
+                by ``weight_norm``), a batch is one sample, with a warning, unless 0 is given.
 
         Raises:
             CurvoptError: no parameter of this optimizer belongs to the model.

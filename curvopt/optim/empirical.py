@@ -23,9 +23,9 @@ def are_of_gradients(extensions: Iterable[Extension]) -> bool:
 
 
 def count_as_one(params: Iterable[Tensor]) -> bool:
-    """Whether batches of the model of these count as one sample, as layers mix their rows."""
+    """Whether batches of the model of these count as one sample, as rows would cost too much."""
     models = {extended_model(param) for param in params}
-    return any(model is not None and model.mixes_rows for model in models)
+    return any(model is not None and model.is_one_sample for model in models)
 
 
 class GradientFactors(KFACEmpirical):

@@ -85,7 +85,7 @@ def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False, ma
     """Read the graph behind some nodes, and find out where the samples are in it, see `locate`.
 
     Where that is refused or slow, models that allow it (`Model.seeks_axis`) get their other batch axis if it is better,
-    or else are said to mix rows.
+    or else have one sample in a batch.
 
     Raises:
         CurvoptError: where that is not clear, or the results would be wrong.
@@ -98,12 +98,12 @@ def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False, ma
         raise
     except CurvoptError as error:
         refusal = error
-    mixing = _mixing(located, slow) if located is not None and may_be_one else {}
+    costly = _costly(located, slow) if located is not None and may_be_one else {}
     found = None
     if slow or refusal is not None:
         found = _along_other_axis(roots, appends_single_rows, slow)
-    if found is None and located is not None and mixing:
-        found = _as_one_sample(located, roots, appends_single_rows, mixing)
+    if found is None and located is not None and costly:
+        found = _as_one_sample(located, roots, appends_single_rows, costly)
     if found is not None:
         return found
     if located is None:
@@ -148,47 +148,44 @@ def _along_other_axis(
     return located if found else None
 
 
-def _mixing(located: LocatedGraph, slow: Collection[Model | None]) -> dict[Model, int]:
-    """Models that allow it of which layers may mix the rows of a batch, with the numbers of their rows."""
-    found: dict[Model, int] = {}
-    for call in located.calls:
-        model, N = _model_of(call), call.location.N
-        if model is not None and model.seeks_axis and N > 1 and (model in slow or _rows_of_weight(call) == N):
-            found[model] = N
-    return found
+def _costly(located: LocatedGraph, slow: Mapping[Model | None, CallInGraph]) -> dict[Model, CallInGraph]:
+    """Models that allow one sample whose quantities cost much row by row: the largest call of each."""
+    outputs = sum(shape.numel() for call in located.calls for shape in call.call.shapes)
+    pulled = sorted((call for call in located.calls if call.location.N > 1 and call.rule.pulls_back), key=_entries)
+    largest = {_model_of(call): call for call in pulled}
+    costly = {model: call for model, call in largest.items() if _by_sample(located, model) > 4 * outputs}
+    return {model: call for model, call in (costly | dict(slow)).items() if model is not None and model.seeks_axis}
 
 
 def _as_one_sample(
-    located: LocatedGraph, roots: Sequence[Node], appends_single_rows: bool, models: Mapping[Model, int]
+    located: LocatedGraph, roots: Sequence[Node], appends_single_rows: bool, costly: Mapping[Model, CallInGraph]
 ) -> LocatedGraph | None:
-    """With each batch of some models as one sample, whose rows are shared positions.
-
-    ``None`` if that is refused, or as many calls are computed sample by sample all the same.
-    """
-
-    def apart(located: LocatedGraph) -> int:
-        rows = [(call, models.get(model)) for call in located.calls if (model := _model_of(call))]
-        return sum(n is not None and (_is_by_sample(call) or _rows_of_weight(call) == n) for call, n in rows)
-
-    for model in models:
-        model.mixes_rows = True
+    """With each batch of some models as one sample, whose rows are shared positions; ``None`` if that is no better."""
+    for model in costly:
+        model.is_one_sample = True
     try:
         found = _read_and_locate(roots, appends_single_rows, True)
-        better = apart(found) < apart(located)
+        better = all(_by_sample(found, model) < _by_sample(located, model) for model in costly)
     except CurvoptError:
         found, better = None, False
-    for model in models:
-        model.mixes_rows = model.seeks_axis = better
+    for model, call in costly.items():
+        model.is_one_sample = model.seeks_axis = better
         if better and not model.warned:
             model.warned = True
             warnings.warn(
-                f"{model.name}: layers mix the rows of its inputs, as those of graph nets do, so the curvature of an "
-                "optimizer takes a batch as one sample. If rows are samples, say attach(model, batch_axis=0), which "
-                "computes it row by row, at many times the cost.",
+                f"{call.call.describe()}: row by row, its curvature would cost many times a gradient, so the optimizer "
+                "takes a batch as one sample, which is right on average. attach(model, batch_axis=0) goes by rows all "
+                "the same.",
                 CurvoptWarning,
                 stacklevel=2,
             )
     return found if better else None
+
+
+def _by_sample(located: LocatedGraph, model: Model | None) -> int:
+    """Number of entries that calls of a model compute for each sample by itself, of all samples."""
+    calls = [call for call in located.calls if _model_of(call) is model]
+    return sum(call.location.N * _entries(call) for call in calls if _is_by_sample(call) or call.rule.pulls_back)
 
 
 def _read_and_locate(roots: Sequence[Node], appends_single_rows: bool, may_be_one: bool) -> LocatedGraph:
@@ -266,12 +263,6 @@ def _is_by_sample(call: CallInGraph) -> bool:
     return isinstance(call.samples, dict) or isinstance(call.rule, SharedCallRule)
 
 
-def _rows_of_weight(call: CallInGraph) -> int | None:
-    """Length of the first axis of a weight that was computed: of products with data, the number of these."""
-    source = call.rule.source
-    return None if source is None else next(iter(shape_of(source.node, source.output_nr)), None)
-
-
 def _model_of(call: CallInGraph) -> Model | None:
     return extended_model(next(iter(call.parameters.values())))
 
@@ -295,7 +286,9 @@ def _warn_of_cost(slow: dict[Model | None, CallInGraph]) -> None:
 
 
 def _entries(call: CallInGraph) -> int:
-    """Number of entries of the outputs of a call."""
+    """Number of entries of the outputs of a call, or of the weight that is pulled back."""
+    if call.rule.pulls_back and call.rule.source is not None:
+        return shape_of(call.rule.source.node, call.rule.source.output_nr).numel()
     own = call.rule.call if isinstance(call.rule, SharedCallRule) else call.call
     return sum(shape.numel() for shape in own.shapes)
 

@@ -56,7 +56,7 @@ def naming_fields(extensions: Iterable[Extension], error: CurvoptError) -> Curvo
 
 
 def may_be_one_sample(extensions: Iterable[Extension]) -> bool:
-    """Whether a batch whose rows are mixed may count as one sample, as vectors of different rows are independent."""
+    """Whether a batch may count as one sample, as vectors of different rows are independent."""
 
     def independent(extension: Extension) -> bool:
         columns = extension.columns

@@ -62,6 +62,7 @@ def propagate_batch_axis(
     last: Collection[Place] = (),
     complete: bool = True,
     order: Iterable[Node] | None = None,
+    parameters: Collection[Node] | None = None,
 ) -> BatchAxes:
     """The layout of all tensors behind the heads.
 
@@ -71,6 +72,7 @@ def propagate_batch_axis(
         last: outputs at which the walk stops.
         complete: assign rows that lead to no head to samples, too, so that their layouts need no labels if possible.
         order: the nodes of the graph, each after those that use its outputs, if they are known.
+        parameters: the nodes that depend on parameters alone, if they are known; all others belong to a single sample.
     """
     layouts: dict[Place, AnyLayout] = dict(heads)
     arrived: dict[Place, AnyLayout] = {}
@@ -86,7 +88,7 @@ def propagate_batch_axis(
             else:
                 found = [layout] * len(operands)
             for operand, own in zip(operands, found, strict=True):
-                if N == 1 and own is UNKNOWN and operand[0] is not None:
+                if N == 1 and operand[0] is not None and _is_of_sample(own, operand[0], parameters):
                     own = Layout(1, 1, prod(shape_of(*operand)))  # noqa: PLW2901
                 if operand[0] is not None:
                     known = arrived if operand in heads else layouts
@@ -95,6 +97,13 @@ def propagate_batch_axis(
         if isinstance(layout, Layout) and layout.labels is not None:
             layouts[place] = completed(layout, N)
     return BatchAxes(N, layouts, arrived)
+
+
+def _is_of_sample(layout: AnyLayout, node: Node, parameters: Collection[Node] | None) -> bool:
+    """Whether an operand belongs to the only sample although the rule of its operation does not say so."""
+    if layout is None:
+        return parameters is not None and node not in parameters
+    return layout is UNKNOWN
 
 
 def operand_layouts(node: Node, output_nr: int, layout: Layout, N: int) -> list[AnyLayout]:

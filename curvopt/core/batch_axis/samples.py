@@ -50,7 +50,7 @@ class Location:
             is its part of the loss.
         axes: the batch axis of all tensors behind them.
         appended: whether the rows of several calls of different lengths were appended to one batch.
-        is_one_sample: whether all rows of a batch are one sample, as layers mix them.
+        is_one_sample: whether all rows of a batch are one sample, see `Model.is_one_sample`.
     """
 
     N: int
@@ -83,7 +83,7 @@ def locate(
     Args:
         graph: of the backward.
         appends_single_rows: whether calls with one row each are samples of one batch, and not an error.
-        may_be_one: whether a batch whose rows layers mix (`Model.mixes_rows`) is one sample.
+        may_be_one: whether a batch is one sample if that is so for one of the models (`Model.is_one_sample`).
 
     Raises:
         CurvoptError: where it is not clear what a sample is.
@@ -92,8 +92,9 @@ def locate(
     for call, place in graph.model_calls:
         by_model.setdefault(call.model, []).append((call, place))
     found: list[tuple[Model | None, int, dict[Place, Layout], bool]] = []
+    one = may_be_one and any(model.is_one_sample for model in by_model)
     for model, outputs in by_model.items():
-        if may_be_one and model.mixes_rows:
+        if one and model.seeks_axis is not False:  # with the others, as a generator with its discriminator
             shapes = {place: shape_of(*place) for _, place in outputs}
             found.append((model, 1, {place: Layout(1, 1, prod(s)) for place, s in shapes.items() if s}, False))
         elif (located := _of_model(model, outputs, graph, appends_single_rows)) is not None:
@@ -112,12 +113,12 @@ def locate(
         same = [(model, heads) for model, N, heads, appended in found if (N, appended) == key]
         heads = {place: layout for _, own in same for place, layout in own.items()}
         heads = heads if len(same) == 1 else outermost(heads, key[0], graph)
-        axes = propagate_batch_axis(heads, key[0], order=graph.nodes)
+        parameters = graph.of_parameters_alone if key[0] == 1 else None
+        axes = propagate_batch_axis(heads, key[0], order=graph.nodes, parameters=parameters)
         if any(transposed for _, transposed in axes.mixing()):
             heads = agreeing(axes, heads, graph)
             axes = propagate_batch_axis(heads, key[0], order=graph.nodes)
-        mixed = may_be_one and any(model is not None and model.mixes_rows for model, _ in same)
-        location = Location(key[0], heads, axes, key[1], mixed)
+        location = Location(key[0], heads, axes, key[1], one and key[0] == 1)
         locations.update((model, location) for model, _ in same)
     return locations
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 
 from curvopt.core.jacobians.base import Dense
 from curvopt.core.layers.broadcast import Broadcast
-from curvopt.core.layers.pull_to_parameter import _is_linear, _through
+from curvopt.core.layers.pull_to_parameter import _is_by_entry, _is_linear, _through
 from curvopt.core.layers.rule import Jacobians, Rule, tensors
 from curvopt.core.recording.calls import ModuleCall
 
@@ -39,6 +39,10 @@ class BroadcastRule(Rule):
     @cached_property
     def linear(self) -> bool:  # type: ignore[override]
         return self.operation.linear and _is_linear(self.source, self.p)
+
+    @cached_property
+    def pulls_back(self) -> bool:  # type: ignore[override]
+        return not (self.source is None or _is_by_entry(self.source, self.p))
 
     def takes_steps(self, call: ModuleCall, how: Literal["axis", "rows"]) -> bool:
         shape, axis = call.shapes[0], 1 if how == "axis" else 0

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core.jacobians.outer import Outer
-from curvopt.core.layers.pull_to_parameter import _is_linear, _through
+from curvopt.core.layers.pull_to_parameter import _is_by_entry, _is_linear, _through
 from curvopt.core.layers.rule import Jacobians, Rule
 from curvopt.core.layers.two_sides import Sides, _way_back
 from curvopt.core.recording.calls import ModuleCall
@@ -42,6 +42,11 @@ class ComputedWeightRule(Rule):
     @cached_property
     def linear(self) -> bool:  # type: ignore[override]
         return self.rule.linear and _is_linear(self.source, self.p)
+
+    @cached_property
+    def pulls_back(self) -> bool:  # type: ignore[override]
+        whole = self._way and self._way[-1].operand is None
+        return not (self.source is None or whole or _is_by_entry(self.source, self.p))
 
     def takes_steps(self, call: ModuleCall, how: Literal["axis", "rows"]) -> bool:
         return self.rule.takes_steps(call, how)

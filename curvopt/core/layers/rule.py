@@ -54,6 +54,8 @@ class Rule(ABC):
     takes_single = False
     #: The edge at which the weight of the call was computed from the parameter: the graph behind it is needed.
     source: GradientEdge | None = None
+    #: Whether the products of that weight go back to the parameter one by one, those of each sample by themselves.
+    pulls_back = False
     #: Attributes of the module that the rule reads; ``None`` for any number, flag or name among them but ``training``.
     reads: tuple[str, ...] | None = None
     #: Whether the rule looks at ``module.training``.

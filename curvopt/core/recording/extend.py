@@ -129,7 +129,7 @@ def set_batch_axis(module: nn.Module, axis: int | None) -> None:
     if recorder is None:
         return
     model = recorder.model
-    model.mixes_rows = False
+    model.is_one_sample = False
     if axis is not None:
         model.batch_axis, model.seeks_axis = axis, False
     elif model.seeks_axis is None:

@@ -30,9 +30,9 @@ class Model:
         name: for messages.
         batch_axis: axis of the inputs and outputs of the model that counts the samples.
         size: number of its modules.
-        seeks_axis: whether backwards may exchange axis 0 and 1, or set ``mixes_rows``, see
+        seeks_axis: whether backwards may exchange axis 0 and 1, or set ``is_one_sample``, see
             `curvopt.core.backward.located_graph`; ``None`` as long as nobody has said.
-        mixes_rows: whether layers mix the rows of a batch, so that optimizers may take it as one sample.
+        is_one_sample: whether optimizers take a batch as one sample, as it would cost many times a gradient by rows.
         warned: whether it was said that quantities are computed sample by sample, or what the samples are.
         last: `ModelCall.samples` of the last calls that no backward has used, which count where the loss depends on no
             output (a gradient penalty of a network of ReLUs, the residual of a PINN).
@@ -41,7 +41,7 @@ class Model:
     def __init__(self, name: str, batch_axis: int = 0, size: int = 1):
         self.name, self.batch_axis, self.size = name, batch_axis, size
         self.seeks_axis: bool | None = None
-        self.mixes_rows = self.warned = False
+        self.is_one_sample = self.warned = False
         self.last: tuple[int, ...] = ()
 
 
