@@ -700,6 +700,14 @@ def test_extended_models_are_traced_and_exported(write_down: Callable):
     assert_close(fields(model, model, lossfunc), fields(plain, plain, lossfunc))
 
 
+@pytest.mark.filterwarnings("ignore:.*quant:UserWarning", "ignore:.*torch.ao:DeprecationWarning")
+def test_extended_models_are_quantized():
+    model, plain = extend(net()).float().eval(), net().float().eval()
+    plain.load_state_dict(model.state_dict())
+    quantized, expected = (torch.ao.quantization.quantize_dynamic(each, {nn.Linear}) for each in (model, plain))
+    torch.testing.assert_close(quantized(X.float()), expected(X.float()))
+
+
 @compiling
 def test_transformers_compiled_without_their_loss(transformers: Any):
     models = [gpt2(transformers, 0.0, layers=1) for _ in range(2)]

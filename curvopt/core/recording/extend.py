@@ -48,11 +48,13 @@ class Recorder:
             model_calls.begin(self.model, "." not in self.path)
 
     def __call__(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any, traced: bool = False
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None, traced: bool = False
     ) -> Any:
         """Put a `ModuleCall` on the node of each output, and a `ModelCall` if the call is the outermost one."""
         if not _records():
             return None
+        if output is None and not isinstance(kwargs, dict):  # registered anew without them, by quantization say
+            kwargs, output = {}, kwargs
         if torch.compiler.is_dynamo_compiling():
             return outside_of_graphs(self, module, args, kwargs, output, True)
         running = model_calls.running_model()
