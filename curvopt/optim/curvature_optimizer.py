@@ -33,7 +33,7 @@ from curvopt.optim.step_checks import (
     check_schedules,
     has_curvature,
 )
-from curvopt.optim.step_size import ADAPT_EVERY, by_device, cosine, damping_of, rms_clip_factor, weighted_square
+from curvopt.optim.step_size import ADAPT_EVERY, by_device, cosine, damping_of, rms_clip_factor
 from curvopt.optim.torch_step import decay_weights, take_torch_step
 
 
@@ -295,7 +295,7 @@ class CurvatureOptimizer(Resumable):
             update, rate = self._solve(stack, grad, dampings[i]), self.param_groups[i]["lr"] ** 2
             solved.append((stack, update))
             ug, uu, gg = update.dot(grad), update.dot(update), grad.dot(grad)
-            weighted = weighted_square(uu, stack.split(update), stack.inputs)
+            weighted = sum((piece.dot(piece) * (more - 1) for piece, more in stack.wide(update)), uu)
             # rows of an embedding that no token asked for have no part in the mean
             sums.append(torch.stack([ug, uu, gg, uu * rate, weighted, grad.count_nonzero().to(uu)]))
         # the sums are divided by the weight of the loss, not the gradients; so are the updates, below

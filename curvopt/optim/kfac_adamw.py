@@ -12,7 +12,7 @@ from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.options import check_count
 from curvopt.optim.solvers import Eigenbasis, basis_changes, squared, transposed
 from curvopt.optim.stacks import Stack, by_parameter
-from curvopt.optim.step_size import WIDE, cosine, excess, moments
+from curvopt.optim.step_size import WIDE, cosine, moments
 
 
 class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
@@ -136,12 +136,6 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
             if name in state:
                 state[name] = self._product(matrices, sizes, state[name])
 
-    def _shorten(self, steps: list[Tensor], inputs: list[int]) -> None:
-        """Shorten the steps of weights with many inputs, in place."""
-        rates = [excess(n, self._options["wide"]) ** -0.5 for n in inputs]
-        if min(rates) < 1:
-            torch._foreach_mul_(steps, rates)  # pyright: ignore[reportPrivateImportUsage]
-
     @staticmethod
     def _product(matrices: list[Tensor], sizes: list[int], value: Tensor) -> Tensor:
         flat = value.reshape(-1).to(matrices[0].dtype)
@@ -170,7 +164,8 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
                         product = step * grad
                         step *= product.ge_(0) if maximized else product.le_(0)
                 for stack, step in zip(stacks, steps, strict=True):
-                    self._shorten(stack.split(step), stack.inputs)
+                    for piece, more in stack.wide(step, self._options["wide"]):
+                        piece *= more**-0.5
                 moved = [stack.product(step) for stack, step in zip(stacks, steps, strict=True)]
                 for flat, own in zip(after, moved, strict=True):
                     flat += own.to(flat.dtype)

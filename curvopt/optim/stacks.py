@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from curvopt.core.jacobians.sums import cast
 from curvopt.kroneckers import kfac_mat_prod, sizes_of
+from curvopt.optim.step_size import WIDE, excess
 
 Product = Callable[[Tensor], Tensor]
 
@@ -50,6 +52,11 @@ class Stack:
         """Number of inputs of each parameter."""
         return [number for part in self.parts for number in part.inputs]
 
+    def wide(self, flat: Tensor, wide: int | None = WIDE) -> list[tuple[Tensor, float]]:
+        """The pieces of a vector that belong to weights with more than so many inputs, and their `excess`."""
+        pieces = flat.split([param.numel() for param in self.params])
+        return [(piece, more) for piece, n in zip(pieces, self.inputs, strict=True) if (more := excess(n, wide)) > 1]
+
     def product(self, flat: Tensor, transposed: bool = False) -> Tensor:
         """Multiply all entries by the factor lists, or by their transposes; a copy."""
         pieces = flat.split([part.numel for part in self.parts])
@@ -57,19 +64,19 @@ class Stack:
 
     def join(self, values: Mapping[Tensor, Tensor] | None = None) -> Tensor:
         """Values of the parameters, by default their own, in one vector; a copy."""
-        chosen = self.params if values is None else [values[param] for param in self.params]
-        return torch.cat([value.reshape(-1) for value in chosen])
+        return _flatten_dense_tensors(self.params if values is None else [values[param] for param in self.params])
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """The values of the parameters in a vector, in their shapes."""
-        pieces = flat.split([param.numel() for param in self.params])
-        return [piece.view(param.shape) for param, piece in zip(self.params, pieces, strict=True)]
+        return _unflatten_dense_tensors(flat, self.params)
 
 
 def by_parameter(vectors: Iterable[tuple[Stack, Tensor]], like: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
     """The values of all parameters of some stacks, by their vectors, in the dtypes of tensors that they are like."""
-    pairs = (pair for stack, flat in vectors for pair in zip(stack.params, stack.split(flat), strict=True))
-    return {param: cast(value, like[param].dtype) for param, value in pairs}
+    found: dict[Tensor, Tensor] = {}
+    for stack, flat in vectors:
+        found |= zip(stack.params, stack.split(cast(flat, like[stack.params[0]].dtype)), strict=True)
+    return found
 
 
 class Stacks:

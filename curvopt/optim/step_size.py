@@ -37,12 +37,6 @@ def excess(inputs: int, wide: int | None = WIDE) -> float:
     return 1.0 if wide is None else max(1.0, inputs / wide)
 
 
-def weighted_square(square: Tensor, updates: Sequence[Tensor], inputs: Sequence[int]) -> Tensor:
-    """Sum of the squares of updates, each times its `excess`, by their plain sum ``square``; ``[]``."""
-    wide = [(update.view(-1), excess(n) - 1) for update, n in zip(updates, inputs, strict=True) if excess(n) > 1]
-    return sum((flat.dot(flat) * more for flat, more in wide), square)
-
-
 def rms_clip_factor(square: Tensor, rms_clip: float | None) -> Tensor:
     """``min(1, c / r)`` bounds the root mean square r of an update by c (Shazeer & Stern 2018, section 6)."""
     if rms_clip is None:
