@@ -148,6 +148,7 @@ PRODUCTS: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tupl
         (4, 4),
         (4, 4),
     ),
+    "scaled row and column": (lambda m, h: h * F.linear(h, m.p * 2) + h @ (m.q / 2), (1, 4), (4, 1)),
     "scaled rows and columns of the transpose": (
         lambda m, h: F.linear(h, (m.constant[:, :1] * m.p / m.constant[0].exp()).T) @ (m.q.T / m.constant[1, 1]),
         (4, 4),
@@ -545,6 +546,24 @@ def test_computed_weights_of_several_uses(weight: Callable[[Tensor], Tensor]):
             F.cross_entropy(model(x), y).backward()
         torch.testing.assert_close(model.p.grad_batch, expected)
     torch.testing.assert_close(model.p.batch_l2, expected.square().flatten(1).sum(1))
+
+
+def test_factors_of_a_scaled_row_are_those_of_its_layer():
+    uses = [
+        lambda m, h: h * F.linear(h, m.p * 2) + h @ (m.q / 2),
+        lambda m, h: h * (F.linear(h, m.p) * 2) + (h @ m.q) / 2,
+    ]
+    models = [extend(Own(use, (1, 4), (4, 1))).double() for use in uses]
+    models[1].load_state_dict(models[0].state_dict())
+    x, y, lossfunc = torch.randn(6, TOKENS, 4).double(), torch.randint(2 * TOKENS, (6,)), extend(nn.CrossEntropyLoss())
+    for model in models:
+        with backpack(KFLR()):
+            lossfunc(model(x), y).backward()
+    for p in ("p", "q"):
+        scaled, plain = (getattr(model, p).kflr for model in models)
+        assert scaled.transposed == plain.transposed
+        # the scale may be in either factor
+        torch.testing.assert_close(torch.kron(*scaled), torch.kron(*plain))
 
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
