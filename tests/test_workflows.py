@@ -201,6 +201,46 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Ten
     optimizer.step()
 
 
+@pytest.mark.parametrize("kind", [KFACSGD, KFACAdamW])
+def test_a_loss_by_hand_takes_the_steps_of_pytorchs(kind: Callable) -> None:
+    """It has as many variables, too, by which KFACSGD chooses between sampled and empirical factors."""
+    finals = []
+    for loss in (F.mse_loss, lambda z, t: (z - t).square().mean()):
+        model, optimizer = attached(kind, fisher=None if kind is KFACSGD else "empirical")
+        for _ in range(5):
+            step(model, optimizer, functools.partial(loss, t))
+        finals.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*finals)
+
+
+@pytest.mark.parametrize("kind", [KFACSGD, KFACAdamW, DiagonalNewton])
+def test_a_loss_that_couples_whole_images_takes_the_empirical_quantity(kind: Callable) -> None:
+    """Its Hessian would take a product for each pixel."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 3, padding=1))
+    images = F.interpolate(torch.randn(6, 1, 4, 4), size=(12, 12))
+    optimizer, losses = kind(model.parameters()), []
+    optimizer.attach(model)
+
+    def smooth() -> Tensor:
+        z = model(images)
+        variation = (z[..., 1:] - z[..., :-1]).square().mean() + (z[..., 1:, :] - z[..., :-1, :]).square().mean()
+        return F.mse_loss(z, images) + 0.01 * variation
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", CurvoptWarning)
+        for _ in range(30):
+            optimizer.zero_grad()
+            losses.append(smooth())
+            losses[-1].backward()
+            optimizer.step()
+    # KFACSGD would have taken it in any case, as a prediction has several variables
+    assert ["couples 144 entries" in str(each.message) for each in said] == [True] * (kind is not KFACSGD)
+    assert losses[-1] < 0.7 * losses[0]
+    with backpack(KFAC()):  # for fields it is computed all the same
+        smooth().backward()
+
+
 @pytest.mark.parametrize("kind", [functools.partial(KFACSGD, fisher="exact"), KFACAdamW, DiagonalNewton])
 @pytest.mark.parametrize("name", [*WITHOUT, *WITH])
 def test_losses_without_a_ggn_are_said_once_and_stay_empirical_until_attached_again(name: str, kind: Callable) -> None:

@@ -38,6 +38,7 @@ from curvopt.core.backward.request_checks import (
     nested_losses,
 )
 from curvopt.core.batch_axis.samples import EmptyBatch
+from curvopt.core.losses.generic_loss import LARGEST_BLOCK
 from curvopt.core.losses.loss_search import find_losses
 from curvopt.core.pytorch_workarounds import is_batched, running_backward
 from curvopt.core.recording.calls import ModuleCall
@@ -108,13 +109,12 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         self.finished: Callable[[Tensor | float, int], None] | None = None
         #: Called once gradients are final (``DistributedDataParallel`` writes them after the end of the backward).
         self.ended: Callable[[], None] | None = None
-        #: If set, only losses that reach one of these tensors count in the weight: the optimizer's, whose step has to
-        #: be the same whatever is added to its loss.
+        #: If set, only losses that reach one of these tensors (an optimizer's) count in the weight, whatever is added.
         self.counted: set[Tensor] | None = None
         #: Whether what is differentiated is maximised: second-order quantities are those of minus it.
         self.maximized = False
-        #: How losses of no known kind are reduced over the samples: "mean" or "sum".
-        self.loss_reduction = "mean"
+        #: Of unknown losses: the reduction over samples ("mean", "sum"), how many outputs of a sample they may couple.
+        self.loss_reduction, self.largest_block = "mean", LARGEST_BLOCK
         #: Asked before a backward, with the leaves that it reaches, whether anything is to be computed in it.
         self.wanted: Callable[[set[Any]], bool] | None = None
         #: Called with the error of a refused backward: extensions to try instead (or none), or ``None`` to raise it.
@@ -194,7 +194,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 raise naming_fields(self.extensions, error) from error
             nonlinear = nonlinear or coupling_losses(located, losses) or nested_losses(losses, ends)
         again = how.create_graph and self.counted is None  # nobody differentiates what optimizers take
-        any_loss = functools.partial(generic_loss, self.extensions, located, how.roots, again, self.loss_reduction)
+        of_losses = self.loss_reduction, self.largest_block
+        any_loss = functools.partial(generic_loss, self.extensions, located, how.roots, again, *of_losses)
         generic = any_loss(nonlinear)
         check_request(self.extensions, located, losses, generic is not None)
         if again:

@@ -102,6 +102,7 @@ def generic_loss(
     roots: Mapping[Place, Tensor],
     create_graph: bool,
     reduction: str,
+    largest_block: int,
     nonlinear: Sequence[str],
 ) -> GenericLoss | None:
     """The scalar as a loss of no known kind, where second-order quantities need it.
@@ -138,7 +139,7 @@ def generic_loss(
     edges = [GradientEdge(node, output_nr) for node, output_nr in roots]
     # the rows of which the loss is a mean
     rows = max(shape_of(*place)[0] for place in places) if location.is_one_sample else location.N
-    return GenericLoss(edges, list(roots.values()), heads, rows, reduction)
+    return GenericLoss(edges, list(roots.values()), heads, rows, reduction, largest_block=largest_block)
 
 
 def _head(place: Place, layout: Layout, what: str) -> Head:

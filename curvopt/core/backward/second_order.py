@@ -105,8 +105,10 @@ def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
     edges = [head.edge for head in loss.heads]
     try:
         run.weight = loss.weight
-        if (ggn := _ggn(run)) and loss.is_linear:
-            _say_linear(run, ggn, loss.name)
+        if ggn := _ggn(run):
+            run.variables = max(run.variables, loss.variables)
+            if loss.is_linear:
+                _say_linear(run, ggn, loss.name)
         for columns, extensions in _by_columns(run).items():
             if isinstance(columns, Exact):
                 warn_of_columns(extensions, loss.num_columns)

@@ -29,7 +29,7 @@ from curvopt.core.losses.loss_blocks import Cells, Head, Probe, Product
 from curvopt.errors import CurvoptError
 
 #: Largest size of a block, and largest number of entries of all blocks.
-BLOCK, ENTRIES = 4096, 2**28
+LARGEST_BLOCK, ENTRIES = 4096, 2**28
 
 
 class Columns(NamedTuple):
@@ -84,6 +84,7 @@ class GenericLoss:
         N: number of samples of the whole batch.
         reduction: how the loss is reduced over the samples, "mean" or "sum".
         name: of the loss, for messages.
+        largest_block: number of entries of a sample's outputs that it may couple.
     """
 
     def __init__(
@@ -94,8 +95,9 @@ class GenericLoss:
         N: int,
         reduction: str = "mean",
         name: str | None = None,
+        largest_block: int = LARGEST_BLOCK,
     ):
-        self.N, self.reduction = N, reduction
+        self.N, self.reduction, self.largest_block = N, reduction, largest_block
         self.roots, self.grads, self.heads = roots, [grad.detach() for grad in grads], list(heads)
         self.name = name or f"the loss ({', '.join(name_of(root.node) for root in roots)})"
 
@@ -157,6 +159,12 @@ class GenericLoss:
             drawn |= cells.scatter(torch.einsum("npcr,mnpr->mnpc", vectors, signs * values.clamp(min=0).sqrt()))
         return [drawn[i] for i in range(len(self.heads))]
 
+    @property
+    def variables(self) -> int:
+        """Number of variables of a prediction, see `LossCurvature`: entries of z that have blocks of their own."""
+        shapes = (blocks.cells.shape for blocks in self.blocks)
+        return max((N * P // self.N for N, P, C in shapes if C == 1), default=1)
+
     @cached_property
     def is_linear(self) -> bool:
         """Whether the Hessian is zero and the gradient is not: of hinge losses, of a critic's score."""
@@ -200,7 +208,7 @@ class GenericLoss:
         if not probe.finite and all(slope.isfinite().all() for slope in self.slope):  # else the network diverged
             raise CurvoptError(f"{self.name}: its Hessian in the network's output is not finite; use KFACEmpirical.")
         for N, P, C in (each.shape for each in cells):
-            if C > BLOCK or N * P * C**2 > ENTRIES:
+            if C > self.largest_block or N * P * C**2 > ENTRIES:
                 raise CurvoptError(
                     f"{self.name}: it couples {C} entries of the network's output of each sample, too many for its "
                     f"exact Hessian ({N * P} blocks {C} x {C}); use KFACEmpirical."
