@@ -441,6 +441,26 @@ def test_a_loss_weighs_as_means_over_samples_do(f, weight):
     torch.testing.assert_close(curvature.weights[0], torch.full((N,), weight / N, dtype=torch.float64))
 
 
+@pytest.mark.parametrize(
+    ("f", "weight"),
+    [
+        (lambda z: z.exp().sum(), 8),
+        (lambda z: z.exp().sum(1).sum() / 8, 1),
+        (lambda z: (z.exp().sum() + z.square().sum()) / 8 / 3, 1 / 3),
+        (lambda z: (z.exp().sum() - 0.5 * z.sum()) / 4, 2),
+        (lambda z: F.mse_loss(z, z.detach() + 1, reduction="sum") - 0.5 * z.exp().sum(), 8),
+        (lambda z: 0.1 * z.exp().mean() + 0.2 * z.square().mean(), 1),
+        (lambda z: z.exp().mean(0).sum(), 1),
+        (lambda z: z.exp().sum() / 100, 1),  # of the tokens that a mask has left, say
+        (lambda z: z.exp().mean() + 10 * nn.Parameter(torch.ones(8, 8)).square().sum(), 1),
+    ],
+)
+def test_a_sum_over_what_the_network_computes_is_many_means(f, weight):
+    z = extend(nn.Linear(5, 3))(torch.randn(8, 5))
+    curvature = generic(f(z), [Head(get_gradient_edge(z), 8)])
+    torch.testing.assert_close(curvature.weight, torch.tensor(float(weight)))
+
+
 def test_several_scalars_and_vectors_may_be_differentiated():
     (z,), heads = heads_of(NC)
     first, second, seeds = z.exp().mean(), z.square().sum(1), randn(N).abs()

@@ -293,13 +293,14 @@ def test_extended_losses_that_are_linear_take_the_steps_of_functions(kind: Calla
 @pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, functools.partial(DiagonalNewton, rms_clip=None)])
 @pytest.mark.parametrize("scale", [1.0, 7.0])
 def test_empirical_curvature_and_steps_are_those_of_a_mean_loss(kind: Callable, scale: float) -> None:
-    """Whatever scales the loss, and also where it is a sum, which is said."""
+    """Whatever scales the loss, and also where it is a sum, which may be said."""
 
     def weighed(z: Tensor) -> Tensor:  # negatively, so that no rule serves it
         return F.cross_entropy(z, y, reduction="none") * t[:, 0]
 
     runs: list[list[Tensor]] = []
-    losses = (lambda z: weighed(z).mean(), lambda z: scale * weighed(z).mean(), lambda z: scale * weighed(z).sum())
+    total = lambda z: scale * weighed(z).sum()  # noqa: E731
+    losses = (lambda z: weighed(z).mean(), lambda z: scale * weighed(z).mean(), total, total)
     for change in losses:
         model, optimizer = attached(kind)
         if len(runs) == 2:
@@ -311,6 +312,7 @@ def test_empirical_curvature_and_steps_are_those_of_a_mean_loss(kind: Callable, 
         runs.append([p.detach() for p in model.parameters()])
     torch.testing.assert_close(runs[1], runs[0])
     torch.testing.assert_close(runs[2], runs[0])
+    torch.testing.assert_close(runs[3], runs[0])
 
 
 def test_the_empirical_factors_are_those_of_the_samples_gradients() -> None:

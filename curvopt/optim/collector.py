@@ -36,7 +36,7 @@ class CurvatureCollector(OverRanks, ABC):
     sums over the backwards since the last step are in ``_accumulation``.
     """
 
-    _loss_reduction: Literal["mean", "sum"] = "mean"
+    _loss_reduction: Literal["mean", "sum"] | None = None
 
     @abstractmethod
     def _extensions(self) -> list[Any]:
@@ -101,8 +101,9 @@ class CurvatureCollector(OverRanks, ABC):
             lossfunc: is extended; not needed for the functional losses of PyTorch, or inside of the model.
             scaler: what scales the loss, anything with ``get_scale()``; later calls without one keep it. Not needed
                 for a ``torch.amp.GradScaler`` whose ``step()`` is given this optimizer.
-            loss_reduction: whether losses of no known kind are a mean over the samples (``"mean"``, to begin with) or
-                a sum; later calls without it keep it.
+            loss_reduction: whether losses of no known kind are a ``"mean"`` over the samples or a ``"sum"``; later
+                calls without it keep it. To begin with, they are what their last operation is: a sum over rows that no
+                constant divides again is a sum, all else a mean.
             batch_axis: axis of the model's inputs and outputs that counts the samples. By default 0; or 1, with a
                 warning, where layers mix axis 0 alone, as transformers and recurrent nets without ``batch_first`` do.
                 Where rows would cost many times a gradient (layers of a graph net mix them, wide weights are computed

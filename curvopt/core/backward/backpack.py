@@ -38,7 +38,7 @@ from curvopt.core.backward.request_checks import (
     nested_losses,
 )
 from curvopt.core.batch_axis.samples import EmptyBatch
-from curvopt.core.losses.generic_loss import LARGEST_BLOCK
+from curvopt.core.losses.generic_loss import LARGEST_BLOCK, Reduction
 from curvopt.core.losses.loss_search import find_losses
 from curvopt.core.pytorch_workarounds import is_batched, running_backward
 from curvopt.core.recording.calls import ModuleCall
@@ -113,8 +113,9 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         self.counted: set[Tensor] | None = None
         #: Whether what is differentiated is maximised: second-order quantities are those of minus it.
         self.maximized = False
-        #: Of unknown losses: the reduction over samples ("mean", "sum"), how many outputs of a sample they may couple.
-        self.loss_reduction, self.largest_block = "mean", LARGEST_BLOCK
+        #: Of unknown losses: the reduction over samples, and how many outputs of a sample they may couple.
+        self.loss_reduction: Reduction = None
+        self.largest_block = LARGEST_BLOCK
         #: Asked before a backward, with the leaves that it reaches, whether anything is to be computed in it.
         self.wanted: Callable[[set[Any]], bool] | None = None
         #: Called with the error of a refused backward: extensions to try instead (or none), or ``None`` to raise it.
@@ -194,14 +195,13 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 raise naming_fields(self.extensions, error) from error
             nonlinear = nonlinear or coupling_losses(located, losses) or nested_losses(losses, ends)
         again = how.create_graph and self.counted is None  # nobody differentiates what optimizers take
-        of_losses = self.loss_reduction, self.largest_block
-        any_loss = functools.partial(generic_loss, self.extensions, located, how.roots, again, *of_losses)
-        generic = any_loss(nonlinear)
+        given = self.extensions, located, how.roots, again, self.loss_reduction, self.largest_block
+        generic = generic_loss(*given, nonlinear)
         check_request(self.extensions, located, losses, generic is not None)
         if again:
             check_derivatives(self.extensions, located, [GradientEdge(node, nr) for node, nr in how.roots])
         arguments = self.extensions, self.extension_hook, located, losses, how, self.counted, generic
-        return BackwardPass(*arguments, self.loss_reduction, functools.partial(any_loss, ["no root of its Hessian"]))
+        return BackwardPass(*arguments, self.loss_reduction, lambda: generic_loss(*given, ["no root of its Hessian"]))
 
     def _attempt(self, how: Backward) -> BackwardPass | None:
         """Prepare the pass, and compute the second-order fields."""

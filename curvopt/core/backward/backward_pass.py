@@ -41,7 +41,7 @@ from curvopt.core.jacobians.chunk import Chunk
 from curvopt.core.jacobians.combine import combine
 from curvopt.core.jacobians.pulled_back import PulledBack
 from curvopt.core.layers.functional import ParameterCall
-from curvopt.core.losses.generic_loss import GenericLoss, loss_weight
+from curvopt.core.losses.generic_loss import GenericLoss, Reduction, loss_weight
 from curvopt.core.losses.hessian_root import Loss
 from curvopt.core.pytorch_workarounds import running_backward, without_reductions
 from curvopt.core.recording.extended_parameters import extended_model, extended_parameters
@@ -82,7 +82,7 @@ class BackwardPass:
         how: how autograd was called.
         counted: losses that reach none of these parameters do not count in the weight; ``None`` if all do.
         generic: the whole scalar, where it is no sum of known losses.
-        loss_reduction: how losses of no known kind are reduced over the samples, "mean" or "sum".
+        loss_reduction: how losses of no known kind are reduced over the samples, see `loss_weight`.
         any_loss: makes the whole scalar a loss of no known kind, where the Hessian of one turns out to have no root.
     """
 
@@ -95,7 +95,7 @@ class BackwardPass:
         how: Backward,
         counted: set[Tensor] | None = None,
         generic: GenericLoss | None = None,
-        loss_reduction: str = "mean",
+        loss_reduction: Reduction = None,
         any_loss: Callable[[], GenericLoss | None] | None = None,
     ):
         self.generic = generic
@@ -113,7 +113,8 @@ class BackwardPass:
         #: Sum of the factors that the losses of single predictions have in the scalar (see `LossCurvature.weights`): 1
         #: for a mean, N for a sum over N. For second-order quantities, and first-order ones that add up.
         self.weight: Tensor | float = 0.0
-        self.loss_reduction, self.any_loss = loss_reduction, any_loss
+        self.loss_reduction: Reduction = loss_reduction
+        self.any_loss = any_loss
         #: The largest number of variables of a prediction (see `LossCurvature.variables`).
         self.variables = 1
         self._task: int | None = None

@@ -29,7 +29,7 @@ from curvopt.core.backward.located_graph import (
 from curvopt.core.batch_axis.heads import inside_the_loss
 from curvopt.core.batch_axis.layout import Layout, axis_of, labels_along
 from curvopt.core.batch_axis.samples import Location
-from curvopt.core.losses.generic_loss import GenericLoss
+from curvopt.core.losses.generic_loss import GenericLoss, Reduction
 from curvopt.core.losses.hessian_root import Loss
 from curvopt.core.losses.loss_blocks import Head
 from curvopt.core.losses.loss_search import Losses
@@ -101,7 +101,7 @@ def generic_loss(
     located: LocatedGraph,
     roots: Mapping[Place, Tensor],
     create_graph: bool,
-    reduction: str,
+    reduction: Reduction,
     largest_block: int,
     nonlinear: Sequence[str],
 ) -> GenericLoss | None:

@@ -15,19 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.autograd_graph.node_vjp import NodeVjp, call_node
-from curvopt.core.autograd_graph.nodes import metadata, name_of
+from curvopt.core.autograd_graph.nodes import metadata, name_of, saved, shape_of, walk
 from curvopt.core.linear_algebra import eigh
 from curvopt.core.losses.hessian_root import NotConvex, SingleRows
 from curvopt.core.losses.loss_blocks import Cells, Head, Probe, Product
+from curvopt.core.recording.calls import records_of
 from curvopt.errors import CurvoptError
 
+#: How a loss of no known kind is reduced over the samples; ``None`` for what its last operation is.
+Reduction: TypeAlias = Literal["mean", "sum"] | None
+#: Additions of scalars, and what ``reduction="sum"`` is for losses of PyTorch.
+ADDITIONS, REDUCES_BY_SUM = ("AddBackward0", "SubBackward0"), 2
 #: Largest size of a block, and largest number of entries of all blocks.
 LARGEST_BLOCK, ENTRIES = 4096, 2**28
 
@@ -82,7 +87,7 @@ class GenericLoss:
         grads: the gradient of each.
         heads: the outputs of the network.
         N: number of samples of the whole batch.
-        reduction: how the loss is reduced over the samples, "mean" or "sum".
+        reduction: how the loss is reduced over the samples, see `loss_weight`.
         name: of the loss, for messages.
         largest_block: number of entries of a sample's outputs that it may couple.
     """
@@ -93,11 +98,12 @@ class GenericLoss:
         grads: Sequence[Tensor],
         heads: Sequence[Head],
         N: int,
-        reduction: str = "mean",
+        reduction: Reduction = None,
         name: str | None = None,
         largest_block: int = LARGEST_BLOCK,
     ):
-        self.N, self.reduction, self.largest_block = N, reduction, largest_block
+        self.N, self.largest_block = N, largest_block
+        self.reduction: Reduction = reduction
         self.roots, self.grads, self.heads = roots, [grad.detach() for grad in grads], list(heads)
         self.name = name or f"the loss ({', '.join(name_of(root.node) for root in roots)})"
 
@@ -277,34 +283,57 @@ class GenericLoss:
         )
 
 
-def loss_weight(roots: Sequence[GradientEdge], grads: Sequence[Tensor], N: int, reduction: str) -> Tensor:
+def loss_weight(roots: Sequence[GradientEdge], grads: Sequence[Tensor], N: int, reduction: Reduction) -> Tensor:
     """How many means over the samples a loss is, ``[]``: the constant that scales it, 1 for ``mean()``.
 
-    A constant that divides a sum makes it a mean. Terms of a sum weigh 1 together.
+    A sum over N rows is N means, unless a constant makes it a mean again. Terms of a sum weigh 1 together, or as much
+    as the largest sum over rows among them.
 
     Args:
         roots: gradient edges of the scalars that are differentiated.
         grads: the gradient of each.
         N: number of samples.
-        reduction: "mean", or "sum" for N times as much.
+        reduction: "mean" to take sums for means, "sum" for N times as much; ``None`` to see which of them it is.
     """
-    factors = [_factor(root, grad, reduction) for root, grad in zip(roots, grads, strict=True)]
+    factors = [_factor(root, grad, N, reduction) for root, grad in zip(roots, grads, strict=True)]
     return torch.stack([factor.to(factors[0].device) for factor in factors]).amax() * (N if reduction == "sum" else 1)
 
 
 @torch.no_grad()
-def _factor(root: GradientEdge, grad: Tensor, reduction: str) -> Tensor:
-    """The constant by which a scalar is scaled, ``[]``, that of its gradient included."""
+def _factor(root: GradientEdge, grad: Tensor, N: int, reduction: Reduction) -> Tensor:
+    """The factor of a scalar, that of its gradient included, ``[]``."""
     if grad.dim():
         return grad.new_ones(())
-    node, factors = root.node, [grad]
-    while name_of(node) in ("MulBackward0", "DivBackward0", "NegBackward0") and not metadata(node).shape:
-        grads = zip(node.next_functions, call_node(node, factors[-1:]), strict=True)
-        found = [(edge[0], g) for edge, g in grads if edge[0] is not None and g is not None]
-        if len(found) != 1 or node.next_functions[0][0] is None:  # c / loss is not linear
-            break
-        node = found[0][0]
-        factors.append(found[0][1])
-    if name_of(node).startswith("SumBackward") and len(factors) > 1 and reduction == "mean":
-        factors.append(torch.where(factors[-1].abs() < factors[-2].abs(), factors[-2], factors[-1]))
-    return factors[-1].abs()
+    found: list[Tensor] = []
+    terms: list[tuple[Node, list[Tensor], Tensor | None]] = [(root.node, [grad], None)]
+    while terms:
+        node, factors, of_sum = terms.pop()
+        kind, operands = name_of(node), []
+        if kind in ("MulBackward0", "DivBackward0", "NegBackward0", *ADDITIONS) and not metadata(node).shape:
+            grads = zip(node.next_functions, call_node(node, factors[-1:]), strict=True)
+            operands = [(edge[0], g) for edge, g in grads if edge[0] is not None and g is not None]
+        if kind in ADDITIONS and operands and reduction is None:
+            of_sum = factors[-1] if of_sum is None else of_sum
+            terms += [(below, [*factors[:-1], g], of_sum) for below, g in operands]
+        elif kind not in ADDITIONS and len(operands) == 1 and node.next_functions[0][0] is not None:
+            terms.append((operands[0][0], [*factors, operands[0][1]], of_sum))  # c / loss is not linear
+        else:
+            before, own = abs(factors[max(len(factors) - 2, 0)]), abs(factors[-1])
+            if reduction is None and _is_sum_over(node, N):
+                means = torch.where(own * N <= before, before, own * N)
+            elif of_sum is not None:
+                means = abs(of_sum)
+            elif kind.startswith("SumBackward") and reduction != "sum":
+                means = torch.where(own < before, before, own)
+            else:
+                means = own
+            found.append(means)
+    return torch.stack(found).amax()
+
+
+def _is_sum_over(node: Node, N: int) -> bool:
+    """Whether an operation sums what the network computes from N rows."""
+    if not name_of(node).startswith("SumBackward"):
+        return saved(node, "reduction", None) == REDUCES_BY_SUM
+    below, nr = node.next_functions[0]
+    return below is not None and N in shape_of(below, nr)[:2] and any(map(records_of, walk([below])))
