@@ -470,6 +470,25 @@ def test_where_there_is_no_curvature_at_all_steps_are_those_of_gradients(make: C
     assert_close([p.detach() for p in model.parameters()], [p - 0.1 for p in before])
 
 
+@exact_optimizer
+def test_a_single_parameter_takes_the_steps_that_it_takes_beside_others(make: Callable) -> None:
+    x, y, weights = torch.randn(16, 4).double(), torch.arange(16) % 3, []
+    for alone in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3, bias=False)).double()
+        if not alone:
+            model.register_parameter("empty", nn.Parameter(torch.zeros(0, 4, dtype=torch.float64)))
+        optimizer = make(model.parameters())
+        optimizer.attach(model)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            (loss if alone else loss + model.empty.sum()).backward()
+            optimizer.step()
+        weights.append(model[0].weight.detach())
+    torch.testing.assert_close(*weights)
+
+
 @pytest.mark.parametrize("name", ["KFACSGD", "EKFACSGD"])
 @pytest.mark.parametrize("several", [False, True])
 def test_the_fisher_matrix_is_chosen_by_the_variables_of_a_prediction(name: str, several: bool) -> None:

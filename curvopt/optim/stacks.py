@@ -64,11 +64,14 @@ class Stack:
 
     def join(self, values: Mapping[Tensor, Tensor] | None = None) -> Tensor:
         """Values of the parameters, by default their own, in one vector; a copy."""
-        return _flatten_dense_tensors(self.params if values is None else [values[param] for param in self.params])
+        flat = _flatten_dense_tensors(self.params if values is None else [values[param] for param in self.params])
+        return flat if len(self.params) > 1 else flat.clone()
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """The values of the parameters in a vector, in their shapes."""
-        return _unflatten_dense_tensors(flat, self.params)
+        pieces = _unflatten_dense_tensors(flat, self.params)
+        # those of empty parameters have one axis
+        return [piece if piece.numel() else piece.view(p.shape) for piece, p in zip(pieces, self.params, strict=True)]
 
 
 def by_parameter(vectors: Iterable[tuple[Stack, Tensor]], like: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
