@@ -213,6 +213,19 @@ def test_a_loss_by_hand_takes_the_steps_of_pytorchs(kind: Callable) -> None:
     torch.testing.assert_close(*finals)
 
 
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD])
+@pytest.mark.parametrize("lossfunc", [F.mse_loss, lambda z, t: (z - t).square().mean()])
+def test_targets_of_any_size_have_equal_steps(kind: Callable, lossfunc: Callable) -> None:
+    """Predictions and targets in other units are the same task: the network's part takes the same steps."""
+    finals = []
+    for scale in (1.0, 100.0):
+        model, optimizer = attached(kind)
+        for _ in range(8):
+            step(model, optimizer, lambda z, scale=scale: lossfunc(scale * z, scale * t))
+        finals.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*finals)
+
+
 @pytest.mark.parametrize("kind", [KFACSGD, KFACAdamW, DiagonalNewton])
 def test_a_loss_that_couples_whole_images_takes_the_empirical_quantity(kind: Callable) -> None:
     """Its Hessian would take a product for each pixel."""

@@ -48,7 +48,8 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
         fisher: ``"empirical"`` takes each prediction's own gradient, ``"mc"`` one at a target drawn from the model,
             ``"exact"`` sweeps one vector per output (KFLR). The empirical matrix is no curvature at a minimum (Kunstner
             et al. 2019), but on the way it contains that predicted variables err together. So ``None`` takes it where
-            a prediction has several (autoencoders), else ``"mc"`` (classes, regressions of one number).
+            a prediction has several (autoencoders), in units of the curvature of the loss, else ``"mc"`` (classes,
+            regressions of one number).
         approx: how shared positions enter the factors, see `curvopt.extensions.KFAC`.
         mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the optimizer.
         max_factor_size: larger factors are cut down to blocks on their diagonal, which cost less and need fewer

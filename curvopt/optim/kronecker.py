@@ -50,7 +50,8 @@ class Kronecker(CurvatureOptimizer):
 
     def _empirical(self, sampler: torch.Generator) -> KFACEmpirical:
         extension = KFACEmpirical(self._options["approx"], self._options["max_factor_size"])
-        extension.columns = Empirical(sampler)
+        chosen = self._options["fisher"] is None and not self._progress["empirical"]
+        extension.columns = Empirical(sampler, scaled=chosen)
         return extension
 
     def _empirical_extensions(self) -> list[Any]:
@@ -81,7 +82,7 @@ class Kronecker(CurvatureOptimizer):
         """Choose the kind of factors by the number of variables of a prediction.
 
         Several may err together, which samples of the model do not know, but the samples' own gradients do. Of a single
-        one the empirical factors vanish with the residual.
+        one they say nothing but the size of the residual.
         """
         if self._fisher() is not None:
             return accepted

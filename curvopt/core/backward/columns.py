@@ -119,9 +119,12 @@ class Empirical:
     Args:
         generator: source of random signs of the rows where a batch counts as one sample, so that products of different
             rows average to zero, as they do for drawn targets. Without it such a batch goes by rows.
+        scaled: multiply the column of each loss so that its mean square is that of columns at drawn targets: it shows
+            how predictions err together, in units of the curvature of the loss, whatever the size of the errors.
     """
 
     generator: torch.Generator | None = None
+    scaled: bool = False
 
 
 @dataclass(frozen=True)

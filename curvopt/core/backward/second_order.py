@@ -30,7 +30,7 @@ from curvopt.core.backward.columns import (
 from curvopt.core.backward.hessian_residuals import sweep_residuals
 from curvopt.core.backward.kfra import kfra_jacobians
 from curvopt.core.backward.request_checks import fields_of, naming_fields, warn_of_columns
-from curvopt.core.jacobians.sums import cast
+from curvopt.core.jacobians.sums import cast, widened
 from curvopt.core.losses.generic_loss import GenericLoss
 from curvopt.core.losses.hessian_root import Diagonal, Loss, LossCurvature, NotConvex, NotCurved
 from curvopt.core.losses.loss_blocks import Head
@@ -91,6 +91,8 @@ def second_order(run: BackwardPass, arrived: Mapping[GradientEdge, Tensor]) -> N
             _sweep_chunks(run, [each.edge for each in factored], drawn, extensions, last)
         elif isinstance(columns, Empirical):
             column = [cast(_signed(run, columns, _empirical(each)), each.loss.input.dtype) for each in factored]
+            if columns.scaled:
+                column = list(map(_scaled, column, [_drawn(each, columns) for each in factored]))
             _sweep_chunks(run, [each.edge for each in factored], column, extensions, last)
         else:
             _averaged(run, factored, extensions)
@@ -125,6 +127,8 @@ def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
                 column = [
                     _signed(run, columns, s.unsqueeze(0) / _along(w.sqrt(), head.axis, s)) for s, w, head in slopes
                 ]
+                if columns.scaled:
+                    column = list(map(_scaled, column, loss.sample(1, columns.generator)))
                 _sweep_chunks(run, edges, column, extensions, False)
         for hessian, extensions in _of_hessian(run).items():
             sweep_residuals(run, edges, loss.slope, hessian.modify, extensions)
@@ -244,6 +248,19 @@ def _signed(run: BackwardPass, columns: Empirical, column: Tensor) -> Tensor:
     bits = torch.randint(2, column.shape[1:2], generator=columns.generator, device=columns.generator.device)
     signs = (2 * bits - 1).to(column)
     return column * signs.view(1, -1, *[1] * (column.dim() - 2))
+
+
+def _drawn(loss: FactoredLoss, columns: Empirical) -> Tensor:
+    """A vector with the mean square of columns at drawn targets."""
+    curvature = loss.curvature
+    one = curvature.diagonal if isinstance(curvature, Diagonal) else curvature.sample(1, columns.generator)
+    return one * loss.scale
+
+
+def _scaled(column: Tensor, drawn: Tensor) -> Tensor:
+    """A column with the mean square of another one."""
+    size = widened(column).norm().clamp(min=torch.finfo(torch.float32).tiny)
+    return column * (widened(drawn).norm() / size).to(column)
 
 
 def _sweep_chunks(
