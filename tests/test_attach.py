@@ -664,6 +664,35 @@ def test_what_would_cost_much_by_rows_is_one_sample(kind: str) -> None:
     assert {len(p.grad_batch) for p in model.parameters()} == {20}
 
 
+class Twins(nn.Module):
+    """Returns its loss, by the correlations of two views, of which there are as many as rows (Barlow twins)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 20))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return (F.normalize(self.net(a), dim=0).T @ F.normalize(self.net(b), dim=0) - torch.eye(20)).square().sum()
+
+
+@pytest.mark.parametrize("make", [KFACSGD, KFACAdamW])
+def test_a_model_that_returns_a_loss_of_all_pairs_is_one_sample(make: Callable) -> None:
+    model, losses = Twins(), []
+    optimizer = make(model.parameters())
+    optimizer.attach(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", CurvoptWarning)
+        for _ in range(20):
+            x = torch.randn(20, 6)
+            losses.append(model(x + 0.1 * torch.randn_like(x), x))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+    assert not any("sample by sample" in str(w.message) for w in said)
+    assert "none" not in optimizer.coverage().values()
+    assert losses[-1] < losses[0]
+
+
 def test_a_small_computed_weight_goes_by_rows() -> None:
     """Also where it has as many rows as the batch."""
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 20))

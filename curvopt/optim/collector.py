@@ -184,7 +184,7 @@ class CurvatureCollector(OverRanks, ABC):
             context.params, context.whole, context.ranks = self._params(), self._gathered, sharding.ranks
         context.maximized = bool(self.param_groups[0].get("maximize", False))
         context.loss_reduction, context.otherwise = self._loss_reduction, self._otherwise
-        context.largest_block = 128  # as many products with the Hessian cost less than a few gradients
+        context.largest_block = 32  # that many products with the Hessian cost no more than a few gradients
         context.began = self._drop_discarded
         context.ended = lambda: accumulation.note_zeros(self._params())
 

@@ -241,9 +241,9 @@ def _leave_to_operations(found: CallInGraph, graph: BackwardGraph) -> None:
 def _no_samples(what: str) -> CurvoptError:
     return CurvoptError(
         f"{what}: no call of the extended model that it belongs to leads to this loss, so its samples are not known; "
-        "call the model (not under curvopt.disable()), extend the module that is called, or write functions of "
-        "parameters as the forward of a module. A backward that is not meant (of a penalty alone, say) goes inside of "
-        "`with backpack():`."
+        "call the model with inputs (not under curvopt.disable()), extend the module that is called, or write "
+        "functions of parameters as the forward of a module. A backward that is not meant (of a penalty alone, say) "
+        "goes inside of `with backpack():`."
     )
 
 

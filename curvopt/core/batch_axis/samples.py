@@ -94,10 +94,13 @@ def locate(
     found: list[tuple[Model | None, int, dict[Place, Layout], bool]] = []
     one = may_be_one and any(model.is_one_sample for model in by_model)
     for model, outputs in by_model.items():
-        if one and model.seeks_axis is not False:  # with the others, as a generator with its discriminator
-            shapes = {place: shape_of(*place) for _, place in outputs}
-            found.append((model, 1, {place: Layout(1, 1, prod(s)) for place, s in shapes.items() if s}, False))
-        elif (located := _of_model(model, outputs, graph, appends_single_rows)) is not None:
+        whole = one and model.seeks_axis is not False  # with the others, as a generator with its discriminator
+        places = [place for _, place in outputs if shape_of(*place)]
+        if whole and places:
+            found.append((model, 1, {place: Layout(1, 1, prod(shape_of(*place))) for place in places}, False))
+        elif (located := _of_model(model, outputs, graph, appends_single_rows)) is not None and whole:
+            found.append((model, 1, {place: Layout(1, 1, prod(shape_of(*place))) for place in located[1]}, False))
+        elif located is not None:
             found.append((model, *located))
     for model in _without_heads(graph, by_model):
         for N in model.last:
