@@ -658,6 +658,7 @@ def test_what_would_cost_much_by_rows_is_one_sample(kind: str) -> None:
     x = torch.randint(50, (20,)) if kind == "table" else torch.randn(20, 6)
     optimizer, said = warnings_of_two_steps(model, x)
     assert said.count("takes a batch as one sample") == 1
+    assert "complex values" not in said
     assert "none" not in optimizer.coverage().values()
     with backpack(BatchGrad()):  # which is by rows all the same
         F.cross_entropy(model(x), torch.zeros(20, dtype=torch.long)).backward()

@@ -115,7 +115,8 @@ class NodeVjp:
             before, dtype = grads[i], meta.dtype
             if grads is found:  # half precision would round what is differentiated again
                 dtype = torch.promote_types(torch.promote_types(dtype, grad.dtype), torch.float32)
-            grad = grad.to(meta.device, dtype)  # as the engine does after each node
+            # as the engine does after each node
+            grad = (grad if dtype.is_complex or not grad.is_complex() else grad.real).to(meta.device, dtype)
             if arrived is not None:
                 arrived(node, grad)
             grads[i] = grad if before is None else before + grad
@@ -226,9 +227,10 @@ def _together(single: Callable[[Tensor], Tensor | None], vectors: Tensor, batche
 
 def _is_linear(single: Callable[[Tensor], Tensor | None], vectors: Tensor, found: Tensor) -> bool:
     """Whether products that were computed together have the sum that they should: some batching rules are wrong."""
-    sizes = found.detach().abs().reshape(len(found), -1).amax(1).clamp(min=torch.finfo(found.dtype).tiny).to(vectors)
-    weights = torch.randn(len(vectors), device="cpu", generator=torch.Generator().manual_seed(0)).to(vectors) / sizes
-    of_sum, sum_of = single(torch.tensordot(weights, vectors, 1)), torch.tensordot(weights.to(found), found, 1)
+    sizes = found.detach().abs().reshape(len(found), -1).amax(1).clamp(min=torch.finfo(found.dtype).tiny)
+    weights = torch.randn(len(vectors), device="cpu", generator=torch.Generator().manual_seed(0)).to(sizes) / sizes
+    of_sum = single(torch.tensordot(weights.to(vectors), vectors, 1))
+    sum_of = torch.tensordot(weights.to(found), found, 1)
     if of_sum is None or not of_sum.numel():
         return True
     tolerance = torch.finfo(found.dtype).eps ** 0.5 * of_sum.abs().max()
