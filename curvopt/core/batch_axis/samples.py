@@ -95,11 +95,12 @@ def locate(
     one = may_be_one and any(model.is_one_sample for model in by_model)
     for model, outputs in by_model.items():
         whole = one and model.seeks_axis is not False  # with the others, as a generator with its discriminator
-        places = [place for _, place in outputs if shape_of(*place)]
-        if whole and places:
+        places = [place for _, place in outputs if whole and shape_of(*place)]
+        located = None if places else _of_model(model, outputs, graph, appends_single_rows)
+        if whole and located is not None:  # the model returns its loss
+            places = [*located[1]]
+        if places:
             found.append((model, 1, {place: Layout(1, 1, prod(shape_of(*place))) for place in places}, False))
-        elif (located := _of_model(model, outputs, graph, appends_single_rows)) is not None and whole:
-            found.append((model, 1, {place: Layout(1, 1, prod(shape_of(*place))) for place in located[1]}, False))
         elif located is not None:
             found.append((model, *located))
     for model in _without_heads(graph, by_model):
