@@ -198,6 +198,28 @@ def vae(make: Make) -> Iterator[float]:
     return minimise(make, VAE(), loss)
 
 
+@workflow("VAE whose terms are sums over all rows")
+def summed_vae(make: Make) -> Iterator[float]:
+    class VAE(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = mlp(8, 32, 6), mlp(3, 32, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            mean, log_variance = self.encoder(x).chunk(2, 1)
+            z = mean + (log_variance / 2).exp() * torch.randn_like(mean)
+            return self.decoder(z).sigmoid(), mean, log_variance
+
+    x = (torch.randn(N, 3) @ torch.randn(3, 8) > 0).float()
+
+    def loss(model: nn.Module) -> Tensor:
+        reconstruction, mean, log_variance = model(x)
+        divergence = -0.5 * torch.sum(1 + log_variance - mean.square() - log_variance.exp())
+        return F.binary_cross_entropy(reconstruction, x, reduction="sum") + divergence
+
+    return minimise(make, VAE(), loss)
+
+
 def gan(make: Make, of_critic: Callable, of_generator: Callable) -> Iterator[float]:
     """A generator of points: first its critic learns, for 30 steps, then it learns against that critic."""
     generator, critic = mlp(2, 32, 2), mlp(2, 32, 1)
@@ -415,6 +437,39 @@ def gradient_penalty(make: Make) -> Iterator[float]:
         return value + 10 * N * slope.square().sum(1).mean()
 
     return minimise(make, mlp(8, 32, 4), loss)
+
+
+@workflow("Regression of keypoints, in pixels")
+def keypoints(make: Make) -> Iterator[float]:
+    x = torch.randn(N, 8)
+    y = 255 * (x @ torch.randn(8, 4)).sigmoid()
+    return minimise(make, mlp(8, 32, 4), lambda model: F.mse_loss(255 * model(x).sigmoid(), y))
+
+
+@workflow("Recommender whose graph smooths the embeddings")
+def light_gcn(make: Make) -> Iterator[float]:
+    users, items = torch.randint(40, (2, 600))
+    graph = torch.sparse_coo_tensor(
+        torch.stack([users, 40 + items]), torch.full((600,), 0.1), (80, 80), check_invariants=False
+    )
+    graph = (graph + graph.mT).coalesce()
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(80, 8)
+
+        def forward(self, users: Tensor, items: Tensor) -> Tensor:
+            h = self.table.weight
+            h = h + torch.sparse.mm(graph, h)
+            return (h[users] * h[40 + items]).sum(1)
+
+    def loss(model: nn.Module) -> Tensor:
+        batch = torch.randint(600, (N,))
+        better = model(users[batch], items[batch]) - model(users[batch], torch.randint(40, (N,)))
+        return -F.logsigmoid(better).mean()
+
+    return minimise(make, Graph(), loss)
 
 
 # ----------------------------------------------------------------------- models that return losses, or fewer rows
