@@ -28,7 +28,7 @@ from curvopt.optim.step_checks import check_precision
 #: What ``progress["empirical"]`` may be beside 0: a loss that is linear in one batch (Huber) may be curved in others.
 FOR_NOW, UNTIL_ATTACHED = 1, 2
 #: How many outputs of a sample an unknown loss may couple: so many products with its Hessian cost a few gradients.
-LARGEST_BLOCK = 32
+COUPLED_OUTPUTS = 32
 
 
 class CurvatureCollector(OverRanks, ABC):
@@ -185,7 +185,7 @@ class CurvatureCollector(OverRanks, ABC):
             assert sharding is not None
             context.params, context.whole, context.ranks = self._params(), self._gathered, sharding.ranks
         context.maximized = bool(self.param_groups[0].get("maximize", False))
-        context.loss_reduction, context.largest_block = self._loss_reduction, LARGEST_BLOCK
+        context.loss_reduction, context.largest_block = self._loss_reduction, COUPLED_OUTPUTS
         context.began, context.otherwise = self._drop_discarded, self._otherwise
         context.ended = lambda: accumulation.note_zeros(self._params())
 

@@ -148,6 +148,7 @@ class Sides:
         if isinstance(what, Tensor):
             if what.shape != self._shape:
                 return False
+            # the transpose of a single row has the order of the row in memory
             row = 1 in what.shape and passed.shape != what.shape and list(passed.shape) == [*what.shape[::-1]]
             swapped = row or not what.is_contiguous()
             if swapped and not (self._is_matrix and what.mT.is_contiguous()):

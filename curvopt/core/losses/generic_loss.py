@@ -301,28 +301,29 @@ def loss_weight(roots: Sequence[GradientEdge], grads: Sequence[Tensor], N: int, 
 
 @torch.no_grad()
 def _factor(root: GradientEdge, grad: Tensor, N: int, reduction: Reduction) -> Tensor:
-    """The factor of a scalar, that of its gradient included, ``[]``."""
+    """How many means over the samples a scalar is, times the gradient that arrives at it, ``[]``."""
     if grad.dim():
         return grad.new_ones(())
     found: list[Tensor] = []
+    # an operation, the products of constants from the scalar down to it, and the product at the first addition
     terms: list[tuple[Node, list[Tensor], Tensor | None]] = [(root.node, [grad], None)]
     while terms:
-        node, factors, of_sum = terms.pop()
+        node, factors, at_addition = terms.pop()
         kind, operands = name_of(node), []
         if kind in ("MulBackward0", "DivBackward0", "NegBackward0", *ADDITIONS) and not metadata(node).shape:
             grads = zip(node.next_functions, call_node(node, factors[-1:]), strict=True)
             operands = [(edge[0], g) for edge, g in grads if edge[0] is not None and g is not None]
         if kind in ADDITIONS and operands and reduction is None:
-            of_sum = factors[-1] if of_sum is None else of_sum
-            terms += [(below, [*factors[:-1], g], of_sum) for below, g in operands]
+            at_addition = factors[-1] if at_addition is None else at_addition
+            terms += [(below, [*factors[:-1], g], at_addition) for below, g in operands]
         elif kind not in ADDITIONS and len(operands) == 1 and node.next_functions[0][0] is not None:
-            terms.append((operands[0][0], [*factors, operands[0][1]], of_sum))  # c / loss is not linear
+            terms.append((operands[0][0], [*factors, operands[0][1]], at_addition))  # c / loss is not linear
         else:
             before, own = abs(factors[max(len(factors) - 2, 0)]), abs(factors[-1])
-            if reduction is None and _is_sum_over(node, N):
+            if reduction is None and _is_sum_over(node, N):  # the last constant may make it a mean again
                 means = torch.where(own * N <= before, before, own * N)
-            elif of_sum is not None:
-                means = abs(of_sum)
+            elif at_addition is not None:
+                means = abs(at_addition)
             elif kind.startswith("SumBackward") and reduction != "sum":
                 means = torch.where(own < before, before, own)
             else:
