@@ -221,13 +221,18 @@ def markdown(results: Result) -> str:
                     lines.append((quantity, package, *texts))
         head = (problem, "package", "gradients", "ms", "peak MiB", "launches", "waits", "waits, profiler")
         shown.append(table(head, lines))
+    columns = ("refresh_ms", "first_ms", "peak_mib")
     for problem, rows in results.get("optimizers", {}).items():
         lines = [
-            (name, text_of(c, "ms"), *(text_of(c, k, ".1f") if k in c else "" for k in ("refresh_ms", "peak_mib")))
-            + (str(c.get("waits", "")),)
+            (
+                name,
+                text_of(c, "ms"),
+                *(text_of(c, k, ".1f") if k in c else "" for k in columns),
+                str(c.get("waits", "")),
+            )
             for name, c in rows.items()
         ]
-        shown.append(table((f"steps, {problem}", "ms", "refresh ms", "peak MiB", "waits"), lines))
+        shown.append(table((f"steps, {problem}", "ms", "refresh ms", "first ms", "peak MiB", "waits"), lines))
     for problem, rows in results.get("chunks", {}).items():
         lines = []
         for quantity, cell in rows.items():

@@ -233,7 +233,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, nn.Module], list[torch.optim.Optimize
 
 
 def step_cell(task: Task, name: str, effort: Effort, steps: int = 20, seconds: float = 6.0) -> Result:
-    """Median time of ordinary steps and of those that refresh curvature, peak memory, and waits of an ordinary step.
+    """Median time of ordinary steps, of those that refresh curvature, and of the first; peak memory; waits of a step.
 
     A step is zero_grad, forward, backward and step, in train mode. Long runs refresh every 10 or 20 steps.
     """
@@ -272,6 +272,8 @@ def step_cell(task: Task, name: str, effort: Effort, steps: int = 20, seconds: f
         for key, of_kind in (("ms", times[False]), ("refresh_ms", times[True])):
             if of_kind:
                 result[key] = 1e3 * statistics.median(of_kind[1:] or of_kind)  # the first is cold
+        if times[True]:
+            result["first_ms"] = 1e3 * times[True][0]
         result |= memory | {"steps": len(times[False]), "refreshes": len(times[True])}
         for _ in range(4):  # until one is ordinary
             before, places = refreshes(), waits_of(step)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,7 +16,7 @@ from checks import FIRST_ORDER, compare
 from torch import Tensor, nn
 
 import accelerator
-from curvopt import CurvoptError, backpack, extend
+from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.extensions import (
     KFAC,
     KFLR,
@@ -188,6 +189,36 @@ def test_training_goes_on_where_it_was_interrupted(optimizer: str, device: str):
     assert losses(training, 3) == after and torch.equal(torch.rand(3, device=device), drawn)
     assert sum(after) < sum(before)
     assert all(p.device.type == torch.device(device).type for p in training.model.parameters())
+
+
+class Cell(nn.Module):
+    """A recurrent cell in a loop. A device computes it in one operation, which adds both biases."""
+
+    def __init__(self, kind: type[nn.RNNCellBase]):
+        super().__init__()
+        self.cell = kind(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for t in range(8):
+            state = self.cell(x[:, 0, t], state)
+        return state[0] + 2 * state[1] if isinstance(self.cell, nn.LSTMCell) else state
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
+def test_recurrent_cells_have_the_fields_of_the_cpu(kind: type[nn.RNNCellBase], device: str):
+    names = {BatchGrad: "grad_batch", KFLR: "kflr", DiagGGNExact: "diag_ggn_exact"}
+    model = Cell(kind).double()
+    found = []
+    for where in ("cpu", device):
+        own = extend(copy.deepcopy(model).to(where))
+        x = torch.linspace(-1, 1, 3 * 64, dtype=torch.float64).view(3, 1, 8, 8).to(where)
+        with warnings.catch_warnings(), backpack(*(extension() for extension in names)):
+            warnings.simplefilter("error", CurvoptWarning)  # sample by sample, say
+            extend(nn.MSELoss())(own(x), x[:, 0, 0, :4]).backward()
+        fields = [getattr(p, name) for p in own.parameters() for name in names.values()]
+        found.append([x.cpu() for field in fields for x in (field if isinstance(field, list) else [field])])
+    torch.testing.assert_close(*found)
 
 
 class To(nn.Module):

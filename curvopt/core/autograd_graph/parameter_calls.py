@@ -23,7 +23,7 @@ from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import is_complex, leaf_of, metadata, outputs_of, shape_of
 from curvopt.core.batch_axis.layout import Layout
 from curvopt.core.batch_axis.samples import Location
-from curvopt.core.layers.broadcast import broadcast_of, broadcasts, is_bias, shape_among
+from curvopt.core.layers.broadcast import Broadcast, broadcast_of, broadcasts, is_bias, product_in_cell, shape_among
 from curvopt.core.layers.broadcast_rule import BroadcastRule
 from curvopt.core.layers.computed_weight import ComputedWeightRule
 from curvopt.core.layers.functional import ParameterCall, is_layer, layer_call, seen_of
@@ -112,8 +112,20 @@ def parameter_calls(p: nn.Parameter, entries: Iterable[EntryPoint], location: Lo
     """Calls of operations on a parameter."""
     path = (extended_name(p) or "").rpartition(".")[0]
     owner = extended_owner(p)
+    in_cells: dict[Place, EntryPoint] = {}  # a cell has two outputs, and adds its biases once
     for entry in entries:
-        yield _operation(p, entry, location, path, owner)
+        product = product_in_cell(entry.node, entry.position)
+        if product is None:
+            yield _operation(p, entry, location, path, owner)
+        else:
+            in_cells.setdefault(product, entry)
+    for product, entry in in_cells.items():
+        source = None if leaf_of(entry.operand.node) is p else entry.operand
+        rule = BroadcastRule(p, source, shape_of(entry.operand.node, entry.operand.output_nr), Broadcast())
+        operation_call = ParameterCall(path, owner, (), shape_of(*product), owner)
+        call = CallInGraph(operation_call, rule, {"weight": p}, {0: GradientEdge(*product)})
+        call.locate(location)
+        yield call
 
 
 def _operation(
@@ -207,7 +219,8 @@ def join_biases(calls: list[CallInGraph]) -> list[CallInGraph]:
         if isinstance(call.rule, BroadcastRule) and call.rule.source is None and layer is not None:
             node = next(iter(call.nodes))
             positions = [i for i, (below, _) in enumerate(node.next_functions) if leaf_of(below) is p]
-            if "bias" not in layer.parameters and any(is_bias(node, i, p) for i in positions):
+            added = any(is_bias(node, i, p) for i in positions) or not positions  # by a cell behind it
+            if "bias" not in layer.parameters and added:
                 layer.parameters["bias"] = layer.call.module._parameters["bias"] = p
                 layer.call.seen = tuple(layer.call.module._parameters.values())
                 continue

@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.modules import _functions
 
-from curvopt.core.autograd_graph.nodes import Saved, name_of, shape_of
+from curvopt.core.autograd_graph.node_vjp import Place
+from curvopt.core.autograd_graph.nodes import Saved, name_of, operation, shape_of
+from curvopt.core.autograd_graph.operations import FUSED_CELLS
 
 
 class Broadcast(NamedTuple):
@@ -54,6 +56,17 @@ def is_bias(node: Node, position: int, p: Tensor) -> bool:
     if name == "AddmmBackward0" and position == 0:
         return p.shape == shape_of(node)[1:] and Saved(node).beta == 1
     return name == "ConvolutionBackward0" and position == 2
+
+
+def product_in_cell(node: Node, position: int) -> Place | None:
+    """The product to which a fused recurrent cell (on GPUs) adds an operand first, if that is a bias of it."""
+    if operation(node) not in FUSED_CELLS or position < _FIRST_BIAS:
+        return None
+    product, output_nr = node.next_functions[position - _FIRST_BIAS]  # its operands: two products, a state, two biases
+    return None if product is None else (product, output_nr)
+
+
+_FIRST_BIAS = 3
 
 
 def shape_among(node: Node, shape: torch.Size) -> torch.Size:
