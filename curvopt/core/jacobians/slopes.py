@@ -19,14 +19,17 @@ from curvopt.core.jacobians.base import Approx
 from curvopt.core.jacobians.outer import Outer, concatenated
 from curvopt.core.jacobians.second_moments import in_blocks
 
+#: The first turn of `Slopes` takes so many samples, or up to twice as many, if there are more.
+SAMPLES_OF_FIRST_TURN = 128
+
 
 class Slopes(Outer):
     """Products of a layer and of its slopes: derivatives by its input, which multiply its weight, too.
 
     Both are positions of the weight, but differ by orders of magnitude, so that means over all of them say little.
     Factors are those of the nearest Kronecker product (Van Loan & Pitsianis 1993): ``B = sum_n G_n A G_n^T`` and
-    ``A = sum_n G_n^T B G_n`` in turns for the products ``G_n`` of the samples. A has the trace of the second moment of
-    the layer's inputs, ``B ⊗ A`` that of the exact block.
+    ``A = sum_n G_n^T B G_n`` in two turns for the products ``G_n`` of the samples; of many, the first turn takes some.
+    A has the trace of the second moment of the layer's inputs, ``B ⊗ A`` that of the exact block.
     """
 
     #: Trace of the right side's factor.
@@ -66,10 +69,13 @@ class Slopes(Outer):
             return self._factors[limit]
         left, right = self.left[0, :, 0], self.right[:, 0]  # [N, S, F]
         of_left = left @ left.mT
-        A = _moment(right, of_left, limit)
-        if min(self.O, self.I) > 1:  # else it is exact
-            B = _moment(left, _gram(right, _sized(A)), limit)
+        if min(self.O, self.I) > 1:
+            some = slice(None, None, max(self.N // SAMPLES_OF_FIRST_TURN, 1))
+            A = _moment(right[some], of_left[some], limit)
+            B = _moment(left[some], _gram(right[some], _sized(A)), limit)
             A = _moment(right, _gram(left, _sized(B)), limit)
+        else:  # exact
+            A = _moment(right, of_left, limit)
         A = _sized(_symmetric(A), self.size)
         B = _symmetric(_moment(left, _gram(right, A), limit))
         exact = (of_left * (right @ right.mT)).sum()
