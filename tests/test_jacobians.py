@@ -497,7 +497,7 @@ def test_an_embedding_that_is_also_the_output_layer(picked: list[int], weighted:
         assert_close(of(jacobian), of(expected))
 
 
-@pytest.mark.parametrize("N", [3, 600])  # of many samples the first turn takes some
+@pytest.mark.parametrize("N", [3, 600])  # of many samples one factor takes some
 def test_slopes_of_a_layer_share_its_kronecker_factors(N: int):
     """``(sum l r^T) = (sum r l^T)^T``: exact products, and nearly the nearest Kronecker product for all scales."""
     S, R, D = 2, 4, 5

@@ -19,8 +19,8 @@ from curvopt.core.jacobians.base import Approx
 from curvopt.core.jacobians.outer import Outer, concatenated
 from curvopt.core.jacobians.second_moments import in_blocks
 
-#: The first turn of `Slopes` takes so many samples, or up to twice as many, if there are more.
-SAMPLES_OF_FIRST_TURN = 128
+#: The factor of the right side of `Slopes` is of so many samples, or up to twice as many, if there are more.
+ENOUGH_SAMPLES = 256
 
 
 class Slopes(Outer):
@@ -28,8 +28,9 @@ class Slopes(Outer):
 
     Both are positions of the weight, but differ by orders of magnitude, so that means over all of them say little.
     Factors are those of the nearest Kronecker product (Van Loan & Pitsianis 1993): ``B = sum_n G_n A G_n^T`` and
-    ``A = sum_n G_n^T B G_n`` in two turns for the products ``G_n`` of the samples; of many, the first turn takes some.
-    A has the trace of the second moment of the layer's inputs, ``B ⊗ A`` that of the exact block.
+    ``A = sum_n G_n^T B G_n`` in two turns for the products ``G_n`` of the samples. Of many samples A takes some, spread
+    evenly; the last B takes all. A has the trace of the second moment of the layer's inputs, ``B ⊗ A`` that of the
+    exact block.
     """
 
     #: Trace of the right side's factor.
@@ -69,13 +70,12 @@ class Slopes(Outer):
             return self._factors[limit]
         left, right = self.left[0, :, 0], self.right[:, 0]  # [N, S, F]
         of_left = left @ left.mT
-        if min(self.O, self.I) > 1:
-            some = slice(None, None, max(self.N // SAMPLES_OF_FIRST_TURN, 1))
-            A = _moment(right[some], of_left[some], limit)
+        several = min(self.O, self.I) > 1  # else it is exact
+        some = slice(None, None, max(self.N // ENOUGH_SAMPLES, 1) if several else 1)
+        A = _moment(right[some], of_left[some], limit)
+        if several:
             B = _moment(left[some], _gram(right[some], _sized(A)), limit)
-            A = _moment(right, _gram(left, _sized(B)), limit)
-        else:  # exact
-            A = _moment(right, of_left, limit)
+            A = _moment(right[some], _gram(left[some], _sized(B)), limit)
         A = _sized(_symmetric(A), self.size)
         B = _symmetric(_moment(left, _gram(right, A), limit))
         exact = (of_left * (right @ right.mT)).sum()
