@@ -668,3 +668,20 @@ def numbers_of_graphs(make: Make) -> Iterator[float]:
     atoms, graph = torch.randn(4 * N, 8), torch.arange(4 * N) % N
     energies = torch.zeros(N).index_add(0, graph, atoms[:, 0].sin())
     return minimise(make, Energies(), lambda model: F.mse_loss(model(atoms, graph), energies))
+
+
+@workflow("Picture of splats, a model without inputs")
+def splats(make: Make) -> Iterator[float]:
+    class Picture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.center, self.size = nn.Parameter(torch.rand(40, 2)), nn.Parameter(torch.full((40, 1), -2.0))
+            self.colour = nn.Parameter(torch.zeros(40, 3))
+
+        def forward(self) -> Tensor:
+            shares = (-(torch.cdist(grid, self.center) / self.size.exp().T).square()).exp()
+            return shares @ self.colour
+
+    grid = torch.cartesian_prod(torch.linspace(0, 1, 16), torch.linspace(0, 1, 16))
+    picture = torch.stack([(9 * grid[:, 0]).sin(), grid[:, 1], grid.prod(1)], 1)
+    return minimise(make, Picture(), lambda model: F.mse_loss(model(), picture))

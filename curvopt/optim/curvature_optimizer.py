@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import reduce
+from math import inf
 from typing import Any
 
 import torch
@@ -304,7 +305,8 @@ class CurvatureOptimizer(Resumable):
         # twice, because the square of the weight may leave the range of float32
         ug, uu, gg, length, weighted = (total / weight / weight).unbind()
         square = weighted / count[0].clamp(min=1)
-        clip = rms_clip_factor(square, self.rms_clip)
+        # plain gradients have no natural length: they take that of the bound
+        clip = rms_clip_factor(square, self.rms_clip, 1.0 if self._has_curvature() else inf)
         self._metrics |= {
             "rms": clip * square.sqrt(),
             "clip_factor": clip,

@@ -39,7 +39,7 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
             without a gradient left out (Shazeer & Stern 2018, section 6); ``None`` for none. Squares of a weight with
             n > 128 inputs (entries of ``param[0]``) count n / 128 times, as more of them add up in an output. The root
             mean square of a step is at most ``lr * rms_clip / (1 - momentum)``, 0.005 with the defaults; that of Adam
-            is at most about ``lr``.
+            is at most about ``lr``. Gradients are scaled up to it, too, as long as no backward had curvature.
         curvature_every: steps between refreshes of the factors, reached gradually from 1.
         inverse_every: steps between refreshes of the inverses, reached gradually from 1.
         adaptive_damping: every fifth step, multiply the damping by (19/20)^5 or its inverse if the change of the loss

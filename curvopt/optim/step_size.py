@@ -37,12 +37,12 @@ def excess(inputs: int, wide: int | None = WIDE) -> float:
     return 1.0 if wide is None else max(1.0, inputs / wide)
 
 
-def rms_clip_factor(square: Tensor, rms_clip: float | None) -> Tensor:
-    """``min(1, c / r)`` bounds the root mean square r of an update by c (Shazeer & Stern 2018, section 6)."""
+def rms_clip_factor(square: Tensor, rms_clip: float | None, limit: float = 1.0) -> Tensor:
+    """``min(limit, c / r)`` bounds the root mean square r of an update by c (Shazeer & Stern 2018, section 6)."""
     if rms_clip is None:
         return torch.ones_like(square)
     square = square.nan_to_num(nan=inf, posinf=inf)  # beyond the range of its dtype: no step rather than nan
-    return (rms_clip / square.clamp(min=torch.finfo(square.dtype).tiny).sqrt()).clamp(max=1)
+    return (rms_clip / square.clamp(min=torch.finfo(square.dtype).tiny).sqrt()).clamp(max=limit)
 
 
 def moments(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
