@@ -156,9 +156,26 @@ def test_only_modules_are_extended(thing: object):
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
 def test_programs_of_torch_jit_are_not_extended():
     model = nn.Sequential(nn.Linear(4, 5), torch.jit.trace(nn.Linear(5, 3), torch.randn(2, 5)))
-    with pytest.raises(TypeError, match="1 .*torch.jit"):
+    with pytest.raises(TypeError, match="1 .*torch.jit.*freeze"):
         extend(model)
     assert not model[0]._forward_hooks
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("made", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(2, 5))])
+def test_frozen_programs_of_torch_jit_are_parts_of_models(made: Callable):
+    """Encoders in front, and networks behind, through which gradients go."""
+    frozen = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5)).requires_grad_(False)
+    x, y = torch.randn(4, 5), torch.randint(5, (4,))
+    head, fields = nn.Linear(5, 5), []
+    for part in (frozen, made(frozen)):
+        model = extend(nn.Sequential(part, copy.deepcopy(head), part))
+        for _ in range(3):  # programs are compiled anew at the second call
+            model.zero_grad()
+            with backpack(BatchGrad(), KFLR()):
+                F.cross_entropy(model(x), y).backward()
+        fields.append([model[1].weight.grad_batch, *model[1].weight.kflr])
+    torch.testing.assert_close(*fields)
 
 
 def test_parameters_without_numbers():

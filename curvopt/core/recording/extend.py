@@ -179,7 +179,7 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
         batch_axis: axis of the model's inputs and outputs that counts the samples.
 
     Raises:
-        TypeError: if ``module`` is not an ``nn.Module``, or a part of it was made by ``torch.jit``.
+        TypeError: if ``module`` is not an ``nn.Module``, or trainable parts of it were made by ``torch.jit``.
     """
     from curvopt.core.losses.registry import is_loss
 
@@ -188,10 +188,10 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
             f"extend: expected a torch.nn.Module, got {type(module).__name__}; pass the model or the loss module."
         )
     for path, child in module.named_modules():
-        if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
+        if isinstance(child, torch.jit.ScriptModule) and any(p.requires_grad for p in child.parameters()):
             raise TypeError(
                 f"extend: {describe(path, child)} is a program of torch.jit, whose calls cannot be seen; extend the "
-                "module that it was made of (torch.compile may compile extended ones)."
+                "module that it was made of (torch.compile may compile extended ones), or freeze it."
             )
     losses = [
         path
@@ -206,7 +206,7 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
             if not _has_loss_recorder(child):
                 child.register_forward_hook(LossRecorder(path), with_kwargs=True, prepend=True)
             continue
-        if not any(owned_parameters(part) for part in child.modules()):
+        if isinstance(child, torch.jit.ScriptModule) or not any(owned_parameters(part) for part in child.modules()):
             continue  # activations, nn.NLLLoss, a user's own loss: read off the graph, as functions are
         held = isinstance(child, (nn.ParameterList, nn.ParameterDict))
         if "parametrizations" in path.split(".") or (held and child is not module):
