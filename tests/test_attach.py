@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Margins
+from checks import generator
 from test_optim import OPTIMIZERS, Run, assert_close, assert_equal, cnn, digits, every_optimizer, exact_optimizer, mlp
 from torch import Tensor, nn
 
@@ -729,7 +730,7 @@ def test_sampled_curvature_of_one_sample_averages_to_that_of_rows() -> None:
     """Products of different rows average to zero, as their targets are drawn independently."""
     normed = nn.utils.parametrizations.weight_norm
     net = extend(nn.Sequential(normed(nn.Linear(6, 5)), nn.Tanh(), normed(nn.Linear(5, 4))).double())
-    x, y, generator = torch.randn(12, 6, dtype=torch.float64), torch.randint(4, (12,)), torch.Generator().manual_seed(0)
+    x, y, seeded = torch.randn(12, 6, dtype=torch.float64), torch.randint(4, (12,)), generator(0)
     model = extended_model(net[2].bias)
     assert model is not None
 
@@ -741,7 +742,7 @@ def test_sampled_curvature_of_one_sample_averages_to_that_of_rows() -> None:
         return [getattr(p, extension.field) for p in net.parameters()]
 
     expected = curvature(DiagGGNExact(), one=False)
-    draws = [curvature(DiagGGNMC(1, generator), one=True) for _ in range(300)]
+    draws = [curvature(DiagGGNMC(1, seeded), one=True) for _ in range(300)]
     for index, diagonal in enumerate(expected):
         found = torch.stack([draw[index] for draw in draws])
         error = (found.mean(0) - diagonal).norm()
@@ -770,12 +771,12 @@ def test_empirical_curvature_of_one_sample_averages_to_that_of_rows(loss: str, k
         found = [getattr(p, extension.field) for p in net.parameters()]
         return [each[0] if kind == "factors" else each for each in found]
 
-    generator = torch.Generator().manual_seed(0)
+    seeded = generator(0)
     if kind == "factors":
         rows, extension = curvature(KFACEmpirical(), one=False), KFACEmpirical()
-        extension.columns = Empirical(generator)
+        extension.columns = Empirical(seeded)
     else:
-        rows, extension = curvature(GradientDiagonal(), one=False), RowDiagonal(generator)
+        rows, extension = curvature(GradientDiagonal(), one=False), RowDiagonal(seeded)
     draws = [curvature(extension, one=True) for _ in range(300)]
     for index, expected in enumerate(rows):
         found = torch.stack([draw[index] for draw in draws])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import generator
 from test_optim import assert_close, assert_equal, cnn, digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -218,7 +219,7 @@ LETTERS, LENGTH = 12, 10
 
 def sentences(classes: int | None = None) -> list[dict[str, Any]]:
     """Sequences in which every letter decides the next but for some noise; labelled, or to be continued."""
-    random = torch.Generator().manual_seed(0)
+    random = generator(0)
     samples = []
     for _ in range(192):
         steps = torch.randint(1, 3, (LENGTH,), generator=random)
@@ -535,8 +536,7 @@ def test_compiled_batch_norm_mixes_samples():
     with warnings.catch_warnings():
         warnings.simplefilter("error", CurvoptWarning)
         for net_, call in ((model, compiled), (make(), None)):
-            generator = torch.Generator().manual_seed(0)
-            found.append(fields(net_, call or net_, lossfunc, KFAC(generator=generator)))
+            found.append(fields(net_, call or net_, lossfunc, KFAC(generator=generator(0))))
     assert_close(*found)
     with pytest.raises(CurvoptError, match=r"grad_batch needs independent samples of 0 \(Linear\)"):
         fields(model, compiled, lossfunc, BatchGrad())

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checks import generator
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -97,7 +98,7 @@ class Run:
         self.optimizer: Any = make(self.model.parameters(), **options)
 
     def data(self, step: int) -> tuple[Tensor, Tensor]:
-        chosen = torch.randperm(len(self.x), generator=torch.Generator().manual_seed(1000 * self.seed + step))
+        chosen = torch.randperm(len(self.x), generator=generator(1000 * self.seed + step))
         return self.x[chosen[: self.batch]], self.y[chosen[: self.batch]]
 
     def loss(self, step: int) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from checks import generator
 from torch import Tensor, distributions, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -169,7 +170,7 @@ def test_a_last_batch_of_one_pair_changes_no_curvature(kind: Callable) -> None:
     assert "empirical" not in optimizer.metrics()
 
 
-_generator = torch.Generator().manual_seed(0)
+_generator = generator(0)
 x, y = torch.randn(32, 8, generator=_generator).double(), torch.arange(32) % 3
 t = torch.randn(32, 3, generator=_generator).double()
 #: Losses that have no GGN, and those that have one though no rule knows them.
