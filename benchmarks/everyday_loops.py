@@ -426,6 +426,27 @@ def detector(make: Make) -> Iterator[float]:
     return minimise(make, Detector(), loss)
 
 
+@workflow("Detector with boxes by an L1 loss, as DETR has")
+def l1_boxes(make: Make) -> Iterator[float]:
+    class Boxes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.label, self.box = mlp(8, 64, 32), nn.Linear(32, 4), mlp(32, 32, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.body(x).tanh()
+            return self.label(h), self.box(h).sigmoid()
+
+    x, y = classes()
+    boxes = (x[:, :4] - x[:, 4:]).sigmoid()
+
+    def loss(model: nn.Module) -> Tensor:
+        label, box = model(x)
+        return F.cross_entropy(label, y) + 5 * F.l1_loss(box, boxes)
+
+    return minimise(make, Boxes(), loss)
+
+
 @workflow("Classifier with an input-gradient penalty")
 def gradient_penalty(make: Make) -> Iterator[float]:
     x, y = classes()

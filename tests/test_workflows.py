@@ -491,3 +491,27 @@ def test_a_pinn_trains(separate: bool) -> None:
             optimizer.step()
         ends.append(float(sum(problem.losses())))
     assert ends[1] < ends[0]
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+def test_outputs_in_which_the_loss_is_linear_have_the_curvature_of_their_gradients(
+    kind: Callable, by_hand: bool
+) -> None:
+    """Boxes by an L1 loss beside classes, as of detectors."""
+    torch.manual_seed(0)
+    trunk, classes, boxes = nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(8, 2)
+    model = nn.ModuleList([trunk, classes, boxes]).double()
+    model.forward = lambda x: (classes(trunk(x).tanh()), boxes(trunk(x).tanh()))
+    optimizer = kind(model.parameters())
+    optimizer.attach(model)
+    z, b = model(x)
+    loss = 5 * ((b - t[:, :2]).abs().mean() if by_hand else F.l1_loss(b, t[:, :2]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvoptWarning)
+        (F.cross_entropy(z, y) + loss).backward()
+        optimizer.step()
+    squares = torch.full((2,), (5 / 2) ** 2, dtype=torch.float64)  # of 5 / 2 sign(b - t)
+    factor = optimizer.state[boxes.bias]["factors"][0]
+    torch.testing.assert_close(factor if factor.dim() == 1 else factor.diagonal(dim1=-2, dim2=-1).flatten(), squares)
+    assert optimizer.state[classes.bias]["factors"][0].any()

@@ -87,8 +87,11 @@ def second_order(run: BackwardPass, arrived: Mapping[GradientEdge, Tensor]) -> N
         if isinstance(columns, Exact):
             _exact(run, factored, extensions, last)
         elif isinstance(columns, MonteCarlo):
-            drawn = [cast(columns.draw(each.curvature) * each.scale, each.loss.input.dtype) for each in factored]
-            _sweep_chunks(run, [each.edge for each in factored], drawn, extensions, last)
+            drawn = [columns.draw(each.curvature) * each.scale for each in factored]
+            if run.counted is not None:
+                drawn = list(map(_or_slopes, drawn, map(_empirical, factored)))
+            column = [cast(each, loss.loss.input.dtype) for each, loss in zip(drawn, factored, strict=True)]
+            _sweep_chunks(run, [each.edge for each in factored], column, extensions, last)
         elif isinstance(columns, Empirical):
             column = [cast(_signed(run, columns, _empirical(each)), each.loss.input.dtype) for each in factored]
             if columns.scaled:
@@ -120,13 +123,11 @@ def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
                     run.sweep([edges[i] for i in heads], vectors, weights, extensions, (), loss.num_columns)
             elif isinstance(columns, MonteCarlo):
                 drawn = [v / columns.samples**0.5 for v in loss.sample(columns.samples, columns.generator)]
+                if run.counted is not None:
+                    drawn = list(map(_or_slopes, drawn, _empirical_of_any_loss(loss)))
                 _sweep_chunks(run, edges, drawn, extensions, False)
             elif isinstance(columns, Empirical):
-                weights = [w.clamp(min=torch.finfo(w.dtype).tiny) for w in loss.weights]
-                slopes = zip(loss.slope, weights, loss.heads, strict=True)
-                column = [
-                    _signed(run, columns, s.unsqueeze(0) / _along(w.sqrt(), head.axis, s)) for s, w, head in slopes
-                ]
+                column = [_signed(run, columns, each) for each in _empirical_of_any_loss(loss)]
                 if columns.scaled:
                     column = list(map(_scaled, column, loss.sample(1, columns.generator)))
                 _sweep_chunks(run, edges, column, extensions, False)
@@ -241,6 +242,17 @@ def _empirical(loss: FactoredLoss) -> Tensor:
     return (loss.loss.slope(loss.grad) * factors).unsqueeze(0)
 
 
+def _empirical_of_any_loss(loss: GenericLoss) -> list[Tensor]:
+    weights = [w.clamp(min=torch.finfo(w.dtype).tiny).sqrt() for w in loss.weights]
+    slopes = zip(loss.slope, weights, loss.heads, strict=True)
+    return [slope.unsqueeze(0) / _along(weight, head.axis, slope) for slope, weight, head in slopes]
+
+
+def _or_slopes(drawn: Tensor, empirical: Tensor) -> Tensor:
+    """Columns ``[V, ...]``, with the gradient of outputs in which the loss is linear, as of boxes by an L1 loss."""
+    return torch.where((drawn == 0).all(0), empirical.to(drawn) / len(drawn) ** 0.5, drawn)
+
+
 def _signed(run: BackwardPass, columns: Empirical, column: Tensor) -> Tensor:
     """A column ``[1, rows, ...]`` with random signs of the rows, where these are no samples."""
     if columns.generator is None or not any(location.is_one_sample for location in run.located.distinct_locations):
@@ -258,7 +270,8 @@ def _drawn(loss: FactoredLoss, columns: Empirical) -> Tensor:
 
 
 def _scaled(column: Tensor, drawn: Tensor) -> Tensor:
-    """A column with the mean square of another one."""
+    """A column with the mean square of another one, and its own where that has none."""
+    drawn = torch.where(drawn == 0, column.to(drawn), drawn)
     size = widened(column).norm().clamp(min=torch.finfo(torch.float32).tiny)
     return column * (widened(drawn).norm() / size).to(column)
 
