@@ -47,7 +47,8 @@ def test_ekfac_step_is_the_dense_solve_with_the_best_diagonal(model) -> None:
         scales = (U.T @ ggn[p] @ U).diagonal()
         torch.testing.assert_close(run.optimizer.state[p]["scales"], scales)
         matrix = U @ torch.diag(scales + 0.3) @ U.T
-        torch.testing.assert_close(old - p.detach(), torch.linalg.solve(matrix, p.grad.reshape(-1)).view_as(p))
+        solution = torch.linalg.solve(matrix, p.grad.reshape(-1)).view_as(p)
+        torch.testing.assert_close(old - p.detach(), solution * (p.grad != 0))
 
 
 def test_scales_follow_the_bases() -> None:

@@ -515,3 +515,30 @@ def test_outputs_in_which_the_loss_is_linear_have_the_curvature_of_their_gradien
     factor = optimizer.state[boxes.bias]["factors"][0]
     torch.testing.assert_close(factor if factor.dim() == 1 else factor.diagonal(dim1=-2, dim2=-1).flatten(), squares)
     assert optimizer.state[classes.bias]["factors"][0].any()
+
+
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+@pytest.mark.parametrize("by_hook", [True, False])
+def test_what_a_mask_freezes_stays(kind: Callable, by_hook: bool) -> None:
+    """Rows of old classes, say, or pruned entries. Half of the run is a resumed one."""
+    if kind is KFACAdamW and not by_hook:
+        pytest.skip("the docs say to mask the weight itself")
+    model, optimizer = attached(kind)
+    weight, mask = model[-1].weight, torch.ones_like(model[-1].weight)
+    mask[0], mask[1, ::2] = 0, 0
+    before = weight.detach().clone()
+    if by_hook:
+        weight.register_hook(lambda grad: grad * mask)
+    for i in range(12):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if not by_hook:
+            weight.grad *= mask
+        optimizer.step()
+        if i == 6:
+            state = optimizer.state_dict()
+            optimizer = kind(model.parameters())
+            optimizer.attach(model)
+            optimizer.load_state_dict(state)
+    moved = (weight.detach() - before) != 0
+    assert torch.equal(moved, mask.bool())

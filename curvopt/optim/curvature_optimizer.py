@@ -294,11 +294,13 @@ class CurvatureOptimizer(Resumable):
         solved: list[tuple[Stack, Tensor]] = []
         for i, stack, grad in joined:
             update, rate = self._solve(stack, grad, dampings[i]), self.param_groups[i]["lr"] ** 2
+            moves = grad.sign().abs_()  # 0 where masks hold a gradient at zero, else 1
+            update *= moves
             solved.append((stack, update))
             ug, uu, gg = update.dot(grad), update.dot(update), grad.dot(grad)
             weighted = sum((piece.dot(piece) * (more - 1) for piece, more in stack.wide(update)), uu)
             # rows of an embedding that no token asked for have no part in the mean
-            sums.append(torch.stack([ug, uu, gg, uu * rate, weighted, grad.count_nonzero().to(uu)]))
+            sums.append(torch.stack([ug, uu, gg, uu * rate, weighted, moves.sum()]))
         # the sums are divided by the weight of the loss, not the gradients; so are the updates, below
         total, count = self._over_ranks(reduce(torch.add, [each.to(sums[0]) for each in sums])).split([5, 1])
         weight = self._progress["step_weight"].to(total)

@@ -35,6 +35,10 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     such weights smaller by the root of n. So one rate serves narrow and wide layers. Yang & Hu (2021) derive how rates
     of Adam fall with the width.
 
+    Rotated steps move all entries of a weight. Where a hook (``param.register_hook``) masks the gradient, entries that
+    had none so far stay where they are. After a mask that is written as ``param.grad *= mask``, multiply the parameter
+    by it after each step.
+
     Use it as ``KFACSGD``: loop, checkpoints and shared options are alike. There is no damping but ``eps``, and no
     clip: as in Adam, ``lr`` bounds the step.
 
@@ -167,7 +171,8 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
                     for piece, more in stack.wide(step, self._options["wide"]):
                         piece *= more**-0.5
                 moved = [stack.product(step) for stack, step in zip(stacks, steps, strict=True)]
-                for flat, own in zip(after, moved, strict=True):
+                for stack, flat, own in zip(stacks, after, moved, strict=True):
+                    self._hold_masked(stack, own, grads)
                     flat += own.to(flat.dtype)
             finally:
                 for stack, flat in zip(stacks, after, strict=True):
@@ -180,3 +185,13 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
             "grad_norm": gg.sqrt() / self._progress["step_weight"].to(gg),
             "cosine": cosine(-ug, uu, gg),
         }
+
+    def _hold_masked(self, stack: Stack, step: Tensor, grads: dict[Tensor, Tensor]) -> None:
+        """Leave entries where they are for which hooks of their parameter left no gradient so far."""
+        if not any(param._backward_hooks for param in stack.params):
+            return
+        for param, piece in zip(stack.params, stack.split(step), strict=True):
+            if param._backward_hooks:
+                state, moves = self.state[param], grads[param] != 0
+                state["moves"] = torch.logical_or(state["moves"], moves) if "moves" in state else moves
+                piece *= state["moves"]

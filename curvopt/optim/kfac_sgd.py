@@ -16,7 +16,7 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
     ``B ⊗ A`` is a moving average of the weight's block of the Fisher (or GGN) matrix, ``λ`` the damping. ``ν ≤ 1``
     bounds the root mean square of the result. Parameters with one dense factor get ``(B + λ I)⁻¹``, with a diagonal one
     its elementwise inverse; a parameter that the extension does not cover is treated as if it had the mean curvature of
-    the others.
+    the others. Where a gradient is zero, as under a mask, so is the result.
 
     Momentum, Nesterov, param groups, schedulers and ``state_dict`` are those of ``torch.optim.SGD``::
 
