@@ -238,7 +238,8 @@ class CurvatureOptimizer(Resumable):
             self._say(
                 f"outside {missing}",
                 f"takes the mean curvature of other parameters for {missing}, which are of no extended module. Where "
-                "modules were added or replaced, call optimizer.attach(model) (or extend(model)) again.",
+                "modules were added or replaced, call optimizer.attach(model) (or extend(model)) again; for those of a "
+                "loss say optimizer.attach(model, lossfunc).",
             )
         due = self._on_any_rank(unknown) or (progress["stale"] and progress["step"] >= progress["next_inverse"])
         if due:

@@ -26,8 +26,8 @@ class NoCurvature(CurvoptError):
 
 #: How gradients come to be of which no curvature is known.
 WITHOUT_BACKWARD = (
-    "Gradients by torch.autograd.grad or torch.func bring none, and a torch.utils.checkpoint of the whole model needs "
-    "use_reentrant=False."
+    "Gradients by torch.autograd.grad or torch.func bring none, a step inside of the backward (in a hook) comes before "
+    "it, and a torch.utils.checkpoint of the whole model needs use_reentrant=False."
 )
 
 
