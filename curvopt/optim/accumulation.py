@@ -93,6 +93,8 @@ class Curvature:
         ]
 
 
+#: Gradients count as divided by the weight of their loss up to this.
+UNSCALED = 1e-3
 _ZERO = torch.zeros((), device="cpu")  # never changed in place
 
 
@@ -111,6 +113,7 @@ class Collected:
         variables: largest number of variables of a prediction, see `curvopt.core.losses.hessian_root.LossCurvature`.
         mixed: parameters whose curvature had several forms; the first one is kept.
         zeros: the gradients after the last of the backwards and their versions, if they were all zero.
+        norm: of the gradient of a parameter, after the last of the backwards.
         refused: whether a backward had no curvature where there is none so far.
     """
 
@@ -122,13 +125,14 @@ class Collected:
     variables: int = 1
     mixed: set[Tensor] = field(default_factory=set)
     zeros: Zeros = field(default_factory=list)
+    norm: tuple[Tensor, Tensor] | None = None
     refused: bool = False
 
     def add(self, other: "Collected") -> None:
         """Add the curvature of later backwards."""
         self.foreign = max(self.foreign, other.foreign)
         self.variables, self.refused = max(self.variables, other.variables), self.refused or other.refused
-        self.zeros = other.zeros
+        self.zeros, self.norm = other.zeros, other.norm
         self.mixed |= other.mixed
         for param, curvature in other.curvature.items():
             if param not in self.curvature:
@@ -143,6 +147,15 @@ class Collected:
     def loss_was_scaled(self, scale: float) -> None:
         """Learn that the gradients that reach ``step()`` have been divided by the scale of the loss."""
         self.step_weight = self.step_weight / scale
+
+    def loss_was_unscaled(self) -> None:
+        """Learn whether the loop has divided gradients by the weight of the loss: those of a sum by its tokens, say."""
+        param, norm = self.norm or (_ZERO, _ZERO)
+        if param.grad is not None and param.grad.layout == torch.strided:
+            weight = self.step_weight.to(norm)
+            divided = (widened(own_part(param.grad)).norm() / norm * weight - 1).abs() < UNSCALED
+            factor = torch.where(divided, 1 / weight, 1.0)
+            self.step_weight, self.closure_weight = weight * factor, self.closure_weight * factor
 
     def forms(self, params: Sequence[Tensor]) -> dict[int, Any]:
         """Shapes, dtype and index of the input's factor, by index of a parameter that has curvature."""
@@ -262,10 +275,20 @@ class Accumulation:
         if not has_gradients or (zeros and not _are_identical(zeros, last.zeros)):
             self.since_last_step, self.this_context = Collected(), Collected()
 
-    def note_zeros(self, params: Sequence[Tensor]) -> None:
-        """After a backward, once all gradients are there: remember those that are zero though nobody reset them."""
+    def note_gradients(self, params: Sequence[Tensor]) -> None:
+        """After a backward, once all gradients are there: remember a norm, and that all are zero though not reset."""
         if self.this_context is not None and self.this_context.curvature:
             self.this_context.zeros = zero_gradients(params)
+            given = [param for param in params if param.grad is not None and param.grad.layout == torch.strided]
+            if given:
+                self.this_context.norm = given[-1], widened(own_part(given[-1].grad)).norm()  # type: ignore[arg-type]
+
+    def take(self, knows_scale: bool) -> Collected:
+        """The curvature since the last step, for this one; ``knows_scale`` says that nobody else divided gradients."""
+        taken, self.since_last_step = self.since_last_step, Collected()
+        if not knows_scale:
+            taken.loss_was_unscaled()
+        return taken
 
     def drop(self) -> None:
         """Drop all curvature that was collected since the last step."""

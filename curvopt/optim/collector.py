@@ -187,7 +187,7 @@ class CurvatureCollector(OverRanks, ABC):
         context.maximized = bool(self.param_groups[0].get("maximize", False))
         context.loss_reduction, context.largest_block = self._loss_reduction, COUPLED_OUTPUTS
         context.began, context.otherwise = self._drop_discarded, self._otherwise
-        context.ended = lambda: accumulation.note_zeros(self._params())
+        context.ended = lambda: accumulation.note_gradients(self._params())
 
         def is_wanted(leaves: set[Tensor]) -> bool:
             # where none of ours is reached, an error says what to do

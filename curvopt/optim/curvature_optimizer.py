@@ -127,7 +127,7 @@ class CurvatureOptimizer(Resumable):
         if self.adaptive_damping:
             check_adaptive(type(self).__name__, closure)
         loss, objective = (None, None) if closure is None else self._evaluate(closure)
-        collected, self._accumulation.since_last_step = self._accumulation.since_last_step, Collected()
+        collected = self._accumulation.take(self._knows_scale)
         ranks = self._ranks()
         sharding = None if ranks is None else self._sharding()
         grads = {p: p.grad for p in self._params() if p.grad is not None}
@@ -295,8 +295,7 @@ class CurvatureOptimizer(Resumable):
         solved: list[tuple[Stack, Tensor]] = []
         for i, stack, grad in joined:
             update, rate = self._solve(stack, grad, dampings[i]), self.param_groups[i]["lr"] ** 2
-            moves = grad.sign().abs_()  # 0 where masks hold a gradient at zero, else 1
-            update *= moves
+            update *= (moves := grad.sign().abs_())  # 0 where masks hold a gradient at zero, else 1
             solved.append((stack, update))
             ug, uu, gg = update.dot(grad), update.dot(update), grad.dot(grad)
             weighted = sum((piece.dot(piece) * (more - 1) for piece, more in stack.wide(update)), uu)
