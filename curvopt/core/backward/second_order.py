@@ -89,8 +89,13 @@ def second_order(run: BackwardPass, arrived: Mapping[GradientEdge, Tensor]) -> N
         elif isinstance(columns, MonteCarlo):
             drawn = [columns.draw(each.curvature) * each.scale for each in factored]
             if run.counted is not None:
-                drawn = list(map(_or_slopes, drawn, map(_empirical, factored)))
-            column = [cast(each, loss.loss.input.dtype) for each, loss in zip(drawn, factored, strict=True)]
+                drawn = [
+                    _or_slopes(vectors, _signed(run, columns, _empirical(each)))
+                    if isinstance(each.curvature, Diagonal)  # in no other kind is an entry without curvature
+                    else vectors
+                    for each, vectors in zip(factored, drawn, strict=True)
+                ]
+            column = [cast(vectors, each.loss.input.dtype) for each, vectors in zip(factored, drawn, strict=True)]
             _sweep_chunks(run, [each.edge for each in factored], column, extensions, last)
         elif isinstance(columns, Empirical):
             column = [cast(_signed(run, columns, _empirical(each)), each.loss.input.dtype) for each in factored]
@@ -124,7 +129,8 @@ def second_order_of_any_loss(run: BackwardPass, loss: GenericLoss) -> None:
             elif isinstance(columns, MonteCarlo):
                 drawn = [v / columns.samples**0.5 for v in loss.sample(columns.samples, columns.generator)]
                 if run.counted is not None:
-                    drawn = list(map(_or_slopes, drawn, _empirical_of_any_loss(loss)))
+                    slopes = [_signed(run, columns, each) for each in _empirical_of_any_loss(loss)]
+                    drawn = list(map(_or_slopes, drawn, slopes))
                 _sweep_chunks(run, edges, drawn, extensions, False)
             elif isinstance(columns, Empirical):
                 column = [_signed(run, columns, each) for each in _empirical_of_any_loss(loss)]
@@ -253,7 +259,7 @@ def _or_slopes(drawn: Tensor, empirical: Tensor) -> Tensor:
     return torch.where((drawn == 0).all(0), empirical.to(drawn) / len(drawn) ** 0.5, drawn)
 
 
-def _signed(run: BackwardPass, columns: Empirical, column: Tensor) -> Tensor:
+def _signed(run: BackwardPass, columns: Empirical | MonteCarlo, column: Tensor) -> Tensor:
     """A column ``[1, rows, ...]`` with random signs of the rows, where these are no samples."""
     if columns.generator is None or not any(location.is_one_sample for location in run.located.distinct_locations):
         return column
