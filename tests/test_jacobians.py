@@ -529,3 +529,13 @@ def test_slopes_in_blocks():
     assert_close(blocks.diagonal(dim1=-2, dim2=-1).sum() * A.trace(), both.norms2().sum())
     whole = both.output_factor()
     assert_close(blocks[0, 0] / blocks[0, 0].trace(), whole[:3, :3] / whole[:3, :3].trace(), rtol=0.2, atol=0.05)
+
+
+def test_samples_of_a_factor_of_slopes_follow_no_grid():
+    """Of a grid in space and time they are of all times."""
+    right = torch.cartesian_prod(torch.linspace(0, 1, 256), torch.linspace(0, 1, 16)).view(-1, 1, 1, 2)
+    plain = Outer(torch.randn(1, 4096, 1, 1, 3), right, torch.Size([3, 2]))
+    slope = Outer(1e-3 * torch.randn(1, 4096, 1, 1, 2), torch.randn(4096, 1, 1, 3), torch.Size([3, 2]), transposed=True)
+    both = combine([slope, plain])
+    assert isinstance(both, Slopes)
+    assert_close(both.input_factor(), plain.input_factor(), rtol=0.2, atol=0.0)

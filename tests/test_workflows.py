@@ -546,20 +546,22 @@ def test_what_a_mask_freezes_stays(kind: Callable, by_hook: bool) -> None:
 
 @pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, DiagonalNewton])
 @pytest.mark.parametrize("scale", [32, 1024])
-def test_gradients_that_the_loop_divides_are_those_of_the_mean(kind: Callable, scale: int) -> None:
+@pytest.mark.parametrize("classes", [True, False])
+def test_gradients_that_the_loop_divides_are_those_of_the_mean(kind: Callable, classes: bool, scale: int) -> None:
     """A sum over tokens and their number, or a static scale of the loss, in place and not, of one part or two."""
     (model, optimizer), (plain, other) = attached(kind), attached(kind)
+    lossfunc, target = (F.cross_entropy, y) if classes else (F.mse_loss, t)
     for i in range(6):
         optimizer.zero_grad()
         for part in (slice(0, 12), slice(12, 32)) if i % 2 else (slice(0, 32),):
-            loss = F.cross_entropy(model(x[part]), y[part], reduction="sum")
-            (scale / 32 * loss).backward()
+            loss = lossfunc(model(x[part]), target[part], reduction="sum")
+            (scale * loss / (32 if classes else 96)).backward()
         for p in model.parameters():
             assert p.grad is not None
             p.grad = p.grad / scale if i < 3 else p.grad.mul_(1 / scale)
         optimizer.step()
-        step(plain, other, lambda z: F.cross_entropy(z, y))
+        step(plain, other, lambda z: lossfunc(z, target))
         if i == 0:
             torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-5, atol=1e-6)
-    ends = [F.cross_entropy(net(x), y) for net in (model, plain)]
+    ends = [lossfunc(net(x), target) for net in (model, plain)]
     torch.testing.assert_close(*ends, rtol=0.02, atol=0.0)  # their samples are drawn in other parts

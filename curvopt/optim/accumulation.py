@@ -113,7 +113,7 @@ class Collected:
         variables: largest number of variables of a prediction, see `curvopt.core.losses.hessian_root.LossCurvature`.
         mixed: parameters whose curvature had several forms; the first one is kept.
         zeros: the gradients after the last of the backwards and their versions, if they were all zero.
-        norm: of the gradient of a parameter, after the last of the backwards.
+        norm: of the gradients of some parameters, after the last of the backwards.
         refused: whether a backward had no curvature where there is none so far.
     """
 
@@ -125,7 +125,7 @@ class Collected:
     variables: int = 1
     mixed: set[Tensor] = field(default_factory=set)
     zeros: Zeros = field(default_factory=list)
-    norm: tuple[Tensor, Tensor] | None = None
+    norm: tuple[list[Tensor], Tensor] | None = None
     refused: bool = False
 
     def add(self, other: "Collected") -> None:
@@ -148,14 +148,22 @@ class Collected:
         """Learn that the gradients that reach ``step()`` have been divided by the scale of the loss."""
         self.step_weight = self.step_weight / scale
 
-    def loss_was_unscaled(self) -> None:
-        """Learn whether the loop has divided gradients by the weight of the loss: those of a sum by its tokens, say."""
-        param, norm = self.norm or (_ZERO, _ZERO)
-        if param.grad is not None and param.grad.layout == torch.strided:
-            weight = self.step_weight.to(norm)
-            divided = (widened(own_part(param.grad)).norm() / norm * weight - 1).abs() < UNSCALED
-            factor = torch.where(divided, 1 / weight, 1.0)
-            self.step_weight, self.closure_weight = weight * factor, self.closure_weight * factor
+    def loss_was_unscaled(self, knows_scale: bool) -> None:
+        """Learn whether the loop has divided gradients by the weight of the loss: those of a sum by its tokens, say.
+
+        Args:
+            knows_scale: whether a ``GradScaler`` has divided them, too.
+        """
+        if self.norm is None or knows_scale:
+            return
+        params, norm = self.norm
+        now = _norm(params)
+        if now is not None:
+            weight = self.step_weight.to(norm) * now / norm
+            close = max(UNSCALED, *(2 * torch.finfo(param.dtype).eps for param in params))
+            # a mean over several variables of a prediction weighs less than 1
+            divided = ((weight - 1).abs() < close) | ((weight * self.variables - 1).abs() < close)
+            self.step_weight = torch.where(divided, weight, self.step_weight.to(weight))
 
     def forms(self, params: Sequence[Tensor]) -> dict[int, Any]:
         """Shapes, dtype and index of the input's factor, by index of a parameter that has curvature."""
@@ -186,7 +194,7 @@ class Collected:
             sums += own.sums
             weights.append(own.weight.to(torch.float64))
         weight, step_weight, closure_weight, *of_params = ranks.mean(weights)
-        result = Collected({}, weight, step_weight, closure_weight, variables=self.variables)
+        result = Collected({}, weight, step_weight, closure_weight, variables=self.variables, norm=self.norm)
         means = iter(ranks.mean(sums, chosen))
         for (i, (shapes, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
             result.curvature[params[i]] = Curvature([next(means) for _ in shapes], of_input, mean_weight)
@@ -279,16 +287,9 @@ class Accumulation:
         """After a backward, once all gradients are there: remember a norm, and that all are zero though not reset."""
         if self.this_context is not None and self.this_context.curvature:
             self.this_context.zeros = zero_gradients(params)
-            given = [param for param in params if param.grad is not None and param.grad.layout == torch.strided]
-            if given:
-                self.this_context.norm = given[-1], widened(own_part(given[-1].grad)).norm()  # type: ignore[arg-type]
-
-    def take(self, knows_scale: bool) -> Collected:
-        """The curvature since the last step, for this one; ``knows_scale`` says that nobody else divided gradients."""
-        taken, self.since_last_step = self.since_last_step, Collected()
-        if not knows_scale:
-            taken.loss_was_unscaled()
-        return taken
+            given = [param for param in params if param.grad is not None]
+            norm = _norm(given)
+            self.this_context.norm = None if norm is None else (given, norm)
 
     def drop(self) -> None:
         """Drop all curvature that was collected since the last step."""
@@ -314,6 +315,15 @@ def nothing_received(who: str, foreign: int) -> CurvoptError:
 def has_gradients(params: Iterable[Tensor]) -> bool:
     """Whether any parameter has a gradient."""
     return any(param.grad is not None for param in params)
+
+
+def _norm(params: Sequence[Tensor]) -> Tensor | None:
+    """Of all gradients (this rank's shards) together; ``None`` where one is missing or sparse."""
+    grads = [own_part(param.grad) for param in params if param.grad is not None]
+    if not grads or len(grads) < len(params) or any(grad.layout != torch.strided for grad in grads):
+        return None
+    norms = torch._foreach_norm(grads, dtype=torch.promote_types(grads[0].dtype, torch.float32))  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack([norm.to(norms[0]) for norm in norms]).norm()
 
 
 def zero_gradients(params: Iterable[Tensor]) -> Zeros:

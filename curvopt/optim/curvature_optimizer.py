@@ -127,7 +127,7 @@ class CurvatureOptimizer(Resumable):
         if self.adaptive_damping:
             check_adaptive(type(self).__name__, closure)
         loss, objective = (None, None) if closure is None else self._evaluate(closure)
-        collected = self._accumulation.take(self._knows_scale)
+        collected, self._accumulation.since_last_step = self._accumulation.since_last_step, Collected()
         ranks = self._ranks()
         sharding = None if ranks is None else self._sharding()
         grads = {p: p.grad for p in self._params() if p.grad is not None}
@@ -210,6 +210,7 @@ class CurvatureOptimizer(Resumable):
         progress = self._progress
         if self._on_any_rank(accepted):
             progress["stale"], progress["refused"] = True, False
+            collected.loss_was_unscaled(self._knows_scale)
             progress |= {name: getattr(collected, name) for name in ("step_weight", "closure_weight", "variables")}
             accepted = self._settle(accepted, collected)
             decays = self._decays()
@@ -237,9 +238,8 @@ class CurvatureOptimizer(Resumable):
             missing = listed([name for p, name in self._names().items() if p in outside])
             self._say(
                 f"outside {missing}",
-                f"takes the mean curvature of other parameters for {missing}, which are of no extended module. Where "
-                "modules were added or replaced, call optimizer.attach(model) (or extend(model)) again; for those of a "
-                "loss say optimizer.attach(model, lossfunc).",
+                f"takes the mean curvature of other parameters for {missing}, which are of no extended module. Call "
+                "attach(model) again where modules were added or replaced, attach(model, loss) for those of a loss.",
             )
         due = self._on_any_rank(unknown) or (progress["stale"] and progress["step"] >= progress["next_inverse"])
         if due:

@@ -273,7 +273,7 @@ class Sharding:
         parts = iter(self.exchange([*kinds], outgoing, incoming))
         for i, (shapes, _, of_input) in forms.items():
             self.kinds[self.params[i]] = kind_of(len(shapes[0]), of_input is not None)
-        result = Collected({}, weight, step_weight, closure_weight, variables=collected.variables)
+        result = Collected({}, weight, step_weight, closure_weight, variables=collected.variables, norm=collected.norm)
         for (i, (shapes, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
             p = self.params[i]
             if self.owns(p):

@@ -19,7 +19,7 @@ from curvopt.core.jacobians.base import Approx
 from curvopt.core.jacobians.outer import Outer, concatenated
 from curvopt.core.jacobians.second_moments import in_blocks
 
-#: The factor of the right side of `Slopes` is of so many samples, or up to twice as many, if there are more.
+#: The factor of the right side of `Slopes` is of so many samples if there are twice as many or more.
 ENOUGH_SAMPLES = 256
 
 
@@ -28,8 +28,8 @@ class Slopes(Outer):
 
     Both are positions of the weight, but differ by orders of magnitude, so that means over all of them say little.
     Factors are those of the nearest Kronecker product (Van Loan & Pitsianis 1993): ``B = sum_n G_n A G_n^T`` and
-    ``A = sum_n G_n^T B G_n`` in two turns for the products ``G_n`` of the samples. Of many samples A takes some, spread
-    evenly; the last B takes all. A has the trace of the second moment of the layer's inputs, ``B ⊗ A`` that of the
+    ``A = sum_n G_n^T B G_n`` in two turns for the products ``G_n`` of the samples. Of many samples A takes some; the
+    last B takes all. A has the trace of the second moment of the layer's inputs, ``B ⊗ A`` that of the
     exact block.
     """
 
@@ -71,7 +71,7 @@ class Slopes(Outer):
         left, right = self.left[0, :, 0], self.right[:, 0]  # [N, S, F]
         of_left = left @ left.mT
         several = min(self.O, self.I) > 1  # else it is exact
-        some = slice(None, None, max(self.N // ENOUGH_SAMPLES, 1) if several else 1)
+        some = _some(self.N, left.device) if several and self.N >= 2 * ENOUGH_SAMPLES else slice(None)
         A = _moment(right[some], of_left[some], limit)
         if several:
             B = _moment(left[some], _gram(right[some], _sized(A)), limit)
@@ -81,6 +81,11 @@ class Slopes(Outer):
         exact = (of_left * (right @ right.mT)).sum()
         self._factors[limit] = _sized(B, exact / torch.where(self.size > 0, self.size, 1)), A
         return self._factors[limit]
+
+
+def _some(N: int, device: torch.device) -> Tensor:
+    """Indices of samples, the same ones each time, that follow no pattern such as the rows of a grid."""
+    return torch.randperm(N, device="cpu", generator=torch.Generator().manual_seed(0))[:ENOUGH_SAMPLES].to(device)
 
 
 def _moment(rows: Tensor, weights: Tensor, limit: int | None) -> Tensor:
