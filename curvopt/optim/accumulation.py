@@ -93,7 +93,7 @@ class Curvature:
         ]
 
 
-#: Gradients count as divided by the weight of their loss up to this.
+#: Gradients count as divided by the weight of their loss if that is so up to this relative error.
 UNSCALED = 1e-3
 _ZERO = torch.zeros((), device="cpu")  # never changed in place
 

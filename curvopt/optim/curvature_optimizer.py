@@ -345,15 +345,15 @@ class CurvatureOptimizer(Resumable):
     def metrics(self) -> dict[str, float | Tensor]:
         """Numbers of the last step; tensors ``[]`` stay on the device until you read them.
 
-        ``rms``: root mean square that ``rms_clip`` bounds, after clipping. ``clip_factor``: 1 if not clipped.
-        ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss. ``cosine``: between
-        gradient and preconditioned gradient. ``damping``: of the first group. ``fallbacks``: matrices that needed more
-        than the usual factorisation at the last renewal. ``condition``: largest condition number of a damped factor
-        (in the 1-norm) there, where factors are inverted. ``new_bases``: eigenbases that were computed when the
-        bases were last checked, where the optimizer uses them. ``reduction_ratio``: last one of ``adaptive_damping``,
-        nan if no decrease was predicted. ``KFACAdamW`` has no damping and no clip; its ``step_norm`` and ``cosine`` are
-        those of the whole step. ``skipped``: number of steps that were skipped by ``on_nonfinite="skip"``.
-        ``empirical``: 1 where the loss had no curvature of the kind that is asked for.
+        ``rms``: root mean square that ``rms_clip`` bounds, after clipping. ``clip_factor``: 1 if not clipped, more
+        without any curvature. ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss.
+        ``cosine``: between gradient and preconditioned gradient. ``damping``: of the first group. ``fallbacks``:
+        matrices that needed more than the usual factorisation at the last renewal. ``condition``: largest condition
+        number of a damped factor (in the 1-norm) there, where factors are inverted. ``new_bases``: eigenbases that were
+        computed when the bases were last checked, where the optimizer uses them. ``reduction_ratio``: last one of
+        ``adaptive_damping``, nan if no decrease was predicted. ``KFACAdamW`` has no damping and no clip; its
+        ``step_norm`` and ``cosine`` are those of the whole step. ``skipped``: number of steps that were skipped by
+        ``on_nonfinite="skip"``. ``empirical``: 1 where the loss had no curvature of the kind that is asked for.
         """
         empirical = self._progress["empirical"] and not self._wants_empirical()
         return self._metrics | ({"empirical": 1.0} if empirical else {})

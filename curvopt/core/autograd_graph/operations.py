@@ -135,7 +135,7 @@ LAST_OF_LOSSES = frozenset(["BINARYCROSSENTROPY", "LOG", "LOG1P", "SQRT"])
 BATCH_NORMS = frozenset(
     name for name, operation in OPERATIONS.items() if operation.batch_axis in ("batch_norm", "sync_batch_norm")
 )
-#: Recurrent cells in one operation, as GPUs have them.
+#: `torch.nn.LSTMCell` and `torch.nn.GRUCell` in one operation, as GPUs compute them.
 FUSED_CELLS = frozenset(name for name, operation in OPERATIONS.items() if operation.batch_axis == "cell")
 #: Losses that have the samples along axis 1.
 TIME_FIRST = frozenset(["CTCLOSS", "CUDNNCTCLOSS"])

@@ -87,16 +87,8 @@ def second_order(run: BackwardPass, arrived: Mapping[GradientEdge, Tensor]) -> N
         if isinstance(columns, Exact):
             _exact(run, factored, extensions, last)
         elif isinstance(columns, MonteCarlo):
-            drawn = [columns.draw(each.curvature) * each.scale for each in factored]
-            if run.counted is not None:
-                drawn = [
-                    _or_slopes(vectors, _signed(run, columns, _empirical(each)))
-                    if isinstance(each.curvature, Diagonal)  # in no other kind is an entry without curvature
-                    else vectors
-                    for each, vectors in zip(factored, drawn, strict=True)
-                ]
-            column = [cast(vectors, each.loss.input.dtype) for each, vectors in zip(factored, drawn, strict=True)]
-            _sweep_chunks(run, [each.edge for each in factored], column, extensions, last)
+            drawn = [cast(_sampled(run, columns, each), each.loss.input.dtype) for each in factored]
+            _sweep_chunks(run, [each.edge for each in factored], drawn, extensions, last)
         elif isinstance(columns, Empirical):
             column = [cast(_signed(run, columns, _empirical(each)), each.loss.input.dtype) for each in factored]
             if columns.scaled:
@@ -246,6 +238,14 @@ def _empirical(loss: FactoredLoss) -> Tensor:
     # a prediction that weighs nothing has no gradient, either
     factors = 1 / weights.clamp(min=torch.finfo(weights.dtype).tiny).sqrt()
     return (loss.loss.slope(loss.grad) * factors).unsqueeze(0)
+
+
+def _sampled(run: BackwardPass, columns: MonteCarlo, loss: FactoredLoss) -> Tensor:
+    """Random columns ``[V, ...]``; for optimizers with the gradient of outputs in which the loss is linear."""
+    drawn = columns.draw(loss.curvature) * loss.scale
+    if run.counted is None or not isinstance(loss.curvature, Diagonal):  # no other kind has outputs without curvature
+        return drawn
+    return _or_slopes(drawn, _signed(run, columns, _empirical(loss)))
 
 
 def _empirical_of_any_loss(loss: GenericLoss) -> list[Tensor]:

@@ -28,8 +28,8 @@ class Slopes(Outer):
 
     Both are positions of the weight, but differ by orders of magnitude, so that means over all of them say little.
     Factors are those of the nearest Kronecker product (Van Loan & Pitsianis 1993): ``B = sum_n G_n A G_n^T`` and
-    ``A = sum_n G_n^T B G_n`` in two turns for the products ``G_n`` of the samples. Of many samples A takes some; the
-    last B takes all. A has the trace of the second moment of the layer's inputs, ``B ⊗ A`` that of the
+    ``A = sum_n G_n^T B G_n`` in two turns for the products ``G_n`` of the samples. Of many samples A takes
+    `ENOUGH_SAMPLES`, the last B all. A has the trace of the second moment of the layer's inputs, ``B ⊗ A`` that of the
     exact block.
     """
 

@@ -58,15 +58,16 @@ def is_bias(node: Node, position: int, p: Tensor) -> bool:
     return name == "ConvolutionBackward0" and position == 2
 
 
+#: Operands of a fused recurrent cell: the products of input and state with their weights, the state, and two biases.
+_FIRST_BIAS = 3
+
+
 def product_in_cell(node: Node, position: int) -> Place | None:
-    """The product to which a fused recurrent cell (on GPUs) adds an operand first, if that is a bias of it."""
+    """The product to which a fused recurrent cell adds an operand; ``None`` if that is not a bias of such a cell."""
     if operation(node) not in FUSED_CELLS or position < _FIRST_BIAS:
         return None
-    product, output_nr = node.next_functions[position - _FIRST_BIAS]  # its operands: two products, a state, two biases
+    product, output_nr = node.next_functions[position - _FIRST_BIAS]
     return None if product is None else (product, output_nr)
-
-
-_FIRST_BIAS = 3
 
 
 def shape_among(node: Node, shape: torch.Size) -> torch.Size:
