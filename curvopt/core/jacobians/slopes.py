@@ -18,8 +18,9 @@ from torch import Tensor
 from curvopt.core.jacobians.base import Approx
 from curvopt.core.jacobians.outer import Outer, concatenated
 from curvopt.core.jacobians.second_moments import in_blocks
+from curvopt.core.jacobians.sums import widened
 
-#: The factor of the right side of `Slopes` is of so many samples if there are twice as many or more.
+#: `Slopes` compute A of so many samples if there are twice as many or more, and the last B of twice as many.
 ENOUGH_SAMPLES = 256
 
 
@@ -28,9 +29,9 @@ class Slopes(Outer):
 
     Both are positions of the weight, but differ by orders of magnitude, so that means over all of them say little.
     Factors are those of the nearest Kronecker product (Van Loan & Pitsianis 1993): ``B = sum_n G_n A G_n^T`` and
-    ``A = sum_n G_n^T B G_n`` in two turns for the products ``G_n`` of the samples. Of many samples A takes
-    `ENOUGH_SAMPLES`, the last B all. A has the trace of the second moment of the layer's inputs, ``B ⊗ A`` that of the
-    exact block.
+    ``A = sum_n G_n^T B G_n`` in two turns for the products ``G_n`` of the samples. Of many samples some are drawn, see
+    `ENOUGH_SAMPLES`. A has the trace of the second moment of the layer's inputs, ``B ⊗ A`` that of the exact block of
+    all samples.
     """
 
     #: Trace of the right side's factor.
@@ -70,22 +71,34 @@ class Slopes(Outer):
             return self._factors[limit]
         left, right = self.left[0, :, 0], self.right[:, 0]  # [N, S, F]
         of_left = left @ left.mT
+        squares = (of_left * (right @ right.mT)).sum((1, 2))  # ||G_n||^2
         several = min(self.O, self.I) > 1  # else it is exact
-        some = _some(self.N, left.device) if several and self.N >= 2 * ENOUGH_SAMPLES else slice(None)
-        A = _moment(right[some], of_left[some], limit)
+        enough = ENOUGH_SAMPLES if several else self.N
+        (some, share), (more, share_of_more) = _drawn(squares, enough), _drawn(squares, 2 * enough)
+        A = _moment(right[some], of_left[some] * share, limit)
         if several:
-            B = _moment(left[some], _gram(right[some], _sized(A)), limit)
-            A = _moment(right[some], _gram(left[some], _sized(B)), limit)
+            B = _moment(left[some], _gram(right[some], _sized(A)) * share, limit)
+            A = _moment(right[some], _gram(left[some], _sized(B)) * share, limit)
         A = _sized(_symmetric(A), self.size)
-        B = _symmetric(_moment(left, _gram(right, A), limit))
-        exact = (of_left * (right @ right.mT)).sum()
-        self._factors[limit] = _sized(B, exact / torch.where(self.size > 0, self.size, 1)), A
+        B = _symmetric(_moment(left[more], _gram(right[more], A) * share_of_more, limit))
+        self._factors[limit] = _sized(B, squares.sum() / torch.where(self.size > 0, self.size, 1)), A
         return self._factors[limit]
 
 
-def _some(N: int, device: torch.device) -> Tensor:
-    """Indices of samples, the same ones each time, that follow no pattern such as the rows of a grid."""
-    return torch.randperm(N, device="cpu", generator=torch.Generator().manual_seed(0))[:ENOUGH_SAMPLES].to(device)
+def _drawn(squares: Tensor, number: int) -> tuple[Tensor | slice, Tensor | float]:
+    """Indices of samples drawn by their squared norms, the same ones each time, and weights that make up for that.
+
+    So few points of a boundary that weigh much are there, and a grid of points leaves no pattern.
+    """
+    if len(squares) < 2 * number:
+        return slice(None), 1.0
+    dtype = squares.dtype
+    squares = widened(squares).clamp(min=torch.finfo(torch.float32).tiny)  # rounding may make them negative
+    ends = squares.cumsum(0)
+    step = ends[-1] / number
+    places = torch.arange(number) + torch.rand(number, device="cpu", generator=torch.Generator().manual_seed(0))
+    drawn = torch.searchsorted(ends, places.to(ends) * step).clamp(max=len(squares) - 1)
+    return drawn, (step / squares[drawn]).to(dtype).view(-1, 1, 1)
 
 
 def _moment(rows: Tensor, weights: Tensor, limit: int | None) -> Tensor:
