@@ -691,6 +691,42 @@ def numbers_of_graphs(make: Make) -> Iterator[float]:
     return minimise(make, Energies(), lambda model: F.mse_loss(model(atoms, graph), energies))
 
 
+@workflow("Energies and forces of molecules, which are derivatives of the energy")
+def forces(make: Make) -> Iterator[float]:
+    class Energies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kind, self.out = nn.Embedding(3, 16), mlp(16, 32, 1)
+            self.filter = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 16))
+
+        def forward(self, kinds: Tensor, places: Tensor, molecule: Tensor) -> tuple[Tensor, Tensor]:
+            places = places.requires_grad_()
+            a, b = pairs_of(molecule)
+            distances = (places[a] - places[b]).norm(dim=1, keepdim=True)
+            near = (-4 * (distances - torch.linspace(0, 4, 8)).square()).exp()
+            atoms = self.kind(kinds).index_add(0, a, self.filter(near) * self.kind(kinds)[b])
+            energies = torch.zeros(8).index_add(0, molecule, self.out(atoms)[:, 0])
+            return energies, -torch.autograd.grad(energies.sum(), places, create_graph=True)[0]
+
+    def pairs_of(molecule: Tensor) -> tuple[Tensor, Tensor]:
+        alike = (molecule[:, None] == molecule) & ~torch.eye(len(molecule), dtype=torch.bool)
+        return alike.nonzero().unbind(1)
+
+    kinds, places, molecule = torch.randint(3, (40,)), 1.2 * torch.randn(40, 3), torch.arange(40) % 8
+    with torch.enable_grad():
+        places.requires_grad_()
+        a, b = pairs_of(molecule)
+        bonds = -(-((places[a] - places[b]).norm(dim=1) - 1.5).square()).exp() / 2
+        (slopes,) = torch.autograd.grad(bonds.sum(), places)
+    energies = torch.zeros(8).index_add(0, molecule[a], bonds.detach())
+
+    def loss(model: nn.Module) -> Tensor:
+        energy, force = model(kinds, places.detach(), molecule)
+        return F.mse_loss(energy, energies) + 10 * F.mse_loss(force, -slopes)
+
+    return minimise(make, Energies(), loss)
+
+
 @workflow("Picture of splats, a model without inputs")
 def splats(make: Make) -> Iterator[float]:
     class Picture(nn.Module):

@@ -17,7 +17,7 @@ from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 MARKS = {
     "e": "takes the empirical quantity",
     "p": "takes plain gradients",
-    "o": "takes a batch as one sample",
+    "o": "as one sample",
 }
 
 

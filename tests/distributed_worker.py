@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from curvopt import CurvoptError, backpack, extend
 from curvopt.extensions import BatchGrad
@@ -285,17 +286,28 @@ def parameters_that_some_ranks_do_not_use() -> None:
         assert_alike(together)
 
 
+class Reentrant(nn.Sequential):
+    """Has a layer that may be called inside of a backward, where no samples are known."""
+
+    def forward(self, x: Tensor, reentrant: bool) -> Tensor:
+        h = self[0](x)
+        return self[2](checkpoint(self[1], h, use_reentrant=True) if reentrant else self[1](h))
+
+
 @check
 def samples_that_are_not_known_on_all_or_some_ranks() -> None:
-    for unclear, covered in ((True, False), (dist.get_rank() == 0, True)):
-        run = Run(SAMPLED["KFACAdamW"], net=lambda: nn.Linear(36, 5).double())
+    first = dist.get_rank() == 0
+    for reentrant, alone, covered in ((True, False, False), (first, False, True), (False, first, True)):
+        make = lambda: Reentrant(nn.Linear(36, 7), nn.Tanh(), nn.Linear(7, 5)).double()  # noqa: E731
+        run = Run(SAMPLED["KFACAdamW"], net=make)
         run.optimizer.attach(run.model)
         for step in range(6):
             x, y = own(step)
+            x = x.flatten(1)
             run.optimizer.zero_grad()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                run.lossfunc(run.model(x[0].flatten() if unclear else x.flatten(1)), y[0] if unclear else y).backward()
+                run.lossfunc(run.model(x[0] if alone else x, reentrant), y[0] if alone else y).backward()
             run.optimizer.step()
         assert_alike(run)
         assert ("none" not in run.optimizer.coverage().values()) == covered, run.optimizer.coverage()

@@ -42,10 +42,33 @@ def test_rows_that_a_model_is_called_with_one_by_one_are_one_batch(kind: Callabl
     torch.testing.assert_close(list(model.parameters()), list(stacked.parameters()), rtol=1e-5, atol=1e-6)
 
 
+def without_samples(model: nn.Module) -> Tensor:
+    """A loss with layers that are called inside of a backward."""
+    return F.cross_entropy(model[2](checkpoint(model[1], model[0](x), use_reentrant=True)), y)
+
+
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+def test_a_call_without_a_batch_axis_is_one_sample(kind: Callable) -> None:
+    """The rows of a later call are samples again."""
+
+    def trained(*rows: int | slice) -> list[Tensor]:
+        model, optimizer = attached(kind)
+        for own in (*rows, slice(None)):
+            optimizer.zero_grad()
+            F.mse_loss(model(x[own])[..., :1], x[own][..., :1]).backward()
+            optimizer.step()
+        assert "none" not in optimizer.coverage().values()
+        return list(model.parameters())
+
+    with pytest.warns(CurvoptWarning, match="without a batch axis.*takes each batch as one sample"):
+        found = trained(*range(6))
+    torch.testing.assert_close(found, trained(*[slice(n, n + 1) for n in range(6)]))
+
+
 @pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
 def test_without_samples_gradients_are_taken_as_they_are_until_a_backward_has_some(kind: Callable) -> None:
     model, optimizer = attached(kind)
-    with pytest.warns(CurvoptWarning, match="takes plain gradients until a backward has curvature.*unsqueeze"):
+    with pytest.warns(CurvoptWarning, match="takes plain gradients until a backward has curvature.*use_reentrant"):
         for n in range(4):
             if n == 2:  # a resumed run goes on alike
                 state = optimizer.state_dict()
@@ -53,7 +76,7 @@ def test_without_samples_gradients_are_taken_as_they_are_until_a_backward_has_so
                 optimizer.attach(model)
                 optimizer.load_state_dict(state)
             optimizer.zero_grad()
-            F.cross_entropy(model(x[0]), y[0]).backward()
+            without_samples(model).backward()
             before = [p.detach().clone() for p in model.parameters()]
             optimizer.step()
             for p, old in zip(model.parameters(), before, strict=True):
@@ -68,7 +91,7 @@ def test_reentrant_checkpoints_of_layers_do_not_stop_a_training() -> None:
     with pytest.warns(CurvoptWarning, match="takes plain gradients.*use_reentrant=False"):
         for _ in range(30):
             optimizer.zero_grad()
-            loss = F.cross_entropy(model[2](checkpoint(model[1], model[0](x), use_reentrant=True)), y)
+            loss = without_samples(model)
             loss.backward()
             optimizer.step()
     assert loss.item() < 0.5
@@ -110,7 +133,7 @@ def test_where_no_backward_has_curvature_it_is_tried_less_and_less_often(monkeyp
     monkeypatch.setattr(optimizer, "_otherwise", refused)
     for _ in range(60):
         optimizer.zero_grad()
-        F.cross_entropy(model(x[0]), y[0]).backward()
+        without_samples(model).backward()
         optimizer.step()
     assert tried == {0, 1, 2, 4, 8, *range(15, 60, 7)}
     for _ in range(20):
@@ -126,7 +149,7 @@ def test_backwards_with_and_without_samples_in_turn_have_curvature() -> None:
         optimizer.attach(model)
         for n in range(40):
             optimizer.zero_grad()
-            F.cross_entropy(*((model(x), y) if (n + offset) % 2 else (model(x[0]), y[0]))).backward()
+            (F.cross_entropy(model(x), y) if (n + offset) % 2 else without_samples(model)).backward()
             optimizer.step()
         assert "none" not in optimizer.coverage().values()
         assert all(last > 10 for last in optimizer.state_dict()["curvature"]["refreshed"])
@@ -140,7 +163,7 @@ def test_backwards_with_and_without_samples_in_turn_have_curvature() -> None:
 def test_a_resumed_run_without_curvature_does_not_go_on_silently() -> None:
     model, optimizer = attached(KFACSGD)
     with pytest.warns(CurvoptWarning, match="takes plain gradients"):
-        F.cross_entropy(model(x[0]), y[0]).backward()
+        without_samples(model).backward()
     optimizer.step()
     resumed = KFACSGD(model.parameters())
     resumed.load_state_dict(optimizer.state_dict())
@@ -152,7 +175,7 @@ def test_a_resumed_run_without_curvature_does_not_go_on_silently() -> None:
 def test_a_backward_without_samples_leaves_those_of_later_ones_in_a_context_alone() -> None:
     model, optimizer = attached(KFACSGD)
     with optimizer.curvature():
-        F.cross_entropy(model(x[0]), y[0]).backward()
+        without_samples(model).backward()
         F.cross_entropy(model(x), y).backward()
     optimizer.step()
     assert "none" not in optimizer.coverage().values()

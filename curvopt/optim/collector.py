@@ -96,7 +96,8 @@ class CurvatureCollector(OverRanks, ABC):
         second derivative), the optimizer warns once and takes the empirical quantity, the second moments of the
         samples' gradients, until ``attach()`` is called again; ``coverage()`` and ``metrics()`` say so. A loss that is
         linear in a batch (Huber, far from the targets) gets the empirical quantity for that batch only. Where it is not
-        clear what a sample is, it warns, too, and takes the curvature it has, or plain gradients without any.
+        clear what a sample is, it warns, too, and takes the batch as one. Where no output of the model leads to the
+        loss, it takes the curvature it has, or plain gradients without any.
 
         Args:
             model: is extended.

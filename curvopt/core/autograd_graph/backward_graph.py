@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 Operand = tuple[Node, int]  # an operation, and the position of one of its operands
-_Where = Literal["first", "axis", "rows"] | tuple[int, ...] | None
+_Where = Literal["first", "axis", "rows", "none"] | tuple[int, ...] | None
 
 
 class CallInGraph:
@@ -95,9 +95,9 @@ class CallInGraph:
             place = edge.node, edge.output_nr
             layout = location.axes.layouts.get(place)
             if isinstance(layout, Layout):
-                if self.single and location.N == 1:
-                    return False  # a shared call, whose samples are separated where its output gets a batch axis
-                if self.single:
+                if self.single and not location.is_one_sample:
+                    if location.N == 1:
+                        return False  # a shared call, whose samples are separated where its output gets a batch axis
                     raise no_batch_axis(self.call)
                 self.rule.check_input(self.call)
                 found[index] = layout
@@ -117,6 +117,8 @@ class CallInGraph:
         """The place of the samples of an output, for the rule; ``None`` where the rule cannot take them."""
         if self.rule.sample_by_sample:
             return None
+        if self.single:
+            return "none"
         edge, wanted = self.edges[index], self.rule.output_axis(self.call, index)
         shape = shape_of(edge.node, edge.output_nr)
         axis = axis_of(shape, layout)

@@ -85,14 +85,19 @@ def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False, ma
     """Read the graph behind some nodes, and find out where the samples are in it, see `locate`.
 
     Where that is refused or slow, models that allow it (`Model.seeks_axis`) get their other batch axis if it is better,
-    or else have one sample in a batch.
+    or else have one sample in a batch; after a refusal in this one alone.
 
     Raises:
         CurvoptError: where that is not clear, or the results would be wrong.
     """
+    graph = read_graph(roots)
+    models = {call.model for call, _ in graph.model_calls}
+    for model in models:
+        if model.is_refused:
+            model.is_one_sample = model.is_refused = False
     refusal, located, slow = None, None, {}
     try:
-        located = _read_and_locate(roots, appends_single_rows, may_be_one)
+        located = _locate(graph, appends_single_rows, may_be_one)
         slow = _slow_calls(located)
     except EmptyBatch:
         raise
@@ -101,9 +106,11 @@ def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False, ma
     costly = _costly(located, slow) if located is not None and may_be_one else {}
     found = None
     if slow or refusal is not None:
-        found = _along_other_axis(roots, appends_single_rows, slow)
-    if found is None and located is not None and costly:
+        found = _along_other_axis(roots, appends_single_rows, slow or models, by_cost=bool(slow))
+    if found is None and costly:
         found = _as_one_sample(located, roots, appends_single_rows, costly)
+    elif found is None and refusal is not None and may_be_one:
+        found = _as_one_sample(None, roots, appends_single_rows, dict.fromkeys(models, refusal))
     if found is not None:
         return found
     if located is None:
@@ -114,29 +121,29 @@ def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False, ma
 
 
 def _along_other_axis(
-    roots: Sequence[Node], appends_single_rows: bool, slow: Collection[Model | None]
+    roots: Sequence[Node], appends_single_rows: bool, called: Collection[Model | None], by_cost: bool
 ) -> LocatedGraph | None:
     """With the samples along axis 1 in place of 0, or back, of the models that allow that; ``None`` if no better.
 
     Args:
         roots: of the backward.
         appends_single_rows: see `locate`.
-        slow: the models to which that may happen; all that were called, if there are none.
+        called: the models to which that may happen.
+        by_cost: whether that is because they are slow.
     """
-    called = slow or {call.model for call, _ in read_graph(roots).model_calls}
     models = {model for model in called if model is not None and model.seeks_axis}
     if not models:
         return None
     for model in models:
         model.batch_axis = 1 - model.batch_axis
     try:
-        located = _read_and_locate(roots, appends_single_rows, False)
+        located = _locate(read_graph(roots), appends_single_rows, False)
         found = not _slow_calls(located) and all(location.N > 1 for location in located.locations.values())
     except CurvoptError:
         found = False
     for model in models:
         if not found:
-            model.batch_axis, model.seeks_axis = 1 - model.batch_axis, not (slow and model.warned)
+            model.batch_axis, model.seeks_axis = 1 - model.batch_axis, not (by_cost and model.warned)
         elif model.batch_axis and not model.warned:
             model.warned = True
             warnings.warn(
@@ -158,28 +165,45 @@ def _costly(located: LocatedGraph, slow: Mapping[Model | None, CallInGraph]) -> 
 
 
 def _as_one_sample(
-    located: LocatedGraph, roots: Sequence[Node], appends_single_rows: bool, costly: Mapping[Model, CallInGraph]
+    located: LocatedGraph | None,
+    roots: Sequence[Node],
+    appends_single_rows: bool,
+    why: Mapping[Model, CallInGraph | CurvoptError],
 ) -> LocatedGraph | None:
-    """With each batch of some models as one sample, whose rows are shared positions; ``None`` if that is no better."""
-    for model in costly:
+    """With each batch of some models as one sample, whose rows are shared positions; ``None`` if that is no better.
+
+    Args:
+        located: with a row as a sample, if that is clear.
+        roots: of the backward.
+        appends_single_rows: see `locate`.
+        why: by model, the call that costs much row by row, or why rows are no samples.
+    """
+    models = [model for model in why if model.seeks_axis]
+    for model in models:
         model.is_one_sample = True
     try:
-        found = _read_and_locate(roots, appends_single_rows, True)
-        better = all(_by_sample(found, model) < _by_sample(located, model) for model in costly)
+        found = _locate(read_graph(roots), appends_single_rows, True) if models else None
+        better = found is not None and (
+            located is None or all(_by_sample(found, model) < _by_sample(located, model) for model in models)
+        )
     except CurvoptError:
         found, better = None, False
-    for model, call in costly.items():
-        model.is_one_sample = model.seeks_axis = better
+    for model in models:
+        model.is_one_sample, model.is_refused = better, located is None and better
+        model.seeks_axis = better or located is None
         if better and not model.warned:
             model.warned = True
-            warnings.warn(
-                f"{call.call.describe()}: row by row, its curvature would cost many times a gradient, so the optimizer "
-                "takes a batch as one sample, which is right on average. attach(model, batch_axis=0) goes by rows all "
-                "the same.",
-                CurvoptWarning,
-                stacklevel=2,
-            )
+            warnings.warn(_why_one(why[model]), CurvoptWarning, stacklevel=2)
     return found if better else None
+
+
+def _why_one(reason: CallInGraph | CurvoptError) -> str:
+    if isinstance(reason, CurvoptError):
+        return f"{reason} The optimizer takes each batch as one sample, which is right on average."
+    return (
+        f"{reason.call.describe()}: row by row, its curvature would cost many times a gradient, so the optimizer takes "
+        "a batch as one sample, which is right on average. attach(model, batch_axis=0) goes by rows all the same."
+    )
 
 
 def _by_sample(located: LocatedGraph, model: Model | None) -> int:
@@ -188,10 +212,9 @@ def _by_sample(located: LocatedGraph, model: Model | None) -> int:
     return sum(call.location.N * _entries(call) for call in calls if _is_by_sample(call) or call.rule.pulls_back)
 
 
-def _read_and_locate(roots: Sequence[Node], appends_single_rows: bool, may_be_one: bool) -> LocatedGraph:
+def _locate(graph: BackwardGraph, appends_single_rows: bool, may_be_one: bool) -> LocatedGraph:
     """As `read_and_locate`, along the batch axes that the models have."""
-    located = LocatedGraph(read_graph(roots))
-    graph = located.graph
+    located = LocatedGraph(graph)
     if not graph.operands and not any(found.parameters for found in graph.module_calls.values()):
         return located
     located.locations = locate(graph, appends_single_rows, may_be_one)

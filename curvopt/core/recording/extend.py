@@ -118,6 +118,8 @@ class LossRecorder:
         first = _first(args, kwargs)
         if not isinstance(first, Tensor) or any(x.requires_grad for x in _tensors((args, kwargs)) if x is not first):
             return  # outputs in a container, or in several arguments: the loss is read off the graph
+        if isinstance(module, nn.CrossEntropyLoss) and first.dim() < 2:
+            return  # logits without a batch axis, as above
         _record(output.grad_fn, LossCall(self.path, module, args, kwargs), 0, output.output_nr)
 
 

@@ -33,6 +33,7 @@ class Model:
         seeks_axis: whether backwards may exchange axis 0 and 1, or set ``is_one_sample``, see
             `curvopt.core.backward.located_graph`; ``None`` as long as nobody has said.
         is_one_sample: whether optimizers take a batch as one sample, as it would cost many times a gradient by rows.
+        is_refused: whether that holds for the last backward only, where rows were no samples.
         warned: whether it was said that quantities are computed sample by sample, or what the samples are.
         last: `ModelCall.samples` of the last calls that no backward has used, which count where the loss depends on no
             output (a gradient penalty of a network of ReLUs, the residual of a PINN).
@@ -41,7 +42,7 @@ class Model:
     def __init__(self, name: str, batch_axis: int = 0, size: int = 1):
         self.name, self.batch_axis, self.size = name, batch_axis, size
         self.seeks_axis: bool | None = None
-        self.is_one_sample = self.warned = False
+        self.is_one_sample = self.is_refused = self.warned = False
         self.last: tuple[int, ...] = ()
 
 

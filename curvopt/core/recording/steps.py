@@ -50,8 +50,8 @@ def rows_by_sample(samples: tuple[int, ...], N: int, device: torch.device) -> Ro
 
 
 #: How steps come before samples: along an axis of their own, or in rows, all samples of a step after each other, where
-#: sequences may have ended.
-Steps = Literal["axis", "rows"] | RowsBySample
+#: sequences may have ended. Of a single sample there may be no axis at all.
+Steps = Literal["axis", "rows", "none"] | RowsBySample
 
 
 def samples_first(N: int, steps: Steps, x: Tensor, axis: int = 0) -> Tensor:
@@ -60,6 +60,8 @@ def samples_first(N: int, steps: Steps, x: Tensor, axis: int = 0) -> Tensor:
         shape = list(x.shape)
         shape[axis] = N * steps.longest
         return x.new_zeros(shape).index_copy_(axis, steps.places, x)
+    if steps == "none":
+        return x.unsqueeze(axis)
     if steps == "axis":
         return x.transpose(axis, axis + 1)
     return x.unflatten(axis, (-1, N)).transpose(axis, axis + 1).flatten(axis, axis + 1)
