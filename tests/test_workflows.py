@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,64 @@ def test_reentrant_checkpoints_of_layers_do_not_stop_a_training() -> None:
             loss.backward()
             optimizer.step()
     assert loss.item() < 0.5
+
+
+class Reversible(torch.autograd.Function):
+    """``x + layer(x)``, computed again in a backward of its own, as in a RevNet."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.x, ctx.layer = x.detach(), layer
+        return x + layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            x = ctx.x.requires_grad_()
+            ctx.layer(x).backward(grads[0])
+        return grads[0] + x.grad, None
+
+
+@pytest.mark.filterwarnings("ignore:.*as one sample")
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+def test_layers_in_a_backward_of_their_own_have_the_right_gradients(kind: Callable) -> None:
+    class RevNet(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[2](Reversible.apply(self[0](x), self[1]))
+
+    torch.manual_seed(0)
+    model = RevNet(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)).double()
+    F.cross_entropy(model(x), y).backward()
+    expected = [p.grad for p in model.parameters()]
+    optimizer = kind(model.parameters())
+    optimizer.attach(model)
+    optimizer.zero_grad()
+    with pytest.warns(CurvoptWarning, match="takes plain gradients.*inside of another one"):
+        F.cross_entropy(model(x), y).backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
+    optimizer.step()
+    extend(model)
+    with backpack(KFAC()), pytest.raises(CurvoptError, match="^kfac: .*inside of another one"):
+        F.cross_entropy(model(x), y).backward()
+
+
+@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+@pytest.mark.parametrize("kind", [KFACSGD, DiagonalNewton])
+def test_a_penalty_on_slopes_of_convolutions_has_a_backward_of_its_own(kind: Callable) -> None:
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Conv2d(1, 4, 3), nn.LeakyReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 1))
+    optimizer = kind(critic.parameters())
+    optimizer.attach(critic)
+    images = torch.rand(8, 1, 8, 8).requires_grad_()
+    penalties = []
+    for _ in range(10):
+        (slopes,) = torch.autograd.grad(critic(images).sum(), images, create_graph=True)
+        penalties.append(slopes.square().sum((1, 2, 3)).mean())
+        optimizer.zero_grad()
+        penalties[-1].backward()
+        optimizer.step()
+    assert penalties[-1] < penalties[0]
+    assert "kronecker" in str(optimizer.coverage()) or kind is DiagonalNewton
 
 
 @pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")

@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from curvopt.core.autograd_graph.nodes import metadata, name_of, outputs_of, shape_of
-from curvopt.core.autograd_graph.vjp import cut, pull
+from curvopt.core.autograd_graph.vjp import cut, own_backward, pull
 from curvopt.core.pytorch_workarounds import running_backward, vmap_of_autograd
 
 Place = tuple[Node, int]  # an output of a node
@@ -166,7 +166,8 @@ def _applied(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         grad = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if grad is None else grad
         # a function that is differentiable once protests only if it could be differentiated again
         given.append(grad.detach().requires_grad_() if torch.is_grad_enabled() and not grad.requires_grad else grad)
-    result = node.apply(*given)
+    with own_backward():
+        result = node.apply(*given)
     result = result if isinstance(result, tuple) else (result,)
     # there is a result for each argument of the forward, but an operand for each tensor among them
     wanted = iter([grad for grad, needed in zip(result, node.needs_input_grad, strict=False) if needed])
@@ -216,7 +217,7 @@ def pull_to_leaf(source: GradientEdge, leaf: Tensor, vectors: Tensor) -> Tensor 
 def _together(single: Callable[[Tensor], Tensor | None], vectors: Tensor, batched: bool) -> Tensor | None:
     if batched and not torch.is_anomaly_enabled():
         try:
-            found = vmap_of_autograd(single)(vectors)
+            (found,) = vmap_of_autograd(lambda vector: (single(vector),))(vectors)  # alone it could not be None
             if found is None or _is_linear(single, vectors, found):
                 return found
         except (RuntimeError, ValueError):  # vmap cannot enter an operation

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.autograd_graph.backward_graph import leaves_behind, records_behind
 from curvopt.core.autograd_graph.nodes import leaf_of
-from curvopt.core.autograd_graph.vjp import listeners
+from curvopt.core.autograd_graph.vjp import is_own_backward, listeners
 from curvopt.core.backward.backward_pass import Backward, BackwardPass
 from curvopt.core.backward.columns import Gradient, Hessian
 from curvopt.core.backward.located_graph import read_and_locate
@@ -144,12 +144,6 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         listeners.remove(self)
         self._kernels.close()
         self._abandon()
-
-    def _started_inside(self) -> CurvoptError:
-        return CurvoptError(
-            f"{fields_of(self.extensions)}: an extended module was used in a backward that was started "
-            "inside of another one; use torch.utils.checkpoint with use_reentrant=False."
-        )
 
     def _finish(self, finished: BackwardPass) -> None:
         finished.finish()
@@ -349,11 +343,10 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
     roots = [node for node in nodes if node is not None]
     accumulates, inputs = kwargs.get("accumulate_grad", False), args[3]
     contexts = _active_contexts()
-    if running_backward() != -1:  # of a hook inside a backward
-        # of the user; optimizers go on without
-        required = [context for context in contexts if context.otherwise is None or context._pass is not None]
-        if required and accumulates and any(records_behind(roots, ModuleCall)):
-            raise required[-1]._started_inside()
+    own = is_own_backward() and accumulates  # of a function that is written in Python
+    if own or running_backward() != -1:  # of a hook inside a backward
+        if accumulates:
+            _check_inner_backward(roots, contexts)
         return call()
     if not roots or (inputs and not any(_is_parameter(x) for x in inputs)):  # of slopes, say, that the loss is made of
         return call()
@@ -382,6 +375,21 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
         for context in reversed(contexts):
             run = functools.partial(context._run, run, how)
         return run()
+
+
+def _check_inner_backward(roots: list[Node], contexts: Sequence[backpack]) -> None:
+    """Raise for layers in a backward that was started inside of another one; optimizers go on without their curvature.
+
+    Vectors that the engine itself pulls back must not be added to gradients.
+    """
+    required = [context for context in contexts if context.otherwise is None]
+    own = is_own_backward() and any(isinstance(leaf, nn.Parameter) for leaf in leaves_behind(roots))
+    if own or (required and any(records_behind(roots, ModuleCall))):
+        who = f"{fields_of(required[-1].extensions)}: " if required else ""
+        raise CurvoptError(
+            f"{who}an extended module was used in a backward that was started inside of another one, by a function "
+            "that computes layers again; use torch.utils.checkpoint with use_reentrant=False."
+        )
 
 
 def _is_parameter(x: Tensor | GradientEdge) -> bool:
