@@ -101,10 +101,13 @@ def _in_basis(rows: Tensor, basis: Tensor) -> Tensor:
     rows = rows.to(torch.promote_types(rows.dtype, basis.dtype))
     if basis.dim() == 1:
         return rows
-    if basis.dim() < 4:
-        return rows @ basis  # [F, F] or [G, F, F]
-    blocks = in_blocks(rows, basis.shape[-1]).transpose(-3, -2)  # [..., G, K, S, b]
-    return (blocks @ basis).transpose(-3, -2).flatten(-2)[..., : rows.shape[-1]]
+    if basis.dim() == 2:
+        return rows @ basis
+    # broadcasting would copy the matrices for each row
+    if basis.dim() == 3:
+        return torch.einsum("...gsb,gbc->...gsc", rows, basis)
+    blocks = in_blocks(rows, basis.shape[-1])  # [..., G, S, K, b]
+    return torch.einsum("...gskb,gkbc->...gskc", blocks, basis).flatten(-2)[..., : rows.shape[-1]]
 
 
 def _are_apart(vectors: Tensor) -> bool:
