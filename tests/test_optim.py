@@ -29,7 +29,7 @@ from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 from curvopt.optim.accumulation import ema_update, number
 from curvopt.optim.clocks import annealed_interval
 from curvopt.optim.curvature_optimizer import CurvatureOptimizer
-from curvopt.optim.step_size import damping_of, rms_clip_factor
+from curvopt.optim.step_size import damping_of, excess, rms_clip_factor
 
 #: Optimizers that take the step of SGD on preconditioned gradients.
 SGD_LIKE: dict[str, Callable[..., CurvatureOptimizer]] = {
@@ -296,12 +296,13 @@ def test_rms_clip_bounds_the_root_mean_square(make: Callable) -> None:
     free.train(1)
     lr = run.optimizer.param_groups[0]["lr"]
     moved = [a - b for a, b in zip(run.weights(), before, strict=True)]
-    entries = torch.cat([m[p.grad != 0] for m, p in zip(moved, run.model.parameters(), strict=True)])
-    assert entries.numel() < sum(m.numel() for m in moved)  # pixels that are never set
-    assert float(entries.square().mean().sqrt()) == pytest.approx(lr * 1e-4, rel=1e-3)
+    entries = [m[p.grad != 0] for m, p in zip(moved, run.model.parameters(), strict=True)]
+    assert sum(map(torch.numel, entries)) < sum(m.numel() for m in moved)  # pixels that are never set
+    for own in entries:  # of each parameter
+        assert float(own.square().mean().sqrt()) == pytest.approx(lr * 1e-4, rel=1e-3)
     assert float(run.optimizer.metrics()["rms"]) == pytest.approx(1e-4) and free.optimizer.metrics()["rms"] > 1e-4
-    factor = run.optimizer.metrics()["clip_factor"]
-    assert_close(moved, [factor * (a - b) for a, b in zip(free.weights(), before, strict=True)])
+    for own, unclipped, old in zip(moved, free.weights(), before, strict=True):
+        assert_close(own, (unclipped - old) * own.norm() / (unclipped - old).norm())
 
 
 @sgd_like
@@ -312,11 +313,39 @@ def test_rms_clip_counts_weights_by_their_inputs(make: Callable) -> None:
     run, free = (Run(make, wide, lr=1.0, momentum=0.0, rms_clip=c, dtype=torch.float64) for c in (1e-4, None))
     before = run.weights()
     moved = [a - b for a, b in zip(run.train(1).weights(), before, strict=True)]
-    squares = [float(m.square().sum()) for m in moved]
-    count = sum(int((p.grad != 0).sum()) for p in run.model.parameters())
-    assert (squares[0] + squares[1] + squares[3] + 4 * squares[2]) / count == pytest.approx(1e-8)
-    factor = run.optimizer.metrics()["clip_factor"]
-    assert_close(moved, [factor * (a - b) for a, b in zip(free.train(1).weights(), before, strict=True)])
+    for own, param, more in zip(moved, run.model.parameters(), (1, 1, 4, 1), strict=True):
+        assert more * float(own.square().sum() / (param.grad != 0).sum()) == pytest.approx(1e-8)
+    unclipped = [a - b for a, b in zip(free.train(1).weights(), before, strict=True)]
+    assert_close(moved, [u * own.norm() / u.norm() for u, own in zip(unclipped, moved, strict=True)])
+
+
+def test_a_parameter_with_long_steps_shortens_no_others() -> None:
+    """Blocks behind small scales of their own, as LayerScale has them, have much less curvature than a head."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.inner = nn.Parameter(torch.full((16,), 1e-4)), nn.Linear(8, 16)
+            self.head = nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.scale * self.inner(x).tanh())
+
+    def moves(rms_clip: float | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x, y = Scaled(), torch.randn(64, 8), torch.randint(3, (64,))
+        optimizer = KFACSGD(model.parameters(), lr=1.0, momentum=0.0, rms_clip=rms_clip)
+        optimizer.attach(model)
+        before = [p.detach().clone() for p in model.parameters()]
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        return [p - old for p, old in zip(model.parameters(), before, strict=True)]
+
+    (scale, *others, bias), unclipped = moves(0.015), moves(None)
+    assert_close(others, unclipped[1:-1])
+    for clipped, free in (scale, unclipped[0]), (bias, unclipped[-1]):
+        assert clipped.norm() < 0.5 * free.norm()
+        assert float(clipped.square().mean().sqrt()) == pytest.approx(0.015, rel=1e-3)
 
 
 @sgd_like
@@ -350,7 +379,10 @@ def test_step_is_the_sgd_step_on_the_preconditioned_gradient(make: Callable, nes
         for p, q in zip(run.model.parameters(), twin, strict=True):
             (stack,) = run.optimizer._stacks_of([p])
             product = run.optimizer._solve(stack, p.grad.reshape(-1), damping).view_as(p)
-            q.grad = product * run.optimizer.metrics()["clip_factor"] * (p.grad != 0)
+            product, moves = product * (p.grad != 0), (p.grad != 0).sum()
+            weight = run.optimizer._progress["step_weight"]
+            rms = (product.square().sum() * excess(p[0].numel() if p.ndim > 1 else 1) / moves).sqrt() / weight
+            q.grad = product / weight * rms_clip_factor(rms.square(), run.optimizer.rms_clip)
         sgd.step()
         assert_close(run.weights(), [q.detach() for q in twin])
 

@@ -238,8 +238,9 @@ class CurvatureOptimizer(Resumable):
             missing = listed([name for p, name in self._names().items() if p in outside])
             self._say(
                 f"outside {missing}",
-                f"takes the mean curvature of other parameters for {missing}, which are of no extended module. Call "
-                "attach(model) again where modules were added or replaced, attach(model, loss) for those of a loss.",
+                f"takes the mean curvature of other parameters for {missing}, which are of no extended module. That "
+                "is fine for parameters of your own; call attach(model) again where modules were added or replaced, "
+                "attach(model, loss) for those of a loss.",
             )
         due = self._on_any_rank(unknown) or (progress["stale"] and progress["step"] >= progress["next_inverse"])
         if due:
@@ -290,28 +291,29 @@ class CurvatureOptimizer(Resumable):
         self, grads: dict[Tensor, Tensor], joined: list[tuple[int, Stack, Tensor]]
     ) -> dict[Tensor, Tensor]:
         """The preconditioned gradients, from those that are `_joined`, clipped; records the metrics."""
-        sums = [] if joined else [torch.zeros(6, dtype=torch.float64, device=self._device())]
+        sums = [] if joined else [torch.zeros(7, dtype=torch.float64, device=self._device())]
         dampings = [damping_of(group, self._progress["mean_curvature"]) for group in self.param_groups]
         solved: list[tuple[Stack, Tensor]] = []
+        clips = self.rms_clip is not None and self._has_curvature()  # without any, one factor is for all, below
+        bound = self.rms_clip * self._progress["step_weight"] if clips else None
         for i, stack, grad in joined:
             update, rate = self._solve(stack, grad, dampings[i]), self.param_groups[i]["lr"] ** 2
             update *= (moves := grad.sign().abs_())  # 0 where masks hold a gradient at zero, else 1
             solved.append((stack, update))
-            ug, uu, gg = update.dot(grad), update.dot(update), grad.dot(grad)
-            weighted = sum((piece.dot(piece) * (more - 1) for piece, more in stack.wide(update)), uu)
-            # rows of an embedding that no token asked for have no part in the mean
-            sums.append(torch.stack([ug, uu, gg, uu * rate, weighted, moves.sum()]))
+            raw, uu, weighted, count = stack.clip(update, moves, bound).unbind()
+            sums.append(torch.stack([update.dot(grad), uu, grad.dot(grad), uu * rate, weighted, raw, count]))
         # the sums are divided by the weight of the loss, not the gradients; so are the updates, below
-        total, count = self._over_ranks(reduce(torch.add, [each.to(sums[0]) for each in sums])).split([5, 1])
+        total, count = self._over_ranks(reduce(torch.add, [each.to(sums[0]) for each in sums])).split([6, 1])
         weight = self._progress["step_weight"].to(total)
         # twice, because the square of the weight may leave the range of float32
-        ug, uu, gg, length, weighted = (total / weight / weight).unbind()
+        ug, uu, gg, length, weighted, raw = (total / weight / weight).unbind()
+        # rows of an embedding that no token asked for have no part in the mean
         square = weighted / count[0].clamp(min=1)
         # plain gradients have no natural length: they take that of the bound
-        clip = rms_clip_factor(square, self.rms_clip, 1.0 if self._has_curvature() else inf)
+        clip = rms_clip_factor(square, None if self._has_curvature() else self.rms_clip, inf)
         self._metrics |= {
             "rms": clip * square.sqrt(),
-            "clip_factor": clip,
+            "clip_factor": clip * (uu / raw.clamp(min=torch.finfo(raw.dtype).tiny)).sqrt(),
             "step_norm": clip * length.sqrt(),
             "grad_norm": gg.sqrt(),
             "cosine": cosine(ug, uu, gg),
@@ -345,15 +347,16 @@ class CurvatureOptimizer(Resumable):
     def metrics(self) -> dict[str, float | Tensor]:
         """Numbers of the last step; tensors ``[]`` stay on the device until you read them.
 
-        ``rms``: root mean square that ``rms_clip`` bounds, after clipping. ``clip_factor``: 1 if not clipped, more
-        without any curvature. ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss.
-        ``cosine``: between gradient and preconditioned gradient. ``damping``: of the first group. ``fallbacks``:
-        matrices that needed more than the usual factorisation at the last renewal. ``condition``: largest condition
-        number of a damped factor (in the 1-norm) there, where factors are inverted. ``new_bases``: eigenbases that were
-        computed when the bases were last checked, where the optimizer uses them. ``reduction_ratio``: last one of
-        ``adaptive_damping``, nan if no decrease was predicted. ``KFACAdamW`` has no damping and no clip; its
-        ``step_norm`` and ``cosine`` are those of the whole step. ``skipped``: number of steps that were skipped by
-        ``on_nonfinite="skip"``. ``empirical``: 1 where the loss had no curvature of the kind that is asked for.
+        ``rms``: root mean square of all entries, as ``rms_clip`` counts them, after clipping. ``clip_factor``: norm of
+        the preconditioned gradient over that before clipping, 1 if nothing is clipped, more without any curvature.
+        ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss. ``cosine``: between
+        gradient and preconditioned gradient. ``damping``: of the first group. ``fallbacks``: matrices that needed more
+        than the usual factorisation at the last renewal. ``condition``: largest condition number of a damped factor (in
+        the 1-norm) there, where factors are inverted. ``new_bases``: eigenbases that were computed when the bases were
+        last checked, where the optimizer uses them. ``reduction_ratio``: last one of ``adaptive_damping``, nan if no
+        decrease was predicted. ``KFACAdamW`` has no damping and no clip; its ``step_norm`` and ``cosine`` are those of
+        the whole step. ``skipped``: number of steps that were skipped by ``on_nonfinite="skip"``. ``empirical``: 1
+        where the loss had no curvature of the kind that is asked for.
         """
         empirical = self._progress["empirical"] and not self._wants_empirical()
         return self._metrics | ({"empirical": 1.0} if empirical else {})

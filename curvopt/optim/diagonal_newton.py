@@ -32,11 +32,11 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         modify: replaces the negative entries of ``"diag_h"`` by their absolute value (``"abs"``) or zero (``"clip"``).
         damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
         ema: decay of the average per step, whatever the interval between refreshes.
-        rms_clip: bound on the root mean square of the preconditioned gradient's entries over all groups, entries
-            without a gradient left out (Shazeer & Stern 2018, section 6); ``None`` for none. Squares of a weight with
-            n > 128 inputs (entries of ``param[0]``) count n / 128 times, as more of them add up in an output. The root
-            mean square of a step is at most ``lr * rms_clip / (1 - momentum)``, 0.003 with the defaults; that of Adam
-            is at most about ``lr``. Gradients are scaled up to it, too, as long as no backward had curvature.
+        rms_clip: bound on the root mean square of each parameter's preconditioned gradient, entries without a gradient
+            left out (Shazeer & Stern 2018, section 6); ``None`` for none. Squares of a weight with n > 128 inputs
+            (entries of ``param[0]``) count n / 128 times, as more of them add up in an output. The root mean square of
+            a step is at most ``lr * rms_clip / (1 - momentum)``, 0.003 with the defaults; that of Adam is at most about
+            ``lr``. Without any curvature, gradients of all parameters together are scaled to it, also up.
         curvature_every: steps between refreshes of the diagonal, reached gradually from 1.
         adaptive_damping: every fifth step, multiply ``damping`` by (19/20)^5 or its inverse if the change of the loss
             was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``. No step is taken back: from a

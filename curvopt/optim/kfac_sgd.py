@@ -14,9 +14,9 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
     """``torch.optim.SGD`` whose gradient ``G`` of a weight is replaced by ``ν (B + √λ/π I)⁻¹ G (A + π √λ I)⁻¹``.
 
     ``B ⊗ A`` is a moving average of the weight's block of the Fisher (or GGN) matrix, ``λ`` the damping. ``ν ≤ 1``
-    bounds the root mean square of the result. Parameters with one dense factor get ``(B + λ I)⁻¹``, with a diagonal one
-    its elementwise inverse; a parameter that the extension does not cover is treated as if it had the mean curvature of
-    the others. Where a gradient is zero, as under a mask, so is the result.
+    bounds the root mean square of the result, see ``rms_clip``. Parameters with one dense factor get ``(B + λ I)⁻¹``,
+    with a diagonal one its elementwise inverse; a parameter that the extension does not cover is treated as if it had
+    the mean curvature of the others. Where a gradient is zero, as under a mask, so is the result.
 
     Momentum, Nesterov, param groups, schedulers and ``state_dict`` are those of ``torch.optim.SGD``::
 
@@ -35,11 +35,11 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
         relative_damping: ``λ`` in multiples of the mean curvature of all parameters, which follows it in training; read
             when the curvature is renewed.
         ema: decay of the averages per step, whatever the interval between refreshes.
-        rms_clip: bound on the root mean square of the preconditioned gradient's entries over all groups, entries
-            without a gradient left out (Shazeer & Stern 2018, section 6); ``None`` for none. Squares of a weight with
-            n > 128 inputs (entries of ``param[0]``) count n / 128 times, as more of them add up in an output. The root
-            mean square of a step is at most ``lr * rms_clip / (1 - momentum)``, 0.005 with the defaults; that of Adam
-            is at most about ``lr``. Gradients are scaled up to it, too, as long as no backward had curvature.
+        rms_clip: bound on the root mean square of each parameter's preconditioned gradient, entries without a gradient
+            left out (Shazeer & Stern 2018, section 6); ``None`` for none. Squares of a weight with n > 128 inputs
+            (entries of ``param[0]``) count n / 128 times, as more of them add up in an output. The root mean square of
+            a step is at most ``lr * rms_clip / (1 - momentum)``, 0.006 with the defaults; that of Adam is at most about
+            ``lr``. Without any curvature, gradients of all parameters together are scaled to it, also up.
         curvature_every: steps between refreshes of the factors, reached gradually from 1.
         inverse_every: steps between refreshes of the inverses, reached gradually from 1.
         adaptive_damping: every fifth step, multiply the damping by (19/20)^5 or its inverse if the change of the loss
@@ -68,7 +68,7 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.07,
+        lr: float | Tensor = 0.08,
         momentum: float = 0.8,
         *,
         damping: float | None = None,

@@ -44,7 +44,7 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
         model: the model, which is extended; all its parameters that require gradients are preconditioned.
         damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
         ema: decay of the averages per step, whatever the interval between refreshes.
-        rms_clip: bound on the root mean square of the preconditioned gradient's entries, see `KFACSGD`; ``None`` for
+        rms_clip: bound on the root mean square of each parameter's preconditioned gradient, see `KFACSGD`; ``None`` for
             none, as optimizers want whose step does not depend on the gradient's length (Adam, Muon).
         curvature_every: steps between refreshes of the factors, reached gradually from 1.
         inverse_every: steps between refreshes of the inverses, reached gradually from 1.

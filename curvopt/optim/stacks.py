@@ -13,7 +13,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from curvopt.core.jacobians.sums import cast
 from curvopt.kroneckers import kfac_mat_prod, sizes_of
-from curvopt.optim.step_size import WIDE, excess
+from curvopt.optim.step_size import WIDE, excess, rms_clip_factor
 
 Product = Callable[[Tensor], Tensor]
 
@@ -56,6 +56,29 @@ class Stack:
         """The pieces of a vector that belong to weights with more than so many inputs, and their `excess`."""
         pieces = flat.split([param.numel() for param in self.params])
         return [(piece, more) for piece, n in zip(pieces, self.inputs, strict=True) if (more := excess(n, wide)) > 1]
+
+    def clip(self, flat: Tensor, moves: Tensor, bound: Tensor | None) -> Tensor:
+        """Bound the root mean square of each parameter's values, in place.
+
+        Args:
+            flat: the values.
+            moves: 1 for entries that count in the mean, else 0.
+            bound: of weights with at most `WIDE` inputs; ``None`` for none.
+
+        Returns:
+            Sums of squares before, after, and after by how they count, and the number of entries that do, ``[4]``.
+        """
+        pieces = flat.split(numels := [param.numel() for param in self.params])
+        norms = torch._foreach_norm(pieces + moves.split(numels))  # pyright: ignore[reportPrivateImportUsage]
+        roots = [excess(number) ** 0.5 for number in self.inputs]  # numbers, as a tensor of them would wait for a GPU
+        norms += torch._foreach_mul(norms[: len(roots)], roots)  # pyright: ignore[reportPrivateImportUsage]
+        before, counts, wide = torch.stack(norms).square().chunk(3)
+        after = before
+        if bound is not None:
+            factors = rms_clip_factor(wide / counts.clamp(min=1) / bound.to(wide).square(), 1.0)
+            after, wide = before * factors.square(), wide * factors.square()
+            torch._foreach_mul_(pieces, factors.unbind())  # pyright: ignore[reportPrivateImportUsage]
+        return torch.stack([before, after, wide, counts]).sum(1)
 
     def product(self, flat: Tensor, transposed: bool = False) -> Tensor:
         """Multiply all entries by the factor lists, or by their transposes; a copy."""

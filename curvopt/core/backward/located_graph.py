@@ -233,7 +233,7 @@ def _locate(graph: BackwardGraph, appends_single_rows: bool, may_be_one: bool) -
         else:
             raise CurvoptError(
                 f"{found.call.describe()}: the loss depends on it by a path around the outputs of the model (a term "
-                "that is computed inside of the model and kept?), whose samples are not known; return that, too."
+                "that is computed inside of the model?), whose samples are not known; return what it is made of, too."
             )
     functional: list[CallInGraph] = []
     for p, operands in graph.operands.items():
