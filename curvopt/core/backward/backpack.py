@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
-from curvopt.core.autograd_graph.backward_graph import leaves_behind, records_behind
+from curvopt.core.autograd_graph.backward_graph import leaves_behind
 from curvopt.core.autograd_graph.nodes import leaf_of
 from curvopt.core.autograd_graph.vjp import is_own_backward, listeners
 from curvopt.core.backward.backward_pass import Backward, BackwardPass
@@ -29,6 +29,7 @@ from curvopt.core.backward.columns import Gradient, Hessian
 from curvopt.core.backward.located_graph import read_and_locate
 from curvopt.core.backward.request_checks import (
     check_derivatives,
+    check_inner_backward,
     check_request,
     coupling_losses,
     fields_of,
@@ -41,7 +42,6 @@ from curvopt.core.batch_axis.samples import EmptyBatch
 from curvopt.core.losses.generic_loss import LARGEST_BLOCK, Reduction
 from curvopt.core.losses.loss_search import find_losses
 from curvopt.core.pytorch_workarounds import is_batched, running_backward
-from curvopt.core.recording.calls import ModuleCall
 from curvopt.core.recording.extend import extend
 from curvopt.core.recording.state import outside_of_graphs
 from curvopt.errors import CurvoptError
@@ -346,7 +346,8 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
     own = is_own_backward() and accumulates  # of a function that is written in Python
     if own or running_backward() != -1:  # of a hook inside a backward
         if accumulates:
-            _check_inner_backward(roots, contexts)
+            wanted = [e for context in contexts if context.otherwise is None for e in context.extensions]
+            check_inner_backward(roots, wanted)
         return call()
     if not roots or (inputs and not any(_is_parameter(x) for x in inputs)):  # of slopes, say, that the loss is made of
         return call()
@@ -375,21 +376,6 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
         for context in reversed(contexts):
             run = functools.partial(context._run, run, how)
         return run()
-
-
-def _check_inner_backward(roots: list[Node], contexts: Sequence[backpack]) -> None:
-    """Raise for layers in a backward that was started inside of another one; optimizers go on without their curvature.
-
-    Vectors that the engine itself pulls back must not be added to gradients.
-    """
-    required = [context for context in contexts if context.otherwise is None]
-    own = is_own_backward() and any(isinstance(leaf, nn.Parameter) for leaf in leaves_behind(roots))
-    if own or (required and any(records_behind(roots, ModuleCall))):
-        who = f"{fields_of(required[-1].extensions)}: " if required else ""
-        raise CurvoptError(
-            f"{who}an extended module was used in a backward that was started inside of another one, by a function "
-            "that computes layers again; use torch.utils.checkpoint with use_reentrant=False."
-        )
 
 
 def _is_parameter(x: Tensor | GradientEdge) -> bool:

@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.autograd_graph.backward_graph import leaves_behind
+from curvopt.core.autograd_graph.backward_graph import leaves_behind, records_behind
 from curvopt.core.autograd_graph.node_vjp import Place
 from curvopt.core.autograd_graph.nodes import is_compiled, leads_to, shape_of, walk
 from curvopt.core.autograd_graph.operations import TIME_FIRST
+from curvopt.core.autograd_graph.vjp import is_own_backward
 from curvopt.core.backward.columns import Averaged, Empirical, Gradient, Hessian, MonteCarlo
 from curvopt.core.backward.located_graph import (
     LocatedGraph,
@@ -34,6 +35,7 @@ from curvopt.core.losses.hessian_root import Loss
 from curvopt.core.losses.loss_blocks import Head
 from curvopt.core.losses.loss_search import Losses
 from curvopt.core.pytorch_workarounds import WRONG_THREE_TIMES, WRONG_TWICE, Wrong
+from curvopt.core.recording.calls import ModuleCall
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
@@ -304,3 +306,24 @@ def refuse_wrong(located: LocatedGraph, wrong: Wrong, root: Node, what: str, rem
             raise CurvoptError(
                 f"{located.name(p)}: PyTorch's {wrong.derivative} is wrong, so {what}; {wrong.instead}, or {remedy}."
             )
+
+
+def check_inner_backward(roots: list[Node], extensions: Sequence[Extension]) -> None:
+    """Refuse layers in a backward that was started inside of another one; optimizers go on without their curvature.
+
+    Vectors that the engine itself pulls back must not be added to gradients.
+
+    Args:
+        roots: of the inner backward.
+        extensions: of the user.
+
+    Raises:
+        CurvoptError: if there are such layers.
+    """
+    own = is_own_backward() and any(isinstance(leaf, nn.Parameter) for leaf in leaves_behind(roots))
+    if own or (extensions and any(records_behind(roots, ModuleCall))):
+        error = CurvoptError(
+            "an extended module was used in a backward that was started inside of another one, by a function that "
+            "computes layers again; use torch.utils.checkpoint with use_reentrant=False."
+        )
+        raise naming_fields(extensions, error) if extensions else error
