@@ -92,12 +92,12 @@ class CurvatureCollector(OverRanks, ABC):
         empty ``with backpack():`` are left alone. The optimizer is not kept alive by this; copies of it are attached,
         too.
 
-        No loss is refused: where the curvature of a loss is not defined (it is not convex, couples samples, or has no
-        second derivative), the optimizer warns once and takes the empirical quantity, the second moments of the
-        samples' gradients, until ``attach()`` is called again; ``coverage()`` and ``metrics()`` say so. A loss that is
-        linear in a batch (Huber, far from the targets) gets the empirical quantity for that batch only. Where it is not
-        clear what a sample is, it warns, too, and takes the batch as one. Where no output of the model leads to the
-        loss, it takes the curvature it has, or plain gradients without any.
+        No loss is refused: where a loss has no curvature (it is not convex, couples samples, or has no second
+        derivative), the optimizer warns once and takes the empirical quantity, the second moments of the samples'
+        gradients, until ``attach()`` is called again; ``coverage()`` and ``metrics()`` say so. A loss that is linear in
+        a batch (Huber, far from the targets) gets the empirical quantity for that batch only. Where it is not clear
+        what a sample is, it warns and takes the batch as one; where no output leads to the loss, the curvature it has,
+        or plain gradients.
 
         Args:
             model: is extended.

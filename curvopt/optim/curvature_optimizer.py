@@ -334,11 +334,11 @@ class CurvatureOptimizer(Resumable):
     def coverage(self) -> dict[str, str]:
         """The curvature that preconditions each parameter: ``"kronecker"``, ``"dense"``, ``"diagonal"`` or ``"none"``.
 
-        Parameters are called by name if the optimizer was given ``model.named_parameters()``, else ``group.index``;
-        by name and group if names repeat in groups of several modules. Before the first step all are ``"none"``: they
-        are known once curvature was computed. A parameter that stays so is trained as if it had the mean curvature of
-        the others; if it belongs to no extended module, its first step warns of that. ``"empirical kronecker"`` and so
-        on are said where the loss had no curvature of the kind that is asked for.
+        Parameters are called by name if the optimizer was given ``model.named_parameters()``, else ``group.index``; by
+        name and group if names repeat in groups of several modules. Before the first step all are ``"none"``. A
+        parameter that stays so is trained with the mean curvature of the others; its first step warns if it is of no
+        extended module. ``"empirical kronecker"`` and so on are said where the loss had no curvature of the kind that
+        is asked for.
         """
         sharding, names = self._sharding(), self._names()
         elsewhere = {} if sharding is None else {names[p]: kind for p, kind in sharding.kinds.items()}
@@ -352,11 +352,10 @@ class CurvatureOptimizer(Resumable):
         ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss. ``cosine``: between
         gradient and preconditioned gradient. ``damping``: of the first group. ``fallbacks``: matrices that needed more
         than the usual factorisation at the last renewal. ``condition``: largest condition number of a damped factor (in
-        the 1-norm) there, where factors are inverted. ``new_bases``: eigenbases that were computed when the bases were
-        last checked, where the optimizer uses them. ``reduction_ratio``: last one of ``adaptive_damping``, nan if no
-        decrease was predicted. ``KFACAdamW`` has no damping and no clip; its ``step_norm`` and ``cosine`` are those of
-        the whole step. ``skipped``: number of steps that were skipped by ``on_nonfinite="skip"``. ``empirical``: 1
-        where the loss had no curvature of the kind that is asked for.
+        the 1-norm) there. ``new_bases``: eigenbases computed when they were last checked. ``reduction_ratio``: of
+        ``adaptive_damping``, nan if no decrease was predicted. ``KFACAdamW`` has no damping and no clip; its
+        ``step_norm`` and ``cosine`` are those of the whole step. ``skipped``: steps that ``on_nonfinite="skip"`` left
+        out. ``empirical``: 1 where the loss had no curvature of the kind that is asked for.
         """
         empirical = self._progress["empirical"] and not self._wants_empirical()
         return self._metrics | ({"empirical": 1.0} if empirical else {})

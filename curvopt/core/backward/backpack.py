@@ -346,7 +346,8 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
     own = is_own_backward() and accumulates  # of a function that is written in Python
     if own or running_backward() != -1:  # of a hook inside a backward
         if accumulates:
-            wanted = [e for context in contexts if context.otherwise is None for e in context.extensions]
+            asked = [context for context in listeners if isinstance(context, backpack)][-1:] if own else contexts
+            wanted = [e for context in asked if context.otherwise is None for e in context.extensions]
             check_inner_backward(roots, wanted)
         return call()
     if not roots or (inputs and not any(_is_parameter(x) for x in inputs)):  # of slopes, say, that the loss is made of
