@@ -94,10 +94,9 @@ class CurvatureCollector(OverRanks, ABC):
 
         No loss is refused: where a loss has no curvature (it is not convex, couples samples, or has no second
         derivative), the optimizer warns once and takes the empirical quantity, the second moments of the samples'
-        gradients, until ``attach()`` is called again; ``coverage()`` and ``metrics()`` say so. A loss that is linear in
-        a batch (Huber, far from the targets) gets the empirical quantity for that batch only. Where it is not clear
-        what a sample is, it warns and takes the batch as one; where no output leads to the loss, the curvature it has,
-        or plain gradients.
+        gradients, until the next ``attach()``; ``coverage()`` and ``metrics()`` say so. A loss that is linear in a
+        batch (Huber, far from the targets) gets it for that batch only. Where it is not clear what a sample is, it
+        warns and takes the batch as one; where no output leads to the loss, the curvature it has, or plain gradients.
 
         Args:
             model: is extended.

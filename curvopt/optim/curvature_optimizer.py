@@ -70,8 +70,7 @@ class CurvatureOptimizer(Resumable):
     the weight of theirs: so ``damping`` and ``rms_clip`` have one meaning at any batch size, reduction, number of
     accumulated backwards or loss scale.
 
-    The gradients seen by the caller do not change: ``.grad`` is exchanged for the preconditioned gradient only while
-    the step of ``Y`` runs. So clipping or ``GradScaler.unscale_`` before ``step()`` act on raw gradients, and
+    ``.grad`` is the preconditioned gradient only while the step of ``Y`` runs: clipping before it acts on raw ones, and
     logging after it sees them. ``weight_decay`` is decoupled (``p *= 1 - lr * weight_decay``), whatever ``Y`` does.
     """
 
@@ -335,10 +334,9 @@ class CurvatureOptimizer(Resumable):
         """The curvature that preconditions each parameter: ``"kronecker"``, ``"dense"``, ``"diagonal"`` or ``"none"``.
 
         Parameters are called by name if the optimizer was given ``model.named_parameters()``, else ``group.index``; by
-        name and group if names repeat in groups of several modules. Before the first step all are ``"none"``. A
-        parameter that stays so is trained with the mean curvature of the others; its first step warns if it is of no
-        extended module. ``"empirical kronecker"`` and so on are said where the loss had no curvature of the kind that
-        is asked for.
+        name and group if names repeat. At first all are ``"none"``. A parameter that stays so is trained with the mean
+        curvature of the others; its first step warns if it is of no extended module. ``"empirical kronecker"`` and so
+        on: the loss had no curvature of the kind asked for.
         """
         sharding, names = self._sharding(), self._names()
         elsewhere = {} if sharding is None else {names[p]: kind for p, kind in sharding.kinds.items()}
@@ -351,11 +349,11 @@ class CurvatureOptimizer(Resumable):
         the preconditioned gradient over that before clipping, 1 if nothing is clipped, more without any curvature.
         ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss. ``cosine``: between
         gradient and preconditioned gradient. ``damping``: of the first group. ``fallbacks``: matrices that needed more
-        than the usual factorisation at the last renewal. ``condition``: largest condition number of a damped factor (in
+        than the usual factorisation when last renewed. ``condition``: largest condition number of a damped factor (in
         the 1-norm) there. ``new_bases``: eigenbases computed when they were last checked. ``reduction_ratio``: of
         ``adaptive_damping``, nan if no decrease was predicted. ``KFACAdamW`` has no damping and no clip; its
         ``step_norm`` and ``cosine`` are those of the whole step. ``skipped``: steps that ``on_nonfinite="skip"`` left
-        out. ``empirical``: 1 where the loss had no curvature of the kind that is asked for.
+        out. ``empirical``: 1 where the loss had no curvature of the kind asked for.
         """
         empirical = self._progress["empirical"] and not self._wants_empirical()
         return self._metrics | ({"empirical": 1.0} if empirical else {})
