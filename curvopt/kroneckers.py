@@ -143,11 +143,15 @@ def inv_kfacs(factors: Sequence[Tensor], shift: float | Sequence[float | Tensor]
 
 
 def mean_diagonal(factor: Tensor) -> Tensor:
-    """Mean of the diagonal of a factor: ``[]``, or ``[G]`` with groups."""
+    """Mean of the diagonal of a factor: ``[]``, or ``[G]`` with groups. The padding of blocks is too short to matter."""
     if factor.ndim < 2:
         return factor.mean()
-    # the padding of blocks is too short to matter
     return factor.diagonal(dim1=-2, dim2=-1).mean((1, 2) if factor.ndim == 4 else -1)
+
+
+def kron_mean_diagonal(factors: Sequence[Tensor]) -> Tensor:
+    """Mean of the diagonal of the matrix of a factor list, ``[]``."""
+    return prod((mean_diagonal(factor) for factor in factors[1:]), start=mean_diagonal(factors[0])).mean()
 
 
 def pi_damping(factors: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:

@@ -10,7 +10,7 @@ import logging
 import math
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -334,7 +334,7 @@ def test_a_parameter_with_long_steps_shortens_no_others() -> None:
     def moves(rms_clip: float | None) -> list[Tensor]:
         torch.manual_seed(0)
         model, x, y = Scaled(), torch.randn(64, 8), torch.randint(3, (64,))
-        optimizer = KFACSGD(model.parameters(), lr=1.0, momentum=0.0, rms_clip=rms_clip)
+        optimizer = KFACSGD(model.parameters(), lr=1.0, momentum=0.0, damping=0.1, rms_clip=rms_clip)
         optimizer.attach(model)
         before = [p.detach().clone() for p in model.parameters()]
         nn.functional.cross_entropy(model(x), y).backward()
@@ -375,10 +375,9 @@ def test_step_is_the_sgd_step_on_the_preconditioned_gradient(make: Callable, nes
     sgd = torch.optim.SGD(twin, **options)
     for step in range(6):
         run.train(range(step, step + 1))
-        damping = damping_of(run.optimizer.param_groups[0], run.optimizer._progress["mean_curvature"])
         for p, q in zip(run.model.parameters(), twin, strict=True):
             (stack,) = run.optimizer._stacks_of([p])
-            product = run.optimizer._solve(stack, p.grad.reshape(-1), damping).view_as(p)
+            product = run.optimizer._solve(stack, p.grad.reshape(-1), run.optimizer.param_groups[0]).view_as(p)
             product, moves = product * (p.grad != 0), (p.grad != 0).sum()
             weight = run.optimizer._progress["step_weight"]
             rms = (product.square().sum() * excess(p[0].numel() if p.ndim > 1 else 1) / moves).sqrt() / weight
@@ -479,16 +478,34 @@ def test_nothing_stays_on_the_parameters(make: Callable) -> None:
 
 
 @pytest.mark.parametrize("make", [KFACSGD, EKFACSGD])
-def test_relative_damping_is_in_units_of_the_mean_curvature(make: Callable) -> None:
-    """Steps are those of that absolute damping, and its steps do not depend on the scale of the loss."""
+def test_relative_damping_is_in_units_of_the_smaller_mean_curvature(make: Callable) -> None:
+    """Of a parameter and of all; steps are those of these absolute dampings."""
     options: dict[str, Any] = {"dtype": torch.float64, "rms_clip": None, "fisher": "exact"}
     relative = Run(make, relative_damping=3.0, **options).train(1)
-    damping = 3.0 * float(relative.optimizer._progress["mean_curvature"])
     blocks = [kfacs_to_mat(relative.optimizer.state[p]["factors"]).diagonal() for p in relative.model.parameters()]
-    assert damping == pytest.approx(3.0 * float(torch.cat(blocks).mean()))
-    assert float(relative.optimizer.metrics()["damping"]) == pytest.approx(damping)
-    absolute = Run(make, damping=damping, **options).train(1)
+    own, of_all = [float(block.mean()) for block in blocks], float(torch.cat(blocks).mean())
+    assert min(own) < of_all < max(own)
+    assert float(relative.optimizer._progress["mean_curvature"]) == pytest.approx(of_all)
+    assert float(relative.optimizer.metrics()["damping"]) == pytest.approx(3.0 * of_all)
+
+    def by_parameter(params: Iterable[Tensor], **options: Any) -> torch.optim.Optimizer:
+        groups = zip(params, own, strict=True)
+        return make([{"params": [p], "damping": 3.0 * min(mean, of_all)} for p, mean in groups], **options)
+
+    absolute = Run(by_parameter, **options).train(1)
     assert_close(relative.weights(), absolute.weights())
+
+
+@pytest.mark.parametrize("make", [KFACSGD, EKFACSGD])
+def test_damping_of_a_parameter_without_curvature_is_that_of_all(make: Callable) -> None:
+    run = Run(make, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10)), fisher="exact")
+    nn.init.constant_(run.model[1].bias, -100.0)  # dead units
+    before = run.weights()
+    run.train(1)
+    assert not any(factor.any() for factor in run.optimizer.state[run.model[1].bias]["factors"])
+    assert all(torch.isfinite(weight).all() for weight in run.weights())
+    moved = [bool((a != b).any()) for a, b in zip(run.weights(), before, strict=True)]
+    assert moved == [False, False, False, True]  # the second weight sees zeros alone
 
 
 @pytest.mark.parametrize("make", [KFACSGD, EKFACSGD])
@@ -1560,7 +1577,7 @@ def test_adaptive_damping_where_momentum_leads_uphill(make: Callable) -> None:
 
     run = begun()
     solve = run.optimizer._solve
-    run.optimizer._solve = lambda stack, grad, damping: solve(stack, grad, 0.1)
+    run.optimizer._solve = lambda stack, grad, group: solve(stack, grad, group | {"damping": 0.1})
     run.optimizer._progress["next_inverse"] = 6
     run.optimizer.param_groups[0]["damping"] = 1e9  # but the step is that of a smaller one
     run.optimizer.step(closure_of(run, 5))

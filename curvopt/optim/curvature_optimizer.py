@@ -91,8 +91,8 @@ class CurvatureOptimizer(Resumable):
     def _renew(self) -> None:
         """Prepare ``_solve`` by the averaged factors of all parameters, and set ``metrics``."""
 
-    def _solve(self, stack: Stack, grad: Tensor, damping: float | Tensor) -> Tensor:
-        """The preconditioned gradient ``[P]`` of some parameters; needed unless ``_precondition`` is overridden."""
+    def _solve(self, stack: Stack, grad: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Preconditioned gradients ``[P]`` of a group's parameters; needed unless ``_precondition`` is overridden."""
         raise NotImplementedError(f"{type(self).__name__} has neither _solve nor a _precondition of its own")
 
     def _due(self, reached: Set[Tensor] | None) -> bool:
@@ -291,12 +291,11 @@ class CurvatureOptimizer(Resumable):
     ) -> dict[Tensor, Tensor]:
         """The preconditioned gradients, from those that are `_joined`, clipped; records the metrics."""
         sums = [] if joined else [torch.zeros(7, dtype=torch.float64, device=self._device())]
-        dampings = [damping_of(group, self._progress["mean_curvature"]) for group in self.param_groups]
         solved: list[tuple[Stack, Tensor]] = []
         clips = self.rms_clip is not None and self._has_curvature()  # without any, one factor is for all, below
         bound = self.rms_clip * self._progress["step_weight"] if clips else None
         for i, stack, grad in joined:
-            update, rate = self._solve(stack, grad, dampings[i]), self.param_groups[i]["lr"] ** 2
+            update, rate = self._solve(stack, grad, self.param_groups[i]), self.param_groups[i]["lr"] ** 2
             update *= (moves := grad.sign().abs_())  # 0 where masks hold a gradient at zero, else 1
             solved.append((stack, update))
             raw, uu, weighted, count = stack.clip(update, moves, bound).unbind()
@@ -316,7 +315,7 @@ class CurvatureOptimizer(Resumable):
             "step_norm": clip * length.sqrt(),
             "grad_norm": gg.sqrt(),
             "cosine": cosine(ug, uu, gg),
-            "damping": dampings[0],
+            "damping": damping_of(self.param_groups[0], self._progress["mean_curvature"]),
         }
         scale = clip / weight
         for device, own in by_device([update for _, update in solved]).items():
@@ -348,7 +347,8 @@ class CurvatureOptimizer(Resumable):
         ``rms``: root mean square of all entries, as ``rms_clip`` counts them, after clipping. ``clip_factor``: norm of
         the preconditioned gradient over that before clipping, 1 if nothing is clipped, more without any curvature.
         ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss. ``cosine``: between
-        gradient and preconditioned gradient. ``damping``: of the first group. ``fallbacks``: matrices that needed more
+        gradient and preconditioned gradient. ``damping``: of the first group; parameters may have less, see
+        ``relative_damping``. ``fallbacks``: matrices that needed more
         than the usual factorisation when last renewed. ``condition``: largest condition number of a damped factor (in
         the 1-norm) there. ``new_bases``: eigenbases computed when they were last checked. ``reduction_ratio``: of
         ``adaptive_damping``, nan if no decrease was predicted. ``KFACAdamW`` has no damping and no clip; its

@@ -13,6 +13,7 @@ from curvopt.optim.empirical import GradientFactors, GradientScales, Scales
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.solvers import Eigenbasis, basis_changes, squared
 from curvopt.optim.stacks import Stack
+from curvopt.optim.step_size import dampings_of
 
 
 class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
@@ -31,14 +32,14 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         lr: learning rate.
         momentum: momentum of the preconditioned gradients.
         damping: ``λ``, in units of the curvature of the mean-reduced loss; ``None`` for ``relative_damping``.
-        relative_damping: ``λ`` in multiples of the mean curvature of all parameters, which follows it in training; read
-            when the curvature is renewed.
+        relative_damping: ``λ`` of a parameter in multiples of its mean curvature, or of that of all parameters if this
+            is less; so it follows the curvature in training.
         ema: decay of the averages per step, whatever the interval between refreshes.
         rms_clip: bound on the root mean square of each parameter's preconditioned gradient, entries without a gradient
             left out (Shazeer & Stern 2018, section 6); ``None`` for none. Squares of a weight with n > 128 inputs
             (entries of ``param[0]``) count n / 128 times, as more of them add up in an output. The root mean square of
-            a step is at most ``lr * rms_clip / (1 - momentum)``, 0.006 with the defaults; that of Adam is at most about
-            ``lr``. Without any curvature, gradients of all parameters together are scaled to it, also up.
+            a step is at most ``lr * rms_clip / (1 - momentum)``, 0.0075 with the defaults; that of Adam is at most
+            about ``lr``. Without any curvature, gradients of all parameters together are scaled to it, also up.
         curvature_every: steps between refreshes of factors and scales, reached gradually from 1.
         inverse_every: steps between checks of the bases, reached gradually from 1.
         adaptive_damping: every fifth step, multiply the damping by (19/20)^5 or its inverse if the change of the loss
@@ -67,11 +68,11 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.08,
+        lr: float | Tensor = 0.1,
         momentum: float = 0.8,
         *,
         damping: float | None = None,
-        relative_damping: float = 1.0,
+        relative_damping: float = 0.5,
         ema: float = 0.98,
         rms_clip: float | None = 0.015,
         curvature_every: int = 10,
@@ -147,11 +148,15 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
             state["scales"] = kron_diagonal([spectrum for spectrum in spectra if spectrum is not None], sizes)
             state["scales_weight"] = number(float(state["ema_weight"]))
 
-    def _solve(self, stack: Stack, grad: Tensor, damping: float | Tensor) -> Tensor:
+    def _solve(self, stack: Stack, grad: Tensor, group: Mapping[str, Any]) -> Tensor:
         mean, info = self._progress["mean_curvature"].to(grad), torch.finfo(grad.dtype)
         own = {p: self.state[p]["scales"] if self.state[p]["bases"] else mean.expand(p.numel()) for p in stack.params}
-        if isinstance(damping, Tensor) or damping > 0:
-            scales = (stack.join(own) + torch.as_tensor(damping, device=grad.device).to(grad)).clamp(min=info.tiny)
+        if group["damping"] is None or group["damping"] > 0:
+            scales = stack.join(own)
+            pieces = scales.split([p.numel() for p in stack.params])
+            dampings = dampings_of(group, [piece.mean() for piece in pieces], mean)
+            torch._foreach_add_(pieces, dampings)  # pyright: ignore[reportPrivateImportUsage]
+            scales.clamp_(min=info.tiny)
         else:  # directions without curvature are left out
             filled = {p: each.masked_fill(each <= info.eps * each.max(), torch.inf) for p, each in own.items()}
             scales = stack.join(filled)

@@ -32,14 +32,14 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
         lr: learning rate; 1 is the step of Newton's method, where curvature is exact and nothing is clipped.
         momentum: momentum of the preconditioned gradients.
         damping: ``λ``, in units of the curvature of the mean-reduced loss; ``None`` for ``relative_damping``.
-        relative_damping: ``λ`` in multiples of the mean curvature of all parameters, which follows it in training; read
-            when the curvature is renewed.
+        relative_damping: ``λ`` of a parameter in multiples of its mean curvature, or of that of all parameters if this
+            is less; so it follows the curvature in training. Read when the curvature is renewed.
         ema: decay of the averages per step, whatever the interval between refreshes.
         rms_clip: bound on the root mean square of each parameter's preconditioned gradient, entries without a gradient
             left out (Shazeer & Stern 2018, section 6); ``None`` for none. Squares of a weight with n > 128 inputs
             (entries of ``param[0]``) count n / 128 times, as more of them add up in an output. The root mean square of
-            a step is at most ``lr * rms_clip / (1 - momentum)``, 0.006 with the defaults; that of Adam is at most about
-            ``lr``. Without any curvature, gradients of all parameters together are scaled to it, also up.
+            a step is at most ``lr * rms_clip / (1 - momentum)``, 0.0075 with the defaults; that of Adam is at most
+            about ``lr``. Without any curvature, gradients of all parameters together are scaled to it, also up.
         curvature_every: steps between refreshes of the factors, reached gradually from 1.
         inverse_every: steps between refreshes of the inverses, reached gradually from 1.
         adaptive_damping: every fifth step, multiply the damping by (19/20)^5 or its inverse if the change of the loss
@@ -68,11 +68,11 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.08,
+        lr: float | Tensor = 0.1,
         momentum: float = 0.8,
         *,
         damping: float | None = None,
-        relative_damping: float = 2.0,
+        relative_damping: float = 0.5,
         ema: float = 0.98,
         rms_clip: float | None = 0.015,
         curvature_every: int = 20,

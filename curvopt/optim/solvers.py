@@ -1,7 +1,8 @@
 """Solving with averaged curvature: by inverses of the factors, or in their eigenbasis."""
 
 from abc import abstractmethod
-from math import prod
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +12,14 @@ from curvopt.distributed import share
 from curvopt.kroneckers import (
     damped_inverses,
     eigenbases,
+    kron_mean_diagonal,
     largest_condition,
-    mean_diagonal,
     pi_damping,
     renewed_bases,
 )
 from curvopt.optim.curvature_optimizer import CurvatureOptimizer
 from curvopt.optim.stacks import Stack
-from curvopt.optim.step_size import damping_of
+from curvopt.optim.step_size import damping_of, dampings_of
 
 
 class FactoredInverse(CurvatureOptimizer):
@@ -29,15 +30,14 @@ class FactoredInverse(CurvatureOptimizer):
     def _renew(self) -> None:
         """Compute ``state["inverses"]`` of all parameters, together."""
         names = self._names()
-        curvature = self._progress["mean_curvature"] = mean_curvature(self)
+        means, curvature = mean_curvatures(self)
+        self._progress["mean_curvature"] = curvature
         factors, shifts, stale, labels = [], [], [], []
         for group in self.param_groups:
-            damping = damping_of(group, curvature)
-            for param in group["params"]:
-                state = self.state[param]
-                if "factors" not in state:
-                    continue
-                own, former = state["factors"], state.get("inverses", [])
+            covered = [param for param in group["params"] if param in means]
+            dampings = dampings_of(group, [means[param] for param in covered], curvature)
+            for param, damping in zip(covered, dampings, strict=True):
+                own, former = self.state[param]["factors"], self.state[param].get("inverses", [])
                 factors += own
                 shifts += pi_damping(own, damping)
                 stale += former if len(former) == len(own) and former[0].ndim else [None] * len(own)
@@ -69,25 +69,21 @@ class FactoredInverse(CurvatureOptimizer):
                     scale = (curvature + damping).clamp(min=tiny).reciprocal()
                     state["inverses"] = [scale.to(widened(param.new_empty(0)))]
 
-    def _solve(self, stack: Stack, grad: Tensor, damping: float | Tensor) -> Tensor:
+    def _solve(self, stack: Stack, grad: Tensor, group: Mapping[str, Any]) -> Tensor:
         return stack.product(grad)
 
 
-def mean_curvature(optimizer: CurvatureOptimizer) -> Tensor:
-    """Mean of the curvature's diagonal over all entries that have factors, for parameters that have none.
+def mean_curvatures(optimizer: CurvatureOptimizer) -> tuple[dict[Tensor, Tensor], Tensor]:
+    """Means of the curvature's diagonal: by parameter that has factors, and over all their entries.
 
-    Without any curvature, that of the unit matrix.
+    The latter is also for parameters that have none. Without any curvature, it is that of the unit matrix.
     """
-    traces, numel = [], 0
-    for param, state in optimizer.state.items():
-        if "factors" in state:
-            means = [mean_diagonal(factor) for factor in state["factors"]]
-            traces.append(prod(means[1:], start=means[0]).mean() * param.numel())
-            numel += param.numel()
+    means = {p: kron_mean_diagonal(state["factors"]) for p, state in optimizer.state.items() if "factors" in state}
+    traces, numel = [mean * p.numel() for p, mean in means.items()], sum(p.numel() for p in means)
     traces = traces or [torch.zeros((), dtype=torch.float64, device=optimizer._device())]
     total = torch.stack([trace.to(traces[0]) for trace in traces]).sum()
     entries = optimizer._over_ranks(torch.tensor(float(numel), dtype=torch.float64)).to(total)
-    return torch.where(entries > 0, optimizer._over_ranks(total) / entries.clamp(min=1), 1.0)
+    return means, torch.where(entries > 0, optimizer._over_ranks(total) / entries.clamp(min=1), 1.0)
 
 
 #: A basis is renewed once ``‖offdiag(UᵀFU)‖ / ‖F‖`` of its factor exceeds this.
@@ -136,7 +132,7 @@ class Eigenbasis(CurvatureOptimizer):
                 old = state["bases"]
                 state["bases"] = [new[i][0] if i in new else former[i] for i in own]
                 self._change_basis(param, old, [new[i][1] if i in new else None for i in own])
-        self._progress["mean_curvature"] = mean_curvature(self)
+        _, self._progress["mean_curvature"] = mean_curvatures(self)
 
     @abstractmethod
     def _change_basis(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:

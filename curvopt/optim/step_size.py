@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvopt.core.jacobians.sums import widened
 from curvopt.distributed import Ranks
-from curvopt.kroneckers import kfac_mat_prod, sizes_of
+from curvopt.kroneckers import kfac_mat_prod, kron_mean_diagonal, sizes_of
 from curvopt.optim.closures import Closure
 
 T = TypeVar("T")
@@ -25,7 +25,23 @@ def damping_of(group: Mapping[str, Any], mean_curvature: Tensor) -> float | Tens
     """The damping λ of a param group: its own, or a multiple of the mean curvature (1 where there is none at all)."""
     if group["damping"] is not None:
         return group["damping"]
+    return _multiple(group, mean_curvature)
+
+
+def _multiple(group: Mapping[str, Any], mean_curvature: Tensor) -> Tensor:
     return torch.where(mean_curvature > 0, group["relative_damping"] * mean_curvature, 1.0)
+
+
+def dampings_of(group: Mapping[str, Any], means: Sequence[Tensor], mean_curvature: Tensor) -> Sequence[Any]:
+    """The dampings of some parameters of a param group, by their own mean curvature and that of all parameters.
+
+    A multiple is one of the smaller mean: parameters whose curvature is far below that of others, as behind a small
+    scale, would be damped to a standstill. One without any curvature takes the mean of all.
+    """
+    if group["damping"] is not None or not means:
+        return [group["damping"]] * len(means)
+    own = torch.stack([mean.to(mean_curvature) for mean in means])
+    return _multiple(group, torch.where(own > 0, torch.minimum(own, mean_curvature), mean_curvature)).unbind()
 
 
 def excess(inputs: int, wide: int | None = WIDE) -> float:
@@ -134,13 +150,13 @@ def predicted_change(
     """
     terms = [torch.zeros((), dtype=torch.float64)]
     for group in groups:
-        damping = damping_of(group, progress["mean_curvature"])
         for param in group["params"]:
             if param in changes:
                 grad = grads[param].reshape(-1) * (-1 if group.get("maximize") else 1)
                 delta = widened(changes[param].reshape(-1))
                 factors = states[param].get("factors") or [progress["mean_curvature"].to(delta)]
                 sizes = sizes_of(factors, param.shape) if factors[0].ndim else None
+                (damping,) = dampings_of(group, [kron_mean_diagonal(factors)], progress["mean_curvature"])
                 curved = kfac_mat_prod(factors, sizes)(delta.to(factors[0].dtype)) + damping * delta
                 terms.append(delta.dot(grad.to(delta) / progress["step_weight"].to(delta) + curved / 2))
     return torch.stack([term.to(terms[-1]) for term in terms]).sum()
