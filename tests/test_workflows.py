@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workflows import OPTIMIZERS, WORKFLOWS, adamw, train
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
+from curvopt.core.recording.extended_parameters import extended_model
 from curvopt.extensions import KFAC, DiagGGNExact, DiagHessian, KFACEmpirical
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 
@@ -135,6 +136,99 @@ def test_layers_in_a_backward_of_their_own_have_the_right_gradients(kind: Callab
     extend(model)
     with backpack(KFAC()), pytest.raises(CurvoptError, match="^kfac: .*inside of another one"):
         F.cross_entropy(model(x), y).backward()
+
+
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+def test_a_function_with_a_backward_of_its_own_keeps_nothing_of_the_vectors_of_the_engine(kind: Callable) -> None:
+    """It reads ``.grad`` of tensors that it keeps, to which a backward adds."""
+
+    class WithRaw(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.raw = nn.Linear(8, 16), nn.Linear(16, 3), torch.ones(16, requires_grad=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(Reversible.apply(self.first(x), lambda h: (self.raw * h).tanh()))
+
+    torch.manual_seed(0)
+    model = WithRaw().double()
+    F.cross_entropy(model(x), y).backward()
+    expected, raw = [p.grad for p in model.parameters()], model.raw.grad
+    assert raw is not None
+    raw = raw.clone()
+    optimizer = kind(model.parameters(), curvature_every=1)
+    optimizer.attach(model)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, grad)
+    torch.testing.assert_close(model.raw.grad, 2 * raw)  # of two backwards
+    optimizer.step()
+    assert "none" not in optimizer.coverage().values()
+
+
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+def test_parameters_may_have_several_dtypes(kind: Callable) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x.float()).tanh().double())
+
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = kind(model.parameters())
+    optimizer.attach(model)
+    before = F.cross_entropy(model(x), y).item()
+    for _ in range(10):
+        step(model, optimizer, lambda z: F.cross_entropy(z, y))
+    assert F.cross_entropy(model(x), y).item() < before
+
+
+@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+def test_one_number_without_a_batch_axis_is_one_sample() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = KFACSGD(model.parameters())
+    optimizer.attach(model)
+    F.mse_loss(model(torch.tensor([0.3])), torch.tensor([0.5])).backward()
+    optimizer.step()
+    assert "none" not in optimizer.coverage().values()
+    extend(model)
+    with backpack(KFAC()), pytest.raises(CurvoptError, match="no batch axis.*unsqueeze"):
+        F.mse_loss(model(torch.tensor([0.3])), torch.tensor([0.5])).backward()
+
+
+def test_a_costly_batch_is_one_sample_also_after_one_whose_rows_are_no_samples() -> None:
+    class GraphNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.last = nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 3)
+
+        def forward(self, x: Tensor, neighbours: Tensor, graph: Tensor | None = None) -> Tensor:
+            h = self.second(neighbours @ self.first(x).tanh()).tanh()
+            return self.last(h.sum(0) if graph is None else torch.zeros(64, 64).index_add(0, graph, h))
+
+    torch.manual_seed(0)
+    model = GraphNet()
+    optimizer = KFACSGD(model.parameters(), curvature_every=1)
+    optimizer.attach(model)
+
+    def train(*batch: Tensor) -> None:
+        optimizer.zero_grad()
+        model(*batch).square().mean().backward()
+        optimizer.step()
+
+    with pytest.warns(CurvoptWarning, match="9 samples.*takes each batch as one sample"):
+        train(torch.randn(9, 8), torch.rand(9, 9).softmax(1))
+    graphs = torch.block_diag(*[torch.rand(10, 10).softmax(1)] * 64)
+    with pytest.warns(CurvoptWarning, match="row by row"):
+        train(torch.randn(640, 8), graphs, torch.arange(640) // 10)
+    train(torch.randn(640, 8), graphs, torch.arange(640) // 10)
+    found = extended_model(model.first.weight)
+    assert found is not None and found.is_one_sample
 
 
 @pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -322,7 +323,8 @@ def _norm(params: Sequence[Tensor]) -> Tensor | None:
     grads = [own_part(param.grad) for param in params if param.grad is not None]
     if not grads or len(grads) < len(params) or any(grad.layout != torch.strided for grad in grads):
         return None
-    norms = torch._foreach_norm(grads, dtype=torch.promote_types(grads[0].dtype, torch.float32))  # pyright: ignore[reportPrivateImportUsage]
+    dtype = reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
+    norms = torch._foreach_norm(grads, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
     return torch.stack([norm.to(norms[0]) for norm in norms]).norm()
 
 

@@ -96,7 +96,7 @@ class CallInGraph:
             layout = location.axes.layouts.get(place)
             if isinstance(layout, Layout):
                 if self.single and not location.is_one_sample:
-                    if location.N == 1:
+                    if location.N == 1 and place not in location.heads:
                         return False  # a shared call, whose samples are separated where its output gets a batch axis
                     raise no_batch_axis(self.call)
                 self.rule.check_input(self.call)

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -26,7 +26,28 @@ listeners: list[Any] = []
 
 
 class OwnBackward:
-    """Marks the backward passes that the engine itself runs: it is last among `listeners`, so no context takes part."""
+    """Marks the backward passes that the engine itself runs: it is last among `listeners`, so no context takes part.
+
+    A function that is written in Python may start one of its own, which adds the engine's vectors to ``.grad``.
+
+    Attributes:
+        grads: ``.grad`` before, and a copy of it, by leaf.
+    """
+
+    def __init__(self) -> None:
+        self.grads: dict[Tensor, tuple[Tensor, Tensor] | None] = {}
+
+    def keep(self, leaves: Iterable[Tensor]) -> None:
+        """Keep the ``.grad`` of leaves to which a backward is about to add."""
+        for leaf in leaves:
+            if leaf not in self.grads:
+                self.grads[leaf] = None if leaf.grad is None else (leaf.grad, leaf.grad.detach().clone())
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set ``.grad`` of these leaves to what it was."""
+        for leaf, kept in self.grads.items():
+            leaf.grad = None if kept is None else kept[0].copy_(kept[1])
 
 
 def is_own_backward() -> bool:
@@ -35,14 +56,15 @@ def is_own_backward() -> bool:
 
 
 @contextmanager
-def own_backward() -> Iterator[None]:
+def own_backward() -> Iterator[OwnBackward]:
     """Backward passes inside are the engine's own: no listener takes part in them."""
     engine = OwnBackward()
     listeners.append(engine)
     try:
-        yield
+        yield engine
     finally:
         listeners.remove(engine)  # the last one, unless another thread has added one
+        engine.restore()
 
 
 def listen(edge: GradientEdge, arrived: Callable[[Tensor], None]) -> RemovableHandle:
@@ -72,7 +94,7 @@ def pull(
     Builds a graph of its own exactly if gradients are enabled, and leaves the network's graph alive.
     """
     create_graph, V = torch.is_grad_enabled(), vectors[0].shape[0]
-    with own_backward():
+    with own_backward() as engine:
         # anomaly detection looks at numbers, as vmap cannot, and prints what follows
         if V > 1 and not torch.is_anomaly_enabled() and not wrong_together(outputs):
             try:
@@ -88,11 +110,14 @@ def pull(
                     )
                 )
             except RuntimeError:
-                pass  # an operation that vmap cannot enter (a custom autograd.Function): one by one
+                engine.restore()  # an operation that vmap cannot enter (a custom autograd.Function): one by one
         # the engine itself: the first `torch.autograd.grad` with a vector imports modules for a second
         run = partial(_engine.run_backward, tuple(outputs), keep_graph=True, create_graph=create_graph)
         run = partial(run, inputs=tuple(inputs), allow_unreachable=True, accumulate_grad=False)
-        columns = [run(tuple([vector[v] for vector in vectors])) for v in range(V)]
+        columns = []
+        for v in range(V):
+            columns.append(run(tuple([vector[v] for vector in vectors])))
+            engine.restore()
     if V == 1:
         return [None if found is None else found.unsqueeze(0) for found in columns[0]]
     return [None if column[0] is None else torch.stack(column) for column in zip(*columns, strict=True)]  # type: ignore[arg-type]

@@ -349,6 +349,8 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
             asked = [context for context in listeners if isinstance(context, backpack)][-1:] if own else contexts
             wanted = [e for context in asked if context.otherwise is None for e in context.extensions]
             check_inner_backward(roots, wanted)
+            if own:
+                listeners[-1].keep(leaves_behind(roots))
         return call()
     if not roots or (inputs and not any(_is_parameter(x) for x in inputs)):  # of slopes, say, that the loss is made of
         return call()

@@ -191,8 +191,9 @@ def _as_one_sample(
     for model in models:
         model.is_one_sample, model.is_refused = better, located is None and better
         model.seeks_axis = better or located is None
-        if better and not model.warned:
-            model.warned = True
+        warned = "warned" if located is not None else "warned_of_refusal"  # each once: they are about other batches
+        if better and not getattr(model, warned):
+            setattr(model, warned, True)
             warnings.warn(_why_one(why[model]), CurvoptWarning, stacklevel=2)
     return found if better else None
 

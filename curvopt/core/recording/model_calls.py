@@ -35,6 +35,7 @@ class Model:
         is_one_sample: whether optimizers take a batch as one sample, as it would cost many times a gradient by rows.
         is_refused: whether that holds for the last backward only, where rows were no samples.
         warned: whether it was said that quantities are computed sample by sample, or what the samples are.
+        warned_of_refusal: whether it was said that a batch is one sample as its rows are none.
         last: `ModelCall.samples` of the last calls that no backward has used, which count where the loss depends on no
             output (a gradient penalty of a network of ReLUs, the residual of a PINN).
     """
@@ -42,7 +43,7 @@ class Model:
     def __init__(self, name: str, batch_axis: int = 0, size: int = 1):
         self.name, self.batch_axis, self.size = name, batch_axis, size
         self.seeks_axis: bool | None = None
-        self.is_one_sample = self.is_refused = self.warned = False
+        self.is_one_sample = self.is_refused = self.warned = self.warned_of_refusal = False
         self.last: tuple[int, ...] = ()
 
 
