@@ -143,7 +143,7 @@ def inv_kfacs(factors: Sequence[Tensor], shift: float | Sequence[float | Tensor]
 
 
 def mean_diagonal(factor: Tensor) -> Tensor:
-    """Mean of the diagonal of a factor: ``[]``, or ``[G]`` with groups. The padding of blocks is too short to matter."""
+    """Mean of the diagonal of a factor (padding of blocks counts, it is short): ``[]``, or ``[G]`` with groups."""
     if factor.ndim < 2:
         return factor.mean()
     return factor.diagonal(dim1=-2, dim2=-1).mean((1, 2) if factor.ndim == 4 else -1)
