@@ -253,12 +253,13 @@ def evaluate(model: nn.Module, lossfunc: nn.Module, split: Split, batch_size: in
         batch_size: samples at once.
     """
     labels = not split.y.is_floating_point()
-    sums = torch.zeros(3, device=split.x.device)  # of losses, of right answers, of samples
+    sums = torch.zeros(3, device=split.x.device)  # of losses, of parts of right answers, of samples
     model.eval()
     for part, target in zip(split.x.split(batch_size), split.y.split(batch_size), strict=True):
         z = model(part)
-        right = (z.argmax(1) == target).sum() if labels else sums.new_tensor(math.nan)
-        sums += torch.stack([lossfunc(z, target) * len(part), right, sums.new_tensor(len(part))])
+        # the mean, as a text has many labels
+        right = (z.argmax(1) == target).float().mean() if labels else sums.new_tensor(math.nan)
+        sums += len(part) * torch.stack([lossfunc(z, target), right, torch.ones_like(right)])
     model.train()
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(sums)

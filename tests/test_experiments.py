@@ -135,6 +135,13 @@ def test_evaluation_is_the_mean_over_all_samples_whatever_the_batches(tmp_path: 
     assert math.isclose(accuracy, (z.argmax(1) == split.y).double().mean().item(), rel_tol=1e-6)
 
 
+def test_the_accuracy_of_texts_is_a_share_of_their_characters() -> None:
+    split = data.Split(torch.randn(7, 5, 4), torch.randint(3, (7, 4)))
+    model = torch.nn.Conv1d(5, 3, 1)
+    _, accuracy = evaluate(model, torch.nn.CrossEntropyLoss(), split, batch_size=3)
+    assert math.isclose(accuracy, (model(split.x).argmax(1) == split.y).double().mean().item(), rel_tol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
