@@ -153,9 +153,10 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         own = {p: self.state[p]["scales"] if self.state[p]["bases"] else mean.expand(p.numel()) for p in stack.params}
         if group["damping"] is None or group["damping"] > 0:
             scales = stack.join(own)
-            pieces = scales.split([p.numel() for p in stack.params])
-            dampings = dampings_of(group, [piece.mean() for piece in pieces], mean)
-            torch._foreach_add_(pieces, dampings)  # pyright: ignore[reportPrivateImportUsage]
+            pieces = scales.split(numels := [p.numel() for p in stack.params])
+            sums = torch._foreach_norm(pieces, 1)  # pyright: ignore[reportPrivateImportUsage]
+            means = torch._foreach_div(sums, [float(max(numel, 1)) for numel in numels])  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_(pieces, dampings_of(group, means, mean))  # pyright: ignore[reportPrivateImportUsage]
             scales.clamp_(min=info.tiny)
         else:  # directions without curvature are left out
             filled = {p: each.masked_fill(each <= info.eps * each.max(), torch.inf) for p, each in own.items()}
