@@ -74,7 +74,7 @@ def describe_problems() -> str:
 # x relative damping 0.5, 2, 8; diagonal-newton lr 0.03, 0.1, 0.3 x damping 0.001, 0.005, 0.02. On
 # mnist5k-cnn kfac-sgd had eight trials (lr 0.03, 0.05, 0.07, 0.1 with 0.5, 0.1 with 0.2, 0.05 with 1, 0.07 and 0.1
 # with 2), diagonal-newton none; nine more of sgd found nothing better.
-# The dampings were multiples of the mean curvature of all parameters then.
+# Since then, relative damping has become smaller: a multiple of the mean curvature of each parameter, see KFACSGD.
 PROBLEMS: dict[str, Problem] = {
     "digits-mlp": Problem(
         data="digits",

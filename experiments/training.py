@@ -253,7 +253,7 @@ def evaluate(model: nn.Module, lossfunc: nn.Module, split: Split, batch_size: in
         batch_size: samples at once.
     """
     labels = not split.y.is_floating_point()
-    sums = torch.zeros(3, device=split.x.device)  # of losses, of parts of right answers, of samples
+    sums = torch.zeros(3, device=split.x.device)  # over samples: losses, shares of right answers, ones
     model.eval()
     for part, target in zip(split.x.split(batch_size), split.y.split(batch_size), strict=True):
         z = model(part)

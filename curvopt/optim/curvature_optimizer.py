@@ -348,12 +348,12 @@ class CurvatureOptimizer(Resumable):
         the preconditioned gradient over that before clipping, 1 if nothing is clipped, more without any curvature.
         ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss. ``cosine``: between
         gradient and preconditioned gradient. ``damping``: of the first group; parameters may have less, see
-        ``relative_damping``. ``fallbacks``: matrices that needed more
-        than the usual factorisation when last renewed. ``condition``: largest condition number of a damped factor (in
-        the 1-norm) there. ``new_bases``: eigenbases computed when they were last checked. ``reduction_ratio``: of
-        ``adaptive_damping``, nan if no decrease was predicted. ``KFACAdamW`` has no damping and no clip; its
-        ``step_norm`` and ``cosine`` are those of the whole step. ``skipped``: steps that ``on_nonfinite="skip"`` left
-        out. ``empirical``: 1 where the loss had no curvature of the kind asked for.
+        ``relative_damping``. ``fallbacks``: matrices that needed more than the usual factorisation when last renewed.
+        ``condition``: largest condition number of a damped factor (in the 1-norm) there. ``new_bases``: eigenbases
+        computed when they were last checked. ``reduction_ratio``: of ``adaptive_damping``, nan if no decrease was
+        predicted. ``KFACAdamW`` has no damping and no clip; its ``step_norm`` and ``cosine`` are those of the whole
+        step. ``skipped``: steps that ``on_nonfinite="skip"`` left out. ``empirical``: 1 where the loss had no curvature
+        of the kind asked for.
         """
         empirical = self._progress["empirical"] and not self._wants_empirical()
         return self._metrics | ({"empirical": 1.0} if empirical else {})

@@ -25,23 +25,24 @@ def damping_of(group: Mapping[str, Any], mean_curvature: Tensor) -> float | Tens
     """The damping λ of a param group: its own, or a multiple of the mean curvature (1 where there is none at all)."""
     if group["damping"] is not None:
         return group["damping"]
-    return _multiple(group, mean_curvature)
+    return _relative_damping(group, mean_curvature)
 
 
-def _multiple(group: Mapping[str, Any], mean_curvature: Tensor) -> Tensor:
+def _relative_damping(group: Mapping[str, Any], mean_curvature: Tensor) -> Tensor:
     return torch.where(mean_curvature > 0, group["relative_damping"] * mean_curvature, 1.0)
 
 
 def dampings_of(group: Mapping[str, Any], means: Sequence[Tensor], mean_curvature: Tensor) -> Sequence[Any]:
     """The dampings of some parameters of a param group, by their own mean curvature and that of all parameters.
 
-    A multiple is one of the smaller mean: parameters whose curvature is far below that of others, as behind a small
-    scale, would be damped to a standstill. One without any curvature takes the mean of all.
+    A relative damping multiplies the smaller of the two: with that of all, parameters of much less curvature (behind a
+    LayerScale, say) would hardly move. A parameter without any curvature takes the mean of all.
     """
     if group["damping"] is not None or not means:
         return [group["damping"]] * len(means)
     own = torch.stack([mean.to(mean_curvature) for mean in means])
-    return _multiple(group, torch.where(own > 0, torch.minimum(own, mean_curvature), mean_curvature)).unbind()
+    smaller = torch.where(own > 0, torch.minimum(own, mean_curvature), mean_curvature)
+    return _relative_damping(group, smaller).unbind()
 
 
 def excess(inputs: int, wide: int | None = WIDE) -> float:
