@@ -381,7 +381,7 @@ class OfPacked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         longest = x.shape[1]
         lengths = torch.tensor([max(longest - n, 1) if self.ordered else 1 + (n + 1) % longest for n in range(len(x))])
-        packed = pack_padded_sequence(self.layer(x), lengths, True, enforce_sorted=self.ordered)
+        packed = pack_padded_sequence(self.layer(x), lengths.cpu(), True, enforce_sorted=self.ordered)
         output, states = self.module(packed._replace(data=self.inner(packed.data).sin()))
         output, _ = pad_packed_sequence(output, True)
         states = states if isinstance(states, tuple) else (states,)

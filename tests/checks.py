@@ -35,10 +35,13 @@ FIRST_ORDER: list[type[Extension]] = [BatchGrad, BatchL2Grad, SumGradSquared, Va
 DIAGONALS: list[type[Extension]] = [DiagGGNExact, BatchDiagGGNExact, DiagHessian, BatchDiagHessian]
 
 
+#: The device that autocast and scalers are for; the emulated one has none of its own.
+DEVICE = "cuda" if torch.get_default_device().type == "cuda" else "cpu"
+
+
 def generator(seed: int) -> torch.Generator:
     """A seeded generator of the default device (of the CPU for the emulated one, which has none)."""
-    kind = torch.get_default_device().type
-    return torch.Generator(kind if kind == "cuda" else "cpu").manual_seed(seed)
+    return torch.Generator(DEVICE).manual_seed(seed)
 
 
 def extended(case: Case) -> Problem:

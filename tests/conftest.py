@@ -25,6 +25,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         accelerator.load()
     if device != "cpu":
         torch.set_default_device(device)
+        torch.backends.cudnn.deterministic = True  # tests compare bit for bit
+        torch.backends.cudnn.allow_tf32 = False
     elif not torch.cuda.is_available():  # it would write down the stack for each kind of device that might come yet
         torch.manual_seed = torch.default_generator.manual_seed
 

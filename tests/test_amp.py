@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import DEVICE
 from test_optim import OPTIMIZERS, Run, assert_close, assert_equal, cnn, exact_optimizer, mlp, numbers
 from torch import Tensor, nn
 
@@ -61,12 +62,12 @@ def train(
 ) -> Run:
     """A few steps, under autocast to ``dtype`` if any, the loss scaled if asked."""
     run = Run(make, model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=scale or 1.0, enabled=scale is not None)
     if attach:
         run.optimizer.attach(run.model, run.lossfunc, scaler=scaler)
     for step in range(steps):
         run.optimizer.zero_grad()
-        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        with torch.autocast(DEVICE, dtype or torch.bfloat16, enabled=dtype is not None):
             loss = run.loss(step)
         if attach:
             scaler.scale(loss).backward()
@@ -139,8 +140,8 @@ def test_a_step_inside_of_autocast_is_that_outside(make: Callable):
         collecting.attach(run.model, run.lossfunc)
         for step in range(3):
             run.optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=whole):
-                with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=whole):
+                with torch.autocast(DEVICE, torch.bfloat16):
                     loss = run.loss(step)
                 loss.backward()
                 collecting.step()
@@ -162,12 +163,12 @@ def test_closures_inside_of_autocast_see_the_parameters_move(name: str, inner: b
 
             def closure() -> Tensor:
                 run.optimizer.zero_grad()
-                with torch.autocast("cpu", torch.bfloat16) if inner or not whole else contextlib.nullcontext():
+                with torch.autocast(DEVICE, torch.bfloat16) if inner or not whole else contextlib.nullcontext():
                     loss = run.loss(0)
                 loss.backward()
                 return loss
 
-            with torch.autocast("cpu", torch.bfloat16, enabled=whole):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=whole):
                 run.optimizer.step(closure)
         return run
 
@@ -182,7 +183,7 @@ def test_closures_inside_of_autocast_see_the_parameters_move(name: str, inner: b
 def test_a_scaler_skips_a_batch_that_is_not_finite(lossfunc: nn.Module, poison: float):
     torch.manual_seed(0)
     model, x, y = nn.Linear(3, 2), torch.rand(4, 3), torch.rand(4, 2)
-    optimizer, scaler = KFACSGD(model.parameters(), fisher="mc"), torch.amp.GradScaler("cpu")
+    optimizer, scaler = KFACSGD(model.parameters(), fisher="mc"), torch.amp.GradScaler(DEVICE)
     optimizer.attach(model, lossfunc, scaler=scaler)
     before = model.weight.detach().clone()
     for factor in (poison, 1.0):
@@ -204,13 +205,13 @@ def test_attached_is_the_same():
 def test_an_overflow_changes_nothing(make: Callable, known: bool, attach: bool):
     """The loss is scaled until gradients leave the range of float16, and less and less until they do not."""
     run, steps = train(make, cnn, torch.float16, 2.0**10, steps=3 * known), 0
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26, backoff_factor=2.0**-4)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**26, backoff_factor=2.0**-4)
     if attach:
         run.optimizer.attach(run.model, run.lossfunc, scaler=scaler)
     weights, state = run.weights(), copy.deepcopy(numbers(run.optimizer))
     while True:
         run.optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(DEVICE, torch.float16):
             loss = run.loss(3)
         if attach:
             scaler.scale(loss).backward()
@@ -229,7 +230,7 @@ def test_an_overflow_changes_nothing(make: Callable, known: bool, attach: bool):
 
     clean = train(make, cnn, torch.float16, 2.0**10, steps=3 * known)
     clean.optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
+    with torch.autocast(DEVICE, torch.float16):
         loss = clean.loss(3)
     with clean.optimizer.curvature():
         loss.backward()
@@ -252,7 +253,7 @@ def test_a_model_in_bfloat16(make: Callable):
 def test_a_scaler_that_nobody_told_of(told: str):
     """``GradScaler.step`` shows it: the steps are those without one, the first, too."""
     run, plain = Run(KFACSGD), Run(KFACSGD)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled="disabled" not in told)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10, enabled="disabled" not in told)
     if told == "by attach":
         run.optimizer.attach(run.model, scaler=scaler)
     for step in range(6):
@@ -271,7 +272,7 @@ def test_a_scaler_that_nobody_told_of(told: str):
 def test_copies_find_the_scaler_that_steps_them(duplicate: Callable):
     """No copy of a scaler: nobody would update it."""
     run, plain = Run(KFACSGD), Run(KFACSGD).train(range(1))
-    first, other = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (2.0**10, 2.0**4))
+    first, other = (torch.amp.GradScaler(DEVICE, init_scale=scale) for scale in (2.0**10, 2.0**4))
     run.optimizer.attach(run.model, run.lossfunc, scaler=first)
     twin = duplicate(run)
     other.scale(twin.loss(0)).backward()
@@ -282,12 +283,12 @@ def test_copies_find_the_scaler_that_steps_them(duplicate: Callable):
 @pytest.mark.parametrize("known", [True, False])
 def test_a_preconditioner_leaves_an_overflow_to_the_scaler(known: bool):
     run = Run(torch.optim.SGD, lr=0.01)
-    preconditioner, scaler = KFACPreconditioner(run.model), torch.amp.GradScaler("cpu", init_scale=2.0**26)
+    preconditioner, scaler = KFACPreconditioner(run.model), torch.amp.GradScaler(DEVICE, init_scale=2.0**26)
     preconditioner.attach(run.model, scaler=scaler if known else None)
     weights = run.weights()
     for _ in range(12):
         run.optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(DEVICE, torch.float16):
             loss = run.loss(0)
         scaler.scale(loss).backward()
         scaler.unscale_(run.optimizer)
@@ -318,7 +319,7 @@ def test_gradients_may_have_another_dtype_than_their_parameters(name: str):
 def test_a_scale_beyond_the_range_of_float16_reaches_no_column():
     """Gradients of the loss itself are formed in float32: 2¹⁶ is no float16."""
     run = Run(KFACSGD, mlp, fisher="empirical")
-    with torch.autocast("cpu", torch.float16):
+    with torch.autocast(DEVICE, torch.float16):
         loss = run.loss(0)
     with run.optimizer.curvature(loss_scale=2.0**16):
         (2.0**16 * loss).backward()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import generator
+from checks import DEVICE, generator
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
@@ -373,7 +373,7 @@ def test_a_network_that_diverged_has_curvature_that_is_not_finite():
 
 def test_under_autocast_blocks_are_as_exact_as_the_loss():
     layer = nn.Linear(5, C)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         z = layer(torch.randn(N, 5))
         loss = F.nll_loss(z.float().softmax(1).log(), Y)
     assert z.dtype == torch.bfloat16
@@ -413,7 +413,7 @@ def test_blocks_are_found_in_half_precision():
 def test_autocast_around_the_backward_changes_nothing():
     z = 1 * nn.Parameter(torch.randn(N, C))
     curvature = [generic((z @ T.float().T).exp().mean(), [Head(get_gradient_edge(z), N)]) for _ in range(2)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         (inside,) = curvature[0].root(size=9)
     (outside,) = curvature[1].root(size=9)
     assert torch.equal(inside.vectors[0], outside.vectors[0])

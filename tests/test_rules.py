@@ -397,7 +397,7 @@ def test_recurrent(kind, options):
         x = normal(N, T, 2) if first else normal(T, N, 2)
         if packed:
             lengths = [4, 3, 1] if packed == "sorted" else [2, 4, 2]
-            x = pack_padded_sequence(x, torch.tensor(lengths), first, enforce_sorted=packed == "sorted")
+            x = pack_padded_sequence(x, torch.tensor(lengths, device="cpu"), first, enforce_sorted=packed == "sorted")
         return (x, state(kind, layers, options.get("proj_size", 2), 2)) if hidden else (x,)
 
     make = lambda: kind(2, 2, **options).train(not evaluate)  # noqa: E731
@@ -405,7 +405,7 @@ def test_recurrent(kind, options):
     if not packed:
         check(Call(make, inputs, axes=(0 if first else 1, *states)))
         return
-    lengths = torch.tensor([4, 3, 1] if packed == "sorted" else [2, 4, 2])
+    lengths = torch.tensor([4, 3, 1] if packed == "sorted" else [2, 4, 2], device="cpu")
     of_sample = pack_padded_sequence(
         torch.arange(N)[:, None, None].expand(N, T, 1), lengths, True, enforce_sorted=packed == "sorted"
     )
@@ -417,7 +417,7 @@ def test_recurrent(kind, options):
 def test_dropout_between_layers_of_single_packed_steps(kind):
     model = extend(nn.Sequential(kind(2, 3, 2, dropout=0.5), Take(0, 0), nn.Linear(3, 2)).double())
     with backpack(BatchGrad()):
-        out = model(pack_padded_sequence(normal(1, N, 2), torch.ones(N)))
+        out = model(pack_padded_sequence(normal(1, N, 2), torch.ones(N, device="cpu")))
         out.square().sum().backward(retain_graph=True)
     for p in model.parameters():
         for n in range(N):

@@ -539,7 +539,8 @@ class Packed(nn.Module):
         self.inner, self.last = nn.Linear(4, 4), nn.GRU(4, 4)
 
     def forward(self, x: list[Tensor]) -> Tensor:
-        steps = nn.utils.rnn.pack_sequence(x)
+        with torch.device("cpu"):  # PyTorch makes the lengths on the default device, and wants them here
+            steps = nn.utils.rnn.pack_sequence(x)
         return self.last(steps._replace(data=self.inner(steps.data)))[0].data
 
 
@@ -1308,7 +1309,7 @@ def test_samples_of_packed_sequences_are_found(kind: type[nn.RNNBase]):
     x, y = torch.randn(5, 3, 4).double(), torch.randint(2, (3,))
 
     def forward(x: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(net["layer"](x), lengths, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(net["layer"](x), lengths.cpu(), enforce_sorted=False)
         return net["last"](nn.utils.rnn.pad_packed_sequence(net["net"](packed)[0])[0].mean(0))
 
     for lengths in ([5, 2, 3], [5, 2, 3], [2, 5, 3], [3, 2, 5], [1, 4, 5]):
@@ -1436,7 +1437,7 @@ class Sentences(nn.Module):
         self.inner, self.net, self.outer, self.last = nn.Linear(4, 4), kind(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False)
         steps, _ = self.net(packed._replace(data=self.norm(torch.tanh(self.inner(self.embed(packed.data))))))
         steps = steps._replace(data=torch.tanh(self.outer(steps.data)))
         return self.last(nn.utils.rnn.pad_packed_sequence(steps)[0].sum(0) / lengths[:, None])
