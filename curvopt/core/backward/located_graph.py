@@ -143,14 +143,12 @@ def _along_other_axis(
         found = False
     for model in models:
         if not found:
-            model.batch_axis, model.seeks_axis = 1 - model.batch_axis, not (by_cost and model.warned)
-        elif model.batch_axis and not model.warned:
-            model.warned = True
-            warnings.warn(
+            model.batch_axis, model.seeks_axis = 1 - model.batch_axis, not (by_cost and "samples" in model.told)
+        elif model.batch_axis:
+            model.warn_once(
+                "samples",
                 f"{model.name}: the samples are along axis 1 of its inputs, as layers mix the entries of axis 0. "
                 "attach(model, batch_axis=1) says so from the start; if samples are along axis 0, say batch_axis=0.",
-                CurvoptWarning,
-                stacklevel=2,
             )
     return located if found else None
 
@@ -191,10 +189,8 @@ def _as_one_sample(
     for model in models:
         model.is_one_sample, model.is_refused = better, located is None and better
         model.seeks_axis = better or located is None
-        warned = "warned" if located is not None else "warned_of_refusal"  # each once: they are about other batches
-        if better and not getattr(model, warned):
-            setattr(model, warned, True)
-            warnings.warn(_why_one(why[model]), CurvoptWarning, stacklevel=2)
+        if better:
+            model.warn_once("samples" if located is not None else "refused rows", _why_one(why[model]))
     return found if better else None
 
 
@@ -234,7 +230,8 @@ def _locate(graph: BackwardGraph, appends_single_rows: bool, may_be_one: bool) -
         else:
             raise CurvoptError(
                 f"{found.call.describe()}: the loss depends on it by a path around the outputs of the model (a term "
-                "that is computed inside of the model?), whose samples are not known; return what it is made of, too."
+                "that is computed inside of the model, or a prediction without a batch axis?), whose samples are not "
+                "known; return what it is made of, too, with a row for each sample."
             )
     functional: list[CallInGraph] = []
     for p, operands in graph.operands.items():
@@ -294,19 +291,17 @@ def _model_of(call: CallInGraph) -> Model | None:
 def _warn_of_cost(slow: dict[Model | None, CallInGraph]) -> None:
     """Say once for each model where quantities are computed sample by sample."""
     for model, call in slow.items():
-        if model is not None and model.warned:
-            continue
-        if model is not None:
-            model.warned = True
         N = call.location.N
         layout = "an operation that is not known" if isinstance(call.rule, PerSampleRule) else "its output"
         advice = " If the samples are along another axis, say extend(model, batch_axis=1)."
-        warnings.warn(
+        message = (
             f"{call.call.describe()}: {layout} does not hold the {N} samples along one axis, so its quantities are "
-            f"computed sample by sample, at up to {N} times the cost.{'' if model and model.batch_axis else advice}",
-            CurvoptWarning,
-            stacklevel=2,
+            f"computed sample by sample, at up to {N} times the cost.{'' if model and model.batch_axis else advice}"
         )
+        if model is None:
+            warnings.warn(message, CurvoptWarning, stacklevel=2)
+        else:
+            model.warn_once("samples", message)
 
 
 def _entries(call: CallInGraph) -> int:

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from curvopt.errors import CurvoptWarning
 
 
 class Model:
@@ -34,8 +37,7 @@ class Model:
             `curvopt.core.backward.located_graph`; ``None`` as long as nobody has said.
         is_one_sample: whether optimizers take a batch as one sample, as it would cost many times a gradient by rows.
         is_refused: whether that holds for the last backward only, where rows were no samples.
-        warned: whether it was said that quantities are computed sample by sample, or what the samples are.
-        warned_of_refusal: whether it was said that a batch is one sample as its rows are none.
+        told: what warnings were about, see `warn_once`.
         last: `ModelCall.samples` of the last calls that no backward has used, which count where the loss depends on no
             output (a gradient penalty of a network of ReLUs, the residual of a PINN).
     """
@@ -43,8 +45,15 @@ class Model:
     def __init__(self, name: str, batch_axis: int = 0, size: int = 1):
         self.name, self.batch_axis, self.size = name, batch_axis, size
         self.seeks_axis: bool | None = None
-        self.is_one_sample = self.is_refused = self.warned = self.warned_of_refusal = False
+        self.is_one_sample = self.is_refused = False
+        self.told = set[str]()
         self.last: tuple[int, ...] = ()
+
+    def warn_once(self, about: Literal["samples", "refused rows"], message: str) -> None:
+        """Warn unless there was a warning about the same, in whatever words."""
+        if about not in self.told:
+            self.told.add(about)
+            warnings.warn(message, CurvoptWarning, stacklevel=3)
 
 
 class ModelCall(NamedTuple):
