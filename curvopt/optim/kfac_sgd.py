@@ -33,7 +33,7 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
         momentum: momentum of the preconditioned gradients.
         damping: ``λ``, in units of the curvature of the mean-reduced loss; ``None`` for ``relative_damping``.
         relative_damping: ``λ`` of a parameter in multiples of its mean curvature, or of that of all parameters if this
-            is less; so it follows the curvature in training. Read when the curvature is renewed.
+            is less; so it follows the curvature in training. Read when the inverses are renewed.
         ema: decay of the averages per step, whatever the interval between refreshes.
         rms_clip: bound on the root mean square of each parameter's preconditioned gradient, entries without a gradient
             left out (Shazeer & Stern 2018, section 6); ``None`` for none. Squares of a weight with n > 128 inputs
