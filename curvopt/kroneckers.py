@@ -169,8 +169,8 @@ def pi_damping(factors: Sequence[Tensor], damping: float | Tensor) -> list[Tenso
         shifts = [torch.zeros_like(means[0]) + damping]
     else:
         b, a = means
-        tiny = torch.finfo(b.dtype).eps ** 2
-        pi = ((a + tiny) / (b + tiny)).sqrt()  # both without curvature: π = 1
+        tiny = torch.finfo(b.dtype).tiny
+        pi = (a + tiny).sqrt() / (b + tiny).sqrt()  # both without curvature: π = 1
         shifts = [damping**0.5 / pi, damping**0.5 * pi]
     axes = {3: (-1,), 4: (-1, 1)}
     return [shift.reshape(axes.get(factor.ndim, ())) for factor, shift in zip(factors, shifts, strict=True)]

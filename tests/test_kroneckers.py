@@ -19,6 +19,7 @@ from curvopt.kroneckers import (
     kfac_mat_prod,
     kfacs_to_mat,
     largest_condition,
+    mean_diagonal,
     pi_damping,
 )
 
@@ -140,6 +141,14 @@ def test_pi_damping_of_dead_factors_is_finite() -> None:
         shifts = pi_damping(factors, 0.1)
         assert all(shift.isfinite() and shift > 0 for shift in shifts)
         assert kfacs_to_mat(inv_kfacs(factors, shifts)).isfinite().all()
+
+
+def test_pi_damping_of_tiny_curvature_is_that_of_large_one() -> None:
+    b, a = psd(3).float(), psd(4).float()
+    for factors in ([b * 1e-24, a], [b, a * 1e-24], [b * 1e-12, a * 1e-12]):
+        ends = zip(pi_damping(factors, 1e-25), (mean_diagonal(factor) for factor in factors), strict=True)
+        (relative_b, relative_a) = [shift / mean for shift, mean in ends]
+        torch.testing.assert_close(relative_b, relative_a)
 
 
 def test_a_single_factor_is_shifted_by_the_damping() -> None:
