@@ -497,6 +497,25 @@ def test_relative_damping_is_in_units_of_the_smaller_mean_curvature(make: Callab
 
 
 @pytest.mark.parametrize("make", [KFACSGD, EKFACSGD])
+def test_no_relative_damping_is_no_damping(make: Callable) -> None:
+    """Directions without curvature are left out."""
+    options: dict[str, Any] = {"dtype": torch.float64, "rms_clip": None, "fisher": "exact"}
+    runs = [Run(make, **damping, **options).train(2) for damping in ({"relative_damping": 0.0}, {"damping": 0.0})]
+    assert_equal(*(run.weights() for run in runs))
+
+
+@pytest.mark.parametrize("fisher", ["mc", "exact", "empirical"])
+@pytest.mark.parametrize("make", [KFACSGD, EKFACSGD])
+def test_a_run_with_a_chosen_fisher_is_resumed_without_one(make: Callable, fisher: str) -> None:
+    first, second = Run(make, fisher=fisher).train(3), Run(make)
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(torch.load(checkpoint(first.optimizer)))
+    before = second.full_loss()
+    second.train(range(3, 40))
+    assert second.full_loss() < before
+
+
+@pytest.mark.parametrize("make", [KFACSGD, EKFACSGD])
 def test_damping_of_a_parameter_without_curvature_is_that_of_all(make: Callable) -> None:
     run = Run(make, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10)), fisher="exact")
     nn.init.constant_(run.model[1].bias, -100.0)  # dead units

@@ -126,7 +126,7 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
     def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
         scales = pop_field(param, "eigen_diagonal")
         taken = super()._take(param)
-        if taken is not None and scales is not None:
+        if taken is not None and scales is not None and self._fisher() is not None:  # else no factors are chosen yet
             taken[0].append(scales)
         return taken
 
@@ -151,7 +151,7 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
     def _solve(self, stack: Stack, grad: Tensor, group: Mapping[str, Any]) -> Tensor:
         mean, info = self._progress["mean_curvature"].to(grad), torch.finfo(grad.dtype)
         own = {p: self.state[p]["scales"] if self.state[p]["bases"] else mean.expand(p.numel()) for p in stack.params}
-        if group["damping"] is None or group["damping"] > 0:
+        if group["relative_damping" if group["damping"] is None else "damping"] > 0:
             scales = stack.join(own)
             pieces = scales.split(numels := [p.numel() for p in stack.params])
             sums = torch._foreach_norm(pieces, 1)  # pyright: ignore[reportPrivateImportUsage]
