@@ -92,6 +92,31 @@ def test_gradient_accumulation(make: Callable) -> None:
     assert_close(whole.weights(), halves.weights())
 
 
+class Tasks(nn.Module):
+    """Three heads on a body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(64, 8), nn.ModuleList([nn.Linear(8, 10) for _ in range(3)])
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        return self.heads[task](torch.tanh(self.body(x.flatten(1))))
+
+
+@pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, DiagonalNewton])
+def test_gradients_of_two_backwards_count_as_those_also_where_one_is_due(make: Callable) -> None:
+    run = attached(make, Tasks, dtype=torch.float64, damping=1e6, rms_clip=None, momentum=0.0, lr=1.0)
+    for step in range(30):
+        x, y = run.data(step)
+        run.optimizer.zero_grad()
+        for task in (0, 1 + (step % 3 > 0)):  # the last heads take turns, and are due at other steps
+            run.lossfunc(run.model(x, task), y).backward()
+        before = run.model.body.weight.detach().clone()
+        run.optimizer.step()
+        taken, expected = before - run.model.body.weight.detach(), run.model.body.weight.grad / 2e6  # of two losses
+        assert float(taken.norm()) == pytest.approx(float(expected.norm()), rel=0.02)
+
+
 @exact_optimizer
 @pytest.mark.parametrize("reset", [True, False])
 @pytest.mark.filterwarnings("ignore:.*linear in the network's output")

@@ -116,6 +116,7 @@ class Collected:
         zeros: the gradients after the last of the backwards and their versions, if they were all zero.
         norm: of the gradients of some parameters, after the last of the backwards.
         refused: whether a backward had no curvature where there is none so far.
+        partial: whether a backward was left alone, as none of its parameters was due: the weights lack its loss.
     """
 
     curvature: dict[Tensor, Curvature] = field(default_factory=dict)
@@ -128,11 +129,13 @@ class Collected:
     zeros: Zeros = field(default_factory=list)
     norm: tuple[list[Tensor], Tensor] | None = None
     refused: bool = False
+    partial: bool = False
 
     def add(self, other: "Collected") -> None:
         """Add the curvature of later backwards."""
         self.foreign = max(self.foreign, other.foreign)
         self.variables, self.refused = max(self.variables, other.variables), self.refused or other.refused
+        self.partial |= other.partial
         self.zeros, self.norm = other.zeros, other.norm
         self.mixed |= other.mixed
         for param, curvature in other.curvature.items():
@@ -236,6 +239,7 @@ class Accumulation:
                 if who is not None:
                     raise nothing_received(who, self.foreign)
                 self.this_context.foreign = self.foreign
+            self.this_context.partial = self.unneeded
             self.since_last_step.add(self.this_context)
         finally:
             self.this_context = None

@@ -145,7 +145,11 @@ class CurvatureCollector(OverRanks, ABC):
         """For a backward that is about to reach ``parameters()``: the context to run it in, or ``None``."""
         if self._accumulation.this_context is not None or not self._due(None):
             return None
-        return self._context(None, None) if self._due(self._own(parameters())) else None
+        own = self._own(parameters())
+        if self._due(own):
+            return self._context(None, None)
+        self._accumulation.since_last_step.partial |= bool(own)
+        return None
 
     def curvature(self, loss_scale: float | Tensor | None = None) -> AbstractContextManager[None]:
         """Run the backward pass in here: refreshes the curvature on steps that are due, costs nothing on the others.
@@ -308,7 +312,7 @@ class CurvatureCollector(OverRanks, ABC):
         if sharding is None:
             refuse_sharded((who, name, p) for p, name in names.items())
         equal = equal | {"communication_dtype": str(dtype)}
-        forms, (foreign, seed, draws, variables, refused, self._progress["empirical"]) = ranks.union(
+        forms, (foreign, seed, draws, variables, refused, partial, self._progress["empirical"]) = ranks.union(
             collected.forms(params),
             list(names.values()),
             [
@@ -317,6 +321,7 @@ class CurvatureCollector(OverRanks, ABC):
                 samples.draws,
                 collected.variables,
                 int(collected.refused),
+                int(collected.partial),
                 int(self._progress["empirical"]),
             ],
             equal | {"parameters": [list(param.shape) for param in params], "gradients": has_gradients(params)},
@@ -326,8 +331,9 @@ class CurvatureCollector(OverRanks, ABC):
         collected.variables, collected.refused = variables, bool(refused)
         if foreign > 0 or (foreign == 0 and not forms and not refused):
             raise nothing_received(who, foreign)
-        if not forms:
-            return collected
-        if sharding is None:
-            return collected.mean(forms, params, ranks, dtype)
-        return sharding.mean(collected, forms, dtype)
+        if forms and sharding is None:
+            collected = collected.mean(forms, params, ranks, dtype)
+        elif forms and sharding is not None:
+            collected = sharding.mean(collected, forms, dtype)
+        collected.partial = bool(partial)
+        return collected
