@@ -527,7 +527,7 @@ def linear(z: Tensor, y: Tensor) -> Tensor:
 @check
 def losses_that_are_linear_in_a_batch() -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*takes the empirical quantity where the loss is linear")
+        warnings.filterwarnings("ignore", ".*takes the empirical quantity for such batches")
         compare_linear_losses(Run, ("KFACSGD", "DiagonalNewton"), together=False)
 
 

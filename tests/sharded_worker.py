@@ -347,7 +347,7 @@ def losses_without_a_ggn() -> None:
 @check
 def losses_that_are_linear_in_a_batch() -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*takes the empirical quantity where the loss is linear")
+        warnings.filterwarnings("ignore", ".*takes the empirical quantity for such batches")
         compare_linear_losses(Sharded, ("KFACSGD", "EKFACSGD"), together=True)
 
 

@@ -461,14 +461,25 @@ def test_losses_that_are_linear_in_a_batch_have_curvature_in_others(kind: Callab
             step(model, optimizer, lambda z, shift=shift: lossfunc(z, t + shift))
             assert ("empirical" in optimizer.metrics()) == bool(shift)
     assert [str(each.message) for each in said] == [
-        f"{type(optimizer).__name__} takes the empirical quantity where the loss is linear in the predictions. "
+        f"{type(optimizer).__name__} takes the empirical quantity for such batches. "
         f"{'the extended HuberLoss' if extended else 'the loss (HuberLossBackward0)'}: it is linear in the network's "
         "output, so it has no curvature."
     ]
 
 
 @pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
-@pytest.mark.filterwarnings("ignore:.*linear in the predictions")
+@pytest.mark.filterwarnings("ignore:.*empirical quantity for such batches")
+def test_a_last_batch_of_one_prediction_changes_no_other(kind: Callable) -> None:
+    model, optimizer = attached(kind)
+    for n in (8, 8, 1, 8, 1, 8):
+        optimizer.zero_grad()
+        F.mse_loss(model(x[:n])[:, 0].squeeze(), t[:n, 0].squeeze()).backward()
+        optimizer.step()
+        assert bool(optimizer._progress["empirical"]) == (n == 1)
+
+
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+@pytest.mark.filterwarnings("ignore:.*empirical quantity for such batches")
 def test_extended_losses_that_are_linear_take_the_steps_of_functions(kind: Callable) -> None:
     ends = []
     for lossfunc in (extend(nn.L1Loss()), F.l1_loss):

@@ -246,7 +246,7 @@ class CurvatureCollector(OverRanks, ABC):
         error, self._refusal = self._refusal, None
         if error is not None and not self._wants_empirical():
             always = self._progress["empirical"] == UNTIL_ATTACHED
-            when = "from now on, until attach() is called" if always else "where the loss is linear in the predictions"
+            when = "from now on, until attach() is called" if always else "for such batches"
             why = str(error).split("; use ")[0].removesuffix(".")  # the rest names extensions
             self._say("empirical" if always else "linear", f"takes the empirical quantity {when}. {why}.")
 

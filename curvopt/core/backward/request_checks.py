@@ -31,7 +31,7 @@ from curvopt.core.batch_axis.heads import inside_the_loss
 from curvopt.core.batch_axis.layout import Layout, axis_of, labels_along
 from curvopt.core.batch_axis.samples import Location
 from curvopt.core.losses.generic_loss import GenericLoss, Reduction
-from curvopt.core.losses.hessian_root import Loss
+from curvopt.core.losses.hessian_root import Loss, NotCurved
 from curvopt.core.losses.loss_blocks import Head
 from curvopt.core.losses.loss_search import Losses
 from curvopt.core.pytorch_workarounds import WRONG_THREE_TIMES, WRONG_TWICE, Wrong
@@ -189,7 +189,7 @@ def check_request(
         )
     for loss in losses:
         if second_order and loss.edge is not None and loss.input.dim() == 0:
-            raise CurvoptError(
+            raise NotCurved(
                 f"{loss.describe()}: its input is a single number, but {_fields_that(second_order, 'need')} a row "
                 "for each sample; give the loss the outputs of all samples, not their mean (of a single sample, "
                 "unsqueeze(0) output and target)."
