@@ -148,6 +148,11 @@ class Collected:
         self.weight = self.weight.to(other.weight) + other.weight
         self.step_weight = self.step_weight.to(other.step_weight) + other.step_weight
 
+    def numbers(self, known: bool) -> dict[str, Any]:
+        """What steps need until the next refresh; of partial weights those that are known serve better."""
+        weights = {"step_weight": self.step_weight, "closure_weight": self.closure_weight}
+        return {"variables": self.variables} | ({} if known and self.partial else weights)
+
     def loss_was_scaled(self, scale: float) -> None:
         """Learn that the gradients that reach ``step()`` have been divided by the scale of the loss."""
         self.step_weight = self.step_weight / scale

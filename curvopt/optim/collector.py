@@ -146,10 +146,9 @@ class CurvatureCollector(OverRanks, ABC):
         if self._accumulation.this_context is not None or not self._due(None):
             return None
         own = self._own(parameters())
-        if self._due(own):
-            return self._context(None, None)
-        self._accumulation.since_last_step.partial |= bool(own)
-        return None
+        due = self._due(own)
+        self._accumulation.since_last_step.partial |= bool(own) and not due
+        return self._context(None, None) if due else None
 
     def curvature(self, loss_scale: float | Tensor | None = None) -> AbstractContextManager[None]:
         """Run the backward pass in here: refreshes the curvature on steps that are due, costs nothing on the others.
@@ -311,20 +310,14 @@ class CurvatureCollector(OverRanks, ABC):
         sharding, dtype = self._sharding(), self.communication_dtype
         if sharding is None:
             refuse_sharded((who, name, p) for p, name in names.items())
-        equal = equal | {"communication_dtype": str(dtype)}
+        equal = equal | {"communication_dtype": str(dtype), "parameters": [list(param.shape) for param in params]}
+        seed = -1 if samples.seed is None else samples.seed
+        numbers = [collected.foreign, seed, samples.draws, collected.variables, collected.refused, collected.partial]
         forms, (foreign, seed, draws, variables, refused, partial, self._progress["empirical"]) = ranks.union(
             collected.forms(params),
             list(names.values()),
-            [
-                collected.foreign,
-                -1 if samples.seed is None else samples.seed,
-                samples.draws,
-                collected.variables,
-                int(collected.refused),
-                int(collected.partial),
-                int(self._progress["empirical"]),
-            ],
-            equal | {"parameters": [list(param.shape) for param in params], "gradients": has_gradients(params)},
+            [*numbers, self._progress["empirical"]],
+            equal | {"gradients": has_gradients(params)},
         )
         self._ranks_agree = True
         samples.seed, samples.draws = (None if seed < 0 else seed), draws

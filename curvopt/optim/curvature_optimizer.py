@@ -210,8 +210,7 @@ class CurvatureOptimizer(Resumable):
         if self._on_any_rank(accepted):
             progress["stale"], progress["refused"] = True, False
             collected.loss_was_unscaled(self._knows_scale)
-            weights = [] if collected.partial and self._has_curvature() else ["step_weight", "closure_weight"]
-            progress |= {name: getattr(collected, name) for name in (*weights, "variables")}
+            progress |= collected.numbers(self._has_curvature())
             accepted = self._settle(accepted, collected)
             decays = self._decays()
             self._forget_other_forms(accepted, collected.mixed)

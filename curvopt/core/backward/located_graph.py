@@ -143,7 +143,7 @@ def _along_other_axis(
         found = False
     for model in models:
         if not found:
-            model.batch_axis, model.seeks_axis = 1 - model.batch_axis, not (by_cost and "samples" in model.told)
+            model.batch_axis, model.seeks_axis = 1 - model.batch_axis, not (by_cost and "samples" in model.warned)
         elif model.batch_axis:
             model.warn_once(
                 "samples",
