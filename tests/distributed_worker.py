@@ -287,6 +287,21 @@ def parameters_that_some_ranks_do_not_use() -> None:
         assert_alike(together)
 
 
+@check
+def a_head_that_one_rank_reaches_later_leaves_the_weight_of_the_loss() -> None:
+    """It is due at once, where nothing of the other ranks is."""
+    for kind in (KFACSGD, EKFACSGD, DiagonalNewton):
+        run = Run(kind, net=Heads, find_unused_parameters=True)
+        for step in range(7):
+            x, y = own(step)
+            run.optimizer.zero_grad()
+            with run.optimizer.curvature():
+                run.lossfunc(run.model(x, int(step > 5 and dist.get_rank() == 0)), y).backward()
+            run.optimizer.step()
+            torch.testing.assert_close(float(run.optimizer._progress["step_weight"]), 1.0, rtol=1e-6, atol=0)
+        assert run.module.heads[1].weight in run.optimizer.state
+
+
 class Reentrant(nn.Sequential):
     """Has a layer that may be called inside of a backward, where no samples are known."""
 
