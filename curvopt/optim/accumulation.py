@@ -116,7 +116,8 @@ class Collected:
         zeros: the gradients after the last of the backwards and their versions, if they were all zero.
         norm: of the gradients of some parameters, after the last of the backwards.
         refused: whether a backward had no curvature where there is none so far.
-        partial: whether a backward was left alone, as none of its parameters was due: the weights lack its loss.
+        partial: whether the weights lack the loss of a backward, none of whose parameters was due, or which had no
+            curvature.
     """
 
     curvature: dict[Tensor, Curvature] = field(default_factory=dict)
@@ -148,10 +149,10 @@ class Collected:
         self.weight = self.weight.to(other.weight) + other.weight
         self.step_weight = self.step_weight.to(other.step_weight) + other.step_weight
 
-    def numbers(self, known: bool) -> dict[str, Any]:
-        """What steps need until the next refresh; of partial weights those that are known serve better."""
+    def for_steps(self, are_known: bool) -> dict[str, Any]:
+        """What steps go by until the next refresh; no weights if they lack a loss and earlier ones are known."""
         weights = {"step_weight": self.step_weight, "closure_weight": self.closure_weight}
-        return {"variables": self.variables} | ({} if known and self.partial else weights)
+        return {"variables": self.variables} | ({} if are_known and self.partial else weights)
 
     def loss_was_scaled(self, scale: float) -> None:
         """Learn that the gradients that reach ``step()`` have been divided by the scale of the loss."""

@@ -210,7 +210,7 @@ class CurvatureOptimizer(Resumable):
         if self._on_any_rank(accepted):
             progress["stale"], progress["refused"] = True, False
             collected.loss_was_unscaled(self._knows_scale)
-            progress |= collected.numbers(self._has_curvature())
+            progress |= collected.for_steps(are_known=self._has_curvature())
             accepted = self._settle(accepted, collected)
             decays = self._decays()
             self._forget_other_forms(accepted, collected.mixed)

@@ -291,6 +291,8 @@ def _model_of(call: CallInGraph) -> Model | None:
 def _warn_of_cost(slow: dict[Model | None, CallInGraph]) -> None:
     """Say once for each model where quantities are computed sample by sample."""
     for model, call in slow.items():
+        if model is not None and "samples" in model.warned:
+            continue
         N = call.location.N
         layout = "an operation that is not known" if isinstance(call.rule, PerSampleRule) else "its output"
         advice = " If the samples are along another axis, say extend(model, batch_axis=1)."

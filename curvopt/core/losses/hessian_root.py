@@ -216,7 +216,7 @@ class NotConvex(CurvoptError):
 
 
 class NotCurved(CurvoptError):
-    """A loss is linear in the network's output or gets a mean of it in this batch, and perhaps in no other."""
+    """A loss is linear in the network's output, or gets a single number, perhaps in this batch only."""
 
 
 class SingleRows(CurvoptError):

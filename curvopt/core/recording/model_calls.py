@@ -37,7 +37,7 @@ class Model:
             `curvopt.core.backward.located_graph`; ``None`` as long as nobody has said.
         is_one_sample: whether optimizers take a batch as one sample, as it would cost many times a gradient by rows.
         is_refused: whether that holds for the last backward only, where rows were no samples.
-        warned: what warnings were about, see `warn_once`.
+        warned: what the model's users were warned of, see `warn_once`.
         last: `ModelCall.samples` of the last calls that no backward has used, which count where the loss depends on no
             output (a gradient penalty of a network of ReLUs, the residual of a PINN).
     """
@@ -50,7 +50,7 @@ class Model:
         self.last: tuple[int, ...] = ()
 
     def warn_once(self, about: Literal["samples", "refused rows"], message: str) -> None:
-        """Warn unless there was a warning about the same, in whatever words."""
+        """Warn, unless there was a warning about the same before, perhaps in other words."""
         if about not in self.warned:
             self.warned.add(about)
             warnings.warn(message, CurvoptWarning, stacklevel=3)
