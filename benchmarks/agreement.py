@@ -29,7 +29,7 @@ def most_likely(p: Tensor, num_samples: int, *args: Any, **kwargs: Any) -> Tenso
 
 @contextmanager
 def most_likely_labels() -> Iterator[None]:
-    names = ("torch.multinomial", "torch.Tensor.multinomial", "curvopt.core.losses.hessian_root.draw")
+    names = ("torch.multinomial", "torch.Tensor.multinomial", "curvopt.core.losses.roots.draw")
     with ExitStack() as patches:
         for name in names:
             patches.enter_context(mock.patch(name, most_likely))

@@ -23,11 +23,11 @@ from benchmarks.packages import method
 from benchmarks.problems import PROBLEMS
 from benchmarks.tables import Choice, ProblemName
 from benchmarks.timing import RESULTS, machine, save, seconds
-from curvopt.core.jacobians import chunk_sizes as costs
-from curvopt.core.jacobians.outer import Outer
-from curvopt.core.jacobians.patches import Patches
-from curvopt.core.jacobians.squares import Squares
 from curvopt.core.layers.rule import AffineRule, rule_for
+from curvopt.core.products import chunk_sizes as costs
+from curvopt.core.products.outer import Outer
+from curvopt.core.products.patches import Patches
+from curvopt.core.products.squares import Squares
 
 #: Largest temporary that a forced choice may ask for, in numbers.
 LARGEST = 2e8

@@ -26,9 +26,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
 
 from curvopt import CurvoptError, backpack, extend, extensions
-from curvopt.core.autograd_graph.backward_graph import CallInGraph
 from curvopt.core.backward import hessian_residuals
 from curvopt.core.backward.backward_pass import BackwardPass
+from curvopt.core.graph.backward_graph import CallInGraph
 from curvopt.core.layers.functional import ParameterCall
 from curvopt.core.layers.sample_by_sample import SharedCallRule
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from curvopt.core.backward.backpack import backpack
 from curvopt.core.backward.columns import set_columns_per_sweep
-from curvopt.core.recording.extend import extend
-from curvopt.core.recording.state import disable
+from curvopt.core.record.extend import extend
+from curvopt.core.record.state import disable
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.fields import field
 from curvopt.regularizers import L2Regularizer

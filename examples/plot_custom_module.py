@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from curvopt import backpack, extend
-from curvopt.core.jacobians.base import Dense
+from curvopt.core.products.base import Dense
 from curvopt.extending import Rule, register
 from curvopt.extensions import KFLR, BatchGrad, DiagGGNExact
 from curvopt.testing import check

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.core.backward.columns import Empirical
 from curvopt.core.layers.sample_by_sample import PerSampleRule, SharedCallRule
-from curvopt.core.recording.extended_parameters import extended_model
+from curvopt.core.record.extended_parameters import extended_model
 from curvopt.extensions import KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, KFACEmpirical
 from curvopt.extensions.base import Extension
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from curvopt.core.autograd_graph.nodes import leaf_of, operation
-from curvopt.core.autograd_graph.operations import OPERATIONS
-from curvopt.core.batch_axis.layout import UNUSED, AnyLayout, Layout, axis_of
-from curvopt.core.batch_axis.probe import probe_operands
-from curvopt.core.batch_axis.propagation import operand_layouts
+from curvopt.core.graph.nodes import leaf_of, operation
+from curvopt.core.graph.operations import OPERATIONS
+from curvopt.core.samples.layout import UNUSED, AnyLayout, Layout, axis_of
+from curvopt.core.samples.probe import probe_operands
+from curvopt.core.samples.propagation import operand_layouts
 
 long = torch.tensor
 Make = Callable[..., Tensor | tuple[Tensor, ...]]

@@ -16,10 +16,10 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.utils import parametrizations
 
 from curvopt import backpack, extend, set_columns_per_sweep
-from curvopt.core.autograd_graph import operations
-from curvopt.core.autograd_graph.nodes import walk
-from curvopt.core.autograd_graph.second_derivatives import nonlinear_operations
-from curvopt.core.recording.calls import records_of
+from curvopt.core.backward.second_derivatives import nonlinear_operations
+from curvopt.core.graph import operations
+from curvopt.core.graph.nodes import walk
+from curvopt.core.record.calls import records_of
 from curvopt.errors import CurvoptError
 from curvopt.extensions import (
     GGNMP,

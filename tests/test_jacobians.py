@@ -19,18 +19,18 @@ from torch.utils._pytree import tree_leaves
 
 from curvopt import backpack, extend, set_columns_per_sweep
 from curvopt.core.backward.backward_pass import BackwardPass
-from curvopt.core.jacobians import chunk_sizes as costs
-from curvopt.core.jacobians import slopes
-from curvopt.core.jacobians.base import Dense, Jacobian
-from curvopt.core.jacobians.combine import combine
-from curvopt.core.jacobians.lookup import Lookup
-from curvopt.core.jacobians.outer import Outer
-from curvopt.core.jacobians.patches import Patches
-from curvopt.core.jacobians.pulled_back import PulledBack, Scaled
-from curvopt.core.jacobians.slopes import Slopes
-from curvopt.core.jacobians.squares import Squares
-from curvopt.core.jacobians.tied import Tied
-from curvopt.core.recording.calls import KEY
+from curvopt.core.products import chunk_sizes as costs
+from curvopt.core.products import slopes
+from curvopt.core.products.base import Dense, Jacobian
+from curvopt.core.products.combine import combine
+from curvopt.core.products.lookup import Lookup
+from curvopt.core.products.outer import Outer
+from curvopt.core.products.patches import Patches
+from curvopt.core.products.pulled_back import PulledBack, Scaled
+from curvopt.core.products.slopes import Slopes
+from curvopt.core.products.squares import Squares
+from curvopt.core.products.tied import Tied
+from curvopt.core.record.calls import KEY
 from curvopt.extending import rule_for
 from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact, KFACEmpirical, SqrtGGNExact
 

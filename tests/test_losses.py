@@ -17,10 +17,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.testing import assert_close
 
 from curvopt import CurvoptError, backpack, extend
-from curvopt.core.losses.hessian_root import Diagonal, Softmax, draw
 from curvopt.core.losses.loss_call import LossCall
 from curvopt.core.losses.loss_search import find_losses
 from curvopt.core.losses.registry import register_loss
+from curvopt.core.losses.roots import Diagonal, Softmax, draw
 from curvopt.errors import CurvoptWarning
 from curvopt.extensions import GGNMP, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, DiagHessian, KFACEmpirical
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from curvopt import CurvoptError, CurvoptWarning, L2Regularizer, backpack, extend, set_columns_per_sweep
 from curvopt.core.backward.located_graph import read_and_locate
-from curvopt.core.jacobians import base as jacobians
-from curvopt.core.jacobians import chunk_sizes as costs
+from curvopt.core.products import base as jacobians
+from curvopt.core.products import chunk_sizes as costs
 from curvopt.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, DiagHessian, KFACEmpirical
 from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, KFACAdamW

@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 from curvopt import L2Regularizer, backpack, extend
-from curvopt.core.losses.hessian_root import Diagonal
 from curvopt.core.losses.registry import register_loss
+from curvopt.core.losses.roots import Diagonal
 from curvopt.extensions import (
     GGNMP,
     KFAC,

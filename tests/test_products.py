@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 import curvopt.extensions
 from curvopt import CurvoptError, backpack, extend, set_columns_per_sweep
-from curvopt.core.jacobians.base import Dense, Jacobian
-from curvopt.core.jacobians.lookup import Lookup
-from curvopt.core.jacobians.outer import Outer
+from curvopt.core.products.base import Dense, Jacobian
+from curvopt.core.products.lookup import Lookup
+from curvopt.core.products.outer import Outer
 from curvopt.extensions import GGNMP, HMP, PCHMP, BatchGrad, EigenDiagonal, Extension
 from curvopt.testing import Reference, check
 

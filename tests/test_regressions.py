@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from curvopt import backpack, extend, set_columns_per_sweep
-from curvopt.core.autograd_graph.vjp import listeners, own_backward
+from curvopt.core.graph.vjp import listeners, own_backward
 from curvopt.extensions import KFAC, PCHMP, DiagGGNExact, DiagGGNMC, DiagHessian
 
 

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize
 
 from curvopt import CurvoptError, CurvoptWarning, L2Regularizer, backpack, disable, extend
-from curvopt.core.jacobians.outer import Outer
+from curvopt.core.products.outer import Outer
 from curvopt.extensions import KFAC, KFLR, KFRA, BatchGrad, DiagGGNExact, DiagHessian, Variance
 
 N = 4

@@ -22,11 +22,11 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
 from curvopt import backpack, extend
-from curvopt.core.jacobians.base import Dense, Jacobian
-from curvopt.core.jacobians.combine import combine
-from curvopt.core.jacobians.lookup import Lookup
-from curvopt.core.jacobians.outer import Outer
-from curvopt.core.recording.calls import KEY, ModuleCall
+from curvopt.core.products.base import Dense, Jacobian
+from curvopt.core.products.combine import combine
+from curvopt.core.products.lookup import Lookup
+from curvopt.core.products.outer import Outer
+from curvopt.core.record.calls import KEY, ModuleCall
 from curvopt.errors import CurvoptError
 from curvopt.extending import rule_for
 from curvopt.extensions import (

@@ -10,14 +10,14 @@ from test_hessian import NO_PCHMP
 from torch import Tensor, nn
 
 from curvopt import CurvoptError, backpack, extend
-from curvopt.core.autograd_graph.second_derivatives import residual_columns
 from curvopt.core.backward import hessian_residuals
 from curvopt.core.backward.columns import Empirical, Exact, MonteCarlo
-from curvopt.core.jacobians.chunk import Chunk
-from curvopt.core.jacobians.outer import Outer
+from curvopt.core.backward.second_derivatives import residual_columns
 from curvopt.core.layers.affine import Linear
-from curvopt.core.losses.hessian_root import Softmax
 from curvopt.core.losses.loss_call import LossCall
+from curvopt.core.losses.roots import Softmax
+from curvopt.core.products.chunk import Chunk
+from curvopt.core.products.outer import Outer
 from curvopt.extensions import (
     GGNMP,
     HMP,

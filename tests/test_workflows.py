@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workflows import OPTIMIZERS, WORKFLOWS, adamw, train
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
-from curvopt.core.recording.extended_parameters import extended_model
+from curvopt.core.record.extended_parameters import extended_model
 from curvopt.extensions import KFAC, DiagGGNExact, DiagHessian, KFACEmpirical
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 

@@ -2,9 +2,9 @@
 
 ::
 
-    recording                      the forward pass: records of calls, on the nodes of the graph
-    autograd_graph, batch_axis     reading the graph, and finding the samples in it
-    losses                         roots of loss Hessians
-    layers, jacobians              from vectors at the output of a layer to products of its parameters
-    backward                       the stages of one backward pass, which call all of these
+    record              the forward pass: records of calls, on the nodes of the graph
+    graph, samples      reading the graph, and finding the samples in it
+    losses              roots of loss Hessians
+    layers, products    from vectors at the output of a layer to products of its parameters
+    backward            the stages of one backward pass, which call all of these
 """

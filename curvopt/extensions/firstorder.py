@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvopt.core.jacobians.base import Dense
-from curvopt.core.jacobians.chunk import Chunk
+from curvopt.core.products.base import Dense
+from curvopt.core.products.chunk import Chunk
 from curvopt.extensions.base import Extension, indices
 
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from curvopt.core.backward.columns import Averaged, Empirical, Exact, MonteCarlo
-from curvopt.core.jacobians.base import Approx, Dense
-from curvopt.core.jacobians.chunk import Chunk
-from curvopt.core.jacobians.squares import Squares
-from curvopt.core.jacobians.sums import add, widened
-from curvopt.core.recording.extended_parameters import extended_name
+from curvopt.core.products.base import Approx, Dense
+from curvopt.core.products.chunk import Chunk
+from curvopt.core.products.squares import Squares
+from curvopt.core.products.sums import add, widened
+from curvopt.core.record.extended_parameters import extended_name
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions.base import Extension, indices
 

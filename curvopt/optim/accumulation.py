@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvopt.core.jacobians.sums import widened
+from curvopt.core.products.sums import widened
 from curvopt.distributed import Ranks, own_part
 from curvopt.errors import CurvoptError
 
@@ -111,7 +111,7 @@ class Collected:
         closure_weight: the part of ``step_weight`` that belongs to the closure of the step.
         foreign: number of parameters of other optimizers that received curvature where none of ours did; -1 if some of
             ours did, or if there was no backward at all.
-        variables: largest number of variables of a prediction, see `curvopt.core.losses.hessian_root.LossCurvature`.
+        variables: largest number of variables of a prediction, see `curvopt.core.losses.roots.LossCurvature`.
         mixed: parameters whose curvature had several forms; the first one is kept.
         zeros: the gradients after the last of the backwards and their versions, if they were all zero.
         norm: of the gradients of some parameters, after the last of the backwards.

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from curvopt import backpack, extend
 from curvopt.core.backward.backpack import attach
-from curvopt.core.losses.hessian_root import NotCurved, SingleRows
-from curvopt.core.recording.extend import set_batch_axis
-from curvopt.core.recording.extended_parameters import owned_parameters
-from curvopt.core.recording.state import outside_of_graphs
+from curvopt.core.losses.roots import NotCurved, SingleRows
+from curvopt.core.record.extend import set_batch_axis
+from curvopt.core.record.extended_parameters import owned_parameters
+from curvopt.core.record.state import outside_of_graphs
 from curvopt.distributed import Ranks, is_sharded, refuse_sharded, serving
 from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import Accumulation, Collected, has_gradients, nothing_received, zero_gradients

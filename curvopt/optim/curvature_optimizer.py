@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from curvopt.core.backward.backpack import is_listening
-from curvopt.core.jacobians.sums import widened
-from curvopt.core.recording.extended_parameters import extended_name
-from curvopt.core.recording.state import outside_of_graphs
+from curvopt.core.products.sums import widened
+from curvopt.core.record.extended_parameters import extended_name
+from curvopt.core.record.state import outside_of_graphs
 from curvopt.distributed import own_part
 from curvopt.optim import clocks
 from curvopt.optim.accumulation import Collected, are_alike, ema_update, number

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from curvopt.core.jacobians.base import Approx
+from curvopt.core.products.base import Approx
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.accumulation import ema_update, number, pop_field
 from curvopt.optim.empirical import GradientFactors, GradientScales, Scales

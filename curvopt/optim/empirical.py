@@ -1,6 +1,6 @@
 """Empirical curvature by the gradients of the samples: of any loss, whatever its curvature.
 
-A sample's gradient ``g_n`` of a loss of weight w (see `curvopt.core.losses.generic_loss.loss_weight`) counts as
+A sample's gradient ``g_n`` of a loss of weight w (see `curvopt.core.losses.any.loss_weight`) counts as
 ``N g_n g_n^T / w``. The fields here are ``N g_n g_n^T``, summed over the samples.
 """
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from curvopt.core.backward.columns import Empirical, Gradient
-from curvopt.core.jacobians.chunk import Chunk
-from curvopt.core.recording.extended_parameters import extended_model
+from curvopt.core.products.chunk import Chunk
+from curvopt.core.record.extended_parameters import extended_model
 from curvopt.extensions import EigenDiagonal, KFACEmpirical
 from curvopt.extensions.base import Extension
 

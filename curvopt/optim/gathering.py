@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from curvopt import backpack
-from curvopt.core.losses.hessian_root import NotCurved
-from curvopt.core.recording.extend import remember_parameters
-from curvopt.core.recording.extended_parameters import extended_name
+from curvopt.core.losses.roots import NotCurved
+from curvopt.core.record.extend import remember_parameters
+from curvopt.core.record.extended_parameters import extended_name
 from curvopt.distributed import Ranks, fsdp_groups, fsdp_params, fsdp_states, serving
 from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import has_gradients

@@ -5,8 +5,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from curvopt.core.jacobians.base import Approx
-from curvopt.core.jacobians.sums import widened
+from curvopt.core.products.base import Approx
+from curvopt.core.products.sums import widened
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.options import check_count

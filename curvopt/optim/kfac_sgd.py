@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from curvopt.core.jacobians.base import Approx
+from curvopt.core.products.base import Approx
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.solvers import FactoredInverse
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from curvopt.core.backward.columns import Empirical
-from curvopt.core.jacobians.base import Approx
+from curvopt.core.products.base import Approx
 from curvopt.extensions import KFAC, KFLR, KFACEmpirical
 from curvopt.optim.accumulation import Collected, pop_field
 from curvopt.optim.curvature_optimizer import CurvatureOptimizer

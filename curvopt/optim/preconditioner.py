@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from curvopt import extend
-from curvopt.core.jacobians.base import Approx
+from curvopt.core.products.base import Approx
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.solvers import FactoredInverse
 from curvopt.optim.step_checks import Overflow

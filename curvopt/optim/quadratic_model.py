@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from curvopt.core.autograd_graph.backward_graph import records_behind
-from curvopt.core.autograd_graph.nodes import name_of, precisions, walk
-from curvopt.core.autograd_graph.vjp import listen, own_backward
-from curvopt.core.losses.generic_loss import loss_weight
-from curvopt.core.losses.hessian_root import Loss, LossCurvature
+from curvopt.core.graph.backward_graph import records_behind
+from curvopt.core.graph.nodes import name_of, precisions, walk
+from curvopt.core.graph.vjp import listen, own_backward
+from curvopt.core.losses.any import loss_weight
 from curvopt.core.losses.loss_search import find_losses
-from curvopt.core.recording.calls import TermCall
+from curvopt.core.losses.roots import Loss, LossCurvature
+from curvopt.core.record.calls import TermCall
 from curvopt.distributed import Ranks, mean_of
 from curvopt.errors import CurvoptError
 from curvopt.hessianfree.cg import dot

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from curvopt.core.jacobians.sums import widened
+from curvopt.core.products.sums import widened
 from curvopt.distributed import Ranks
 from curvopt.kroneckers import kfac_mat_prod, kron_mean_diagonal, sizes_of
 from curvopt.optim.closures import Closure

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from curvopt.core.backward.backpack import backpack
 from curvopt.core.backward.columns import Exact, Gradient, Hessian, MonteCarlo
 from curvopt.core.backward.located_graph import read_and_locate
-from curvopt.core.batch_axis.layout import axis_of
-from curvopt.core.recording.extend import extend
+from curvopt.core.record.extend import extend
+from curvopt.core.samples.layout import axis_of
 from curvopt.errors import CurvoptError
 from curvopt.extensions import PCHMP, EigenDiagonal, Extension
 from curvopt.testing.comparison import EXPECTED, Comparison, compare, compare_draws, compare_pchmp, plain_loss

@@ -12,9 +12,9 @@ from torch import Tensor, einsum, nn
 
 from curvopt.core.backward.backpack import backpack
 from curvopt.core.backward.columns import Empirical, MonteCarlo
-from curvopt.core.jacobians.base import DENSE_BLOCK_LIMIT
-from curvopt.core.recording.extend import extend
-from curvopt.core.recording.state import disable
+from curvopt.core.products.base import DENSE_BLOCK_LIMIT
+from curvopt.core.record.extend import extend
+from curvopt.core.record.state import disable
 from curvopt.extensions import Extension, SqrtGGNExact, SqrtGGNMC
 from curvopt.kroneckers import kfac_mat_prod, sizes_of
 from curvopt.testing.reference import Reference, hessian

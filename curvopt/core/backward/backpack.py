@@ -21,9 +21,6 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
-from curvopt.core.autograd_graph.backward_graph import leaves_behind
-from curvopt.core.autograd_graph.nodes import leaf_of
-from curvopt.core.autograd_graph.vjp import is_own_backward, listeners
 from curvopt.core.backward.backward_pass import Backward, BackwardPass
 from curvopt.core.backward.columns import Gradient, Hessian
 from curvopt.core.backward.located_graph import read_and_locate
@@ -38,12 +35,15 @@ from curvopt.core.backward.request_checks import (
     naming_fields,
     nested_losses,
 )
-from curvopt.core.batch_axis.samples import EmptyBatch
-from curvopt.core.losses.generic_loss import LARGEST_BLOCK, Reduction
+from curvopt.core.graph.backward_graph import leaves_behind
+from curvopt.core.graph.nodes import leaf_of
+from curvopt.core.graph.vjp import is_own_backward, listeners
+from curvopt.core.losses.any import LARGEST_BLOCK, Reduction
 from curvopt.core.losses.loss_search import find_losses
 from curvopt.core.pytorch_workarounds import is_batched, running_backward
-from curvopt.core.recording.extend import extend
-from curvopt.core.recording.state import outside_of_graphs
+from curvopt.core.record.extend import extend
+from curvopt.core.record.state import outside_of_graphs
+from curvopt.core.samples.samples import EmptyBatch
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:

@@ -23,9 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from curvopt.core.autograd_graph.backward_graph import CallInGraph
-from curvopt.core.autograd_graph.node_vjp import NodeVjp, Place
-from curvopt.core.autograd_graph.vjp import listen, pull_each
 from curvopt.core.backward.columns import (
     Gradient,
     columns_per_sweep,
@@ -35,16 +32,19 @@ from curvopt.core.backward.module_io import showing
 from curvopt.core.backward.request_checks import naming_fields
 from curvopt.core.backward.second_order import second_order, second_order_of_any_loss
 from curvopt.core.backward.sweep import Sweep, combined
-from curvopt.core.jacobians import chunk_sizes as costs
-from curvopt.core.jacobians.base import Dense
-from curvopt.core.jacobians.chunk import Chunk
-from curvopt.core.jacobians.combine import combine
-from curvopt.core.jacobians.pulled_back import PulledBack
+from curvopt.core.graph.backward_graph import CallInGraph
+from curvopt.core.graph.node_vjp import NodeVjp, Place
+from curvopt.core.graph.vjp import listen, pull_each
 from curvopt.core.layers.functional import ParameterCall
-from curvopt.core.losses.generic_loss import GenericLoss, Reduction, loss_weight
-from curvopt.core.losses.hessian_root import Loss
+from curvopt.core.losses.any import GenericLoss, Reduction, loss_weight
+from curvopt.core.losses.roots import Loss
+from curvopt.core.products import chunk_sizes as costs
+from curvopt.core.products.base import Dense
+from curvopt.core.products.chunk import Chunk
+from curvopt.core.products.combine import combine
+from curvopt.core.products.pulled_back import PulledBack
 from curvopt.core.pytorch_workarounds import running_backward, without_reductions
-from curvopt.core.recording.extended_parameters import extended_model, extended_parameters
+from curvopt.core.record.extended_parameters import extended_model, extended_parameters
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The vectors that an extension wants to travel backwards: the gradient, or columns of a root of the loss Hessian.
 
->>> from curvopt.core.losses.hessian_root import Diagonal
+>>> from curvopt.core.losses.roots import Diagonal
 >>> loss = Diagonal(torch.ones(4, 3))  # squared errors of 4 samples with 3 outputs
 >>> [list(columns.shape) for columns in Exact().chunks(loss, size=2, ranks=())]
 [[2, 4, 3], [1, 4, 3]]
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from curvopt.core.autograd_graph.second_derivatives import Modify
-from curvopt.core.losses.hessian_root import LossCurvature
+from curvopt.core.backward.second_derivatives import Modify
+from curvopt.core.losses.roots import LossCurvature
 
 _columns_per_sweep: int | None = None
 

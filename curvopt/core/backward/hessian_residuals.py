@@ -18,22 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from curvopt.core.autograd_graph.backward_graph import leaves_behind
-from curvopt.core.autograd_graph.nodes import is_complex, precisions, shape_of
-from curvopt.core.autograd_graph.second_derivatives import (
+from curvopt.core.backward.request_checks import fields_of, refuse_wrong
+from curvopt.core.backward.second_derivatives import (
     Modify,
     nonlinear_operations,
     polarize,
     residual_columns,
     unit_vectors,
 )
-from curvopt.core.autograd_graph.vjp import cut, pull
-from curvopt.core.backward.request_checks import fields_of, refuse_wrong
-from curvopt.core.batch_axis.layout import Layout
-from curvopt.core.jacobians.base import Dense
-from curvopt.core.jacobians.chunk import Chunk
+from curvopt.core.graph.backward_graph import leaves_behind
+from curvopt.core.graph.nodes import is_complex, precisions, shape_of
+from curvopt.core.graph.vjp import cut, pull
 from curvopt.core.linear_algebra import allclose
+from curvopt.core.products.base import Dense
+from curvopt.core.products.chunk import Chunk
 from curvopt.core.pytorch_workarounds import WRONG_TWICE, lone_biases
+from curvopt.core.samples.layout import Layout
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from curvopt.core.autograd_graph.backward_graph import BackwardGraph, CallInGraph, operands_among, read_graph
-from curvopt.core.autograd_graph.nodes import leads_to, name_of, saved, shape_of, walk
-from curvopt.core.autograd_graph.operations import BATCH_NORMS
-from curvopt.core.autograd_graph.parameter_calls import find_entry_points, join_biases, parameter_calls, shared_call
-from curvopt.core.batch_axis.layout import Layout
-from curvopt.core.batch_axis.samples import EmptyBatch, Location, locate
+from curvopt.core.graph.backward_graph import BackwardGraph, CallInGraph, operands_among, read_graph
+from curvopt.core.graph.nodes import leads_to, name_of, saved, shape_of, walk
+from curvopt.core.graph.operations import BATCH_NORMS
+from curvopt.core.layers.parameters import find_entry_points, join_biases, parameter_calls, shared_call
 from curvopt.core.layers.sample_by_sample import PerSampleRule, SharedCallRule
-from curvopt.core.recording.calls import ModuleCall, records_of
-from curvopt.core.recording.extended_parameters import extended_model, extended_name
-from curvopt.core.recording.model_calls import Model
+from curvopt.core.record.calls import ModuleCall, records_of
+from curvopt.core.record.extended_parameters import extended_model, extended_name
+from curvopt.core.record.model_calls import Model
+from curvopt.core.samples.layout import Layout
+from curvopt.core.samples.samples import EmptyBatch, Location, locate
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvopt.core.recording.calls import ModuleCall
-from curvopt.core.recording.state import disable
+from curvopt.core.record.calls import ModuleCall
+from curvopt.core.record.state import disable
 
 
 @contextmanager

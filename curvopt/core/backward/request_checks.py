@@ -15,11 +15,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.autograd_graph.backward_graph import leaves_behind, records_behind
-from curvopt.core.autograd_graph.node_vjp import Place
-from curvopt.core.autograd_graph.nodes import is_compiled, leads_to, shape_of, walk
-from curvopt.core.autograd_graph.operations import TIME_FIRST
-from curvopt.core.autograd_graph.vjp import is_own_backward
 from curvopt.core.backward.columns import Averaged, Empirical, Gradient, Hessian, MonteCarlo
 from curvopt.core.backward.located_graph import (
     LocatedGraph,
@@ -27,15 +22,20 @@ from curvopt.core.backward.located_graph import (
     mixing_norm,
     norms_in_loss,
 )
-from curvopt.core.batch_axis.heads import inside_the_loss
-from curvopt.core.batch_axis.layout import Layout, axis_of, labels_along
-from curvopt.core.batch_axis.samples import Location
-from curvopt.core.losses.generic_loss import GenericLoss, Reduction
-from curvopt.core.losses.hessian_root import Loss, NotCurved
-from curvopt.core.losses.loss_blocks import Head
+from curvopt.core.graph.backward_graph import leaves_behind, records_behind
+from curvopt.core.graph.node_vjp import Place
+from curvopt.core.graph.nodes import is_compiled, leads_to, shape_of, walk
+from curvopt.core.graph.operations import TIME_FIRST
+from curvopt.core.graph.vjp import is_own_backward
+from curvopt.core.losses.any import GenericLoss, Reduction
+from curvopt.core.losses.blocks import Head
 from curvopt.core.losses.loss_search import Losses
+from curvopt.core.losses.roots import Loss, NotCurved
 from curvopt.core.pytorch_workarounds import WRONG_THREE_TIMES, WRONG_TWICE, Wrong
-from curvopt.core.recording.calls import ModuleCall
+from curvopt.core.record.calls import ModuleCall
+from curvopt.core.samples.heads import inside_the_loss
+from curvopt.core.samples.layout import Layout, axis_of, labels_along
+from curvopt.core.samples.samples import Location
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:

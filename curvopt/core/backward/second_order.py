@@ -1,6 +1,6 @@
 """Second-order quantities of a backward: the Hessian of the loss is factored into columns, which are pulled back.
 
-Known losses have a root in closed form; of any other loss the root comes from double backward (`generic_loss`). Columns
+Known losses have a root in closed form; of any other loss the root comes from double backward (`losses.any`). Columns
 of the cross-entropy of outputs ``[N, C]``::
 
     Exact         KFLR, DiagGGNExact, GGNMP    C - 1 columns of S, where S S^T is the Hessian
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvopt.core.autograd_graph.nodes import leaf_of, walk
 from curvopt.core.backward.columns import (
     Empirical,
     Exact,
@@ -30,10 +29,11 @@ from curvopt.core.backward.columns import (
 from curvopt.core.backward.hessian_residuals import sweep_residuals
 from curvopt.core.backward.kfra import kfra_jacobians
 from curvopt.core.backward.request_checks import fields_of, naming_fields, warn_of_columns
-from curvopt.core.jacobians.sums import cast, widened
-from curvopt.core.losses.generic_loss import GenericLoss
-from curvopt.core.losses.hessian_root import Diagonal, Loss, LossCurvature, NotConvex, NotCurved
-from curvopt.core.losses.loss_blocks import Head
+from curvopt.core.graph.nodes import leaf_of, walk
+from curvopt.core.losses.any import GenericLoss
+from curvopt.core.losses.blocks import Head
+from curvopt.core.losses.roots import Diagonal, Loss, LossCurvature, NotConvex, NotCurved
+from curvopt.core.products.sums import cast, widened
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:

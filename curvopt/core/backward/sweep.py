@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from curvopt.core.autograd_graph.backward_graph import CallInGraph
-from curvopt.core.jacobians.chunk import Chunk
-from curvopt.core.jacobians.combine import combine
+from curvopt.core.graph.backward_graph import CallInGraph
+from curvopt.core.products.chunk import Chunk
+from curvopt.core.products.combine import combine
 
 if TYPE_CHECKING:
     from curvopt.core.backward.backward_pass import BackwardPass

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from curvopt.core.jacobians.patches import Patches
 from curvopt.core.layers.rule import AffineRule, register
-from curvopt.core.recording.calls import ModuleCall
+from curvopt.core.products.patches import Patches
+from curvopt.core.record.calls import ModuleCall
 
 
 @register(nn.Linear)

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.modules import _functions
 
-from curvopt.core.autograd_graph.node_vjp import Place
-from curvopt.core.autograd_graph.nodes import Saved, name_of, operation, shape_of
-from curvopt.core.autograd_graph.operations import FUSED_CELLS
+from curvopt.core.graph.node_vjp import Place
+from curvopt.core.graph.nodes import Saved, name_of, operation, shape_of
+from curvopt.core.graph.operations import FUSED_CELLS
 
 
 class Broadcast(NamedTuple):

@@ -15,11 +15,11 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from curvopt.core.jacobians.base import Dense
 from curvopt.core.layers.broadcast import Broadcast
 from curvopt.core.layers.pull_to_parameter import _is_by_entry, _is_linear, _through
 from curvopt.core.layers.rule import Jacobians, Rule, tensors
-from curvopt.core.recording.calls import ModuleCall
+from curvopt.core.products.base import Dense
+from curvopt.core.record.calls import ModuleCall
 
 
 class BroadcastRule(Rule):

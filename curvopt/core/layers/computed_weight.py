@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from curvopt.core.jacobians.outer import Outer
 from curvopt.core.layers.pull_to_parameter import _is_by_entry, _is_linear, _through
 from curvopt.core.layers.rule import Jacobians, Rule
 from curvopt.core.layers.two_sides import Sides, _way_back
-from curvopt.core.recording.calls import ModuleCall
+from curvopt.core.products.outer import Outer
+from curvopt.core.record.calls import ModuleCall
 
 
 class ComputedWeightRule(Rule):

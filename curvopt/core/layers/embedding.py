@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvopt.core.jacobians.lookup import Lookup
 from curvopt.core.layers.rule import Jacobians, Rule, arguments, register
-from curvopt.core.recording.calls import ModuleCall
-from curvopt.core.recording.steps import RowsBySample
+from curvopt.core.products.lookup import Lookup
+from curvopt.core.record.calls import ModuleCall
+from curvopt.core.record.steps import RowsBySample
 from curvopt.errors import CurvoptError
 
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from curvopt.core.autograd_graph.node_vjp import Place
-from curvopt.core.autograd_graph.nodes import Saved, name_of, outputs_of, shape_of, signed
+from curvopt.core.graph.node_vjp import Place
+from curvopt.core.graph.nodes import Saved, name_of, outputs_of, shape_of, signed
 from curvopt.core.layers.affine import Conv, ConvTranspose, Product
 from curvopt.core.layers.embedding import Embedding
 from curvopt.core.layers.rule import Rule
-from curvopt.core.recording.calls import ModuleCall
+from curvopt.core.record.calls import ModuleCall
 
 
 class ParameterCall(ModuleCall):

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvopt.core.jacobians.base import Dense
 from curvopt.core.layers.rule import Jacobians, Rule, register
-from curvopt.core.recording.calls import ModuleCall
+from curvopt.core.products.base import Dense
+from curvopt.core.record.calls import ModuleCall
 
 
 class ScaleRule(Rule):

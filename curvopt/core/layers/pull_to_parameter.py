@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.autograd_graph.node_vjp import consumers_first, pull_to_leaf
-from curvopt.core.autograd_graph.nodes import leaf_of, operation, shape_of, walk
-from curvopt.core.autograd_graph.operations import BY_ENTRY
-from curvopt.core.autograd_graph.second_derivatives import nonlinear_operations
-from curvopt.core.autograd_graph.vjp import pull
-from curvopt.core.jacobians.base import Dense, Jacobian
-from curvopt.core.jacobians.outer import Outer
-from curvopt.core.jacobians.pulled_back import PulledBack, Scaled
-from curvopt.core.recording.calls import ModuleCall
+from curvopt.core.backward.second_derivatives import nonlinear_operations
+from curvopt.core.graph.node_vjp import consumers_first, pull_to_leaf
+from curvopt.core.graph.nodes import leaf_of, operation, shape_of, walk
+from curvopt.core.graph.operations import BY_ENTRY
+from curvopt.core.graph.vjp import pull
+from curvopt.core.products.base import Dense, Jacobian
+from curvopt.core.products.outer import Outer
+from curvopt.core.products.pulled_back import PulledBack, Scaled
+from curvopt.core.record.calls import ModuleCall
 
 
 def _through(call: ModuleCall, source: GradientEdge | None, p: nn.Parameter, jacobian: Jacobian) -> Jacobian:

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from curvopt.core.autograd_graph.nodes import operation, saved, walk
-from curvopt.core.autograd_graph.vjp import pull
-from curvopt.core.jacobians.base import Dense
-from curvopt.core.jacobians.outer import Outer
+from curvopt.core.graph.nodes import operation, saved, walk
+from curvopt.core.graph.vjp import pull
 from curvopt.core.layers.rule import Jacobians, Rule, arguments, register
-from curvopt.core.recording.calls import ModuleCall
-from curvopt.core.recording.state import disable
+from curvopt.core.products.base import Dense
+from curvopt.core.products.outer import Outer
+from curvopt.core.record.calls import ModuleCall
+from curvopt.core.record.state import disable
 from curvopt.errors import CurvoptError
 
 State = tuple[Tensor, ...]

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import _global_forward_hooks
 
-from curvopt.core.jacobians.base import Dense, Jacobian
-from curvopt.core.jacobians.outer import Outer
-from curvopt.core.jacobians.patches import Patches, by_sample
-from curvopt.core.jacobians.sums import cast
-from curvopt.core.recording.calls import ModuleCall
-from curvopt.core.recording.extend import Recorder
-from curvopt.core.recording.extended_parameters import owned_parameters
+from curvopt.core.products.base import Dense, Jacobian
+from curvopt.core.products.outer import Outer
+from curvopt.core.products.patches import Patches, by_sample
+from curvopt.core.products.sums import cast
+from curvopt.core.record.calls import ModuleCall
+from curvopt.core.record.extend import Recorder
+from curvopt.core.record.extended_parameters import owned_parameters
 from curvopt.errors import CurvoptError
 
 Jacobians = dict[str, Jacobian]

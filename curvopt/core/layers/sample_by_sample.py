@@ -14,20 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.autograd_graph.node_vjp import pull_together
-from curvopt.core.autograd_graph.nodes import metadata, shape_of
-from curvopt.core.autograd_graph.second_derivatives import nonlinear_operations
-from curvopt.core.autograd_graph.vjp import pull
-from curvopt.core.jacobians.base import Dense
-from curvopt.core.jacobians.combine import from_single_samples
-from curvopt.core.jacobians.sums import cast
+from curvopt.core.backward.second_derivatives import nonlinear_operations
+from curvopt.core.graph.node_vjp import pull_together
+from curvopt.core.graph.nodes import metadata, shape_of
+from curvopt.core.graph.vjp import pull
 from curvopt.core.layers.pull_to_parameter import pull_to_parameter
 from curvopt.core.layers.rule import Jacobians, Rule
-from curvopt.core.recording.calls import ModuleCall
-from curvopt.core.recording.extended_parameters import owned_parameters
+from curvopt.core.products.base import Dense
+from curvopt.core.products.combine import from_single_samples
+from curvopt.core.products.sums import cast
+from curvopt.core.record.calls import ModuleCall
+from curvopt.core.record.extended_parameters import owned_parameters
 
 if TYPE_CHECKING:
-    from curvopt.core.autograd_graph.backward_graph import CallInGraph
+    from curvopt.core.graph.backward_graph import CallInGraph
 
 
 class PerSampleRule(Rule):

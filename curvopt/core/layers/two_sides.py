@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from curvopt.core.autograd_graph.nodes import Saved, leaf_of, name_of, shape_of
-from curvopt.core.jacobians.outer import Outer
+from curvopt.core.graph.nodes import Saved, leaf_of, name_of, shape_of
 from curvopt.core.layers.broadcast import Broadcast, broadcast_of, broadcasts
 from curvopt.core.layers.functional import viewed
 from curvopt.core.layers.pull_to_parameter import _between
+from curvopt.core.products.outer import Outer
 
 #: A product with a side.
 Step = tuple[Callable[[Tensor, Tensor], Tensor], Tensor]

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from curvopt.core.autograd_graph.node_vjp import NodeVjp
-from curvopt.core.jacobians.sums import widened
-from curvopt.core.losses.generic_loss import GenericLoss
-from curvopt.core.losses.hessian_root import Diagonal, LossCurvature, root_of_weights
-from curvopt.core.losses.loss_blocks import Head
+from curvopt.core.graph.node_vjp import NodeVjp
+from curvopt.core.losses.any import GenericLoss
+from curvopt.core.losses.blocks import Head
 from curvopt.core.losses.registry import _losses
-from curvopt.core.recording.calls import describe, version
+from curvopt.core.losses.roots import Diagonal, LossCurvature, root_of_weights
+from curvopt.core.products.sums import widened
+from curvopt.core.record.calls import describe, version
 from curvopt.errors import CurvoptError
 
 

@@ -15,12 +15,12 @@ from collections.abc import Collection
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.autograd_graph.nodes import leads_to, leaf_of, name_of, operation, shape_of
-from curvopt.core.autograd_graph.operations import BATCH_NORMS, LINEAR, MULTILINEAR
-from curvopt.core.losses.functional_losses import _recognise
-from curvopt.core.losses.hessian_root import Loss
+from curvopt.core.graph.nodes import leads_to, leaf_of, name_of, operation, shape_of
+from curvopt.core.graph.operations import BATCH_NORMS, LINEAR, MULTILINEAR
+from curvopt.core.losses.known import _recognise
 from curvopt.core.losses.loss_call import LossCall
-from curvopt.core.recording.calls import ModuleCall, TermCall, records_of
+from curvopt.core.losses.roots import Loss
+from curvopt.core.record.calls import ModuleCall, TermCall, records_of
 from curvopt.errors import CurvoptError
 
 # operations that are linear in an operand that comes from the network, if no other one depends on its parameters

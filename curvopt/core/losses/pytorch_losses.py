@@ -12,8 +12,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from curvopt.core.losses.hessian_root import Bernoulli, Diagonal, Softmax, root_of_weights
 from curvopt.core.losses.registry import _reduced, register_loss
+from curvopt.core.losses.roots import Bernoulli, Diagonal, Softmax, root_of_weights
 from curvopt.errors import CurvoptError
 
 

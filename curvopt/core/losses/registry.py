@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from curvopt.core.losses.hessian_root import LossCurvature
+from curvopt.core.losses.roots import LossCurvature
 
 # --------------------------------------------------------------------------------------------------- losses as modules
 

@@ -1,0 +1,370 @@
+"""Reading the autograd graph of one backward pass: the calls of modules in it, and how parameters enter it.
+
+>>> from curvopt import extend
+>>> model = extend(nn.Sequential(nn.Linear(3, 2), nn.Tanh()))
+>>> graph = read_graph([model(torch.ones(4, 3)).sum().grad_fn])
+>>> [(found.call.describe(), sorted(found.parameters)) for found in graph.module_calls.values()]
+[('0 (Linear)', ['bias', 'weight'])]
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+from torch.nn.parallel import DistributedDataParallel
+
+from curvopt.core.graph.node_vjp import Place, consumers_first
+from curvopt.core.graph.nodes import (
+    is_sink,
+    leaf_of,
+    metadata,
+    operation,
+    outputs_of,
+    shape_of,
+    walk,
+)
+from curvopt.core.graph.operations import OPERATIONS, UNKNOWN_OPERATION
+from curvopt.core.layers.rule import Rule, no_batch_axis
+from curvopt.core.products.base import Jacobian
+from curvopt.core.products.combine import from_single_samples
+from curvopt.core.products.sums import cast
+from curvopt.core.record.calls import ModuleCall, TermCall, records_of
+from curvopt.core.record.extended_parameters import extended_name, owned_parameters
+from curvopt.core.record.model_calls import ModelCall
+from curvopt.core.record.steps import RowsBySample, Steps, rows_by_sample, samples_first, samples_of
+from curvopt.core.samples.layout import Layout, axis_of
+from curvopt.distributed import refuse_sharded
+from curvopt.errors import CurvoptError, CurvoptWarning
+
+if TYPE_CHECKING:
+    from curvopt.core.samples.samples import Location
+
+R = TypeVar("R")
+Operand = tuple[Node, int]  # an operation, and the position of one of its operands
+_Where = Literal["first", "axis", "rows", "none"] | tuple[int, ...] | None
+
+
+class CallInGraph:
+    """A call of a module, or an operation on parameters, in the graph of one backward.
+
+    Attributes:
+        call: its record.
+        rule: how vectors at its outputs become Jacobians of its parameters.
+        parameters: the trainable ones that enter the graph in it, by the names that the rule knows.
+        edges: where the gradients of its outputs arrive, by the number of the output.
+        location: the samples of its model.
+        samples: where they are for the rule: on the axis that it expects (``"first"``), behind steps (see
+            `record.steps`), or elsewhere: then the layouts of the outputs, by which single samples are given
+            to the rule one by one.
+    """
+
+    location: Location
+    samples: Literal["first"] | Steps | dict[int, Layout] = "first"
+
+    def __init__(
+        self, call: ModuleCall, rule: Rule, parameters: dict[str, nn.Parameter], edges: dict[int, GradientEdge]
+    ):
+        self.call, self.rule, self.parameters, self.edges = call, rule, parameters, edges
+
+    def axis(self, index: int) -> int | Tensor | None:
+        """The axis of an output that counts the samples, as the rule expects it."""
+        return -1 if self.single else self.rule.output_axis(self.call, index)
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether it is a call on a single sample without a batch axis."""
+        return self.rule.is_single(self.call)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes of its outputs."""
+        return list(dict.fromkeys([edge.node for edge in self.edges.values()]))
+
+    def locate(self, location: Location) -> bool:
+        """Find out where the samples are; whether all outputs that lead to the heads have some."""
+        self.location = location
+        found: dict[int, Layout] = {}
+        for index, edge in self.edges.items():
+            place = edge.node, edge.output_nr
+            layout = location.axes.layouts.get(place)
+            if isinstance(layout, Layout):
+                if self.single and not location.is_one_sample:
+                    if location.N == 1 and place not in location.heads:
+                        return False  # a shared call, whose samples are separated where its output gets a batch axis
+                    raise no_batch_axis(self.call)
+                self.rule.check_input(self.call)
+                found[index] = layout
+            elif place in location.axes.layouts:
+                return False
+        operands: set[_Where] = {self._samples(index, layout) for index, layout in found.items()}
+        operand = next(iter(operands)) if len(operands) == 1 else None
+        if isinstance(operand, tuple):  # the sample of each row
+            edge = next(iter(self.edges.values()))  # parameters may be stand-ins without a device
+            device = metadata(edge.node, edge.output_nr).device
+            self.samples = rows_by_sample(operand, location.N, device)
+        else:
+            self.samples = found if operand is None else operand
+        return bool(found)
+
+    def _samples(self, index: int, layout: Layout) -> _Where:
+        """The place of the samples of an output, for the rule; ``None`` where the rule cannot take them."""
+        if self.rule.sample_by_sample:
+            return None
+        if self.single:
+            return "none"
+        edge, wanted = self.edges[index], self.rule.output_axis(self.call, index)
+        shape = shape_of(edge.node, edge.output_nr)
+        axis = axis_of(shape, layout)
+        if self.location.N == 1 and isinstance(wanted, int) and wanted < len(shape) and shape[wanted] == 1:
+            return "first"
+        if isinstance(wanted, Tensor):
+            if (int(wanted.max()) + 1) % self.location.N:
+                return None
+            return "first" if layout.labels == tuple(samples_of(wanted, self.location.N).tolist()) else None
+        if axis is None or wanted is None:
+            return None
+        if layout.labels is not None:
+            by_rows = axis == (0, 1, 1) and wanted == 0 and len(self.edges) == 1
+            return layout.labels if by_rows and self.rule.takes_steps(self.call, "rows") else None
+        if axis[:2] == (wanted, 1):
+            return "first"
+        how: Literal["axis", "rows"] = "axis" if axis.index else "rows"
+        steps = wanted == 0 and (axis == (1, 1, 1) or (axis.index == 0 and axis.after == 1))
+        return how if steps and len(self.edges) == 1 and self.rule.takes_steps(self.call, how) else None
+
+    def jac_t(self, grads: list[Tensor | None]) -> dict[str, Jacobian]:
+        """Jacobian products of the parameters, by their names, with vectors ``[V, *out]`` at the outputs."""
+        N, names, samples = self.location.N, list(self.parameters), self.samples
+        dtype = next(iter(self.parameters.values())).dtype
+        if not self.rule.takes_any_dtype:
+            grads = [None if grad is None else cast(grad, dtype) for grad in grads]
+        call = self.call.in_precision(dtype)
+        if self.rule.reads_graph:
+            call.cache["nodes"] = self.nodes  # emptied after the backward, so no cycle stays
+        if samples == "first":
+            return self.rule.jac_t(call, grads, names, N)
+        if not isinstance(samples, dict):
+            call = call.samples_first(N, samples)
+            grads = [None if grad is None else samples_first(N, samples, grad, 1) for grad in grads]
+            jacobians = self.rule.jac_t(call, grads, names, N)
+            if isinstance(samples, RowsBySample):
+                return {name: jacobian.with_lengths(samples.lengths) for name, jacobian in jacobians.items()}
+            return jacobians
+        alone = [None if g is None else apart(g, samples[i], N) for i, g in enumerate(grads)]
+        jacobians = self.rule.jac_t(call, alone, names, 1)
+        return {name: from_single_samples(jacobian, N) for name, jacobian in jacobians.items()}
+
+
+def apart(vectors: Tensor, layout: Layout, N: int) -> Tensor:
+    """Vectors ``[V, *out]``, each once for every sample and zero for the others: ``[V N, *out]``."""
+    flat = vectors.reshape(len(vectors), 1, layout.before, layout.rows, layout.after)
+    labels = torch.tensor(range(N) if layout.labels is None else layout.labels, device=vectors.device)
+    own = (labels == torch.arange(N, device=vectors.device)[:, None]).to(vectors.dtype)
+    return (flat * own[None, :, None, :, None]).reshape(len(vectors) * N, *vectors.shape[1:])
+
+
+@dataclass
+class BackwardGraph:
+    """The graph behind the scalar that is differentiated.
+
+    Attributes:
+        roots: nodes of the tensors that are differentiated.
+        nodes: all nodes, each after those that use its outputs.
+        leaves: tensors whose gradients are accumulated, by the nodes that do it.
+        module_calls: calls of modules that have a rule, of frozen ones, too.
+        model_calls: outputs of model calls.
+        terms: regularizers, and where their gradients arrive.
+        operands: by parameter of an extended model, how it enters the graph outside of `module_calls`.
+        inside: operations of `module_calls` that share operands with others.
+    """
+
+    roots: list[Node]
+    nodes: list[Node] = field(default_factory=list)
+    leaves: dict[Node, Tensor] = field(default_factory=dict)
+    module_calls: dict[ModuleCall, CallInGraph] = field(default_factory=dict)
+    model_calls: list[tuple[ModelCall, Place]] = field(default_factory=list)
+    terms: dict[TermCall, GradientEdge] = field(default_factory=dict)
+    operands: dict[nn.Parameter, list[Operand]] = field(default_factory=dict)
+    inside: set[Operand] = field(default_factory=set)
+
+    @cached_property
+    def users(self) -> dict[Place, list[Operand]]:
+        """The operations that use an output of a node."""
+        users: dict[Place, list[Operand]] = {}
+        for node in self.nodes:
+            for position, place in enumerate(node.next_functions):
+                if place[0] is not None:
+                    users.setdefault(place, []).append((node, position))  # type: ignore[arg-type]
+        return users
+
+    def users_of(self, node: Node) -> list[Operand]:
+        """The operations that use any output of a node."""
+        outputs = range(len(outputs_of(node)))
+        return [user for nr in outputs for user in self.users.get((node, nr), ())]
+
+    @cached_property
+    def of_parameters_alone(self) -> set[Node]:
+        """The nodes that depend on parameters and on constants like them, as ``p - old`` does, but not on data.
+
+        As far as operands tell: a choice of rows, as by an embedding, is one by data.
+        """
+        found = {node for node, leaf in self.leaves.items() if isinstance(leaf, nn.Parameter)}
+        for node in reversed(self.nodes):
+            operands = [(below, nr) for below, nr in node.next_functions if below is not None]
+            if operands and found.issuperset([below for below, _ in operands]):
+                kind = OPERATIONS.get(operation(node), UNKNOWN_OPERATION).batch_axis
+                by_entry = kind == "elementwise" and shape_of(node) in [shape_of(*operand) for operand in operands]
+                alone = len(operands) == len(node.next_functions)
+                if by_entry or (alone and kind not in ("embedding", "gather", "index", "index_select")):
+                    found.add(node)
+        return found
+
+    @cached_property
+    def by_operation(self) -> dict[str, list[Node]]:
+        """The nodes of each operation."""
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            found.setdefault(operation(node), []).append(node)
+        return found
+
+    def of(self, operations: Iterable[str]) -> list[Node]:
+        """The nodes of some operations."""
+        return [node for name in operations for node in self.by_operation.get(name, ())]
+
+    @cached_property
+    def static_models(self) -> list[DistributedDataParallel]:
+        """Models with a static graph, which would take backwards of the engine for the user's.
+
+        Their sinks have the first one end with an all-reduce of gradients that are not there yet.
+        """
+        sinks: list[Any] = [node for node in self.of(["ALIAS"]) if is_sink(node)]
+        return [ddp for ddp in {sink.ddp_weakref() for sink in sinks} if ddp is not None and ddp.static_graph]
+
+
+def read_graph(roots: Sequence[Node]) -> BackwardGraph:
+    """Walk the graph from its roots to its leaves once.
+
+    Raises:
+        CurvoptError: for parameters that are sharded, complex or without values, and calls that have changed since.
+    """
+    graph = BackwardGraph(list(dict.fromkeys(roots)))
+    graph.nodes = consumers_first(graph.roots)
+    if "user's CheckpointFunctionBackward" in graph.by_operation:
+        raise CurvoptError(
+            "torch.utils.checkpoint with use_reentrant=True starts a backward inside of the backward, whose layers "
+            "cannot be seen; use use_reentrant=False."
+        )
+    graph.leaves = {node: leaf for node in graph.nodes if (leaf := leaf_of(node)) is not None}
+    for node in graph.nodes:
+        if not node.metadata:  # type: ignore[attr-defined]
+            continue
+        for record, index, output_nr in records_of(node):
+            if isinstance(record, TermCall):
+                graph.terms[record] = GradientEdge(node, output_nr)
+            elif isinstance(record, ModelCall):
+                graph.model_calls.append((record, (node, output_nr)))
+            elif isinstance(record, ModuleCall):
+                found = graph.module_calls.get(record)
+                if found is None:
+                    found = graph.module_calls[record] = CallInGraph(record, record.rule, {}, {})
+                found.edges[index] = GradientEdge(node, output_nr)
+    inside, outside = set[Operand](), dict[Operand, nn.Parameter]()
+    for found in graph.module_calls.values():
+        nodes = list(walk(found.nodes, found.call.boundary))
+        operands = _find_parameters(found, nodes)
+        inside.update(operands)
+        if found.parameters:
+            outside |= _used_outside(found, set(nodes), operands, graph)
+    for term, edge in graph.terms.items():
+        inside.update(operands_among(walk([edge.node]), set(term.parameters)))
+    for node, p in graph.leaves.items():
+        if isinstance(p, nn.Parameter) and p.requires_grad and p.numel():
+            entering = [operand for operand in graph.users_of(node) if operand not in inside]
+            name = extended_name(p) if entering else None
+            if name is not None:
+                if p.is_complex():
+                    warning = f"Parameter '{name}' is complex, so it has no fields; use two real ones."
+                    warnings.warn(warning, CurvoptWarning, stacklevel=2)
+                    continue
+                graph.operands.setdefault(p, []).extend(entering)
+    for operand, p in outside.items():
+        if operand not in graph.operands.setdefault(p, []):
+            graph.operands[p].append(operand)
+    return graph
+
+
+def _find_parameters(found: CallInGraph, nodes: Iterable[Node]) -> dict[Operand, nn.Parameter]:
+    """Set the parameters of a call of a module; return how they enter its nodes, between its outputs and inputs."""
+    call = found.call
+    call.check_settings()
+    own = {
+        name: p
+        for name, p in owned_parameters(call.module).items()
+        if p.requires_grad and p.numel() and not any([p is x for x in call.given])
+    }
+    refuse_sharded((call.describe(), f"'{name}'", p) for name, p in own.items())
+    for name, p in own.items():
+        if p.is_complex():
+            raise CurvoptError(f"{call.describe()}: parameter '{name}' is complex; use two real ones.")
+        if p.is_meta:
+            raise CurvoptError(f"{call.describe()}: parameter '{name}' is on the meta device; give it numbers first.")
+    operands = operands_among(nodes, set(own.values()))
+    entering = set(operands.values())
+    found.parameters = {name: p for name, p in own.items() if p in entering}
+    if found.parameters:
+        call.check_inputs()
+    return operands
+
+
+def _used_outside(
+    found: CallInGraph, nodes: set[Node], operands: dict[Operand, nn.Parameter], graph: BackwardGraph
+) -> dict[Operand, nn.Parameter]:
+    """The operands of a call's nodes that operations outside of it use, too.
+
+    The backward of a linear layer saves W^T, that of a recurrent one its states. A call whose states are used outside
+    is no call for the engine: its operations are read one by one.
+    """
+    shared = [
+        node
+        for node in nodes.difference(found.nodes, graph.leaves)
+        if not nodes.issuperset([user for user, _ in graph.users_of(node)])
+    ]
+    if not shared:
+        return {}
+    own = set(found.parameters.values())
+    if not (graph.of_parameters_alone.issuperset(shared) and own.issuperset(leaves_behind(shared))):
+        found.parameters = {}
+        return operands
+    graph.inside.update(user for node in shared for user in graph.users_of(node) if user[0] in nodes)
+    return operands_among(walk(shared, found.call.boundary), own)
+
+
+def operands_among(nodes: Iterable[Node], parameters: set[nn.Parameter]) -> dict[Operand, nn.Parameter]:
+    """How parameters enter some nodes."""
+    operands: dict[Operand, nn.Parameter] = {}
+    for node in nodes:
+        for position, (below, _) in enumerate(node.next_functions):
+            p = leaf_of(below)
+            if p is not None and p in parameters:
+                operands[node, position] = p
+    return operands
+
+
+def leaves_behind(roots: Sequence[Node]) -> set[Tensor]:
+    """All leaf tensors that a backward from some nodes reaches."""
+    return {leaf for leaf in map(leaf_of, walk(list(roots))) if leaf is not None}
+
+
+def records_behind(roots: list[Node], kind: type[R]) -> Iterator[tuple[R, GradientEdge]]:
+    """The records of a kind behind some nodes, and where their gradients arrive."""
+    for node in walk(roots):
+        for record, _, output_nr in records_of(node):
+            if isinstance(record, kind):
+                yield record, GradientEdge(node, output_nr)

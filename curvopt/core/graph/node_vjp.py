@@ -1,0 +1,238 @@
+"""Vector-Jacobian products through the graph, node by node.
+
+`NodeVjp` calls the nodes itself instead of autograd's engine: hooks of tensors, parameters and modules do not run, and
+nothing is accumulated in ``.grad``. The graph stays alive. Two kinds of hooks run: those that unpack saved tensors (a
+checkpoint recomputes its block), and, while a backward runs, those at functions that are written in Python.
+
+>>> z = 1 * torch.tensor([1.0, 2.0], requires_grad=True)
+>>> vjp = NodeVjp.between([get_gradient_edge(z.square().sum())], [get_gradient_edge(z)])
+>>> [vector.tolist() for vector in vjp([torch.tensor(1.0)])]
+[[2.0, 4.0]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from curvopt.core.graph.nodes import metadata, name_of, outputs_of, shape_of
+from curvopt.core.graph.vjp import cut, own_backward, pull
+from curvopt.core.pytorch_workarounds import running_backward, vmap_of_autograd
+
+Place = tuple[Node, int]  # an output of a node
+
+
+def consumers_first(roots: Iterable[Node], last: Collection[Node] = ()) -> list[Node]:
+    """These nodes and all behind them, each after the nodes that use its outputs; none behind ``last``."""
+    order: list[Node] = []
+    seen: set[Node | None] = {None}
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            for below, _ in () if node in last else node.next_functions:
+                if below not in seen:
+                    stack.append((below, False))  # type: ignore[arg-type]
+    return order[::-1]
+
+
+class NodeVjp:
+    """Products of vectors with the Jacobian between two sets of edges.
+
+    Args:
+        outputs: where the vectors are.
+        inputs: where they are pulled back to. A path ends at the first of them.
+
+    Attributes:
+        nodes: all nodes on paths from the outputs that do not pass an input.
+        order: those that lead to an input, in the order in which vectors pass them.
+    """
+
+    def __init__(self, outputs: Sequence[Place], inputs: dict[Place, int]):
+        """Begin without nodes."""
+        self.outputs, self.inputs = outputs, inputs
+        self.nodes, self.order, self._leading = list[Node](), list[Node](), set[Node]()
+
+    @classmethod
+    def between(cls, outputs: Sequence[GradientEdge], inputs: Sequence[GradientEdge]) -> NodeVjp:
+        """Read the graph between two sets of edges."""
+        vjp = cls(
+            [(edge.node, edge.output_nr) for edge in outputs],
+            {(edge.node, edge.output_nr): i for i, edge in enumerate(inputs)},
+        )
+        seen = set[Node]()
+        stack = [(node, False) for node, nr in vjp.outputs if (node, nr) not in vjp.inputs]
+        while stack:
+            node, done = stack.pop()
+            if done:
+                vjp.nodes.append(node)
+                if any(edge in vjp.inputs or edge[0] in vjp._leading for edge in node.next_functions):
+                    vjp._leading.add(node)
+                    vjp.order.append(node)
+            elif node not in seen:
+                seen.add(node)
+                stack.append((node, True))
+                stack += [(e[0], False) for e in node.next_functions if e[0] is not None and e not in vjp.inputs]
+        vjp.order.reverse()
+        return vjp
+
+    @property
+    def eps(self) -> float:
+        """The coarsest precision of numbers on the way, 0 if there are no nodes."""
+        found: list[Any] = [meta.dtype for node in self.order for meta in outputs_of(node)]
+        return max((torch.finfo(dtype).eps for dtype in found if dtype.is_floating_point), default=0.0)
+
+    def __call__(
+        self, vectors: Sequence[Tensor], arrived: Callable[[Node, Tensor], None] | None = None
+    ) -> list[Tensor | None]:
+        """A vector at each input, in float32 at least, from one at each output; ``None`` where nothing arrives.
+
+        Builds a graph if gradients are enabled.
+
+        Args:
+            vectors: one for each output.
+            arrived: called with each vector on the way and the node that it reaches.
+        """
+        found: list[Tensor | None] = [None] * len(self.inputs)
+        waiting: dict[Node, list[Tensor | None]] = {}
+
+        def arrive(node: Any, nr: int, grad: Tensor) -> None:
+            grads, i, meta = found, self.inputs.get((node, nr)), metadata(node, nr)
+            if i is None:
+                if node not in self._leading:
+                    return
+                grads, i = waiting.setdefault(node, [None] * len(outputs_of(node))), nr
+            before, dtype = grads[i], meta.dtype
+            if grads is found:  # half precision would round what is differentiated again
+                dtype = torch.promote_types(torch.promote_types(dtype, grad.dtype), torch.float32)
+            # as the engine does after each node
+            grad = (grad if dtype.is_complex or not grad.is_complex() else grad.real).to(meta.device, dtype)
+            if arrived is not None:
+                arrived(node, grad)
+            grads[i] = grad if before is None else before + grad
+
+        device = vectors[0].device.type if vectors else "cpu"
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            for (node, nr), vector in zip(self.outputs, vectors, strict=True):
+                arrive(node, nr, vector)
+            for node in self.order:
+                if node in waiting:
+                    found_below = call_node(node, waiting.pop(node))
+                    for (following, nr), grad in zip(node.next_functions, found_below, strict=False):
+                        if following is not None and grad is not None:
+                            arrive(following, nr, grad)
+        return found
+
+
+def call_node(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients at the operands of an operation, from those at its outputs.
+
+    Casts do not round to the precision that was cast from.
+    """
+    runs = running_backward() != -1
+    if name_of(node) == "ToCopyBackward0":
+        found = grads
+    elif isinstance(node, BackwardCFunction):
+        found = _by_engine(node, grads) if runs else _applied(node, grads)
+    else:
+        found = node(*grads)
+        found = found if isinstance(found, Sequence) else [found]
+        pairs = zip(found, node.next_functions, strict=False)
+        if runs and any(grad is None and below is not None for grad, (below, _) in pairs):
+            # the node leaves out what the running backward does not need, if that is one to some inputs only
+            found = _by_engine(node, grads)
+    return [
+        # as autograd's engine does for an operand that was repeated
+        grad if grad is None or below is None or grad.is_sparse else grad.sum_to_size(shape_of(below, nr))
+        for grad, (below, nr) in zip(found, node.next_functions, strict=False)
+    ]
+
+
+def _applied(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Call a function that is written in Python."""
+    given = []
+    for nr, grad in enumerate(grads):
+        meta = metadata(node, nr)
+        grad = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if grad is None else grad
+        # a function that is differentiable once protests only if it could be differentiated again
+        given.append(grad.detach().requires_grad_() if torch.is_grad_enabled() and not grad.requires_grad else grad)
+    with own_backward():
+        result = node.apply(*given)
+    result = result if isinstance(result, tuple) else (result,)
+    # there is a result for each argument of the forward, but an operand for each tensor among them
+    wanted = iter([grad for grad, needed in zip(result, node.needs_input_grad, strict=False) if needed])
+    return [None if below is None else next(wanted) for below, _ in node.next_functions]
+
+
+def _by_engine(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Call a node while a backward runs.
+
+    Called directly, a function that is written in Python may free what it saved (those of ``torch.compile`` do). Hooks
+    of its operands run.
+    """
+    outputs = [GradientEdge(node, nr) for nr, grad in enumerate(grads) if grad is not None]
+    operands = list(dict.fromkeys(place for place in node.next_functions if place[0] is not None))
+    if not outputs or not operands:
+        return [None] * len(node.next_functions)
+    with cut([below for below, _ in operands]):
+        vectors = [grad.unsqueeze(0) for grad in grads if grad is not None]
+        found = pull(outputs, [GradientEdge(below, nr) for below, nr in operands], vectors)  # type: ignore[arg-type]
+    arrived = {place: None if grad is None else grad[0] for place, grad in zip(operands, found, strict=True)}
+    first = {place: position for position, place in reversed(list(enumerate(node.next_functions)))}
+    # an operand that is given twice has the sum: once
+    return [arrived.get(place) if first[place] == i else None for i, place in enumerate(node.next_functions)]
+
+
+def pull_together(node: Node, output_nr: int, position: int, vectors: Tensor) -> Tensor | None:
+    """Pull vectors ``[v, *output]`` through one operation to one of its operands, ``[v, *operand]``."""
+    outputs = len(outputs_of(node))
+
+    def single(vector: Tensor) -> Tensor | None:
+        return call_node(node, [vector if nr == output_nr else None for nr in range(outputs)])[position]
+
+    return _together(single, vectors, not isinstance(node, BackwardCFunction))
+
+
+def pull_to_leaf(source: GradientEdge, leaf: Tensor, vectors: Tensor) -> Tensor | None:
+    """Pull vectors ``[v, *source]`` back to a leaf, ``[v, *leaf]``, past its hooks; ``None`` if nothing arrives."""
+    vjp = NodeVjp.between([source], [get_gradient_edge(leaf)])
+
+    def single(vector: Tensor) -> Tensor | None:
+        (found,) = vjp([vector])
+        return None if found is None else found.to(leaf.dtype)
+
+    return _together(single, vectors, not any(isinstance(node, BackwardCFunction) for node in vjp.order))
+
+
+def _together(single: Callable[[Tensor], Tensor | None], vectors: Tensor, batched: bool) -> Tensor | None:
+    if batched and not torch.is_anomaly_enabled():
+        try:
+            (found,) = vmap_of_autograd(lambda vector: (single(vector),))(vectors)  # alone it could not be None
+            if found is None or _is_linear(single, vectors, found):
+                return found
+        except (RuntimeError, ValueError):  # vmap cannot enter an operation
+            pass
+    found = [single(vector) for vector in vectors]
+    return None if found[0] is None else torch.stack([x for x in found if x is not None])
+
+
+def _is_linear(single: Callable[[Tensor], Tensor | None], vectors: Tensor, found: Tensor) -> bool:
+    """Whether products that were computed together have the sum that they should: some batching rules are wrong."""
+    sizes = found.detach().abs().reshape(len(found), -1).amax(1).clamp(min=torch.finfo(found.dtype).tiny)
+    weights = torch.randn(len(vectors), device="cpu", generator=torch.Generator().manual_seed(0)).to(sizes) / sizes
+    of_sum = single(torch.tensordot(weights.to(vectors), vectors, 1))
+    sum_of = torch.tensordot(weights.to(found), found, 1)
+    if of_sum is None or not of_sum.numel():
+        return True
+    tolerance = torch.finfo(found.dtype).eps ** 0.5 * of_sum.abs().max()
+    return not bool(((sum_of - of_sum).abs() > tolerance).any())

@@ -1,0 +1,248 @@
+"""The operations that combine parameters with samples outside of modules with a rule, read off the graph.
+
+From a parameter one goes towards the loss until an operation whose output has samples: ``F.linear(x, W)``,
+``h * scale``, ``h + positions``. What comes in between is computed from the parameter before it meets the samples, such
+as a mask, a norm or a sum of low rank::
+
+    W ── t ── addmm(b, x, W^T) [N, O]        a linear layer
+    W ── mul(W, mask) ── addmm [N, O]        a linear layer with a weight that was computed
+    g ── mul(h, g) [N, O]                    a factor that all samples share
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node
+
+from curvopt.core.graph.backward_graph import BackwardGraph, CallInGraph, Operand
+from curvopt.core.graph.node_vjp import Place
+from curvopt.core.graph.nodes import is_complex, leaf_of, metadata, outputs_of, shape_of
+from curvopt.core.layers.broadcast import Broadcast, broadcast_of, broadcasts, is_bias, product_in_cell, shape_among
+from curvopt.core.layers.broadcast_rule import BroadcastRule
+from curvopt.core.layers.computed_weight import ComputedWeightRule
+from curvopt.core.layers.functional import ParameterCall, is_layer, layer_call, seen_of
+from curvopt.core.layers.rule import AffineRule, Rule
+from curvopt.core.layers.sample_by_sample import PerSampleRule, SharedCallRule
+from curvopt.core.record.extended_parameters import extended_name, extended_owner
+from curvopt.core.samples.layout import Layout
+from curvopt.core.samples.samples import Location
+
+
+class EntryPoint(NamedTuple):
+    """An operation whose output has samples, and an operand of it that comes from a parameter or a shared call.
+
+    Attributes:
+        node: of the operation.
+        output_nr: which output has the samples.
+        position: of the operand.
+        passed: outputs of operations between the parameter and this one, if each has one operand only; else ``None``.
+    """
+
+    node: Node
+    output_nr: int
+    position: int
+    passed: tuple[Place, ...] | None
+
+    @property
+    def operand(self) -> GradientEdge:
+        """Where the operand was computed."""
+        return GradientEdge(*self.node.next_functions[self.position])  # type: ignore[arg-type]
+
+
+def find_entry_points(
+    operands: Sequence[Operand], graph: BackwardGraph, layouts: Mapping[Place, object], alone: bool = True
+) -> tuple[list[EntryPoint], bool]:
+    """The first operations with samples on the paths to the heads, and whether there are paths around the heads.
+
+    Args:
+        operands: operations, and the positions of operands, to start with.
+        graph: the graph.
+        layouts: of all tensors behind the heads.
+        alone: whether these operands are the parameter itself.
+    """
+    found: list[tuple[Node, int, Operand]] = []
+    around = False
+    before: dict[Operand, list[tuple[Operand, int] | None]] = {
+        operand: [None] for operand in operands
+    }  # what leads to it
+    stack = list(before)
+    while stack:
+        operand = stack.pop()
+        node = operand[0]
+        outputs = [(node, nr) for nr in range(len(outputs_of(node)))]
+        behind = [place for place in outputs if place in layouts]
+        around = around or not behind
+        for place in behind:
+            if isinstance(layouts[place], Layout):
+                found.append((*place, operand))
+                continue
+            for user in graph.users.get(place, ()):
+                if user in graph.inside:
+                    continue
+                if user not in before:
+                    stack.append(user)
+                before.setdefault(user, []).append((operand, place[1]))
+    entries = [
+        EntryPoint(node, nr, operand[1], _passed(operand, before) if alone else None) for node, nr, operand in found
+    ]
+    return entries, around
+
+
+def _passed(
+    operand: Operand, before: Mapping[Operand, Sequence[tuple[Operand, int] | None]]
+) -> tuple[Place, ...] | None:
+    """The outputs of operations before one, if there is one path only, and each of them has one operand."""
+    passed: list[Place] = []
+    while len(before[operand]) == 1:
+        (come,) = before[operand]
+        if come is None:
+            return tuple(reversed(passed))
+        operand, output_nr = come
+        if sum(below is not None for below, _ in operand[0].next_functions) > 1:
+            return None
+        passed.append((operand[0], output_nr))
+    return None
+
+
+def parameter_calls(p: nn.Parameter, entries: Iterable[EntryPoint], location: Location) -> Iterator[CallInGraph]:
+    """Calls of operations on a parameter."""
+    path = (extended_name(p) or "").rpartition(".")[0]
+    owner = extended_owner(p)
+    in_cells: dict[Place, EntryPoint] = {}  # a cell has two outputs, and adds its biases once
+    for entry in entries:
+        product = product_in_cell(entry.node, entry.position)
+        if product is None:
+            yield _operation(p, entry, location, path, owner)
+        else:
+            in_cells.setdefault(product, entry)
+    for product, entry in in_cells.items():
+        source = None if leaf_of(entry.operand.node) is p else entry.operand
+        rule = BroadcastRule(p, source, shape_of(entry.operand.node, entry.operand.output_nr), Broadcast())
+        operation_call = ParameterCall(path, owner, (), shape_of(*product), owner)
+        call = CallInGraph(operation_call, rule, {"weight": p}, {0: GradientEdge(*product)})
+        call.locate(location)
+        yield call
+
+
+def _operation(
+    p: nn.Parameter, entry: EntryPoint, location: Location, path: str, owner: nn.Module, itself: bool = False
+) -> CallInGraph:
+    """The call of an operation on a parameter.
+
+    Args:
+        p: the parameter, or a stand-in for the operand.
+        entry: the operation.
+        location: of its samples.
+        path: of the module, for messages.
+        owner: the module.
+        itself: the operand is ``p``, wherever it comes from.
+    """
+    node, nr, position, _ = entry
+    edges = {0: GradientEdge(node, nr)}
+    if nr == 0 and not is_complex(node):
+        try:
+            found = _layer(p, entry, path, owner, itself) or _broadcast(p, entry, path, owner, itself)
+        except RuntimeError:  # a part of the graph that is gone
+            found = None
+        if found is not None:
+            call = CallInGraph(*found, {"weight": p}, edges)
+            call.locate(location)
+            if not isinstance(call.samples, dict):
+                return call
+    call = CallInGraph(
+        ParameterCall(path, nn.Module(), (), shape_of(node, nr), owner),
+        PerSampleRule(node, nr, position, None if itself else p),
+        {"weight": p},
+        edges,
+    )
+    call.locate(location)
+    return call
+
+
+def _layer(
+    p: nn.Parameter, entry: EntryPoint, path: str, owner: nn.Module, itself: bool
+) -> tuple[ParameterCall, Rule] | None:
+    """The operation as a layer with the operand as its weight."""
+    node, _, position, passed = entry
+    if not is_layer(node):
+        return None
+    source, operand, shape = None, entry.operand, p.shape
+    seen = seen_of(p, ()) if itself else None if passed is None else seen_of(p, passed)
+    call = None if seen is None else layer_call(node, position, seen, shape)
+    if call is None and not itself:
+        shape = shape_of(operand.node, operand.output_nr)
+        source, seen = operand, torch.empty(shape, device="meta")
+        call = layer_call(node, position, seen, shape)
+    if call is None or seen is None:
+        return None
+    whole = source is None and call.start is None
+    call.module._parameters["weight"] = p if whole else nn.Parameter(seen, requires_grad=False)
+    rule = call.rule if whole and p.dim() > 1 else ComputedWeightRule(call.rule, p, source, call.start)
+    return ParameterCall(path, call.module, (call.input,), shape_of(node), owner), rule
+
+
+def _broadcast(
+    p: nn.Parameter, entry: EntryPoint, path: str, owner: nn.Module, itself: bool
+) -> tuple[ParameterCall, Rule] | None:
+    """The operation as one that repeats the operand for the samples."""
+    node, _, position, _ = entry
+    if not broadcasts(node):
+        return None
+    operand = entry.operand
+    source = None if itself or leaf_of(operand.node) is p else operand
+    shape, out = shape_among(node, shape_of(operand.node, operand.output_nr)), shape_of(node)
+    sizes = [1] * (len(out) - len(shape)) + list(shape)
+    if len(sizes) > len(out) or any(a not in (1, b) for a, b in zip(sizes, out, strict=True)):
+        return None
+    found = broadcast_of(node, position)
+    if found is None:
+        return None
+    call = ParameterCall(path, owner, found.args, out, owner)
+    return call, BroadcastRule(p, source, shape, found)
+
+
+def join_biases(calls: list[CallInGraph]) -> list[CallInGraph]:
+    """Calls of layers whose bias is a parameter, too, as one."""
+    layers = {
+        next(iter(call.nodes)): call
+        for call in calls
+        if isinstance(call.rule, AffineRule) and isinstance(call.call, ParameterCall)
+    }
+    joined: list[CallInGraph] = []
+    for call in calls:
+        p = call.parameters["weight"]
+        layer = layers.get(next(iter(call.nodes)))
+        if isinstance(call.rule, BroadcastRule) and call.rule.source is None and layer is not None:
+            node = next(iter(call.nodes))
+            positions = [i for i, (below, _) in enumerate(node.next_functions) if leaf_of(below) is p]
+            added = any(is_bias(node, i, p) for i in positions) or not positions  # by a cell behind it
+            if "bias" not in layer.parameters and added:
+                layer.parameters["bias"] = layer.call.module._parameters["bias"] = p
+                layer.call.seen = tuple(layer.call.module._parameters.values())
+                continue
+        joined.append(call)
+    return joined
+
+
+def shared_call(found: CallInGraph, graph: BackwardGraph, location: Location) -> CallInGraph:
+    """A call of a module whose output all samples share, computed from the operations that combine it with samples."""
+    operands = [
+        operand for edge in found.edges.values() for operand in graph.users.get((edge.node, edge.output_nr), ())
+    ]
+    entries, _ = find_entry_points(operands, graph, location.axes.layouts, alone=False)
+    operands = []
+    for entry in entries:
+        like = metadata(entry.operand.node, entry.operand.output_nr)
+        stand_in = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device="meta"), requires_grad=False)
+        operands.append(_operation(stand_in, entry, location, found.call.path, found.call.owner, itself=True))
+    call = ParameterCall(found.call.path, found.call.module, (), torch.Size(), found.call.owner)
+    call.shapes = tuple([operand.call.shapes[0] for operand in operands])
+    edges = {i: operand.edges[0] for i, operand in enumerate(operands)}
+    rule = SharedCallRule(found.rule, found.call, found.edges, operands, [entry.operand for entry in entries])
+    result = CallInGraph(call, rule, found.parameters, edges)
+    result.location, result.samples = location, "first"
+    return result

@@ -1,0 +1,340 @@
+"""Hessian of any loss in the outputs of the network, by double backward between these outputs and the scalar alone.
+
+Nothing has to be known about the loss. The graph between the *heads* z (outputs of the network) and the scalar tells::
+
+    loss = (z.logsumexp(1) - z[torch.arange(N), y]).mean()
+    curvature = GenericLoss([get_gradient_edge(loss)], [torch.ones(())], [Head(get_gradient_edge(z), N)], N)
+    for heads, (s,), weights in curvature.root(size=10):  # columns s, [10, N, C]
+        H = H + torch.einsum("vnc,vnd->ncd", s, s)  # the Hessian of each sample
+
+It has to be block-diagonal over the samples. Random products find out whether its blocks are smaller still: one for
+each entry, or one for each position of a sample (a pixel, a token). Then C products give all blocks C x C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from curvopt.core.graph.node_vjp import NodeVjp, call_node
+from curvopt.core.graph.nodes import metadata, name_of, saved, shape_of, walk
+from curvopt.core.linear_algebra import eigh
+from curvopt.core.losses.blocks import Cells, Head, Probe, Product
+from curvopt.core.losses.roots import NotConvex, SingleRows
+from curvopt.core.record.calls import records_of
+from curvopt.errors import CurvoptError
+
+#: How a loss of no known kind is reduced over the samples; ``None`` for what its last operation is.
+Reduction: TypeAlias = Literal["mean", "sum"] | None
+#: Additions of scalars, and what ``reduction="sum"`` is for losses of PyTorch.
+ADDITIONS, REDUCES_BY_SUM = ("AddBackward0", "SubBackward0"), 2
+#: Largest size of a block, and largest number of entries of all blocks.
+LARGEST_BLOCK, ENTRIES = 4096, 2**28
+
+
+class Columns(NamedTuple):
+    """Columns at some heads together; they are zero at all others.
+
+    Attributes:
+        heads: indices of the heads.
+        vectors: ``[v, *z.shape]`` for each of them.
+        weights: of each column for each sample, ``[v, N]``: 1, 0 or -1; ``None`` where all are 1.
+    """
+
+    heads: list[int]
+    vectors: list[Tensor]
+    weights: Tensor | None
+
+
+class Blocks(NamedTuple):
+    """Blocks of the Hessian in eigenvectors, those of largest absolute eigenvalues first.
+
+    Attributes:
+        cells: which entries they are of.
+        values: eigenvalues, ``[N, P, R]``.
+        vectors: eigenvectors, ``[N, P, C, R]``.
+        tolerance: bound on rounding errors of eigenvalues, ``[N, P, 1]``.
+    """
+
+    cells: Cells
+    values: Tensor
+    vectors: Tensor
+    tolerance: Tensor
+
+    @property
+    def columns(self) -> Tensor:
+        """Position and rank of each column that is nonzero for some sample, ``[V, 2]``, at least one."""
+        size = self.values.abs()
+        rounding = 10 * size.shape[2] * torch.finfo(size.dtype).eps * size.amax(2, keepdim=True)
+        nonzero = ((size != 0) & ~(size < rounding)).any(0).nonzero()
+        return nonzero if len(nonzero) else nonzero.new_zeros(1, 2)
+
+
+class GenericLoss:
+    """The Hessian of a loss in several heads together, and the gradient at each.
+
+    Derivatives are partial: a path through another head is cut. Everything is computed when it is first asked for,
+    which has to be before the user's backward frees the graph. No hook of the user runs, and the graph stays as it is
+    (see `curvopt.core.graph.node_vjp`). Results are not differentiable.
+
+    Args:
+        roots: gradient edges of the scalars that are differentiated.
+        grads: the gradient of each.
+        heads: the outputs of the network.
+        N: number of samples of the whole batch.
+        reduction: how the loss is reduced over the samples, see `loss_weight`.
+        name: of the loss, for messages.
+        largest_block: number of entries of a sample's outputs that it may couple.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[GradientEdge],
+        grads: Sequence[Tensor],
+        heads: Sequence[Head],
+        N: int,
+        reduction: Reduction = None,
+        name: str | None = None,
+        largest_block: int = LARGEST_BLOCK,
+    ):
+        self.N, self.largest_block = N, largest_block
+        self.reduction: Reduction = reduction
+        self.roots, self.grads, self.heads = roots, [grad.detach() for grad in grads], list(heads)
+        self.name = name or f"the loss ({', '.join(name_of(root.node) for root in roots)})"
+
+    @cached_property
+    def _vjp(self) -> NodeVjp:
+        return NodeVjp.between(self.roots, [head.edge for head in self.heads])
+
+    @cached_property
+    def slope(self) -> list[Tensor]:
+        """Gradient of the loss at each head, in float32 at least."""
+        with torch.no_grad():
+            slope = self._vjp(self.grads)
+        return [head.new() if grad is None else grad for head, grad in zip(self.heads, slope, strict=True)]
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """How many means over the samples the loss is, ``[]``, see `loss_weight`."""
+        return loss_weight(self.roots, self.grads, self.N, self.reduction)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Share of each sample in the weight, ``[N]`` for each head."""
+        return [(self.weight / self.N).expand(head.N) for head in self.heads]
+
+    @property
+    def num_columns(self) -> int:
+        """Number of all columns of `root`, and of `signed`."""
+        return sum(len(blocks.columns) for blocks in self.blocks)
+
+    def root(self, size: int) -> Iterator[Columns]:
+        """Columns s of a root of the Hessian, ``H = sum_v s_v s_v^T`` for each sample, at most ``size`` at a time.
+
+        Raises:
+            CurvoptError: if the Hessian is indefinite, and as `blocks`.
+        """
+        self.check_definite()
+        return (columns._replace(weights=None) for columns in self.signed(size))
+
+    def signed(self, size: int) -> Iterator[Columns]:
+        """Columns with weights of a Hessian that may be indefinite, ``H = sum_v w_v s_v s_v^T`` for each sample."""
+        for blocks in self.blocks:
+            cells, values, vectors, _ = blocks
+            root = (vectors * values.abs().sqrt().unsqueeze(2)).permute(1, 3, 0, 2)
+            for p, r in (chunk.T for chunk in blocks.columns.split(size)):
+                columns = root.new_zeros(len(p), *cells.shape)
+                columns[torch.arange(len(p), device=p.device), :, p] = root[p, r]
+                yield Columns(list(cells.heads), list(cells.scatter(columns).values()), values.sign()[:, p, r].T)
+
+    def sample(self, samples: int, generator: torch.Generator | None = None) -> list[Tensor]:
+        """Independent random columns ``[samples, *z.shape]`` at each head, with ``E[s s^T] = H``: a root times signs.
+
+        Raises:
+            CurvoptError: as `root`.
+        """
+        self.check_definite()
+        drawn: dict[int, Tensor] = {}
+        for cells, values, vectors, _ in self.blocks:
+            signs = values.new_empty(samples, *values.shape).bernoulli_(0.5, generator=generator) * 2 - 1
+            drawn |= cells.scatter(torch.einsum("npcr,mnpr->mnpc", vectors, signs * values.clamp(min=0).sqrt()))
+        return [drawn[i] for i in range(len(self.heads))]
+
+    @property
+    def variables(self) -> int:
+        """Number of variables of a prediction, see `LossCurvature`: entries of z that have blocks of their own."""
+        shapes = (blocks.cells.shape for blocks in self.blocks)
+        return max((N * P // self.N for N, P, C in shapes if C == 1), default=1)
+
+    @cached_property
+    def is_linear(self) -> bool:
+        """Whether the Hessian is zero and the gradient is not: of hinge losses, of a critic's score."""
+        return not any(blocks.values.any() for blocks in self.blocks) and any(slope.any() for slope in self.slope)
+
+    def check_definite(self) -> None:
+        """Raise where there is no Gauss-Newton matrix.
+
+        Raises:
+            CurvoptError: if the Hessian is indefinite, and as `blocks`.
+        """
+        if any((blocks.values < -blocks.tolerance).any() for blocks in self.blocks):
+            smallest = min(float(blocks.values.min()) for blocks in self.blocks)
+            raise NotConvex(
+                f"{self.name}: its Hessian in the network's output is indefinite (it has the eigenvalue "
+                f"{smallest:.3g}), so there is no Gauss-Newton matrix; use DiagHessian or HMP, or KFACEmpirical."
+            )
+
+    @cached_property
+    def blocks(self) -> list[Blocks]:
+        """The Hessian: each head is in one element.
+
+        Raises:
+            CurvoptError: if it couples samples, has too large blocks or is not finite, or if PyTorch has no second
+                derivative of an operation, or a wrong one.
+        """
+        product = self._product()
+        margin = 4 if self._vjp.eps > 1e-4 else 30
+        for seed in range(3):  # so that rounding errors are not taken for coupling by accident
+            probe = Probe.of(self.heads, product, seed, margin * 2**seed)
+            cells = probe.cells()
+            if cells is not None:
+                break
+        else:
+            if self.N > 1 and all(head.N == 1 for head in self.heads):
+                raise SingleRows(f"{self.name}: it couples rows of calls with one row each; stack them, and call once.")
+            raise CurvoptError(
+                f"{self.name}: it couples samples (its Hessian in the network's output has entries between them), but "
+                "second-order quantities need a sum or mean over samples; use KFACEmpirical or first-order quantities."
+            )
+        if not probe.finite and all(slope.isfinite().all() for slope in self.slope):  # else the network diverged
+            raise CurvoptError(f"{self.name}: its Hessian in the network's output is not finite; use KFACEmpirical.")
+        for N, P, C in (each.shape for each in cells):
+            if C > self.largest_block or N * P * C**2 > ENTRIES:
+                raise CurvoptError(
+                    f"{self.name}: it couples {C} entries of the network's output of each sample, too many for its "
+                    f"exact Hessian ({N * P} blocks {C} x {C}); use KFACEmpirical."
+                )
+        rows: list[list[Tensor]] = [[] for _ in cells]
+        for c in range(max(each.shape[2] for each in cells)):
+            vectors = dict(enumerate(head.new() for head in self.heads))
+            active = [(each, found) for each, found in zip(cells, rows, strict=True) if c < each.shape[2]]
+            for each, _ in active:
+                unit = each.gather([*vectors.values()])
+                unit[..., c] = 1
+                vectors |= {i: vector[0] for i, vector in each.scatter(unit.unsqueeze(0)).items()}
+            images = product([*vectors.values()])
+            for each, found in active:
+                found.append(each.gather(images))
+        return [self._decomposed(c, torch.stack(r, 2), probe) for c, r in zip(cells, rows, strict=True)]
+
+    def _decomposed(self, cells: Cells, H: Tensor, probe: Probe) -> Blocks:
+        limit = probe.noise[list(cells.heads)].amax().clamp(min=probe.rounding)
+        if ((H - H.mT).abs() > limit + 1e-2 * H.abs().amax()).any():
+            raise CurvoptError(
+                f"{self.name}: PyTorch's second derivative of an operation in it is wrong (its Hessian is not "
+                "symmetric); use KFACEmpirical or first-order quantities."
+            )
+        values, vectors = (H[..., 0], torch.ones_like(H)) if H.shape[3] == 1 else eigh((H + H.mT) / 2)
+        order = values.abs().argsort(2, descending=True)
+        values, vectors = values.gather(2, order), vectors.gather(3, order.unsqueeze(2).expand_as(vectors))
+        tolerance = H.shape[3] ** 0.5 * limit + min(1e4 * self._vjp.eps, 0.1) * values[..., :1].abs()
+        return Blocks(cells, values, vectors, tolerance)
+
+    def _product(self) -> Product:
+        """Products of the Hessian with a vector at each head; they note how large rounding errors may be on the way."""
+
+        def run(vjp: NodeVjp, *args: Any) -> list[Tensor | None]:
+            try:
+                return vjp(*args)
+            except (CurvoptError, torch.OutOfMemoryError):
+                raise
+            except RuntimeError as error:
+                raise self._not_twice(str(error).split(". ")[0]) from error
+
+        with torch.enable_grad():
+            slope = run(self._vjp, self.grads)
+        curved = {i: s for i, s in enumerate(slope) if s is not None and s.grad_fn is not None}
+        edges = [GradientEdge(s.grad_fn, s.output_nr) for s in curved.values()]  # type: ignore[arg-type]
+        twice = NodeVjp.between(edges, [head.edge for head in self.heads])
+        if any(name_of(node) == "torch::autograd::Error" for node in twice.nodes):
+            raise self._not_twice("a function in it is marked with once_differentiable")
+        own = {*self._vjp.order, *(head.edge.node for head in self.heads)}
+
+        def product(vectors: Sequence[Tensor], rounding: list[Tensor] | None = None) -> list[Tensor]:
+            def arrived(node: Node, grad: Tensor) -> None:
+                if rounding is not None and node in own and grad.numel() > 1:
+                    rounding.append(torch.finfo(grad.dtype).eps * grad.abs().amax().to(vectors[0]))
+
+            with torch.no_grad():
+                images = run(twice, [vectors[i] for i in curved], arrived)
+            return [torch.zeros_like(v) if h is None else h for h, v in zip(images, vectors, strict=True)]
+
+        return product
+
+    def _not_twice(self, reason: str) -> CurvoptError:
+        return CurvoptError(
+            f"{self.name}: PyTorch has no second derivative of it ({reason}); use other operations, KFACEmpirical or "
+            "first-order quantities."
+        )
+
+
+def loss_weight(roots: Sequence[GradientEdge], grads: Sequence[Tensor], N: int, reduction: Reduction) -> Tensor:
+    """How many means over the samples a loss is, ``[]``: the constant that scales it, 1 for ``mean()``.
+
+    A sum over N rows is N means, unless a constant makes it a mean again. Terms of a sum weigh 1 together, or as much
+    as the largest sum over rows among them.
+
+    Args:
+        roots: gradient edges of the scalars that are differentiated.
+        grads: the gradient of each.
+        N: number of samples.
+        reduction: "mean" to take sums for means, "sum" for N times as much; ``None`` to see which of them it is.
+    """
+    factors = [_factor(root, grad, N, reduction) for root, grad in zip(roots, grads, strict=True)]
+    return torch.stack([factor.to(factors[0].device) for factor in factors]).amax() * (N if reduction == "sum" else 1)
+
+
+@torch.no_grad()
+def _factor(root: GradientEdge, grad: Tensor, N: int, reduction: Reduction) -> Tensor:
+    """How many means over the samples a scalar is, times the gradient that arrives at it, ``[]``."""
+    if grad.dim():
+        return grad.new_ones(())
+    found: list[Tensor] = []
+    # an operation, the products of constants from the scalar down to it, and the product at the first addition
+    terms: list[tuple[Node, list[Tensor], Tensor | None]] = [(root.node, [grad], None)]
+    while terms:
+        node, factors, at_addition = terms.pop()
+        kind, operands = name_of(node), []
+        if kind in ("MulBackward0", "DivBackward0", "NegBackward0", *ADDITIONS) and not metadata(node).shape:
+            grads = zip(node.next_functions, call_node(node, factors[-1:]), strict=True)
+            operands = [(edge[0], g) for edge, g in grads if edge[0] is not None and g is not None]
+        if kind in ADDITIONS and operands and reduction is None:
+            at_addition = factors[-1] if at_addition is None else at_addition
+            terms += [(below, [*factors[:-1], g], at_addition) for below, g in operands]
+        elif kind not in ADDITIONS and len(operands) == 1 and node.next_functions[0][0] is not None:
+            terms.append((operands[0][0], [*factors, operands[0][1]], at_addition))  # c / loss is not linear
+        else:
+            before, own = abs(factors[max(len(factors) - 2, 0)]), abs(factors[-1])
+            if reduction is None and _is_sum_over(node, N):  # the last constant may make it a mean again
+                means = torch.where(own * N <= before, before, own * N)
+            elif at_addition is not None:
+                means = abs(at_addition)
+            elif kind.startswith("SumBackward") and reduction != "sum":
+                means = torch.where(own < before, before, own)
+            else:
+                means = own
+            found.append(means)
+    return torch.stack(found).amax()
+
+
+def _is_sum_over(node: Node, N: int) -> bool:
+    """Whether an operation sums what the network computes from N rows."""
+    if not name_of(node).startswith("SumBackward"):
+        return saved(node, "reduction", None) == REDUCES_BY_SUM
+    below, nr = node.next_functions[0]
+    return below is not None and N in shape_of(below, nr)[:2] and any(map(records_of, walk([below])))

@@ -1,0 +1,257 @@
+"""Transposed-Jacobian products of one parameter, kept in factored form, and the reductions every quantity is made of.
+
+A rule turns the vectors that arrive at a module's output into a `Jacobian`: for each vector ``v`` and sample ``n`` the
+product ``J_n^T v_n`` with respect to one parameter of shape ``p``. Letters: V vectors, N samples, G groups, S shared
+positions (sequence, space, or several calls of one module), O/I output/input features.
+
+>>> products = Dense(torch.ones(2, 4, 3))  # 2 vectors, 4 samples, a bias of 3 entries
+>>> products.norms2().shape, products.squares(), products.output_factor().shape
+(torch.Size([2, 4]), tensor([8., 8., 8.]), torch.Size([3, 3]))
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from copy import copy
+from functools import reduce
+from typing import TYPE_CHECKING, Literal, Self
+
+import torch
+from torch import Tensor
+
+from curvopt.core.products.second_moments import _in_basis, _second_moment
+from curvopt.core.products.sums import _weighted, add, widened
+
+if TYPE_CHECKING:
+    from curvopt.core.products.outer import Outer
+
+Approx = Literal["expand", "reduce"]
+
+#: Largest number of entries of a parameter without Kronecker structure that still gets a dense curvature block.
+DENSE_BLOCK_LIMIT = 2048
+
+
+class Jacobian(ABC):
+    """``J_n^T v_n`` for V vectors and N samples with respect to one parameter of shape ``shape``."""
+
+    shape: torch.Size
+    V: int
+    N: int
+    #: Whether the parameter has two Kronecker factors.
+    factored = True
+    #: Whether axis 0 of the parameter belongs to `input_factor` (``[I, O]``: transposed convolutions, embeddings).
+    transposed = False
+    #: Signed weight of every vector in the sums of squares and products, ``[V, N]``; ``None`` for ones.
+    weights: Tensor | None = None
+    #: Whether every sample has the positions of the whole batch, as its call was computed sample by sample (see
+    #: `from_single_samples`). The vectors are zero at positions that belong to other samples alone.
+    of_batch = False
+    #: The Jacobians of single calls, if several were combined.
+    parts: Sequence[Jacobian] = ()
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """All products, ``[V, N, *p]``."""
+
+    @abstractmethod
+    def sum_batch(self) -> Tensor:
+        """Products summed over the samples, ``[V, *p]``."""
+
+    @abstractmethod
+    def squares(self) -> Tensor:
+        """Squared entries, weighted by `weights`, summed over vectors and samples, ``[*p]``."""
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """`sum_batch` and `squares` of the only vector, ``[*p]`` each, in any order in memory."""
+        return self.sum_batch()[0], self.squares()
+
+    @abstractmethod
+    def squares_batch(self) -> Tensor:
+        """Squared entries, weighted by `weights`, summed over the vectors only, ``[N, *p]``."""
+
+    def by_pairs(self, num_columns: int) -> Outer | None:
+        """Itself if squares of so many columns are cheaper by pairs of positions, else ``None``."""
+        return None
+
+    def add_squares(self, total: Tensor | None, per_sample: bool) -> Tensor:
+        """``total`` plus the squares, ``[*p]`` or, sample by sample, ``[N, *p]``, in at least float32."""
+        return add(total, widened(self.squares_batch() if per_sample else self.squares()))
+
+    @property
+    @abstractmethod
+    def like(self) -> Tensor:
+        """A tensor of the type and on the device of the products."""
+
+    @abstractmethod
+    def norms2(self) -> Tensor:
+        """Squared Euclidean norm of every product, ``[V, N]``."""
+
+    @abstractmethod
+    def output_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+        """Second moment of the backpropagated side, summed over vectors and samples (the ``B`` of KFAC).
+
+        ``[O, O]`` (``[G, O, O]`` with groups) for a parameter with Kronecker structure, its blocks ``[G, K, b, b]`` on
+        the diagonal where O is more than ``limit``. Else the dense block ``sum_vn j j^T`` of shape ``[P, P]``, or such
+        blocks of it, or its diagonal ``[P]`` for more than `DENSE_BLOCK_LIMIT` entries.
+        """
+
+    @abstractmethod
+    def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor | None:
+        """Second moment of the input side, averaged over samples and positions (the ``A`` of KFAC), if there is one.
+
+        Blocks ``[G, K, b, b]`` on its diagonal where I is more than ``limit``.
+        """
+
+    @property
+    def positions(self) -> int:
+        """Number of positions of all samples together; those of `of_batch` that have one sample each count once."""
+        return 0
+
+    @property
+    def rows_of_batch(self) -> int:
+        """Number of samples that have positions."""
+        return self.N
+
+    @property
+    def positions_of_all(self) -> bool:
+        """Whether samples have several positions that may belong to others, so that no mean over them is known."""
+        return any(part.positions_of_all for part in self.parts)
+
+    def with_weights(self, weights: Tensor | None) -> Self:
+        """A copy whose vectors have weights ``[V, N]`` in sums of squares and products."""
+        result = copy(self)
+        result.weights = weights
+        return result
+
+    def with_lengths(self, lengths: Tensor) -> Self:
+        """A copy for sequences of these lengths, ``[N]``, with zeros in place of the steps that some do not have."""
+        return self
+
+    def input_factor_of_calls(self, approx: Approx = "expand", limit: int | None = None) -> Tensor | None:
+        """`input_factor` as the mean over the calls, weighted by their `positions`."""
+        if approx == "reduce" or not self.factored or not any(part.of_batch for part in self.parts):
+            return self.input_factor(approx, limit)
+        counts = [part.positions for part in self.parts]
+        factors = (part.input_factor(approx, limit) for part in self.parts)
+        means = zip(counts, factors, strict=True)
+        return reduce(add, (factor * (count / max(sum(counts), 1)) for count, factor in means if factor is not None))
+
+    @abstractmethod
+    def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
+        """Products in other coordinates: ``(U1 ⊗ U2)^T j`` for orthogonal bases shaped as the Kronecker factors.
+
+        Args:
+            bases: the columns of the first and second factor's bases, or of the only one's; those of diagonal factors
+                are the identity, whatever their entries.
+        """
+
+    def select(self, samples: Sequence[int] | None) -> Jacobian:
+        """The products of some samples (all for ``None``), in the order given."""
+        return self if samples is None else self._selected(list(samples))
+
+    def _selected(self, samples: list[int]) -> Jacobian:
+        return Dense(self.dense()[:, samples])
+
+    def project(self, directions: Tensor) -> Tensor:
+        """Inner product of every product with ``[K, *p]`` directions, ``[K, V, N]``."""
+        return torch.einsum("vnp,kp->kvn", self._flat(), directions.reshape(len(directions), -1))
+
+    def expand(self, coefficients: Tensor) -> Tensor:
+        """Products weighted by ``[K, V, N]`` coefficients and summed over vectors and samples, ``[K, *p]``."""
+        result = torch.einsum("kvn,vnp->kp", coefficients, self._flat())
+        return result.reshape(-1, *self.shape)
+
+    def _flat(self) -> Tensor:
+        return self.dense().reshape(self.V, self.N, -1)
+
+    @abstractmethod
+    def owned(self, alike: Jacobian | None = None) -> Jacobian:
+        """A copy that shares nothing with the network's activations or graph.
+
+        Args:
+            alike: such a copy for other vectors of the same calls, with which this one may share the layer's input.
+        """
+
+    def joined(self, others: Sequence[Jacobian]) -> Sequence[Jacobian]:
+        """This and others, where those that share the input of a layer are one Jacobian of all their vectors."""
+        return [self, *others]
+
+    def settled(self) -> Jacobian:
+        """The products, formed so that they need the network's graph no longer."""
+        return self
+
+    def with_own_patches(self) -> Self:
+        """A copy whose patches are formed for it alone, and go with it."""
+        return self
+
+    def matmul(self, directions: Tensor) -> Tensor:
+        """``sum_vn w_vn j_vn j_vn^T`` applied to ``[K, *p]`` directions."""
+        coefficients = self.project(directions)
+        return self.expand(coefficients if self.weights is None else coefficients * self.weights)
+
+
+class Dense(Jacobian):
+    """Products that are already multiplied out: biases, scales, anything without structure.
+
+    Args:
+        values: ``[V, N, *p]``.
+        left_of: products of the layer's weight whose left side has one position and equals ``values``: squares and
+            moments of that side are computed once.
+    """
+
+    factored = False
+
+    def __init__(self, values: Tensor, left_of: Outer | None = None):
+        """Keep the values."""
+        self.values, self.left_of = values, left_of
+        self.V, self.N = values.shape[:2]
+        self.shape = values.shape[2:]
+
+    @property
+    def like(self) -> Tensor:
+        return self.values
+
+    def dense(self) -> Tensor:
+        return self.values
+
+    def sum_batch(self) -> Tensor:
+        return self.values.sum(1)
+
+    def squares(self) -> Tensor:
+        return self._squares().sum(0)
+
+    def squares_batch(self) -> Tensor:
+        squares = self._squares()
+        return squares if self.left_of is None else squares.clone()  # others may share them
+
+    def _squares(self) -> Tensor:
+        if self.left_of is not None and self.left_of.weights is self.weights:
+            return self.left_of.output_squares.flatten(1)
+        return _weighted(self.values.square(), self.weights)
+
+    def owned(self, alike: Jacobian | None = None) -> Jacobian:
+        return Dense(self.values).with_weights(self.weights)  # its neighbour holds the activations
+
+    def norms2(self) -> Tensor:
+        if self.left_of is not None:
+            return self.left_of.output_norms2.clone()
+        return self.values.reshape(self.V, self.N, -1).square().sum(2)
+
+    def output_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
+        flat = self.values.reshape(self.V * self.N, -1)
+        if flat.shape[1] > DENSE_BLOCK_LIMIT:
+            return flat.square().sum(0)
+        if self.left_of is None or (limit is not None and flat.shape[1] > limit):
+            return _second_moment(flat[:, None, None], limit)
+        return self.left_of.output_moment()
+
+    def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
+        return None
+
+    def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
+        (basis,) = bases
+        if basis.dim() == 1:
+            return self
+        values = _in_basis(self._flat()[..., None, None, :], basis).reshape(self.values.shape)
+        return Dense(values).with_weights(self.weights)

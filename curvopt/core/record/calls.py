@@ -1,0 +1,298 @@
+"""Records of the forward pass: one `ModuleCall` on the autograd node of each output of a module with a rule.
+
+>>> from curvopt import extend
+>>> out = extend(nn.Linear(3, 2))(torch.ones(4, 3))
+>>> [(record.describe(), record.input.shape) for record, *_ in records_of(out.grad_fn)[:1]]
+[('the extended Linear', torch.Size([4, 3]))]
+
+The record is in ``grad_fn.metadata``, so it lives and dies with the graph: nothing is kept on modules or in globals.
+It must not hold the node or its output (an uncollectable cycle through C++).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from operator import is_
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import TensorWeakRef
+
+from curvopt.core.pytorch_workarounds import saves_tensors_as_they_are
+from curvopt.core.record.model_calls import Model, ModelCall
+from curvopt.core.record.state import _records
+from curvopt.core.record.steps import RowsBySample, Steps, samples_first
+from curvopt.errors import CurvoptError
+
+if TYPE_CHECKING:
+    from curvopt.core.layers.rule import Rule
+    from curvopt.core.losses.loss_call import LossCall
+
+KEY = "curvopt"
+
+
+class ModuleCall:
+    """One call of a module that has a rule, with its arguments.
+
+    A tensor that autograd keeps for the backward anyway is referred to weakly, so that its memory is free again as soon
+    as the backward has passed the layer.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_args",
+        "boundary",
+        "cache",
+        "given",
+        "kwargs",
+        "model",
+        "module",
+        "path",
+        "rule",
+        "seen",
+        "settings",
+        "shapes",
+        "steps",
+        "versions",
+    )
+
+    #: Set by `curvopt.core.layers.rule`, which knows modules, as this file does not.
+    rule_for: ClassVar[Callable[[nn.Module], Rule | None]]
+
+    def __init__(
+        self,
+        path: str,
+        model: Model | None,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        outputs: Sequence[Tensor],
+        traced: bool = False,
+    ):
+        """Record the arguments, and the shapes of ``outputs``; the call is ``traced`` in code that was compiled."""
+        inputs = _tensors((args, kwargs)) if kwargs or len(args) != 1 else _tensors(args[0])
+        self.path, self.model, self.module, self.kwargs = path, model, module, kwargs
+        self.boundary = frozenset([leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None])
+        leaves = [leaf for leaf in inputs if leaf.grad_fn is None and leaf.requires_grad]
+        #: Its own parameters among the inputs: the graph does not show which of their uses are inputs.
+        self.given = tuple([p for p in module.parameters() if any([p is leaf for leaf in leaves])]) if leaves else ()
+        self.seen = tuple(module._parameters.values())  # torch.func.functional_call puts others in their place
+        self.shapes = tuple([out.shape for out in outputs])
+        self.cache: dict[str, Any] = {}  # what several columns and quantities share; emptied after each backward
+        rule = ModuleCall.rule_for(module)
+        assert rule is not None
+        self.rule = rule
+        self.settings = _settings(module, self.rule)
+        #: How the steps came before the samples, where these were put first (see `samples_first`).
+        self.steps: Steps | None = None
+        # an in-place forward: the input is gone, and holding the output would be a cycle (of several, copies are handed
+        # out, and an input may be among them)
+        changed = bool(self.boundary) and len(outputs) == 1 and any([outputs[0] is leaf for leaf in inputs])
+        frozen = not any([p is not None and p.requires_grad for p in self.seen])
+        if changed:
+            self._args, self.kwargs = (), {}
+        elif frozen:
+            self._args, self.kwargs = tree_map_only(Tensor, _without_entries, (args, kwargs))
+        elif not traced and len(args) == 1 and not kwargs and self._is_kept(args[0]):
+            self._args = (TensorWeakRef(args[0]),)
+        else:
+            self._args = args
+        #: Versions of the tensors among the arguments; ``None`` if the call itself has changed them.
+        self.versions: list[int] | None = None if changed else [version(x) for x in self.tensors]
+
+    def _is_kept(self, x: Any) -> bool:
+        """Whether autograd keeps the only input of the module as it is until the backward has passed."""
+        return (
+            isinstance(x, Tensor)
+            and self.rule.leaves_input(self.module)
+            and type(self.rule).__module__.startswith("curvopt.")  # one of a user's may do something to it first
+            and x.is_floating_point()
+            and x.layout == torch.strided
+            and x.is_contiguous()
+            and x.grad_fn is not None
+            # autograd may keep another view of its base
+            and (not x._is_view() or (x.dim() == 2 and isinstance(self.module, nn.Linear)))
+            and not torch.is_autocast_enabled(x.device.type)
+            and saves_tensors_as_they_are()
+        )
+
+    @property
+    def args(self) -> tuple:
+        """The positional arguments."""
+        if len(self._args) == 1 and isinstance(self._args[0], TensorWeakRef):
+            x = self._args[0]()
+            if x is None:
+                raise CurvoptError(
+                    f"{self.describe()}: its input is gone, since the graph of this forward pass was freed; call "
+                    "backward with retain_graph=True to go through it again."
+                )
+            return (x,)
+        return self._args
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the arguments are still there."""
+        return not any(isinstance(x, TensorWeakRef) and x() is None for x in self._args)
+
+    @args.setter
+    def args(self, args: tuple) -> None:
+        self._args = args
+
+    @property
+    def input(self) -> Tensor:
+        """The first input of the call, given by position or by name."""
+        return self.args[0] if self.args else next(iter(self.kwargs.values()))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors among the arguments."""
+        args = self.args
+        return _tensors((args, self.kwargs) if self.kwargs or len(args) != 1 else args[0])
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that was called, or in which an operation was."""
+        return self.module
+
+    def describe(self) -> str:
+        """Path and type of the module, for messages."""
+        return describe(self.path, self.owner)
+
+    def in_precision(self, dtype: torch.dtype) -> ModuleCall:
+        """This call on inputs of at least the precision of ``dtype`` (autocast feeds modules lower ones)."""
+        low = (torch.float16, torch.bfloat16)
+        if dtype in low or not any([x.dtype in low for x in self.tensors]):
+            return self
+        return self._with_inputs(lambda x: x.to(dtype) if x.dtype in low else x)
+
+    def batched(self) -> ModuleCall:
+        """This call of a single sample, as one of a batch."""
+        call = self._with_inputs(lambda x: x.unsqueeze(0))
+        call.shapes = tuple([torch.Size([1, *shape]) for shape in self.shapes])
+        return call
+
+    def _with_inputs(self, changed: Callable[[Tensor], Tensor]) -> ModuleCall:
+        """A copy with other tensors among its arguments."""
+        call, args = copy.copy(self), self.args
+        if len(args) == 1 and not self.kwargs and isinstance(args[0], Tensor):  # a general tree takes long
+            call.args = (changed(args[0]),)
+        else:
+            call.args, call.kwargs = tree_map_only(Tensor, changed, (args, self.kwargs))
+        return call
+
+    def samples_first(self, N: int, steps: Steps) -> ModuleCall:
+        """This call with the samples first, of a module to which rows, or axes before the features, are alike."""
+        first = partial(samples_first, N, steps)
+        call = self._with_inputs(first)
+        if isinstance(steps, RowsBySample):
+            call.shapes = tuple([torch.Size([N * steps.longest, *shape[1:]]) for shape in self.shapes])
+        else:
+            blanks = [_blank(shape, torch.float32, torch.device("cpu")) for shape in self.shapes]
+            call.shapes = tuple([first(blank).shape for blank in blanks])
+        call.cache, call.steps = self.cache.setdefault("samples first", {}), steps
+        return call
+
+    def check_settings(self) -> None:
+        """Raise if an attribute that the rule reads changed since the forward."""
+        if self.settings is not None and self.settings != _settings(self.module, self.rule):
+            raise CurvoptError(
+                f"{self.describe()}: an attribute of the module was changed between its forward pass and the backward "
+                "(train() or eval(), a stride, a padding, ...); change it before the forward pass."
+            )
+
+    def check_inputs(self) -> None:
+        """Raise if an input changed since the forward or is nested, or the call had other parameters than its own."""
+        own = self.module._parameters
+        if not all(map(is_, self.seen, own.values())):
+            name = next(name for name, seen in zip(own, self.seen, strict=True) if seen is not own[name])
+            raise CurvoptError(
+                f"{self.describe()} was called with another '{name}' than its own parameter "
+                "(torch.func.functional_call? fully_shard?); call it with its own, so that quantities can be put "
+                "on it. In several processes, train with DistributedDataParallel, which does not shard parameters."
+            )
+        inputs = self.tensors
+        if any([x.is_nested for x in inputs]):
+            raise CurvoptError(
+                f"{self.describe()} was called with a nested tensor, whose samples cannot be separated; pad it "
+                "(x.to_padded_tensor(0)), or call the module on each part."
+            )
+        if self.versions != [version(x) for x in inputs]:
+            raise self.modified()
+
+    def modified(self) -> CurvoptError:
+        """The error where an input has changed."""
+        return CurvoptError(
+            f"{self.describe()}: an input was modified in place, by the module itself or after it, so its Jacobian "
+            "cannot be formed; give the in-place operation a copy (`x = x.clone()`)."
+        )
+
+
+def _without_entries(x: Tensor) -> Tensor:
+    """A tensor of equal shape, type and device that takes no memory; results that use its entries are nan."""
+    if x.layout != torch.strided or x.is_nested or not x.is_floating_point():
+        return x
+    return _blank(x.shape, x.dtype, x.device)
+
+
+@lru_cache(maxsize=1000)
+def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+
+
+class TermCall:
+    """A term of the loss that sees parameters only: ``weight / 2`` times the sum of their squares."""
+
+    __slots__ = ("__weakref__", "boundary", "parameters", "weight")
+
+    def __init__(self, parameters: Sequence[nn.Parameter], weight: float):
+        """Record the parameters and the weight."""
+        self.parameters, self.weight, self.boundary = parameters, weight, frozenset()
+
+
+def _settings(module: nn.Module, rule: Rule) -> list[Any]:
+    """Numbers, flags and names among a module's attributes that its rule may read."""
+    if rule.reads is not None:
+        return [getattr(module, name) for name in rule.reads]
+    return [v for name, v in vars(module).items() if type(v) in _SIMPLE and (rule.reads_mode or name != "training")]
+
+
+_SIMPLE = frozenset([int, float, bool, str, tuple])
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """The tensors in nested containers."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if type(tree) in (tuple, list, dict):  # nearly always; a general tree takes long to look through
+        return [leaf for branch in (tree.values() if type(tree) is dict else tree) for leaf in _tensors(branch)]
+    return [] if tree is None else [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def records_of(node: Node) -> list[tuple[Any, int, int]]:
+    """The records on a node: calls, the index of their output, and the number of that output of the node."""
+    return node.metadata.get(KEY, [])  # type: ignore[attr-defined]
+
+
+def describe(path: str, module: nn.Module) -> str:
+    """``layer2.bn (BatchNorm2d)``; the root module has no path."""
+    return f"{path} ({type(module).__name__})" if path else f"the extended {type(module).__name__}"
+
+
+def version(tensor: Tensor) -> int:
+    """Count of in-place changes of a tensor (inference tensors have none)."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _record(node: Node, record: ModuleCall | LossCall | ModelCall | TermCall, index: int, output_nr: int) -> None:
+    node.metadata.setdefault(KEY, []).append((record, index, output_nr))  # type: ignore[attr-defined]
+
+
+def record_term(out: Tensor, parameters: Sequence[nn.Parameter], weight: float) -> None:
+    """Note on the node of ``out`` that it is ``weight / 2`` times the squared norm of the parameters."""
+    if _records() and out.grad_fn is not None:
+        _record(out.grad_fn, TermCall(parameters, weight), 0, out.output_nr)

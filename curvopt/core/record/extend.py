@@ -1,0 +1,233 @@
+"""`extend`: a model or a loss records its calls in the forward pass, by forward hooks.
+
+The hooks may be copied and pickled with the modules.
+
+>>> model = extend(nn.Sequential(nn.Linear(3, 2), nn.Tanh()))
+>>> [type(hook).__name__ for hook in model[0]._forward_hooks.values()]
+['Recorder']
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks
+from torch.utils._pytree import tree_map_only
+
+from curvopt.core.losses.loss_call import LossCall, _first
+from curvopt.core.pytorch_workarounds import forget_compiled_code
+from curvopt.core.record import model_calls
+from curvopt.core.record.calls import ModuleCall, _record, _tensors, describe
+from curvopt.core.record.extended_parameters import _extended, note_parameters, owned_parameters
+from curvopt.core.record.model_calls import Model
+from curvopt.core.record.state import _records, outside_of_graphs
+
+
+class Recorder:
+    """The forward hooks of a module of an extended model. They may be copied and pickled with the module.
+
+    Args:
+        path: of the module in the model.
+        model: the model.
+        owns: whether the module has parameters of its own.
+        begins: whether `begin` runs before the forward; a layer deep in a model needs none, as it calls no other.
+    """
+
+    def __init__(self, path: str, model: Model, owns: bool, begins: bool):
+        self.path, self.model, self.owns, self.begins = path, model, owns, begins
+
+    def begin(self, module: nn.Module, args: tuple) -> None:
+        """Before the forward: a call of the module runs."""
+        if not _records():
+            return
+        if torch.compiler.is_dynamo_compiling():
+            outside_of_graphs(self.begin, module, args)
+        else:
+            model_calls.begin(self.model, "." not in self.path)
+
+    def __call__(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None, traced: bool = False
+    ) -> Any:
+        """Put a `ModuleCall` on the node of each output, and a `ModelCall` if the call is the outermost one."""
+        if not _records():
+            return None
+        if output is None and not isinstance(kwargs, dict):  # registered anew without them, by quantization say
+            kwargs, output = {}, kwargs
+        if torch.compiler.is_dynamo_compiling():
+            return outside_of_graphs(self, module, args, kwargs, output, True)
+        running = model_calls.running_model()
+        outermost = model_calls.end() if self.begins else running is None
+        if not (self.owns or outermost):
+            return None
+        outputs = _tensors(output)
+        nodes = [out.grad_fn for out in outputs]
+        if outermost:
+            # parameters of the model that it is called with are no samples
+            given = [x for x in _tensors((args, kwargs)) if x not in _extended]
+            of_model = model_calls.model_call(self.model, describe(self.path, module), args, kwargs, given)
+            # also where it returns an object that holds tensors, a distribution say
+            self.model.last = tuple(dict.fromkeys((*of_model.samples, *self.model.last)))[:4]
+        if not any(nodes):
+            return None
+        ruled = self._has_rule(module)
+        if ruled:
+            call = ModuleCall(self.path, running or self.model, module, args, kwargs, outputs, traced)
+            if len(outputs) > 1:
+                # an output may be computed from another: hand out copies, so that what arrives there comes from outside
+                # (no views: changed in place, they would take the record out of the graph)
+                output = tree_map_only(Tensor, lambda out: out.clone() if out.grad_fn is not None else out, output)
+                outputs = _tensors(output)
+                nodes = [out.grad_fn for out in outputs]
+            for index, (out, node) in enumerate(zip(outputs, nodes, strict=True)):
+                # record the node now: an in-place activation will replace out.grad_fn
+                if node is not None:
+                    _record(node, call, index, out.output_nr)
+        if outermost:
+            for out, node in zip(outputs, nodes, strict=True):
+                if node is not None:
+                    _record(node, of_model, 0, out.output_nr)
+        return output if ruled and len(outputs) > 1 else None
+
+    def _has_rule(self, module: nn.Module) -> bool:
+        """Whether a rule is known for the module; else its parameters are found in the graph, by their names."""
+        owned = module._parameters or owned_parameters(module)
+        if not owned or ModuleCall.rule_for(module) is not None:
+            return bool(owned)
+        note_parameters(module, self.path, self.model, again=False)  # of a copy, or added since
+        return False
+
+
+class LossRecorder:
+    """The forward hook of a loss."""
+
+    def __init__(self, path: str):
+        """Remember the module's path."""
+        self.path = path
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Put a `LossCall` on the node of the loss."""
+        if not _records():
+            return
+        if torch.compiler.is_dynamo_compiling():
+            outside_of_graphs(self, module, args, kwargs, output)
+            return
+        if not isinstance(output, Tensor) or output.grad_fn is None or _global_forward_hooks:
+            return  # hooks for all modules come first and may have changed it: the loss is read off the graph
+        first = _first(args, kwargs)
+        if not isinstance(first, Tensor) or any(x.requires_grad for x in _tensors((args, kwargs)) if x is not first):
+            return  # outputs in a container, or in several arguments: the loss is read off the graph
+        if isinstance(module, nn.CrossEntropyLoss) and first.dim() < 2:
+            return  # logits without a batch axis, as above
+        _record(output.grad_fn, LossCall(self.path, module, args, kwargs), 0, output.output_nr)
+
+
+def _recorder_of(module: nn.Module) -> Recorder | None:
+    return next((hook for hook in module._forward_hooks.values() if isinstance(hook, Recorder)), None)
+
+
+def set_batch_axis(module: nn.Module, axis: int | None) -> None:
+    """Set the batch axis of an extended model; ``None``: unless it was given, it may be found by backwards."""
+    recorder = _recorder_of(module)
+    if recorder is None:
+        return
+    model = recorder.model
+    model.is_one_sample = False
+    if axis is not None:
+        model.batch_axis, model.seeks_axis = axis, False
+    elif model.seeks_axis is None:
+        model.seeks_axis = model.batch_axis == 0
+
+
+def remember_parameters(module: nn.Module) -> None:
+    """Note the parameters that the extended modules of a module have now: ``fully_shard`` exchanges them."""
+    for child in module.modules():
+        recorder = _recorder_of(child)
+        if recorder is not None:
+            note_parameters(child, recorder.path, recorder.model)
+
+
+def _model_of(module: nn.Module, batch_axis: int) -> Model:
+    """The model that a module is extended as: the larger one that it is a part of, or itself."""
+    size = sum(1 for _ in module.modules())
+    recorder = _recorder_of(module)
+    if recorder is not None and recorder.model.size >= size:
+        if batch_axis:
+            recorder.model.batch_axis = batch_axis
+        return recorder.model
+    return Model(describe("", module), batch_axis, size)
+
+
+def _has_loss_recorder(module: nn.Module) -> bool:
+    return any(isinstance(hook, LossRecorder) for hook in module._forward_hooks.values())
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bool = False, batch_axis: int = 0) -> M:
+    """Make a model or a loss record its calls. Changes the module and returns it; idempotent.
+
+    Modules and parameters that are added or replaced afterwards have no fields until it is called again.
+
+    Args:
+        module: a model (every submodule that owns parameters is recorded) or a loss such as ``nn.CrossEntropyLoss``.
+        debug: print each module that is recorded.
+        use_converter: accepted for programs written for BackPACK and needed for nothing: functional code, residual
+            connections and reused modules work as they are.
+        loss: the module is a custom loss, called as ``module(output, target)`` with a scalar result; its
+            curvature comes from autograd. PyTorch's losses are known without.
+        batch_axis: axis of the model's inputs and outputs that counts the samples.
+
+    Raises:
+        TypeError: if ``module`` is not an ``nn.Module``, or trainable parts of it were made by ``torch.jit``.
+    """
+    from curvopt.core.losses.registry import is_loss
+
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"extend: expected a torch.nn.Module, got {type(module).__name__}; pass the model or the loss module."
+        )
+    for path, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule) and any(p.requires_grad for p in child.parameters()):
+            raise TypeError(
+                f"extend: {describe(path, child)} is a program of torch.jit, whose calls cannot be seen; extend the "
+                "module that it was made of (torch.compile may compile extended ones), or freeze it."
+            )
+    losses = [
+        path
+        for path, child in module.named_modules()
+        if is_loss(child) or (loss and child is module) or _has_loss_recorder(child)
+    ]
+    model, is_new = _model_of(module, batch_axis), False
+    for path, child in module.named_modules():
+        if any(path != outer and f"{path}.".startswith(f"{outer}." if outer else "") for outer in losses):
+            continue  # part of a loss
+        if path in losses:
+            if not _has_loss_recorder(child):
+                child.register_forward_hook(LossRecorder(path), with_kwargs=True, prepend=True)
+            continue
+        if isinstance(child, torch.jit.ScriptModule) or not any(owned_parameters(part) for part in child.modules()):
+            continue  # activations, nn.NLLLoss, a user's own loss: read off the graph, as functions are
+        held = isinstance(child, (nn.ParameterList, nn.ParameterDict))
+        if "parametrizations" in path.split(".") or (held and child is not module):
+            continue  # used through the module that holds them
+        recorder = _recorder_of(child)
+        own = model if recorder is None or recorder.model.size <= model.size else recorder.model
+        note_parameters(child, path, own)
+        owns = bool(owned_parameters(child))
+        if recorder is not None:
+            recorder.model, recorder.owns = own, owns
+            continue
+        begins = "." not in path or any(True for _ in child.children())
+        recorder, is_new = Recorder(path, own, owns, begins), True
+        if begins:
+            child.register_forward_pre_hook(recorder.begin, prepend=True)
+        # first of all hooks: operations of the others are read off the graph
+        child.register_forward_hook(recorder, with_kwargs=True, prepend=True, always_call=begins)
+        if debug and owns:
+            print(f"curvopt: extended {describe(path, child)}")
+    if is_new:
+        forget_compiled_code()
+    return module
