@@ -1,11 +1,10 @@
-"""Everything that an extension of curvopt is made of: rules of layers, Hessians of losses, quantities.
+"""Everything that an extension of curvopt is made of: rules of layers, quantities.
 
 The page "Extending" of the documentation shows one of each.
 """
 
 from curvopt.core.backward.columns import Averaged, Empirical, Exact, Gradient, Hessian, MonteCarlo
 from curvopt.core.layers.rule import AffineRule, Rule, register, rule_for
-from curvopt.core.losses.registry import register_loss
 from curvopt.core.losses.roots import Bernoulli, Diagonal, LossCurvature, Softmax
 from curvopt.core.products.base import Dense, Jacobian
 from curvopt.core.products.chunk import Chunk
@@ -35,6 +34,5 @@ __all__ = [
     "Rule",
     "Softmax",
     "register",
-    "register_loss",
     "rule_for",
 ]

@@ -274,7 +274,7 @@ def test_second_order_of_a_loss_that_nobody_knows(extension: type[Extension]):
 def test_second_order_of_a_maximised_loss(extension: type[Extension], backward: Callable):
     it = problem()
     loss = -3 * it.loss()
-    with refused(it.model, extension.field, "-3"), backpack(extension()):
+    with refused(it.model, extension.field, "negative weight -"), backpack(extension()):
         backward(loss)
     works(it)
 

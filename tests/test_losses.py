@@ -17,30 +17,31 @@ from torch.autograd.graph import get_gradient_edge
 from torch.testing import assert_close
 
 from curvopt import CurvoptError, backpack, extend
-from curvopt.core.losses.loss_call import LossCall
-from curvopt.core.losses.loss_search import find_losses
-from curvopt.core.losses.registry import register_loss
-from curvopt.core.losses.roots import Diagonal, Softmax, draw
+from curvopt.core.losses.any import GenericLoss
+from curvopt.core.losses.blocks import Head
+from curvopt.core.losses.known import find_terms
+from curvopt.core.losses.roots import LossCurvature, Softmax, draw
 from curvopt.errors import CurvoptWarning
 from curvopt.extensions import GGNMP, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, DiagHessian, KFACEmpirical
 
-ONE = torch.ones((), dtype=torch.float64)
 
-
-def call(module: nn.Module, z: Tensor, *target: Tensor, **named: Tensor) -> LossCall:
-    z = z if z.requires_grad else z.detach().requires_grad_()
-    with torch.enable_grad():
-        value = extend(copy.copy(module), loss=True)(z, *target, **named)
-    (found,), _ = find_losses([value.grad_fn], {get_gradient_edge(z).node})
-    return found
-
-
-def curvature(module: nn.Module, z: Tensor, *target: Tensor):
+def curvature(module: nn.Module, z: Tensor, *target: Tensor) -> LossCurvature:
     """As in a backward: gradients are only enabled if ``z`` is to be differentiated again."""
-    with torch.set_grad_enabled(z.requires_grad):
-        curved, scale = call(module, z, *target).curvature(ONE.to(z.dtype))
-    assert scale == 1
-    return curved
+    enabled, z = z.requires_grad, z if z.requires_grad else z.detach().requires_grad_()
+    head = 1 * z
+    value = module(head, *target)
+    terms = find_terms([(value.grad_fn, 0)], {head.grad_fn})
+    (loss,) = terms.known
+    with torch.set_grad_enabled(enabled):
+        terms.receive([torch.ones_like(value)])
+        return loss.curvature()
+
+
+def generic(module: nn.Module, z: Tensor, *target: Tensor) -> GenericLoss:
+    head = 1 * z.detach().requires_grad_()
+    value = module(head, *target)
+    edge = get_gradient_edge(value)
+    return GenericLoss([edge], [torch.ones_like(value)], [Head(get_gradient_edge(head), len(z))], len(z))
 
 
 def dense(columns: Tensor) -> Tensor:
@@ -49,8 +50,6 @@ def dense(columns: Tensor) -> Tensor:
 
 
 def hessian(module: nn.Module, z: Tensor, *target: Tensor) -> Tensor:
-    if isinstance(module, nn.SoftMarginLoss):  # has no forward-mode derivative
-        return torch.autograd.functional.hessian(lambda z: module(z, *target), z).reshape(z.numel(), z.numel())
     return torch.func.hessian(lambda z: module(z, *target))(z.detach()).reshape(z.numel(), z.numel())
 
 
@@ -121,27 +120,10 @@ MSE = {
         ((4,), (4,)),
         ((1,), (1,)),
         ((2, 3, 2), (2, 3, 2)),
-        # broadcasting, of which PyTorch warns
-        ((4, 1), (4,)),
-        ((4,), (4, 1)),
-        ((4, 3), (3,)),
-        ((4, 1), (4, 3)),
-        ((4, 3), (2, 4, 3)),
+        ((4, 3), (3,)),  # broadcasting, of which PyTorch warns
     ]
 }
-OTHERS = {
-    name: (make, shape, target)
-    for name, make, shape, target in [
-        ("huber", lambda reduction: nn.HuberLoss(reduction, 0.7), (4, 3), torch.randn_like),
-        ("smooth-l1", lambda reduction: nn.SmoothL1Loss(reduction=reduction), (3, 2, 2), torch.randn_like),
-        ("soft-margin", lambda reduction: nn.SoftMarginLoss(reduction=reduction), (4, 3), signs),
-        ("poisson", lambda reduction: nn.PoissonNLLLoss(reduction=reduction), (4, 3), torch.rand_like),
-        ("multilabel", lambda reduction: nn.MultiLabelSoftMarginLoss(reduction=reduction), (4, 3), torch.rand_like),
-        ("log-sum-exp", lambda reduction: LogSumExp(reduction), (4, 3), torch.rand_like),
-        ("log-sum-exp-extra-dims", lambda reduction: LogSumExp(reduction), (3, 2, 2), torch.rand_like),
-    ]
-}
-EVERY = CROSS_ENTROPY | BCE | MSE | OTHERS
+EVERY = CROSS_ENTROPY | BCE | MSE
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -168,8 +150,7 @@ class LogSumExp(nn.Module):
 def problem(name: str, reduction: str) -> tuple[nn.Module, Tensor, Tensor]:
     make, shape, target = EVERY[name]
     z = torch.randn(shape, dtype=torch.float64)
-    drawn = target(z) if name in OTHERS else target(shape)
-    return make(reduction), z, drawn
+    return make(reduction), z, target(shape)
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
@@ -254,8 +235,6 @@ def test_labels_are_drawn_as_often_as_they_are_probable():
     [
         (nn.CrossEntropyLoss(), torch.nan),
         (nn.BCEWithLogitsLoss(), torch.nan),
-        (nn.PoissonNLLLoss(), torch.nan),
-        (nn.PoissonNLLLoss(), 1000.0),
     ],
 )
 def test_a_network_that_diverged_has_columns_of_nan(module: nn.Module, output: float):
@@ -265,7 +244,7 @@ def test_a_network_that_diverged_has_columns_of_nan(module: nn.Module, output: f
 
 
 def test_generator_decides_the_samples():
-    for name in ["ce-plain-(4, 3)-labels", "bce-plain-(4, 3)", "mse-(4, 3)-(4, 3)", "huber", "log-sum-exp"]:
+    for name in ["ce-plain-(4, 3)-labels", "bce-plain-(4, 3)", "mse-(4, 3)-(4, 3)"]:
         curved = curvature(*problem(name, "mean"))
         same, again, other = (curved.sample(5, generator(s)) for s in (0, 0, 1))
         assert torch.equal(same, again) and not torch.equal(same, other)
@@ -303,7 +282,7 @@ def largest_tensor(function) -> int:
     "name", ["ce-all-(4, 3)-labels", "ce-smooth-(3, 3, 2)-masses", "bce-both-(2, 2, 3)", "mse-(4, 3)-(4, 3)"]
 )
 def test_lower_precision(name: str, dtype: torch.dtype):
-    """The root of an output in half precision is computed in float32."""
+    """The root is computed in float32, from what the forward pass has saved in its own precision."""
     module, z, y = problem(name, "mean")
     low = z.to(dtype)
     module = copy.deepcopy(module).to(dtype)
@@ -311,7 +290,8 @@ def test_lower_precision(name: str, dtype: torch.dtype):
     root = curved.root(0, curved.columns)
     assert root.dtype == torch.float32
     y = y.to(dtype).double() if y.is_floating_point() else y
-    assert_close(dense(root.double()), hessian(module.double(), low.double(), y), atol=1e-6, rtol=1e-4)
+    H, rounding = hessian(module.double(), low.double(), y), 2 * torch.finfo(dtype).eps
+    assert_close(dense(root.double()), H, atol=float(rounding * H.abs().max()), rtol=max(rounding, 1e-4))
 
 
 class Weighted(nn.Module):
@@ -357,12 +337,6 @@ def test_autocast(lossfunc: type[nn.Module]):
 
 
 # ------------------------------------------------------------------------------------------------ losses of one's own
-
-
-def test_gaussian_likelihood_with_given_variance():
-    z, y, var = (torch.rand(4, 3, dtype=torch.float64) + 0.1 for _ in range(3))
-    curved = curvature(nn.GaussianNLLLoss(), z, y, var)
-    assert_close(dense(curved.root(0, 3)), hessian(nn.GaussianNLLLoss(), z, y, var))
 
 
 VIEWS = torch.tensor([2, 0, 3, 1])
@@ -431,14 +405,6 @@ def test_losses_of_containers_are_read_off_the_graph():
     assert_close(*found)
 
 
-def test_losses_without_arguments_are_no_matter():
-    class Penalty(nn.modules.loss._Loss):
-        def forward(self) -> Tensor:
-            return torch.ones((), requires_grad=True).exp()
-
-    assert extend(Penalty())().requires_grad
-
-
 def test_marked_loss_fills_the_fields():
     model, lossfunc = extend(nn.Linear(4, 3).double()), extend(LogSumExp(), loss=True)
     lossfunc = pickle.loads(pickle.dumps(copy.deepcopy(lossfunc)))
@@ -451,44 +417,6 @@ def test_marked_loss_fills_the_fields():
     assert_close(model.weight.diag_ggn_mc, diagonal, rtol=0.1, atol=0)
 
 
-def test_arguments_by_any_name():
-    class Named(LogSumExp):
-        def forward(self, prediction: Tensor, label: Tensor) -> Tensor:
-            return super().forward(prediction, label)
-
-    z, y = torch.randn(4, 3, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64)
-    use = call(Named(), z, label=y)
-    with torch.no_grad():
-        curved, _ = use.curvature(ONE)
-    assert_close(dense(curved.root(0, 3)), hessian(LogSumExp(), z, y))
-
-
-def test_registered_loss():
-    class LogCosh(nn.Module):
-        def forward(self, z: Tensor, y: Tensor) -> Tensor:
-            return (z - y).cosh().log().sum()
-
-    @register_loss(LogCosh)
-    def log_cosh(module, z, target):
-        return Diagonal(1 / torch.cosh(z - target))
-
-    class Renamed(LogCosh):
-        pass
-
-    class Changed(LogCosh):
-        def forward(self, z: Tensor, y: Tensor) -> Tensor:
-            return 3 * super().forward(z, y)
-
-    z, y = torch.randn(4, 3, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64)
-    for module in [LogCosh(), Renamed(), Changed()]:
-        curved = curvature(module, z, y)
-        assert_close(dense(curved.root(0, 3)), hessian(module, z, y))
-    model = extend(nn.Linear(3, 3).double())
-    with backpack(DiagGGNExact()):
-        extend(LogCosh())(model(z), y).backward()
-    assert model.weight.diag_ggn_exact.shape == (3, 3)
-
-
 def test_subclass_with_another_forward_is_taken_as_it_is():
     class Squared(nn.MSELoss):
         def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -498,14 +426,7 @@ def test_subclass_with_another_forward_is_taken_as_it_is():
     assert_close(dense(curvature(Squared(), z, y).root(0, 3)), hessian(Squared(), z, y))
 
 
-def test_curvature_from_autograd_leaves_the_generator_alone():
-    given = problem("log-sum-exp", "mean")
-    state = torch.get_rng_state()
-    curvature(*given)
-    assert torch.equal(state, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("name", ["ce-all-(4, 3)-labels", "bce-weights_of_samples-(4, 3)", "multilabel", "poisson"])
+@pytest.mark.parametrize("name", ["ce-all-(4, 3)-labels", "bce-weights_of_samples-(4, 3)"])
 def test_root_can_be_differentiated(name: str):
     module, z, y = problem(name, "mean")
     curved = curvature(module, z.requires_grad_(), y)
@@ -526,13 +447,6 @@ def test_root_can_be_differentiated_where_probabilities_vanish(lossfunc: nn.Modu
         assert gradient.isfinite().all() and gradient[0, 1] != 0 and gradient[0, 2] == gradient[1, 2] == 0
 
 
-def test_eigendecomposition_is_not_differentiated():
-    module, z, y = problem("log-sum-exp", "mean")
-    model = extend(nn.Linear(3, 3).double())
-    with backpack(DiagGGNExact()), pytest.raises(CurvoptError, match="cannot be differentiated"):
-        extend(module, loss=True)(model(z), y).backward(create_graph=True)
-
-
 # ---------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -547,9 +461,9 @@ def loss_of_own(function) -> nn.Module:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda z, y: (z * y).cos().sum(), "Own.*indefinite.*DiagHessian"),
-        (lambda z, y: z.prod(1).sum() + 0 * y.sum(), "Own.*indefinite"),
-        (lambda z, y: (z.mean(0) - y).square().sum(), "Own.*couples samples"),
+        (lambda z, y: (z * y).cos().sum(), "indefinite.*DiagHessian"),
+        (lambda z, y: z.prod(1).sum() + 0 * y.sum(), "indefinite"),
+        (lambda z, y: (z.mean(0) - y).square().sum(), "couples samples"),
         (lambda z, y: z.square().sum() + 0.1 * z[0].dot(z[1]), "couples"),
         (lambda z, y: (z - z.detach()).abs().pow(1.5).sum(), "not finite"),
     ],
@@ -557,12 +471,12 @@ def loss_of_own(function) -> nn.Module:
 def test_hessians_without_a_root_are_refused(function, message: str):
     z, y = torch.rand(4, 3, dtype=torch.float64) + 0.1, torch.rand(4, 3, dtype=torch.float64)
     with pytest.raises(CurvoptError, match=message):
-        curvature(loss_of_own(function), z, y)
+        generic(loss_of_own(function), z, y).check_definite()
 
 
 def test_loss_without_second_derivative_is_refused():
-    with pytest.raises(CurvoptError, match="MultiMarginLoss.*no second derivative"):
-        curvature(nn.MultiMarginLoss(), torch.rand(4, 3), labels(4))
+    with pytest.raises(CurvoptError, match="MultiMargin.*no second derivative"):
+        generic(nn.MultiMarginLoss(), torch.rand(4, 3), labels(4)).check_definite()
 
 
 def test_losses_without_a_root_have_what_errors_advise():
@@ -583,7 +497,7 @@ def test_losses_without_a_root_have_what_errors_advise():
 def test_linear_loss_warns():
     x, y = torch.rand(4, 3), torch.rand(4, 3)
     model = extend(nn.Linear(3, 3))
-    with pytest.warns(CurvoptWarning, match="kflr: the extended L1Loss is linear.*GGN is zero"), backpack(KFLR()):
+    with pytest.warns(CurvoptWarning, match="kflr: the loss.* is linear.*GGN is zero"), backpack(KFLR()):
         extend(nn.L1Loss())(model(x), y).backward()
     assert not model.weight.kflr[0].any()
     with warnings.catch_warnings(), backpack(KFLR()):
@@ -645,34 +559,6 @@ def test_losses_with_dropout_or_state_run_once(extension: type, couples: bool):
 
         H = torch.func.hessian(loss)(model.weight.detach()).reshape(12, 12)
         assert_close(found[0].flatten(), H.diagonal())
-
-
-def test_loss_with_parameters_is_refused():
-    module = loss_of_own(lambda z, y: z.square().sum())
-    module.scale = nn.Parameter(torch.ones(()))
-    with pytest.raises(CurvoptError, match="no trainable parameters"):
-        curvature(module, torch.rand(4, 3), torch.rand(4, 3))
-
-
-@pytest.mark.parametrize(
-    ("module", "z", "y", "grad", "message"),
-    [
-        (nn.CrossEntropyLoss(), torch.rand(3), torch.tensor(0), torch.ones(()), r"\[3\] has no batch axis; unsqueeze"),
-        (nn.MSELoss(), torch.rand(3), torch.rand(3), torch.tensor(-1.0), "negative weight -1"),
-        (nn.MSELoss(reduction="none"), torch.rand(3), torch.rand(3), torch.ones(3), r"scalar.*\[3\].*none"),
-    ],
-)
-def test_calls_that_are_refused(module: nn.Module, z: Tensor, y: Tensor, grad: Tensor, message: str):
-    with pytest.raises(CurvoptError, match=message):
-        LossCall("", module, (z, y), {}).curvature(grad)
-
-
-def test_input_changed_after_the_loss_is_refused():
-    z = torch.rand(3)
-    use = LossCall("", nn.MSELoss(), (z, z.clone()), {})
-    z.add_(1)
-    with pytest.raises(CurvoptError, match="modified in place"):
-        use.curvature(torch.ones(()))
 
 
 def test_rows_of_one_sample_that_the_network_mixes():

@@ -94,14 +94,19 @@ def test_losses_that_are_linear_in_log_probabilities_beside_others(module: nn.Mo
     assert_dense(model, x, lambda z: module(z.log_softmax(1), target) - 0.1 * entropy(z.log_softmax(1)))
 
 
-@pytest.mark.parametrize("extended", [(), ("nll",), ("nll", "mse"), ("mse",)], ids=str)
-def test_a_known_loss_behind_another(extended: tuple[str, ...]) -> None:
+def test_a_known_loss_behind_another_is_split_at_its_own_input() -> None:
     (x, y, teacher), model = data(), net()
-    nll, mse = (extend(m) if name in extended else m for name, m in (("nll", nn.NLLLoss()), ("mse", nn.MSELoss())))
-    logs = model(x).log_softmax(1)
-    with backpack(DiagGGNExact(), DiagHessian()):
-        (nll(logs, y) + mse(logs, teacher)).backward()
-    assert_dense(model, x, lambda z: F.cross_entropy(z, y) + F.mse_loss(z.log_softmax(1), teacher))
+
+    def diagonals(loss) -> list[tuple[Tensor, Tensor]]:
+        with backpack(DiagGGNExact(), DiagHessian()):
+            loss(model(x).log_softmax(1)).backward()
+        return [(p.diag_ggn_exact, p.diag_h) for p in model.parameters()]
+
+    losses = (lambda logs: F.nll_loss(logs, y)), (lambda logs: F.mse_loss(logs, teacher))
+    first, second = map(diagonals, losses)
+    both = diagonals(lambda logs: losses[0](logs) + losses[1](logs))
+    assert_close(both, [(a + b, c + d) for (a, c), (b, d) in zip(first, second, strict=True)])
+    assert not torch.allclose(both[0][0], first[0][0])
 
 
 def test_losses_of_two_models_one_behind_the_other() -> None:

@@ -1461,26 +1461,6 @@ def test_parameters_without_entries(name: str, used: bool) -> None:
     assert_close(run.weights()[1:], other.train(3).weights())
 
 
-@pytest.mark.parametrize("name", ["KFACSGD exact", "EKFACSGD exact", "DiagonalNewton exact"])
-@pytest.mark.parametrize("reduction", ["batchmean", "sum", "mean"])
-def test_losses_of_ones_own_say_how_they_average(name: str, reduction: str) -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.reduction = reduction
-
-        def forward(self, z: Tensor, y: Tensor) -> Tensor:
-            squares = (z - y).square()
-            return {"batchmean": squares.sum(1).mean(), "sum": squares.sum(), "mean": squares.mean()}[reduction]
-
-    run, other = (Run(OPTIMIZERS[name], dtype=torch.float64) for _ in range(2))
-    run.lossfunc, other.lossfunc = extend(Own(), loss=True), extend(nn.MSELoss())
-    for each in (run, other):
-        each.y = nn.functional.one_hot(each.y).double()
-        each.train(4)
-    assert_close(run.weights(), other.weights())
-
-
 # ----------------------------------------------------------------------------------------------------- adaptive damping
 
 

@@ -16,8 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 from curvopt import L2Regularizer, backpack, extend
-from curvopt.core.losses.registry import register_loss
-from curvopt.core.losses.roots import Diagonal
 from curvopt.extensions import (
     GGNMP,
     KFAC,
@@ -324,38 +322,6 @@ def test_programs_notice_nothing(program: Callable[[nn.Module, Context], object]
         assert ours == plain
     else:
         assert_close(ours, plain, rtol=0, atol=0)
-
-
-class HalfSquares(nn.Module):
-    def forward(self, z: Tensor) -> Tensor:
-        return PassedOnce.apply(z)
-
-
-class PassedOnce(torch.autograd.Function):
-    """A second backward through it gives something else."""
-
-    @staticmethod
-    def forward(ctx, z):
-        ctx.gradient = z.clone()
-        return z.square().sum() / 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.gradient.mul_(grad)
-
-
-register_loss(HalfSquares)(lambda module, z, target: Diagonal(torch.ones_like(z)))
-
-
-def test_a_loss_is_passed_once():
-    found = []
-    for context in (nullcontext, lambda: backpack(DiagGGNExact())):
-        torch.manual_seed(0)
-        model, lossfunc = extend(nn.Linear(4, 2)), extend(HalfSquares())
-        with context():
-            (3 * lossfunc(model(torch.randn(5, 4)))).backward()
-        found.append([p.grad for p in model.parameters()])
-    assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("quantities", FIRST_ORDER, ids=lambda extension: extension.__name__)

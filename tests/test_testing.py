@@ -14,7 +14,7 @@ from curvopt.core.backward import hessian_residuals
 from curvopt.core.backward.columns import Empirical, Exact, MonteCarlo
 from curvopt.core.backward.second_derivatives import residual_columns
 from curvopt.core.layers.affine import Linear
-from curvopt.core.losses.loss_call import LossCall
+from curvopt.core.losses.known import KnownLoss
 from curvopt.core.losses.roots import Softmax
 from curvopt.core.products.chunk import Chunk
 from curvopt.core.products.outer import Outer
@@ -138,8 +138,8 @@ def test_diagonals_in_bases(columns, limit, monkeypatch):
 
 
 def test_wrong_gradients_of_predictions_are_noticed(monkeypatch):
-    slope = LossCall.slope
-    monkeypatch.setattr(LossCall, "slope", lambda self, grad: slope(self, grad).abs())
+    slope = KnownLoss.slope
+    monkeypatch.setattr(KnownLoss, "slope", lambda self: slope(self).abs())
     result = check(mlp(), nn.CrossEntropyLoss(), *batch(6, 4), [KFACEmpirical(), KFLR()])
     assert {row.field for row in result.wrong} == {"kfac_empirical"}
 

@@ -64,7 +64,7 @@ class HessianFree(torch.optim.Optimizer):
     **The closure** works as for ``torch.optim.LBFGS``. Its first call, with gradients enabled, is the usual one, but
     graphs are kept. The objective is the sum of all tensors that it calls ``backward`` on, or if it calls none, its
     result. Where it is a linear function of losses that are known and convex (cross-entropy, squared error, binary
-    cross-entropy of logits, as modules or functions, or others by ``extend(loss, loss=True)``), B is the Gauss-Newton
+    cross-entropy of logits, as modules or functions), B is the Gauss-Newton
     matrix. For any other objective it is the Hessian; CG stops where that is not positive, and the damping rises until
     steps are found. ``metrics()["is_hessian"]`` tells. The model need not be extended, and
     may hold any operation that PyTorch differentiates twice; attention uses the kernel that has second derivatives

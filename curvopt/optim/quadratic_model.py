@@ -19,8 +19,8 @@ from curvopt.core.graph.backward_graph import records_behind
 from curvopt.core.graph.nodes import name_of, precisions, walk
 from curvopt.core.graph.vjp import listen, own_backward
 from curvopt.core.losses.any import loss_weight
-from curvopt.core.losses.loss_search import find_losses
-from curvopt.core.losses.roots import Loss, LossCurvature
+from curvopt.core.losses.known import KnownLoss, find_terms
+from curvopt.core.losses.roots import LossCurvature
 from curvopt.core.record.calls import TermCall
 from curvopt.distributed import Ranks, mean_of
 from curvopt.errors import CurvoptError
@@ -40,21 +40,21 @@ class Differentiated:
 
     Attributes:
         gradient: like the parameters.
-        losses: each with its gradient in the backward, and the edge of its input in the graph.
+        losses: the known terms of the sum.
         terms: calls of ``L2Regularizer``, each with its gradient in the backward.
         is_known: whether the roots are a linear function of losses that are known.
     """
 
     def __init__(self, roots: Sequence[Tensor], cotangents: Sequence[Tensor], parameters: Sequence[Tensor]):
-        self.losses: list[tuple[Loss, Tensor, GradientEdge]] = []
         self.terms: list[tuple[TermCall, Tensor]] = []
         leaves = {get_gradient_edge(p).node for p in parameters}
         nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-        known, nonlinear = find_losses(nodes, leaves)
+        found = find_terms([(root.grad_fn, root.output_nr) for root in roots if root.grad_fn is not None], leaves)
+        found.receive([c for root, c in zip(roots, cotangents, strict=True) if root.grad_fn is not None])
+        self.losses: list[KnownLoss] = found.known
         self.roots, self.cotangents, self.parameters = roots, cotangents, parameters
-        self.is_known = bool(known) and not nonlinear
-        handles = [listen(edge, partial(self._loss, loss)) for loss, edge in known.items()]
-        handles += [listen(edge, partial(self._term, term)) for term, edge in records_behind(nodes, TermCall)]
+        self.is_known = bool(found.known) and not found.nonlinear
+        handles = [listen(edge, partial(self._term, term)) for term, edge in records_behind(nodes, TermCall)]
         try:
             with own_backward():
                 self.gradient: Vector = list(
@@ -86,10 +86,6 @@ class Differentiated:
 
     def _term(self, use: TermCall, grad: Tensor) -> None:
         self.terms.append((use, grad))
-
-    def _loss(self, use: Loss, grad: Tensor) -> None:
-        if use.edge is not None:
-            self.losses.append((use, grad, use.edge))
 
 
 class QuadraticModel:
@@ -127,11 +123,11 @@ class QuadraticModel:
                 shift + use.weight * grad if p in regularized else shift
                 for shift, p in zip(self.shifts, parameters, strict=True)
             ]
-        self._curvatures: list[tuple[LossCurvature, Tensor]] = []
+        self._curvatures: list[LossCurvature] = []
         self._slopes: list[Tensor] = []
         try:
             if differentiated.is_known:
-                self._curvatures = [loss.curvature(grad) for loss, grad, _ in differentiated.losses]
+                self._curvatures = [loss.curvature() for loss in differentiated.losses]
         except CurvoptError:
             self._curvatures = []
         self.is_hessian = not self._curvatures
@@ -145,13 +141,13 @@ class QuadraticModel:
     def _gauss_newton(self, differentiated: Differentiated) -> Tensor:
         """Prepare products with the Gauss-Newton matrix; returns how many mean losses the objective is."""
         weight = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
-        for (loss, grad, _), (curvature, scale) in zip(differentiated.losses, self._curvatures, strict=True):
+        for loss, curvature in zip(differentiated.losses, self._curvatures, strict=True):
             assert curvature.weights is not None
-            weight += (curvature.weights.sum() * scale.square()).to(weight)
+            weight += curvature.weights.sum().to(weight)
             with torch.enable_grad(), own_backward():
-                self._slopes.append(loss.slope(grad))
-        self._edges = [edge for *_, edge in differentiated.losses]
-        self._inputs = [loss.input for loss, *_ in differentiated.losses]
+                self._slopes.append(loss.slope())
+        self._edges = [loss.edge for loss in differentiated.losses]
+        self._inputs = [loss.input for loss in differentiated.losses]
         self._jacobian = linearise(self._edges, self.parameters, self._inputs)
         self._checked = False
         return weight
@@ -222,8 +218,8 @@ class QuadraticModel:
         squares = [torch.zeros_like(p) for p in self.parameters]
         for _ in range(samples):
             columns = [
-                (scale * curvature.sample(1, generators[z.device])[0]).to(z.dtype)
-                for (curvature, scale), z in zip(self._curvatures, self._inputs, strict=True)
+                curvature.sample(1, generators[z.device])[0].to(z.dtype)
+                for curvature, z in zip(self._curvatures, self._inputs, strict=True)
             ]
             for square, column in zip(squares, self._pulled_back(columns), strict=True):
                 square.addcmul_(column, column, value=1 / samples)

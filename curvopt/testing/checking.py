@@ -58,7 +58,7 @@ def check(
 
     Args:
         model: the model, extended or not. Its output is a tensor that has its samples along one axis.
-        lossfunc: called as ``lossfunc(output, y)``; extended or not, a custom loss with ``loss=True``. Leave out
+        lossfunc: called as ``lossfunc(output, y)``. Leave out
             terms of parameters (regularizers): for the copies they are constants.
         x: the model's input.
         y: the target.

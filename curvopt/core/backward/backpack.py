@@ -28,18 +28,15 @@ from curvopt.core.backward.request_checks import (
     check_derivatives,
     check_inner_backward,
     check_request,
-    coupling_losses,
     fields_of,
-    generic_loss,
     may_be_one_sample,
     naming_fields,
-    nested_losses,
 )
+from curvopt.core.backward.second_order import SecondOrder
 from curvopt.core.graph.backward_graph import leaves_behind
 from curvopt.core.graph.nodes import leaf_of
 from curvopt.core.graph.vjp import is_own_backward, listeners
 from curvopt.core.losses.any import LARGEST_BLOCK, Reduction
-from curvopt.core.losses.loss_search import find_losses
 from curvopt.core.pytorch_workarounds import is_batched, running_backward
 from curvopt.core.record.extend import extend
 from curvopt.core.record.state import outside_of_graphs
@@ -180,22 +177,14 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 "are those of one backward; call torch.autograd.grad for each vector, or for all of them inside of an "
                 "empty `with backpack():`, which asks for no fields."
             )
-        losses, nonlinear = {}, []
-        if any(not isinstance(e.columns, Gradient) for e in self.extensions):
-            ends = {edge.node for call in located.calls for edge in call.edges.values()}
-            try:
-                losses, nonlinear = find_losses(roots, ends | {edge.node for edge in located.graph.terms.values()})
-            except CurvoptError as error:
-                raise naming_fields(self.extensions, error) from error
-            nonlinear = nonlinear or coupling_losses(located, losses) or nested_losses(losses, ends)
-        again = how.create_graph and self.counted is None  # nobody differentiates what optimizers take
-        given = self.extensions, located, how.roots, again, self.loss_reduction, self.largest_block
-        generic = generic_loss(*given, nonlinear)
-        check_request(self.extensions, located, losses, generic is not None)
-        if again:
+        check_request(self.extensions, located)
+        second_order = [e for e in self.extensions if not isinstance(e.columns, Gradient)]
+        second = None
+        if second_order:
+            second = SecondOrder(second_order, located, how, self.counted, self.loss_reduction, self.largest_block)
+        if how.create_graph and self.counted is None:  # nobody differentiates what optimizers take
             check_derivatives(self.extensions, located, [GradientEdge(node, nr) for node, nr in how.roots])
-        arguments = self.extensions, self.extension_hook, located, losses, how, self.counted, generic
-        return BackwardPass(*arguments, self.loss_reduction, lambda: generic_loss(*given, ["no root of its Hessian"]))
+        return BackwardPass(self.extensions, self.extension_hook, located, second, how, self.loss_reduction)
 
     def _attempt(self, how: Backward) -> BackwardPass | None:
         """Prepare the pass, and compute the second-order fields."""

@@ -30,14 +30,13 @@ from curvopt.core.backward.columns import (
 from curvopt.core.backward.located_graph import LocatedGraph
 from curvopt.core.backward.module_io import showing
 from curvopt.core.backward.request_checks import naming_fields
-from curvopt.core.backward.second_order import second_order, second_order_of_any_loss
+from curvopt.core.backward.second_order import SecondOrder
 from curvopt.core.backward.sweep import Sweep, combined
 from curvopt.core.graph.backward_graph import CallInGraph
 from curvopt.core.graph.node_vjp import NodeVjp, Place
 from curvopt.core.graph.vjp import listen, pull_each
 from curvopt.core.layers.functional import ParameterCall
-from curvopt.core.losses.any import GenericLoss, Reduction, loss_weight
-from curvopt.core.losses.roots import Loss
+from curvopt.core.losses.any import Reduction, loss_weight
 from curvopt.core.products import chunk_sizes as costs
 from curvopt.core.products.base import Dense
 from curvopt.core.products.chunk import Chunk
@@ -78,12 +77,9 @@ class BackwardPass:
         extensions: the active extensions.
         extension_hook: called with each module whose fields are complete.
         located: the graph of this backward, with its calls and samples.
-        losses: the losses of a second-order quantity, and where their gradients arrive.
+        second: the second-order quantities, if there are any.
         how: how autograd was called.
-        counted: losses that reach none of these parameters do not count in the weight; ``None`` if all do.
-        generic: the whole scalar, where it is no sum of known losses.
         loss_reduction: how losses of no known kind are reduced over the samples, see `loss_weight`.
-        any_loss: makes the whole scalar a loss of no known kind, where the Hessian of one turns out to have no root.
     """
 
     def __init__(
@@ -91,18 +87,13 @@ class BackwardPass:
         extensions: Sequence[Extension],
         extension_hook: Callable[[nn.Module], None] | None,
         located: LocatedGraph,
-        losses: Mapping[Loss, GradientEdge],
+        second: SecondOrder | None,
         how: Backward,
-        counted: set[Tensor] | None = None,
-        generic: GenericLoss | None = None,
         loss_reduction: Reduction = None,
-        any_loss: Callable[[], GenericLoss | None] | None = None,
     ):
-        self.generic = generic
-        self.extensions, self.extension_hook, self.located, self.losses = extensions, extension_hook, located, losses
-        self.how, self.counted, self.calls = how, counted, located.calls
+        self.extensions, self.extension_hook, self.located, self.second = extensions, extension_hook, located, second
+        self.how, self.calls = how, located.calls
         self.first_order = [e for e in extensions if isinstance(e.columns, Gradient)]
-        self.second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
         self.calls_of = Counter(p for call in self.calls for p in call.parameters.values())
         self.parts: dict[nn.Parameter, list[Chunk]] = {}
         self.totals: dict[tuple[nn.Parameter, Extension], Any] = {}
@@ -110,13 +101,10 @@ class BackwardPass:
         self.terms: dict[nn.Parameter, Tensor] = {}
         self.done: dict[nn.Parameter, set[Extension]] = {}
         self.hooked: set[nn.Module] = set()
-        #: Sum of the factors that the losses of single predictions have in the scalar (see `LossCurvature.weights`): 1
-        #: for a mean, N for a sum over N. For second-order quantities, and first-order ones that add up.
-        self.weight: Tensor | float = 0.0
         self.loss_reduction: Reduction = loss_reduction
-        self.any_loss = any_loss
-        #: The largest number of variables of a prediction (see `LossCurvature.variables`).
-        self.variables = 1
+        #: How many means over single predictions the scalar is, see `SecondOrder`. For second-order quantities, and
+        #: first-order ones that add up.
+        self.weight: Tensor | float = 0.0
         self._task: int | None = None
 
     @cached_property
@@ -124,12 +112,17 @@ class BackwardPass:
         """Type of the device of the parameters."""
         return next(iter(self.located.owners)).device.type if self.located.owners else "cpu"
 
+    @property
+    def variables(self) -> int:
+        """The largest number of variables of a prediction (see `SecondOrder`)."""
+        return 1 if self.second is None else self.second.variables
+
     # Before the user's backward
 
     def before_backward(self) -> BackwardPass:
         """Factor, pull back and reduce: all that needs no gradient of the user's backward. Returns itself."""
         graph = self.located.graph
-        if not (self.second_order or graph.terms or any([e.adds_up for e in self.first_order])):
+        if self.second is None and not (graph.terms or any([e.adds_up for e in self.first_order])):
             return self
         with self._own_computation():
             arrived = self._arrived(graph.terms.values())
@@ -137,10 +130,9 @@ class BackwardPass:
                 if (grad := arrived.get(edge)) is not None:
                     for p in term.parameters:
                         self.terms[p] = self.terms.get(p, 0) + grad * term.weight
-            if self.second_order and self.generic is not None:
-                second_order_of_any_loss(self, self.generic)
-            elif self.second_order:
-                second_order(self, self._arrived(self.losses.values()))
+            if self.second is not None:
+                self.second.compute(self)
+                self.weight = self.second.weight
             elif any(e.adds_up for e in self.first_order):
                 edges, N = [GradientEdge(*place) for place in self.how.roots], self.located.N
                 self.weight = loss_weight(edges, list(self.how.roots.values()), N, self.loss_reduction)
@@ -320,7 +312,7 @@ class BackwardPass:
     def _complete(self, p: nn.Parameter, extension: Extension) -> None:
         """Set one field; call the extension hook once all fields of a module's own parameters are there."""
         total = self.totals.pop((p, extension))
-        if p in self.terms and extension in self.second_order:
+        if p in self.terms and extension not in self.first_order:
             total = extension.regularize(total, self.terms[p], p, self.located.owners[p][0].location.N)
         setattr(p, extension.field, extension.finish(total))
         self.done.setdefault(p, set()).add(extension)

@@ -27,7 +27,6 @@ from curvopt.errors import CurvoptError
 def kfra_jacobians(
     edge: GradientEdge,
     curvature: LossCurvature,
-    scale: Tensor,
     calls: Sequence[CallInGraph],
     N: int,
 ) -> Iterator[Chunk]:
@@ -36,7 +35,6 @@ def kfra_jacobians(
     Args:
         edge: the network's output.
         curvature: Hessian of the loss there.
-        scale: root of the factor of the loss.
         calls: the calls with parameters behind it.
         N: number of samples.
 
@@ -50,7 +48,7 @@ def kfra_jacobians(
                 "layers; use KFAC or KFLR."
             )
     left = {(e.node, e.output_nr): entry for entry in calls for e in entry.edges.values()}
-    columns = curvature.root(0, curvature.columns) * scale
+    columns = curvature.root(0, curvature.columns)
     root = _root(columns.reshape(len(columns), len(columns[0]), -1).flatten(0, 1))
     while True:
         shape = shape_of(edge.node, edge.output_nr)

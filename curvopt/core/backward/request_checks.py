@@ -9,10 +9,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.backward.columns import Averaged, Empirical, Gradient, Hessian, MonteCarlo
@@ -23,19 +23,11 @@ from curvopt.core.backward.located_graph import (
     norms_in_loss,
 )
 from curvopt.core.graph.backward_graph import leaves_behind, records_behind
-from curvopt.core.graph.node_vjp import Place
-from curvopt.core.graph.nodes import is_compiled, leads_to, shape_of, walk
+from curvopt.core.graph.nodes import shape_of
 from curvopt.core.graph.operations import TIME_FIRST
 from curvopt.core.graph.vjp import is_own_backward
-from curvopt.core.losses.any import GenericLoss, Reduction
-from curvopt.core.losses.blocks import Head
-from curvopt.core.losses.loss_search import Losses
-from curvopt.core.losses.roots import Loss, NotCurved
 from curvopt.core.pytorch_workarounds import WRONG_THREE_TIMES, WRONG_TWICE, Wrong
 from curvopt.core.record.calls import ModuleCall
-from curvopt.core.samples.heads import inside_the_loss
-from curvopt.core.samples.layout import Layout, axis_of, labels_along
-from curvopt.core.samples.samples import Location
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
@@ -47,7 +39,7 @@ def fields_of(extensions: Iterable[Extension]) -> str:
     return ", ".join(e.field for e in extensions)
 
 
-def _fields_that(extensions: Sequence[Extension], verb: str) -> str:
+def fields_that(extensions: Sequence[Extension], verb: str) -> str:
     """Names of the fields and a verb."""
     return f"{fields_of(extensions)} {verb if len(extensions) > 1 else verb + 's'}"
 
@@ -69,112 +61,12 @@ def may_be_one_sample(extensions: Iterable[Extension]) -> bool:
     )
 
 
-def coupling_losses(located: LocatedGraph, losses: Iterable[Loss]) -> list[str]:
-    """Known losses with a row that may depend on several samples, such as a mean over the batch."""
-    return [
-        loss.describe()
-        for loss in losses
-        if loss.edge is not None
-        and loss.input.dim()
-        and any(
-            location.N > 1
-            and leads_to(loss.edge.node, {node for node, _ in location.heads})
-            and not _is_in_rows(location, loss.edge)
-            for location in located.distinct_locations
-        )
-    ]
-
-
-def nested_losses(losses: Losses, calls: Collection[Node]) -> list[str]:
-    """Known losses with a part behind another one, such as squared log-probabilities beside a cross-entropy."""
-    values = {edge.node for edge in losses.values()}
-    inputs = {loss: loss.edge.node for loss in losses if loss.edge is not None} if len(losses) > 1 else {}
-    return [loss.describe() for loss, node in inputs.items() if not values.isdisjoint(walk([node], last=calls))]
-
-
-def _is_in_rows(location: Location, edge: GradientEdge) -> bool:
-    """Whether a tensor has rows of one sample each, or a batch axis behind the rows."""
-    layout = location.axes.layouts.get((edge.node, edge.output_nr))
-    return isinstance(layout, Layout) or location.rows_of(edge) is not None
-
-
-def generic_loss(
-    extensions: Sequence[Extension],
-    located: LocatedGraph,
-    roots: Mapping[Place, Tensor],
-    create_graph: bool,
-    reduction: Reduction,
-    largest_block: int,
-    nonlinear: Sequence[str],
-) -> GenericLoss | None:
-    """The scalar as a loss of no known kind, where second-order quantities need it.
-
-    Raises:
-        CurvoptError: where they cannot be had of such a loss.
-    """
-    second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
-    locations = located.distinct_locations
-    if not (second_order and nonlinear and located.calls):
-        return None
-    what = f"{fields_of(second_order)}: the loss is of no known kind ({', '.join(dict.fromkeys(nonlinear))})"
-    causes = {
-        "several models with different numbers of samples": len(locations) > 1,
-        "derivatives of fields (create_graph=True)": create_graph,
-        "KFRA": any(isinstance(e.columns, Averaged) for e in second_order),
-    }
-    for cause, applies in causes.items():
-        if applies:
-            raise CurvoptError(
-                f"{what}, where {cause} cannot be had; use a known loss such as nn.CrossEntropyLoss, or an empirical "
-                "quantity."
-            )
-    ends = {node for node, _ in locations[0].heads}
-    curved = [e for e in second_order if not isinstance(e.columns, Empirical)]
-    if curved and any(is_compiled(node) for node in walk([n for n, _ in roots], last=ends) if node not in ends):
-        raise CurvoptError(
-            f"{what}, and a part of it was compiled by torch.compile, which has no second derivative; compute the loss "
-            "outside of what torch.compile compiles, or use an empirical quantity (KFACEmpirical)."
-        )
-    (location,) = locations
-    places = inside_the_loss(location.heads, location.N, located.graph, (), None)  # of log-probabilities the logits
-    heads = [_head(place, layout, what) for place, layout in places.items()]
-    edges = [GradientEdge(node, output_nr) for node, output_nr in roots]
-    # the rows of which the loss is a mean
-    rows = max(shape_of(*place)[0] for place in places) if location.is_one_sample else location.N
-    return GenericLoss(edges, list(roots.values()), heads, rows, reduction, largest_block=largest_block)
-
-
-def _head(place: Place, layout: Layout, what: str) -> Head:
-    """A head of a loss of no known kind."""
-    shape = shape_of(*place)
-    axis = axis_of(shape, layout)
-    if axis is not None and axis.before == 1:
-        rows = labels_along(layout, axis)
-        samples = tuple(dict.fromkeys(rows))
-        share = len(rows) // len(samples)
-        if rows == tuple([sample for sample in samples for _ in range(share)]):
-            return Head(GradientEdge(*place), len(samples), axis.index, samples)
-    raise CurvoptError(
-        f"{what}, and an output of the model of shape {list(shape)} has the rows of a sample apart from one another "
-        "along its axis; return them together, or use a known loss such as nn.CrossEntropyLoss."
-    )
-
-
-def check_request(
-    extensions: Sequence[Extension], located: LocatedGraph, losses: Collection[Loss], generic: bool
-) -> None:
+def check_request(extensions: Sequence[Extension], located: LocatedGraph) -> None:
     """Refuse what cannot be computed rightly.
-
-    Args:
-        extensions: the active extensions.
-        located: the graph.
-        losses: the losses that were found.
-        generic: whether the loss is none of those.
 
     Raises:
         CurvoptError: with the request, the obstacle, and a remedy.
     """
-    second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
     if not located.calls:
         raise CurvoptError(
             f"{fields_of(extensions)}: no extended module took part in this backward; call extend(model) "
@@ -182,18 +74,6 @@ def check_request(
             "alone, say) goes inside of `with backpack():`. A torch.utils.checkpoint of the whole model needs "
             "use_reentrant=False."
         )
-    if second_order and not losses and not generic:
-        raise CurvoptError(
-            f"{_fields_that(second_order, 'need')} the curvature of the loss, but no loss was recognised in this "
-            "backward; use lossfunc = extend(nn.CrossEntropyLoss()) (or MSELoss, BCEWithLogitsLoss)."
-        )
-    for loss in losses:
-        if second_order and loss.edge is not None and loss.input.dim() == 0:
-            raise NotCurved(
-                f"{loss.describe()}: its input is a single number, but {_fields_that(second_order, 'need')} a row "
-                "for each sample; give the loss the outputs of all samples, not their mean (of a single sample, "
-                "unsqueeze(0) output and target)."
-            )
     _check_samples(extensions, located)
     if located.outside:
         warnings.warn(
@@ -219,7 +99,7 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
             else "train-mode batch norm mixes them; call model.eval()"
         )
         raise CurvoptError(
-            f"{norm}: {_fields_that(independent, 'need')} independent samples of {mixed[0].call.describe()}, but "
+            f"{norm}: {fields_that(independent, 'need')} independent samples of {mixed[0].call.describe()}, but "
             f"{what}, or use a Monte-Carlo quantity (KFAC, DiagGGNMC)."
         )
     for location in located.distinct_locations:
@@ -227,7 +107,7 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
             refused = extensions if transposed else independent
             if refused:
                 raise CurvoptError(
-                    f"{_fields_that(refused, 'need')} independent samples, but an output of shape "
+                    f"{fields_that(refused, 'need')} independent samples, but an output of shape "
                     f"{list(shape_of(*head))} is in the loss and its samples meet on the way to another output (in a "
                     "matrix of all pairs, or a mean over the batch?); leave one of the two out of the loss"
                     f"{'.' if transposed else ', or use a Monte-Carlo quantity (KFAC).'}"
@@ -235,7 +115,7 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
     apart = [e for e in extensions if e.per_sample or (isinstance(e.columns, Gradient) and not e.adds_up)]
     if apart and any(location.appended for location in located.distinct_locations):
         raise CurvoptError(
-            f"{_fields_that(apart, 'keep')} samples apart, but the model was called with batches of different lengths, "
+            f"{fields_that(apart, 'keep')} samples apart, but the model was called with batches of different lengths, "
             "whose rows do not belong together; call backward for each batch, or ask for a quantity of the whole batch."
         )
     _check_ctc(extensions, located)

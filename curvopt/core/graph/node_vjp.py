@@ -64,8 +64,13 @@ class NodeVjp:
         self.nodes, self.order, self._leading = list[Node](), list[Node](), set[Node]()
 
     @classmethod
-    def between(cls, outputs: Sequence[GradientEdge], inputs: Sequence[GradientEdge]) -> NodeVjp:
-        """Read the graph between two sets of edges."""
+    def between(
+        cls,
+        outputs: Sequence[GradientEdge],
+        inputs: Sequence[GradientEdge],
+        through: Collection[Node] | None = None,
+    ) -> NodeVjp:
+        """Read the graph between two sets of edges; with ``through`` the paths of these nodes alone."""
         vjp = cls(
             [(edge.node, edge.output_nr) for edge in outputs],
             {(edge.node, edge.output_nr): i for i, edge in enumerate(inputs)},
@@ -79,7 +84,7 @@ class NodeVjp:
                 if any(edge in vjp.inputs or edge[0] in vjp._leading for edge in node.next_functions):
                     vjp._leading.add(node)
                     vjp.order.append(node)
-            elif node not in seen:
+            elif node not in seen and (through is None or node in through):
                 seen.add(node)
                 stack.append((node, True))
                 stack += [(e[0], False) for e in node.next_functions if e[0] is not None and e not in vjp.inputs]

@@ -1,13 +1,8 @@
-"""Losses and the roots of their Hessians. Importing the package registers PyTorch's losses.
+"""Losses and the roots of their Hessians.
 
 ::
 
-    loss_search ──► loss_call, pytorch_losses    an extended loss module
-                    functional_losses            F.cross_entropy, read off the graph
-                    generic_loss                 any other, by double backward
-                    ──► hessian_root: S with S S^T = the Hessian in the outputs of the network
+    known ──► terms of a known kind, read off the graph
+    any   ──► the remainder, by double backward (blocks: the entries that it couples)
+    ──► roots: S with S S^T = the Hessian in the outputs of the network
 """
-
-from curvopt.core.losses import pytorch_losses
-
-__all__ = ["pytorch_losses"]

@@ -25,6 +25,7 @@ from curvopt.core.graph.node_vjp import NodeVjp, call_node
 from curvopt.core.graph.nodes import metadata, name_of, saved, shape_of, walk
 from curvopt.core.linear_algebra import eigh
 from curvopt.core.losses.blocks import Cells, Head, Probe, Product
+from curvopt.core.losses.known import KnownLoss
 from curvopt.core.losses.roots import NotConvex, SingleRows
 from curvopt.core.record.calls import records_of
 from curvopt.errors import CurvoptError
@@ -88,8 +89,9 @@ class GenericLoss:
         heads: the outputs of the network.
         N: number of samples of the whole batch.
         reduction: how the loss is reduced over the samples, see `loss_weight`.
-        name: of the loss, for messages.
         largest_block: number of entries of a sample's outputs that it may couple.
+        known: terms of the scalars that are left out.
+        ends: tensors of which the rest is a linear function.
     """
 
     def __init__(
@@ -99,34 +101,42 @@ class GenericLoss:
         heads: Sequence[Head],
         N: int,
         reduction: Reduction = None,
-        name: str | None = None,
-        largest_block: int = LARGEST_BLOCK,
+        largest_block: int | None = None,
+        known: Sequence[KnownLoss] = (),
+        ends: Sequence[GradientEdge] = (),
     ):
-        self.N, self.largest_block = N, largest_block
+        self.N, self.largest_block = N, LARGEST_BLOCK if largest_block is None else largest_block
         self.reduction: Reduction = reduction
         self.roots, self.grads, self.heads = roots, [grad.detach() for grad in grads], list(heads)
-        self.name = name or f"the loss ({', '.join(name_of(root.node) for root in roots)})"
+        self.known, self.ends = known, list(ends)
+        self.name = f"the loss ({', '.join(name_of(root.node) for root in roots)})"
+
+    @property
+    def edges(self) -> list[GradientEdge]:
+        """Where the heads and the ends come from."""
+        return [head.edge for head in self.heads] + self.ends
 
     @cached_property
     def _vjp(self) -> NodeVjp:
-        return NodeVjp.between(self.roots, [head.edge for head in self.heads])
+        # less the known terms: what arrives at them is taken off there
+        roots = [*self.roots, *(GradientEdge(loss.node, 0) for loss in self.known)]
+        return NodeVjp.between(roots, self.edges)
+
+    @cached_property
+    def _vectors(self) -> list[Tensor]:
+        return [*self.grads, *(-loss.grad.detach() for loss in self.known)]
 
     @cached_property
     def slope(self) -> list[Tensor]:
-        """Gradient of the loss at each head, in float32 at least."""
+        """Gradient of the loss at each head and each end, in float32 at least."""
         with torch.no_grad():
-            slope = self._vjp(self.grads)
-        return [head.new() if grad is None else grad for head, grad in zip(self.heads, slope, strict=True)]
+            slope = self._vjp(self._vectors)
+        return [_new(edge) if grad is None else grad for edge, grad in zip(self.edges, slope, strict=True)]
 
     @cached_property
     def weight(self) -> Tensor:
         """How many means over the samples the loss is, ``[]``, see `loss_weight`."""
         return loss_weight(self.roots, self.grads, self.N, self.reduction)
-
-    @property
-    def weights(self) -> list[Tensor]:
-        """Share of each sample in the weight, ``[N]`` for each head."""
-        return [(self.weight / self.N).expand(head.N) for head in self.heads]
 
     @property
     def num_columns(self) -> int:
@@ -155,6 +165,8 @@ class GenericLoss:
     def sample(self, samples: int, generator: torch.Generator | None = None) -> list[Tensor]:
         """Independent random columns ``[samples, *z.shape]`` at each head, with ``E[s s^T] = H``: a root times signs.
 
+        Those at the ends are zero.
+
         Raises:
             CurvoptError: as `root`.
         """
@@ -163,7 +175,8 @@ class GenericLoss:
         for cells, values, vectors, _ in self.blocks:
             signs = values.new_empty(samples, *values.shape).bernoulli_(0.5, generator=generator) * 2 - 1
             drawn |= cells.scatter(torch.einsum("npcr,mnpr->mnpc", vectors, signs * values.clamp(min=0).sqrt()))
-        return [drawn[i] for i in range(len(self.heads))]
+        zeros = (_new(edge).expand(samples, *shape_of(edge.node, edge.output_nr)) for edge in self.ends)
+        return [*(drawn[i] for i in range(len(self.heads))), *zeros]
 
     @property
     def variables(self) -> int:
@@ -197,6 +210,8 @@ class GenericLoss:
             CurvoptError: if it couples samples, has too large blocks or is not finite, or if PyTorch has no second
                 derivative of an operation, or a wrong one.
         """
+        if not self.heads:
+            return []
         product = self._product()
         margin = 4 if self._vjp.eps > 1e-4 else 30
         for seed in range(3):  # so that rounding errors are not taken for coupling by accident
@@ -257,7 +272,7 @@ class GenericLoss:
                 raise self._not_twice(str(error).split(". ")[0]) from error
 
         with torch.enable_grad():
-            slope = run(self._vjp, self.grads)
+            slope = run(self._vjp, self._vectors)[: len(self.heads)]
         curved = {i: s for i, s in enumerate(slope) if s is not None and s.grad_fn is not None}
         edges = [GradientEdge(s.grad_fn, s.output_nr) for s in curved.values()]  # type: ignore[arg-type]
         twice = NodeVjp.between(edges, [head.edge for head in self.heads])
@@ -281,6 +296,10 @@ class GenericLoss:
             f"{self.name}: PyTorch has no second derivative of it ({reason}); use other operations, KFACEmpirical or "
             "first-order quantities."
         )
+
+
+def _new(edge: GradientEdge) -> Tensor:
+    return Head(edge, 1).new()
 
 
 def loss_weight(roots: Sequence[GradientEdge], grads: Sequence[Tensor], N: int, reduction: Reduction) -> Tensor:

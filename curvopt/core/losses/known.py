@@ -1,4 +1,4 @@
-"""Losses read off the graph, so that ``F.cross_entropy(model(x), y)`` needs no `curvopt.extend`.
+"""The terms of a loss that are known, read off the graph: ``F.cross_entropy(model(x), y)`` needs no `curvopt.extend`.
 
 Whatever its options, a cross-entropy is *linear* in log-probabilities ``l = log_softmax(z)``: ``L = -sum t_c l_c``.
 So the Hessian at a position is ``m (diag p - p p^T)`` with the mass ``m = sum_c t_c = -sum_c dL/dl_c``, which is the
@@ -6,37 +6,61 @@ gradient that arrives at the log-softmax, summed. Class weights, ignored targets
 reductions, scale, and losses written by hand need no further knowledge: only that everything after the log-softmax is
 linear, which the names of the nodes tell. Squared errors and binary cross-entropies are treated likewise.
 
->>> z = torch.ones(4, 3, requires_grad=True).log_softmax(1)
->>> curvature, _ = _recognise(z.grad_fn).curvature(torch.full((4, 3), -1 / 12))
+>>> z = 1 * torch.ones(4, 3, requires_grad=True)  # the output of a network
+>>> scalar = 2 * torch.nn.functional.cross_entropy(z, torch.tensor([0, 1, 2, 0])) + z.exp().mean()
+>>> terms = find_terms([(scalar.grad_fn, 0)], {z.grad_fn})
+>>> [loss.describe() for loss in terms.known], terms.others
+(['the cross-entropy (LogSoftmaxBackward0)'], ['ExpBackward0'])
+>>> terms.receive([torch.tensor(1.0)])
+>>> curvature = terms.known[0].curvature()
 >>> curvature.columns, curvature.root(0, 2).shape  # C - 1 columns
 (2, torch.Size([2, 4, 3]))
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.graph.nodes import Saved, metadata, name_of, operation, saved, shape_of, signed
+from curvopt.core.graph.node_vjp import NodeVjp, Place
+from curvopt.core.graph.nodes import (
+    Saved,
+    leads_to,
+    leaf_of,
+    metadata,
+    name_of,
+    operation,
+    saved,
+    shape_of,
+    signed,
+    walk,
+)
+from curvopt.core.graph.operations import BATCH_NORMS, LINEAR, MULTILINEAR
 from curvopt.core.graph.vjp import pull
 from curvopt.core.losses.roots import Bernoulli, Diagonal, LossCurvature, Softmax, root_of_weights
 from curvopt.core.products.sums import widened
+from curvopt.core.record.calls import TermCall, records_of
+from curvopt.errors import CurvoptError
 
 
-class FunctionalLoss:
-    """A nonlinear operation of a known kind, after which the loss is linear.
+class KnownLoss:
+    """A term of the scalar: a nonlinear operation of a known kind, of which the scalar is a linear function.
 
     Attributes:
         node: the operation's node.
-        edge: where its input z, the network's output, comes from.
+        edge: where its input z comes from.
+        grad: the gradient that arrives at the operation by linear operations alone.
     """
 
+    grad: Tensor
+
     def __init__(self, node: Node, edge: GradientEdge):
-        """Keep the place; saved values are read when the gradient arrives."""
+        """Keep the place; saved values are read when they are needed."""
         self.node, self.edge = node, edge
 
     @property
@@ -46,26 +70,25 @@ class FunctionalLoss:
         return torch.empty((), dtype=z.dtype, device=z.device).expand(z.shape)
 
     def describe(self) -> str:
-        """The operation, for messages."""
-        return f"the functional loss with {name_of(self.node)}"
+        """The kind of the loss, for messages."""
+        return f"{_KINDS[operation(self.node)][0]} ({name_of(self.node)})"
 
-    def slope(self, grad: Tensor) -> Tensor:
-        """Gradient of the loss in z, from the gradient after the operation."""
-        own = grad.clone()  # which hooks may change in place
-        (slope,) = pull([GradientEdge(self.node, 0)], [self.edge], [own.unsqueeze(0)])
+    def slope(self) -> Tensor:
+        """Gradient of the term in z, like z; differentiable if gradients are enabled."""
+        grad = self.grad.clone()  # which hooks may change in place
+        (slope,) = pull([GradientEdge(self.node, 0)], [self.edge], [grad.unsqueeze(0)])
         assert slope is not None
         return slope[0]
 
-    def curvature(self, grad: Tensor) -> tuple[LossCurvature, Tensor]:
-        """The curvature, from the gradient after the operation; the factor of the loss is part of it.
+    def curvature(self) -> LossCurvature:
+        """The Hessian of the term in z.
 
         Raises:
-            CurvoptError: if the loss weighs some entries negatively.
+            NotConvex: if the loss weighs entries negatively.
         """
-        weight, build = _KINDS[operation(self.node)](Saved(self.node), grad)
-        rounding = 1e3 * torch.finfo(weight.dtype).eps * grad.abs().max()
-        root = root_of_weights(weight, self.describe(), rounding)
-        return build(root), torch.ones((), dtype=weight.dtype, device=weight.device)
+        weight, build = _KINDS[operation(self.node)][1](Saved(self.node), self.grad)
+        rounding = 1e3 * torch.finfo(weight.dtype).eps * self.grad.abs().max()
+        return build(root_of_weights(weight, self.describe(), rounding))
 
 
 Kind = tuple[Tensor, Callable[[Tensor], LossCurvature]]
@@ -91,12 +114,12 @@ def _bce_with_logits(saved: Any, grad: Tensor) -> Kind:
     return weight.expand(z.shape), lambda root: Bernoulli(z, root)
 
 
-#: For each operation a function of its saved values and of the gradient. It returns the weight of the entries, and the
-#: curvature as a function of the root of the weight.
-_KINDS: dict[str, Callable[[Any, Tensor], Kind]] = {
-    "LOGSOFTMAX": _log_softmax,
-    "MSELOSS": _squared_error,
-    "BINARYCROSSENTROPYWITHLOGITS": _bce_with_logits,
+#: For each operation its name for messages, and a function of its saved values and of the gradient. It returns the
+#: weight of the entries, and the curvature as a function of the root of the weight.
+_KINDS: dict[str, tuple[str, Callable[[Any, Tensor], Kind]]] = {
+    "LOGSOFTMAX": ("the cross-entropy", _log_softmax),
+    "MSELOSS": ("the squared error", _squared_error),
+    "BINARYCROSSENTROPYWITHLOGITS": ("the binary cross-entropy", _bce_with_logits),
 }
 
 
@@ -110,7 +133,7 @@ def _class_axis(dim: int, dims: int) -> int:
     return signed(dim) % max(dims, 1)
 
 
-def _recognise(node: Node) -> FunctionalLoss | None:
+def _recognise(node: Node) -> KnownLoss | None:
     kind = operation(node)
     edges = [GradientEdge(following, nr) for following, nr in node.next_functions if following is not None]
     if kind not in _KINDS or len(edges) != 1:
@@ -121,4 +144,97 @@ def _recognise(node: Node) -> FunctionalLoss | None:
         return None  # broadcast to the target: rows are no samples
     if kind == "BINARYCROSSENTROPYWITHLOGITS" and node.next_functions[0][0] is None:
         return None
-    return FunctionalLoss(node, edges[0])
+    return KnownLoss(node, edges[0])
+
+
+@dataclass
+class Terms:
+    """The scalar as a sum: terms that are known, and a remainder.
+
+    Attributes:
+        roots: outputs of nodes that are differentiated.
+        known: the terms.
+        nonlinear: the outermost operations of which the remainder is a nonlinear function of outputs of calls.
+        ends: outputs of calls of which the scalar is a linear function, along a path past all known terms.
+        linear: the operations on paths from the roots to known terms.
+    """
+
+    roots: Sequence[Place]
+    known: list[KnownLoss] = field(default_factory=list)
+    nonlinear: list[Node] = field(default_factory=list)
+    ends: list[Place] = field(default_factory=list)
+    linear: set[Node] = field(default_factory=set)
+
+    @property
+    def others(self) -> list[str]:
+        """Names of the outermost operations of the remainder."""
+        return list(dict.fromkeys(map(name_of, self.nonlinear)))
+
+    def keep(self, kept: Callable[[KnownLoss], bool]) -> None:
+        """Make the known terms for which this is false a part of the remainder."""
+        self.nonlinear += [loss.node for loss in self.known if not kept(loss)]
+        self.known = [loss for loss in self.known if kept(loss)]
+
+    def receive(self, grads: Sequence[Tensor]) -> None:
+        """Set what arrives at the known terms from the gradients of the roots; drop those at which nothing does."""
+        edges = [GradientEdge(loss.node, 0) for loss in self.known]
+        arrived = NodeVjp.between([GradientEdge(*root) for root in self.roots], edges, self.linear)(grads)
+        for loss, grad in zip(self.known, arrived, strict=True):
+            if grad is not None:
+                loss.grad = grad
+        self.known = [loss for loss, grad in zip(self.known, arrived, strict=True) if grad is not None]
+
+
+# operations that are linear in an operand that comes from the network, if no other one depends on its parameters
+_ONE_OPERAND = MULTILINEAR | {"DIV"}
+_LINEAR = (LINEAR | _ONE_OPERAND) - BATCH_NORMS
+
+
+def find_terms(roots: Sequence[Place], ends: Collection[Node]) -> Terms:
+    """The terms of a sum: losses of a known kind that reach the scalar through linear operations.
+
+    Args:
+        roots: outputs of nodes that are differentiated.
+        ends: nodes of outputs of calls with parameters.
+
+    Raises:
+        CurvoptError: for a regularizer of which the scalar is no linear function.
+    """
+    terms, seen, stack = Terms(roots), set(roots), list(roots)
+    while stack:
+        place = stack.pop()
+        node = place[0]
+        if leaf_of(node) is not None or any(isinstance(record, TermCall) for record, *_ in records_of(node)):
+            continue  # parameters alone: no sample's loss
+        if node in ends:
+            terms.ends.append(place)
+            continue
+        known = _recognise(node)
+        if known is not None:
+            if leads_to(known.edge.node, ends) and known.input.numel():
+                terms.known.append(known)
+            continue
+        operands = [below for below, _ in node.next_functions if below is not None]
+        kind = operation(node)
+        if kind in _ONE_OPERAND and len(operands) > 1:  # a weight that is learned is a constant for all others
+            operands = [below for below in operands if leads_to(below, ends)]
+        one = len(operands) <= 1 and not (kind == "DIV" and node.next_functions[0][0] not in operands)
+        if kind not in _LINEAR or (kind in _ONE_OPERAND and not one):
+            if leads_to(node, ends):
+                terms.nonlinear.append(node)
+            _refuse_regularizers(node, ends)
+            continue
+        terms.linear.add(node)
+        for below in node.next_functions:
+            if below[0] in operands and below not in seen:
+                seen.add(below)  # type: ignore[arg-type]
+                stack.append(below)  # type: ignore[arg-type]
+    return terms
+
+
+def _refuse_regularizers(node: Node, ends: Collection[Node]) -> None:
+    if any(isinstance(record, TermCall) for below in walk([node], last=ends) for record, *_ in records_of(below)):
+        raise CurvoptError(
+            "The loss is not linear in the value of an L2Regularizer, so its curvature is not that of the "
+            "regularizer; add the regularizer to the loss as it is."
+        )

@@ -11,46 +11,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from functools import cached_property
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from curvopt.errors import CurvoptError
-
-
-class Loss(Protocol):
-    """A term of what is differentiated, as a function of an output z of the network."""
-
-    @property
-    def edge(self) -> GradientEdge | None:
-        """The edge of z; ``None`` if it does not depend on parameters."""
-        ...
-
-    @property
-    def input(self) -> Tensor:
-        """A tensor like z."""
-        ...
-
-    def describe(self) -> str:
-        """Its kind and place, for messages."""
-        ...
-
-    def slope(self, grad: Tensor) -> Tensor:
-        """Gradient in z, from what arrived; differentiable if gradients are enabled."""
-        ...
-
-    def curvature(self, grad: Tensor) -> tuple[LossCurvature, Tensor]:
-        """The Hessian in z up to a factor, from what arrived, and the root of the factor."""
-        ...
 
 
 class LossCurvature(ABC):
     """Hessian of a loss in the network's output z, factored sample by sample."""
 
     #: The factor that each independent prediction's own loss (the sum over its entries of z) has in the loss, 1/N for a
-    #: mean over N of them; broadcastable to z. ``None`` to have it read off the loss module's reduction.
+    #: mean over N of them; broadcastable to z.
     weights: Tensor | None = None
     #: Number of variables that are predicted for one of them: its entries of z, but one for a choice among classes.
     variables: int = 1

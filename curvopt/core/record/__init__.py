@@ -4,5 +4,4 @@
 
     extend(model)     puts hooks on modules
     model(x)          the hooks put a ModuleCall on the node of each layer's output, a ModelCall on the model's
-    lossfunc(z, y)    a LossCall on the node of the loss
 """

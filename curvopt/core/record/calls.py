@@ -31,7 +31,6 @@ from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
     from curvopt.core.layers.rule import Rule
-    from curvopt.core.losses.loss_call import LossCall
 
 KEY = "curvopt"
 
@@ -288,7 +287,7 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _record(node: Node, record: ModuleCall | LossCall | ModelCall | TermCall, index: int, output_nr: int) -> None:
+def _record(node: Node, record: ModuleCall | ModelCall | TermCall, index: int, output_nr: int) -> None:
     node.metadata.setdefault(KEY, []).append((record, index, output_nr))  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""`extend`: a model or a loss records its calls in the forward pass, by forward hooks.
+"""`extend`: a model records its calls in the forward pass, by forward hooks.
 
 The hooks may be copied and pickled with the modules.
 
@@ -13,10 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks
 from torch.utils._pytree import tree_map_only
 
-from curvopt.core.losses.loss_call import LossCall, _first
 from curvopt.core.pytorch_workarounds import forget_compiled_code
 from curvopt.core.record import model_calls
 from curvopt.core.record.calls import ModuleCall, _record, _tensors, describe
@@ -99,30 +97,6 @@ class Recorder:
         return False
 
 
-class LossRecorder:
-    """The forward hook of a loss."""
-
-    def __init__(self, path: str):
-        """Remember the module's path."""
-        self.path = path
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Put a `LossCall` on the node of the loss."""
-        if not _records():
-            return
-        if torch.compiler.is_dynamo_compiling():
-            outside_of_graphs(self, module, args, kwargs, output)
-            return
-        if not isinstance(output, Tensor) or output.grad_fn is None or _global_forward_hooks:
-            return  # hooks for all modules come first and may have changed it: the loss is read off the graph
-        first = _first(args, kwargs)
-        if not isinstance(first, Tensor) or any(x.requires_grad for x in _tensors((args, kwargs)) if x is not first):
-            return  # outputs in a container, or in several arguments: the loss is read off the graph
-        if isinstance(module, nn.CrossEntropyLoss) and first.dim() < 2:
-            return  # logits without a batch axis, as above
-        _record(output.grad_fn, LossCall(self.path, module, args, kwargs), 0, output.output_nr)
-
-
 def _recorder_of(module: nn.Module) -> Recorder | None:
     return next((hook for hook in module._forward_hooks.values() if isinstance(hook, Recorder)), None)
 
@@ -159,32 +133,27 @@ def _model_of(module: nn.Module, batch_axis: int) -> Model:
     return Model(describe("", module), batch_axis, size)
 
 
-def _has_loss_recorder(module: nn.Module) -> bool:
-    return any(isinstance(hook, LossRecorder) for hook in module._forward_hooks.values())
-
-
 M = TypeVar("M", bound=nn.Module)
 
 
 def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bool = False, batch_axis: int = 0) -> M:
-    """Make a model or a loss record its calls. Changes the module and returns it; idempotent.
+    """Make a model record its calls. Changes the module and returns it; idempotent.
+
+    A loss without parameters is left as it is: losses are read off the graph.
 
     Modules and parameters that are added or replaced afterwards have no fields until it is called again.
 
     Args:
-        module: a model (every submodule that owns parameters is recorded) or a loss such as ``nn.CrossEntropyLoss``.
+        module: a model; every submodule that owns parameters is recorded.
         debug: print each module that is recorded.
         use_converter: accepted for programs written for BackPACK and needed for nothing: functional code, residual
             connections and reused modules work as they are.
-        loss: the module is a custom loss, called as ``module(output, target)`` with a scalar result; its
-            curvature comes from autograd. PyTorch's losses are known without.
+        loss: accepted for losses of one's own and needed for nothing.
         batch_axis: axis of the model's inputs and outputs that counts the samples.
 
     Raises:
         TypeError: if ``module`` is not an ``nn.Module``, or trainable parts of it were made by ``torch.jit``.
     """
-    from curvopt.core.losses.registry import is_loss
-
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"extend: expected a torch.nn.Module, got {type(module).__name__}; pass the model or the loss module."
@@ -195,19 +164,8 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
                 f"extend: {describe(path, child)} is a program of torch.jit, whose calls cannot be seen; extend the "
                 "module that it was made of (torch.compile may compile extended ones), or freeze it."
             )
-    losses = [
-        path
-        for path, child in module.named_modules()
-        if is_loss(child) or (loss and child is module) or _has_loss_recorder(child)
-    ]
     model, is_new = _model_of(module, batch_axis), False
     for path, child in module.named_modules():
-        if any(path != outer and f"{path}.".startswith(f"{outer}." if outer else "") for outer in losses):
-            continue  # part of a loss
-        if path in losses:
-            if not _has_loss_recorder(child):
-                child.register_forward_hook(LossRecorder(path), with_kwargs=True, prepend=True)
-            continue
         if isinstance(child, torch.jit.ScriptModule) or not any(owned_parameters(part) for part in child.modules()):
             continue  # activations, nn.NLLLoss, a user's own loss: read off the graph, as functions are
         held = isinstance(child, (nn.ParameterList, nn.ParameterDict))
