@@ -855,3 +855,13 @@ LAYERS = [
 
 for table in (CASES, LAYERS):
     assert len({case.name for case in table}) == len(table), "names of cases must differ"
+
+# Parameters that are used several times, or by a rule that does not promise to be linear in them, owe their curvature
+# not only to operations after them, so there is no part of it to replace: pchmp refuses such nets.
+NO_PCHMP = {
+    "used-twice",
+    "used-on-tokens-and-pool",
+    "conv-used-twice",
+    "mixer",
+    "subclass",
+}

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -101,3 +105,23 @@ def check_all(
             compare(getattr(p, extension.field)(v), expected, f"{name}.{extension.field}")
         root = p.sqrt_ggn_exact.flatten(0, 1).reshape(-1, p.numel())
         compare(root.T @ root, ref.ggn(name), f"{name}.sqrt_ggn_exact")
+
+
+def modules_of(package: ModuleType) -> Iterator[ModuleType]:
+    """A package and its public modules that can be imported."""
+    yield package
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        serves = found.name == "curvopt.as_backpack"  # for the rest of the process
+        if not serves and not any(part.startswith("_") for part in found.name.split(".")):
+            try:
+                yield importlib.import_module(found.name)
+            except ImportError:
+                continue  # needs what is not installed
+
+
+def defined_in(module: ModuleType) -> Iterator[tuple[str, object]]:
+    """Public functions and classes that a module defines itself."""
+    for name, value in vars(module).items():
+        own = getattr(value, "__module__", None) == module.__name__
+        if own and not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value)):
+            yield name, value

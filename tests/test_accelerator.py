@@ -14,8 +14,8 @@ import pytest
 import torch
 
 FILES = (
-    "accelerator/on_device.py test_extensions.py test_functional_losses.py test_hessian.py test_hessian_free.py "
-    "test_optim.py test_rules.py"
+    "accelerator/on_device.py core/layers/test_rule.py core/losses/test_known.py extensions/test_extensions.py "
+    "extensions/test_hessian.py optim/test_contract.py optim/test_hessian_free.py"
 )
 #: What the emulated device has not, ...
 ABSENT = "sparse or large_vocabulary or flash_attention or packed or two_processes or autocast"
@@ -30,7 +30,7 @@ OF_OPTIMIZERS = (
     "follows_the_reduction_ratio or test_closure or rms_clip or decoupled or schedule or "
     "grad_scaler or preconditioned_gradient or when_due or full_solve or dense or cg_starts or batch_size"
 )
-SELECTED = f"not ({ABSENT} or {LEFT_OUT}) and (not (test_optim or test_hessian_free) or {OF_OPTIMIZERS})"
+SELECTED = f"not ({ABSENT} or {LEFT_OUT}) and (not (test_contract or test_hessian_free) or {OF_OPTIMIZERS})"
 
 COMPILER = shutil.which("c++") and Path(sysconfig.get_path("include"), "Python.h").exists()
 DEVICES = [

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import struct
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import numpy as np
@@ -81,3 +86,40 @@ def require_picture(file: Path) -> None:
     assert picture.shape[0] > 200 and picture.shape[1] > 600
     colours, counts = np.unique(picture.reshape(-1, picture.shape[2]), axis=0, return_counts=True)
     assert len(colours) > 10 and counts.max() < 0.99 * counts.sum()
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """The records of a wandb file: a log in the format of LevelDB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    raw, at, parts = file.read_bytes(), 7, b""
+    while at + 7 <= len(raw):
+        if 2**15 - at % 2**15 < 7:  # the rest of a block is too short for a header
+            at += 2**15 - at % 2**15
+            continue
+        _, length, kind = struct.unpack("<IHB", raw[at : at + 7])
+        if at + 7 + length > len(raw):
+            return  # it is being written
+        parts += raw[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or last part
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def wandb_run(out: Path) -> tuple[str, dict[int, dict[str, Any]], list[Any]]:
+    """Name, history by step, and all records of the last offline run in a run directory."""
+    file = sorted(out.glob("wandb/offline-run-*/*.wandb"))[-1]
+    deadline = time.monotonic() + 20
+    while True:  # wandb's process may write on for a moment after the run is finished
+        records = list(wandb_records(file))
+        if any(record.WhichOneof("record_type") == "exit" for record in records) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    [name] = [record.run.run_id for record in records if record.WhichOneof("record_type") == "run"]
+    history: dict[int, dict[str, Any]] = {}
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            history[row["_step"]] = row
+    return name, history, records

@@ -1,6 +1,7 @@
 """Faults and private functions of PyTorch, and how the engine deals with them.
 
-A test fails once PyTorch has mended a fault (``tests/test_pytorch_workarounds.py``), so that its workaround can go::
+A test of ``tests/core/test_pytorch_workarounds.py`` fails once PyTorch has mended a fault, so that its workaround
+can go::
 
     WRONG_TWICE       second derivative of weight norm is wrong             a named error
     wrong_together    batch norm of one image, several vectors at once      vectors one by one

@@ -1,6 +1,6 @@
 """What only devices have: waiting for them, random numbers of their own, networks spread over several.
 
-``pytest --device emulated accelerator/on_device.py`` runs it; `test_accelerator` does, with other tests.
+``pytest --device emulated tests/accelerator/on_device.py`` runs it; `test_accelerator` does, with other tests.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_docs import defined_in, modules_of
+from checks import defined_in, modules_of
 from torch import nn
 
 from benchmarks import client_packages, clients

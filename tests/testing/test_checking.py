@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import NO_PCHMP
 from checks import by_case
-from test_hessian import NO_PCHMP
 from torch import Tensor, nn
 
 from curvopt import CurvoptError, backpack, extend

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checks import DEVICE
-from test_optim import OPTIMIZERS, Run, assert_close, assert_equal, cnn, exact_optimizer, mlp, numbers
+from optimizer_cases import OPTIMIZERS, Run, assert_close, assert_equal, cnn, exact_optimizer, mlp, numbers
 from torch import Tensor, nn
 
 from curvopt.errors import CurvoptError

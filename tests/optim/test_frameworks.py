@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checks import generator
-from test_optim import assert_close, assert_equal, cnn, digits
+from optimizer_cases import assert_close, assert_equal, cnn, digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

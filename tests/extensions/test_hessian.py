@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import LAYERS, Case, Problem, cross_entropy, labels, mlp, mse, normal, values
+from cases import LAYERS, NO_PCHMP, Case, Problem, cross_entropy, labels, mlp, mse, normal, values
 from checks import BY_NAME, by_case, check, check_all, compare, extended
 from reference import Reference, jacobian, reference
 from torch import Tensor, nn
@@ -32,16 +32,6 @@ from curvopt.extensions import (
     DiagHessian,
 )
 from curvopt.hessianfree import hessian_vector_product
-
-# Parameters that are used several times, or by a rule that does not promise to be linear in them, owe their curvature
-# not only to operations after them, so there is no part of it to replace: pchmp refuses such nets.
-NO_PCHMP = {
-    "used-twice",
-    "used-on-tokens-and-pool",
-    "conv-used-twice",
-    "mixer",
-    "subclass",
-}
 
 
 def dense(product: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:

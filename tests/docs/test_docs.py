@@ -13,14 +13,14 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from checks import defined_in, modules_of
 
 import curvopt
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(r"^(?P<fragment><!-- fragment -->\n+)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -102,26 +102,6 @@ def test_modules_of_the_engine_begin_with_an_example(name: str):
 
 
 # ------------------------------------------------------------------------------------------- tables of all public names
-
-
-def modules_of(package: ModuleType) -> Iterator[ModuleType]:
-    """A package and its public modules that can be imported."""
-    yield package
-    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        serves = found.name == "curvopt.as_backpack"  # for the rest of the process
-        if not serves and not any(part.startswith("_") for part in found.name.split(".")):
-            try:
-                yield importlib.import_module(found.name)
-            except ImportError:
-                continue  # needs what is not installed
-
-
-def defined_in(module: ModuleType) -> Iterator[tuple[str, object]]:
-    """Public functions and classes that a module defines itself."""
-    for name, value in vars(module).items():
-        own = getattr(value, "__module__", None) == module.__name__
-        if own and not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value)):
-            yield name, value
 
 
 def named(module: str, name: str, page: str) -> bool:

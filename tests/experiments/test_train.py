@@ -111,7 +111,7 @@ def test_damping_follows_the_loss_where_that_is_asked_for(tmp_path: Path) -> Non
         ({"layers_every": -1}, "--layers-every must be at least 0"),
         ({"save_every": -1}, "--save-every must be at least 0"),
         ({"device": "abacus"}, "--device abacus cannot be used here"),
-        ({"out": Path(__file__)}, "--out: there cannot be a run directory.*test_experiments.py"),
+        ({"out": Path(__file__)}, "--out: there cannot be a run directory.*test_train.py"),
         ({"data": "mnist5k", "npz": Path("own.npz")}, "give one"),
         ({"problem": "mnist-2c2d", "data": "digits"}, r"takes samples like \[1, 28, 28\], got \[1, 8, 8\]"),
         ({"problem": "help-gpt", "augment": True}, "--augment needs images"),

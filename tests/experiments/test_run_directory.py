@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_experiments_wandb import wandb_run
 from training_runs import (
     RESUMED,
     curve,
@@ -21,6 +20,7 @@ from training_runs import (
     pictures,  # noqa: F401
     pictures_only_where_looked_at,  # noqa: F401
     run,
+    wandb_run,
 )
 
 from experiments import checkpoints

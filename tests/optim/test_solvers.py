@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checks import assert_same
-from test_optim import SGD_LIKE, Run, Tokens, assert_close, cnn, mlp, numbers
+from optimizer_cases import SGD_LIKE, Run, Tokens, assert_close, cnn, mlp, numbers
 from torch import Tensor, nn
 
 from curvopt import backpack, extend

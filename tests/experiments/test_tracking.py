@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import struct
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from training_runs import (
     pictures,  # noqa: F401
     pictures_only_where_looked_at,  # noqa: F401
     run,
+    wandb_run,
 )
 
 from experiments.config import Config
@@ -25,43 +23,6 @@ from experiments.plots import evaluations, read_metrics
 from experiments.tracking import default_mode
 from experiments.train import train
 from experiments.training import Training
-
-
-def wandb_records(file: Path) -> Iterator[Any]:
-    """The records of a wandb file: a log in the format of LevelDB."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    raw, at, parts = file.read_bytes(), 7, b""
-    while at + 7 <= len(raw):
-        if 2**15 - at % 2**15 < 7:  # the rest of a block is too short for a header
-            at += 2**15 - at % 2**15
-            continue
-        _, length, kind = struct.unpack("<IHB", raw[at : at + 7])
-        if at + 7 + length > len(raw):
-            return  # it is being written
-        parts += raw[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or last part
-            yield Record.FromString(parts)
-            parts = b""
-
-
-def wandb_run(out: Path) -> tuple[str, dict[int, dict[str, Any]], list[Any]]:
-    """Name, history by step, and all records of the last offline run in a run directory."""
-    file = sorted(out.glob("wandb/offline-run-*/*.wandb"))[-1]
-    deadline = time.monotonic() + 20
-    while True:  # wandb's process may write on for a moment after the run is finished
-        records = list(wandb_records(file))
-        if any(record.WhichOneof("record_type") == "exit" for record in records) or time.monotonic() > deadline:
-            break
-        time.sleep(0.05)
-    [name] = [record.run.run_id for record in records if record.WhichOneof("record_type") == "run"]
-    history: dict[int, dict[str, Any]] = {}
-    for record in records:
-        if record.WhichOneof("record_type") == "history":
-            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            history[row["_step"]] = row
-    return name, history, records
 
 
 @pytest.mark.usefixtures("pictures")

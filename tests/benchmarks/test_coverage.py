@@ -11,7 +11,7 @@ from curvopt.core.layers import rule as rules
 from curvopt.core.layers.affine import Linear
 from curvopt.extensions import KFRA
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "supported_layers.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "supported_layers.md"
 
 
 @pytest.fixture(scope="module")

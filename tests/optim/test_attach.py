@@ -14,7 +14,17 @@ import torch
 import torch.nn.functional as F
 from cases import Margins
 from checks import generator
-from test_optim import OPTIMIZERS, Run, assert_close, assert_equal, cnn, digits, every_optimizer, exact_optimizer, mlp
+from optimizer_cases import (
+    OPTIMIZERS,
+    Run,
+    assert_close,
+    assert_equal,
+    cnn,
+    digits,
+    every_optimizer,
+    exact_optimizer,
+    mlp,
+)
 from torch import Tensor, nn
 
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend

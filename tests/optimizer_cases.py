@@ -1,0 +1,149 @@
+"""The optimizers that promise the contract of ``torch.optim``, and short trainings of each. A new one is one row."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checks import generator
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from curvopt import extend
+from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
+from curvopt.optim.curvature_optimizer import CurvatureOptimizer
+
+#: Optimizers that take the step of SGD on preconditioned gradients.
+SGD_LIKE: dict[str, Callable[..., CurvatureOptimizer]] = {
+    "KFACSGD": KFACSGD,
+    "KFACSGD exact": lambda params, **options: KFACSGD(params, fisher="exact", **options),
+    "KFACSGD mc": lambda params, **options: KFACSGD(params, fisher="mc", **options),
+    "KFACSGD blocks": lambda params, **options: KFACSGD(params, max_factor_size=30, approx="reduce", **options),
+    "EKFACSGD": EKFACSGD,
+    "EKFACSGD mc": lambda params, **options: EKFACSGD(params, fisher="mc", **options),
+    "EKFACSGD exact": lambda params, **options: EKFACSGD(params, fisher="exact", max_factor_size=40, **options),
+    "DiagonalNewton": DiagonalNewton,
+    "DiagonalNewton exact": lambda params, **options: DiagonalNewton(params, curvature="diag_ggn_exact", **options),
+    "DiagonalNewton hessian": lambda params, **options: DiagonalNewton(params, curvature="diag_h", **options),
+}
+#: All; a new optimizer is one row.
+OPTIMIZERS: dict[str, Callable[..., CurvatureOptimizer]] = {
+    **SGD_LIKE,
+    "KFACAdamW": lambda params, lr=0.02, **options: KFACAdamW(params, lr, **options),
+    "KFACAdamW exact": lambda params, lr=0.02, **options: KFACAdamW(params, lr, fisher="exact", **options),
+}
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+sgd_like = pytest.mark.parametrize("make", SGD_LIKE.values(), ids=SGD_LIKE)
+EXACT = [name for name in OPTIMIZERS if name.endswith("exact")]
+exact_optimizer = pytest.mark.parametrize("make", [OPTIMIZERS[name] for name in EXACT], ids=EXACT)
+
+
+def digits(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images, dtype=dtype).div(16).view(-1, 1, 8, 8), torch.tensor(labels)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+
+
+class Tokens(nn.Module):
+    """One parameter of every kind of factor list: an embedding, a norm layer, linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 6)
+        self.norm = nn.LayerNorm(6)
+        self.hidden = nn.Linear(6, 8)
+        self.out = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(self.embed((16 * x.flatten(1)).long()))
+        return self.out(torch.tanh(self.hidden(tokens)).mean(1))
+
+
+class Run:
+    """A model, its loss, an optimizer, and an endless stream of batches that depends on the seed alone."""
+
+    def __init__(
+        self,
+        make: Callable[..., torch.optim.Optimizer],
+        model: Callable[[], nn.Module] = mlp,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        batch: int = 64,
+        reduction: str = "mean",
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model = extend(model().to(dtype))
+        self.lossfunc = extend(nn.CrossEntropyLoss(reduction=reduction))
+        self.x, self.y = digits(dtype)
+        self.batch, self.seed = batch, seed
+        self.optimizer: Any = make(self.model.parameters(), **options)
+
+    def data(self, step: int) -> tuple[Tensor, Tensor]:
+        chosen = torch.randperm(len(self.x), generator=generator(1000 * self.seed + step))
+        return self.x[chosen[: self.batch]], self.y[chosen[: self.batch]]
+
+    def loss(self, step: int) -> Tensor:
+        x, y = self.data(step)
+        return self.lossfunc(self.model(x), y)
+
+    def backward(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        if isinstance(self.optimizer, CurvatureOptimizer):
+            with self.optimizer.curvature():
+                self.loss(step).backward()
+        else:
+            self.loss(step).backward()
+
+    def train(self, steps: range | int) -> Run:
+        for step in range(steps) if isinstance(steps, int) else steps:
+            self.backward(step)
+            self.optimizer.step()
+        return self
+
+    def full_loss(self) -> float:
+        with torch.no_grad():
+            return nn.functional.cross_entropy(self.model(self.x), self.y).item()
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def checkpoint(optimizer: torch.optim.Optimizer) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return file
+
+
+def numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A state that ``assert_close`` can compare: without the name of its optimizer."""
+    state = optimizer.state_dict()
+    return {**state, "curvature": {name: value for name, value in state["curvature"].items() if name != "optimizer"}}
+
+
+def assert_equal(left: list[Tensor], right: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def assert_close(left: list[Tensor], right: list[Tensor], **tolerance: float) -> None:
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
