@@ -67,7 +67,7 @@ def new_progress() -> dict[str, Any]:
         "mean_curvature": torch.zeros(()),
         "several": None,  # whether predictions have several variables, where that chooses the Fisher matrix
         "refused": False,  # whether all backwards that were due had no curvature
-        "empirical": 0,  # whether the empirical quantity took the place of another one, see `curvopt.optim.collector`
+        "empirical": 0,  # whether the empirical quantity took the place of another one in the last backward
     }
 
 

@@ -5,14 +5,15 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from curvopt import backpack, extend
-from curvopt.core.backward.backpack import attach
-from curvopt.core.losses.roots import NotCurved, SingleRows
+from curvopt import extend
+from curvopt.core.backward.backpack import ListenedBackward, Request, attach
+from curvopt.core.losses.roots import SingleRows
 from curvopt.core.record.extend import set_batch_axis
 from curvopt.core.record.extended_parameters import owned_parameters
 from curvopt.core.record.state import outside_of_graphs
@@ -25,10 +26,77 @@ from curvopt.optim.gathering import GatheredBackward, gathered_parameters, has_a
 from curvopt.optim.over_ranks import OverRanks
 from curvopt.optim.step_checks import check_precision
 
-#: What ``progress["empirical"]`` may be beside 0: a loss that is linear in one batch (Huber) may be curved in others.
-FOR_NOW, UNTIL_ATTACHED = 1, 2
 #: How many outputs of a sample an unknown loss may couple: so many products with its Hessian cost a few gradients.
 COUPLED_OUTPUTS = 32
+
+
+class Listening:
+    """Takes curvature for an optimizer from the backwards of one context, by a ladder that each context climbs anew.
+
+    The curvature that was asked for, else the empirical quantity, else what there is: earlier curvature, or (attached)
+    the gradient as it is. Each is said once. The context of an attached optimizer has one backward.
+
+    Args:
+        optimizer: takes the curvature.
+        is_wanted: whether that is due in a backward that reaches some parameters; ``None``: in all.
+        scale: factor of the loss that gradients do not have in ``step()``.
+    """
+
+    def __init__(self, optimizer: Any, is_wanted: Callable[[Set[Tensor]], bool] | None, scale: float | Tensor):
+        self.optimizer, self.is_wanted, self.scale = optimizer, is_wanted, scale
+        self.extensions: tuple[Any, ...] = ()  # the empirical ones, where the first ones were refused
+        self.refusal: CurvoptError | None = None
+        self.before = optimizer._progress["empirical"]
+
+    def wanted(self, leaves: set[Any]) -> bool:
+        """See `curvopt.core.backward.backpack.Listener`."""
+        optimizer = self.optimizer
+        optimizer._drop_discarded()
+        # where none of ours is reached, an error says what to do
+        own = optimizer._own(leaves)
+        found = self.is_wanted is None or not own or self.is_wanted(own)
+        optimizer._accumulation.unneeded |= not found
+        sharding = optimizer._sharding()
+        if sharding is not None:
+            sharding.has_begun |= found
+        if found and not self.extensions:
+            optimizer._progress["empirical"] = 0
+        return found
+
+    def refused(self, error: CurvoptError, request: Request) -> Request | None:
+        """See `curvopt.core.backward.backpack.Listener`.
+
+        Raises:
+            CurvoptError: the first refusal, if there is no curvature at all, and the optimizer is not attached.
+        """
+        optimizer, accumulation = self.optimizer, self.optimizer._accumulation
+        alone = isinstance(error, SingleRows) and optimizer._has_curvature()  # of a last batch with one pair, say
+        if self.refusal is None and not alone:
+            self.refusal, optimizer._progress["empirical"] = error, 1
+            self.extensions = tuple(optimizer._empirical_extensions())
+            return replace(request, extensions=self.extensions)
+        error, optimizer._progress["empirical"] = self.refusal or error, self.before
+        if optimizer._has_curvature() or accumulation.has_begun:
+            optimizer._say("refused", f"goes on with the curvature it has, as a backward has none. {error}")
+        elif optimizer._attached:
+            accumulation.this_context.refused = True
+            optimizer._say(
+                "plain", f"takes plain gradients until a backward has curvature, as this one has none. {error}"
+            )
+        else:
+            raise error
+        accumulation.unneeded = True
+        return Request()
+
+    def finished(self, weight: Tensor | float, variables: int) -> None:
+        """See `curvopt.core.backward.backpack.Listener`."""
+        optimizer = self.optimizer
+        if self.refusal is not None and not optimizer._wants_empirical():
+            why = str(self.refusal).split("; use ")[0].removesuffix(".")  # the rest names extensions
+            optimizer._say("empirical", f"takes the empirical quantity for such batches. {why}.")
+        accumulation = optimizer._accumulation
+        accumulation.end_backward(weight, variables, self.scale, are_of_gradients(self.extensions))
+        accumulation.note_gradients(optimizer._params())
 
 
 class CurvatureCollector(OverRanks, ABC):
@@ -73,7 +141,6 @@ class CurvatureCollector(OverRanks, ABC):
         self._ranks_agree = False  # whether they were found in equal states
         self._scaler: Any = None
         self._knows_scale = True
-        self._refusal: CurvoptError | None = None  # of the running backward, which is tried otherwise
 
     def attach(
         self,
@@ -92,11 +159,11 @@ class CurvatureCollector(OverRanks, ABC):
         empty ``with backpack():`` are left alone. The optimizer is not kept alive by this; copies of it are attached,
         too.
 
-        No loss is refused: where a loss has no curvature (it is not convex, couples samples, or has no second
-        derivative), the optimizer warns once and takes the empirical quantity, the second moments of the samples'
-        gradients, until the next ``attach()``; ``coverage()`` and ``metrics()`` say so. A loss that is linear in a
-        batch (Huber, far from the targets) gets it for that batch only. Where it is not clear what a sample is, it
-        warns and takes the batch as one; where no output leads to the loss, the curvature it has, or plain gradients.
+        No loss is refused: where a loss has no curvature (it is not convex, couples samples, has no second derivative,
+        or is linear in a batch), the optimizer warns once and takes the empirical quantity for that batch, the second
+        moments of the samples' gradients; ``coverage()`` and ``metrics()`` say so. Where it is not clear what a sample
+        is, it warns and takes the batch as one; where no output leads to the loss, the curvature it has, or plain
+        gradients.
 
         Args:
             model: is extended.
@@ -138,7 +205,6 @@ class CurvatureCollector(OverRanks, ABC):
         self._loss_reduction = loss_reduction or self._loss_reduction
         self._attached_to = weakref.ref(model), own
         self._scaler, self._attached = self._scaler if scaler is None else scaler, True
-        self._progress["empirical"] = 0
         self._said.clear()
 
     def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> Any:
@@ -177,77 +243,24 @@ class CurvatureCollector(OverRanks, ABC):
         check_precision(who, self.state, self._params(), self._names)
         self._knows_scale = loss_scale is not None or self._scaler is not None
         scale = loss_scale if loss_scale is not None else 1.0 if self._scaler is None else self._scaler.get_scale()
-        if self._progress["empirical"] == FOR_NOW:
-            self._progress["empirical"] = 0
-        extensions = self._empirical_extensions() if self._progress["empirical"] else self._extensions()
         sharding, alone = self._sharding(), self._ranks() is None
-        context = (backpack if sharding is None else GatheredBackward)(*extensions, extension_hook=self._collect)
-        context.skips_empty, context.counted = not alone, set(self._params())
-        context.appends_single_rows = True
-        if isinstance(context, GatheredBackward):
-            assert sharding is not None
-            context.params, context.whole, context.ranks = self._params(), self._gathered, sharding.ranks
-        context.maximized = bool(self.param_groups[0].get("maximize", False))
-        context.loss_reduction, context.largest_block = self._loss_reduction, COUPLED_OUTPUTS
-        context.began, context.otherwise = self._drop_discarded, self._otherwise
-        context.ended = lambda: accumulation.note_gradients(self._params())
-
-        def is_wanted(leaves: set[Tensor]) -> bool:
-            # where none of ours is reached, an error says what to do
-            own = self._own(leaves)
-            found = wanted is None or not own or wanted(own)
-            accumulation.unneeded |= not found
-            if sharding is not None:
-                sharding.has_begun |= found
-            return found
-
-        def finished(weight: Tensor | float, variables: int) -> None:
-            self._say_refusal()
-            accumulation.end_backward(weight, variables, scale, are_of_gradients(context.extensions))
-
-        context.wanted, context.finished = is_wanted, finished
-        # step() looks whether other ranks received some
-        try:
-            with accumulation.context(who if alone else None), context:
-                yield
-        finally:
-            if self._refusal is not None:  # the backward failed
-                self._refusal, self._progress["empirical"] = None, 0
-
-    def _otherwise(self, error: CurvoptError) -> list[Any] | None:
-        """Extensions for a backward that was refused: first the empirical ones, then none.
-
-        Raises:
-            CurvoptError: the first refusal, if there is no curvature at all, and `attach` was not called.
-        """
-        if not self._empirical_extensions():
-            return None
-        alone = isinstance(error, SingleRows) and self._has_curvature()  # of a last batch with one pair, say
-        if not self._progress["empirical"] and not alone:
-            self._refusal = error
-            self._progress["empirical"] = FOR_NOW if isinstance(error, NotCurved) else UNTIL_ATTACHED
-            return self._empirical_extensions()
-        if self._refusal is not None:
-            error, self._refusal, self._progress["empirical"] = self._refusal, None, 0
-        if self._has_curvature() or self._accumulation.has_begun:
-            self._say("refused", f"goes on with the curvature it has, as a backward has none. {error}")
-        elif self._attached:
-            assert self._accumulation.this_context is not None
-            self._accumulation.this_context.refused = True
-            self._say("plain", f"takes plain gradients until a backward has curvature, as this one has none. {error}")
+        request = Request(
+            tuple(self._extensions()),
+            counted=frozenset(self._params()),
+            maximized=bool(self.param_groups[0].get("maximize", False)),
+            loss_reduction=self._loss_reduction,
+            largest_block=COUPLED_OUTPUTS,
+            appends_single_rows=True,
+            skips_empty=not alone,
+        )
+        listener = Listening(self, wanted, scale)
+        if sharding is None:
+            context = ListenedBackward(request, listener, self._collect)
         else:
-            raise error
-        self._accumulation.unneeded = True
-        return []
-
-    def _say_refusal(self) -> None:
-        """Say once why the empirical quantity is taken."""
-        error, self._refusal = self._refusal, None
-        if error is not None and not self._wants_empirical():
-            always = self._progress["empirical"] == UNTIL_ATTACHED
-            when = "from now on, until attach() is called" if always else "for such batches"
-            why = str(error).split("; use ")[0].removesuffix(".")  # the rest names extensions
-            self._say("empirical" if always else "linear", f"takes the empirical quantity {when}. {why}.")
+            context = GatheredBackward(request, listener, self._collect, sharding.ranks, self._gathered)
+        # step() looks whether other ranks received some
+        with accumulation.context(who if alone else None), context:
+            yield
 
     @torch.no_grad()
     def _drop_discarded(self) -> None:

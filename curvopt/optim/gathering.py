@@ -7,14 +7,15 @@ parameters are gathered once, before it begins, and FSDP's hooks do nothing unti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from curvopt import backpack
+from curvopt.core.backward.backpack import ListenedBackward, Listener, Request
 from curvopt.core.losses.roots import NotCurved
 from curvopt.core.record.extend import remember_parameters
 from curvopt.core.record.extended_parameters import extended_name
@@ -23,13 +24,13 @@ from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import has_gradients
 
 
-def gathered_parameters(params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+def gathered_parameters(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     """What forward passes use in place of sharded parameters, of their models that have run: the sharded ones by it."""
     pairs = [(getattr(each, "_unsharded_param", None), each.sharded_param) for each in fsdp_params(_states(params))]
     return {whole: sharded for whole, sharded in pairs if whole is not None}
 
 
-def has_any_gradients(params: Sequence[Tensor]) -> bool:
+def has_any_gradients(params: Iterable[Tensor]) -> bool:
     """Whether any sharded parameter has a gradient, or a part of one that the ranks have not added up so far."""
     if has_gradients(params):
         return True
@@ -40,24 +41,33 @@ def has_any_gradients(params: Sequence[Tensor]) -> bool:
     )
 
 
-def reshard(params: Sequence[Tensor]) -> None:
+def reshard(params: Iterable[Tensor]) -> None:
     """Divide parameters again that a forward pass without a backward has left whole."""
     for state in _states(params):
         state._modules[0].reshard()
 
 
-class GatheredBackward(backpack):
+class GatheredBackward(ListenedBackward):
     """A context whose quantities are those of gathered parameters.
 
-    Attributes:
-        params: the sharded parameters that count.
-        ranks: those that have their shards.
+    Args:
+        request: what is computed in the backwards inside; the parameters that it counts are sharded.
+        listener: takes part in them.
+        extension_hook: see `curvopt.backpack`.
+        ranks: those that have the shards.
         whole: the sharded parameters by gathered ones; filled when a backward begins.
     """
 
-    params: Sequence[Tensor]
-    ranks: Ranks
-    whole: dict[Tensor, Tensor]
+    def __init__(
+        self,
+        request: Request,
+        listener: Listener,
+        extension_hook: Callable[[nn.Module], None],
+        ranks: Ranks,
+        whole: dict[Tensor, Tensor],
+    ):
+        super().__init__(request, listener, extension_hook)
+        self.params, self.ranks, self.whole = request.counted or frozenset(), ranks, whole
 
     def _run(self, call: Callable[..., Any], how: Any) -> Any:
         if not how.accumulates:
@@ -71,8 +81,8 @@ class GatheredBackward(backpack):
             if any(extended_name(p) is None for p in self.whole):
                 for module in roots:
                     remember_parameters(module)
-            mine = set(self.params)
-            self.counted = {p for p, sharded in self.whole.items() if sharded in mine}
+            counted = frozenset(p for p, sharded in self.whole.items() if sharded in self.params)
+            self.request = replace(self.request, counted=counted)
             with _idle(states) as resume:
                 return super()._run(partial(_resumed, resume, call), how)
         except BaseException:
@@ -80,11 +90,11 @@ class GatheredBackward(backpack):
                 module.reshard()
             raise
 
-    def _prepare(self, how: Any) -> Any:
+    def _prepare(self, how: Any, request: Request) -> Any:
         with serving(self.whole):
-            return super()._prepare(how)
+            return super()._prepare(how, request)
 
-    def _attempt(self, how: Any) -> Any:
+    def _attempt(self, how: Any, request: Request) -> Any:
         """Refused on all ranks together, which then try the same extensions.
 
         Raises:
@@ -92,7 +102,7 @@ class GatheredBackward(backpack):
         """
         begun, refusal = None, None
         try:
-            begun = super()._attempt(how)
+            begun = super()._attempt(how, request)
         except CurvoptError as error:
             refusal = error
         size = self.ranks.size
@@ -103,7 +113,7 @@ class GatheredBackward(backpack):
         return begun
 
 
-def _states(params: Sequence[Tensor]) -> list[Any]:
+def _states(params: Iterable[Tensor]) -> list[Any]:
     """FSDP's states of the models to which some sharded parameters belong."""
     mine = set(params)
     found: dict[Any, None] = {}

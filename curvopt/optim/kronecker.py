@@ -45,18 +45,21 @@ class Kronecker(CurvatureOptimizer):
         if fisher == "exact":
             return [KFLR(approx, limit)]
         sampler = self._sampler()
-        kinds = {"mc": KFAC(mc_samples, approx, sampler, limit), "empirical": self._empirical(sampler)}
+        kinds = {
+            "mc": KFAC(mc_samples, approx, sampler, limit),
+            "empirical": self._empirical(sampler, self._options["fisher"] is None),
+        }
         return [*kinds.values()] if fisher is None else [kinds[fisher]]
 
-    def _empirical(self, sampler: torch.Generator) -> KFACEmpirical:
+    def _empirical(self, sampler: torch.Generator, scaled: bool) -> KFACEmpirical:
+        """The factors of the predictions' gradients, ``scaled`` in units of the curvature of the loss."""
         extension = KFACEmpirical(self._options["approx"], self._options["max_factor_size"])
-        chosen = self._options["fisher"] is None and not self._progress["empirical"]
-        extension.columns = Empirical(sampler, scaled=chosen)
+        extension.columns = Empirical(sampler, scaled=scaled)
         return extension
 
     def _empirical_extensions(self) -> list[Any]:
         if count_as_one(self._params()):
-            return [self._empirical(self._sampler())]
+            return [self._empirical(self._sampler(), scaled=False)]
         return [GradientFactors(self._options["approx"], self._options["max_factor_size"])]
 
     def _wants_empirical(self) -> bool:

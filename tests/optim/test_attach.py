@@ -7,6 +7,7 @@ import gc
 import pickle
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -771,7 +772,7 @@ def test_sampled_curvature_of_one_sample_averages_to_that_of_rows() -> None:
 
     def curvature(extension: Extension, one: bool) -> list[Tensor]:
         model.is_one_sample, context = one, backpack(extension)
-        context.appends_single_rows = one
+        context.request = replace(context.request, appends_single_rows=one)
         with context:
             F.cross_entropy(net(x), y).backward()
         return [getattr(p, extension.field) for p in net.parameters()]
@@ -799,7 +800,7 @@ def test_empirical_curvature_of_one_sample_averages_to_that_of_rows(loss: str, k
         assert model is not None
         model.is_one_sample = one
         context = backpack(extension)
-        context.appends_single_rows = one
+        context.request = replace(context.request, appends_single_rows=one)
         with warnings.catch_warnings(), context:
             warnings.simplefilter("ignore", CurvoptWarning)
             lossfunc(net(x), y).backward()

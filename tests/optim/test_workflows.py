@@ -16,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workflows import OPTIMIZERS, WORKFLOWS, adamw, train
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
+from curvopt.core.backward.backpack import Request
 from curvopt.core.record.extended_parameters import extended_model
 from curvopt.extensions import KFAC, DiagGGNExact, DiagHessian, KFACEmpirical
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
+from curvopt.optim.collector import Listening
 
 by_adamw = functools.cache(lambda name: train(name, adamw))
 
@@ -277,13 +279,13 @@ def test_where_no_backward_has_curvature_it_is_tried_less_and_less_often(monkeyp
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
     optimizer = KFACAdamW(model.parameters())
     optimizer.attach(model)
-    tried, otherwise = set[int](), optimizer._otherwise
+    tried, climb = set[int](), Listening.refused
 
-    def refused(error: CurvoptError) -> list | None:
+    def refused(listener: Listening, error: CurvoptError, request: Request) -> Request | None:
         tried.add(optimizer._progress["step"])
-        return otherwise(error)
+        return climb(listener, error, request)
 
-    monkeypatch.setattr(optimizer, "_otherwise", refused)
+    monkeypatch.setattr(Listening, "refused", refused)
     for _ in range(60):
         optimizer.zero_grad()
         without_samples(model).backward()
@@ -433,7 +435,7 @@ def test_a_loss_that_couples_whole_images_takes_the_empirical_quantity(kind: Cal
 
 @pytest.mark.parametrize("kind", [functools.partial(KFACSGD, fisher="exact"), KFACAdamW, DiagonalNewton])
 @pytest.mark.parametrize("name", [*WITHOUT, *WITH])
-def test_losses_without_a_ggn_are_said_once_and_stay_empirical_until_attached_again(name: str, kind: Callable) -> None:
+def test_losses_without_a_ggn_are_said_once_and_are_empirical_for_their_batches(name: str, kind: Callable) -> None:
     model, optimizer = attached(kind)
     step(model, optimizer, lambda z: F.cross_entropy(z, y))
     assert "empirical" not in optimizer.metrics()
@@ -441,12 +443,11 @@ def test_losses_without_a_ggn_are_said_once_and_stay_empirical_until_attached_ag
         warnings.simplefilter("always")
         for _ in range(3):
             step(model, optimizer, (WITHOUT | WITH)[name])
-        step(model, optimizer, lambda z: F.cross_entropy(z, y))
     assert sum("takes the empirical quantity" in str(each.message) for each in said) == (name in WITHOUT)
     kinds = optimizer.coverage().values()
     assert all(("empirical" in each) == (name in WITHOUT) for each in kinds)
     assert ("empirical" in optimizer.metrics()) == (name in WITHOUT)
-    optimizer.attach(model)
+    step(model, optimizer, lambda z: F.cross_entropy(z, y))
     assert "empirical" not in optimizer.metrics()
 
 

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,6 +46,59 @@ from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
     from curvopt.extensions.base import Extension
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an optimizer asks for in a backward.
+
+    Attributes:
+        extensions: without any, the backward runs as it is.
+        counted: the optimizer's parameters: only losses that reach one of them count in the weight of the loss,
+            whatever is added; ``None`` if all losses count.
+        maximized: whether what is differentiated is maximised: second-order quantities are those of minus it.
+        loss_reduction: how losses of no known kind are reduced over the samples.
+        largest_block: how many outputs of a sample such a loss may couple.
+        appends_single_rows: whether calls of a model with one row each are samples of one batch; else they are refused.
+        skips_empty: whether backwards of empty batches are let through, without fields; else they are refused.
+    """
+
+    extensions: tuple[Extension, ...] = ()
+    counted: frozenset[Tensor] | None = None
+    maximized: bool = False
+    loss_reduction: Reduction = None
+    largest_block: int = LARGEST_BLOCK
+    appends_single_rows: bool = False
+    skips_empty: bool = False
+
+
+class Listener(Protocol):
+    """An optimizer that takes quantities from the backwards that accumulate gradients."""
+
+    def wanted(self, leaves: set[Any]) -> bool:
+        """Before a backward that reaches ``leaves``: whether the quantities are to be computed in it."""
+        ...
+
+    def refused(self, error: CurvoptError, request: Request) -> Request | None:
+        """Where a request cannot be served, before the backward runs.
+
+        Args:
+            error: why.
+            request: what was asked for.
+
+        Returns:
+            What to try instead, without extensions to let the backward run as it is; ``None`` to raise the error.
+        """
+        ...
+
+    def finished(self, weight: Tensor | float, variables: int) -> None:
+        """After a backward with quantities, once fields and gradients are final.
+
+        Args:
+            weight: of its loss, see `backpack.loss_weight`.
+            variables: the largest number of variables of a prediction.
+        """
+        ...
 
 
 class backpack:  # noqa: N801 - the name users of BackPACK know
@@ -100,27 +154,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         #: Sum of the predictions' weights in the losses of all backwards so far: 1 for a mean, N for a sum over N; of
         #: elementwise losses a prediction is a sample with all its entries. For second-order quantities only.
         self.loss_weight: Tensor | float = 0.0
-        #: Called before each backward that accumulates gradients.
-        self.began: Callable[[], None] | None = None
-        #: Called at the end of each backward with this weight and the number of variables of a prediction.
-        self.finished: Callable[[Tensor | float, int], None] | None = None
-        #: Called once gradients are final (``DistributedDataParallel`` writes them after the end of the backward).
-        self.ended: Callable[[], None] | None = None
-        #: If set, only losses that reach one of these tensors (an optimizer's) count in the weight, whatever is added.
-        self.counted: set[Tensor] | None = None
-        #: Whether what is differentiated is maximised: second-order quantities are those of minus it.
-        self.maximized = False
-        #: Of unknown losses: the reduction over samples, and how many outputs of a sample they may couple.
-        self.loss_reduction: Reduction = None
-        self.largest_block = LARGEST_BLOCK
-        #: Asked before a backward, with the leaves that it reaches, whether anything is to be computed in it.
-        self.wanted: Callable[[set[Any]], bool] | None = None
-        #: Called with the error of a refused backward: extensions to try instead (or none), or ``None`` to raise it.
-        self.otherwise: Callable[[CurvoptError], Sequence[Extension] | None] | None = None
-        #: Whether calls of a model with one row each are samples of one batch; else they are refused.
-        self.appends_single_rows = False
-        #: Whether backwards of empty batches are let through, without fields; else they are refused.
-        self.skips_empty = False
+        self.request = Request(extensions)
+        self.listener: Listener | None = None
         self._pass: BackwardPass | None = None  # of the running backward
         self._kernels, self._is_first = ExitStack(), True  # of attention; whether no backward has been in the context
 
@@ -146,8 +181,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         finished.finish()
         self._pass = None
         self.loss_weight = self.loss_weight + finished.weight
-        if self.finished is not None:
-            self.finished(finished.weight, finished.variables)
+        if self.listener is not None:
+            self.listener.finished(finished.weight, finished.variables)
         if self.debug:
             for p, extensions in finished.done.items():
                 print(f"curvopt: {finished.located.name(p)}: {', '.join(sorted(e.field for e in extensions))}")
@@ -157,63 +192,66 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             self._pass.undo()
             self._pass = None
 
-    def _prepare(self, how: Backward) -> BackwardPass | None:
+    def _prepare(self, how: Backward, request: Request) -> BackwardPass | None:
         """Read, locate and check: the pass of a call into autograd, if there is anything to do in it."""
-        if self.maximized:
+        extensions = request.extensions
+        if request.maximized:
             how = how._replace(roots={place: -grad for place, grad in how.roots.items()})
         roots = [node for node, _ in how.roots]
         try:
-            may_be_one = self.appends_single_rows and may_be_one_sample(self.extensions)
-            located = read_and_locate(roots, self.appends_single_rows, may_be_one)
+            may_be_one = request.appends_single_rows and may_be_one_sample(extensions)
+            located = read_and_locate(roots, request.appends_single_rows, may_be_one)
         except CurvoptError as error:
-            if self.skips_empty and isinstance(error, EmptyBatch):
+            if request.skips_empty and isinstance(error, EmptyBatch):
                 return None
-            raise naming_fields(self.extensions, error) from error
+            raise naming_fields(extensions, error) from error
         if not located.calls and not (how.accumulates and located.may_reach_parameters):
             return None
         if how.batched:
             raise CurvoptError(
-                f"{fields_of(self.extensions)}: is_grads_batched=True pulls several vectors back at once, while fields "
+                f"{fields_of(extensions)}: is_grads_batched=True pulls several vectors back at once, while fields "
                 "are those of one backward; call torch.autograd.grad for each vector, or for all of them inside of an "
                 "empty `with backpack():`, which asks for no fields."
             )
-        check_request(self.extensions, located)
-        second_order = [e for e in self.extensions if not isinstance(e.columns, Gradient)]
+        check_request(extensions, located)
+        second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
         second = None
         if second_order:
-            second = SecondOrder(second_order, located, how, self.counted, self.loss_reduction, self.largest_block)
-        if how.create_graph and self.counted is None:  # nobody differentiates what optimizers take
-            check_derivatives(self.extensions, located, [GradientEdge(node, nr) for node, nr in how.roots])
-        return BackwardPass(self.extensions, self.extension_hook, located, second, how, self.loss_reduction)
+            given = request.counted, request.loss_reduction, request.largest_block
+            second = SecondOrder(second_order, located, how, *given)
+        if how.create_graph and request.counted is None:  # nobody differentiates what optimizers take
+            check_derivatives(extensions, located, [GradientEdge(node, nr) for node, nr in how.roots])
+        return BackwardPass(extensions, self.extension_hook, located, second, how, request.loss_reduction)
 
-    def _attempt(self, how: Backward) -> BackwardPass | None:
+    def _attempt(self, how: Backward, request: Request) -> BackwardPass | None:
         """Prepare the pass, and compute the second-order fields."""
-        self._pass = self._prepare(how)
+        self._pass = self._prepare(how, request)
         return None if self._pass is None else self._pass.before_backward()
 
     def _begin(self, how: Backward) -> BackwardPass | None:
-        """As `_attempt`; after an error of curvopt again, with what `otherwise` returns."""
-        wanted = self.extensions
-        while self.extensions:
+        """As `_attempt`; after an error of curvopt again, with what the listener asks for: in later backwards, too."""
+        request = self.request
+        while request.extensions:
             try:
-                return self._attempt(how)
+                begun = self._attempt(how, request)
+                self.request = request
+                return begun
             except BaseException as error:
                 self._abandon()
-                if self.otherwise is None or not isinstance(error, CurvoptError):
+                if self.listener is None or not isinstance(error, CurvoptError):
                     raise
-                extensions = self.otherwise(error)
-                if extensions is None:
+                instead = self.listener.refused(error, request)
+                if instead is None:
                     raise
-                self.extensions = tuple(extensions)
-        self.extensions = wanted  # later backwards may have them
+                request = instead
         return None
 
     def _run(self, call: Callable[..., Any], how: Backward) -> Any:
         """A call into autograd, with its graph read (and the request checked) before anything is computed."""
-        if self.began is not None and how.accumulates:
-            self.began()
-        if self.wanted is not None and not self.wanted(leaves_behind([node for node, _ in how.roots])):
-            return call()
+        if self.listener is not None:
+            leaves = leaves_behind([node for node, _ in how.roots])
+            if not (how.accumulates and self.listener.wanted(leaves)):
+                return call()
         prepared = self._begin(how)
         if prepared is None:
             return call()  # a gradient of something else
@@ -229,8 +267,6 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 if model is not None:
                     model.last = () if location.appended else tuple(n for n in model.last if n != location.N)
             self._finish(prepared)
-            if self.ended is not None and how.accumulates:
-                self.ended()
             return result
         except BaseException:
             self._abandon()
@@ -238,6 +274,20 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class ListenedBackward(backpack):
+    """A context of an optimizer, which listens.
+
+    Args:
+        request: what is computed in the backwards inside.
+        listener: takes part in them.
+        extension_hook: see `backpack`.
+    """
+
+    def __init__(self, request: Request, listener: Listener, extension_hook: Callable[[nn.Module], None] | None = None):
+        super().__init__(*request.extensions, extension_hook=extension_hook)
+        self.request, self.listener = request, listener
 
 
 class _Together:
@@ -336,7 +386,7 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
     if own or running_backward() != -1:  # of a hook inside a backward
         if accumulates:
             asked = [context for context in listeners if isinstance(context, backpack)][-1:] if own else contexts
-            wanted = [e for context in asked if context.otherwise is None for e in context.extensions]
+            wanted = [e for context in asked if context.listener is None for e in context.extensions]
             check_inner_backward(roots, wanted)
             if own:
                 listeners[-1].keep(leaves_behind(roots))

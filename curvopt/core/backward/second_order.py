@@ -81,7 +81,7 @@ class SecondOrder:
         extensions: Sequence[Extension],
         located: LocatedGraph,
         how: Backward,
-        counted: set[Tensor] | None = None,
+        counted: frozenset[Tensor] | None = None,
         reduction: Reduction = None,
         largest_block: int | None = None,
     ):
