@@ -11,7 +11,7 @@ from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.fields import field
 from curvopt.regularizers import L2Regularizer
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "CurvoptError",
@@ -39,6 +39,10 @@ else:  # a type checker that sees __getattr__ takes every name for an attribute
         """Import a public module when it is first looked up."""
         if name in _MODULES:
             return import_module(f"{__name__}.{name}")
+        if not name.startswith("_"):
+            for module in ("optim", "extensions"):
+                if hasattr(import_module(f"{__name__}.{module}"), name):
+                    raise ImportError(f"{name} is in curvopt.{module}; write `from curvopt.{module} import {name}`.")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():

@@ -38,8 +38,11 @@ def field(p: Tensor, extension: Extension | type[Extension]) -> Any:
         A tensor; a list of tensors for Kronecker factors; a `BlockProduct`, to be called with directions, for products.
 
     Raises:
+        TypeError: for anything but an extension, a name say.
         CurvoptError: if the parameter has no such field.
     """
+    if not hasattr(extension, "field"):
+        raise TypeError(f"field: expected an extension such as BatchGrad or KFAC, got {extension!r}.")
     value = getattr(p, extension.field, None)
     if value is None:
         kind = extension if isinstance(extension, type) else type(extension)

@@ -319,7 +319,7 @@ def nothing_received(who: str, foreign: int) -> CurvoptError:
         )
     return CurvoptError(
         f"{who}.curvature(): no parameter of this optimizer received curvature. Run loss.backward() inside the block, "
-        "with model = extend(model) and lossfunc = extend(lossfunc) called before the forward pass."
+        f"with the optimizer built of the model, {who}(model), or with extend(model) called before the forward pass."
     )
 
 

@@ -76,15 +76,17 @@ class Listening:
             self.extensions = tuple(optimizer._empirical_extensions())
             return replace(request, extensions=self.extensions)
         error, optimizer._progress["empirical"] = self.refusal or error, self.before
+        why = _in_words_of_attach(error)
         if optimizer._has_curvature() or accumulation.has_begun:
-            optimizer._say("refused", f"goes on with the curvature it has, as a backward has none. {error}")
+            optimizer._say("refused", f"goes on with the curvature it has, as a backward has none. {why}")
         elif optimizer._attached:
             accumulation.this_context.refused = True
             optimizer._say(
-                "plain", f"takes plain gradients until a backward has curvature, as this one has none. {error}"
+                "plain", f"takes plain gradients until a backward has curvature, as this one has none. {why}"
             )
         else:
-            raise error
+            who = type(optimizer).__name__
+            raise type(error)(str(error).replace("call extend(model)", f"build {who}(model), or call extend(model)"))
         accumulation.unneeded = True
         return Request()
 
@@ -92,11 +94,17 @@ class Listening:
         """See `curvopt.core.backward.backpack.Listener`."""
         optimizer = self.optimizer
         if self.refusal is not None and not optimizer._wants_empirical():
-            why = str(self.refusal).split("; use ")[0].removesuffix(".")  # the rest names extensions
+            why = _in_words_of_attach(self.refusal).split("; use ")[0].removesuffix(".")  # the rest names extensions
             optimizer._say("empirical", f"takes the empirical quantity for such batches. {why}.")
         accumulation = optimizer._accumulation
         accumulation.end_backward(weight, variables, self.scale, are_of_gradients(self.extensions))
         accumulation.note_gradients(optimizer._params())
+        optimizer._versions = [param._version for param in optimizer._params()]
+
+
+def _in_words_of_attach(error: CurvoptError) -> str:
+    """The text of an error of the engine, whose remedy is an argument of `attach` here."""
+    return str(error).replace("extend(model", "attach(model")
 
 
 class CurvatureCollector(OverRanks, ABC):
@@ -140,11 +148,12 @@ class CurvatureCollector(OverRanks, ABC):
         self._samples = SampleStream()
         self._ranks_agree = False  # whether they were found in equal states
         self._scaler: Any = None
+        self._versions: list[int] = []  # of the parameters at the end of the last backward with curvature
         self._knows_scale = True
 
     def attach(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | None = None,
         lossfunc: torch.nn.Module | None = None,
         scaler: Any = None,
         *,
@@ -183,7 +192,8 @@ class CurvatureCollector(OverRanks, ABC):
         """
         who = f"{type(self).__name__}.attach()"
         if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"{who}: expected a torch.nn.Module, got {type(model).__name__}; write attach(model).")
+            got = "nothing" if model is None else type(model).__name__
+            raise TypeError(f"{who}: expected a torch.nn.Module, got {got}; write attach(model).")
         if lossfunc is not None and not isinstance(lossfunc, torch.nn.Module):
             kind = getattr(lossfunc, "__name__", type(lossfunc).__name__)
             raise TypeError(

@@ -4,11 +4,18 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvopt.errors import CurvoptWarning
 from curvopt.optim.checkpoint import new_progress
-from curvopt.optim.options import DAMPINGS, check_group_options, check_options, refuse_modules
+from curvopt.optim.options import (
+    DAMPINGS,
+    Attached,
+    check_attached,
+    check_group_options,
+    check_options,
+    parameters_of,
+)
 from curvopt.optim.reports import shown
 from curvopt.optim.step_checks import check_new_group
 
@@ -31,22 +38,30 @@ class Configured(torch.optim.Optimizer):
     _options: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, params: Any, *args: Any, **options: Any) -> None:
-        refuse_modules(type(self).__name__, params)
-        super().__init__(params, *args, **options)
+        given = self._given
+        check_attached(type(self).__name__, params, given)
+        super().__init__(parameters_of(params, given.get("lossfunc")), *args, **options)
         own = {name: getattr(self, name) for name in self._run_options}
         self.defaults |= self._group_defaults | own | self._options
+        if isinstance(params, nn.Module):
+            self.attach(params, **given)
 
-    def _configure(self, **options: Any) -> None:
+    def attach(self, model: nn.Module | None = None, /, **options: Any) -> None:
+        """Take part in the backwards of a model."""
+        raise NotImplementedError
+
+    def _configure(self, attached: Attached | None = None, **options: Any) -> None:
         """Check and store the options; before the constructor of the torch optimizer, which adds the param groups.
 
         Args:
+            attached: for `attach`, where the optimizer is built of a model.
             options: ``ema`` and the damping (if the optimizer has one) of param groups, all others of the whole run.
         """
         self._group_defaults = {name: options.pop(name) for name in ("ema", *DAMPINGS) if name in options}
         check_options(options)
         for name, value in options.items():
             setattr(self, name, value)
-        self._run_options = tuple(options)
+        self._run_options, self._given = tuple(options), attached or {}
         self._progress = new_progress()
         self._attached = False
         self._metrics: dict[str, float | Tensor] = {}

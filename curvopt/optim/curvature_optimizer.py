@@ -15,6 +15,7 @@ from curvopt.core.products.sums import widened
 from curvopt.core.record.extended_parameters import extended_name
 from curvopt.core.record.state import outside_of_graphs
 from curvopt.distributed import own_part
+from curvopt.errors import CurvoptError
 from curvopt.optim import clocks
 from curvopt.optim.accumulation import Collected, are_alike, ema_update, number
 from curvopt.optim.checkpoint import CURVATURE_STATE
@@ -196,9 +197,20 @@ class CurvatureOptimizer(Resumable):
             closure = objective.first
         earlier = self._accumulation.since_last_step
         weight = earlier.step_weight
+        before = _gradients(self._params())
+
+        def checked() -> Any:
+            loss = closure()
+            if isinstance(loss, Tensor) and loss.requires_grad and _gradients(self._params()) == before:
+                raise CurvoptError(
+                    f"{type(self).__name__}.step(closure): the closure returned a loss but called backward on none, so "
+                    "no gradient has changed; call loss.backward() in the closure."
+                )
+            return loss
+
         # an attached optimizer has a context in each backward, also where the closure has one of its own
         with torch.enable_grad(), nullcontext() if self._attached else self.curvature():
-            loss = closure()
+            loss = checked()
         now = self._accumulation.since_last_step
         # the rest is of accumulated backwards before it, unless their gradients were reset
         now.closure_weight = now.step_weight - weight.to(now.step_weight) if now is earlier else now.step_weight
@@ -357,6 +369,11 @@ class CurvatureOptimizer(Resumable):
         """
         empirical = self._progress["empirical"] and not self._wants_empirical()
         return self._metrics | ({"empirical": 1.0} if empirical else {})
+
+
+def _gradients(params: Sequence[Tensor]) -> list[tuple[int, int] | None]:
+    """What tells whether a backward has changed a gradient."""
+    return [None if (grad := param.grad) is None else (id(grad), grad._version) for param in params]
 
 
 def _joined(optimizer: CurvatureOptimizer, grads: dict[Tensor, Tensor]) -> list[tuple[int, Stack, Tensor]]:

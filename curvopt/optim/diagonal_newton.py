@@ -1,6 +1,6 @@
 """SGD on gradients divided by a curvature diagonal (Becker & LeCun 1989)."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from curvopt.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
 from curvopt.optim.accumulation import pop_field
 from curvopt.optim.empirical import GradientDiagonal, RowDiagonal, count_as_one
+from curvopt.optim.options import Attached
 from curvopt.optim.solvers import FactoredInverse
 
 
@@ -24,8 +25,9 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
     mean.
 
     Args:
-        params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, ``damping``,
-            ``ema`` and the options of SGD may differ between groups.
+        params: a model, to which the optimizer is attached, or parameters, named parameters or param groups;
+            ``lr``, ``momentum``, ``weight_decay``, ``damping``, ``ema`` and the options of SGD may differ between
+            groups.
         lr: learning rate.
         momentum: momentum of the preconditioned gradients.
         curvature: name of the diagonal, ``"diag_ggn_mc"`` (sampled), ``"diag_ggn_exact"`` or ``"diag_h"``.
@@ -48,6 +50,8 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         on_nonfinite: ``"raise"`` an error where a gradient is not finite, or ``"skip"`` the step; ``metrics()`` counts.
         maximize: as in SGD.
         foreach: as in SGD.
+        **attached: where a model is given: ``batch_axis``, ``lossfunc``, ``scaler`` and ``loss_reduction``, as for
+            ``attach``.
 
     Raises:
         ValueError: an option is out of its range.
@@ -73,6 +77,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         on_nonfinite: Literal["raise", "skip"] = "raise",
         maximize: bool = False,
         foreach: bool | None = None,
+        **attached: Unpack[Attached],
     ) -> None:
         if curvature not in ("diag_ggn_mc", "diag_ggn_exact", "diag_h"):
             raise ValueError(f'curvature must be "diag_ggn_mc", "diag_ggn_exact" or "diag_h", got {curvature!r}')
@@ -81,6 +86,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         DiagGGNMC(mc_samples)  # checks it
         self._options = {"curvature": curvature, "modify": modify, "mc_samples": mc_samples}
         self._configure(
+            attached,
             damping=damping,
             ema=ema,
             rms_clip=rms_clip,

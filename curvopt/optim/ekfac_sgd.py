@@ -1,7 +1,7 @@
 """SGD on gradients preconditioned in the Kronecker-factored eigenbasis (George et al. 2018)."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.accumulation import ema_update, number, pop_field
 from curvopt.optim.empirical import GradientFactors, GradientScales, Scales
 from curvopt.optim.kronecker import Fisher, Kronecker
+from curvopt.optim.options import Attached
 from curvopt.optim.solvers import Eigenbasis, basis_changes, squared
 from curvopt.optim.stacks import Stack
 from curvopt.optim.step_size import dampings_of
@@ -27,8 +28,8 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
     Use it as ``KFACSGD``: loop, checkpoints and shared options are alike.
 
     Args:
-        params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, dampings,
-            ``ema`` and the options of SGD may differ between groups.
+        params: a model, to which the optimizer is attached, or parameters, named parameters or param groups;
+            ``lr``, ``momentum``, ``weight_decay``, dampings, ``ema`` and the options of SGD may differ between groups.
         lr: learning rate.
         momentum: momentum of the preconditioned gradients.
         damping: ``λ``, in units of the curvature of the mean-reduced loss; ``None`` for ``relative_damping``.
@@ -60,6 +61,8 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         on_nonfinite: ``"raise"`` an error where a gradient is not finite, or ``"skip"`` the step; ``metrics()`` counts.
         maximize: as in SGD.
         foreach: as in SGD.
+        **attached: where a model is given: ``batch_axis``, ``lossfunc``, ``scaler`` and ``loss_reduction``, as for
+            ``attach``.
 
     Raises:
         ValueError: an option is out of its range.
@@ -88,9 +91,11 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         on_nonfinite: Literal["raise", "skip"] = "raise",
         maximize: bool = False,
         foreach: bool | None = None,
+        **attached: Unpack[Attached],
     ) -> None:
         self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
         self._configure(
+            attached,
             damping=damping,
             relative_damping=relative_damping,
             ema=ema,

@@ -23,7 +23,7 @@ from curvopt.errors import CurvoptError
 from curvopt.hessianfree.cg import dot
 from curvopt.optim.closures import Closure, without_autocast
 from curvopt.optim.objective import Objective
-from curvopt.optim.options import check_count, check_number, refuse_modules
+from curvopt.optim.options import check_count, check_number, parameters_of
 from curvopt.optim.quadratic_model import QuadraticModel, Vector
 from curvopt.optim.reports import parameter_names, shown
 from curvopt.optim.step_checks import check_new_group
@@ -43,7 +43,7 @@ class HessianFree(torch.optim.Optimizer):
 
     ::
 
-        optimizer = HessianFree(model.parameters())
+        optimizer = HessianFree(model)
 
         def closure():
             optimizer.zero_grad()
@@ -77,8 +77,8 @@ class HessianFree(torch.optim.Optimizer):
     In several processes the objective is the mean of theirs, see `curvopt.distributed`.
 
     Args:
-        params: parameters, named parameters or param groups; ``lr``, ``damping`` and ``weight_decay`` may differ
-            between groups.
+        params: a model, or parameters, named parameters or param groups; ``lr``, ``damping`` and ``weight_decay`` may
+            differ between groups.
         lr: factor of the direction, before the line search.
         damping: λ to begin with, in units of the curvature of a mean-reduced loss, whatever the loss' reduction,
             scale and batch size are. Adapted: the group's entry is multiplied by 2/3 or 3/2. Zero stays zero.
@@ -110,7 +110,6 @@ class HessianFree(torch.optim.Optimizer):
         cg_decay: float = 0.95,
         preconditioner_samples: int = 0,
     ) -> None:
-        refuse_modules("HessianFree", params)
         check_count("cg_iterations", cg_iterations)
         check_number("cg_progress", cg_progress)
         check_number("cg_decay", cg_decay)
@@ -118,7 +117,7 @@ class HessianFree(torch.optim.Optimizer):
         self.maximize, self.cg_iterations, self.cg_progress = maximize, cg_iterations, cg_progress
         self.cg_decay, self.preconditioner_samples = cg_decay, preconditioner_samples
         self._metrics: dict[str, float | str] = {}
-        super().__init__(params, {"lr": lr, "damping": damping, "weight_decay": weight_decay})
+        super().__init__(parameters_of(params), {"lr": lr, "damping": damping, "weight_decay": weight_decay})
         self.defaults |= {name: getattr(self, name) for name in _OF_RUN}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

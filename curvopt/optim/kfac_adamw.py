@@ -1,6 +1,6 @@
 """AdamW in the eigenbasis of Kronecker-factored curvature."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from curvopt.core.products.base import Approx
 from curvopt.core.products.sums import widened
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.kronecker import Fisher, Kronecker
-from curvopt.optim.options import check_count
+from curvopt.optim.options import Attached, check_count
 from curvopt.optim.solvers import Eigenbasis, basis_changes, squared, transposed
 from curvopt.optim.stacks import Stack, by_parameter
 from curvopt.optim.step_size import WIDE, cosine, moments
@@ -43,8 +43,8 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     clip: as in Adam, ``lr`` bounds the step.
 
     Args:
-        params: parameters, named parameters or param groups; ``ema`` and the options of AdamW may differ between
-            groups.
+        params: a model, to which the optimizer is attached, or parameters, named parameters or param groups;
+            ``ema`` and the options of AdamW may differ between groups.
         lr: learning rate of weights with at most ``wide`` inputs, and of vectors.
         betas: decay of the averages of the gradients and their squares.
         eps: added to the root of the mean squares.
@@ -64,6 +64,8 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         on_nonfinite: ``"raise"`` an error where a gradient is not finite, or ``"skip"`` the step; ``metrics()`` counts.
         maximize: as in AdamW.
         foreach: as in AdamW.
+        **attached: where a model is given: ``batch_axis``, ``lossfunc``, ``scaler`` and ``loss_reduction``, as for
+            ``attach``.
 
     Raises:
         ValueError: an option is out of its range.
@@ -90,6 +92,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         on_nonfinite: Literal["raise", "skip"] = "raise",
         maximize: bool = False,
         foreach: bool | None = None,
+        **attached: Unpack[Attached],
     ) -> None:
         if not isinstance(cautious, bool):
             raise TypeError(f"cautious must be True or False, got {cautious!r}")
@@ -98,7 +101,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
             check_count("wide", wide)
         self._options |= {"cautious": cautious, "wide": wide}
         self._configure(
-            ema=ema, curvature_every=curvature_every, inverse_every=inverse_every, on_nonfinite=on_nonfinite
+            attached, ema=ema, curvature_every=curvature_every, inverse_every=inverse_every, on_nonfinite=on_nonfinite
         )
         super().__init__(
             params,

@@ -1,12 +1,13 @@
 """SGD on gradients preconditioned by Kronecker-factored curvature (Martens & Grosse 2015)."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from curvopt.core.products.base import Approx
 from curvopt.optim.kronecker import Fisher, Kronecker
+from curvopt.optim.options import Attached
 from curvopt.optim.solvers import FactoredInverse
 
 
@@ -20,15 +21,15 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
 
     Momentum, Nesterov, param groups, schedulers and ``state_dict`` are those of ``torch.optim.SGD``::
 
-        optimizer = KFACSGD(model.parameters(), lr=0.05)
+        optimizer = KFACSGD(model, lr=0.05)
         ...
-        with optimizer.curvature():
-            loss.backward()
+        optimizer.zero_grad()
+        loss.backward()
         optimizer.step()
 
     Args:
-        params: parameters, named parameters or param groups; ``lr``, ``momentum``, ``weight_decay``, dampings,
-            ``ema`` and the options of SGD may differ between groups.
+        params: a model, to which the optimizer is attached, or parameters, named parameters or param groups;
+            ``lr``, ``momentum``, ``weight_decay``, dampings, ``ema`` and the options of SGD may differ between groups.
         lr: learning rate; 1 is the step of Newton's method, where curvature is exact and nothing is clipped.
         momentum: momentum of the preconditioned gradients.
         damping: ``λ``, in units of the curvature of the mean-reduced loss; ``None`` for ``relative_damping``.
@@ -60,6 +61,8 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
         on_nonfinite: ``"raise"`` an error where a gradient is not finite, or ``"skip"`` the step; ``metrics()`` counts.
         maximize: as in SGD.
         foreach: as in SGD.
+        **attached: where a model is given: ``batch_axis``, ``lossfunc``, ``scaler`` and ``loss_reduction``, as for
+            ``attach``.
 
     Raises:
         ValueError: an option is out of its range.
@@ -88,9 +91,11 @@ class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
         on_nonfinite: Literal["raise", "skip"] = "raise",
         maximize: bool = False,
         foreach: bool | None = None,
+        **attached: Unpack[Attached],
     ) -> None:
         self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
         self._configure(
+            attached,
             damping=damping,
             relative_damping=relative_damping,
             ema=ema,

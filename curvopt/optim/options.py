@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
 
@@ -76,12 +76,65 @@ def check_group_options(group: Mapping[str, Any], of_run: Collection[str]) -> No
     check_number("ema", group["ema"], 0, 1)
 
 
-def refuse_modules(who: str, params: Any) -> None:
-    """Refuse a model in place of its parameters.
+class Attached(TypedDict, total=False):
+    """What an optimizer may be told of the model and the loop, by its constructor or by ``attach``.
+
+    Attributes:
+        lossfunc: the loss, where it is a module that has parameters; these are trained, too.
+        scaler: what scales the loss, anything with ``get_scale()``; not needed for a ``torch.amp.GradScaler`` whose
+            ``step()`` is given the optimizer.
+        loss_reduction: whether losses of no known kind are a ``"mean"`` over the samples or a ``"sum"``.
+        batch_axis: axis of the model's inputs that counts the samples.
+    """
+
+    lossfunc: nn.Module | None
+    scaler: Any
+    loss_reduction: Literal["mean", "sum"] | None
+    batch_axis: int | None
+
+
+#: Options that there are elsewhere, or were here: what to do without them.
+_MISSING = {
+    "adaptive_damping": (
+        "has no adaptive_damping any more, which lost on five of six tasks; leave it out, or change "
+        'param_groups[0]["relative_damping"] by a schedule'
+    ),
+    "fused": "has no fused step of its own; leave fused out, on a CPU it is used where that is faster",
+    "capturable": "cannot be captured in a CUDA graph, as it reads the graph of each backward; leave capturable out",
+    "differentiable": "cannot be differentiated through; leave differentiable out",
+}
+
+
+def check_attached(who: str, params: Any, options: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that an optimizer does not have, or that go to ``attach``.
+
+    Args:
+        who: name of the optimizer.
+        params: its first argument.
+        options: the arguments, see `Attached`.
 
     Raises:
-        TypeError: if it is one.
+        TypeError: if there is one.
     """
-    if isinstance(params, nn.Module):
-        kind = type(params).__name__
-        raise TypeError(f"{who} needs parameters, got a model ({kind}); write {who}(model.parameters()).")
+    for name in options:
+        if name in _MISSING:
+            raise TypeError(f"{who} {_MISSING[name]}.")
+        if name not in Attached.__annotations__:
+            raise TypeError(f"{who} has no option {name}; help({who}) lists those that it has.")
+        if not isinstance(params, nn.Module):
+            raise TypeError(
+                f"{who} got {name} with parameters; write {who}(model, {name}=...), or optimizer.attach(model, "
+                f"{name}=...)."
+            )
+
+
+def parameters_of(params: Any, lossfunc: nn.Module | None = None) -> Any:
+    """Named parameters where a model is given in their place, and those of its loss; else what is given."""
+    if not isinstance(params, nn.Module):
+        return params
+    named = dict(params.named_parameters())
+    if isinstance(lossfunc, nn.Module):
+        known = set(named.values())
+        more = {f"lossfunc.{name}": p for name, p in lossfunc.named_parameters() if p not in known}
+        named |= more
+    return list(named.items())

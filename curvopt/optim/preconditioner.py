@@ -1,14 +1,14 @@
 """Kronecker-factored curvature in front of any optimizer."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from curvopt import extend
 from curvopt.core.products.base import Approx
 from curvopt.optim.kronecker import Fisher, Kronecker
+from curvopt.optim.options import Attached
 from curvopt.optim.solvers import FactoredInverse
 from curvopt.optim.step_checks import Overflow
 
@@ -29,8 +29,7 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
         optimizer = torch.optim.AdamW(model.parameters())
         ...
         optimizer.zero_grad()
-        with preconditioner.curvature():
-            loss.backward()
+        loss.backward()
         preconditioner.step()  # exchanges .grad
         optimizer.step()
 
@@ -41,7 +40,7 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
     ``attach()``, call ``scaler.unscale_(optimizer)`` before; gradients that overflow stay, so that it skips the step.
 
     Args:
-        model: the model, which is extended; all its parameters that require gradients are preconditioned.
+        model: the model, to which the preconditioner is attached; all its parameters are preconditioned.
         damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
         ema: decay of the averages per step, whatever the interval between refreshes.
         rms_clip: bound on the root mean square of each parameter's preconditioned gradient, see `KFACSGD`; ``None`` for
@@ -54,8 +53,10 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
         mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the preconditioner.
         max_factor_size: larger factors are cut down to blocks on their diagonal, which cost less and need fewer
             samples; ``None`` for whole ones.
+        **attached: ``batch_axis``, ``lossfunc``, ``scaler`` and ``loss_reduction``, as for ``attach``.
 
     Raises:
+        TypeError: the model is none.
         ValueError: an option is out of its range.
     """
 
@@ -74,16 +75,33 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
         approx: Approx = "expand",
         mc_samples: int = 1,
         max_factor_size: int | None = 128,
+        **attached: Unpack[Attached],
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"KFACPreconditioner: expected a torch.nn.Module, got {type(model).__name__}; write "
+                "KFACPreconditioner(model), and give its parameters to the other optimizer."
+            )
         self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
         self._configure(
-            damping=damping, ema=ema, rms_clip=rms_clip, curvature_every=curvature_every, inverse_every=inverse_every
+            attached,
+            damping=damping,
+            ema=ema,
+            rms_clip=rms_clip,
+            curvature_every=curvature_every,
+            inverse_every=inverse_every,
         )
-        parameters = [(name, p) for name, p in extend(model).named_parameters() if p.requires_grad]
-        super().__init__(parameters, {"lr": 1.0})  # schedulers want one
+        super().__init__(model, {"lr": 1.0})  # schedulers want one
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Exchange the gradients; see `curvopt.optim.curvature_optimizer.CurvatureOptimizer.step`."""
+        if closure is None and self._versions not in ([], [param._version for param in self._params()]):
+            self._say(
+                "order",
+                "comes after the step that it is for: parameters have changed since the backward. Call "
+                "preconditioner.step() before optimizer.step().",
+            )
+        self._versions = []
         try:
             return super().step(closure)
         except Overflow:

@@ -205,9 +205,9 @@ def accepted_curvature(
         if not all_weightless or over_ranks(torch.tensor(float(nonzero))) > 0:
             reason = "all curvature so far was not finite" if all_rejected else "no curvature was computed so far"
             raise (CurvoptError if all_rejected else NoCurvature)(
-                f"{who}.step(): {reason}. Wrap the backward pass: `with optimizer.curvature(): loss.backward()`, with "
-                "the model and the loss function extended by extend(...); or `optimizer.attach(model)` once. "
-                f"{WITHOUT_BACKWARD}"
+                f"{who}.step(): {reason}. Build the optimizer of the model, {who}(model), or call "
+                "optimizer.attach(model) once; or wrap each backward pass of an extended model: `with "
+                f"optimizer.curvature(): loss.backward()`. {WITHOUT_BACKWARD}"
             )
         return None
     return {param: tensors for param, tensors in new.items() if param not in rejected}

@@ -73,10 +73,14 @@ def check(
         The rows of the table; ``result.ok`` tells whether all agree.
 
     Raises:
+        TypeError: if a single extension takes the place of the list.
         CurvoptError: if no definition of the field is known, samples depend on each other, a second forward pass has
             another output, or the Jacobian has more than `JACOBIAN_LIMIT` numbers; for all that the engine refuses; and
             for wrong fields, if ``raises``.
     """
+    if isinstance(extensions, Extension):
+        kind = type(extensions).__name__
+        raise TypeError(f"check: expected a list of extensions, got a single {kind}; write check(..., [{kind}()]).")
     _check_request(model, x, extensions)
     extensions = [copy.copy(extension) for extension in extensions]
     for extension in extensions:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvopt import CurvoptWarning
+from curvopt import CurvoptError, CurvoptWarning
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, HessianFree, KFACAdamW, KFACPreconditioner
 
 KINDS = [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton, HessianFree]
@@ -33,12 +33,89 @@ def build(kind: type, **options: Any) -> tuple[nn.Module, Any]:
 
 @every_kind
 def test_defaults_and_print_have_every_option(kind: type) -> None:
-    names = {*inspect.signature(kind).parameters} - {"params"}
+    names = {*inspect.signature(kind).parameters} - {"params", "attached"}
     _, optimizer = build(kind)
     assert names <= optimizer.defaults.keys()
     lines = [line.split(":")[0].strip() for line in repr(optimizer).splitlines()]
     assert all(lines.count(name) == 1 for name in names), repr(optimizer)
     assert "params" not in lines and "last_lr" not in lines
+
+
+@pytest.mark.parametrize("kind", [*KINDS[:-1], KFACPreconditioner])
+def test_a_model_in_place_of_its_parameters_is_attached(kind: type) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = kind(model)
+    x, y = torch.randn(10, 6, dtype=torch.float64), torch.randint(3, (10,))
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert optimizer.coverage().keys() == dict(model.named_parameters()).keys()
+    assert "none" not in optimizer.coverage().values()
+
+
+@pytest.mark.parametrize("kind", [*KINDS[:-1], KFACPreconditioner])
+def test_a_loss_with_parameters_is_trained_with_its_model(kind: type) -> None:
+    model, lossfunc = nn.Linear(6, 3), Weighted()
+    optimizer = kind(model, lossfunc=lossfunc)
+    x, y = torch.randn(10, 6), torch.randint(3, (10,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CurvoptWarning)
+        lossfunc(model(x), y).backward()
+        optimizer.step()
+    assert [*optimizer.coverage()] == ["weight", "bias", "lossfunc.temperature"]
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(z * self.temperature, y)
+
+
+def test_hessian_free_takes_a_model() -> None:
+    model = nn.Linear(6, 3)
+    optimizer, x, y = HessianFree(model), torch.randn(10, 6), torch.randint(3, (10,))
+    before = optimizer.step(lambda: F.cross_entropy(model(x), y))
+    assert F.cross_entropy(model(x), y) < before
+
+
+@with_curvature
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("fused", True, "no fused step"),
+        ("capturable", True, "CUDA graph"),
+        ("dampng", 1.0, "has no option dampng"),
+        ("batch_axis", 1, r"write \w+\(model, batch_axis="),
+    ],
+)
+def test_options_that_there_are_not_are_named(kind: type, name: str, value: Any, why: str) -> None:
+    with pytest.raises(TypeError, match=f"{kind.__name__} .*{why}"):
+        kind(nn.Linear(2, 2).parameters(), **{name: value})
+
+
+@with_curvature
+def test_a_closure_without_backward_is_told_of(kind: type) -> None:
+    model, x, y = nn.Linear(6, 3), torch.randn(10, 6), torch.randint(3, (10,))
+    optimizer = kind(model)
+    with pytest.raises(CurvoptError, match="called backward on none"):
+        optimizer.step(lambda: F.cross_entropy(model(x), y))
+    assert optimizer.step(lambda: None) is None  # a batch that is left out
+
+
+def test_a_preconditioner_behind_its_optimizer_says_so() -> None:
+    model, x, y = nn.Linear(6, 3), torch.randn(10, 6), torch.randint(3, (10,))
+    optimizer, preconditioner = torch.optim.SGD(model.parameters(), lr=0.1), KFACPreconditioner(model)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    with pytest.warns(CurvoptWarning, match=r"Call preconditioner.step\(\) before optimizer.step\(\)"):
+        preconditioner.step()
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        preconditioner.step()
 
 
 @every_kind
@@ -80,12 +157,6 @@ def test_no_damping_warns(kind: type) -> None:
         build(kind), build(KFACAdamW)
 
 
-@every_kind
-def test_a_model_in_place_of_its_parameters_says_what_to_write(kind: type) -> None:
-    with pytest.raises(TypeError, match=rf"{kind.__name__}\(model\.parameters\(\)\)"):
-        kind(nn.Linear(2, 2))
-
-
 @with_curvature
 def test_a_function_in_place_of_a_loss_module_says_what_to_write(kind: type) -> None:
     model, optimizer = build(kind)
@@ -121,5 +192,5 @@ def test_hessian_free_loads_a_state_more_than_once() -> None:
 
 def test_a_preconditioner_has_its_options_in_its_defaults() -> None:
     optimizer = KFACPreconditioner(nn.Linear(3, 2))
-    assert {*inspect.signature(KFACPreconditioner).parameters} - {"model"} <= optimizer.defaults.keys()
+    assert {*inspect.signature(KFACPreconditioner).parameters} - {"model", "attached"} <= optimizer.defaults.keys()
     assert "rms_clip: None" in repr(optimizer)

@@ -262,7 +262,7 @@ def _leave_to_operations(found: CallInGraph, graph: BackwardGraph) -> None:
 def _no_samples(what: str) -> CurvoptError:
     return CurvoptError(
         f"{what}: no call of the extended model that it belongs to leads to this loss, so its samples are not known; "
-        "call the model with inputs (not under curvopt.disable()), extend the module that is called, or write "
+        "call extend(model) before the forward pass, and the model with inputs (not under curvopt.disable()), or write "
         "functions of parameters as the forward of a module. A backward that is not meant (of a penalty alone, say) "
         "goes inside of `with backpack():`."
     )
