@@ -259,9 +259,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             return call()  # a gradient of something else
         handles = list[RemovableHandle]()
         try:
-            if self._is_first:
-                self._is_first = False
-                prepared.remove_earlier_fields()
+            prepared.remove_earlier_fields(self._is_first)
+            self._is_first = False
             # not in the forward: a model that is extended but not asked should cost nothing
             handles += prepared.listen()
             result = call()

@@ -159,13 +159,16 @@ class BackwardPass:
                 stack.enter_context(torch.autocast(self.device, enabled=False))
             yield
 
-    def remove_earlier_fields(self) -> None:
-        """Remove fields of an earlier batch from all parameters of the models that take part."""
-        models = {extended_model(p) for p in self.located.owners}
-        for p in extended_parameters(models):
-            for extension in self.extensions:
-                if extension not in self.done.get(p, ()):  # type: ignore[call-overload]
-                    vars(p).pop(extension.field, None)
+    def remove_earlier_fields(self, first: bool) -> None:
+        """At the first backward in a context, remove fields of other forward passes of the models that take part."""
+        for model in {model for p in self.located.owners if (model := extended_model(p)) is not None}:
+            forwards = {call.forward for call, _ in self.located.graph.model_calls if call.model is model}
+            others = [e for e in self.extensions if forwards.isdisjoint(model.forwards.get(e.field, ()))]
+            for p in extended_parameters([model]) if first and others else ():
+                for extension in others:
+                    if extension not in self.done.get(p, ()):  # type: ignore[call-overload]
+                        vars(p).pop(extension.field, None)
+            model.forwards |= dict.fromkeys([e.field for e in self.extensions], forwards)
 
     # Pull back and reduce
 

@@ -64,7 +64,8 @@ class Recorder:
         if outermost:
             # parameters of the model that it is called with are no samples
             given = [x for x in _tensors((args, kwargs)) if x not in _extended]
-            of_model = model_calls.model_call(self.model, describe(self.path, module), args, kwargs, given)
+            name = describe(self.path, module)
+            of_model = model_calls.model_call(self.model, self.path, name, args, kwargs, given)
             # also where it returns an object that holds tensors, a distribution say
             self.model.last = tuple(dict.fromkeys((*of_model.samples, *self.model.last)))[:4]
         if not any(nodes):

@@ -40,6 +40,9 @@ class Model:
         warned: what the model's users were warned of, see `warn_once`.
         last: `ModelCall.samples` of the last calls that no backward has used, which count where the loss depends on no
             output (a gradient penalty of a network of ReLUs, the residual of a PINN).
+        forward: number of the forward pass that runs; it ends where a module, or a part of it, is called again.
+        called: paths of the modules that were called in it, each with a dot behind it.
+        forwards: by field, the forward passes of the last backward that was asked for it.
     """
 
     def __init__(self, name: str, batch_axis: int = 0, size: int = 1):
@@ -48,6 +51,8 @@ class Model:
         self.is_one_sample = self.is_refused = False
         self.warned = set[str]()
         self.last: tuple[int, ...] = ()
+        self.forward, self.called = 0, set[str]()
+        self.forwards: dict[str, set[int]] = {}
 
     def warn_once(self, about: Literal["samples", "refused rows"], message: str) -> None:
         """Warn, unless there was a warning about the same before, perhaps in other words."""
@@ -65,6 +70,7 @@ class ModelCall(NamedTuple):
         listed: length of a list of tensors (images, say) that is the first input, or ``None``.
         shapes: of the tensors among the inputs.
         number: distinguishes the calls.
+        forward: the forward pass of the model to which the call belongs, see `Model.forward`.
     """
 
     model: Model
@@ -72,6 +78,7 @@ class ModelCall(NamedTuple):
     listed: int | None
     shapes: tuple[torch.Size, ...]
     number: int
+    forward: int
 
     @property
     def samples(self) -> tuple[int, ...]:
@@ -126,9 +133,15 @@ def running_model() -> Model | None:
     return _running.calls[0] if _running.calls else None
 
 
-def model_call(model: Model, name: str, args: tuple, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> ModelCall:
-    """A call with some arguments, among which are some tensors."""
+def model_call(
+    model: Model, path: str, name: str, args: tuple, kwargs: dict[str, Any], tensors: Sequence[Tensor]
+) -> ModelCall:
+    """A call of the module at a path with some arguments, among which are some tensors."""
     first = args[0] if args else next(iter(kwargs.values()), None)
     listed = len(first) if isinstance(first, list) and first and all(isinstance(x, Tensor) for x in first) else None
     _running.count += 1
-    return ModelCall(model, name, listed, tuple([x.shape for x in tensors]), _running.count)
+    at = f"{path}." if path else ""
+    if any([at.startswith(called) or called.startswith(at) for called in model.called]):
+        model.forward, model.called = model.forward + 1, set()
+    model.called.add(at)
+    return ModelCall(model, name, listed, tuple([x.shape for x in tensors]), _running.count, model.forward)

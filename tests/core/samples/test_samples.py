@@ -773,10 +773,47 @@ def test_fields_of_an_earlier_batch_are_removed():
             F.cross_entropy(m(x, torch.tensor(route)), y).backward()
         fields = [f for p in m.experts[1].parameters() for f in ("grad_batch", "diag_ggn_exact", "kfac", "kfac_empirical") if hasattr(p, f)]  # fmt: skip # noqa: E501
         assert bool(fields) == (1 in route)
-        z = m(x, torch.tensor(route))
-        losses = F.cross_entropy(z, y, reduction="none") / 4
-        expected = [torch.autograd.grad(loss, m.experts[0].weight, retain_graph=True)[0] for loss in losses]
-        assert_close(m.experts[0].weight.grad_batch, torch.stack(expected))
+        weight = m.experts[0].weight
+        assert_close(weight.grad_batch, _individual_gradients(m(x, torch.tensor(route)), y, weight))
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_fields_of_heads_that_share_a_forward_stay(detached: bool):
+    parts = body, *heads = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+    extend(nn.ModuleList(parts))
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+
+    def outputs() -> list[Tensor]:
+        features = body(x).detach() if detached else body(x)
+        return [head(features) for head in heads]
+
+    def backward(output: Tensor) -> None:
+        with backpack(BatchGrad(), DiagGGNExact()):
+            F.cross_entropy(output, y).backward(retain_graph=True)
+
+    def with_fields() -> list[bool]:
+        return [hasattr(head.weight, "grad_batch") and hasattr(head.bias, "diag_ggn_exact") for head in heads]
+
+    for output in outputs():
+        backward(output)
+    assert with_fields() == [True, True]
+    weight = heads[0].weight
+    assert_close(weight.grad_batch, _individual_gradients(heads[0](body(x)), y, weight))
+    backward(outputs()[1])
+    assert with_fields() == [False, True]
+
+
+def _individual_gradients(z: Tensor, y: Tensor, p: Tensor) -> Tensor:
+    losses = F.cross_entropy(z, y, reduction="none") / len(y)
+    return torch.stack([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in losses])
+
+
+def test_a_pass_through_a_part_of_a_model_removes_the_fields_of_all_of_it():
+    model, y = extend(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))), torch.randint(3, (5,))
+    for part in (model, model[1]):
+        with backpack(BatchGrad()):
+            F.cross_entropy(part(torch.randn(5, 4)), y).backward()
+    assert [hasattr(layer.weight, "grad_batch") for layer in model] == [False, True]
 
 
 @pytest.mark.parametrize(
