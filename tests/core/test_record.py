@@ -516,13 +516,38 @@ def test_empty_batches_without_a_known_loss(layer: nn.Module):
         extend(layer)(torch.randn(0, *([3] if isinstance(layer, nn.Linear) else [2, 5]))).sum().backward()
 
 
-def test_mode_switched_between_forward_and_backward():
-    model, (x, y) = extend(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()), data()
-    model.eval()
-    loss = extend(nn.CrossEntropyLoss())(model(x), y)
-    model.train()
-    with pytest.raises(CurvoptError, match=r"1 \(BatchNorm1d\).*changed"), backpack(BatchGrad()):
-        loss.backward()
+def widened(h: Tensor) -> Tensor:
+    return F.pad(h, (0, 1))
+
+
+MODES: dict[str, tuple[bool, Callable[[], Net]]] = {
+    "batch norm": (False, lambda: Net(lambda m, x: widened(m.first(x)), nn.BatchNorm1d(3))),
+    "instance norm": (
+        True,
+        lambda: Net(
+            lambda m, x: widened(m.first(x.unsqueeze(1)).squeeze(1)),
+            nn.InstanceNorm1d(1, affine=True, track_running_stats=True),
+        ),
+    ),
+    "dropout of an LSTM": (
+        True,
+        lambda: Net(lambda m, x: m.first(x.unsqueeze(2))[0][:, -1], nn.LSTM(1, 4, 2, batch_first=True, dropout=0.5)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_mode_is_that_of_the_forward_pass(name: str):
+    training, net = MODES[name]
+    model, (x, y) = extend(net()), data()
+    model(2 * x)  # other statistics than those of the batch
+    losses = F.cross_entropy(model.train(training)(x), y, reduction="none") / N
+    expected = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    model.train(not training)
+    with backpack(BatchGrad()):
+        losses.sum().backward()
+    for p, gradients in zip(model.parameters(), zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
 
 
 def test_padding_assigned_after_construction():

@@ -236,6 +236,23 @@ def test_averaged_factors_equal_the_recursion_or_are_refused(case: Case):
         compare(p.kfra, expected[name], name)
 
 
+def test_averaged_factors_of_layers_that_are_extended_one_by_one():
+    whole, x, y = (
+        nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double(),
+        torch.randn(6, 4).double(),
+        torch.arange(6) % 3,
+    )
+    parts = [extend(layer) for layer in copy.deepcopy(whole)]
+    with backpack(KFRA()):
+        nn.functional.cross_entropy(extend(whole)(x), y).backward()
+        nn.functional.cross_entropy(parts[2](parts[1](parts[0](x))), y).backward()
+    for i in (0, 2):
+        for p, q in zip(whole[i].parameters(), parts[i].parameters(), strict=True):
+            compare(q.kfra, p.kfra, f"layer {i}")
+    with pytest.raises(CurvoptError, match="kfra is not defined for several models"), backpack(KFRA()):
+        sum(nn.functional.cross_entropy(model(x[:n]), y[:n]) for model, n in ((whole, 6), (parts[0], 3))).backward()
+
+
 def test_averaged_factors_behind_circular_padding_are_refused():
     model = extend(nn.Sequential(nn.Conv1d(2, 2, 3), nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular")))
     with pytest.raises(CurvoptError, match="kfra is defined for sequential networks"), backpack(KFRA()):

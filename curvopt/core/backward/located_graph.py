@@ -325,7 +325,7 @@ def mixing_norm(located: LocatedGraph) -> tuple[str, bool]:
     if not found:
         return "a batch norm", False
     call = next((call for call, *_ in records_of(found[0]) if isinstance(call, ModuleCall)), None)
-    return (name_of(found[0]), False) if call is None else (call.describe(), not call.module.training)
+    return (name_of(found[0]), False) if call is None else (call.describe(), not call.training)
 
 
 def norms_in_loss(located: LocatedGraph, location: Location) -> list[Node]:

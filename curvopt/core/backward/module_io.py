@@ -29,7 +29,7 @@ def showing(module: nn.Module, call: ModuleCall) -> Iterator[None]:
     """
     buffers = module._buffers
     values: dict[str, Callable[[], Any]] = {f"input{i}": partial(_input, x) for i, x in enumerate(call.args)}
-    if not (module.training and getattr(module, "dropout", 0)):
+    if not (call.training and getattr(module, "dropout", 0)):
         values["output"] = cache(lambda: _output(module, call, buffers))
     # attributes and parameters are found before buffers, submodules after them
     values = {name: value for name, value in values.items() if name not in buffers and name not in module._modules}
@@ -70,7 +70,7 @@ def _output(module: nn.Module, call: ModuleCall, buffers: dict[str, Any]) -> Any
     """The first result; if it was not kept, of a call of a twin, which may change its buffers."""
     twin = object.__new__(type(module))
     copies = {name: buffer if buffer is None else buffer.clone() for name, buffer in buffers.items()}
-    vars(twin).update(vars(module), _buffers=copies)
+    vars(twin).update(vars(module), _buffers=copies, training=call.training)
     call = call.in_precision(next(p.dtype for p in module.parameters() if p.is_floating_point()))
     with torch.no_grad(), disable():
         output = twin.forward(*call.args, **call.kwargs)

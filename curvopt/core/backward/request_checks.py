@@ -129,7 +129,12 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
                     "smaller."
                 )
     averaged = [e for e in extensions if isinstance(e.columns, Averaged)]
-    elsewhere = [call for call in located.calls if call.samples != "first" or len(located.locations) > 1]
+    if averaged and len(located.distinct_locations) > 1:
+        raise CurvoptError(
+            f"{fields_of(averaged)} is not defined for several models that are called with different numbers of "
+            "samples; use KFAC or KFLR."
+        )
+    elsewhere = [call for call in located.calls if call.samples != "first"]
     if averaged and elsewhere:
         where = ", ".join(dict.fromkeys(call.call.describe() for call in elsewhere))
         raise CurvoptError(

@@ -31,8 +31,8 @@ class ScaleRule(Rule):
     last_axes = False
 
     @abstractmethod
-    def scaled(self, module: Any, x: Tensor) -> Tensor:
-        """The tensor that the weight multiplies, like the output."""
+    def scaled(self, module: Any, x: Tensor, training: bool) -> Tensor:
+        """The tensor that the weight multiplies, like the output; ``training`` is the mode of the forward."""
 
     def leaves_input(self, module: Any) -> bool:
         return True
@@ -47,7 +47,7 @@ class ScaleRule(Rule):
         if "weight" in names:
             if "scaled" not in call.cache:
                 # autocast: the input may be in another precision
-                call.cache["scaled"] = self.scaled(call.module, call.input.to(grad.dtype))
+                call.cache["scaled"] = self.scaled(call.module, call.input.to(grad.dtype), call.training)
             jacobians["weight"] = self._summed(call.module, "weight", grad * call.cache["scaled"], N)
         if "bias" in names:
             jacobians["bias"] = self._summed(call.module, "bias", grad, N)
@@ -67,10 +67,8 @@ class ScaleRule(Rule):
 class BatchNorm(ScaleRule):
     """In train mode the batch's statistics are taken as constants; exact quantities are refused there by the sweep."""
 
-    reads_mode = True
-
-    def scaled(self, module: nn.BatchNorm2d, x: Tensor) -> Tensor:
-        if module.training or module.running_mean is None:
+    def scaled(self, module: nn.BatchNorm2d, x: Tensor, training: bool) -> Tensor:
+        if training or module.running_mean is None:
             return F.batch_norm(x, None, None, training=True, eps=module.eps)
         return F.batch_norm(x, module.running_mean, module.running_var, training=False, eps=module.eps)
 
@@ -79,10 +77,8 @@ class BatchNorm(ScaleRule):
 class InstanceNorm(ScaleRule):
     """Statistics per sample and channel, or running ones in eval mode if they are tracked."""
 
-    reads_mode = True
-
-    def scaled(self, module: nn.InstanceNorm2d, x: Tensor) -> Tensor:
-        if module.training or not module.track_running_stats:
+    def scaled(self, module: nn.InstanceNorm2d, x: Tensor, training: bool) -> Tensor:
+        if training or not module.track_running_stats:
             return F.instance_norm(x, eps=module.eps)
         return F.instance_norm(x, module.running_mean, module.running_var, use_input_stats=False, eps=module.eps)
 
@@ -94,7 +90,7 @@ class InstanceNorm(ScaleRule):
 class GroupNorm(ScaleRule):
     """Statistics per sample and group of channels."""
 
-    def scaled(self, module: nn.GroupNorm, x: Tensor) -> Tensor:
+    def scaled(self, module: nn.GroupNorm, x: Tensor, training: bool) -> Tensor:
         return F.group_norm(x, module.num_groups, eps=module.eps)
 
 
@@ -105,7 +101,7 @@ class LayerNorm(ScaleRule):
     any_axes = True
     last_axes = True
 
-    def scaled(self, module: nn.LayerNorm, x: Tensor) -> Tensor:
+    def scaled(self, module: nn.LayerNorm, x: Tensor, training: bool) -> Tensor:
         return F.layer_norm(x, module.normalized_shape, eps=module.eps)
 
     def least_dims(self, module: nn.LayerNorm) -> int:
@@ -116,7 +112,7 @@ class LayerNorm(ScaleRule):
 class RMSNorm(LayerNorm):
     """Root mean square over the last axes."""
 
-    def scaled(self, module: nn.RMSNorm, x: Tensor) -> Tensor:
+    def scaled(self, module: nn.RMSNorm, x: Tensor, training: bool) -> Tensor:
         return F.rms_norm(x, module.normalized_shape, eps=module.eps)
 
 
@@ -124,7 +120,7 @@ class RMSNorm(LayerNorm):
 class PReLU(ScaleRule):
     """``max(x, 0) + w min(x, 0)`` with one slope or one per channel."""
 
-    def scaled(self, module: nn.PReLU, x: Tensor) -> Tensor:
+    def scaled(self, module: nn.PReLU, x: Tensor, training: bool) -> Tensor:
         return x.clamp(max=0)
 
     def takes_steps(self, call: ModuleCall, how: Literal["axis", "rows"]) -> bool:

@@ -69,9 +69,9 @@ def steps_of(packed: PackedSequence) -> tuple[Tensor, Tensor]:
     return samples if order is None else order[samples], times.to(packed.data.device)
 
 
-def _drops(module: nn.RNNBase) -> bool:
+def _drops(module: nn.RNNBase, training: bool) -> bool:
     """Whether there is dropout between layers."""
-    return bool(module.dropout) and module.training and module.num_layers > 1
+    return bool(module.dropout) and training and module.num_layers > 1
 
 
 def _masks(call: ModuleCall) -> list[Tensor]:
@@ -109,7 +109,7 @@ class Recurrent(Rule):
     def fits(self, module: nn.RNNBase) -> bool:
         # on other devices the graph does not show the masks between layers: operations are read off the graph there
         shown = module.dropout < 1 and all(p.is_cpu and p.requires_grad for p in module.parameters())
-        return not _drops(module) or shown
+        return not _drops(module, module.training) or shown
 
     def least_dims(self, module: nn.RNNBase) -> int:
         return 3
@@ -158,7 +158,7 @@ class Recurrent(Rule):
         directions = 2 if module.bidirectional else 1
         initial = self._initial(module, given["hx"], x)
         finals: list[State] = []
-        masks = _masks(call) if _drops(module) else []
+        masks = _masks(call) if _drops(module, call.training) else []
         for layer in range(module.num_layers):
             outputs = []
             for direction in range(directions):

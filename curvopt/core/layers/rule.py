@@ -56,10 +56,9 @@ class Rule(ABC):
     source: GradientEdge | None = None
     #: Whether the products of that weight go back to the parameter one by one, those of each sample by themselves.
     pulls_back = False
-    #: Attributes of the module that the rule reads; ``None`` for any number, flag or name among them but ``training``.
+    #: Attributes of the module that the rule reads; ``None`` for any number, flag or name among them. The mode of the
+    #: forward is ``call.training``.
     reads: tuple[str, ...] | None = None
-    #: Whether the rule looks at ``module.training``.
-    reads_mode = False
 
     def expected(self, module: Any) -> Container[str] | None:
         """Names of the parameters that the rule knows; a module with others (parametrized weights) has none."""

@@ -57,6 +57,7 @@ class ModuleCall:
         "settings",
         "shapes",
         "steps",
+        "training",
         "versions",
     )
 
@@ -86,7 +87,7 @@ class ModuleCall:
         rule = ModuleCall.rule_for(module)
         assert rule is not None
         self.rule = rule
-        self.settings = _settings(module, self.rule)
+        self.settings, self.training = _settings(module, self.rule), module.training
         #: How the steps came before the samples, where these were put first (see `samples_first`).
         self.steps: Steps | None = None
         # an in-place forward: the input is gone, and holding the output would be a cycle (of several, copies are handed
@@ -201,7 +202,7 @@ class ModuleCall:
         if self.settings is not None and self.settings != _settings(self.module, self.rule):
             raise CurvoptError(
                 f"{self.describe()}: an attribute of the module was changed between its forward pass and the backward "
-                "(train() or eval(), a stride, a padding, ...); change it before the forward pass."
+                "(a stride, a padding, ...); change it before the forward pass."
             )
 
     def check_inputs(self) -> None:
@@ -257,7 +258,7 @@ def _settings(module: nn.Module, rule: Rule) -> list[Any]:
     """Numbers, flags and names among a module's attributes that its rule may read."""
     if rule.reads is not None:
         return [getattr(module, name) for name in rule.reads]
-    return [v for name, v in vars(module).items() if type(v) in _SIMPLE and (rule.reads_mode or name != "training")]
+    return [v for name, v in vars(module).items() if type(v) in _SIMPLE and name != "training"]
 
 
 _SIMPLE = frozenset([int, float, bool, str, tuple])

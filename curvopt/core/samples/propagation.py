@@ -131,6 +131,6 @@ def _rule(kind: str) -> Callable[[OperationCall], list[AnyLayout]] | None:
 
 def _is_recorded_batch_norm(node: Node) -> bool:
     """Whether a compiled function is the call of a batch norm that normalises over the samples."""
-    modules = [record.module for record, *_ in records_of(node) if isinstance(record, ModuleCall)]
-    norms = [module for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    return any(norm.training or norm.running_mean is None for norm in norms)
+    calls = [record for record, *_ in records_of(node) if isinstance(record, ModuleCall)]
+    norms = [call for call in calls if isinstance(call.module, nn.modules.batchnorm._BatchNorm)]
+    return any(norm.training or norm.module.running_mean is None for norm in norms)
