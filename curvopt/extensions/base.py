@@ -43,8 +43,12 @@ class Extension(ABC):
 
     @property
     def savefield(self) -> str:
-        """BackPACK's name of `field`."""
+        """BackPACK's name of `field`, which may be set: several extensions of a class may be in one context."""
         return self.field
+
+    @savefield.setter
+    def savefield(self, name: str) -> None:
+        self.field = name
 
     @abstractmethod
     def update(self, total: Any, chunk: Chunk) -> Any:

@@ -236,6 +236,15 @@ def test_averaged_factors_equal_the_recursion_or_are_refused(case: Case):
         compare(p.kfra, expected[name], name)
 
 
+def test_extensions_of_one_class_under_names_of_their_own():
+    model, few, many, exact = extend(nn.Linear(3, 2).double()), DiagGGNMC(), DiagGGNMC(20_000), DiagGGNExact()
+    few.savefield, many.savefield = "few", "many"
+    with backpack(few, many, exact):
+        nn.functional.cross_entropy(model(torch.randn(4, 3).double()), torch.tensor([0, 1, 1, 0])).backward()
+    assert not hasattr(model.weight, "diag_ggn_mc") and not torch.equal(model.weight.few, model.weight.many)
+    torch.testing.assert_close(model.weight.many, model.weight.diag_ggn_exact, rtol=0.05, atol=0.0)
+
+
 def test_averaged_factors_of_layers_that_are_extended_one_by_one():
     whole, x, y = (
         nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double(),

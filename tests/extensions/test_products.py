@@ -146,3 +146,5 @@ def test_fields_have_the_name_of_backpack(name: str):
     if kind is not Extension:
         extension = kind({}, BatchGrad.columns) if kind is EigenDiagonal else kind()
         assert extension.savefield == extension.field == kind.field
+        extension.savefield = "mine"
+        assert extension.field == "mine" != kind.field
