@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from curvopt import extensions
-from curvopt.compat.unserved import EXTENSION, RULE
+from curvopt.compat.unserved import EXTENSION, warn_of_rule
 
 
 class Served:
     """What BackPACK's extensions have beside what curvopt's have."""
 
+    field: str
     subsampling: Sequence[int] | None
 
     def get_subsampling(self) -> Sequence[int] | None:
@@ -20,8 +21,8 @@ class Served:
         return self.subsampling
 
     def set_module_extension(self, module: type, extension: object, overwrite: bool = False) -> None:
-        """Refuse: this is what BackPACK needs a class for each layer and quantity for."""
-        raise ImportError(f"set_module_extension: curvopt needs none for {module.__name__}; {RULE}.")
+        """Warn, and ignore the rule for a module: the quantity is computed for modules of any kind."""
+        warn_of_rule(type(extension).__name__, module.__name__, self.field)
 
 
 def served(kind: type[extensions.Extension]) -> type[extensions.Extension]:

@@ -1,13 +1,16 @@
 """Names of BackPACK's own engine, for which curvopt has another way, if any.
 
-Programs may import them, annotate and test with them, and subclass them; to build one is an error that says what to do.
-Packages define classes on them beside others that need none of them.
+Programs may import them, annotate and test with them, and subclass them. Rules for modules may be built and registered,
+and are ignored; to build any other class is an error that says what to do.
 """
 
 from __future__ import annotations
 
+import warnings
 from fnmatch import fnmatchcase
 from functools import cache
+
+from curvopt.errors import CurvoptWarning
 
 EXTENSION = "a quantity of your own is a curvopt.extensions.Extension"
 RULE = "one curvopt.extending.Rule for a layer serves all quantities, and unknown layers need none"
@@ -37,9 +40,31 @@ def instead_of(module: str) -> str | None:
     return next((way for pattern, way in _INSTEAD.items() if fnmatchcase(module, pattern)), None)
 
 
+class ModuleRule:
+    """How BackPACK computes a quantity for one kind of module: curvopt computes its own quantities for all of them."""
+
+    def __init__(self, *args: object, **kwargs: object):
+        """Take anything."""
+
+    def __getattr__(self, name: str) -> object:
+        raise AttributeError(f"{type(self).__name__}.{name} is a part of BackPACK's engine; {RULE}.")
+
+
+@cache
+def warn_of_rule(rule: str, module: str, field: str) -> None:
+    """Warn once that a rule was registered."""
+    warnings.warn(
+        f"set_module_extension: {rule} is ignored, as curvopt computes {field} of {module} itself.",
+        CurvoptWarning,
+        stacklevel=3,
+    )
+
+
 @cache
 def placeholder(module: str, name: str, instead: str) -> type:
-    """A class to stand for a name of a module (``backpack.anything``), of which there are no instances."""
+    """A class to stand for a name of a module (``backpack.anything``); only those of a `ModuleRule` have instances."""
+    if instead.startswith(RULE) and name.lstrip("_")[0].isupper() and not name.endswith("BackpropExtension"):
+        return type(name, (ModuleRule,), {"__module__": module, "__doc__": f"Ignored; {instead}."})
 
     def refuse(cls: type, *args: object, **kwargs: object) -> object:
         raise ImportError(f"{module}.{name} is a part of BackPACK's engine, which curvopt does not have; {instead}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -98,14 +99,11 @@ def test_names_that_do_not_exist_are_not_found():
 @pytest.mark.parametrize(
     "path, name, way",
     [
-        ("extensions.module_extension", "ModuleExtension", "Rule"),
-        ("extensions.firstorder.base", "FirstOrderModuleExtension", "curvopt.extensions.Extension"),
+        ("extensions.firstorder.base", "FirstOrderBackpropExtension", "curvopt.extensions.Extension"),
         ("extensions.secondorder.base", "SecondOrderBackpropExtension", "curvopt.extensions.Extension"),
-        ("extensions.secondorder.sqrt_ggn.activations", "SqrtGGNReLU", "Rule"),
-        ("extensions.mat_to_mat_jac_base", "MatToJacMat", "Rule"),
         ("extensions", "HBP", "KFAC, KFLR and KFRA"),
         ("extensions.curvature", "Curvature", "PCHMP"),
-        ("core.derivatives.conv2d", "Conv2DDerivatives", "Rule"),
+        ("core.derivatives.shape_check", "check_shape", "Rule"),
         ("utils.conv", "unfold_input", "Rule"),
         ("utils.unsqueeze", "kfacmp_unsqueeze_if_missing_dim", "curvopt.kroneckers"),
     ],
@@ -120,6 +118,41 @@ def test_what_cannot_be_served_may_be_named_but_not_built(path: str, name: str, 
             each()
 
 
+@pytest.mark.parametrize(
+    "path, name",
+    [
+        ("extensions.module_extension", "ModuleExtension"),
+        ("extensions.firstorder.base", "FirstOrderModuleExtension"),
+        ("extensions.secondorder.sqrt_ggn.activations", "SqrtGGNReLU"),
+        ("extensions.mat_to_mat_jac_base", "MatToJacMat"),
+        ("core.derivatives.conv2d", "Conv2DDerivatives"),
+    ],
+)
+def test_rules_for_modules_may_be_built_and_are_ignored(path: str, name: str):
+    kind, extension, model = getattr(imported(path), name), imported("extensions").BatchGrad(), extend(Scale())
+    rule = type(f"Scale{name}", (kind,), {"__init__": lambda self: kind.__init__(self, params=["weight"])})()
+    with pytest.raises(AttributeError, match=f"Scale{name}.jac_t_mat_prod is a part of BackPACK's engine; .*Rule"):
+        rule.jac_t_mat_prod()
+    with pytest.warns(curvopt.CurvoptWarning, match=f"Scale{name} is ignored, as curvopt computes grad_batch of Scale"):
+        extension.set_module_extension(Scale, rule)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        extension.set_module_extension(Scale, rule, overwrite=True)
+    x = torch.randn(4, 3)
+    with imported().backpack(extension):
+        model(x).sum().backward()
+    assert_close(model.weight.grad_batch, x.sum(1, keepdim=True))
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
 def test_extensions_of_ones_own():
     from backpack.extensions import BatchGrad
     from backpack.extensions.backprop_extension import BackpropExtension
@@ -129,8 +162,6 @@ def test_extensions_of_ones_own():
     own = type("Own", (BackpropExtension,), {})
     with pytest.raises(ImportError, match=r"Own: .*curvopt\.extensions\.Extension"):
         own("field", {})
-    with pytest.raises(ImportError, match=r"set_module_extension: .*Linear.*Rule"):
-        BatchGrad().set_module_extension(nn.Linear, None)
     assert BatchGrad(subsampling=[0, 2]).get_subsampling() == [0, 2] and BatchGrad().get_subsampling() is None
 
 
