@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Sequence
+from functools import partialmethod
 from typing import Any
 
 from curvopt import extensions
@@ -25,9 +26,10 @@ class Served:
         warn_of_rule(type(extension).__name__, module.__name__, self.field)
 
 
-def served(kind: type[extensions.Extension]) -> type[extensions.Extension]:
-    """One of curvopt's extensions as one of BackPACK's."""
-    return type(kind.__name__, (Served, kind), {"__module__": __name__, "__doc__": kind.__doc__})
+def served(kind: type[extensions.Extension], **options: Any) -> type[extensions.Extension]:
+    """One of curvopt's extensions as one of BackPACK's, with other defaults."""
+    made = partialmethod(kind.__init__, **options)  # type: ignore[misc]
+    return type(kind.__name__, (Served, kind), {"__module__": __name__, "__doc__": kind.__doc__, "__init__": made})
 
 
 class KFAC(Served, extensions.KFAC):

@@ -30,15 +30,15 @@ def _unserved(module: str, instead: str, *names: str) -> dict[str, Any]:
     return _named(*(placeholder(f"backpack.{module}".rstrip("."), name, instead) for name in names))
 
 
-def _served(*kinds: type[ours.Extension]) -> dict[str, Any]:
-    return _named(*map(own.served, kinds))
+def _served(*kinds: type[ours.Extension], **options: Any) -> dict[str, Any]:
+    return _named(*(own.served(kind, **options) for kind in kinds))
 
 
 _FIRST = {
-    "batch_grad": _served(ours.BatchGrad),
-    "batch_l2_grad": _served(ours.BatchL2Grad),
-    "sum_grad_squared": _served(ours.SumGradSquared),
-    "variance": _served(ours.Variance),
+    "batch_grad": _served(ours.BatchGrad, through_batch_norm=True),
+    "batch_l2_grad": _served(ours.BatchL2Grad, through_batch_norm=True),
+    "sum_grad_squared": _served(ours.SumGradSquared, through_batch_norm=True),
+    "variance": _served(ours.Variance, through_batch_norm=True),
 }
 _SECOND = {
     "diag_ggn": _served(ours.DiagGGNExact, ours.DiagGGNMC, ours.BatchDiagGGNExact, ours.BatchDiagGGNMC),

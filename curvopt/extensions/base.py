@@ -32,6 +32,9 @@ class Extension(ABC):
     #: Whether the quantity is undefined when samples mix (train-mode batch norm).
     needs_independent_samples: ClassVar[bool] = True
 
+    #: Whether a first-order quantity takes row n's part of the gradient for sample n's gradient where samples mix.
+    through_batch_norm: bool = False
+
     #: Whether a first-order quantity is the sum of those of parts of the batch.
     adds_up: ClassVar[bool] = False
 

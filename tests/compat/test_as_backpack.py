@@ -153,6 +153,17 @@ class Scale(nn.Module):
         return x * self.weight
 
 
+@pytest.mark.parametrize("name", ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"])
+def test_quantities_of_gradients_go_through_batch_norm(name: str):
+    extension, model = (
+        getattr(imported("extensions"), name)(),
+        extend(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))),
+    )
+    with pytest.warns(curvopt.CurvoptWarning, match="row n's part of the gradient"), imported().backpack(extension):
+        model(torch.randn(4, 3)).square().sum().backward()
+    assert hasattr(model[0].weight, extension.savefield)
+
+
 def test_extensions_of_ones_own():
     from backpack.extensions import BatchGrad
     from backpack.extensions.backprop_extension import BackpropExtension

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensor
 from torch.testing import assert_close
 
 from curvopt import backpack, disable, extend, set_columns_per_sweep
-from curvopt.errors import CurvoptError
+from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions import (
     GGNMP,
     HMP,
@@ -234,6 +234,42 @@ def test_averaged_factors_equal_the_recursion_or_are_refused(case: Case):
     expected = Reference(model, ref.x, problem.loss_of_output).kfra(chain_of(case.name, model))
     for name, p in problem.trainable().items():
         compare(p.kfra, expected[name], name)
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)),
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 2), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(6, 3)
+        ),
+    ],
+    ids=["mlp", "convolution"],
+)
+def test_parts_of_the_gradient_through_batch_norm(net: Callable[[], nn.Sequential]):
+    model, x, y = extend(net().double()), torch.randn(6, 4).double(), torch.arange(6) % 3
+    kinds = (BatchGrad, BatchL2Grad, SumGradSquared, Variance)
+    with (
+        pytest.warns(CurvoptWarning, match="row n's part"),
+        backpack(*(kind(through_batch_norm=True) for kind in kinds)),
+    ):
+        nn.functional.cross_entropy(model(x), y).backward()
+    inputs = [x]
+    for layer in model:
+        inputs.append(layer(inputs[-1]))
+    loss = nn.functional.cross_entropy(inputs[-1], y)
+    for layer, before, after in zip(model, inputs, inputs[1:], strict=False):
+        if not list(layer.parameters()):
+            continue
+        (arrived,) = torch.autograd.grad(loss, after, retain_graph=True)
+        rows = (layer(before.detach()) * arrived).flatten(1).sum(1)
+        for p in layer.parameters():
+            parts = torch.stack([torch.autograd.grad(row, p, retain_graph=True)[0] for row in rows])
+            compare(p.grad_batch, parts, "parts")
+            compare(p.grad, parts.sum(0), "sum")
+            compare(p.batch_l2, parts.flatten(1).square().sum(1), "norms")
+            compare(p.sum_grad_squared, parts.square().sum(0), "squares")
+            compare(p.variance, parts.var(0, unbiased=False), "variance")
 
 
 def test_extensions_of_one_class_under_names_of_their_own():

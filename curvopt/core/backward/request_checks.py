@@ -86,22 +86,39 @@ def check_request(extensions: Sequence[Extension], located: LocatedGraph) -> Non
         )
 
 
+def _check_norms(extensions: Sequence[Extension], located: LocatedGraph) -> None:
+    """Refuse quantities of independent samples that a batch norm mixes, or warn of what is taken for them."""
+    locations = located.distinct_locations if extensions else []
+    everywhere = {id(location) for location in locations if norms_in_loss(located, location)}
+    mixed = [call for call in located.calls if extensions and (id(call.location) in everywhere or is_mixed(call))]
+    if not mixed:
+        return
+    norm, in_eval_mode = mixing_norm(located)
+    refused = [e for e in extensions if not e.through_batch_norm]
+    if not refused:
+        warnings.warn(
+            f"{norm}: it mixes the samples, and {fields_that(extensions, 'take')} row n's part of the gradient for "
+            "the gradient of sample n.",
+            CurvoptWarning,
+            stacklevel=2,
+        )
+        return
+    what = (
+        "it mixes them in eval mode, too, as it has no running statistics; train it with track_running_stats=True"
+        if in_eval_mode
+        else "train-mode batch norm mixes them; call model.eval()"
+    )
+    first_order = all(isinstance(e.columns, Gradient) for e in refused)
+    way = "row n's part of the gradient (through_batch_norm=True)" if first_order else "a Monte-Carlo quantity (KFAC)"
+    raise CurvoptError(
+        f"{norm}: {fields_that(refused, 'need')} independent samples of {mixed[0].call.describe()}, but {what}, or "
+        f"use {way}."
+    )
+
+
 def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> None:
     independent = [e for e in extensions if e.needs_independent_samples]
-    locations = located.distinct_locations if independent else []
-    everywhere = {id(location) for location in locations if norms_in_loss(located, location)}
-    mixed = [call for call in located.calls if independent and (id(call.location) in everywhere or is_mixed(call))]
-    if mixed:
-        norm, in_eval_mode = mixing_norm(located)
-        what = (
-            "it mixes them in eval mode, too, as it has no running statistics; train it with track_running_stats=True"
-            if in_eval_mode
-            else "train-mode batch norm mixes them; call model.eval()"
-        )
-        raise CurvoptError(
-            f"{norm}: {fields_that(independent, 'need')} independent samples of {mixed[0].call.describe()}, but "
-            f"{what}, or use a Monte-Carlo quantity (KFAC, DiagGGNMC)."
-        )
+    _check_norms(independent, located)
     for location in located.distinct_locations:
         for head, transposed in location.axes.mixing():
             refused = extensions if transposed else independent
