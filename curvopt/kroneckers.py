@@ -63,6 +63,8 @@ def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:
 def kfac_mat_prod(factors: Sequence[Tensor], sizes: Sequence[int] | None = None) -> Callable[[Tensor], Tensor]:
     """Product ``x -> (F1 ⊗ F2 ⊗ ...) x`` with ``x`` of shape ``[P]`` or ``[P, K]``; never forms the matrix.
 
+    Factors without groups may have more rows than columns, or fewer; P counts the columns.
+
     Args:
         factors: factor list.
         sizes: the factors' sizes d, if one has blocks (see `sizes_of`).
@@ -100,8 +102,8 @@ def kfac_mat_prod(factors: Sequence[Tensor], sizes: Sequence[int] | None = None)
                 y = factor.unsqueeze(1) @ y.reshape(groups, left, d, right)
             else:
                 y = factor @ y.reshape(groups * left, d, right)
-            left *= d
-        return y.reshape(x.shape)
+            left *= factor.shape[0] if factor.ndim == 2 else d
+        return y.reshape(groups * left if matrices else len(x), *x.shape[1:])
 
     return product
 

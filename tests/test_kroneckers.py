@@ -86,6 +86,12 @@ def test_product_is_the_dense_product(name: str, columns: int | None) -> None:
         assert_same(apply_kfac_mat_prod(factors, x), dense @ x)
 
 
+@pytest.mark.parametrize("columns", [(), (2,)])
+def test_product_of_factors_that_are_not_square(columns: tuple[int, ...]) -> None:
+    factors, x = [torch.randn(*shape) for shape in ((2, 3), (4, 1), (1, 5))], torch.randn(15, *columns)
+    torch.testing.assert_close(kfac_mat_prod(factors)(x), kfacs_to_mat(factors) @ x)
+
+
 def test_product_refuses_other_sizes() -> None:
     with pytest.raises(ValueError, match=r"12 rows, got \(11,\)"):
         kfac_mat_prod([psd(3), psd(4)])(torch.ones(11, dtype=torch.float64))

@@ -13,8 +13,12 @@ import curvopt
 from curvopt.extensions import Extension
 
 
+class NotSupported(curvopt.CurvoptError, NotImplementedError):
+    """An error of curvopt, of the class that BackPACK raises."""
+
+
 class backpack(curvopt.backpack):  # noqa: N801 - the name of BackPACK
-    """As `curvopt.backpack`, but a ``ValueError`` for what is no extension, and seen by `CTX`."""
+    """As `curvopt.backpack`, but with errors of BackPACK's classes, and seen by `CTX`."""
 
     active: ClassVar[list[backpack]] = []
 
@@ -34,9 +38,11 @@ class backpack(curvopt.backpack):  # noqa: N801 - the name of BackPACK
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Deactivate them."""
+        """Deactivate them; an error of curvopt leaves the context as a ``NotImplementedError``, too."""
         self.active.remove(self)
         super().__exit__(kind, error, trace)
+        if isinstance(error, curvopt.CurvoptError) and not isinstance(error, NotSupported):
+            raise NotSupported(str(error)).with_traceback(trace) from None
 
 
 class CTX:

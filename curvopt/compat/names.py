@@ -18,7 +18,7 @@ from curvopt.compat.context import (
     memory_cleanup,
     weight_jac_t_save_memory,
 )
-from curvopt.compat.unserved import EXTENSION, placeholder
+from curvopt.compat.unserved import EXTENSION, instead_of, placeholder
 from curvopt.utils.examples import get_mnist_dataset
 
 
@@ -131,3 +131,30 @@ SERVED: dict[str, dict[str, Any]] = {
     | _EQUATIONS,
     "utils.subsampling": _named(utils.subsample),
 }
+
+_ENGINE = {
+    "ModuleExtension": "extensions.module_extension",
+    "SavedQuantities": "extensions.saved_quantities",
+    "FirstOrderBackpropExtension": "extensions.firstorder.base",
+    "SecondOrderBackpropExtension": "extensions.secondorder.base",
+    "Curvature": "extensions.curvature",
+}
+_FOUND = _all(SERVED) | {
+    name: placeholder(f"backpack.{module}", name, instead_of(module) or "") for name, module in _ENGINE.items()
+}
+_OF_MODULES = "SumModule Pad Permute ScaleModule Slicing LossHessianStrategy SecondOrderBackpropExtension"
+#: Names that BackPACK's modules import from one another, and that programs take from there.
+_IMPORTED = {
+    "": "BackpropExtension",
+    "context": "BackpropExtension",
+    "custom_module.graph_utils": "SumModule Permute ReduceTuple ScaleModule _Branch",
+    "extensions.backprop_extension": "ModuleExtension SavedQuantities",
+    **{f"extensions.firstorder.{name}": "FirstOrderBackpropExtension" for name in _FIRST},
+    **{f"extensions.secondorder.{name}": f"{_OF_MODULES} Curvature" for name in _SECOND},
+    **{f"extensions.curvmatprod.{name}": "SecondOrderBackpropExtension" for name in _PRODUCTS},
+    "hessianfree.ggnvp": "hessian_vector_product L_op R_op",
+    "hessianfree.hvp": "R_op",
+    "utils.examples": "ggn_vector_product vector_to_parameter_list",
+}
+for _path, _names in _IMPORTED.items():
+    SERVED[_path] = {name: _FOUND[name] for name in _names.split()} | SERVED[_path]

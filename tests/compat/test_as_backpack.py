@@ -82,6 +82,22 @@ def test_modules_are_attributes_of_their_packages():
         assert imported(path) is sys.modules[f"backpack.{path}"]
 
 
+@pytest.mark.parametrize(
+    "path, names, home",
+    [
+        ("", "BackpropExtension", "extensions.backprop_extension"),
+        ("hessianfree.ggnvp", "R_op", "hessianfree.rop"),
+        ("utils.examples", "ggn_vector_product", "hessianfree.ggnvp"),
+        ("custom_module.graph_utils", "SumModule _Branch", "custom_module.branching"),
+        ("extensions.secondorder.diag_ggn", "LossHessianStrategy", "extensions.secondorder.hbp.hbp_options"),
+        ("extensions.firstorder.variance", "FirstOrderBackpropExtension", "extensions.firstorder.base"),
+        ("extensions.backprop_extension", "ModuleExtension", "extensions.module_extension"),
+    ],
+)
+def test_names_that_modules_import_from_one_another(path: str, names: str, home: str):
+    assert all(getattr(imported(path), name) is getattr(imported(home), name) for name in names.split())
+
+
 @pytest.mark.parametrize("name", curvopt.extensions.__all__)
 def test_extensions_are_those_of_curvopt(name: str):
     own, theirs = getattr(curvopt.extensions, name), vars(imported("extensions")).get(name)
@@ -233,6 +249,18 @@ def test_what_is_no_extension_is_an_error_of_backpacks_kind(extension: object):
         backpack(extension)
     with pytest.raises(TypeError, match="backpack: "):
         curvopt.backpack(extension)  # type: ignore[arg-type]
+
+
+def test_what_is_refused_is_an_error_of_backpacks_kind():
+    from backpack import backpack
+    from backpack.extensions import KFRA
+
+    model = extend(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+    for kind in (NotImplementedError, curvopt.CurvoptError):
+        with pytest.raises(kind, match=r"1 \(LayerNorm\): kfra is defined"), backpack(KFRA()):
+            nn.functional.mse_loss(model(torch.randn(3, 2)), torch.zeros(3, 2)).backward()
+    with pytest.raises(ZeroDivisionError), backpack(KFRA()):
+        1 / 0  # noqa: B018
 
 
 def test_forwards_are_not_recorded_where_that_is_disabled():
