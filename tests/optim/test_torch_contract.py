@@ -185,9 +185,14 @@ def test_maximising_the_negated_loss_takes_the_same_steps(kind: type, loss: Call
 
 
 def test_hessian_free_loads_a_state_more_than_once() -> None:
-    _, optimizer = build(HessianFree)
+    model, optimizer = build(HessianFree)
+    x, y = torch.randn(8, 6).double(), torch.arange(8) % 3
+    optimizer.step(lambda: F.cross_entropy(model(x), y))
+    state = copy.deepcopy(optimizer.state_dict())
     for _ in range(3):
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert state["state"]
+    torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
 
 
 def test_a_preconditioner_has_its_options_in_its_defaults() -> None:
