@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -119,20 +118,6 @@ def test_forward_of_the_instance():
     torch.testing.assert_close(model.first.weight.grad_batch, torch.stack([g[0] for g in expected]))
 
 
-def test_gradient_penalty():
-    model, (x, _) = extend(Net(lambda m, x: m.first(x))), data()
-    x.requires_grad_()
-
-    def slopes() -> Tensor:
-        return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
-
-    with backpack(BatchGrad()):
-        slopes().square().sum().backward()
-    for layer in (model.first, model.last):
-        expected = [torch.autograd.grad(slopes()[n].square().sum(), layer.weight)[0] for n in range(N)]
-        torch.testing.assert_close(layer.weight.grad_batch, torch.stack(expected))
-
-
 CONVOLUTIONS: dict[str, Callable[[], nn.Module]] = {
     "strided": lambda: nn.Conv1d(2, 4, 3, stride=2, padding=1),
     "grouped, dilated": lambda: nn.Conv1d(2, 4, 3, padding=2, dilation=2, groups=2),
@@ -244,183 +229,6 @@ def test_batch_norm_over_processes_mixes_samples():
     net, (x, y) = Net(lambda m, x: SyncBatchNorm.apply(m.first(x), torch.ones(4).double())), data()
     with pytest.raises(CurvoptError, match="train-mode batch norm"), backpack(BatchGrad()):
         extend(nn.CrossEntropyLoss())(extend(net)(x), y).backward()
-
-
-MIXTURES: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "mean": lambda h, gate: h + gate * h.mean(0, keepdim=True),
-    "manifold mixup": lambda h, gate: (1 - gate) * h + gate * h.flip(0),
-    "roll": lambda h, gate: h + gate * h.roll(1, 0),
-    "where": lambda h, gate: torch.where(torch.full_like(h, gate) > 0, h.flip(0), h),
-    "lerp": lambda h, gate: torch.lerp(h, h.flip(0), gate),
-    "slices": lambda h, gate: h + gate * torch.cat([h[1:], h[:1]]),
-    "softmax over samples": lambda h, gate: h + gate * h.T.softmax(-1).T,
-    "products of samples": lambda h, gate: h + gate * torch.einsum("nd,nm->md", h, torch.ones(N, N).double()),
-    "pool": lambda h, gate: h + gate * F.avg_pool1d(h.T.unsqueeze(0), 3, 1, 1).squeeze(0).T,
-}
-
-
-@pytest.mark.parametrize("mixture", MIXTURES)
-def test_samples_that_begin_to_mix(mixture: str):
-    """A gate that opens: what was found at the first backward does not hold for ever."""
-    net = Net(lambda m, x: MIXTURES[mixture](m.first(x), m.gate))
-    model, (x, y) = extend(net), data()
-    for net.gate in (0.0, 0.5):
-        expected = individual_gradients(model, x, y)
-        try:
-            with backpack(BatchGrad()):
-                extend(nn.CrossEntropyLoss())(model(x), y).backward()
-        except CurvoptError:
-            continue
-        torch.testing.assert_close(model.first.weight.grad_batch, torch.stack([g[0] for g in expected]))
-
-
-PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "matmul": lambda a, h: a @ h,
-    "from the right": lambda a, h: (h.T @ a.T).T,
-    "with a sum": lambda a, h: torch.baddbmm(h[None], a[None], h[None])[0],
-    "einsum": lambda a, h: torch.einsum("nm,md->nd", a, h),
-    "halves": lambda a, h: torch.cat([*(a @ torch.stack(h.split(2, 1)))], 1),
-    "sparse": lambda a, h: torch.sparse.mm(a.to_sparse(), h),
-    "columns": lambda a, h: torch.stack([a @ column for column in h.unbind(1)], 1),
-    "solve": torch.linalg.solve,
-    "lookup": lambda a, h: F.embedding(a.argmax(0), h),
-    "filled in": lambda a, h: torch.masked_scatter(h, a.argmax(0).ne(torch.arange(N)).unsqueeze(1), h.flip(0)),
-}
-
-
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_a_matrix_of_samples_that_is_diagonal_at_first(product: str):
-    """A graph of which the nodes are samples and have no edges yet."""
-    net, (x, y) = Net(lambda m, x: PRODUCTS[product](m.matrix, m.first(x))), data()
-    model = extend(net)
-    for net.matrix in (torch.eye(N).double(), torch.eye(N).double() + 2 * torch.eye(N).roll(1, 0).double()):
-        expected = individual_gradients(model, x, y)
-        with backpack(BatchGrad()):
-            extend(nn.CrossEntropyLoss())(model(x), y).backward()
-        torch.testing.assert_close(model.first.weight.grad_batch, torch.stack([g[0] for g in expected]))
-
-
-MIXERS: dict[str, tuple[Callable[[], nn.Conv1d | nn.Linear], Callable[[Any, Tensor], Tensor]]] = {
-    "convolution": (lambda: nn.Conv1d(4, 4, 3, padding=1), lambda m, h: m.mix(h)),
-    "layer": (lambda: nn.Linear(2, 2), lambda m, h: m.mix(h)),
-    "function": (lambda: nn.Linear(2, 2), lambda m, h: F.linear(h, m.mix.weight, m.mix.bias)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_steps_that_a_layer_leaves_as_they_are_at_first(mixer: str):
-    """Two sequences of two steps each, in rows that do not mix as long as a weight is the identity."""
-    layer, call = MIXERS[mixer]
-    net, (x, y) = Net(lambda m, x: call(m, m.first(x).view(2, 2, 4).mT).mT.flatten(0, 1)), data()
-    net.mix = layer().double()
-    nn.init.dirac_(net.mix.weight) if mixer == "convolution" else nn.init.eye_(net.mix.weight)
-    model = extend(net)
-    for _ in range(2):
-        z = model(x)
-        rows = F.cross_entropy(z, y, reduction="none") / N
-        with backpack(BatchGrad()):
-            extend(nn.CrossEntropyLoss())(z, y).backward(retain_graph=True)
-        for p in model.parameters():
-            shares = rows.unflatten(0, (len(p.grad_batch), -1)).sum(1)
-            expected = [torch.autograd.grad(share, p, retain_graph=True)[0] for share in shares]
-            torch.testing.assert_close(p.grad_batch, torch.stack(expected))
-        net.mix.weight.data += 1
-
-
-def test_operations_that_hang_together_in_another_way():
-    def twice(h: Tensor) -> Tensor:
-        return h + h.flip(0).flip(0)
-
-    def mixed(h: Tensor) -> Tensor:
-        h = h.flip(0)
-        return h + h.flip(0)
-
-    net, (x, y) = Net(lambda m, x: m.between(m.first(x))), data()
-    model = extend(net)
-    for net.between in (twice, mixed):
-        expected = individual_gradients(model, x, y)
-        with backpack(BatchGrad()):
-            extend(nn.CrossEntropyLoss())(model(x), y).backward()
-        torch.testing.assert_close(model.first.weight.grad_batch, torch.stack([g[0] for g in expected]))
-
-
-def in_rows(lengths: list[int], h: Tensor) -> Tensor:
-    """Rows that are put one by one where none was yet."""
-    order, rows = [0, 1, 2, 3] if lengths[0] == 2 else [3, 1, 2, 0], torch.zeros_like(h)
-    for to, row in zip(order, h, strict=True):
-        rows[to] = row
-    return rows
-
-
-def twice(h: Tensor) -> Tensor:
-    return torch.stack([h, 2 * h], 1).flatten(0, 1)
-
-
-PLACES: dict[str, Callable[[list[int], Tensor], Tensor]] = {
-    "rows": in_rows,
-    "segments": lambda lengths, h: torch.segment_reduce(twice(h), "sum", lengths=torch.tensor(lengths)),
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_lengths_and_places_that_no_operation_tells(place: str):
-    """The same operations move rows elsewhere in the next backward."""
-    net, (x, y) = Net(lambda m, x: PLACES[place](m.lengths, m.first(x))), data()
-    model = extend(net)
-    for net.lengths in ([2, 2, 2, 2], [3, 2, 2, 1]):
-        expected = individual_gradients(model, x, y)
-        with backpack(BatchGrad()):
-            extend(nn.CrossEntropyLoss())(model(x), y).backward()
-        torch.testing.assert_close(model.first.weight.grad_batch, torch.stack([g[0] for g in expected]))
-
-
-class ByModules(nn.Module):
-    """Layers that see the samples in another order or in theirs, called as modules or by functions."""
-
-    def __init__(self, first: bool, second: bool):
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-        self.called = {self.first: first, self.second: second}
-
-    def call(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        return layer(x) if self.called[layer] else F.linear(x, layer.weight, layer.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.call(self.second, self.call(self.first, x.flip(0)).tanh().flip(0)))
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-def test_networks_of_the_same_operations_called_in_other_ways():
-    for called in itertools.product([True, False], repeat=2):
-        net, (x, y) = ByModules(*called).double(), data()
-        expected = individual_gradients(net, x, y)
-        with backpack(BatchGrad()):
-            extend(nn.CrossEntropyLoss())(extend(net)(x), y).backward()
-        for i, p in enumerate(net.parameters()):
-            torch.testing.assert_close(p.grad_batch, torch.stack([g[i] for g in expected]))
-
-
-@pytest.mark.parametrize("zero", [True, False])
-@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact, KFAC])
-def test_nothing_arrives_at_layers_of_sequences_whose_rows_are_flattened(extension: type, zero: bool):
-    """As in the first step from a head of zeros."""
-    model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5), nn.Flatten(0, 1)).double()
-    if zero:
-        nn.init.zeros_(model[3].weight)
-    x, y = torch.randint(7, (3, 4)), torch.randint(5, (12,))
-    lossfunc = extend(nn.CrossEntropyLoss())
-    with backpack(extension()):
-        lossfunc(extend(model)(x), y).backward()
-    if extension is BatchGrad:
-        for n in range(3):
-            gradients = torch.autograd.grad(lossfunc(model(x[n : n + 1]), y[4 * n : 4 * n + 4]), model.parameters())
-            for p, gradient in zip(model.parameters(), gradients, strict=True):
-                torch.testing.assert_close(p.grad_batch[n], gradient / 3)
-    elif extension is DiagGGNExact:
-        assert model[0].weight.diag_ggn_exact.any() != zero and model[3].weight.diag_ggn_exact.all()
-    else:
-        assert [factor.shape[0] for factor in model[1].weight.kfac] == [6, 6]
 
 
 def convolutions() -> tuple[nn.Module, Tensor, Tensor]:
@@ -609,25 +417,6 @@ def test_gradient_of_some_inputs_sets_no_partial_sums():
             torch.testing.assert_close(p.grad_batch, torch.stack([g[i] for g in expected]))
 
 
-def test_functional_call_that_the_backward_meets_first():
-    """A tied head under a loss that nothing recognises: no hook of a forward comes before it."""
-
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(5, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(torch.tanh(self.embedding(x)).mean(1), self.embedding.weight)
-
-    model, x = extend(Tied().double()), torch.randint(5, (N, 3))
-    weight = model.embedding.weight
-    expected = torch.stack([torch.autograd.grad(model(row[None]).sin().sum(), weight)[0] for row in x])
-    with backpack(BatchGrad()):
-        model(x).sin().sum().backward()
-    torch.testing.assert_close(weight.grad_batch, expected)
-
-
 @pytest.mark.parametrize("inner", [nn.Linear(3, 4), nn.Embedding(5, 4)])
 def test_means_over_positions_of_samples_that_are_scattered(inner: nn.Module):
     model = extend(Net(lambda net, q: net.first(q.flip(0)).mean(1).flip(0), inner))
@@ -647,17 +436,6 @@ def test_means_over_positions_of_samples_that_are_scattered(inner: nn.Module):
         torch.testing.assert_close(*factors)
 
 
-@pytest.mark.parametrize("from_, to", [(0, 1), (1, 0)])
-def test_samples_that_add_little_to_one_other(from_: int, to: int):
-    """Whichever of the two is the one."""
-    matrix = torch.eye(2).double()
-    matrix[to, from_] = 1e-4
-    net = Net(lambda net, x: (matrix @ net.first(x)).tanh())
-    x, y = data()
-    with pytest.warns(CurvoptWarning, match="does not hold the 2 samples"):
-        assert same_or_refused(net, x[:2], y[:2], nn.CrossEntropyLoss())
-
-
 @pytest.mark.parametrize(
     "mix", [lambda h: torch.ones(N, N).double() @ h, lambda h: h.cumsum(0), lambda h: h.softmax(0)]
 )
@@ -666,32 +444,6 @@ def test_averages_over_samples_that_meet_are_refused(mix: Callable[[Tensor], Ten
     with pytest.warns(CurvoptWarning), pytest.raises(CurvoptError, match="first .*kfra is .*defined.*; use KF"):
         with backpack(KFRA()):
             nn.CrossEntropyLoss()(model(x), y).backward()
-
-
-class TimeFirst(nn.Module):
-    """Returns time first; whether its product is a known one is chosen."""
-
-    def __init__(self, known: bool):
-        super().__init__()
-        self.weight, self.known = nn.Parameter(torch.randn(3, 4)), known
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.transpose(0, 1)
-        return x @ self.weight if self.known else torch.logaddexp(x.unsqueeze(3), self.weight).sum(2)
-
-
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("steps", [1, N - 1, N, 2 * N])
-def test_a_module_that_returns_time_first(steps: int, known: bool):
-    model = Net(lambda net, x: net.first(x).mean(0), TimeFirst(known))
-    x, y = torch.rand(N, steps, 3).double(), data()[1]
-    expected = individual_gradients(model, x, y)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CurvoptWarning)  # that it takes longer
-        with backpack(BatchGrad()):
-            F.cross_entropy(extend(model)(x), y).backward()
-    for i, p in enumerate(model.parameters()):
-        torch.testing.assert_close(p.grad_batch, torch.stack([gradients[i] for gradients in expected]))
 
 
 class Scaled(nn.Module):
@@ -769,17 +521,6 @@ def test_a_parameter_that_a_call_does_without():
     for p, *gradients in zip(used, *expected, strict=True):
         torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
     assert not hasattr(net.first.unused, "grad_batch")
-
-
-def test_a_parameter_of_the_last_layer_that_another_module_has_and_does_without():
-    """Its gradient is there before the other module, which comes first, has been reached."""
-    net, (x, y) = Net(lambda net, x: net.before(net.first(x)), Scaled(False)), data()
-    net.before, net.first.unused = nn.Linear(3, 4).double(), net.last.weight
-    with backpack(BatchGrad(), Variance()):
-        F.cross_entropy(extend(net)(x), y).backward()
-    weight = net.last.weight
-    torch.testing.assert_close(weight.grad_batch.sum(0), weight.grad)
-    torch.testing.assert_close(weight.variance, weight.grad_batch.var(0, unbiased=False))
 
 
 def frozen_in_one_call(net: Net, x: Tensor) -> Tensor:
@@ -880,23 +621,6 @@ def test_nested_tensors_are_refused():
     z = torch.stack([rows.mean(0) for rows in model(x).unbind()])
     with pytest.raises(CurvoptError, match="Linear was called with a nested tensor.*pad it"), backpack(BatchGrad()):
         z.square().sum().backward()
-
-
-class Kept(nn.Module):
-    """A parameter that is also in a list, and taken from there."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.head = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 3)
-        self.kept = [self.weight]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.cdist(x, self.kept[0]) + x.sort(1).values)
-
-
-def test_parameters_that_are_taken_from_elsewhere():
-    model, x, y = Kept().double(), torch.randn(5, 4).double(), torch.randint(3, (5,))
-    assert same_or_refused(model, x, y, nn.CrossEntropyLoss())
 
 
 def of_mode(model: nn.Module, x: Tensor, y: Tensor, mode: Callable[[], contextlib.AbstractContextManager]) -> None:

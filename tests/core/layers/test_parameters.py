@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from cases import Case, cross_entropy, labels, normal
 from checks import check_all, extended
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from curvopt import CurvoptError, CurvoptWarning, L2Regularizer, backpack, extend, set_columns_per_sweep
 from curvopt.core.backward.located_graph import read_and_locate
 from curvopt.core.products import base as jacobians
 from curvopt.core.products import chunk_sizes as costs
-from curvopt.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, DiagHessian, KFACEmpirical
+from curvopt.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, KFACEmpirical
 from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, KFACAdamW
 
@@ -502,22 +501,6 @@ def test_computed_weights_a_few_samples_at_a_time(name: str, monkeypatch: pytest
             torch.testing.assert_close(p.kflr[0], p.diag_ggn_exact.flatten())
 
 
-@pytest.mark.parametrize("name", [*COMPUTED, "merged adapter", "scaled rows and columns", "adapter of kernels"])
-def test_computed_weights_in_checkpoints(name: str):
-    use, shape, other = PRODUCTS[name]
-    block = lambda m, h: torch.tanh(use(m, h))  # noqa: E731
-    uses = [block, lambda m, h: checkpoint(partial(block, m), h, use_reentrant=False)]
-    models = [extend(Own(each, shape, other)).double() for each in uses]
-    models[1].load_state_dict(models[0].state_dict())
-    x, y, lossfunc = torch.randn(6, TOKENS, 4).double(), torch.randint(2 * TOKENS, (6,)), extend(nn.CrossEntropyLoss())
-    for model in models:
-        with backpack(KFLR(), BatchGrad(), BatchL2Grad()):
-            lossfunc(model(x), y).backward()
-    for plain, checkpointed in zip(*(model.parameters() for model in models), strict=True):
-        for field in ("kflr", "grad_batch", "batch_l2"):
-            torch.testing.assert_close(getattr(checkpointed, field), getattr(plain, field))
-
-
 class First(torch.autograd.Function):
     """The first of two tensors; no gradient arrives at the other."""
 
@@ -583,20 +566,6 @@ def test_factors_of_a_merged_adapter_are_those_of_its_layers(approx: Literal["ex
         torch.testing.assert_close(merged.kflr, apart.kflr)
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_vectors_of_a_spectral_norm_are_no_samples(training: bool):
-    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), parametrizations.spectral_norm(nn.Linear(8, 4))).double()
-    model = extend(model.train(training))
-    x, y = torch.randn(4, 3).double(), torch.randint(4, (4,))  # as many as outputs, and half as many as inputs
-    output = model(x)
-    losses = F.cross_entropy(output, y, reduction="none") / 4
-    weight = model[2].parametrizations.weight.original
-    expected = torch.stack([torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in losses])
-    with backpack(BatchGrad()):
-        F.cross_entropy(output, y).backward()
-    torch.testing.assert_close(weight.grad_batch, expected)
-
-
 #: Products with a parameter of three axes, of which the first or the last two belong together, or which has groups.
 OF_THREE_AXES: dict[str, tuple[str, tuple[int, ...]]] = {
     "heads of outputs": ("nti,ihd->nthd", (4, 3, 2)),
@@ -649,87 +618,6 @@ def test_optimizers_of_parameters_of_three_axes(name: str, max_factor_size: int,
     assert losses[-1] < losses[0]
 
 
-class Table(nn.Module):
-    """Adds a learned map of a fixed table, with a row for each of as many tokens as there are samples."""
-
-    def __init__(self, expanded: bool):
-        super().__init__()
-        self.W, self.expanded = nn.Parameter(torch.randn(4, 4)), expanded
-        self.register_buffer("table", torch.randn(N, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + (self.table.expand(len(x), -1, -1) if self.expanded else self.table) @ self.W
-
-
-def test_a_fixed_table_is_not_taken_for_samples_where_batch_norm_mixes_them():
-    torch.manual_seed(0)
-    x, y, found = torch.randn(N, N, 4).double(), torch.randint(2, (N,)), []
-    model = extend(nn.Sequential(Table(False), nn.BatchNorm1d(N), nn.Flatten(), nn.Linear(4 * N, 2)).double())
-    for expanded in (False, True):
-        model[0].expanded = expanded
-        torch.manual_seed(1)
-        with backpack(DiagGGNMC(3)):
-            F.cross_entropy(model(x), y).backward()
-        found.append(model[0].W.diag_ggn_mc)
-    torch.testing.assert_close(*found)
-
-
-class Turned(nn.Module):
-    """One matrix in many products, in one of which the samples trade places."""
-
-    def __init__(self):
-        super().__init__()
-        self.W = nn.Parameter(torch.randn(4, 4) / 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i in range(8):
-            x = torch.tanh((x.flip(0) @ self.W).flip(0) if i == 5 else x @ self.W)
-        return x
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-def test_what_was_found_of_the_samples_is_remembered_of_the_same_operations():
-    torch.manual_seed(0)
-    model, x, y = nn.Sequential(Turned(), nn.Linear(4, 2)).double(), torch.randn(N, 4).double(), torch.randint(2, (N,))
-    losses = F.cross_entropy(model(x), y, reduction="none") / N
-    expected = torch.stack([torch.autograd.grad(loss, model[0].W, retain_graph=True)[0] for loss in losses])
-    extend(model)
-    for _ in range(10):
-        with backpack(BatchGrad()):
-            F.cross_entropy(model(x), y).backward()
-        torch.testing.assert_close(model[0].W.grad_batch, expected)
-
-
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("name", ["linear", "linear on tokens", "matmul"])
-def test_samples_are_those_of_the_layer(name: str, known: bool):
-    """Each a sequence, of which the loss sees a row for each token."""
-    by_functions, found = LAYERS[name][1], []
-    layers = [nn.Linear(4, 5).double(), nn.Tanh(), nn.Linear(5, 3).double()]
-    x, y = torch.randn(2, TOKENS, 4).double(), torch.randint(3, (2, TOKENS))
-    for change in (lambda layer: layer, lambda layer: by_functions(layer) if isinstance(layer, nn.Linear) else layer):
-        model = extend(nn.Sequential(*map(change, layers)))
-        with backpack(BatchGrad()):
-            z = model(x).flatten(0, 1)
-            (F.cross_entropy(z, y.flatten()) if known else z.sin().sum()).backward()
-        found.append([p.grad_batch for layer in model for p in sorted(layer.parameters(), key=Tensor.dim)])
-    for its, mine in zip(*found, strict=True):
-        torch.testing.assert_close(mine.mT if name == "matmul" and its.dim() == 3 else mine, its)
-
-
-def test_operations_with_another_axis_first_are_not_taken_for_one_sample():
-    def repeated(m: Own, h: Tensor) -> Tensor:
-        return h + m.p.repeat_interleave(len(h), 0) + m.q.repeat_interleave(len(h), 0)
-
-    model, x = extend(Own(repeated, (1, 4), (1, 4), on_data=True).double()), torch.randn(N, 4).double()
-    model.head.requires_grad_(False)
-    alone = [torch.autograd.grad(model(x)[n].square().sum(), [model.p, model.q]) for n in range(N)]
-    with backpack(BatchGrad()):
-        extend(nn.MSELoss(reduction="sum"))(model(x), torch.zeros(N, 2).double()).backward()
-    for p, *expected in zip([model.p, model.q], *alone, strict=True):
-        torch.testing.assert_close(p.grad_batch, torch.stack(expected))
-
-
 @pytest.mark.parametrize("norm", ["layer", "batch"])
 def test_second_derivatives_that_pytorch_drops_are_refused(norm: str):
     """Of a bias that a norm without a weight adds, where they are asked of autograd."""
@@ -749,46 +637,6 @@ def test_second_derivatives_that_pytorch_drops_are_refused(norm: str):
     model.use = lambda m, h: normalised(m, h, m.p) * m.p
     with pytest.raises(CurvoptError, match="p: .*bias and no weight"), backpack(DiagHessian()):
         F.cross_entropy(model(x), y).backward()
-
-
-@pytest.mark.parametrize("on_data", [False, True])
-@pytest.mark.parametrize("name", ["orthogonal", "table"])
-def test_buffers_as_long_as_the_batch_are_no_samples(name: str, on_data: bool):
-    """A table of tokens, and the matrix that an orthogonal parametrization multiplies with."""
-    model = Own(lambda m, h: h + m.constant @ m.p if name == "table" else m.inner(h), (4, 4), (), on_data).double()
-    model.inner = parametrizations.orthogonal(nn.Linear(4, 4)).double()
-    model.head.requires_grad_(False)
-    x, y = torch.randn(TOKENS, TOKENS, 4).double(), torch.randint(2, (TOKENS,))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CurvoptWarning)
-        with backpack(BatchGrad()):
-            F.cross_entropy(extend(model)(x), y).backward()
-    changed = model.p if name == "table" else model.inner.parametrizations.weight.original
-    losses = F.cross_entropy(model(x), y, reduction="none") / TOKENS
-    expected = [torch.autograd.grad(loss, changed, retain_graph=True)[0] for loss in losses]
-    torch.testing.assert_close(changed.grad_batch, torch.stack(expected))
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_identities_that_weights_are_computed_from_are_no_samples(frozen: bool):
-    """Householder's reflection of a weight as long as the batch."""
-
-    def reflected(m: Own, h: Tensor) -> Tensor:
-        u = (m.p / m.p.norm()).unsqueeze(1)
-        eye = torch.eye(TOKENS).to(h)
-        reflection = eye - 2 * eye @ u @ u.T
-        return F.linear(h, m.inner.weight @ reflection if frozen else reflection)
-
-    model = Own(reflected, (TOKENS,)).double()
-    model.inner = nn.Linear(TOKENS, TOKENS).double().requires_grad_(False)
-    x, y = torch.randn(TOKENS, 3, TOKENS).double(), torch.randint(2, (TOKENS,))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CurvoptWarning)
-        with backpack(BatchGrad()):
-            F.cross_entropy(extend(model)(x), y).backward()
-    losses = F.cross_entropy(model(x), y, reduction="none") / TOKENS
-    expected = [torch.autograd.grad(loss, model.p, retain_graph=True)[0] for loss in losses]
-    torch.testing.assert_close(model.p.grad_batch, torch.stack(expected))
 
 
 class Convolved(nn.Module):
@@ -811,12 +659,6 @@ def test_modules_that_are_called_with_sparse_tensors():
     losses = F.cross_entropy(model(x, edges), y, reduction="none") / N
     expected = [torch.autograd.grad(loss, model.W, retain_graph=True)[0] for loss in losses]
     torch.testing.assert_close(model.W.grad_batch, torch.stack(expected))
-
-
-@pytest.mark.parametrize("name", ["standardised", "spectral norm", "normalised", "masked"])
-def test_weights_with_as_many_rows_as_there_are_samples_are_no_samples(name: str):
-    use, shape, other = PRODUCTS[name]
-    check_all(extended(Case("", partial(Own, use, shape, other), normal(4, TOKENS, 4), cross_entropy(), labels)))
 
 
 def recurrent(m: Own, h: Tensor) -> Tensor:
@@ -1082,59 +924,6 @@ def test_modules_whose_arguments_point_into_the_batch(graphs: bool):
         torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
 
 
-class Expert(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.p = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.logaddexp(x, self.p)
-
-
-class Experts(nn.Module):
-    """Sends every sample to one of three modules that are called again, or to none."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
-        self.experts = nn.ModuleList([Expert(), Expert(), Expert()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        for i, expert in enumerate(self.experts):
-            chosen = (torch.arange(len(x), device=x.device) % 3 == 2 * i).nonzero().flatten()
-            h = h.index_copy(0, chosen, expert(h[chosen]))
-        return self.head(h)
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-def test_experts_that_are_called_again_with_nothing():
-    check_all(extended(Case("", Experts, normal(N, 4), cross_entropy(), labels)))
-
-
-class Tokens(nn.Module):
-    """Calls a module with the tokens of all sequences together."""
-
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.first, self.inner = nn.Linear(4, 4), inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.first(x).flatten(0, 1)).unflatten(0, x.shape[:2]).mean(1)
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-def test_modules_that_see_all_rows_of_a_sample():
-    class Chosen(Expert):
-        """Looks at values, which vmap cannot do."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) if bool(x.isfinite().all()) else x
-
-    model = partial(nn.Sequential, Tokens(Chosen()), nn.Linear(4, 2))
-    check_all(extended(Case("", model, normal(N, 5, 4), cross_entropy(), labels)))
-
-
 class Hypernetwork(nn.Module):
     """A weight, or two, that modules compute from a parameter."""
 
@@ -1164,29 +953,6 @@ def test_weights_that_modules_compute_from_parameters(twice: bool, samples: int,
 def test_a_weight_of_one_repeated_entry():
     use = lambda model, h: h @ (2 * model.p).expand(16).view(4, 4) + model.q  # noqa: E731
     check_all(extended(Case("", partial(Own, use, (1,)), normal(N, 4), cross_entropy(), labels)))
-
-
-@pytest.mark.parametrize("penalised", [False, True])
-def test_parameters_beside_modules_that_see_parameters_alone(penalised: bool):
-    """Whoever calls no module on the samples has no term added for it."""
-    torch.manual_seed(0)
-    bank = nn.Module()
-    bank.hyper, bank.latent = nn.Linear(3, 12), nn.Parameter(torch.randn(1, 3))
-    bank.p, bank.b = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(3))
-    extend(bank.double())
-    x, y = torch.randn(7, 5).double(), torch.randint(3, (7,))
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x @ bank.p, bank.hyper(bank.latent).view(3, 4), bank.b), y)
-
-    with warnings.catch_warnings(record=True) as caught, backpack(BatchGrad()):
-        warnings.simplefilter("always")
-        (loss(x, y) + bank.p.square().sum() if penalised else loss(x, y)).backward()
-    told = [str(warning.message) for warning in caught if "added term" in str(warning.message)]
-    assert [message.split(": ")[0] for message in told] == ["p"] * penalised
-    for p in bank.parameters():
-        each = [torch.autograd.grad(loss(x[n : n + 1], y[n : n + 1]) / 7, p)[0] for n in range(7)]
-        torch.testing.assert_close(p.grad_batch, torch.stack(each))
 
 
 class Bank(nn.Module):

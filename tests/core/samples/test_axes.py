@@ -6,7 +6,6 @@ The rows are common code: embeddings of positions, time-first sequences, two vie
 from __future__ import annotations
 
 import copy
-import itertools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,21 +16,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Case, Problem, cross_entropy, labels, normal
-from checks import check_all, extended, generator
+from checks import check_all, extended
 from reference import Reference
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from curvopt import backpack, extend
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions import (
-    KFAC,
     KFLR,
     KFRA,
     BatchGrad,
     BatchL2Grad,
     DiagGGNExact,
-    DiagGGNMC,
     Extension,
     KFACEmpirical,
     SumGradSquared,
@@ -102,6 +98,9 @@ REARRANGED: dict[str, Callable[[Around, Tensor], Tensor]] = {
     "neighbours": lambda model, h: model.inner(h + h.roll(1, 0)),
     "attention over samples": lambda model, h: model.inner(torch.softmax(h[:, 0] @ h[:, 0].T, 1) @ h[:, 0]),
     "functional batch norm": lambda model, h: model.inner(F.batch_norm(h.mT, None, None, training=True).mT),
+    "a kernel that moves along the batch": lambda model, h: F.conv1d(
+        model.inner(h).flatten(1).T.unsqueeze(1), h.new_tensor([[[0.5, 1, 0]]]), padding=1
+    )[:, 0].T.view_as(h),
 }
 MIXING = {
     "mean over the batch",
@@ -110,6 +109,7 @@ MIXING = {
     "the last two",
     "attention over samples",
     "functional batch norm",
+    "a kernel that moves along the batch",
 }
 WITHOUT_ALL_SAMPLES = {"some samples", "one vector for all"}
 ALIGNED = {
@@ -244,12 +244,12 @@ class Common(nn.Module):
 
     def __init__(self, use: Callable[[Common, Tensor], Tensor]):
         super().__init__()
-        self.first, self.second, self.head = nn.Linear(3, 16), nn.Linear(16, 16), nn.Linear(16, 2)
+        self.first, self.second, self.head = nn.Linear(3, 6), nn.Linear(6, 6), nn.Linear(6, 2)
         self.shared = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
-        self.distances, self.prompt = nn.Embedding(4, 1), nn.Linear(16, 16)
-        self.latents = nn.Parameter(torch.randn(2, 16))
+        self.distances, self.prompt = nn.Embedding(4, 1), nn.Linear(6, 6)
+        self.latents = nn.Parameter(torch.randn(2, 6))
         self.register_buffer("table", (torch.arange(4.0) - torch.arange(4.0).unsqueeze(1)).unsqueeze(2))
-        self.register_buffer("rows", torch.randn(2, 16))
+        self.register_buffer("rows", torch.randn(2, 6))
         self.use = use
 
     def attention(self, h: Tensor, bias: Tensor) -> Tensor:
@@ -280,15 +280,6 @@ def latents(m: Common, h: Tensor) -> Tensor:
     return (queries @ m.second(h).mT).softmax(-1) @ h + m.latents
 
 
-def in_checkpoints(m: Common, h: Tensor) -> Tensor:
-    bias = m.shared(m.table).squeeze(2)
-
-    def gated(h: Tensor) -> Tensor:
-        return m.attention(h * bias.mean(), bias)
-
-    return checkpoint(gated, checkpoint(gated, h, use_reentrant=False), use_reentrant=False)
-
-
 #: what is done, and with which modules
 COMMON: dict[str, tuple[Callable[[Common, Tensor], Tensor], set[str]]] = {
     "a bias of two layers": (bias_of_two, {"distances"}),
@@ -316,108 +307,6 @@ def test_what_all_samples_share_is_pulled_back_from_where_it_meets_them(
         with backpack(BatchGrad(), DiagGGNExact()):
             problem.loss().backward()
     check_all(problem)
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-def test_what_all_samples_share_may_meet_them_in_checkpoints():
-    model = lambda: Common(in_checkpoints)  # noqa: E731
-    problem = extended(Case("", model, normal(3, 4, 3), cross_entropy(), labels))
-    for unused in (problem.model.distances, problem.model.prompt, problem.model.latents):
-        unused.requires_grad_(False)
-    expected = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
-    with backpack(BatchGrad(), DiagGGNExact()):
-        problem.loss().backward()
-    for name, p in problem.trainable().items():
-        torch.testing.assert_close(p.grad_batch, expected.grad_batch(name))
-        torch.testing.assert_close(p.diag_ggn_exact, expected.diag_ggn_exact(name))
-
-
-UNKNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "huber": lambda z, y: F.huber_loss(z, y, reduction="none").mean(1),
-    "by hand": lambda z, y: (z - y).abs().pow(3).sum(1),
-    "known and unknown": lambda z, y: F.mse_loss(z, y, reduction="none").sum(1) + z.exp().sum(1),
-    "none": lambda z, y: z.sum(1),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("loss", UNKNOWN)
-@pytest.mark.parametrize("name", ["shuffled", "time first", "two views", "positions without batch"])
-def test_first_order_quantities_of_an_unknown_loss(name: str, loss: str):
-    """A row of the last layer's output is a sample; those before it may have them elsewhere."""
-    model, x, y = Around(REARRANGED[name]).double(), torch.randn(4, 4, 3).double(), torch.randn(4, 2).double()
-    losses = UNKNOWN[loss](model(x), y)
-    expected = [
-        torch.autograd.grad(one, list(model.parameters()), retain_graph=True, materialize_grads=True) for one in losses
-    ]
-    extend(model)
-    with backpack(BatchGrad(), BatchL2Grad()):
-        UNKNOWN[loss](model(x), y).sum().backward()
-    for p, *gradients in zip(model.parameters(), *expected, strict=True):
-        if p.grad is not None:
-            torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
-            torch.testing.assert_close(p.batch_l2, torch.stack(gradients).square().flatten(1).sum(1))
-
-
-class AllWays(nn.Module):
-    """A layer that is called on batches and, in between, on time steps."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.inner(torch.tanh(self.inner(x)).transpose(0, 1))).transpose(0, 1)
-        return self.last(torch.tanh(self.inner(h)).mean(1))
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("forwards", [1, 2])
-def test_several_losses_behind_which_samples_lie_elsewhere_in_some_calls(forwards: int):
-    torch.manual_seed(0)
-    model, x, y = AllWays().double(), torch.randn(4, 5, 3).double(), torch.randn(4, 2).double()
-    parameters = list(model.parameters())
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        z = model(x)
-        other = z if forwards == 1 else model(-x)
-        return F.mse_loss(z, y, reduction="sum") + F.cross_entropy(other, y.softmax(1), reduction="sum")
-
-    alone = [torch.autograd.grad(loss(x[n, None], y[n, None]), parameters) for n in range(4)]
-    extend(model)
-    for extensions in ([BatchGrad()], [BatchGrad(), Variance(), DiagGGNExact()]):
-        with backpack(*extensions):
-            loss(x, y).backward()
-        for p, *expected in zip(parameters, *alone, strict=True):
-            torch.testing.assert_close(p.grad_batch, torch.stack(expected))
-
-
-class InTwoLayouts(nn.Module):
-    """A layer that is called on all steps, then on what it gives or on the first ones, samples first."""
-
-    def __init__(self, inner: nn.Module, time_first: bool):
-        super().__init__()
-        self.inner, self.last, self.time_first = inner, nn.Linear(3, 2), time_first
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.inner(x.transpose(0, 1)).transpose(0, 1) if self.time_first else self.inner(x)
-        again = x[:, 0] if isinstance(self.inner, nn.Embedding) else h.mean(1).tanh()
-        return self.last(torch.tanh(h.mean(1) + self.inner(again)))
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("inner", [nn.Linear(3, 3), nn.Embedding(6, 3)])
-def test_positions_count_once_wherever_their_samples_lie(inner: nn.Module):
-    x = torch.randint(6, (4, 5)) if isinstance(inner, nn.Embedding) else torch.randn(4, 5, 3).double()
-    factors, last = [], nn.Linear(3, 2).double()
-    for time_first in (False, True):
-        model = InTwoLayouts(copy.deepcopy(inner).double(), time_first)
-        model.last.load_state_dict(last.state_dict())
-        extend(model.double())
-        with backpack(KFLR(), KFACEmpirical()):
-            F.cross_entropy(model(x), torch.arange(4) % 2).backward()
-        factors.append([model.inner.weight.kflr, model.inner.weight.kfac_empirical])
-    torch.testing.assert_close(*factors)
 
 
 class WithPrompt(nn.Module):
@@ -451,57 +340,6 @@ def test_positions_that_samples_share_count_for_each(use: Callable[[Tensor, Tens
             F.cross_entropy(model(torch.randn(4, 3).double()), torch.arange(4) % 2).backward()
         factors.append(model.layer.weight.kflr)
     torch.testing.assert_close(*factors)
-
-
-class NormedSteps(nn.Module):
-    """Steps of sequences through a batch norm in train mode, and a layer behind it."""
-
-    def __init__(self, time_first: bool):
-        super().__init__()
-        self.layer, self.norm, self.head = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
-        self.time_first = time_first
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.norm(self.layer(x).mT).mT)
-        return (self.head(h.transpose(0, 1)).transpose(0, 1) if self.time_first else self.head(h)).mean(1)
-
-
-def test_samples_elsewhere_behind_a_batch_norm():
-    x, y, found = torch.randn(4, 8, 5).double(), torch.tensor([0, 1, 2, 1]), []
-    for time_first in (False, True):
-        torch.manual_seed(0)
-        model = extend(NormedSteps(time_first).double())
-        for step in range(4):
-            seeds = [generator(step) for _ in range(2)]
-            warned = pytest.warns(CurvoptWarning, match="head .Linear.: computing") if time_first and not step else None
-            with warned or nullcontext(), backpack(DiagGGNMC(generator=seeds[0]), KFAC(generator=seeds[1])):
-                F.cross_entropy(model(x), y).backward()
-            found.append([(p.diag_ggn_mc, p.kfac) for p in model.parameters()])
-    torch.testing.assert_close(found[:4], found[4:])
-
-
-class Rows(nn.Module):
-    """Learned positions in two dimensions: repeated along columns, and along rows, before they are for the samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows, self.columns, self.last = nn.Embedding(3, 2), nn.Embedding(5, 2), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, columns = self.rows(torch.arange(3)), self.columns(torch.arange(5))
-        table = torch.cat([columns.unsqueeze(0).repeat(3, 1, 1), rows.unsqueeze(1).repeat(1, 5, 1)], -1)
-        return self.last(torch.tanh(x + table.flatten(0, 1).unsqueeze(0).repeat(len(x), 1, 1))).mean(1)
-
-
-def test_positions_that_are_repeated_before_they_are_for_the_samples():
-    torch.manual_seed(0)
-    model, x, y = extend(Rows().double()), torch.randn(4, 15, 4).double(), torch.randint(2, (4,))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CurvoptWarning)
-        with backpack(BatchGrad()):
-            F.cross_entropy(model(x), y).backward()
-    for p in model.parameters():
-        torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
 
 
 class TimeFirstAtLast(nn.Module):
@@ -551,12 +389,6 @@ def test_packed_steps_are_no_shares_of_samples(lengths: tuple[int, int]):
         model([torch.randn(length, 4) for length in lengths]).pow(4).sum().backward()
 
 
-def test_an_unknown_term_of_another_batch_is_refused():
-    model, x, more = extend(nn.Linear(3, 2)), torch.randn(4, 3), torch.randn(6, 3)
-    with pytest.raises(CurvoptError, match="different lengths"), backpack(BatchGrad()):
-        (F.cross_entropy(model(x), torch.zeros(4, dtype=torch.long)) + model(more).exp().sum()).backward()
-
-
 class Regions(nn.Module):
     """Classes of images, and of several regions in each."""
 
@@ -575,203 +407,6 @@ def test_rows_of_another_head_that_were_stacked_one_by_one_are_refused(regions: 
     model, x = extend(Regions().double()), torch.randn(3, 4).double()
     with backpack(BatchGrad()), pytest.raises(CurvoptError, match=r"called with 3 samples.*shape \[6, 3\]"):
         sum(out.sum() for out in model(x, regions)).backward()
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-def test_rows_of_a_layer_that_the_loss_sees_beside_the_last():
-    model, x = extend(Around(REARRANGED["shuffled"]).double()), torch.randn(4, 4, 3).double()
-    hidden: list[Tensor] = []
-    model.into.register_forward_hook(lambda module, args, output: hidden.append(output))
-    losses = model(x).exp().sum(1) + hidden.pop().abs().sum((1, 2))
-    expected = [torch.autograd.grad(loss, model.into.weight, retain_graph=True)[0] for loss in losses]
-    with backpack(BatchGrad()):
-        (model(x).exp().sum() + hidden[0].abs().sum()).backward()
-    torch.testing.assert_close(model.into.weight.grad_batch, torch.stack(expected))
-
-
-class Prompted(nn.Module):
-    """Learned prompts in front of every sequence, of a network that is frozen."""
-
-    def __init__(self, flat: bool):
-        super().__init__()
-        self.prompts, self.encoder, self.flat = nn.Embedding(2, 4), nn.Linear(4, 4), flat
-        self.frozen = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        prompts = torch.tanh(self.encoder(self.prompts(torch.arange(2).unsqueeze(0))))
-        z = self.frozen(torch.cat([prompts.repeat(len(x), 1, 1), x], 1).cumsum(1))[:, 2:]
-        return z.flatten(0, 1) if self.flat else z[:, -1]
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("flat", [True, False])
-def test_frozen_modules_tell_the_samples(flat: bool, known: bool):
-    """What is trained is shared by all samples, and has a single row."""
-    torch.manual_seed(0)
-    model, x, y = extend(Prompted(flat).double()), torch.randn(4, 5, 4).double(), torch.randint(3, (4, 5))
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        z = model(x)
-        return F.cross_entropy(z, y.flatten() if flat else y[:, 0], reduction="sum") if known else z.exp().sum()
-
-    with backpack(BatchGrad()):
-        loss(x, y).backward()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    expected = [torch.autograd.grad(loss(x[n : n + 1], y[n : n + 1]), trained) for n in range(4)]
-    for p, *gradients in zip(trained, *expected, strict=True):
-        torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
-
-
-class Shared(nn.Module):
-    """More modules see the only row of what all samples share than see the samples."""
-
-    def __init__(self, meet: Callable[[Tensor, Tensor], Tensor], fixed: bool):
-        super().__init__()
-        self.z = nn.Buffer(torch.randn(1, 4)) if fixed else nn.Parameter(torch.randn(1, 4))
-        self.shared = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 16))
-        self.meet, self.head = meet, nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.meet(x, self.shared(2 * self.z))))
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize(
-    ("meet", "fixed"),
-    [
-        *itertools.product([lambda x, z: x - z[0, :4], lambda x, z: x * z[:, :4]], [True, False]),
-        (lambda x, z: x @ z.view(4, 4), False),
-    ],
-)
-def test_modules_that_see_what_all_samples_share_do_not_tell_their_number(
-    meet: Callable[[Tensor, Tensor], Tensor], fixed: bool
-):
-    check_all(extended(Case("", partial(Shared, meet, fixed), normal(4, 4), cross_entropy(), labels)))
-
-
-class OnGrid(nn.Module):
-    """Three layers see the coordinates of the tokens, a batch of one for all samples; two see sequences."""
-
-    def __init__(self, meet: Callable[[Tensor, Tensor], Tensor]):
-        super().__init__()
-        self.grid, self.meet = nn.Buffer(torch.randn(1, 5, 2)), meet
-        self.shared = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 4))
-        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.meet(self.first(x), self.shared(self.grid)).cumsum(1).tanh()).flatten(0, 1)
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("N", [1, 3])
-@pytest.mark.parametrize("meet", [torch.add, torch.mul, lambda h, grid: h - grid.mean(1)])
-def test_modules_that_see_what_all_sequences_share_do_not_tell_their_number(
-    meet: Callable[[Tensor, Tensor], Tensor], N: int
-):
-    torch.manual_seed(0)
-    model, x, y = OnGrid(meet).double(), torch.randn(N, 5, 4).double(), torch.randint(2, (N, 5))
-    parameters = list(model.parameters())
-    alone = [torch.autograd.grad(F.cross_entropy(model(x[n, None]), y[n]) / N, parameters) for n in range(N)]
-    extend(model)
-    with backpack(BatchGrad()):
-        F.cross_entropy(model(x), y.flatten()).backward()
-    for p, *expected in zip(parameters, *alone, strict=True):
-        torch.testing.assert_close(p.grad_batch, torch.stack(expected))
-
-
-class Steered(nn.Module):
-    """Frozen layers around what is done with a parameter that no rule knows, outside of its module."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.last = (nn.Linear(4, out).requires_grad_(False) for out in (4, 4, 2))
-        self.store = nn.Linear(4, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.logaddexp(torch.tanh(self.second(torch.tanh(self.first(x)))), self.store.weight)
-        return self.last(h.softmax(1) * h)
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("N", [3, 4])
-def test_frozen_modules_tell_sequences_where_nothing_else_does(N: int):
-    torch.manual_seed(0)
-    model, x, y = Steered().double(), torch.randn(N, 5, 4).double(), torch.randint(2, (N, 5))
-    losses = F.cross_entropy(model(x).mT, y, reduction="none").mean(1) / N
-    expected = [torch.autograd.grad(loss, model.store.weight, retain_graph=True)[0] for loss in losses]
-    extend(model)
-    with backpack(BatchGrad()):
-        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
-    torch.testing.assert_close(model.store.weight.grad_batch, torch.stack(expected))
-
-
-def test_samples_are_found_where_half_precision_has_its_smallest_numbers():
-    torch.manual_seed(0)
-    convolutions = (
-        nn.Conv2d(1, 8, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=2),
-        nn.ReLU(),
-    )
-    model, x = extend(nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(128, 10))), torch.randn(64, 1, 8, 8)
-    y = torch.randint(10, (64,))
-    with torch.autocast("cpu", torch.float16):
-        loss = F.cross_entropy(model(x), y)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CurvoptWarning)
-        with backpack(BatchGrad()):
-            (loss * 2.0**12).backward()
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("scale", [1.0, 0.1, 0.01])
-def test_single_calls_in_half_precision_share_no_sample(scale: float):
-    torch.manual_seed(0)
-    for _ in range(3):
-        layer, last = nn.Linear(6, 8), nn.Linear(8, 3)
-        last.weight.data.mul_(scale)
-        model, x = extend(OneByOne(layer=layer, tanh=nn.Tanh(), last=last).half()), torch.randn(4, 6).half()
-
-        def losses(x: Tensor, model: nn.Module = model) -> Tensor:
-            return F.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.long), reduction="none")
-
-        expected = [torch.autograd.grad(losses(x[n, None]).sum(), layer.weight)[0] for n in range(4)]
-        with backpack(BatchGrad()):
-            losses(x).sum().backward()
-        found = layer.weight.grad_batch
-        torch.testing.assert_close(found, torch.stack(expected), atol=4e-3 * float(found.abs().max()), rtol=0)
-
-
-class Attending(nn.Module):
-    """Layers of attention with a bias for every pair of tokens, on top of each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(3))
-        self.qkv = nn.ModuleList(nn.Linear(32, 96) for _ in range(3))
-        self.biases = nn.Parameter(torch.randn(3, 4, 9, 9) * 0.1)
-        self.head = nn.Linear(32, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for norm, qkv, bias in zip(self.norms, self.qkv, self.biases, strict=True):
-            q, k, v = qkv(norm(x)).unflatten(2, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-            x = x + ((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
-        return self.head(x[:, 0])
-
-
-@pytest.mark.parametrize("pure", [False, True])
-def test_samples_are_found_behind_sums_of_half_precision(pure: bool):
-    torch.manual_seed(0)
-    model, x, y = extend(Attending()), torch.randn(32, 9, 32), torch.randint(5, (32,))
-    if pure:
-        model, x = model.half(), x.half()
-    with torch.autocast("cpu", torch.float16, enabled=not pure):
-        loss = F.cross_entropy(model(x), y)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CurvoptWarning)
-        with backpack(BatchGrad()):
-            loss.backward()
 
 
 def test_samples_that_mix_are_told_in_half_precision():
@@ -834,27 +469,6 @@ def test_calls_on_single_samples_without_a_batch_axis(name: str, N: int):
     check_all(extended(Case("", SINGLE[name], normal(N, 4), cross_entropy(), labels)))
 
 
-class Numbers(OneByOne):
-    """A number for each sample, of layers that see a vector that all samples share, besides."""
-
-    def __init__(self, **layers: nn.Module):
-        super().__init__(**layers)
-        self.register_buffer("vector", torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * self.layers["first"](self.vector)[:4]).squeeze(-1)
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("N", [1, 3])
-@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.BCEWithLogitsLoss(reduction="sum")])
-def test_numbers_of_single_samples(loss: nn.Module, N: int):
-    def make() -> nn.Module:
-        return Numbers(first=nn.Linear(4, 5), tanh=nn.Tanh(), last=nn.Linear(5, 1))
-
-    check_all(extended(Case("", make, normal(N, 4), loss, torch.rand_like)))
-
-
 @pytest.mark.parametrize("bias", [0.0, 9.0])
 def test_the_outputs_of_one_sample_are_not_taken_for_samples(bias: float):
     model = extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.ReLU()))
@@ -905,80 +519,6 @@ def test_layers_that_see_a_vector_of_parameters(index: list[int] | int | None, N
     check_all(extended(Case("", lambda: Generated(index), normal(N, 4), cross_entropy(), labels)))
 
 
-class Filmed(nn.Module):
-    """A label for every frame of some films: a layer sees frames, the others see films."""
-
-    def __init__(self):
-        super().__init__()
-        self.frame = nn.Linear(4, 5)
-        self.film = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.frame(x.flatten(0, 1)).tanh().unflatten(0, x.shape[:2])
-        return self.film(h).flatten(0, 1)
-
-
-def test_films_are_the_samples_where_most_layers_see_films():
-    model, x, y = Filmed().double(), torch.randn(2, 3, 4).double(), torch.randint(3, (6,))
-    extend(model)
-    with warnings.catch_warnings(), backpack(BatchGrad()):
-        warnings.simplefilter("error", CurvoptWarning)
-        F.cross_entropy(model(x), y).backward()
-    films = [F.cross_entropy(model(x[i : i + 1]), y.view(2, 3)[i]) / 2 for i in range(2)]
-    for p in model.parameters():
-        expected = torch.stack([torch.autograd.grad(film, p, retain_graph=True)[0] for film in films])
-        assert same(p.grad_batch, expected)
-
-
-class Skipping(nn.Module):
-    """A recurrent net on sequences, whose outputs and the inputs are put one after the other for the loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.net, self.last = nn.Linear(4, 3), nn.LSTM(3, 3, batch_first=True), nn.Linear(3, 2)
-        self.norm, self.skip = nn.LayerNorm(3), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.net(self.first(x))[0])).flatten(0, 1) + self.skip(x.flatten(0, 1))
-
-
-@pytest.mark.parametrize("N", [1, 3])
-def test_sequences_are_samples_where_the_data_enters_in_flattened_rows_besides(N: int):
-    torch.manual_seed(0)
-    model, x, y = Skipping().double(), torch.randn(N, 5, 4).double(), torch.randint(2, (N, 5))
-    parameters = list(model.parameters())
-    alone = [torch.autograd.grad(F.cross_entropy(model(x[n, None]), y[n]) / N, parameters) for n in range(N)]
-    extend(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CurvoptWarning)
-        with backpack(BatchGrad()):
-            F.cross_entropy(model(x), y.flatten()).backward()
-    for p, *expected in zip(parameters, *alone, strict=True):
-        torch.testing.assert_close(p.grad_batch, torch.stack(expected))
-
-
-class Numbered(OneByOne):
-    """Cells that begin with a parameter without a batch axis, and an embedding of the sample's number."""
-
-    def __init__(self, **layers: nn.Module):
-        super().__init__(**layers)
-        self.start = nn.Parameter(torch.randn(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = [self.layers["cell"](row, self.start) for row in x]
-        tokens = [self.layers["words"](torch.tensor(n)) for n in range(len(x))]
-        return self.layers["last"](torch.stack([row * token for row, token in zip(rows, tokens, strict=True)]))
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("N", [1, 3])
-def test_a_parameter_without_a_batch_axis_is_the_state_of_cells_of_single_samples(N: int):
-    def make() -> nn.Module:
-        return Numbered(cell=nn.GRUCell(2, 3), words=nn.Embedding(3, 3), last=nn.Linear(3, 2))
-
-    check_all(extended(Case("", make, normal(N, 2), cross_entropy(), labels)))
-
-
 class Steps(OneByOne):
     """Steps through a sequence by a cell that sees no batch, from what a layer makes of a constant."""
 
@@ -1016,128 +556,9 @@ def test_long_sequences_in_steps_take_time_in_proportion():
     assert numbers[2] < 6 * numbers[1]
 
 
-class Weighed(nn.Module):
-    """Rows that a function gathers by weights, which may be those of an identity."""
-
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]):
-        super().__init__()
-        self.function, self.layer, self.last = function, nn.Linear(4, 5), nn.Linear(5, 3)
-        self.mix = torch.eye(6, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.function(torch.tanh(self.layer(x)), self.mix))
-
-
 def each_gradient(model: Callable[[Tensor], Tensor], p: Tensor, x: Tensor, y: Tensor) -> Tensor:
     losses = F.cross_entropy(model(x), y, reduction="none") / len(y)
     return torch.stack([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in losses])
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda h, A: (A[:, :, None] * h).sum(1),
-        lambda h, A: (A[:, :, None] * h[:, None]).sum(0),
-        lambda h, A: torch.addcmul(h.new_zeros(6, 6, 5), A[:, :, None], h.expand(6, 6, 5)).sum(1),
-        lambda h, A: (h / (A + 1e-300).reciprocal()[:, :, None]).sum(1),
-        lambda h, A: (torch.softmax(A * 1e9, 1)[:, :, None] * h).sum(1),
-        lambda h, A: torch.lerp(h.new_zeros(6, 6, 5), h.expand(6, 6, 5), A[:, :, None].expand(6, 6, 5)).sum(1),
-        lambda h, A: torch.relu(h / 8 + A[:, :, None] - 0.5).sum(1),
-        lambda h, A: torch.sigmoid(h + (A[:, :, None] - 1) * 1e9).sum(1),
-        lambda h, A: (h + (A[:, :, None] - 1) * 1e9).clamp(min=-5).sum(1),
-        lambda h, A: (h + (A[:, :, None] - 1) * 1e9).amax(1),
-        lambda h, A: (h + (A[:, :, None] - 1) * 1e9).max(1)[0],
-        lambda h, A: (h + (A[:, :, None] - 1) * 1e9).logsumexp((1,)),
-        lambda h, A: F.log_softmax(h + (A[:, :, None] - 1) * 1e9, 1).diagonal().T,
-        lambda h, A: (1 - A[:, :, None] + A[:, :, None] * h[:, None]).prod(0),
-        lambda h, A: F.scaled_dot_product_attention(h[None], h[None], h[None], attn_mask=(A - 1) * 1e9)[0],
-        lambda h, A: F.pad(A, (1, 0, 1, 0))[1:] @ torch.cat([h[:1].detach(), h]),
-        lambda h, A: torch.bmm(A.expand(2, 6, 6), h.expand(2, 6, 5)).mean(0),
-        lambda h, A: F.conv1d(h.T.unsqueeze(1), (A[1:4, 2] - A[0, 1:4])[None, None], padding=1)[:, 0].T,
-        lambda h, A: F.max_pool1d((h + (A[:, :, None] - 1) * 1e9).transpose(1, 2), 6)[..., 0],
-        lambda h, A: (h + 9 + (A[:, :, None] - 1) * 1e9).clamp(min=0).norm(torch.inf, 1),
-        lambda h, A: (h + (A[:, :, None] - 1) * 1e9).logcumsumexp(1)[:, -1],
-        lambda h, A: torch.fmax(h + (A[:, :, None] - 1) * 1e9, h.new_full((), -9)).sum(1),
-        lambda h, A: h.mean(0) + A.diagonal()[:, None] * (h - h.mean(0)),
-        lambda h, A: (A.diagonal()[:, None] * h.cumsum(0)).diff(dim=0, prepend=h[:1] * 0),
-    ],
-)
-def test_weights_of_an_identity_hide_no_samples(function: Callable):
-    model, x, y = extend(Weighed(function).double()), torch.randn(6, 4).double(), torch.randint(3, (6,))
-    identity = torch.eye(6).double()
-    for mix in identity, identity, identity[torch.randperm(6)], identity.roll(1, 0), torch.rand(6, 6).double():
-        model.mix = mix
-        with backpack(BatchGrad()):
-            F.cross_entropy(model(x), y).backward()
-        p = model.layer.weight
-        torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
-
-
-class Blurred(nn.Module):
-    """A constant kernel that moves along the batch, over each feature."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
-        self.kernel = torch.tensor([0, 1, 0]).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.layer(x)).T.unsqueeze(1)
-        return self.last(F.conv1d(h, self.kernel[None, None], padding=1)[:, 0].T)
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-def test_samples_are_looked_for_again_where_a_convolution_may_mix_them():
-    model, x, y = extend(Blurred().double()), torch.randn(6, 4).double(), torch.randint(3, (6,))
-    for kernel in ([0, 1, 0], [0, 1, 0], [0, 1, 0], [0.5, 1, 0]):
-        model.kernel = torch.tensor(kernel).double()
-        with backpack(BatchGrad()):
-            F.cross_entropy(model(x), y).backward()
-        p = model.layer.weight
-        torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
-
-
-class Reordered(nn.Module):
-    """Features, and then samples, in an order that indices tell."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
-        self.order, self.samples = torch.randperm(5), torch.arange(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.layer(x))[:, self.order][self.samples])
-
-
-class Gated(nn.Module):
-    """A recurrent net by hand: gates multiply a state that begins as zeros. Beside it is a closed branch."""
-
-    def __init__(self, axis: int):
-        super().__init__()
-        self.axis, self.open = axis, nn.Parameter(torch.zeros(()))
-        self.from_input, self.from_state, self.inner = nn.Linear(4, 10), nn.Linear(5, 10), nn.Linear(4, 5)
-        self.last = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.new_zeros(len(x), 5)
-        for step in x.unbind(1):
-            forget, new = (self.from_input(step) + self.from_state(h)).chunk(2, -1)
-            h = torch.sigmoid(forget) * h + torch.tanh(new)
-        inner = self.inner(x.transpose(0, self.axis).flatten(0, 1)).unflatten(0, (x.shape[self.axis], -1))
-        return self.last(h + self.open * inner.transpose(0, self.axis).mean(1))
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("axis", [0, 1])
-def test_zeros_as_factors_hide_no_samples(axis: int):
-    model, x, y = extend(Gated(axis).double()), torch.randn(3, 3, 4).double(), torch.randint(3, (3,))
-    for gate in 0.0, 0.0, 0.0, 0.5, 0.5:
-        model.open.data.fill_(gate)
-        with backpack(BatchGrad()):
-            F.cross_entropy(model(x), y).backward()
-        for p in model.parameters():
-            torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
 
 
 class BehindSteps(nn.Module):
@@ -1222,52 +643,6 @@ class TimeFirst(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda h, gate, other: h - gate * h,
-        lambda h, gate, other: h + gate * (other(h) - h),
-        lambda h, gate, other: torch.where(gate > 0, -h, h),
-        lambda h, gate, other: h - gate * h.mean(0),
-        lambda h, gate, other: h * (1 - gate) - gate * h.flip(0) * (gate * h),
-        lambda h, gate, other: h - (gate * h).mean(0),
-        lambda h, gate, other: h - (gate * other(h)).sum(-2),
-        lambda h, gate, other: h - (gate * h).flip(0),
-        lambda h, gate, other: (torch.eye(3).roll(int(gate > 0), 0).to(h)[..., None] * h[:, None]).sum(0),
-    ],
-)
-def test_what_zeros_let_pass_does_not_hide_what_is_there(function: Callable):
-    model, x, y = extend(TimeFirst(function).double()), torch.randn(3, 4, 4).double(), torch.randint(3, (3,))
-    for gate in 0.0, 0.0, 0.0, 0.7, 0.7:
-        model.gate = torch.tensor(gate)
-        with backpack(BatchGrad()):
-            F.cross_entropy(model(x), y).backward()
-        for p in (model.inner.weight, model.last.weight):
-            torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
-
-
-def test_what_a_constant_of_zero_keeps_away_costs_nothing():
-    model = extend(TimeFirst(lambda h, gate, other: h).double())
-    x, y = torch.randn(3, 1, 4).double(), torch.randint(3, (3,))
-    for _ in range(3):
-        h = model.inner(x[:, 0])
-        with warnings.catch_warnings(action="error"), backpack(BatchGrad()):
-            F.cross_entropy(model.last(h) + 0.0 * model.other(h).mean(), y).backward()
-
-
-@pytest.mark.parametrize("broken", [0, 1, 2])
-def test_what_a_batch_of_nan_shows_is_not_believed(broken: int):
-    model = extend(nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3)).double())
-    for step in range(5):
-        x, y = torch.randn(5, 4).double() * (torch.nan if step == broken else 1), torch.randint(3, (5,))
-        with warnings.catch_warnings(), backpack(BatchGrad()):
-            warnings.simplefilter("ignore" if step == broken == 0 else "error")
-            F.cross_entropy(model(x), y).backward()
-        p = model[0].weight
-        torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y), equal_nan=True)
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
 @pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=["numbers", "sequences"])
 @pytest.mark.parametrize("B", [1, 3])
 def test_single_rows_in_a_loop_are_no_batch_of_one_sample(B: int, shape: tuple[int, ...]):
@@ -1284,40 +659,6 @@ def test_single_rows_in_a_loop_are_no_batch_of_one_sample(B: int, shape: tuple[i
         loss().backward()
     for p in model.parameters() if B == 1 else ():
         assert same(p.grad_batch, torch.autograd.grad(loss(), p)[0].unsqueeze(0))
-
-
-class Unrolled(nn.Module):
-    """A recurrent net of functions that forgets nearly all in each step."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.state, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.new_zeros(len(x), 5)
-        for step in x.unbind(1):
-            h = torch.tanh(self.layer(step) + self.state(h) / 8)
-        return self.last(h)
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_samples_of_packed_sequences_are_found(kind: type[nn.RNNBase]):
-    """Whatever their lengths are in the next backward."""
-    net = nn.ModuleDict({"layer": nn.Linear(4, 3), "net": kind(3, 2, bidirectional=True), "last": nn.Linear(4, 2)})
-    extend(net.double(), batch_axis=1)
-    x, y = torch.randn(5, 3, 4).double(), torch.randint(2, (3,))
-
-    def forward(x: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(net["layer"](x), lengths.cpu(), enforce_sorted=False)
-        return net["last"](nn.utils.rnn.pad_packed_sequence(net["net"](packed)[0])[0].mean(0))
-
-    for lengths in ([5, 2, 3], [5, 2, 3], [2, 5, 3], [3, 2, 5], [1, 4, 5]):
-        lengths = torch.tensor(lengths)
-        with backpack(BatchGrad()):
-            F.cross_entropy(forward(x), y).backward()
-        for p in net.parameters():
-            torch.testing.assert_close(p.grad_batch, each_gradient(forward, p, x, y))
 
 
 def are_those_of_each(model: nn.Module, losses: Sequence[Tensor]) -> None:
@@ -1403,31 +744,6 @@ def test_of_as_many_steps_as_samples_layers_say_which_axis_is_time(steps: int, s
     are_those_of_each(model, [loss(x[n : n + 1]) for n in range(4)])
 
 
-class Positions(nn.Module):
-    """Adds a branch of four rows, which all samples share, to four steps of each sample."""
-
-    def __init__(self, deep: bool):
-        super().__init__()
-        self.inner, self.table = nn.Linear(2, 12), nn.Embedding(4, 3)
-        self.branch = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)) if deep else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).view(-1, 4, 3).tanh() + self.branch(self.table(torch.arange(4)))
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("deep", [False, True])
-def test_positions_that_all_samples_share_are_no_samples(deep: bool):
-    model, x = extend(Positions(deep).double()), torch.randn(4, 2).double()
-
-    def loss(x: Tensor) -> Tensor:
-        return (model(x) - 1).square().mean()
-
-    with backpack(BatchGrad(), DiagGGNExact()):
-        loss(x).backward()
-    are_those_of_each(model, [loss(x[n : n + 1]) for n in range(4)])
-
-
 class Sentences(nn.Module):
     """Classes of sentences of several lengths: layers on their packed steps before and after a recurrent one."""
 
@@ -1458,7 +774,7 @@ def test_layers_on_packed_steps_are_told_their_samples(kind: type[nn.RNNBase]):
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("steps", [4, 6])
+@pytest.mark.parametrize("steps", [4])
 def test_recurrent_layers_may_have_as_many_steps_as_samples(
     kind: type[nn.RNNBase], bidirectional: bool, batch_first: bool, steps: int
 ):
@@ -1481,59 +797,6 @@ def test_recurrent_layers_may_have_as_many_steps_as_samples(
         own = torch.autograd.grad(loss(x[part], y[part]), list(model.parameters()))
         for value, gradient in zip(found, own, strict=True):
             torch.testing.assert_close(value[n], gradient, rtol=1e-4, atol=1e-5)
-
-
-def test_several_packed_sequences_make_a_sample():
-    """Documents of two sentences each: their steps count alike in the means of factors."""
-
-    class Documents(Sentences):
-        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            return super().forward(x.flatten(1), lengths).view(-1, 2, 3).sin().sum(1)
-
-    model, lossfunc = extend(Documents(nn.GRU).double(), batch_axis=1), extend(nn.CrossEntropyLoss())
-    x, y, lengths = torch.randint(7, (5, 4, 2)), torch.randint(3, (4,)), torch.tensor([5, 2, 3, 2, 1, 4, 2, 2])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CurvoptWarning)
-        with backpack(KFLR()):
-            lossfunc(model(x, lengths), y).backward()
-        factors, means = model.net.weight_ih_l0.kflr[1], []
-        for n in range(4):
-            two = slice(2 * n, 2 * n + 2)
-            with backpack(KFLR()):
-                lossfunc(model(x[: int(lengths[two].max()), n : n + 1], lengths[two]), y[n : n + 1]).backward()
-            means.append(model.net.weight_ih_l0.kflr[1] * lengths[two].sum())
-        torch.testing.assert_close(factors, torch.stack(means).sum(0) / lengths.sum())
-        with backpack(BatchGrad(), DiagGGNExact()):
-            lossfunc(model(x, lengths), y).backward()
-    pairs = [slice(2 * n, 2 * n + 2) for n in range(4)]
-    are_those_of_each(
-        model,
-        [
-            lossfunc(model(x[: int(lengths[two].max()), n : n + 1], lengths[two]), y[n : n + 1])
-            for n, two in enumerate(pairs)
-        ],
-    )
-
-
-def test_means_over_the_steps_of_packed_sequences_leave_out_what_has_ended():
-    model, lossfunc = extend(Sentences().double(), batch_axis=1), extend(nn.CrossEntropyLoss())
-    x, y, lengths = torch.randint(3, 7, (5, 4)), torch.randint(3, (4,)), torch.tensor([5, 2, 3, 1])
-
-    def factors(n: int | slice) -> list[list[Tensor]]:
-        rows = slice(n, n + 1) if isinstance(n, int) else n
-        with backpack(KFLR()):
-            lossfunc(model(x[: int(lengths[rows].max()), rows], lengths[rows]), y[rows]).backward()
-        names = ("embed.weight", "inner.weight", "net.weight_ih_l0", "net.weight_hh_l0", "outer.weight")
-        return [list(model.get_parameter(name).kflr) for name in names]
-
-    shares = lengths / lengths.sum()
-    alone = [factors(n) for n in range(4)]
-    for k, (found, *each) in enumerate(zip(factors(slice(None)), *alone, strict=True)):
-        if k == 0:  # of an embedding the input's comes first
-            found, each = found[::-1], [one[::-1] for one in each]
-        torch.testing.assert_close(found[0], sum(one[0] for one in each) / 4)
-        means = [share * one[1] for share, one in zip(shares.double(), each, strict=True)]
-        torch.testing.assert_close(found[1], torch.stack(means).sum(0))
 
 
 class Ready(nn.Module):
@@ -1579,56 +842,4 @@ def test_samples_are_found_without_a_warning(function: Callable):
             warnings.simplefilter("ignore" if isinstance(function, partial) else "error", CurvoptWarning)
             F.cross_entropy(model(x), y).backward()
         p = model.layer.weight
-        torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
-
-
-def test_experts_without_samples():
-    """Nor do gradients without entries keep anybody from looking."""
-
-    def function(h: Tensor, net: nn.Module) -> Tensor:
-        h = h.amax(1)
-        parts = [(torch.relu(net.other(h[rows])), rows) for rows in (torch.tensor([2, 0, 1]), torch.tensor([]).long())]
-        return sum(h.index_add(0, rows, part[:, :6]) for part, rows in parts)
-
-    model, x, y = extend(Ready(function).double()), torch.randn(3, 3, 4).double(), torch.randint(3, (3,))
-    for _ in range(3):
-        with warnings.catch_warnings(), backpack(BatchGrad()):
-            warnings.simplefilter("ignore", CurvoptWarning)
-            F.cross_entropy(model(x), y).backward()
-        for p in model.layer.parameters():
-            torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
-
-
-def test_long_chains_hide_no_samples_that_meet_past_them():
-    def function(h: Tensor, net: nn.Module) -> Tensor:
-        state = h[:, 0]
-        for step in h.unbind(1):
-            state = 0.95 * state + 0.05 * step
-        return state + h.mean((0, 1))
-
-    model, x, y = extend(Ready(function)), torch.randn(3, 60, 4), torch.randint(3, (3,))
-    for step in range(3):
-        with nullcontext() if step else pytest.warns(CurvoptWarning, match="does not hold the 3 samples"):
-            with backpack(BatchGrad()):
-                F.cross_entropy(model(x), y).backward()
-        p = model.layer.weight
-        torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y), rtol=1e-4, atol=1e-6)
-
-
-def test_an_output_with_as_many_classes_as_samples_has_its_samples_first():
-    """Behind a batch axis that is the second one."""
-    net = nn.ModuleDict({"first": nn.Linear(4, 5), "last": nn.Linear(5, 3)}).double()
-
-    class Mean(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = net
-
-        def forward(self, x: Tensor) -> Tensor:
-            return net["last"](torch.tanh(net["first"](x)).mean(0))
-
-    model, x, y = extend(Mean(), batch_axis=1), torch.randn(6, 3, 4).double(), torch.randint(3, (3,))
-    with warnings.catch_warnings(action="error"), backpack(BatchGrad()):
-        F.cross_entropy(model(x), y).backward()
-    for p in model.parameters():
         torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from math import prod
 
@@ -9,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
+from curvopt.core.graph.node_vjp import consumers_first
 from curvopt.core.graph.nodes import leaf_of, operation
 from curvopt.core.graph.operations import OPERATIONS
 from curvopt.core.samples.layout import UNUSED, AnyLayout, Layout, axis_of
 from curvopt.core.samples.probe import probe_operands
-from curvopt.core.samples.propagation import operand_layouts
+from curvopt.core.samples.propagation import operand_layouts, propagate_batch_axis
 
 long = torch.tensor
 Make = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -275,3 +277,50 @@ def test_all_operations_of_the_table_are_tried():
     in_table = {name for name, known in OPERATIONS.items() if known.batch_axis is not None}
     of_gradients = {name for name in in_table if name.endswith("BACKWARD")}
     assert sorted(in_table - tried - NOT_HERE - of_gradients) == []
+
+
+#: what is done with ``[4, 3, 5]``, of which the first axis may be that of samples, and numbers ``[5, 5]``
+STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "scale": lambda h, c: h * c[0],
+    "gate": lambda h, c: h + c[0, 0] * h.flip(0),
+    "leak": lambda h, c: h - c[0, 0] * h.mean(0),
+    "branch": lambda h, c: torch.where(c[0] > 0.5, h, h.roll(1, 0)),
+    "interpolation": lambda h, c: torch.lerp(h, h.cos(), c[0]),
+    "matrix of samples": lambda h, c: (c[:4, :4] @ h.flatten(1)).view_as(h),
+    "matrix of steps": lambda h, c: c[:3, :3] @ h,
+    "matrix of features": lambda h, c: h @ c,
+    "time first": lambda h, c: (h.transpose(0, 1).flatten(0, 1) * c[0]).unflatten(0, (3, 4)).transpose(0, 1),
+    "rows": lambda h, c: torch.tanh(h.flatten(0, 1) + c[0]).view_as(h),
+    "attention": lambda h, c: (h @ h.mT + c[:3, :3]).softmax(-1) @ h,
+    "attention among samples": lambda h, c: torch.einsum("mn,ntd->mtd", (h[:, 0] @ h[:, 0].T + c[:4, :4]).tanh(), h),
+    "one row": lambda h, c: torch.cat([h[:1] * c[0], h[1:]]),
+    "order": lambda h, c: h[[1, 3, 0, 2]] - c[0],
+    "one after the other": lambda h, c: torch.stack([step * c[0] for step in h.unbind(1)], 1),
+    "norm": lambda h, c: F.layer_norm(h, (5,), c[0], c[1]),
+    "kernel along steps": lambda h, c: F.conv1d(h.mT, c[:, :1, None].expand(5, 1, 3), padding=1, groups=5).mT,
+    "kernel along samples": lambda h, c: F.conv1d(h.permute(1, 2, 0), c[:, :, None]).permute(2, 0, 1),
+    "sums so far": lambda h, c: h.cumsum(1) + c[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layouts_of_random_graphs_hold_whatever_the_values_are(seed: int):
+    """Zeros and ones, by which samples do not meet yet, give the layouts of random numbers; these tell what is used."""
+    names = random.Random(seed).choices(list(STEPS), k=6)
+    torch.manual_seed(seed)
+    x, numbers = torch.rand(4, 3, 5, dtype=torch.float64), torch.rand(6, 5, 5, dtype=torch.float64)
+    found = []
+    for values in (torch.zeros_like(numbers), torch.eye(5).double().expand_as(numbers), numbers):
+        out = x.requires_grad_()
+        for name, value in zip(names, values, strict=True):
+            out = STEPS[name](out, value)
+        assert out.grad_fn is not None
+        axes = propagate_batch_axis({(out.grad_fn, 0): Layout(1, 4, 15)}, 4)
+        order = [(node, nr) for node in consumers_first([out.grad_fn]) for nr in range(len(node._input_metadata))]
+        found.append([axes.of(*place) for place in order])
+    assert found[0] == found[1] == found[2], names
+    for (node, nr), layout in zip(order, found[2], strict=True):
+        for n, row in enumerate(out.flatten(1).cos().sum(1)) if isinstance(layout, Layout) else ():
+            (grad,) = torch.autograd.grad(row, GradientEdge(node, nr), retain_graph=True)
+            samples = torch.tensor(entries(layout, 4)).view(grad.shape)
+            assert not grad[samples != n].any(), f"{names}: {node.name()} is {layout}"
