@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from compat.clients import importing
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.testing import assert_close
 
 import curvopt
-from benchmarks.clients import importing
 from curvopt import extend
 from curvopt.compat.names import SERVED
 from curvopt.kroneckers import kfacs_to_mat

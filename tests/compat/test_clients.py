@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from checks import defined_in, modules_of
+from compat import clients
 from torch import nn
 
-from benchmarks import client_packages, clients
 from benchmarks.agreement import default_dtype
 
 
@@ -48,9 +48,9 @@ def test_programs_of_the_gallery_run(name: str):
 def test_backends_of_laplace_agree(make: str, likelihood: str):
     """But for the factors of convolutions, of which there are several (`KFAC(approx=...)`)."""
     program("laplace_mlp")
-    backend = client_packages.laplace_backend
-    network: Callable[[], nn.Sequential] = getattr(client_packages, make)
-    with clients.importing(served=True), client_packages.missing_in_new_releases(), default_dtype(torch.float64):
+    backend = clients.packages.laplace_backend
+    network: Callable[[], nn.Sequential] = getattr(clients.packages, make)
+    with clients.importing(served=True), clients.packages.missing_in_new_releases(), default_dtype(torch.float64):
         served, other = (backend(name, network, likelihood) for name in ("BackPack", "Curvlinops"))
     found = clients.differences(other, served, 1e-6)
     convolution = [f"Kronecker factors/{i}" for i in (0, 1)] if make == "cnn" else []
@@ -60,7 +60,7 @@ def test_backends_of_laplace_agree(make: str, likelihood: str):
 def test_positive_curvature_is_backpacks_without_its_fault(monkeypatch: pytest.MonkeyPatch):
     newton = program("cg_newton")
     served = clients.numbers(newton, served=True)
-    with clients.importing(served=False), client_packages.missing_in_new_releases():
+    with clients.importing(served=False), clients.packages.missing_in_new_releases():
         base = importlib.import_module("backpack.extensions.curvmatprod.pchmp.pchmpbase").PCHMPBase
 
         def once(self, ext, module, g_inp, g_out, mat, modify):

@@ -1,14 +1,11 @@
 """Programs and packages made for BackPACK, with the real package and with `curvopt.as_backpack`: are the numbers equal?
 
-    python -m benchmarks.clients
-    python -m benchmarks.clients rnn laplace_mlp
-
-Needs the packages of the extra `bench`; rows of those that are missing are left out.
+`test_clients` compares them; ``python -m compat.clients [PROGRAM ...]`` in `tests` prints the table of the docs. Both
+need the packages of the extra `bench`, and leave out programs of those that are missing.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import sys
@@ -17,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from compat.clients import gallery, optimizers, packages
 
-from benchmarks import client_gallery, client_optimizers
-from benchmarks import client_packages as packages
 from benchmarks.agreement import default_dtype
 from curvopt.compat.serving import FINDER, PACKAGE, serve
 
@@ -64,7 +60,7 @@ _SAMPLED = {"diag_ggn_optimizer": 0.05}
 PROGRAMS = [
     *(
         Program(run, rtol=_SAMPLED.get(run.__name__, 1e-6), differs=_DIFFERENT.get(run.__name__, {}))
-        for run in (*client_gallery.PROGRAMS, *client_optimizers.PROGRAMS)
+        for run in (*gallery.PROGRAMS, *optimizers.PROGRAMS)
     ),
     *(Program(run, needs) for needs, runs in packages.PROGRAMS.items() for run in runs),
 ]
@@ -128,18 +124,3 @@ def verdict(program: Program) -> str:
     if found:
         return f"different: {', '.join(found)}"
     return f"equal, but {'; '.join(known)}" if known else "equal"
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Programs made for BackPACK, with it and with curvopt.")
-    parser.add_argument("programs", nargs="*", help=f"some of {', '.join(BY_NAME)}; else all")
-    names = parser.parse_args(arguments).programs
-    print("| of | program | numbers |", "|---|---|---|", sep="\n")
-    for program in PROGRAMS:
-        if program.installed and (program.name in names or not names):
-            of = "BackPACK's gallery" if program.needs == PACKAGE else program.needs
-            print(f"| {of} | {program.about} | {verdict(program)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The programs of BackPACK's gallery about optimizers and estimates, as in `client_gallery`."""
+"""The programs of BackPACK's gallery about optimizers and estimates, as in `gallery`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from compat.clients.gallery import C, cnn, images, seeded
 from torch import Tensor, nn
-
-from benchmarks.client_gallery import C, cnn, images, seeded
 
 
 class BlockwiseNewton(torch.optim.Optimizer):
