@@ -66,54 +66,59 @@ def test_ignored_targets_weigh_nothing() -> None:
 
 
 @by_case
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_limited_factors_are_blocks_of_the_whole_ones(case, approx: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, limited, limit = extended(case), extended(case), 3
-    with backpack(KFLR(approx=approx)):
-        whole.loss().backward()
-    monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: 1)
-    with backpack(KFLR(approx=approx, max_factor_size=limit)):
-        limited.loss().backward()
-    for p, q in zip(whole.trainable().values(), limited.trainable().values(), strict=True):
-        assert len(p.kflr) == len(q.kflr)
-        for factor, cut in zip(p.kflr, q.kflr, strict=True):
-            size = factor.shape[-1]
-            if size <= limit or factor.dim() == 1:
-                compare(cut, factor, "small enough")
-            else:
-                groups = factor if factor.dim() == 3 else factor[None]
-                assert cut.shape[0] == len(groups) and cut.shape[-1] <= limit
-                assert (cut.shape[1] - 1) * limit < size  # no more blocks than it takes
-                for group, blocks in zip(groups, cut, strict=True):
-                    mask = torch.block_diag(*torch.ones_like(blocks))[:size, :size]
-                    compare(torch.block_diag(*blocks)[:size, :size], group * mask, "blocks")
-                    assert not torch.block_diag(*blocks)[size:].any()
+def test_limited_factors_are_blocks_of_the_whole_ones(case, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, rows_at_once = 3, costs.rows_at_once
+    for approx in ("expand", "reduce"):
+        whole, limited = extended(case), extended(case)
+        monkeypatch.setattr(costs, "rows_at_once", rows_at_once)
+        with backpack(KFLR(approx=approx)):
+            whole.loss().backward()
+        monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: 1)
+        with backpack(KFLR(approx=approx, max_factor_size=limit)):
+            limited.loss().backward()
+        for p, q in zip(whole.trainable().values(), limited.trainable().values(), strict=True):
+            assert len(p.kflr) == len(q.kflr)
+            for factor, cut in zip(p.kflr, q.kflr, strict=True):
+                are_blocks(cut, factor, limit)
+
+
+def are_blocks(cut: Tensor, factor: Tensor, limit: int) -> None:
+    """``[groups, blocks, size, size]`` are those on the diagonal of a factor, and no more than it takes."""
+    size = factor.shape[-1]
+    if size <= limit or factor.dim() == 1:
+        compare(cut, factor, "small enough")
+        return
+    groups = factor if factor.dim() == 3 else factor[None]
+    assert cut.shape[0] == len(groups) and cut.shape[-1] <= limit
+    assert (cut.shape[1] - 1) * limit < size
+    for group, blocks in zip(groups, cut, strict=True):
+        mask = torch.block_diag(*torch.ones_like(blocks))[:size, :size]
+        compare(torch.block_diag(*blocks)[:size, :size], group * mask, "blocks")
+        assert not torch.block_diag(*blocks)[size:].any()
 
 
 @by_case
-@pytest.mark.parametrize("limit", [None, 3])
-def test_eigen_diagonal_is_that_of_the_rotated_matrix(case, limit: int | None) -> None:
-    problem, ref = extended(case), reference(case)
-    kflr = KFLR(max_factor_size=limit)
-    with backpack(kflr):
-        problem.loss().backward()
-    bases = {}
-    for p in problem.trainable().values():
-        bases[p] = [f if f.dim() == 1 else torch.linalg.eigh(f + torch.randn_like(f) / 10)[1] for f in p.kflr]
-    left_out = next(iter(bases))
-    if len(bases) > 1:
-        del bases[left_out]
-    with backpack(EigenDiagonal(bases, kflr.columns)):
-        problem.loss().backward()
-    for name, p in problem.trainable().items():
-        if p not in bases:
-            assert p.eigen_diagonal is None
-            continue
-        own = [torch.ones_like(basis) if basis.dim() == 1 else basis for basis in bases[p]]
-        if any(basis.dim() == 4 for basis in own):
-            continue  # padded: compared with whole ones below
-        U = kfacs_to_mat(own)
-        compare(p.eigen_diagonal, (U.T @ ref.ggn(name) @ U).diagonal(), f"{name}.eigen_diagonal")
+def test_eigen_diagonal_is_that_of_the_rotated_matrix(case) -> None:
+    for limit in (None, 3):
+        problem, ref = extended(case), reference(case)
+        kflr = KFLR(max_factor_size=limit)
+        with backpack(kflr):
+            problem.loss().backward()
+        bases = {}
+        for p in problem.trainable().values():
+            bases[p] = [f if f.dim() == 1 else torch.linalg.eigh(f + torch.randn_like(f) / 10)[1] for f in p.kflr]
+        if len(bases) > 1:
+            del bases[next(iter(bases))]
+        with backpack(EigenDiagonal(bases, kflr.columns)):
+            problem.loss().backward()
+        for name, p in problem.trainable().items():
+            if p not in bases:
+                assert p.eigen_diagonal is None
+                continue
+            own = [torch.ones_like(basis) if basis.dim() == 1 else basis for basis in bases[p]]
+            if not any(basis.dim() == 4 for basis in own):  # padded ones are compared with whole ones below
+                U = kfacs_to_mat(own)
+                compare(p.eigen_diagonal, (U.T @ ref.ggn(name) @ U).diagonal(), f"{name}.eigen_diagonal")
 
 
 def test_eigen_diagonal_in_bases_of_blocks() -> None:

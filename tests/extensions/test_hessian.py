@@ -51,20 +51,13 @@ def smallest_eigenvalue(matrix: Tensor) -> Tensor:
 
 @by_case
 def test_diagonals_equal_dense_reference(case: Case):
-    problem = extended(case)
-    with backpack(DiagHessian(), BatchDiagHessian()):
-        problem.loss().backward()
-    check(problem, reference(case), DiagHessian)
-    check(problem, reference(case), BatchDiagHessian)
-
-
-@by_case
-def test_diagonal_needs_no_other_quantity_at_its_side(case: Case):
-    """Shares of samples may be found in another way than their sum."""
-    problem = extended(case)
-    with backpack(DiagHessian()):
-        problem.loss().backward()
-    check(problem, reference(case), DiagHessian)
+    """Shares of samples may be found in another way than their sum, so the sum is asked for alone, too."""
+    for extensions in ([DiagHessian, BatchDiagHessian], [DiagHessian]):
+        problem = extended(case)
+        with backpack(*(extension() for extension in extensions)):
+            problem.loss().backward()
+        for extension in extensions:
+            check(problem, reference(case), extension)
 
 
 @by_case

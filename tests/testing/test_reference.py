@@ -15,8 +15,7 @@ by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 REWRITES_GRAPH = {"checkpointed"}  # torch.func refuses saved-tensor hooks
 
 
-@by_case
-def test_output_derivatives_equal_those_of_torch_func(case: Case):
+def output_derivatives_equal_those_of_torch_func(case: Case):
     ref, problem = reference(case), case.problem()
     parameters = problem.trainable()
     assert_close(ref.H, torch.func.hessian(problem.loss_of_output)(ref.z).reshape(ref.H.shape))
@@ -27,8 +26,7 @@ def test_output_derivatives_equal_those_of_torch_func(case: Case):
         assert_close(ref.J[name], J[name], msg=lambda text: f"{name}: {text}")  # noqa: B023
 
 
-@by_case
-def test_parts_of_the_gradient_add_up_to_it(case: Case):
+def parts_of_the_gradient_add_up_to_it(case: Case):
     ref, problem = reference(case), case.problem()
     problem.loss().backward()
     for name, p in problem.trainable().items():
@@ -38,8 +36,7 @@ def test_parts_of_the_gradient_add_up_to_it(case: Case):
         assert_close(ref.diag_ggn_exact(name).flatten(), ref.ggn(name).diagonal())
 
 
-@by_case
-def test_samples_are_independent(case: Case):
+def samples_are_independent(case: Case):
     ref, problem = reference(case), case.problem()
     z = torch.cat([problem.model(x[None]) for x in problem.x])
     assert_close(ref.z, z.detach())
@@ -48,8 +45,7 @@ def test_samples_are_independent(case: Case):
     assert not H[~torch.eye(N, dtype=torch.bool)].any()
 
 
-@by_case
-def test_weights_of_affine_layers_get_derivatives_times_patches(case: Case):
+def weights_of_affine_layers_get_derivatives_times_patches(case: Case):
     ref = reference(case)
     for name in ref._owners:
         uses = [use for use in ref._uses if use[0].weight is ref.parameters[name]]
@@ -57,8 +53,7 @@ def test_weights_of_affine_layers_get_derivatives_times_patches(case: Case):
         assert_close(J.reshape(ref.J[name].shape), ref.J[name])
 
 
-@by_case
-def test_hessians_of_samples_add_up_to_that_of_torch_func(case: Case):
+def hessians_of_samples_add_up_to_that_of_torch_func(case: Case):
     ref, problem = reference(case), case.problem()
     for name in ref.parameters:
         blocks = ref.hessian_batch(name)
@@ -71,6 +66,15 @@ def test_hessians_of_samples_add_up_to_that_of_torch_func(case: Case):
 
         H = jacrev(jacrev(loss), chunk_size=1)(ref.parameters[name].detach())
         assert_close(ref.hessian(name), H.reshape(blocks.shape[1:]))
+
+
+@by_case
+def test_the_reference_of_a_case(case: Case):
+    output_derivatives_equal_those_of_torch_func(case)
+    parts_of_the_gradient_add_up_to_it(case)
+    samples_are_independent(case)
+    weights_of_affine_layers_get_derivatives_times_patches(case)
+    hessians_of_samples_add_up_to_that_of_torch_func(case)
 
 
 def test_gauss_newton_is_the_hessian_of_a_linear_model():
