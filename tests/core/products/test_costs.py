@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -119,7 +121,6 @@ def test_products_of_computed_weights_are_those_of_the_parameter(kind: type, S: 
     assert_close(twice.norms2(), 4 * expected.norms2())
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize(
     "sizes",
@@ -134,20 +135,20 @@ def test_products_of_computed_weights_are_those_of_the_parameter(kind: type, S: 
     ],
     ids=lambda sizes: ",".join(str(int(size)) for size in sizes),
 )
-@pytest.mark.parametrize("grad", [False, True], ids=["", "graph"])
-def test_algorithms_agree(sizes: tuple, choice: str, weighted: bool, grad: bool, monkeypatch: pytest.MonkeyPatch):
-    jacobian = outer(*sizes, weighted=weighted)
-    expected = [getattr(multiplied(jacobian), name)() for name in REDUCTIONS]
+def test_algorithms_agree(sizes: tuple, choice: str, monkeypatch: pytest.MonkeyPatch):
     for name, value in CHOICES[choice].items():
         monkeypatch.setattr(costs, name, value)
     if sizes[1] == 1:  # there are no pairs of one position to choose
         monkeypatch.setattr(costs, "by_pairs", lambda *sizes: True)
-    with torch.set_grad_enabled(grad):
-        found = [getattr(jacobian, name)() for name in REDUCTIONS]
-        if jacobian.V == 1:
-            assert_same(jacobian.moments(), multiplied(jacobian).moments())
-    assert_same(found, expected)
-    assert grad or all(value.is_contiguous() for value in found)
+    for weighted, grad in itertools.product([False, True], repeat=2):
+        jacobian = outer(*sizes, weighted=weighted)
+        expected = [getattr(multiplied(jacobian), name)() for name in REDUCTIONS]
+        with torch.set_grad_enabled(grad):
+            found = [getattr(jacobian, name)() for name in REDUCTIONS]
+            if jacobian.V == 1:
+                assert_same(jacobian.moments(), multiplied(jacobian).moments())
+        assert_same(found, expected)
+        assert grad or all(value.is_contiguous() for value in found)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
@@ -216,14 +217,10 @@ def test_small_products_of_convolutions_do_not_put_all_patches_together(channels
     assert "whole" not in vars(use.cache["right"])
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["plain", "graph"])
-@pytest.mark.parametrize("limit", [None, 8])
 @pytest.mark.parametrize("by", ["by_blocks", "by_rows"])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
-def test_second_moments_in_half_precision(
-    half: torch.dtype, groups: int, by: str, limit: int | None, graph: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_second_moments_in_half_precision(half: torch.dtype, groups: int, by: str, monkeypatch: pytest.MonkeyPatch):
     """Of many parts, of which each would vanish in the sum of the others, and over more positions than float16 has."""
     for choice in ("by_blocks", "by_rows"):
         monkeypatch.setattr(costs, choice, lambda *sizes, choice=choice: choice == by)
@@ -234,11 +231,12 @@ def test_second_moments_in_half_precision(
     left = (1 / 8 * torch.randn(1, 1200, groups, 4 // groups, 64)).to(half).mT  # as it arrives: positions come last
     jacobian = Outer(left, right, conv.weight.shape)
     exact = Outer(left.double(), right.whole.double(), conv.weight.shape)
-    with torch.set_grad_enabled(graph):
-        found = jacobian.input_factor(limit=limit), jacobian.output_factor()
-    for moment, expected in zip(found, (exact.input_factor(limit=limit), exact.output_factor()), strict=True):
-        assert moment.dtype == half
-        assert_close(moment.double(), expected, rtol=1e-2, atol=1e-2 * float(expected.max()))
+    for graph, limit in itertools.product([False, True], [None, 8]):
+        with torch.set_grad_enabled(graph):
+            found = jacobian.input_factor(limit=limit), jacobian.output_factor()
+        for moment, expected in zip(found, (exact.input_factor(limit=limit), exact.output_factor()), strict=True):
+            assert moment.dtype == half
+            assert_close(moment.double(), expected, rtol=1e-2, atol=1e-2 * float(expected.max()))
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
@@ -337,7 +335,6 @@ def test_second_moments_of_positions(step: int, blocks: bool, monkeypatch: pytes
             assert_same(jacobian.output_factor(), expected if jacobian.G > 1 else expected[0])
 
 
-@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
     "conv",
     [
@@ -353,15 +350,20 @@ def test_second_moments_of_positions(step: int, blocks: bool, monkeypatch: pytes
     ],
     ids=str,
 )
-@pytest.mark.parametrize("samples", [1, 3])
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_second_moments_of_patches_of_a_few_samples_at_a_time(
-    conv: nn.Module, by_rows: bool, samples: int, rows: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_second_moments_of_patches_of_a_few_samples_at_a_time(conv: nn.Module, monkeypatch: pytest.MonkeyPatch):
     extend(conv.double())
-    z = conv(torch.randn(4, conv.in_channels, *[5, 6, 7][5 - conv.weight.dim() :]).double())
-    assert z.grad_fn is not None
-    use = z.grad_fn.metadata[KEY][0][0]
+    rows_at_once = costs.rows_at_once
+    for by_rows, samples, rows in itertools.product([False, True], [1, 3], [1, 2]):
+        monkeypatch.setattr(costs, "rows_at_once", rows_at_once)
+        z = conv(torch.randn(4, conv.in_channels, *[5, 6, 7][5 - conv.weight.dim() :]).double())
+        assert z.grad_fn is not None
+        use = z.grad_fn.metadata[KEY][0][0]
+        second_moments_agree(conv, z.detach(), use, by_rows, samples, rows, monkeypatch)
+
+
+def second_moments_agree(
+    conv: nn.Module, z: Tensor, use: Any, by_rows: bool, samples: int, rows: int, monkeypatch: pytest.MonkeyPatch
+):
     with torch.no_grad():
         jacobian = rule_for(conv).jac_t(use, [torch.ones_like(z)[None]], ["weight"], 4 // rows)["weight"]
         assert isinstance(jacobian, Outer) and isinstance(jacobian._right, Patches)
