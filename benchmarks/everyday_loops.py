@@ -187,7 +187,7 @@ def vae(make: Make) -> Iterator[float]:
             posterior = distributions.Normal(mean, log_std.exp())
             return posterior, self.decoder(posterior.rsample())
 
-    x = (torch.randn(N, 3) @ torch.randn(3, 8) > 0).float()
+    x = (torch.randn(N, 3) @ torch.randn(3, 8) > 0).to(torch.get_default_dtype())
 
     def loss(model: nn.Module) -> Tensor:
         posterior, logits = model(x)
@@ -210,7 +210,7 @@ def summed_vae(make: Make) -> Iterator[float]:
             z = mean + (log_variance / 2).exp() * torch.randn_like(mean)
             return self.decoder(z).sigmoid(), mean, log_variance
 
-    x = (torch.randn(N, 3) @ torch.randn(3, 8) > 0).float()
+    x = (torch.randn(N, 3) @ torch.randn(3, 8) > 0).to(torch.get_default_dtype())
 
     def loss(model: nn.Module) -> Tensor:
         reconstruction, mean, log_variance = model(x)
@@ -598,7 +598,7 @@ def sparse_graph(make: Make) -> Iterator[float]:
             return torch.sparse.mm(neighbours, self.last(torch.sparse.mm(neighbours, self.first(x)).relu()))
 
     x, y = classes()
-    near = (torch.cdist(x, x) < 3).float()
+    near = (torch.cdist(x, x) < 3).to(torch.get_default_dtype())
     near = (near / near.sum(1, keepdim=True)).to_sparse()
     return minimise(make, Convolutions(), lambda model: F.cross_entropy(model(x, near), y))
 
