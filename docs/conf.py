@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import curvopt
+
+ROOT = Path(__file__).parents[1]
 
 # the pictures of the gallery are those of small runs on one core
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,6 +46,20 @@ html_title = "curvopt"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 
+# the project's address, which a release fills in; until then, this folder
+address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+is_published = "/OWNER/" not in address
+if is_published:
+    html_theme_options = {
+        "source_repository": address,
+        "source_branch": f"v{version}",
+        "source_directory": "docs/",
+    }
+#: Installs curvopt where a notebook does not find it.
+FIRST_CELL = f"""try:
+    import curvopt
+except ImportError:
+    %pip install -q 'curvopt-for-pytorch[experiments] @ {f"git+{address}" if is_published else ROOT.as_uri()}'"""
 
 #: The examples in the order in which they are shown; others follow.
 STORIES = [
@@ -104,7 +122,7 @@ sphinx_gallery_conf = {
     "abort_on_example_error": True,
     "download_all_examples": False,
     "remove_config_comments": True,
-    "first_notebook_cell": "%pip install -q 'curvopt-for-pytorch[experiments]'",
+    "first_notebook_cell": FIRST_CELL,
     "show_signature": False,
     "nested_sections": False,
 }

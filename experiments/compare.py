@@ -40,7 +40,7 @@ class Comparison:
 
     problem: ProblemName = Config.problem
     """Data set and model to train."""
-    optimizers: tuple[OptimizerName, ...] = ("sgd", "kfac-sgd")
+    optimizers: tuple[OptimizerName, ...] = ("sgd", "adamw", "kfac-sgd")
     """Optimizers to compare."""
     seeds: tuple[int, ...] = (0,)
     """One run per optimizer and seed; the table shows their mean and deviation, the curves median and range."""

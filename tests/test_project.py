@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -19,6 +22,31 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 def test_the_citation_is_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["version"], citation["license"]) == (curvopt.__version__, PROJECT["license"])
+    assert f"version = {{{curvopt.__version__}}}" in (ROOT / "README.md").read_text()
+
+
+def test_one_address_stands_everywhere():
+    address = PROJECT["urls"]["Repository"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["repository-code"] == address
+    assert set(re.findall(r"https://github.com/\w+/curvopt", (ROOT / "README.md").read_text())) == {address}
+
+
+def test_a_release_has_the_version_of_its_tag_and_an_address(tmp_path: Path):
+    """What the release workflow writes before it builds."""
+    [release] = [yaml.safe_load(file.read_text()) for file in WORKFLOWS if file.stem == "release"]
+    [fill] = [step["run"] for step in release["jobs"]["build"]["steps"] if "sed" in step.get("run", "")]
+    for name in ("pyproject.toml", "CITATION.cff", "README.md", "curvopt/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    tag = {"GITHUB_REF_NAME": "v7.8.9", "GITHUB_SERVER_URL": "https://host", "GITHUB_REPOSITORY": "who/curvopt"}
+    subprocess.run(["bash", "-e", "-c", fill], cwd=tmp_path, env={**os.environ, **tag}, check=True)
+    citation = yaml.safe_load((tmp_path / "CITATION.cff").read_text())
+    assert (citation["version"], citation["repository-code"]) == ("7.8.9", "https://host/who/curvopt")
+    assert '__version__ = "7.8.9"' in (tmp_path / "curvopt" / "__init__.py").read_text()
+    assert not [file for file in tmp_path.rglob("*.*") if "OWNER" in file.read_text()]
+    readme = (tmp_path / "README.md").read_text()
+    assert "https://host/who/curvopt/raw/v7.8.9/docs/_static/" in readme
+    assert not re.findall(r"\]\((?!https?:|#)", readme)
 
 
 def test_the_changelog_begins_with_this_version():
