@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from curvopt.core.backward.backpack import backpack
 from curvopt.core.backward.columns import set_columns_per_sweep
 from curvopt.core.record.extend import extend
+from curvopt.core.record.predictions import prediction
 from curvopt.core.record.state import disable
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.fields import field
@@ -21,6 +22,7 @@ __all__ = [
     "disable",
     "extend",
     "field",
+    "prediction",
     "set_columns_per_sweep",
 ]
 

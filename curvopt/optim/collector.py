@@ -13,9 +13,9 @@ from torch import Tensor
 
 from curvopt import extend
 from curvopt.core.backward.backpack import ListenedBackward, Request, attach
-from curvopt.core.losses.roots import SingleRows
-from curvopt.core.record.extend import set_batch_axis
-from curvopt.core.record.extended_parameters import owned_parameters
+from curvopt.core.backward.request_checks import may_be_one_sample
+from curvopt.core.losses.roots import NotCurved
+from curvopt.core.record.extended_parameters import extended_model, owned_parameters
 from curvopt.core.record.state import outside_of_graphs
 from curvopt.distributed import Ranks, is_sharded, refuse_sharded, serving
 from curvopt.errors import CurvoptError
@@ -33,8 +33,9 @@ COUPLED_OUTPUTS = 32
 class Listening:
     """Takes curvature for an optimizer from the backwards of one context, by a ladder that each context climbs anew.
 
-    The curvature that was asked for, else the empirical quantity, else what there is: earlier curvature, or (attached)
-    the gradient as it is. Each is said once. The context of an attached optimizer has one backward.
+    The curvature that was asked for, with rows as samples or else the batch as one sample; else the empirical quantity;
+    else what there is: earlier curvature, or (attached) the gradient as it is. Each is said once. The context of an
+    attached optimizer has one backward.
 
     Args:
         optimizer: takes the curvature.
@@ -70,12 +71,17 @@ class Listening:
             CurvoptError: the first refusal, if there is no curvature at all, and the optimizer is not attached.
         """
         optimizer, accumulation = self.optimizer, self.optimizer._accumulation
-        alone = isinstance(error, SingleRows) and optimizer._has_curvature()  # of a last batch with one pair, say
-        if self.refusal is None and not alone:
-            self.refusal, optimizer._progress["empirical"] = error, 1
-            self.extensions = tuple(optimizer._empirical_extensions())
-            return replace(request, extensions=self.extensions)
-        error, optimizer._progress["empirical"] = self.refusal or error, self.before
+        self.refusal = self.refusal or error
+        # not where the loss itself has no curvature, or takes one number
+        of_rows = not (isinstance(error, NotCurved) or request.as_one_sample)
+        if of_rows and may_be_one_sample(request.extensions):
+            return replace(request, as_one_sample=True)
+        if not self.extensions or of_rows:
+            optimizer._progress["empirical"] = 1
+            one_sample = of_rows or not isinstance(self.refusal, NotCurved)
+            self.extensions = tuple(optimizer._empirical_extensions(one_sample or optimizer._has_no_rows()))
+            return replace(request, extensions=self.extensions, as_one_sample=one_sample)
+        error, optimizer._progress["empirical"] = self.refusal, self.before
         why = _in_words_of_attach(error)
         if optimizer._has_curvature() or accumulation.has_begun:
             optimizer._say("refused", f"goes on with the curvature it has, as a backward has none. {why}")
@@ -93,9 +99,15 @@ class Listening:
     def finished(self, weight: Tensor | float, variables: int) -> None:
         """See `curvopt.core.backward.backpack.Listener`."""
         optimizer = self.optimizer
-        if self.refusal is not None and not optimizer._wants_empirical():
+        if self.refusal is not None:
             why = _in_words_of_attach(self.refusal).split("; use ")[0].removesuffix(".")  # the rest names extensions
-            optimizer._say("empirical", f"takes the empirical quantity for such batches. {why}.")
+            if not self.extensions:
+                optimizer._say(
+                    "one sample",
+                    f"takes a batch as one sample, which is right on average; batch_axis=None says so. {why}.",
+                )
+            elif not optimizer._wants_empirical():
+                optimizer._say("empirical", f"takes the empirical quantity for such batches. {why}.")
         accumulation = optimizer._accumulation
         accumulation.end_backward(weight, variables, self.scale, are_of_gradients(self.extensions))
         accumulation.note_gradients(optimizer._params())
@@ -120,9 +132,18 @@ class CurvatureCollector(OverRanks, ABC):
     def _extensions(self) -> list[Any]:
         """The extensions that ``curvature()`` activates."""
 
-    def _empirical_extensions(self) -> list[Any]:
-        """Extensions of the empirical quantity (see `curvopt.optim.empirical`); by default none."""
+    def _empirical_extensions(self, one_sample: bool) -> list[Any]:
+        """Extensions of the empirical quantity (see `curvopt.optim.empirical`); by default none.
+
+        Args:
+            one_sample: whether the batch is one sample.
+        """
         return []
+
+    def _has_no_rows(self) -> bool:
+        """Whether a batch of the model is one sample, as it was extended so."""
+        models = {extended_model(param) for param in self._params()}
+        return any(model is not None and model.batch_axis is None for model in models)
 
     def _wants_empirical(self) -> bool:
         """Whether the empirical quantity is the one that the optimizer is made for."""
@@ -158,7 +179,7 @@ class CurvatureCollector(OverRanks, ABC):
         scaler: Any = None,
         *,
         loss_reduction: Literal["mean", "sum"] | None = None,
-        batch_axis: int | None = None,
+        batch_axis: int | None = 0,
     ) -> None:
         """Collect curvature from now on in every ``loss.backward()`` that reaches this optimizer's parameters.
 
@@ -171,8 +192,7 @@ class CurvatureCollector(OverRanks, ABC):
         No loss is refused: where a loss has no curvature (it is not convex, couples samples, has no second derivative,
         or is linear in a batch), the optimizer warns once and takes the empirical quantity for that batch, the second
         moments of the samples' gradients; ``coverage()`` and ``metrics()`` say so. Where it is not clear what a sample
-        is, it warns and takes the batch as one; where no output leads to the loss, the curvature it has, or plain
-        gradients.
+        is, it warns and takes the batch as one; where that does not help, the curvature it has, or plain gradients.
 
         Args:
             model: is extended.
@@ -182,10 +202,9 @@ class CurvatureCollector(OverRanks, ABC):
             loss_reduction: whether losses of no known kind are a ``"mean"`` over the samples or a ``"sum"``; later
                 calls without it keep it. To begin with, they are what their last operation is: a sum over rows that no
                 constant divides again is a sum, all else a mean.
-            batch_axis: axis of the model's inputs and outputs that counts the samples. By default 0; or 1, with a
-                warning, where layers mix axis 0 alone, as transformers and recurrent nets without ``batch_first`` do.
-                Where rows would cost many times a gradient (layers of a graph net mix them, wide weights are computed
-                by ``weight_norm``), a batch is one sample, with a warning, unless 0 is given.
+            batch_axis: axis of the model's inputs and outputs that counts the samples; 0, unless `extend` was told
+                another one. ``None`` where rows are no samples, or would cost many times a gradient (nodes of a
+                graph): the batch is one sample.
 
         Raises:
             CurvoptError: no parameter of this optimizer belongs to the model.
@@ -210,7 +229,7 @@ class CurvatureCollector(OverRanks, ABC):
                 "everything that replaces parameters (moving to a device, wrapping), and build the optimizer from "
                 "model.parameters()."
             )
-        set_batch_axis(extend(model), batch_axis)
+        extend(model, batch_axis=batch_axis)
         attach(self, lossfunc)
         self._loss_reduction = loss_reduction or self._loss_reduction
         self._attached_to = weakref.ref(model), own
@@ -260,7 +279,6 @@ class CurvatureCollector(OverRanks, ABC):
             maximized=bool(self.param_groups[0].get("maximize", False)),
             loss_reduction=self._loss_reduction,
             largest_block=COUPLED_OUTPUTS,
-            appends_single_rows=True,
             skips_empty=not alone,
         )
         listener = Listening(self, wanted, scale)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from curvopt.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
 from curvopt.optim.accumulation import pop_field
-from curvopt.optim.empirical import GradientDiagonal, RowDiagonal, count_as_one
+from curvopt.optim.empirical import GradientDiagonal, RowDiagonal
 from curvopt.optim.options import Attached
 from curvopt.optim.solvers import FactoredInverse
 
@@ -111,8 +111,8 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
             return [DiagGGNMC(self._options["mc_samples"], self._sampler())]
         return [DiagGGNExact() if self._options["curvature"] == "diag_ggn_exact" else DiagHessian()]
 
-    def _empirical_extensions(self) -> list[Any]:
-        return [RowDiagonal(self._sampler()) if count_as_one(self._params()) else GradientDiagonal()]
+    def _empirical_extensions(self, one_sample: bool) -> list[Any]:
+        return [RowDiagonal(self._sampler()) if one_sample else GradientDiagonal()]
 
     def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
         diagonal = pop_field(param, "gradient_diagonal" if self._progress["empirical"] else self._options["curvature"])

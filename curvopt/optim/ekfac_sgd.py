@@ -120,8 +120,8 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         factors = super()._extensions()
         return [*factors, Scales(self._bases(), factors[0].columns)]
 
-    def _empirical_extensions(self) -> list[Any]:
-        (factors,) = super()._empirical_extensions()
+    def _empirical_extensions(self, one_sample: bool) -> list[Any]:
+        (factors,) = super()._empirical_extensions(one_sample)
         by_gradients = isinstance(factors, GradientFactors)
         return [factors, GradientScales(self._bases()) if by_gradients else Scales(self._bases(), factors.columns)]
 

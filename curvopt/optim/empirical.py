@@ -12,7 +12,6 @@ from torch import Tensor
 
 from curvopt.core.backward.columns import Empirical, Gradient
 from curvopt.core.products.chunk import Chunk
-from curvopt.core.record.extended_parameters import extended_model
 from curvopt.extensions import EigenDiagonal, KFACEmpirical
 from curvopt.extensions.base import Extension
 
@@ -20,12 +19,6 @@ from curvopt.extensions.base import Extension
 def are_of_gradients(extensions: Iterable[Extension]) -> bool:
     """Whether these take the gradient of the backward itself, so that they are not divided by the loss's weight yet."""
     return any(isinstance(extension.columns, Gradient) for extension in extensions)
-
-
-def count_as_one(params: Iterable[Tensor]) -> bool:
-    """Whether batches of the model of these count as one sample, as rows would cost too much."""
-    models = {extended_model(param) for param in params}
-    return any(model is not None and model.is_one_sample for model in models)
 
 
 class GradientFactors(KFACEmpirical):

@@ -108,8 +108,8 @@ class GatheredBackward(ListenedBackward):
         size = self.ranks.size
         refused = self.ranks.sum(0 if refusal is None else 1 if isinstance(refusal, NotCurved) else size + 1)
         if refused > 0:
-            kind = CurvoptError if refused > size else NotCurved
-            raise refusal or kind("The backward was refused on another rank, which says why.")
+            kind = CurvoptError if refused > size else NotCurved  # the same on all ranks, which then do the same
+            raise kind(str(refusal or "The backward was refused on another rank, which says why."))
         return begun
 
 

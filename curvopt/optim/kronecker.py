@@ -10,7 +10,7 @@ from curvopt.core.products.base import Approx
 from curvopt.extensions import KFAC, KFLR, KFACEmpirical
 from curvopt.optim.accumulation import Collected, pop_field
 from curvopt.optim.curvature_optimizer import CurvatureOptimizer
-from curvopt.optim.empirical import GradientFactors, count_as_one
+from curvopt.optim.empirical import GradientFactors
 
 Fisher = Literal["mc", "exact", "empirical"]
 
@@ -57,8 +57,8 @@ class Kronecker(CurvatureOptimizer):
         extension.columns = Empirical(sampler, scaled=scaled)
         return extension
 
-    def _empirical_extensions(self) -> list[Any]:
-        if count_as_one(self._params()):
+    def _empirical_extensions(self, one_sample: bool) -> list[Any]:
+        if one_sample:
             return [self._empirical(self._sampler(), scaled=False)]
         return [GradientFactors(self._options["approx"], self._options["max_factor_size"])]
 

@@ -30,7 +30,6 @@ from curvopt.core.backward.request_checks import (
     check_inner_backward,
     check_request,
     fields_of,
-    may_be_one_sample,
     naming_fields,
 )
 from curvopt.core.backward.second_order import SecondOrder
@@ -59,7 +58,7 @@ class Request:
         maximized: whether what is differentiated is maximised: second-order quantities are those of minus it.
         loss_reduction: how losses of no known kind are reduced over the samples.
         largest_block: how many outputs of a sample such a loss may couple.
-        appends_single_rows: whether calls of a model with one row each are samples of one batch; else they are refused.
+        as_one_sample: whether each batch is one sample, whatever `extend` was told.
         skips_empty: whether backwards of empty batches are let through, without fields; else they are refused.
     """
 
@@ -68,7 +67,7 @@ class Request:
     maximized: bool = False
     loss_reduction: Reduction = None
     largest_block: int = LARGEST_BLOCK
-    appends_single_rows: bool = False
+    as_one_sample: bool = False
     skips_empty: bool = False
 
 
@@ -201,8 +200,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             how = how._replace(roots={place: -grad for place, grad in how.roots.items()})
         roots = [node for node, _ in how.roots]
         try:
-            may_be_one = request.appends_single_rows and may_be_one_sample(extensions)
-            located = read_and_locate(roots, request.appends_single_rows, may_be_one)
+            located = read_and_locate(roots, request.as_one_sample)
         except CurvoptError as error:
             if request.skips_empty and isinstance(error, EmptyBatch):
                 return None
@@ -264,9 +262,6 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             # not in the forward: a model that is extended but not asked should cost nothing
             handles += prepared.listen()
             result = call()
-            for model, location in prepared.located.locations.items():
-                if model is not None:
-                    model.last = () if location.appended else tuple(n for n in model.last if n != location.N)
             self._finish(prepared)
             return result
         except BaseException:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from curvopt.core.record.calls import ModuleCall, records_of
 from curvopt.core.record.extended_parameters import extended_model, extended_name
 from curvopt.core.record.model_calls import Model
 from curvopt.core.samples.layout import Layout
-from curvopt.core.samples.samples import EmptyBatch, Location, locate
+from curvopt.core.samples.samples import Location, locate
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 
@@ -81,140 +81,17 @@ class LocatedGraph:
         return others[0] if len(others) == 1 else None
 
 
-def read_and_locate(roots: Sequence[Node], appends_single_rows: bool = False, may_be_one: bool = False) -> LocatedGraph:
+def read_and_locate(roots: Sequence[Node], as_one_sample: bool = False) -> LocatedGraph:
     """Read the graph behind some nodes, and find out where the samples are in it, see `locate`.
-
-    Where that is refused or slow, models that allow it (`Model.seeks_axis`) get their other batch axis if it is better,
-    or else have one sample in a batch; after a refusal in this one alone.
 
     Raises:
         CurvoptError: where that is not clear, or the results would be wrong.
     """
     graph = read_graph(roots)
-    models = {call.model for call, _ in graph.model_calls}
-    for model in models:
-        if model.is_refused:
-            model.is_one_sample = model.is_refused = False
-    refusal, located, slow = None, None, {}
-    try:
-        located = _locate(graph, appends_single_rows, may_be_one)
-        slow = _slow_calls(located)
-    except EmptyBatch:
-        raise
-    except CurvoptError as error:
-        refusal = error
-    costly = _costly(located, slow) if located is not None and may_be_one else {}
-    found = None
-    if slow or refusal is not None:
-        found = _along_other_axis(roots, appends_single_rows, slow or models, by_cost=bool(slow))
-    if found is None and costly:
-        found = _as_one_sample(located, roots, appends_single_rows, costly)
-    elif found is None and refusal is not None and may_be_one:
-        found = _as_one_sample(None, roots, appends_single_rows, dict.fromkeys(models, refusal))
-    if found is not None:
-        return found
-    if located is None:
-        assert refusal is not None
-        raise refusal
-    _warn_of_cost(slow)
-    return located
-
-
-def _along_other_axis(
-    roots: Sequence[Node], appends_single_rows: bool, called: Collection[Model | None], by_cost: bool
-) -> LocatedGraph | None:
-    """With the samples along axis 1 in place of 0, or back, of the models that allow that; ``None`` if no better.
-
-    Args:
-        roots: of the backward.
-        appends_single_rows: see `locate`.
-        called: the models to which that may happen.
-        by_cost: whether that is because they are slow.
-    """
-    models = {model for model in called if model is not None and model.seeks_axis}
-    if not models:
-        return None
-    for model in models:
-        model.batch_axis = 1 - model.batch_axis
-    try:
-        located = _locate(read_graph(roots), appends_single_rows, False)
-        found = not _slow_calls(located) and all(location.N > 1 for location in located.locations.values())
-    except CurvoptError:
-        found = False
-    for model in models:
-        if not found:
-            model.batch_axis, model.seeks_axis = 1 - model.batch_axis, not (by_cost and "samples" in model.warned)
-        elif model.batch_axis:
-            model.warn_once(
-                "samples",
-                f"{model.name}: the samples are along axis 1 of its inputs, as layers mix the entries of axis 0. "
-                "attach(model, batch_axis=1) says so from the start; if samples are along axis 0, say batch_axis=0.",
-            )
-    return located if found else None
-
-
-def _costly(located: LocatedGraph, slow: Mapping[Model | None, CallInGraph]) -> dict[Model, CallInGraph]:
-    """Models that allow one sample whose quantities cost much row by row: the largest call of each."""
-    outputs = sum(shape.numel() for call in located.calls for shape in call.call.shapes)
-    pulled = sorted((call for call in located.calls if call.location.N > 1 and call.rule.pulls_back), key=_entries)
-    largest = {_model_of(call): call for call in pulled}
-    costly = {model: call for model, call in largest.items() if _by_sample(located, model) > 4 * outputs}
-    return {model: call for model, call in (costly | dict(slow)).items() if model is not None and model.seeks_axis}
-
-
-def _as_one_sample(
-    located: LocatedGraph | None,
-    roots: Sequence[Node],
-    appends_single_rows: bool,
-    why: Mapping[Model, CallInGraph | CurvoptError],
-) -> LocatedGraph | None:
-    """With each batch of some models as one sample, whose rows are shared positions; ``None`` if that is no better.
-
-    Args:
-        located: with a row as a sample, if that is clear.
-        roots: of the backward.
-        appends_single_rows: see `locate`.
-        why: by model, the call that costs much row by row, or why rows are no samples.
-    """
-    models = [model for model in why if model.seeks_axis]
-    for model in models:
-        model.is_one_sample = True
-    try:
-        found = _locate(read_graph(roots), appends_single_rows, True) if models else None
-        better = found is not None and (
-            located is None or all(_by_sample(found, model) < _by_sample(located, model) for model in models)
-        )
-    except CurvoptError:
-        found, better = None, False
-    for model in models:
-        model.is_one_sample, model.is_refused = better, located is None and better
-        model.seeks_axis = better or located is None
-        if better:
-            model.warn_once("samples" if located is not None else "refused rows", _why_one(why[model]))
-    return found if better else None
-
-
-def _why_one(reason: CallInGraph | CurvoptError) -> str:
-    if isinstance(reason, CurvoptError):
-        return f"{reason} The optimizer takes each batch as one sample, which is right on average."
-    return (
-        f"{reason.call.describe()}: row by row, its curvature would cost many times a gradient, so the optimizer takes "
-        "a batch as one sample, which is right on average. attach(model, batch_axis=0) goes by rows all the same."
-    )
-
-
-def _by_sample(located: LocatedGraph, model: Model | None) -> int:
-    """Number of entries that calls of a model compute for each sample by itself, of all samples."""
-    calls = [call for call in located.calls if _model_of(call) is model]
-    return sum(call.location.N * _entries(call) for call in calls if _is_by_sample(call) or call.rule.pulls_back)
-
-
-def _locate(graph: BackwardGraph, appends_single_rows: bool, may_be_one: bool) -> LocatedGraph:
-    """As `read_and_locate`, along the batch axes that the models have."""
     located = LocatedGraph(graph)
     if not graph.operands and not any(found.parameters for found in graph.module_calls.values()):
         return located
-    located.locations = locate(graph, appends_single_rows, may_be_one)
+    located.locations = locate(graph, as_one_sample)
     for found in graph.module_calls.values():
         if not found.parameters:
             continue
@@ -231,7 +108,7 @@ def _locate(graph: BackwardGraph, appends_single_rows: bool, may_be_one: bool) -
             raise CurvoptError(
                 f"{found.call.describe()}: the loss depends on it by a path around the outputs of the model (a term "
                 "that is computed inside of the model, or a prediction without a batch axis?), whose samples are not "
-                "known; return what it is made of, too, with a row for each sample."
+                "known; return what it is made of, too, with a row for each sample, or mark it by curvopt.prediction."
             )
     functional: list[CallInGraph] = []
     for p, operands in graph.operands.items():
@@ -246,6 +123,7 @@ def _locate(graph: BackwardGraph, appends_single_rows: bool, may_be_one: bool) -
     for call in located.calls:
         for name, p in call.parameters.items():
             located.owners.setdefault(p, (call, name))
+    _warn_of_cost(located)
     return located
 
 
@@ -268,50 +146,32 @@ def _no_samples(what: str) -> CurvoptError:
     )
 
 
-def _slow_calls(located: LocatedGraph) -> dict[Model | None, CallInGraph]:
-    """By model, the largest call that is computed sample by sample, if all these cost much."""
-    slow = [call for call in located.calls if _is_by_sample(call)]
-    if not slow:
-        return {}
+def _warn_of_cost(located: LocatedGraph) -> None:
+    """Say once for each model where quantities are computed sample by sample, if these cost most."""
+    slow = [call for call in located.calls if isinstance(call.samples, dict) or isinstance(call.rule, SharedCallRule)]
     fast = sum(shape.numel() for call in located.calls if call not in slow for shape in call.call.shapes)
     slow = [call for call in slow if call.location.N > 1]
     if sum(call.location.N * _entries(call) for call in slow) <= fast:
-        return {}
-    return {_model_of(call): call for call in sorted(slow, key=_entries)}
-
-
-def _is_by_sample(call: CallInGraph) -> bool:
-    return isinstance(call.samples, dict) or isinstance(call.rule, SharedCallRule)
-
-
-def _model_of(call: CallInGraph) -> Model | None:
-    return extended_model(next(iter(call.parameters.values())))
-
-
-def _warn_of_cost(slow: dict[Model | None, CallInGraph]) -> None:
-    """Say once for each model where quantities are computed sample by sample."""
-    for model, call in slow.items():
-        if model is not None and "samples" in model.warned:
-            continue
+        return
+    for call in sorted(slow, key=_entries, reverse=True):
+        model = extended_model(next(iter(call.parameters.values())))
         N = call.location.N
         layout = "an operation that is not known" if isinstance(call.rule, PerSampleRule) else "its output"
-        advice = " If the samples are along another axis, say extend(model, batch_axis=1)."
         message = (
             f"{call.call.describe()}: {layout} does not hold the {N} samples along one axis, so its quantities are "
-            f"computed sample by sample, at up to {N} times the cost.{'' if model and model.batch_axis else advice}"
+            f"computed sample by sample, at up to {N} times the cost. If the samples are along another axis, say "
+            "extend(model, batch_axis=1); if rows are no samples, as in a graph, batch_axis=None."
         )
         if model is None:
             warnings.warn(message, CurvoptWarning, stacklevel=2)
         else:
-            model.warn_once("samples", message)
+            model.warn_of_cost(message)
 
 
 def _entries(call: CallInGraph) -> int:
-    """Number of entries of the outputs of a call, or of the weight that is pulled back."""
-    if call.rule.pulls_back and call.rule.source is not None:
-        return shape_of(call.rule.source.node, call.rule.source.output_nr).numel()
-    own = call.rule.call if isinstance(call.rule, SharedCallRule) else call.call
-    return sum(shape.numel() for shape in own.shapes)
+    """Number of entries of the outputs of a call."""
+    shapes = call.rule.call.shapes if isinstance(call.rule, SharedCallRule) else call.call.shapes
+    return sum(shape.numel() for shape in shapes)
 
 
 def mixing_norm(located: LocatedGraph) -> tuple[str, bool]:

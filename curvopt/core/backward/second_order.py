@@ -90,7 +90,14 @@ class SecondOrder:
         self.largest_block = largest_block
         self.weight: Tensor | float = 0.0
         self.variables = 1
-        self.terms = find_terms(list(how.roots), {edge.node for call in located.calls for edge in call.edges.values()})
+        ends = {edge.node for call in located.calls for edge in call.edges.values()}
+        predictions = {
+            place
+            for location in located.distinct_locations
+            for place in location.heads
+            if shape_of(*place).numel() > (shape_of(*place)[0] if location.is_one_sample else location.N)
+        }
+        self.terms = find_terms(list(how.roots), ends, predictions)
         self._check_single_numbers()
         self.terms.keep(self._has_rows_of_samples)
         self.remainder: GenericLoss | None = None
@@ -195,19 +202,25 @@ class SecondOrder:
     def compute(self, run: BackwardPass) -> None:
         """Pull back the columns of all parts."""
         self.terms.receive(list(self.how.roots.values()))
-        try:
-            factored = [self._factor(loss) for loss in self.terms.known]
-        except CurvoptError as error:
-            # one that has no root: its Hessian, and gradients, can be had all the same
-            kinds = (Empirical, Hessian) if isinstance(error, NotConvex) else Empirical
-            if not all(isinstance(e.columns, kinds) for e in self.extensions):
-                raise naming_fields(self.extensions, error) from error
-            self.remainder, factored, self.weight = self.whole, [], 0.0
+        factored, negative = list[Factored](), dict[KnownLoss, NotConvex]()
+        for loss in self.terms.known:
+            try:
+                factored.append(self._factor(loss))
+            except NotConvex as error:  # with the rest it may be convex, and has a Hessian in any case
+                negative[loss] = error
+        if negative:
+            self.terms.keep(lambda loss: loss not in negative)
+            try:
+                self.remainder = self._generic(self.terms.nonlinear, self.terms.known)
+            except CurvoptError:
+                raise naming_fields(self.extensions, next(iter(negative.values()))) from None
         try:
             self._pull_back(run, factored)
-        except NotCurved:  # an optimizer takes another quantity: its users know no fields
-            raise
         except CurvoptError as error:
+            if isinstance(error, NotConvex) and negative:
+                error = next(iter(negative.values()))
+            if isinstance(error, NotCurved) and self.counted is not None:
+                raise error from None  # an optimizer takes another quantity: its users know no fields
             raise naming_fields(self.extensions, error) from error
         except RuntimeError as error:
             if "donated buffers" not in str(error):

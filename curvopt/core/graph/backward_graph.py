@@ -35,7 +35,7 @@ from curvopt.core.layers.rule import Rule, no_batch_axis
 from curvopt.core.products.base import Jacobian
 from curvopt.core.products.combine import from_single_samples
 from curvopt.core.products.sums import cast
-from curvopt.core.record.calls import ModuleCall, TermCall, records_of
+from curvopt.core.record.calls import ModuleCall, Prediction, TermCall, records_of
 from curvopt.core.record.extended_parameters import extended_name, owned_parameters
 from curvopt.core.record.model_calls import ModelCall
 from curvopt.core.record.steps import RowsBySample, Steps, rows_by_sample, samples_first, samples_of
@@ -180,6 +180,7 @@ class BackwardGraph:
         leaves: tensors whose gradients are accumulated, by the nodes that do it.
         module_calls: calls of modules that have a rule, of frozen ones, too.
         model_calls: outputs of model calls.
+        predictions: tensors that users have marked as predictions.
         terms: regularizers, and where their gradients arrive.
         operands: by parameter of an extended model, how it enters the graph outside of `module_calls`.
         inside: operations of `module_calls` that share operands with others.
@@ -190,6 +191,7 @@ class BackwardGraph:
     leaves: dict[Node, Tensor] = field(default_factory=dict)
     module_calls: dict[ModuleCall, CallInGraph] = field(default_factory=dict)
     model_calls: list[tuple[ModelCall, Place]] = field(default_factory=list)
+    predictions: set[Place] = field(default_factory=set)
     terms: dict[TermCall, GradientEdge] = field(default_factory=dict)
     operands: dict[nn.Parameter, list[Operand]] = field(default_factory=dict)
     inside: set[Operand] = field(default_factory=set)
@@ -268,6 +270,8 @@ def read_graph(roots: Sequence[Node]) -> BackwardGraph:
         for record, index, output_nr in records_of(node):
             if isinstance(record, TermCall):
                 graph.terms[record] = GradientEdge(node, output_nr)
+            elif isinstance(record, Prediction):
+                graph.predictions.add((node, output_nr))
             elif isinstance(record, ModelCall):
                 graph.model_calls.append((record, (node, output_nr)))
             elif isinstance(record, ModuleCall):

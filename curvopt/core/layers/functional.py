@@ -46,7 +46,14 @@ class ParameterCall(ModuleCall):
         owner: nn.Module,
     ):
         """Record the saved tensors."""
-        self.path, self.model, self.module, self.args, self.kwargs, self._owner = path, None, module, args, {}, owner
+        self.path, self.model_call, self.module, self.args, self.kwargs, self._owner = (
+            path,
+            None,
+            module,
+            args,
+            {},
+            owner,
+        )
         self.versions, self.boundary, self.steps = [x._version for x in args], frozenset(), None
         self.training = module.training
         self.shapes, self.cache, self.settings, self.seen = (shape,), {}, None, tuple(module._parameters.values())

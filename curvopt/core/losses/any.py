@@ -26,7 +26,7 @@ from curvopt.core.graph.nodes import metadata, name_of, saved, shape_of, walk
 from curvopt.core.linear_algebra import eigh
 from curvopt.core.losses.blocks import Cells, Head, Probe, Product
 from curvopt.core.losses.known import KnownLoss
-from curvopt.core.losses.roots import NotConvex, SingleRows
+from curvopt.core.losses.roots import NotConvex
 from curvopt.core.record.calls import records_of
 from curvopt.errors import CurvoptError
 
@@ -220,8 +220,6 @@ class GenericLoss:
             if cells is not None:
                 break
         else:
-            if self.N > 1 and all(head.N == 1 for head in self.heads):
-                raise SingleRows(f"{self.name}: it couples rows of calls with one row each; stack them, and call once.")
             raise CurvoptError(
                 f"{self.name}: it couples samples (its Hessian in the network's output has entries between them), but "
                 "second-order quantities need a sum or mean over samples; use KFACEmpirical or first-order quantities."

@@ -4,7 +4,8 @@ Whatever its options, a cross-entropy is *linear* in log-probabilities ``l = log
 So the Hessian at a position is ``m (diag p - p p^T)`` with the mass ``m = sum_c t_c = -sum_c dL/dl_c``, which is the
 gradient that arrives at the log-softmax, summed. Class weights, ignored targets, smoothing, probabilities as targets,
 reductions, scale, and losses written by hand need no further knowledge: only that everything after the log-softmax is
-linear, which the names of the nodes tell. Squared errors and binary cross-entropies are treated likewise.
+linear, which the names of the nodes tell. Squared errors, squares written by hand, and binary cross-entropies are
+treated likewise.
 
 >>> z = 1 * torch.ones(4, 3, requires_grad=True)  # the output of a network
 >>> scalar = 2 * torch.nn.functional.cross_entropy(z, torch.tensor([0, 1, 2, 0])) + z.exp().mean()
@@ -114,11 +115,18 @@ def _bce_with_logits(saved: Any, grad: Tensor) -> Kind:
     return weight.expand(z.shape), lambda root: Bernoulli(z, root)
 
 
+def _square(saved: Any, grad: Tensor) -> Kind:
+    z = widened(saved.self)
+    return (2 * widened(grad)).expand(z.shape), lambda root: Diagonal(root, root.square() / 2)
+
+
 #: For each operation its name for messages, and a function of its saved values and of the gradient. It returns the
 #: weight of the entries, and the curvature as a function of the root of the weight.
 _KINDS: dict[str, tuple[str, Callable[[Any, Tensor], Kind]]] = {
     "LOGSOFTMAX": ("the cross-entropy", _log_softmax),
     "MSELOSS": ("the squared error", _squared_error),
+    "MUL": ("the square", _square),
+    "POW": ("the square", _square),
     "BINARYCROSSENTROPYWITHLOGITS": ("the binary cross-entropy", _bce_with_logits),
 }
 
@@ -136,15 +144,20 @@ def _class_axis(dim: int, dims: int) -> int:
 def _recognise(node: Node) -> KnownLoss | None:
     kind = operation(node)
     edges = [GradientEdge(following, nr) for following, nr in node.next_functions if following is not None]
-    if kind not in _KINDS or len(edges) != 1:
+    if kind not in _KINDS or len(set(edges)) != 1:
         return None  # unknown, or the target depends on parameters, too
+    (z,) = set(edges)
+    shape = shape_of(z.node, z.output_nr)
+    if kind in ("MUL", "POW"):
+        is_square = len(edges) == 2 if kind == "MUL" else saved(node, "exponent") == 2
+        return KnownLoss(node, z) if is_square and shape and shape == shape_of(node) else None
     if kind == "LOGSOFTMAX" and _class_axis(saved(node, "dim"), len(shape_of(node))) == 0:
         return None  # no batch axis
-    if kind != "LOGSOFTMAX" and operation(edges[0].node) == "EXPAND":
+    if kind != "LOGSOFTMAX" and operation(z.node) == "EXPAND":
         return None  # broadcast to the target: rows are no samples
     if kind == "BINARYCROSSENTROPYWITHLOGITS" and node.next_functions[0][0] is None:
         return None
-    return KnownLoss(node, edges[0])
+    return KnownLoss(node, z)
 
 
 @dataclass
@@ -190,29 +203,34 @@ _ONE_OPERAND = MULTILINEAR | {"DIV"}
 _LINEAR = (LINEAR | _ONE_OPERAND) - BATCH_NORMS
 
 
-def find_terms(roots: Sequence[Place], ends: Collection[Node]) -> Terms:
+def find_terms(roots: Sequence[Place], ends: Collection[Node], predictions: Collection[Place] = ()) -> Terms:
     """The terms of a sum: losses of a known kind that reach the scalar through linear operations.
 
     Args:
         roots: outputs of nodes that are differentiated.
         ends: nodes of outputs of calls with parameters.
+        predictions: outputs of models with several numbers for each sample. Where the scalar is linear in one, that
+            part has no curvature but that of known losses behind it, such as a cross-entropy of log-probabilities.
 
     Raises:
         CurvoptError: for a regularizer of which the scalar is no linear function.
     """
-    terms, seen, stack = Terms(roots), set(roots), list(roots)
+    terms, nonlinear = Terms(roots), dict[Node, None]()
+    known: dict[Node, KnownLoss] = {}
+    stack = [(root, False) for root in roots]
+    seen = set(stack)
     while stack:
-        place = stack.pop()
-        node = place[0]
+        place, predicted = stack.pop()
+        node, predicted = place[0], predicted or place in predictions
         if leaf_of(node) is not None or any(isinstance(record, TermCall) for record, *_ in records_of(node)):
             continue  # parameters alone: no sample's loss
         if node in ends:
             terms.ends.append(place)
             continue
-        known = _recognise(node)
-        if known is not None:
-            if leads_to(known.edge.node, ends) and known.input.numel():
-                terms.known.append(known)
+        found = known.get(node) or _recognise(node)
+        if found is not None:
+            if leads_to(found.edge.node, ends) and found.input.numel():
+                known[node] = found
             continue
         operands = [below for below, _ in node.next_functions if below is not None]
         kind = operation(node)
@@ -220,15 +238,19 @@ def find_terms(roots: Sequence[Place], ends: Collection[Node]) -> Terms:
             operands = [below for below in operands if leads_to(below, ends)]
         one = len(operands) <= 1 and not (kind == "DIV" and node.next_functions[0][0] not in operands)
         if kind not in _LINEAR or (kind in _ONE_OPERAND and not one):
-            if leads_to(node, ends):
-                terms.nonlinear.append(node)
+            if leads_to(node, ends) and predicted:
+                terms.ends.append(place)
+            elif leads_to(node, ends):
+                nonlinear[node] = None
             _refuse_regularizers(node, ends)
             continue
         terms.linear.add(node)
         for below in node.next_functions:
-            if below[0] in operands and below not in seen:
-                seen.add(below)  # type: ignore[arg-type]
-                stack.append(below)  # type: ignore[arg-type]
+            if below[0] in operands and (below, predicted) not in seen:
+                seen.add((below, predicted))  # type: ignore[arg-type]
+                stack.append((below, predicted))  # type: ignore[arg-type]
+    terms.known, terms.nonlinear = list(known.values()), list(nonlinear)
+    terms.ends = [place for place in dict.fromkeys(terms.ends) if place[0] not in nonlinear]
     return terms
 
 

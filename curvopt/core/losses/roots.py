@@ -183,16 +183,12 @@ def _onehot(index: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(like).scatter_(-1, index, 1.0)
 
 
-class NotConvex(CurvoptError):
-    """A loss has negative curvature."""
-
-
 class NotCurved(CurvoptError):
     """A loss is linear in the network's output, or gets a single number, perhaps in this batch only."""
 
 
-class SingleRows(CurvoptError):
-    """A loss couples rows with which a model was called one by one, which may be parts of one sample."""
+class NotConvex(NotCurved):
+    """A loss has negative curvature."""
 
 
 def root_of_weights(weight: Tensor, what: str, rounding: Tensor | float = 0.0) -> Tensor:

@@ -49,7 +49,7 @@ class ModuleCall:
         "cache",
         "given",
         "kwargs",
-        "model",
+        "model_call",
         "module",
         "path",
         "rule",
@@ -67,7 +67,7 @@ class ModuleCall:
     def __init__(
         self,
         path: str,
-        model: Model | None,
+        model_call: ModelCall | None,
         module: nn.Module,
         args: tuple,
         kwargs: dict[str, Any],
@@ -76,7 +76,7 @@ class ModuleCall:
     ):
         """Record the arguments, and the shapes of ``outputs``; the call is ``traced`` in code that was compiled."""
         inputs = _tensors((args, kwargs)) if kwargs or len(args) != 1 else _tensors(args[0])
-        self.path, self.model, self.module, self.kwargs = path, model, module, kwargs
+        self.path, self.model_call, self.module, self.kwargs = path, model_call, module, kwargs
         self.boundary = frozenset([leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None])
         leaves = [leaf for leaf in inputs if leaf.grad_fn is None and leaf.requires_grad]
         #: Its own parameters among the inputs: the graph does not show which of their uses are inputs.
@@ -117,9 +117,15 @@ class ModuleCall:
             and x.grad_fn is not None
             # autograd may keep another view of its base
             and (not x._is_view() or (x.dim() == 2 and isinstance(self.module, nn.Linear)))
+            and x.device.type != "meta"  # of which torch.is_autocast_enabled knows nothing
             and not torch.is_autocast_enabled(x.device.type)
             and saves_tensors_as_they_are()
         )
+
+    @property
+    def model(self) -> Model | None:
+        """The model of which it is a layer."""
+        return None if self.model_call is None else self.model_call.model
 
     @property
     def args(self) -> tuple:
@@ -244,6 +250,15 @@ def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
+class Prediction:
+    """What a user says is a prediction, see `curvopt.prediction`."""
+
+    __slots__ = ("__weakref__", "boundary")
+
+    def __init__(self) -> None:
+        self.boundary = frozenset[Node]()
+
+
 class TermCall:
     """A term of the loss that sees parameters only: ``weight / 2`` times the sum of their squares."""
 
@@ -288,7 +303,7 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _record(node: Node, record: ModuleCall | ModelCall | TermCall, index: int, output_nr: int) -> None:
+def _record(node: Node, record: ModuleCall | ModelCall | TermCall | Prediction, index: int, output_nr: int) -> None:
     node.metadata.setdefault(KEY, []).append((record, index, output_nr))  # type: ignore[attr-defined]
 
 

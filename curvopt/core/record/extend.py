@@ -19,7 +19,7 @@ from curvopt.core.pytorch_workarounds import forget_compiled_code
 from curvopt.core.record import model_calls
 from curvopt.core.record.calls import ModuleCall, _record, _tensors, describe
 from curvopt.core.record.extended_parameters import _extended, note_parameters, owned_parameters
-from curvopt.core.record.model_calls import Model
+from curvopt.core.record.model_calls import Model, ModelCall
 from curvopt.core.record.state import _records, outside_of_graphs
 
 
@@ -55,24 +55,22 @@ class Recorder:
             kwargs, output = {}, kwargs
         if torch.compiler.is_dynamo_compiling():
             return outside_of_graphs(self, module, args, kwargs, output, True)
-        running = model_calls.running_model()
+        running = model_calls.running_call()
         outermost = model_calls.end() if self.begins else running is None
         if not (self.owns or outermost):
             return None
         outputs = _tensors(output)
         nodes = [out.grad_fn for out in outputs]
+        model_call = ModelCall(self.model) if running is None else running
         if outermost:
             # parameters of the model that it is called with are no samples
             given = [x for x in _tensors((args, kwargs)) if x not in _extended]
-            name = describe(self.path, module)
-            of_model = model_calls.model_call(self.model, self.path, name, args, kwargs, given)
-            # also where it returns an object that holds tensors, a distribution say
-            self.model.last = tuple(dict.fromkeys((*of_model.samples, *self.model.last)))[:4]
+            model_call.end(self.path, describe(self.path, module), args, kwargs, given)
         if not any(nodes):
             return None
         ruled = self._has_rule(module)
         if ruled:
-            call = ModuleCall(self.path, running or self.model, module, args, kwargs, outputs, traced)
+            call = ModuleCall(self.path, model_call, module, args, kwargs, outputs, traced)
             if len(outputs) > 1:
                 # an output may be computed from another: hand out copies, so that what arrives there comes from outside
                 # (no views: changed in place, they would take the record out of the graph)
@@ -86,7 +84,7 @@ class Recorder:
         if outermost:
             for out, node in zip(outputs, nodes, strict=True):
                 if node is not None:
-                    _record(node, of_model, 0, out.output_nr)
+                    _record(node, model_call, 0, out.output_nr)
         return output if ruled and len(outputs) > 1 else None
 
     def _has_rule(self, module: nn.Module) -> bool:
@@ -102,19 +100,6 @@ def _recorder_of(module: nn.Module) -> Recorder | None:
     return next((hook for hook in module._forward_hooks.values() if isinstance(hook, Recorder)), None)
 
 
-def set_batch_axis(module: nn.Module, axis: int | None) -> None:
-    """Set the batch axis of an extended model; ``None``: unless it was given, it may be found by backwards."""
-    recorder = _recorder_of(module)
-    if recorder is None:
-        return
-    model = recorder.model
-    model.is_one_sample = False
-    if axis is not None:
-        model.batch_axis, model.seeks_axis = axis, False
-    elif model.seeks_axis is None:
-        model.seeks_axis = model.batch_axis == 0
-
-
 def remember_parameters(module: nn.Module) -> None:
     """Note the parameters that the extended modules of a module have now: ``fully_shard`` exchanges them."""
     for child in module.modules():
@@ -123,12 +108,12 @@ def remember_parameters(module: nn.Module) -> None:
             note_parameters(child, recorder.path, recorder.model)
 
 
-def _model_of(module: nn.Module, batch_axis: int) -> Model:
+def _model_of(module: nn.Module, batch_axis: int | None) -> Model:
     """The model that a module is extended as: the larger one that it is a part of, or itself."""
     size = sum(1 for _ in module.modules())
     recorder = _recorder_of(module)
     if recorder is not None and recorder.model.size >= size:
-        if batch_axis:
+        if batch_axis != 0:
             recorder.model.batch_axis = batch_axis
         return recorder.model
     return Model(describe("", module), batch_axis, size)
@@ -137,7 +122,9 @@ def _model_of(module: nn.Module, batch_axis: int) -> Model:
 M = TypeVar("M", bound=nn.Module)
 
 
-def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bool = False, batch_axis: int = 0) -> M:
+def extend(
+    module: M, debug: bool = False, use_converter: bool = False, loss: bool = False, batch_axis: int | None = 0
+) -> M:
     """Make a model record its calls. Changes the module and returns it; idempotent.
 
     A loss without parameters is left as it is: losses are read off the graph.
@@ -150,7 +137,8 @@ def extend(module: M, debug: bool = False, use_converter: bool = False, loss: bo
         use_converter: accepted for programs written for BackPACK and needed for nothing: functional code, residual
             connections and reused modules work as they are.
         loss: accepted for losses of one's own and needed for nothing.
-        batch_axis: axis of the model's inputs and outputs that counts the samples.
+        batch_axis: axis of the model's inputs and outputs that counts the samples. ``None`` where rows are no samples,
+            as in a graph: the batch is one sample. The default leaves an extended model as it is.
 
     Raises:
         TypeError: if ``module`` is not an ``nn.Module``, or trainable parts of it were made by ``torch.jit``.

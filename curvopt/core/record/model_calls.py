@@ -13,12 +13,13 @@ the length of the batch axis of its first tensor input; its outputs are the head
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import warnings
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,54 +32,61 @@ class Model:
 
     Attributes:
         name: for messages.
-        batch_axis: axis of the inputs and outputs of the model that counts the samples.
+        batch_axis: axis of the inputs and outputs of the model that counts the samples; ``None`` where a batch is one
+            sample.
         size: number of its modules.
-        seeks_axis: whether backwards may exchange axis 0 and 1, or set ``is_one_sample``, see
-            `curvopt.core.backward.located_graph`; ``None`` as long as nobody has said.
-        is_one_sample: whether optimizers take a batch as one sample, as it would cost many times a gradient by rows.
-        is_refused: whether that holds for the last backward only, where rows were no samples.
-        warned: what the model's users were warned of, see `warn_once`.
-        last: `ModelCall.samples` of the last calls that no backward has used, which count where the loss depends on no
-            output (a gradient penalty of a network of ReLUs, the residual of a PINN).
-        forward: number of the forward pass that runs; it ends where a module, or a part of it, is called again.
-        called: paths of the modules that were called in it, each with a dot behind it.
-        forwards: by field, the forward passes of the last backward that was asked for it.
+        has_warned: whether the model's users were warned of the cost of quantities that are computed sample by sample.
+        forward: number of the running forward pass; one that calls modules by themselves ends when one of them, or of
+            those that it contains, is called again.
+        called: paths of the modules that were called in it.
+        forwards: by field, the forward passes that the fields on parameters are of.
     """
 
-    def __init__(self, name: str, batch_axis: int = 0, size: int = 1):
+    def __init__(self, name: str, batch_axis: int | None = 0, size: int = 1):
         self.name, self.batch_axis, self.size = name, batch_axis, size
-        self.seeks_axis: bool | None = None
-        self.is_one_sample = self.is_refused = False
-        self.warned = set[str]()
-        self.last: tuple[int, ...] = ()
+        self.has_warned = False
         self.forward, self.called = 0, set[str]()
         self.forwards: dict[str, set[int]] = {}
 
-    def warn_once(self, about: Literal["samples", "refused rows"], message: str) -> None:
-        """Warn, unless there was a warning about the same before, perhaps in other words."""
-        if about not in self.warned:
-            self.warned.add(about)
+    def warn_of_cost(self, message: str) -> None:
+        """Warn, unless there was such a warning before."""
+        if not self.has_warned:
+            self.has_warned = True
             warnings.warn(message, CurvoptWarning, stacklevel=3)
 
 
-class ModelCall(NamedTuple):
-    """The outermost call of an extended module.
+class ModelCall:
+    """The outermost call of an extended module. The records of its layers refer to it.
 
     Attributes:
         model: the model to which the module belongs.
+        number: distinguishes the calls.
         name: of the module, for messages.
         listed: length of a list of tensors (images, say) that is the first input, or ``None``.
-        shapes: of the tensors among the inputs.
-        number: distinguishes the calls.
+        shapes: of the tensors among the inputs, once the call has ended.
         forward: the forward pass of the model to which the call belongs, see `Model.forward`.
     """
 
-    model: Model
-    name: str
-    listed: int | None
-    shapes: tuple[torch.Size, ...]
-    number: int
-    forward: int
+    __slots__ = ("forward", "listed", "model", "name", "number", "shapes")
+    _numbers = itertools.count()
+
+    def __init__(self, model: Model):
+        self.model, self.number, self.name = model, next(self._numbers), model.name
+        self.listed: int | None = None
+        self.shapes: tuple[torch.Size, ...] = ()
+        self.forward = model.forward
+
+    def end(self, path: str, name: str, args: tuple, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Note the path of the module, and the arguments, among which are some tensors."""
+        model, at = self.model, f"{path}." if path else ""
+        if any([at.startswith(called) or called.startswith(at) for called in model.called]):
+            model.forward, model.called = model.forward + 1, set()
+        model.called.add(at)
+        self.forward = model.forward
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        is_list = isinstance(first, list) and bool(first) and all(isinstance(x, Tensor) for x in first)
+        self.name, self.listed = name, len(first) if is_list else None  # type: ignore[arg-type]
+        self.shapes = tuple([x.shape for x in tensors])
 
     @property
     def samples(self) -> tuple[int, ...]:
@@ -86,18 +94,18 @@ class ModelCall(NamedTuple):
 
         None of a call without tensors.
         """
-        axis = self.model.batch_axis
+        axis = self.model.batch_axis or 0
         lengths = [shape[axis] for shape in self.shapes if len(shape) > axis][:1]
         return tuple(lengths if self.listed is None else [self.listed, *lengths])
 
 
 class _Running(threading.local):
-    """The calls of extended modules that run now in a thread, outermost first, and the frame of the outermost one."""
+    """The outermost call of an extended module that runs now in a thread, its frame, and the depth of calls in it."""
 
     def __init__(self) -> None:
-        self.calls: list[Model] = []
+        self.call: ModelCall | None = None
         self.frame: FrameType | None = None
-        self.count = 0
+        self.depth = 0
 
 
 _running = _Running()
@@ -105,11 +113,11 @@ _running = _Running()
 
 def begin(model: Model, top: bool) -> None:
     """The call of an extended module begins; ``top`` for the model itself or one of its children."""
-    if top and _running.calls and not _is_running(_running.frame):
-        _running.calls.clear()  # a call that was interrupted
-    if not _running.calls:
-        _running.frame = sys._getframe(2)
-    _running.calls.append(model)
+    if top and _running.depth and not _is_running(_running.frame):
+        _running.depth = 0  # a call that was interrupted
+    if not _running.depth:
+        _running.call, _running.frame = ModelCall(model), sys._getframe(2)
+    _running.depth += 1
 
 
 def _is_running(frame: FrameType | None) -> bool:
@@ -121,27 +129,12 @@ def _is_running(frame: FrameType | None) -> bool:
 
 def end() -> bool:
     """The call of an extended module ends, also with an exception; whether it was a model call."""
-    if _running.calls:
-        _running.calls.pop()
-    if not _running.calls:
-        _running.frame = None
-    return not _running.calls
+    _running.depth = max(_running.depth - 1, 0)
+    if not _running.depth:
+        _running.call = _running.frame = None
+    return not _running.depth
 
 
-def running_model() -> Model | None:
-    """The model whose call runs now."""
-    return _running.calls[0] if _running.calls else None
-
-
-def model_call(
-    model: Model, path: str, name: str, args: tuple, kwargs: dict[str, Any], tensors: Sequence[Tensor]
-) -> ModelCall:
-    """A call of the module at a path with some arguments, among which are some tensors."""
-    first = args[0] if args else next(iter(kwargs.values()), None)
-    listed = len(first) if isinstance(first, list) and first and all(isinstance(x, Tensor) for x in first) else None
-    _running.count += 1
-    at = f"{path}." if path else ""
-    if any([at.startswith(called) or called.startswith(at) for called in model.called]):
-        model.forward, model.called = model.forward + 1, set()
-    model.called.add(at)
-    return ModelCall(model, name, listed, tuple([x.shape for x in tensors]), _running.count, model.forward)
+def running_call() -> ModelCall | None:
+    """The model call that runs now."""
+    return _running.call

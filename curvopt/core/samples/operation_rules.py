@@ -18,6 +18,7 @@ from curvopt.core.graph.nodes import operation, outputs_of, saved, signed
 from curvopt.core.samples.indexing_rules import embedding, gather, index, index_add, index_put, index_select
 from curvopt.core.samples.layout import AnyLayout, Layout
 from curvopt.core.samples.operation_call import OperationCall
+from curvopt.core.samples.probe import probe_operands
 
 
 def _elementwise(call: OperationCall) -> list[AnyLayout]:
@@ -175,8 +176,8 @@ def _cat(call: OperationCall) -> list[AnyLayout]:
     index, shapes = call.axis.index, call.operands
     if index != call.dim(len(call.shape)):
         return [call.at(shape, index) for shape in shapes]
-    if None in shapes:
-        return call.unknown  # how long the constants are is not saved
+    if None in shapes:  # how long the constants are is not saved
+        return probe_operands(call.node, call.output_nr, call.layout, call.N)
     found, labels = [], call.labels
     for shape in shapes:
         length = shape[index] if shape is not None and len(shape) == len(call.shape) else 0  # legacy: empty ones

@@ -28,7 +28,7 @@ def axis_of_head(place: Place, rows: int, axis: int) -> int | None:
     shape = shape_of(*place)
     fit = [i for i in dict.fromkeys((axis, 0)) if len(shape) > i and shape[i] == rows]
     if fit == [1] and len(shape) == 2 and shape[0] % rows == 0:
-        if any(isinstance(layout, Layout) for layout in _of_parameters(place, 1, rows)):
+        if divides_parameters(place, 1, rows):
             return None  # flattened, with N features
     if fit == [0] and len(shape) > 2 and is_along_second(place, rows):
         first = propagate_batch_axis({place: labelled(shape, 0, range(rows), rows, False)}, rows).layouts
@@ -49,6 +49,11 @@ def is_along_second(place: Place, N: int, known: Mapping[Place, Layout] | None =
     It is not if entries of parameters were those of samples then, as of ``[K, N]`` with N features.
     """
     return shape_of(*place)[1:2] == (N,) and _of_parameters(place, 1, N, known) == {None}
+
+
+def divides_parameters(place: Place, axis: int, N: int) -> bool:
+    """Whether entries of parameters would be those of single samples, if these were along an axis of an output."""
+    return any(isinstance(layout, Layout) for layout in _of_parameters(place, axis, N))
 
 
 def _of_parameters(place: Place, axis: int, N: int, known: Mapping[Place, Layout] | None = None) -> set[AnyLayout]:

@@ -16,7 +16,7 @@ discriminator has 12; models with equal numbers share a `Location`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -26,18 +26,18 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.graph.node_vjp import Place
-from curvopt.core.graph.nodes import operation, shape_of, walk
-from curvopt.core.graph.operations import BY_ENTRY
+from curvopt.core.graph.nodes import leaf_of, name_of, shape_of, walk
 from curvopt.core.record.extended_parameters import extended_model, extended_owner
 from curvopt.core.record.model_calls import Model, ModelCall
-from curvopt.core.samples.heads import agreeing, around_heads, behind_reductions, outermost
 from curvopt.core.samples.layout import UNUSED, Axis, Layout, axis_of, labelled, labels_along
 from curvopt.core.samples.propagation import BatchAxes, propagate_batch_axis
-from curvopt.core.samples.rows import axis_of_head, is_along_second, matched, samples_of_rows
+from curvopt.core.samples.rows import axis_of_head, divides_parameters, is_along_second, matched, samples_of_rows
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
     from curvopt.core.graph.backward_graph import BackwardGraph
+
+Heads = dict[Place, Layout]
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ class Location:
 
     Attributes:
         N: number of samples.
-        heads: outputs of the models, or of operations, whose rows are the samples; what each sample feeds from there on
-            is its part of the loss.
+        heads: outputs of the models, or of operations with parameters, whose rows are the samples; what each sample
+            feeds from there on is its part of the loss.
         axes: the batch axis of all tensors behind them.
         appended: whether the rows of several calls of different lengths were appended to one batch.
-        is_one_sample: whether all rows of a batch are one sample, see `Model.is_one_sample`.
+        is_one_sample: whether all rows of a batch are one sample.
     """
 
     N: int
     heads: Mapping[Place, Layout]
     axes: BatchAxes
-    appended: bool
+    appended: bool = False
     is_one_sample: bool = False
 
     def rows_of(self, edge: GradientEdge) -> list[int] | None:
@@ -75,183 +75,88 @@ class Location:
         return samples_of_rows(place, self.heads)
 
 
-def locate(
-    graph: BackwardGraph, appends_single_rows: bool = False, may_be_one: bool = False
-) -> dict[Model | None, Location]:
-    """The location of the samples of each model; by ``None`` that of functional code, of no model that was called.
+def locate(graph: BackwardGraph, as_one_sample: bool = False) -> dict[Model | None, Location]:
+    """The location of the samples of each model that takes part.
 
     Args:
         graph: of the backward.
-        appends_single_rows: whether calls with one row each are samples of one batch, and not an error.
-        may_be_one: whether a batch is one sample if that is so for one of the models (`Model.is_one_sample`).
+        as_one_sample: whether each batch is one sample, whatever the models say (`Model.batch_axis`).
 
     Raises:
         CurvoptError: where it is not clear what a sample is.
     """
-    by_model: dict[Model, list[tuple[ModelCall, Place]]] = {}
+    outputs: dict[Model | None, list[tuple[ModelCall, Place]]] = {}
     for call, place in graph.model_calls:
-        by_model.setdefault(call.model, []).append((call, place))
-    found: list[tuple[Model | None, int, dict[Place, Layout], bool]] = []
-    one = may_be_one and any(model.is_one_sample for model in by_model)
-    for model, outputs in by_model.items():
-        whole = one and model.seeks_axis is not False  # with the others, as a generator with its discriminator
-        places = [place for _, place in outputs if whole and shape_of(*place)]
-        located = None if places else _of_model(model, outputs, graph, appends_single_rows)
-        if whole and located is not None:  # the model returns its loss
-            places = [*located[1]]
-        if places:
+        outputs.setdefault(call.model, []).append((call, place))
+    computed = _computed_with_parameters(graph)
+    models = dict.fromkeys([*outputs, *computed])
+    found: list[tuple[Model | None, int, Heads, bool]] = []
+    one = as_one_sample or any(model is not None and model.batch_axis is None for model in models)
+    for model in models:
+        rows = _BatchOfModel(model, outputs.get(model, []), computed.get(model, []), graph)
+        if one:  # with the others, as a generator with its discriminator
+            places = rows.places
+            if not all(shape_of(*place).numel() for place in places):
+                raise EmptyBatch(EMPTY.format("The model" if model is None else model.name))
             found.append((model, 1, {place: Layout(1, 1, prod(shape_of(*place))) for place in places}, False))
-        elif located is not None:
-            found.append((model, *located))
-    for model in _without_heads(graph, by_model):
-        for N in model.last:
-            heads = behind_reductions(graph, N, model.batch_axis)
-            if heads:
-                found.append((model, N, heads, False))
-                break
-    if not found:
-        functional = _functional(graph)
-        found = [] if functional is None else [(None, *functional, False)]
+        else:
+            found.append((model, *rows.locate()))
     locations: dict[Model | None, Location] = {}
-    for key in dict.fromkeys((N, appended) for _, N, _, appended in found):
-        same = [(model, heads) for model, N, heads, appended in found if (N, appended) == key]
+    for key in dict.fromkeys((N, appended) for _, N, heads, appended in found if heads):
+        same = [(model, heads) for model, N, heads, appended in found if (N, appended) == key and heads]
         heads = {place: layout for _, own in same for place, layout in own.items()}
-        heads = heads if len(same) == 1 else outermost(heads, key[0], graph)
+        if len(same) > 1:  # what a model gets from another one is located through that one
+            met = set(walk(graph.roots, last={node for node, _ in heads}))
+            heads = {place: layout for place, layout in heads.items() if place[0] in met}
         parameters = graph.of_parameters_alone if key[0] == 1 else None
         axes = propagate_batch_axis(heads, key[0], order=graph.nodes, parameters=parameters)
-        if any(transposed for _, transposed in axes.mixing()):
-            heads = agreeing(axes, heads, graph)
-            axes = propagate_batch_axis(heads, key[0], order=graph.nodes)
-        location = Location(key[0], heads, axes, key[1], one and key[0] == 1)
+        location = Location(key[0], heads, axes, key[1], one)
         locations.update((model, location) for model, _ in same)
     return locations
 
 
-def _without_heads(graph: BackwardGraph, called: Collection[Model]) -> list[Model]:
-    """The models of which parameters take part but no output, as in a gradient penalty."""
-    by_calls = [found.call.model for found in graph.module_calls.values() if found.parameters]
-    models = dict.fromkeys([*by_calls, *map(extended_model, graph.operands)])
-    return [model for model in models if model is not None and model.last and model not in called]
+def _computed_with_parameters(graph: BackwardGraph) -> dict[Model | None, list[Place]]:
+    """The first tensors behind the scalar that operations with parameters compute, past the outputs of models.
 
+    And those that users have marked as predictions.
 
-def _of_model(
-    model: Model, outputs: Sequence[tuple[ModelCall, Place]], graph: BackwardGraph, appends_single_rows: bool
-) -> tuple[int, dict[Place, Layout], bool] | None:
-    """Number of samples, heads, and whether batches were appended; ``None`` for calls without tensors."""
-    first = _first_calls(outputs, graph)
-    voting = [call for call in first if call.samples]
-    if not voting:
-        return None
-    ends = {place[0] for _, place in outputs if len(shape_of(*place))}
-    met = set(walk(graph.roots, last=ends))
-    heads = [(call, place) for call, place in outputs if place[0] in met and len(shape_of(*place)) > 0]
-    axis = model.batch_axis
-    lengths = [_number(call, heads, axis) for call in voting]
-    single = len(lengths) > 1 and set(lengths) == {1}
-    N, appended = lengths[0], len(set(lengths)) > 1 or (single and appends_single_rows)
-    pooled = not appended and all(call in voting for call, _ in heads)
-    if pooled and (rows := _rows_of_outputs(heads, N)) is not None:
-        N, lengths = rows, [rows] * len(lengths)
-    if single and not appended:
-        raise CurvoptError(
-            f"{voting[0].name} was called {len(lengths)} times with one row each, so that each call has one sample "
-            "of its own; stack the rows and call it once."
-        )
-    if 0 in lengths:
-        alone = not any(shape_of(*place).numel() for _, place in graph.model_calls)
-        raise (EmptyBatch if alone else CurvoptError)(EMPTY.format(voting[0].name))
-    starts: dict[int, int] = {}
-    if appended:
-        for call in voting:
-            starts[call.number] = sum(lengths[: len(starts)])
-        N = sum(lengths)
-    size = {call.number: length for call, length in zip(voting, lengths, strict=True)}
-    known: dict[Place, Layout] = {}
-    others: list[tuple[ModelCall, Place]] = []
-    for call, place in sorted(outputs, key=lambda output: output[0].number):
-        shape = shape_of(*place)
-        if not shape:
-            continue
-        # along the batch axis, or the first one
-        rows = size.get(call.number, N) if appended else N
-        at = axis_of_head(place, rows, axis)
-        own = at is not None
-        if call.number in size and own:
-            start = starts.get(call.number, 0)
-            known[place] = labelled(shape, at or 0, range(start, start + rows), N, False)
-        elif call.number not in size and (labels := samples_of_rows(place, known)) is not None:
-            known[place] = labelled(shape, 0, labels, N, False)
-        elif own and not appended:
-            known[place] = labelled(shape, at or 0, range(N), N, False)
-        elif (call, place) in heads:
-            others.append((call, place))
-    shares = [] if not others else _place_others(others, known, N, axis, appended)
-    found = {place: known[place] for _, place in heads}
-    found = found or behind_reductions(graph, N, axis)
-    if not found:
-        raise CurvoptError(
-            f"{voting[0].name} was called with {N} samples, but no tensor with {N} rows along axis {axis} leads to the "
-            "loss; if the samples are along another axis, say extend(model, batch_axis=1)."
-        )
-    if shares and not _are_shares(found, graph, N, axis):
-        for call, place in shares:
-            if axis or not is_along_second(place, N):
-                raise _no_shares(call, place, N)
-            found[place] = labelled(shape_of(*place), 1, range(N), N, False)
-    if not appended:
-        found |= around_heads(graph, N, axis, found)
-        for other in model.last:
-            more = around_heads(graph, other, axis, found) if other != N else {}
-            if more:  # of a call whose output the loss does not contain, as where it is differentiated by the input
-                found = _appended(found, 0, N + other) | _appended(more, N, N + other)
-                return N + other, found, True
-    return N, found, appended
-
-
-def _appended(heads: Mapping[Place, Layout], start: int, N: int) -> dict[Place, Layout]:
-    """The layouts of heads whose samples are some of the N of several batches."""
-    found = {}
-    for place, layout in heads.items():
-        shape = shape_of(*place)
-        axis = axis_of(shape, layout)
-        if axis is not None:
-            labels = [start + label for label in labels_along(layout, axis)]
-            found[place] = labelled(shape, axis.index, labels, N, layout.mixed)
-    return found
-
-
-def _place_others(
-    others: Sequence[tuple[ModelCall, Place]], known: dict[Place, Layout], N: int, axis: int, appended: bool
-) -> list[tuple[ModelCall, Place]]:
-    """Add heads without N rows along the batch axis.
-
-    Rows of some follow from other heads, some have their samples along axis 1; others are shares of k rows, which are
-    returned.
+    Such are slopes (gradients by an input) in a penalty, what a model computes its loss from if it returns that, and
+    results of functional code. Operations on parameters alone, as in a weight decay, are passed over.
     """
-    layouts = propagate_batch_axis(known, N).layouts
-    located = {place: layout for place, layout in layouts.items() if isinstance(layout, Layout)}
-    shares: list[tuple[ModelCall, Place]] = []
-    for call, place in others:
-        shape = shape_of(*place)
-        rows = samples_of_rows(place, located)
-        if rows is not None and UNUSED not in rows:
-            known[place] = labelled(shape, 0, rows, N, False)
+    outputs = {place for _, place in graph.model_calls if shape_of(*place)}
+    layers = {
+        (edge.node, edge.output_nr): found.call.model
+        for found in graph.module_calls.values()
+        for edge in found.edges.values()
+    }
+    found: dict[Model | None, list[Place]] = {}
+    stack: list[Place] = [(node, 0) for node in graph.roots]
+    seen = set(stack)
+    while stack:
+        place = stack.pop()
+        node = place[0]
+        if place in graph.predictions:
+            below = walk([node])
+            leaf = next(leaf for leaf in map(leaf_of, below) if leaf is not None and extended_model(leaf) is not None)
+            found.setdefault(extended_model(leaf), []).append(place)
             continue
-        second = not axis and not appended and shape[0] % N > 0 and is_along_second(place, N, located)
-        if not second and (appended or shape[0] % N or not shape[0]):
-            raise _other_length(call, shape, N, axis)
-        # of a flattened [T, N], row t N + n is of sample n
-        before = shape[0] if second else shape[0] // N if axis else 1
-        known[place] = Layout(before, N, prod(shape) // (before * N))
-        if located:
-            axes = propagate_batch_axis({place: known[place]}, N, located, complete=False)
-            met, pairs = any(other in axes.layouts for other in located), matched(axes, located)
-            # other outputs have other shares, or none that is known
-            if met and (pairs is None or any(a != b for a, b in pairs.items())):
-                raise _other_length(call, shape, N, axis)
-        if not second:
-            shares.append((call, place))
-    return shares
+        if place in outputs:
+            continue
+        if shape_of(*place) if leaf_of(node) is None else False:
+            if place in layers:
+                found.setdefault(layers[place], []).append(place)
+                continue
+            if node not in graph.of_parameters_alone:
+                below = [b for b, _ in node.next_functions if b in graph.of_parameters_alone]
+                models = [extended_model(leaf) for b in below for leaf in map(leaf_of, walk([b])) if leaf is not None]
+                if models:
+                    found.setdefault(models[0], []).append(place)
+                    continue
+        for operand in node.next_functions:
+            if operand[0] is not None and operand not in seen:
+                seen.add(operand)  # type: ignore[arg-type]
+                stack.append(operand)  # type: ignore[arg-type]
+    return found
 
 
 class EmptyBatch(CurvoptError):
@@ -261,45 +166,224 @@ class EmptyBatch(CurvoptError):
 EMPTY = "{}: the batch is empty; skip it, or call backward inside of an empty `with backpack():` for it."
 
 
-def _number(call: ModelCall, heads: Sequence[tuple[ModelCall, Place]], axis: int) -> int:
-    """The number of samples of a call, which the heads decide where a list may be one batch or several inputs."""
-    for length in call.samples:
-        if any(len(shape := shape_of(*place)) > axis and shape[axis] == length for _, place in heads):
-            return length
-    return call.samples[0]
+class _BatchOfModel:
+    """The calls of one model in a backward, and where their samples are in its heads.
+
+    Args:
+        model: the model.
+        outputs: of its calls.
+        computed: tensors that operations with its parameters compute, which the loss reaches past outputs of models.
+        graph: the graph.
+    """
+
+    def __init__(
+        self,
+        model: Model | None,
+        outputs: Sequence[tuple[ModelCall, Place]],
+        computed: Sequence[Place],
+        graph: BackwardGraph,
+    ):
+        self.graph, self.computed = graph, computed
+        self.axis = (model.batch_axis or 0) if model is not None else 0
+        self.outputs = [(call, place) for call, place in outputs if shape_of(*place)]
+        ends = {place[0] for _, place in self.outputs}
+        met = set(walk(graph.roots, last=ends | {node for node, _ in graph.predictions})) if ends else set()
+        self.heads = [(call, place) for call, place in self.outputs if place[0] in met]
+        inner = [found.call.model_call for found in graph.module_calls.values() if found.call.model is model]
+        calls = dict.fromkeys([*(call for call, _ in outputs), *(call for call in inner if call is not None)])
+        has_samples = any(call.samples for call in calls)
+        if not has_samples and computed:  # modules that are called with parameters alone give no predictions
+            self.outputs = self.heads = []
+        owners = [extended_owner(p) for p in graph.operands if extended_model(p) is model]
+        #: Code that calls no module with data. A model that was called where nothing is recorded is none.
+        self.is_functional = not has_samples and all(type(owner).forward is nn.Module.forward for owner in owners)
+        later = _later_calls(outputs, graph)
+        self.calls = sorted((c for c in calls if c.samples and c not in later), key=lambda call: call.number)
+
+    @property
+    def places(self) -> list[Place]:
+        """The heads."""
+        return [place for _, place in self.heads] + list(self.computed)
+
+    def locate(self) -> tuple[int, Heads, bool]:
+        """Number of samples, heads, and whether batches of different lengths were appended."""
+        lengths = [self._number(call) for call in self.calls]
+        if not lengths:
+            rows = {shape_of(*place)[0] for place in self.places}
+            if not self.is_functional or len(rows) != 1:
+                return 0, {}, False
+            (N,) = rows
+            return (N, *self._same_length(N))
+        if len(set(lengths)) > 1:
+            return self._appended(lengths)
+        rows = self._pooled_rows(lengths[0])
+        if rows is None and lengths[0] == 1 < len(lengths):
+            raise CurvoptError(
+                f"{self.calls[0].name} was called {len(lengths)} times with one row each, so that each call has one "
+                "sample of its own; stack the rows and call it once, or say that the calls are one sample by "
+                "extend(model, batch_axis=None)."
+            )
+        N = lengths[0] if rows is None else rows
+        if N == 0:
+            empty = not any(shape_of(*place).numel() for _, place in self.graph.model_calls)
+            raise (EmptyBatch if empty else CurvoptError)(EMPTY.format(self.calls[0].name))
+        return (N, *self._same_length(N))
+
+    def _number(self, call: ModelCall) -> int:
+        """The number of samples of a call, which the heads decide where a list may be one batch or several inputs."""
+        for length in call.samples:
+            if any(len(s := shape_of(*place)) > self.axis and s[self.axis] == length for _, place in self.heads):
+                return length
+        return call.samples[0]
+
+    def _pooled_rows(self, N: int) -> int | None:
+        """The number of rows of the heads if they agree on fewer than N, as where tokens or nodes were pooled."""
+        shapes = [shape_of(*place) for call, place in self.heads if call in self.calls]
+        rows = {shape[0] for shape in shapes}
+        if len(rows) != 1 or len(shapes) < len(self.heads) or any(N in shape for shape in shapes):
+            return None
+        (found,) = rows
+        # where entries of parameters were those of samples, these are columns of a mean over the batch
+        columns = 0 < found < N and any(divides_parameters(place, 0, found) for _, place in self.heads)
+        return found if 0 < found < N and not columns else None
+
+    def _same_length(self, N: int) -> tuple[Heads, bool]:
+        """The heads, where row n of each call is of sample n."""
+        known: Heads = {}
+        others: list[tuple[ModelCall, Place]] = []
+        for call, place in sorted(self.outputs, key=lambda output: output[0].number):
+            at = axis_of_head(place, N, self.axis)
+            if call not in self.calls and (labels := samples_of_rows(place, known)) is not None:
+                known[place] = labelled(shape_of(*place), 0, labels, N, False)
+            elif at is not None:
+                known[place] = labelled(shape_of(*place), at, range(N), N, False)
+            elif (call, place) in self.heads:
+                others.append((call, place))
+        shares = self._place_others(others, known, N) if others else []
+        heads = {place: known[place] for _, place in self.heads}
+        if shares and not _are_shares(heads, self.graph, N, self.axis):
+            for call, place in shares:
+                if self.axis or not is_along_second(place, N):
+                    raise CurvoptError(
+                        f"{call.name} was called with {N} samples but gives {shape_of(*place)[0]} rows, and no layer "
+                        f"with {N} rows says which rows belong to a sample; return the output with a batch axis and "
+                        "reshape it outside of the model."
+                    )
+                heads[place] = labelled(shape_of(*place), 1, range(N), N, False)
+        heads |= self._of_computed(N, range(N), N, heads)
+        self._check_computed(heads, N)
+        if not heads:
+            raise CurvoptError(
+                f"{self.calls[0].name if self.calls else 'The model'} was called with {N} samples, but no tensor with "
+                f"{N} rows along axis {self.axis} leads to the loss; if the samples are along another axis, say "
+                "extend(model, batch_axis=1), and if rows are no samples, say batch_axis=None."
+            )
+        return heads, False
+
+    def _of_computed(self, rows: int, labels: Iterable[int], N: int, known: Heads) -> Heads:
+        """The heads among tensors that operations with parameters compute: those with so many rows."""
+        layouts = propagate_batch_axis(known, N).layouts if known else {}
+        found: Heads = {}
+        for place in self.computed:
+            if isinstance(layouts.get(place), Layout):
+                continue
+            at = axis_of_head(place, rows, self.axis)
+            of_rows = samples_of_rows(place, known) if known and not self.axis else None
+            if of_rows is not None and UNUSED not in of_rows:
+                found[place] = labelled(shape_of(*place), 0, of_rows, N, False)
+            elif at is not None:
+                found[place] = labelled(shape_of(*place), at, labels, N, False)  # type: ignore[arg-type]
+        return found
+
+    def _check_computed(self, heads: Heads, N: int) -> None:
+        """Refuse tensors that operations with parameters compute, if these are no heads and not behind heads."""
+        behind = propagate_batch_axis(heads, N).layouts if len(self.computed) > 0 else {}
+        for place in self.computed:
+            if place not in behind:
+                raise CurvoptError(
+                    f"A tensor of shape {list(shape_of(*place))} ({name_of(place[0])}) is computed with parameters of "
+                    f"the model, and is in the loss past its outputs, but has no row for each of the {N} samples "
+                    "(forces on atoms beside energies of molecules?); leave it out, or say that the batch is one "
+                    "sample by extend(model, batch_axis=None)."
+                )
+
+    def _appended(self, lengths: Sequence[int]) -> tuple[int, Heads, bool]:
+        """The heads, where the samples of a call come after those of the calls before it."""
+        if 0 in lengths:
+            raise CurvoptError(EMPTY.format(self.calls[0].name))
+        N, start, heads = sum(lengths), 0, Heads()
+        for call, rows in zip(self.calls, lengths, strict=True):
+            labels = range(start, start + rows)
+            for _, place in (head for head in self.heads if head[0] is call):
+                at = axis_of_head(place, rows, self.axis)
+                if at is None:
+                    raise _other_length(call, shape_of(*place), rows, self.axis)
+                heads[place] = labelled(shape_of(*place), at, labels, N, False)
+            heads |= {p: x for p, x in self._of_computed(rows, labels, N, {}).items() if p not in heads}
+            start += rows
+        self._check_computed(heads, N)
+        for call, place in self.heads:
+            if place not in heads:
+                labels = samples_of_rows(place, heads)
+                if labels is None or UNUSED in labels:
+                    raise _other_length(call, shape_of(*place), N, self.axis)
+                heads[place] = labelled(shape_of(*place), 0, labels, N, False)
+        return N, heads, True
+
+    def _place_others(
+        self, others: Sequence[tuple[ModelCall, Place]], known: Heads, N: int
+    ) -> list[tuple[ModelCall, Place]]:
+        """Add heads without N rows along the batch axis.
+
+        Rows of some follow from other heads, some have their samples along axis 1; others are shares of k rows, which
+        are returned.
+        """
+        layouts = propagate_batch_axis(known, N).layouts
+        located = {place: layout for place, layout in layouts.items() if isinstance(layout, Layout)}
+        shares: list[tuple[ModelCall, Place]] = []
+        for call, place in others:
+            shape = shape_of(*place)
+            rows = samples_of_rows(place, located)
+            if rows is not None and UNUSED not in rows:
+                known[place] = labelled(shape, 0, rows, N, False)
+                continue
+            second = not self.axis and shape[0] % N > 0 and is_along_second(place, N, located)
+            if not second and (shape[0] % N or not shape[0]):
+                raise _other_length(call, shape, N, self.axis)
+            # of a flattened [T, N], row t N + n is of sample n
+            before = shape[0] if second else shape[0] // N if self.axis else 1
+            known[place] = Layout(before, N, prod(shape) // (before * N))
+            if located:
+                axes = propagate_batch_axis({place: known[place]}, N, located, complete=False)
+                met, pairs = any(other in axes.layouts for other in located), matched(axes, located)
+                # other outputs have other shares, or none that is known
+                if met and (pairs is None or any(a != b for a, b in pairs.items())):
+                    raise _other_length(call, shape, N, self.axis)
+            if not second:
+                shares.append((call, place))
+        return shares
 
 
-def _rows_of_outputs(heads: Sequence[tuple[ModelCall, Place]], N: int) -> int | None:
-    """The number of rows of outputs ``[rows, C]`` if it is less than N, as where tokens or nodes were pooled."""
-    shapes = [shape_of(*place) for _, place in heads]
-    rows = {shape[0] for shape in shapes}
-    if len(rows) != 1 or any(len(shape) != 2 or N in shape for shape in shapes):
-        return None
-    (found,) = rows
-    return found if 0 < found < N else None
-
-
-def _first_calls(outputs: Sequence[tuple[ModelCall, Place]], graph: BackwardGraph) -> list[ModelCall]:
-    """The calls of a model whose inputs depend on no other call of it."""
-    calls = list(dict.fromkeys(call for call, _ in outputs))
-    if len(calls) == 1:
-        return calls
-    behind: dict[Node, frozenset[int]] = {}  # the calls on which a node depends
-    at: dict[Node, set[int]] = {}
+def _later_calls(outputs: Sequence[tuple[ModelCall, Place]], graph: BackwardGraph) -> set[ModelCall]:
+    """The calls of a model whose inputs depend on another call of it."""
+    if len({call for call, _ in outputs}) < 2:
+        return set()
+    behind: dict[Node, frozenset[ModelCall]] = {}  # the calls on which a node depends
+    at: dict[Node, set[ModelCall]] = {}
     for call, (node, _) in outputs:
-        at.setdefault(node, set()).add(call.number)
-    later = set[int]()
+        at.setdefault(node, set()).add(call)
+    later = set[ModelCall]()
     for node in reversed(graph.nodes):
-        found: frozenset[int] = frozenset()
+        found: frozenset[ModelCall] = frozenset()
         for below, _ in node.next_functions:
             if below is not None and behind.get(below):
                 found = found | behind[below] if found else behind[below]
         if node in at:
             # what a call depends on, but for its own outputs
-            later |= {number for number in at[node] if found - {number}}
+            later |= {call for call in at[node] if found - {call}}
             found = found | at[node]
         behind[node] = found
-    return [call for call in calls if call.number not in later]
+    return later
 
 
 def _are_shares(heads: Mapping[Place, Layout], graph: BackwardGraph, N: int, axis: int) -> bool:
@@ -317,37 +401,9 @@ def _are_shares(heads: Mapping[Place, Layout], graph: BackwardGraph, N: int, axi
     return False
 
 
-def _no_shares(call: ModelCall, place: Place, N: int) -> CurvoptError:
-    return CurvoptError(
-        f"{call.name} was called with {N} samples but gives {shape_of(*place)[0]} rows, and no layer with {N} rows "
-        "says which rows belong to a sample; return the output with a batch axis and reshape it outside of the model."
-    )
-
-
 def _other_length(call: ModelCall, shape: torch.Size, N: int, axis: int) -> CurvoptError:
     return CurvoptError(
         f"{call.name} was called with {N} samples along axis {axis}, but gives an output of shape {list(shape)}; if "
-        "the samples are along another axis, say extend(model, batch_axis=1), else return one row for each sample. "
-        "A single sample without a batch axis needs unsqueeze(0)."
+        "the samples are along another axis, say extend(model, batch_axis=1), if rows are no samples batch_axis=None, "
+        "else return one row for each sample. A single sample without a batch axis needs unsqueeze(0)."
     )
-
-
-def _functional(graph: BackwardGraph) -> tuple[int, dict[Place, Layout]] | None:
-    """Number of samples and heads of code that calls no extended module: rows of operations of parameters and data."""
-    owners = [extended_owner(p) for p in graph.operands]
-    if not all(type(owner).forward is nn.Module.forward for owner in owners):
-        return None  # a model that was called where nothing is recorded
-    lengths: dict[int, None] = {}
-    alone = graph.of_parameters_alone
-    for node in graph.nodes:
-        below = [b for b, _ in node.next_functions if b is not None]
-        constant = len(below) < len(node.next_functions) and operation(node) in BY_ENTRY  # may be data of this shape
-        shape = shape_of(node)
-        if below and all(b in alone for b in below) and (node not in alone or constant) and len(shape) > 0:
-            lengths[shape[0]] = None
-    lengths = {length: None for length in lengths if length}
-    for N in sorted(lengths, reverse=True):
-        heads = behind_reductions(graph, N, 0)
-        if heads:
-            return N, heads
-    return None

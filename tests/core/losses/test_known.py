@@ -498,16 +498,18 @@ def test_learned_weights_of_losses_are_constants_for_the_network(weigh: Callable
         assert_close(found[key], value)
 
 
-def test_weights_outside_of_the_network_have_no_quantities():
+def test_weights_of_losses_have_no_quantities_but_those_of_predictions_have():
     model = mlp()
     model.weight = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
     extend(model)
     with pytest.warns(CurvoptWarning, match="weight: .* weight of losses"), backpack(DiagGGNExact()):
         (model.weight * F.cross_entropy(model.weight * model(X), Y)).backward()
     expected = fields(mlp, lambda z: 1.5 * F.cross_entropy(1.5 * z, Y), [DiagGGNExact])
+    z = model(X).detach()
+    H = torch.func.hessian(lambda weight: 1.5 * F.cross_entropy(weight * z, Y))(model.weight.detach())
     for name, _ in mlp().named_parameters():
         assert_close(model.get_parameter(name).diag_ggn_exact, expected[f"{name} diag_ggn_exact 0"])
-    assert not hasattr(model.weight, "diag_ggn_exact")
+    assert_close(model.weight.diag_ggn_exact, H)
 
 
 #: What a model does with a parameter of its own before its loss.

@@ -338,12 +338,13 @@ def contrastive(z: Tensor, transposed: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("width", [3, 4])
-@pytest.mark.parametrize("kind", ["both", "loss"])
-def test_a_matrix_of_all_pairs_and_its_transpose(kind: str, width: int) -> None:
-    """A sample is a row of the embeddings then, whatever the model returns."""
-    model, other = (extend(Pairs(each, width).double()) for each in ("embeddings", kind))
+def test_a_matrix_of_all_pairs_and_its_transpose(width: int) -> None:
+    """A sample is a row of the embeddings then, if the model returns these or its loss."""
+    model, other, both = (extend(Pairs(each, width).double()) for each in ("embeddings", "loss", "both"))
     other.load_state_dict(model.state_dict())
     u, v = torch.randn(4, 5).double(), torch.randn(4, 6).double()
+    with backpack(KFACEmpirical()), pytest.raises(CurvoptError, match="a matrix of all pairs"):
+        both.loss(u, v).backward()
     kinds = BatchGrad, Variance, KFACEmpirical
     found = fields(other, lambda: other.loss(u, v), *kinds)
     for name, value in fields(model, lambda: model.loss(u, v), *kinds).items():

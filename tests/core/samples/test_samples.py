@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
+import curvopt
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.extensions import (
     GGNMP,
@@ -875,6 +876,43 @@ def test_gauss_newton_of_residuals_of_slopes(squares: Callable[[Tensor], Tensor]
     expected = sum(torch.autograd.grad(r, weight, retain_graph=True)[0] ** 2 for r in rows) / 2
     with backpack(DiagGGNExact()):
         (squares(residuals()) + (F.mse_loss(model(edge), torch.zeros(4, 1)) if boundary else 0)).backward()
+    assert_close(weight.diag_ggn_exact, expected)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_gauss_newton_in_what_is_marked_as_a_prediction(inside: bool):
+    """The Hessian of the loss in slopes and outputs is indefinite, that in the residual is not."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
+
+        def residual(self, x: Tensor) -> Tensor:
+            u = self.net(x)
+            (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+            return (slope * u).squeeze(1)
+
+        def forward(self, x: Tensor, mark: Callable[[Tensor], Tensor]) -> Tensor:
+            return logcosh(mark(self.residual(x)))
+
+    def logcosh(r: Tensor) -> Tensor:
+        return r.cosh().log().mean()
+
+    model = Model().double()
+    extend(model if inside else model.net)
+    x, weight = torch.randn(4, 1, dtype=torch.float64, requires_grad=True), model.net[0].weight
+
+    def loss(mark: Callable[[Tensor], Tensor]) -> Tensor:
+        return model(x, mark) if inside else logcosh(mark(model.residual(x)))
+
+    rows = model.residual(x)
+    squares = [torch.autograd.grad(r, weight, retain_graph=True)[0] ** 2 for r in rows]
+    expected = sum(s / r.detach().cosh() ** 2 for s, r in zip(squares, rows, strict=True)) / 4
+    with pytest.raises(CurvoptError, match="indefinite"), backpack(DiagGGNExact()):
+        loss(lambda r: r).backward()
+    with backpack(DiagGGNExact()):
+        loss(curvopt.prediction).backward()
     assert_close(weight.diag_ggn_exact, expected)
 
 
