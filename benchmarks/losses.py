@@ -33,7 +33,12 @@ def outcome(loss: Callable[[Net, Tensor], Tensor], extension: Extension) -> str:
     torch.manual_seed(1)
     model, x = extend(Net()), torch.randn(N, 5)
     generic: list[bool] = []
-    context = backpack(extension, extension_hook=lambda module: generic.append(context._pass.generic is not None))
+
+    def note(module: nn.Module) -> None:
+        second = context._pass.second
+        generic.append(second is not None and second.remainder is not None)
+
+    context = backpack(extension, extension_hook=note)
     try:
         with warnings.catch_warnings(), context:
             warnings.simplefilter("ignore", CurvoptWarning)
