@@ -85,3 +85,44 @@ class ExpectationApproximation:
     """What is averaged over the samples."""
 
     BOTEV_MARTENS, CHEN = CHOICES = ["E[J^T E(H) J]", "E(J^T) E(H) E(J)"]
+
+
+class Curvature:
+    """What is approximated."""
+
+    HESSIAN, GGN, PCH_ABS, PCH_CLIP = CHOICES = ["hessian", "ggn", "pch-abs", "pch-clip"]
+
+
+_SETTINGS = {
+    ("ggn", "sampling", "sqrt", ExpectationApproximation.BOTEV_MARTENS): KFAC,
+    ("ggn", "exact", "sqrt", ExpectationApproximation.BOTEV_MARTENS): KFLR,
+    ("ggn", "sum", "average", ExpectationApproximation.BOTEV_MARTENS): KFRA,
+}
+
+
+class HBP(ABC):  # noqa: B024 - nobody builds one
+    """Hessian backpropagation in the settings of `KFAC`, `KFLR` or `KFRA`: that extension with another field.
+
+    Raises:
+        NotImplementedError: for other settings.
+    """
+
+    def __new__(
+        cls,
+        curv_type: str,
+        loss_hessian_strategy: str,
+        backprop_strategy: str,
+        ea_strategy: str,
+        savefield: str = "hbp",
+    ) -> Any:
+        """Find the extension."""
+        given = curv_type, loss_hessian_strategy, backprop_strategy, ea_strategy
+        if given in _SETTINGS:
+            extension = _SETTINGS[given]()
+            extension.savefield = savefield
+            return extension
+        raise NotImplementedError(f"HBP: {given} are no settings of KFAC, KFLR or KFRA, which curvopt has.")
+
+
+for _kind in _SETTINGS.values():
+    HBP.register(_kind)

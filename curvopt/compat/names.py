@@ -43,8 +43,7 @@ _FIRST = {
 _SECOND = {
     "diag_ggn": _served(ours.DiagGGNExact, ours.DiagGGNMC, ours.BatchDiagGGNExact, ours.BatchDiagGGNMC),
     "diag_hessian": _served(ours.DiagHessian, ours.BatchDiagHessian),
-    "hbp": _named(own.KFAC, own.KFLR, own.KFRA)
-    | _unserved("extensions", "its settings are those of KFAC, KFLR and KFRA", "HBP"),
+    "hbp": _named(own.KFAC, own.KFLR, own.KFRA, own.HBP),
     "sqrt_ggn": _served(ours.SqrtGGNExact, ours.SqrtGGNMC),
 }
 _PRODUCTS = {"ggnmp": _served(ours.GGNMP), "hmp": _served(ours.HMP), "pchmp": _served(ours.PCHMP)}
@@ -73,6 +72,7 @@ _EXTENSIONS = {
     **{f"secondorder.{name}": names | _BASES.get(name, {}) for name, names in _SECOND.items()},
     "secondorder.hbp": _SECOND["hbp"] | _STRATEGIES,
     "secondorder.hbp.hbp_options": _STRATEGIES,
+    "curvature": _named(own.Curvature),
     "curvmatprod": _all(_PRODUCTS),
     **{f"curvmatprod.{name}": names for name, names in _PRODUCTS.items()},
 }
@@ -137,7 +137,6 @@ _ENGINE = {
     "SavedQuantities": "extensions.saved_quantities",
     "FirstOrderBackpropExtension": "extensions.firstorder.base",
     "SecondOrderBackpropExtension": "extensions.secondorder.base",
-    "Curvature": "extensions.curvature",
 }
 _FOUND = _all(SERVED) | {
     name: placeholder(f"backpack.{module}", name, instead_of(module) or "") for name, module in _ENGINE.items()

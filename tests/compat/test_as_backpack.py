@@ -117,8 +117,7 @@ def test_names_that_do_not_exist_are_not_found():
     [
         ("extensions.firstorder.base", "FirstOrderBackpropExtension", "curvopt.extensions.Extension"),
         ("extensions.secondorder.base", "SecondOrderBackpropExtension", "curvopt.extensions.Extension"),
-        ("extensions", "HBP", "KFAC, KFLR and KFRA"),
-        ("extensions.curvature", "Curvature", "PCHMP"),
+        ("extensions.curvature", "ResidualModifications", "PCHMP"),
         ("core.derivatives.shape_check", "check_shape", "Rule"),
         ("utils.conv", "unfold_input", "Rule"),
         ("utils.unsqueeze", "kfacmp_unsqueeze_if_missing_dim", "curvopt.kroneckers"),
@@ -178,6 +177,19 @@ def test_quantities_of_gradients_go_through_batch_norm(name: str):
     with pytest.warns(curvopt.CurvoptWarning, match="row n's part of the gradient"), imported().backpack(extension):
         model(torch.randn(4, 3)).square().sum().backward()
     assert hasattr(model[0].weight, extension.savefield)
+
+
+@pytest.mark.parametrize(
+    "kind, loss, travels", [("KFAC", "SAMPLING", "SQRT"), ("KFLR", "EXACT", "SQRT"), ("KFRA", "SUM", "BATCH_AVERAGE")]
+)
+def test_hessian_backpropagation_is_found_by_its_settings(kind: str, loss: str, travels: str):
+    hbp, extensions = imported("extensions.secondorder.hbp"), imported("extensions")
+    settings = getattr(hbp.LossHessianStrategy, loss), getattr(hbp.BackpropStrategy, travels)
+    extension = extensions.HBP(hbp.Curvature.GGN, *settings, hbp.ExpectationApproximation.BOTEV_MARTENS)
+    assert type(extension) is getattr(extensions, kind) and extension.savefield == "hbp"
+    assert isinstance(extension, extensions.HBP) and not isinstance(extensions.BatchGrad(), extensions.HBP)
+    with pytest.raises(NotImplementedError, match="HBP: .*'hessian'.* are no settings of KFAC"):
+        extensions.HBP(hbp.Curvature.HESSIAN, *settings, hbp.ExpectationApproximation.BOTEV_MARTENS)
 
 
 def test_extensions_of_ones_own():
