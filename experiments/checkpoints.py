@@ -2,6 +2,7 @@
 
 import logging
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ def replace_file(file: Path, write: Any) -> None:
 
 
 def save(state: dict[str, Any], directory: Path) -> None:
-    """Writes ``checkpoint.pt``; the one before stays as ``checkpoint.previous.pt``."""
+    """Writes ``checkpoint.pt``; the one before stays as ``checkpoint.previous.pt``, if it is whole."""
     newest, previous = (directory / name for name in NAMES)
-    if newest.exists():
+    if _is_whole(newest):
         os.replace(newest, previous)
 
     def write(stream: Any) -> None:
@@ -40,6 +41,14 @@ def save(state: dict[str, Any], directory: Path) -> None:
             raise
 
     replace_file(newest, write)
+
+
+def _is_whole(file: Path) -> bool:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        return False
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any] | None:

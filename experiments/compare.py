@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Literal
 import pandas as pd
 import tyro
 
-from experiments.config import Config, DataName, ProblemName, SettingsError
+from experiments.config import Config, DataName, DivergedError, ProblemName, SettingsError
 from experiments.data import DEFAULT_ROOT, DataError
+from experiments.metrics import evaluations, read_metrics
 from experiments.optimizers import OPTIMIZERS
-from experiments.plots import evaluations, markdown, plot_curves, read_metrics
+from experiments.plots import markdown, plot_curves
 from experiments.problems import PROBLEMS
 from experiments.run_directory import is_finished, require_free
 from experiments.tracking import Mode
 from experiments.train import train
-from experiments.training import DivergedError
 
 if TYPE_CHECKING:
     OptimizerName = str
@@ -114,7 +114,9 @@ def compare(comparison: Comparison) -> str:
             print(f"stopped: {error}")
     target = PROBLEMS[comparison.problem].target if comparison.target is None else comparison.target
     directories = {label: [config.out for config in of if config.out] for label, of in runs.items()}
-    plot_curves(directories, comparison.problem, comparison.out / f"{comparison.problem}-comparison.png", target)
+    plot_curves(
+        directories, PROBLEMS[comparison.problem].title, comparison.out / f"{comparison.problem}-comparison.png", target
+    )
     rows = [
         {"optimizer": label, "run": index, **row}
         for label, of in directories.items()

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -34,6 +33,10 @@ else:
 _LARGER = 8  # batches of optimizers whose step minimizes the loss of its batch
 #: Settings that do not change the curve of a run.
 _FREE = {"data_root", "download", "save_every", "resume", "overwrite", "out", "wandb"}
+
+
+class DivergedError(RuntimeError):
+    """The training loss stopped being finite; names the option to lower."""
 
 
 class SettingsError(ValueError):
@@ -162,13 +165,10 @@ def check_least(settings: Any, **least: int) -> None:
 
 def parse(arguments: Sequence[str] | None = None, description: str = "") -> Config:
     """The settings that a command line asks for, by default that of this process."""
-    given = sys.argv[1:] if arguments is None else arguments
-    # to count the parameters of every model takes seconds, for torchvision has to be imported
-    problems = describe_problems() if {"-h", "--help"}.intersection(given) else ""
     return tyro.cli(
         Config,
         args=arguments,
         prog="python -m experiments.train",
-        description=f"{description.strip()}\n\nProblems:\n\n{problems}",
+        description=f"{description.strip()}\n\nProblems:\n\n{describe_problems()}",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs, tyro.conf.FlagCreatePairsOff),
     )

@@ -1,6 +1,9 @@
 """Curvature of a network, one row per parameter: for the log of a training and for experiments.inspect."""
 
 import copy
+import math
+from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 import torch
@@ -33,8 +36,8 @@ def layer_statistics(
         For each parameter: ``ggn_trace``, trace of its block of the generalized Gauss-Newton matrix (sampled);
         ``gradient_snr``, ``|g|² / tr Cov(g)`` of the gradient g of this batch; and for each Kronecker factor ``A``
         (inputs), ``B`` (outputs) ``spectrum_*``, its eigenvalues at every tenth of their order, and ``top_*``, the
-        largest (factors of more than ``LARGEST_FACTOR`` rows are cut to blocks). Then histograms: logarithms of
-        eigenvalues, and the entries of parameters and gradients.
+        largest (factors of more than ``LARGEST_FACTOR`` rows are cut to blocks). Then the logarithms of all
+        eigenvalues, under ``<letter>/<parameter>``.
     """
     model, lossfunc = extended_copy(model, lossfunc)
     generator = torch.Generator(x.device).manual_seed(0)  # leaves the training's alone
@@ -42,7 +45,7 @@ def layer_statistics(
     with backpack(kfac, DiagGGNMC(mc_samples, generator), Variance()):
         lossfunc(model(x), y).backward()
     layers: dict[str, dict[str, Any]] = {}
-    histograms: dict[str, Tensor] = {}
+    eigenvalues_of: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         p: Any = parameter  # with fields
         if p.grad is None:
@@ -58,10 +61,27 @@ def layer_statistics(
             row[f"spectrum_{letter}"] = eigenvalues.quantile(tenths).tolist()
             row[f"top_{letter}"] = eigenvalues.max().item()
             positive = eigenvalues[eigenvalues > 1e-12 * eigenvalues.max()]
-            histograms[f"curvature/log10_eigenvalues_{letter}/{name}"] = positive.log10()
+            eigenvalues_of[f"{letter}/{name}"] = positive.log10()
         layers[name] = row
-        histograms |= {f"parameters/{name}": p.detach().flatten(), f"gradients/{name}": p.grad.flatten()}
-    return layers, histograms
+    return layers, eigenvalues_of
+
+
+def network_statistics(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Three numbers of the whole network, from the statistics of its layers.
+
+    Returns:
+        ``curvature/trace`` of the generalized Gauss-Newton matrix, the sum over the parameters;
+        ``curvature/largest_eigenvalue`` of a block of it, where that has two Kronecker factors; and
+        ``curvature/gradient_snr``, the median over the parameters.
+    """
+    # JSON has None in place of nan
+    rows = [{name: math.nan if value is None else value for name, value in row.items()} for row in layers.values()]
+    tops = [row["top_A"] * row["top_B"] for row in rows if {"top_A", "top_B"} <= row.keys()]
+    return {
+        "curvature/trace": sum(row["ggn_trace"] for row in rows),
+        "curvature/gradient_snr": median(row["gradient_snr"] for row in rows),
+        **({"curvature/largest_eigenvalue": max(tops)} if tops else {}),
+    }
 
 
 def spectrum(factor: Tensor) -> Tensor:

@@ -216,8 +216,15 @@ def reconstruction(data: Data) -> Data:
 
 def augmented(x: Tensor) -> Tensor:
     """Images ``[N, C, H, W]``, each shifted by up to 4 pixels (reflected at the border), every other one mirrored."""
-    from torchvision.transforms import v2  # only here: slow to import
+    from torchvision.transforms.v2 import functional  # only here: slow to import
 
-    shift = v2.RandomCrop(list(x.shape[2:]), padding=4, padding_mode="reflect")
-    transform = v2.Compose([shift, v2.RandomHorizontalFlip()])
-    return torch.stack([transform(image) for image in x])
+    N, _, height, width = x.shape
+    padded = functional.pad(x, [4], padding_mode="reflect")
+    shifts = torch.randint(0, 9, (2, N, 1), device=x.device)
+    rows, columns = (
+        shift + torch.arange(size, device=x.device) for shift, size in zip(shifts, (height, width), strict=True)
+    )
+    images = torch.arange(N, device=x.device)[:, None, None]
+    shifted = padded.movedim(1, 3)[images, rows[:, :, None], columns[:, None, :]].movedim(3, 1)
+    mirrored = torch.rand(N, 1, 1, 1, device=x.device) < 0.5
+    return torch.where(mirrored, functional.horizontal_flip(shifted), shifted)

@@ -70,10 +70,10 @@ def inspect(inspection: Inspection) -> list[Path]:
     title = f"{config['problem']}, {config['optimizer']['name']}, step {state['step']}"
 
     x, y = _spread(given, inspection.samples)
-    layers, histograms = layer_statistics(model, lossfunc, x, y)
+    layers, eigenvalues = layer_statistics(model, lossfunc, x, y)
     figures = {
         "traces": draw_traces({name: row["ggn_trace"] for name, row in layers.items()}),
-        "spectra": draw_spectra(histograms),
+        "spectra": draw_spectra(eigenvalues),
         "gradients": draw_gradients(x, y, *sample_norms(model, lossfunc, x, y)),
     }
     if inspection.hessian_samples:
@@ -130,17 +130,16 @@ def draw_traces(traces: Mapping[str, float]) -> Figure:
     return figure
 
 
-def draw_spectra(histograms: Mapping[str, Tensor]) -> Figure:
-    """Eigenvalues of the factors of weights in descending order."""
+def draw_spectra(eigenvalues: Mapping[str, Tensor]) -> Figure:
+    """Eigenvalues of the factors of weights in descending order, from their logarithms."""
     figure = Figure(figsize=(13, 5), layout="constrained")
     for axes, letter, title in zip(
         figure.subplots(1, 2), "AB", ("A: second moment of inputs", "B: curvature of outputs"), strict=True
     ):
-        prefix = f"curvature/log10_eigenvalues_{letter}/"
         spectra = {
-            key.removeprefix(prefix): 10 ** values.numpy()
-            for key, values in histograms.items()
-            if key.startswith(prefix) and f"curvature/log10_eigenvalues_A/{key.removeprefix(prefix)}" in histograms
+            key[2:]: 10 ** values.numpy()
+            for key, values in eigenvalues.items()
+            if key.startswith(f"{letter}/") and f"A/{key[2:]}" in eigenvalues
         }
         for index, (name, values) in enumerate(spectra.items()):
             axes.plot(

@@ -27,6 +27,21 @@ _UNUSED = ("maximize", "differentiable", "capturable")
 _PROBLEM = "problem"  # in place of an option that the problem sets; None is a value of its own
 
 
+# What an optimizer is and its options are, in words; others by the first sentence of their docstrings.
+_IN_WORDS = {
+    "kfac-sgd": "SGD with momentum whose gradients are multiplied by inverse Kronecker factors of the curvature",
+    "ekfac-sgd": "KFACSGD with the best diagonal in the eigenvectors of the factors",
+    "kfac-adamw": "AdamW in the coordinates of the eigenvectors of the Kronecker factors",
+    "diagonal-newton": "SGD with momentum whose gradients are divided by a diagonal of the curvature",
+    "hessian-free": "Newton steps by conjugate gradients, for large batches",
+}
+_OPTIONS_IN_WORDS = {
+    "base": "the optimizer behind it: SGD with momentum 0.9, AdamW or Muon",
+    "damping": "what is added to the curvature, which is that of the mean loss, before it is inverted",
+    "relative_damping": "damping in multiples of a parameter's mean curvature, or of that of all if it is less",
+}
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Options of an optimizer; those that the problem sets are ``"problem"`` until ``resolved``."""
@@ -198,9 +213,10 @@ def _helps(kind: type) -> dict[str, str]:
 
 def _config(kind: type[torch.optim.Optimizer], name: str) -> type[OptimizerConfig]:
     set_by_problems = {"lr"} | {option for problem in PROBLEMS.values() for option in problem.settings(name)}
-    helps = {"base": "the optimizer behind it: SGD with momentum 0.9, AdamW or Muon"} | _helps(kind)
+    helps = _helps(kind)
     if kind is Preconditioned:
         helps |= _helps(KFACPreconditioner) | {"lr": "learning rate of the optimizer behind it"}
+    helps |= _OPTIONS_IN_WORDS
     options: list[tuple[str, Any, Any]] = []
     for option, parameter in _parameters(kind).items():
         hint = _scalar(parameter.annotation)
@@ -213,7 +229,7 @@ def _config(kind: type[torch.optim.Optimizer], name: str) -> type[OptimizerConfi
         options.append((option, Annotated[hint, tyro.conf.arg(help=text)], field(default=default)))
     config = make_dataclass(f"{kind.__name__}Config", options, bases=(OptimizerConfig,), frozen=True)
     first = docstring_parser.parse(kind.__doc__ or "").short_description or ""
-    config.__doc__ = first.replace("`", "").removeprefix("Implements ").removeprefix("the ")
+    config.__doc__ = _IN_WORDS.get(name, first.replace("`", "").removeprefix("Implements ").removeprefix("the "))
     config.name, config.kind = name, kind
     config.__module__ = __name__
     return config

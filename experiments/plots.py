@@ -1,9 +1,8 @@
 """Curves of runs, drawn from their ``metrics.jsonl`` alone."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pandas as pd
@@ -13,21 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogFormatter
 
+from experiments.metrics import Row, evaluations, read_metrics
+
 # Okabe & Ito (2008): distinct with every kind of colour vision; each colour has a marker of its own besides.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-
-Row = Mapping[str, Any]
-
-
-def read_metrics(run: Path) -> list[Row]:
-    """The rows of a run directory's ``metrics.jsonl``."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def evaluations(rows: Sequence[Row]) -> list[Row]:
-    """Those rows that evaluate the whole training set and the held-out data."""
-    return [row for row in rows if "train/loss" in row]
 
 
 def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path, target: float | None = None) -> None:
@@ -41,7 +30,7 @@ def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path, targe
         out: the PNG to write.
         target: training loss to mark.
     """
-    figure = Figure(figsize=(13, 4.8), layout="constrained")
+    figure = Figure(figsize=(9.6, 4), layout="constrained")
     by_steps, by_seconds, error = figure.subplots(1, 3)
     most = max(map(len, runs.values()))
     held_out: dict[str, Any] = {"ls": "--", "mfc": "none"}
@@ -74,7 +63,7 @@ def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path, targe
             axes.axhline(target, color="0.4", ls=":")
     for axes, x, y in (
         (by_steps, "steps", "loss / nats"),
-        (by_seconds, "training time / s, evaluation excluded", "loss / nats"),
+        (by_seconds, "seconds of training", "loss / nats"),
         (error, "steps", "error on held-out data / %"),
     ):
         axes.set(xlabel=x, ylabel=y, yscale="log")
@@ -84,8 +73,8 @@ def plot_curves(runs: Mapping[str, Sequence[Path]], title: str, out: Path, targe
     if not np.isfinite(np.concatenate([np.asarray(line.get_ydata()) for line in error.lines])).any():
         error.remove()  # an autoencoder has none
     figure.suptitle(title if most == 1 else f"{title} (median and range of {most} seeds)")
-    figure.legend(handles=legend, loc="outside lower center", ncols=4, fontsize=9)
-    figure.savefig(out, dpi=120)
+    figure.legend(handles=legend, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    figure.savefig(out, dpi=160)
 
 
 def _band(axes: Axes, evaluated: pd.DataFrame, x: str, y: str, **style: Any) -> None:
@@ -97,15 +86,15 @@ def _band(axes: Axes, evaluated: pd.DataFrame, x: str, y: str, **style: Any) -> 
         axes.fill_between(values["x"], values["low"], values["high"], color=style["color"], alpha=0.15, linewidth=0)
 
 
-def plot_layers(rows: Sequence[Row], title: str, out: Path) -> None:
+def plot_layers(rows: Sequence[Row], title: str, out: Path | BinaryIO) -> None:
     """Draws the GGN trace and the signal-to-noise ratio of the gradient of every parameter over training as a PNG."""
     rows = [row for row in rows if "curvature" in row]
     names = list(rows[0]["curvature"])
-    figure = Figure(figsize=(13, 2 + 0.2 * max(8, len(names))), layout="constrained")
+    figure = Figure(figsize=(9.6, 1.6 + 0.22 * max(6, len(names))), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, quantity, text in (
-        (panels[0], "ggn_trace", "trace of the generalized Gauss-Newton block"),
-        (panels[1], "gradient_snr", "gradient signal-to-noise |g|² / tr Cov(g)"),
+        (panels[0], "ggn_trace", "curvature: trace of the GGN block"),
+        (panels[1], "gradient_snr", "signal to noise of the gradient"),
     ):
         values = np.array([[row["curvature"][name][quantity] for row in rows] for name in names], dtype=float)
         values = np.where(values > 0, values, np.nan)
@@ -117,6 +106,38 @@ def plot_layers(rows: Sequence[Row], title: str, out: Path) -> None:
         axes.set_xticks(ticks, [rows[tick]["epoch"] for tick in ticks])
         figure.colorbar(image, ax=axes, label="no unit" if quantity == "gradient_snr" else "nats / parameter²")
     figure.suptitle(title)
+    figure.savefig(out, dpi=120, format="png")
+
+
+def plot_sweep(frame: pd.DataFrame, metric: str, out: Path) -> None:
+    """Draws the metric over each parameter of a sweep as a PNG; a star marks the best setting.
+
+    Args:
+        frame: a row for each setting, the best first: a column for each parameter, ``metric`` and ``runs``.
+        metric: the column that settings are compared by; runs that diverged are not finite.
+        out: the PNG to write.
+    """
+    names = [name for name in frame.columns if name not in (metric, "runs")]
+    reached = np.array(frame[metric].tolist(), dtype=float)
+    finite = np.isfinite(reached)
+    figure = Figure(figsize=(max(5.2, 3.2 * len(names)), 3.4), layout="constrained")
+    panels = figure.subplots(1, max(1, len(names)), sharey=True, squeeze=False)[0]
+    for axes, name in zip(panels, names, strict=False):
+        entries = frame[name].tolist()
+        numeric = all(isinstance(entry, int | float) and not isinstance(entry, bool) for entry in entries)
+        values = np.array(entries if numeric else [str(entry) for entry in entries])
+        axes.scatter(values[finite], reached[finite], color=COLOURS[0], s=22)
+        if finite.any():
+            axes.scatter(values[:1], reached[:1], color=COLOURS[1], marker="*", s=160)
+        if numeric and values.min() > 0 and values.max() > 8 * values.min():
+            axes.set_xscale("log")
+        axes.set_xlabel(name)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel(metric)
+    if finite.any() and reached[finite].min() > 0:
+        panels[0].set_yscale("log")
+    diverged = "" if finite.all() else f", {len(frame) - finite.sum()} diverged"
+    figure.suptitle(f"{len(frame)} settings{diverged}; the star is the best")
     figure.savefig(out, dpi=120)
 
 

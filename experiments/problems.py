@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-import torch
 from torch import nn
 
 from experiments import models
-from experiments.data import DATASETS, Data, reconstruction, standardized
+from experiments.data import Data, reconstruction, standardized
 
 # Options of optimizers to start from, which nobody has tuned.
 _START: Mapping[str, Mapping[str, float]] = {
@@ -28,6 +27,7 @@ _START_AUTOENCODER: Mapping[str, Mapping[str, float]] = {  # whose loss is a sum
 class Problem:
     """A model, the data it learns from, and options of optimizers for them."""
 
+    title: str
     data: str  # a name in DATASETS
     model: Callable[[tuple[int, ...], int], nn.Module]  # shape of a sample, number of classes
     epochs: int
@@ -55,17 +55,14 @@ def _autoencoder(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 def describe_problems() -> str:
     """A table of the problems, for the help of the command line."""
-    lines = [f"{'problem':<20}{'data':<14}{'parameters':>10} epochs batch  lr of sgd, adamw"]
+    lines = []
     for name, problem in PROBLEMS.items():
-        dataset = DATASETS[problem.data]
-        with torch.device("meta"):  # counts without initializing
-            size = sum(p.numel() for p in problem.model(dataset.shape, dataset.classes).parameters())
-        settings = [problem.settings(optimizer) for optimizer in ("sgd", "adamw")]
-        lines.append(
-            f"{name:<20}{problem.data:<14}{size:>10,} {problem.epochs:>6} {problem.batch_size:>5}  "
-            f"{', '.join(format(of['lr'], 'g') for of in settings)}"
-            f"{'' if problem.tuned else '  starting values, not tuned'}"
-        )
+        rates = [format(problem.settings(optimizer)["lr"], "g") for optimizer in ("sgd", "adamw")]
+        lines += [
+            f"{name:<20}{problem.title}",
+            f"{'':<20}{problem.epochs} epochs of batches of {problem.batch_size}, learning rates {rates[0]} of SGD and "
+            f"{rates[1]} of AdamW{'' if problem.tuned else ' (not tuned)'}",
+        ]
     return "\n".join(f"    {line}" for line in lines)  # indented lines are not filled
 
 
@@ -77,6 +74,7 @@ def describe_problems() -> str:
 # Since then, relative damping has become smaller: a multiple of the mean curvature of each parameter, see KFACSGD.
 PROBLEMS: dict[str, Problem] = {
     "digits-mlp": Problem(
+        title="Small MLP on scikit-learn's 1,797 digits",
         data="digits",
         model=lambda shape, classes: models.mlp(prod(shape), 32, classes),
         epochs=10,
@@ -90,6 +88,7 @@ PROBLEMS: dict[str, Problem] = {
         },
     ),
     "mnist5k-mlp": Problem(
+        title="MLP on 5,000 images of MNIST",
         data="mnist5k",
         model=lambda shape, classes: models.mlp(prod(shape), 128, 64, classes),
         epochs=15,
@@ -103,6 +102,7 @@ PROBLEMS: dict[str, Problem] = {
         },
     ),
     "mnist5k-cnn": Problem(
+        title="Small CNN on 5,000 images of MNIST",
         data="mnist5k",
         model=lambda shape, classes: models.small_cnn(classes),
         epochs=15,
@@ -114,13 +114,28 @@ PROBLEMS: dict[str, Problem] = {
             "adamw": {"lr": 0.003, "weight_decay": 0.0},
         },
     ),
-    "mnist-mlp": Problem("mnist", _deepobs_mlp, epochs=10, batch_size=128, target=0.01),
-    "fmnist-mlp": Problem("fashion-mnist", _deepobs_mlp, epochs=20, batch_size=128, target=0.1),
-    "mnist-2c2d": Problem("mnist", lambda _, classes: models.c2d2(classes), epochs=10, batch_size=128, target=0.01),
+    "mnist-mlp": Problem("DeepOBS's MLP on MNIST", "mnist", _deepobs_mlp, epochs=10, batch_size=128, target=0.01),
+    "fmnist-mlp": Problem(
+        "DeepOBS's MLP on Fashion-MNIST", "fashion-mnist", _deepobs_mlp, epochs=20, batch_size=128, target=0.1
+    ),
+    "mnist-2c2d": Problem(
+        "DeepOBS's CNN 2C2D on MNIST",
+        "mnist",
+        lambda _, classes: models.c2d2(classes),
+        epochs=10,
+        batch_size=128,
+        target=0.01,
+    ),
     "fmnist-2c2d": Problem(
-        "fashion-mnist", lambda _, classes: models.c2d2(classes), epochs=20, batch_size=128, target=0.1
+        "DeepOBS's CNN 2C2D on Fashion-MNIST",
+        "fashion-mnist",
+        lambda _, classes: models.c2d2(classes),
+        epochs=20,
+        batch_size=128,
+        target=0.1,
     ),
     "mnist5k-autoencoder": Problem(
+        title="Deep autoencoder on 5,000 images of MNIST",
         data="mnist5k",
         model=_autoencoder,
         loss=models.PixelLoss,
@@ -131,6 +146,7 @@ PROBLEMS: dict[str, Problem] = {
         start=_START_AUTOENCODER,
     ),
     "mnist-autoencoder": Problem(
+        title="Deep autoencoder on MNIST",
         data="mnist",
         model=_autoencoder,
         loss=models.PixelLoss,
@@ -141,6 +157,7 @@ PROBLEMS: dict[str, Problem] = {
         start=_START_AUTOENCODER,
     ),
     "cifar10-3c3d": Problem(
+        title="DeepOBS's CNN 3C3D on CIFAR-10",
         data="cifar10",
         model=lambda _, classes: models.c3d3(classes),
         epochs=30,
@@ -149,6 +166,7 @@ PROBLEMS: dict[str, Problem] = {
         augment=True,
     ),
     "cifar100-allcnnc": Problem(
+        title="All-CNN-C on CIFAR-100",
         data="cifar100",
         model=lambda _, classes: models.all_cnn_c(classes),
         epochs=60,
@@ -157,6 +175,7 @@ PROBLEMS: dict[str, Problem] = {
         augment=True,
     ),
     "cifar10-resnet18": Problem(
+        title="ResNet-18 on CIFAR-10",
         data="cifar10",
         model=lambda _, classes: models.resnet18(classes),
         epochs=30,
@@ -165,6 +184,7 @@ PROBLEMS: dict[str, Problem] = {
         augment=True,
     ),
     "cifar10-vit": Problem(
+        title="Small vision transformer on CIFAR-10",
         data="cifar10",
         model=lambda _, classes: models.vit(classes),
         epochs=50,
@@ -173,6 +193,7 @@ PROBLEMS: dict[str, Problem] = {
         augment=True,
     ),
     "help-gpt": Problem(
+        title="Small language model on Python's help texts, by characters",
         data="python-help",
         model=lambda shape, characters: models.gpt(characters, *shape),
         prepare=lambda texts: texts,

@@ -5,11 +5,10 @@ import math
 import os
 from typing import Any
 
-from torch import Tensor
-
 from experiments import checkpoints
 from experiments.config import Config, SettingsError
-from experiments.plots import evaluations, plot_curves, plot_layers, read_metrics
+from experiments.metrics import evaluations, read_metrics
+from experiments.problems import PROBLEMS
 from experiments.tracking import Tracker, default_mode
 
 
@@ -38,7 +37,11 @@ def require_free(config: Config) -> None:
 
 
 def saved_state(config: Config) -> dict[str, Any] | None:
-    """The checkpoint to go on from with ``--resume``; ``None`` if there is none."""
+    """The checkpoint to go on from with ``--resume``; ``None`` if there is none.
+
+    Raises:
+        SettingsError: it is of another run, or it or the rows before it cannot be read. Every file stays.
+    """
     assert config.out is not None and config.epochs is not None
     if not config.resume or not config.out.is_dir():
         return None
@@ -55,6 +58,13 @@ def saved_state(config: Config) -> dict[str, Any] | None:
         )
     if config.epochs < state["config"]["epochs"]:
         raise SettingsError(f"--resume: --epochs may be raised from {state['config']['epochs']}, got {config.epochs}")
+    try:
+        read_metrics(config.out, state["metrics_bytes"])
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"--resume: {config.out} has a checkpoint of step {state['step']}, but not the rows before it: {error}; "
+            "put metrics.jsonl back, or --overwrite starts again"
+        ) from error
     return state
 
 
@@ -84,15 +94,16 @@ class RunDirectory:
         self._write_json("config.json", settings)
         self._file = open(self.path / "metrics.jsonl", "ab")
         self._file.truncate(0 if state is None else state["metrics_bytes"])  # rows behind the checkpoint come again
-        self._rows = len(read_metrics(self.path))
-        self.tracker = Tracker(config.wandb or default_mode(), self.path, settings, config.resume)
+        rows = read_metrics(self.path)
+        self._rows = len(rows)
+        self.tracker = Tracker(config.wandb or default_mode(), self.path, settings, config.resume, rows)
 
-    def write(self, row: dict[str, Any], histograms: dict[str, Tensor] | None = None) -> None:
-        """A row of ``metrics.jsonl``, and of wandb with histograms."""
+    def write(self, row: dict[str, Any]) -> None:
+        """A row of ``metrics.jsonl`` and of wandb."""
         row = _json_numbers(row)
         self._file.write(json.dumps(row).encode() + b"\n")
         self._file.flush()
-        self.tracker.log(row, self._rows, histograms)
+        self.tracker.log(row, self._rows)
         self._rows += 1
 
     def save(self, state: dict[str, Any]) -> None:
@@ -103,7 +114,9 @@ class RunDirectory:
     def close(self, step: int, all_steps: bool) -> None:
         """Pictures, also of a run that was stopped, and the mark of one that need not be run again."""
         self._file.close()
-        title, rows = f"{self.config.problem}, {self.config.optimizer}", read_metrics(self.path)
+        from experiments.plots import plot_curves, plot_layers  # only here: slow to import
+
+        title, rows = f"{PROBLEMS[self.config.problem].title}: {self.config.optimizer}", read_metrics(self.path)
         pictures = [self.path / "curves.png"]
         plot_curves({self.config.optimizer.name: [self.path]}, title, pictures[0])
         if any("curvature" in row for row in rows):

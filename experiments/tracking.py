@@ -1,18 +1,24 @@
 """A wandb run beside ``metrics.jsonl``; a training never fails by it and never waits for it."""
 
+import io
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torch import Tensor
+from experiments.curvature import network_statistics
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["online", "offline", "disabled"]
 
 _PATIENCE = 20.0  # seconds that a server may take to answer at the start, and to receive the rest at the end
+#: The charts of a run's page, which fit one screen. Other numbers are there for charts that a user adds.
+_CHARTS = (
+    *("train/batch_loss", "train/loss", "test/loss", "test/accuracy", "optim/lr", "optim/gradient_norm"),
+    *("curvature/trace", "curvature/gradient_snr", "curvature/largest_eigenvalue"),
+)
 _BEST = {"train/loss": "min,last", "test/loss": "min,last", "test/accuracy": "max,last"}  # shown in the table of runs
 
 
@@ -39,14 +45,23 @@ class Tracker:
         directory: run directory; ``wandb-id`` in it names the wandb run.
         config: all settings; those of the problem and the optimizer name the run's group and tags.
         resume: go on with the wandb run that the directory names.
+        rows: the rows of ``metrics.jsonl`` that are there already.
 
     Attributes:
         where: a line that says where the run is and how to upload it; empty without one.
     """
 
-    def __init__(self, mode: Mode, directory: Path, config: Mapping[str, Any], resume: bool = False) -> None:
+    def __init__(
+        self,
+        mode: Mode,
+        directory: Path,
+        config: Mapping[str, Any],
+        resume: bool = False,
+        rows: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self.where = ""
         self._run: Any = None
+        self._layers = [row for row in rows if "curvature" in row]
         file = directory / "wandb-id"
         if not resume:
             file.unlink(missing_ok=True)
@@ -69,12 +84,20 @@ class Tracker:
             except (Exception, SystemExit) as error:
                 logger.warning("wandb could not start %s: %s", attempt, error)
 
-    def log(self, row: Mapping[str, Any], index: int, histograms: Mapping[str, Tensor] | None = None) -> None:
-        """Log a row of ``metrics.jsonl`` as the ``index``-th: one that a resumed run repeats is not counted twice."""
+    def log(self, row: Mapping[str, Any], index: int) -> None:
+        """Log a row of ``metrics.jsonl`` as the ``index``-th: one that a resumed run repeats is not counted twice.
+
+        Statistics of layers become three numbers of the network, and a picture of all layers over the epochs so far.
+        """
 
         def log(wandb: Any, run: Any) -> None:
-            drawn = {name: wandb.Histogram(values.cpu().numpy()) for name, values in (histograms or {}).items()}
-            run.log({**flattened(row), **drawn}, step=index)
+            content = {name: value for name, value in row.items() if name != "curvature"}
+            layers = row.get("curvature")
+            if layers:
+                self._layers.append(row)
+                content |= network_statistics(layers)
+                content["curvature/layers"] = wandb.Image(_heat_map(self._layers))
+            run.log(content, step=index)
 
         self._guarded(log)
 
@@ -118,12 +141,14 @@ class Tracker:
             self._run = None
 
 
-def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Curvature as ``curvature/<quantity>/<layer>``, so that wandb draws the layers side by side; no lists."""
-    layers = row.get("curvature") or {}
-    nested = {f"curvature/{quantity}/{layer}": value for layer, of in layers.items() for quantity, value in of.items()}
-    flat = {**{name: value for name, value in row.items() if name != "curvature"}, **nested}
-    return {name: value for name, value in flat.items() if not isinstance(value, list)}
+def _heat_map(rows: Sequence[Mapping[str, Any]]) -> Any:
+    from PIL import Image
+
+    from experiments.plots import plot_layers  # only here: slow to import
+
+    drawn = io.BytesIO()
+    plot_layers(rows, "", drawn)
+    return Image.open(drawn)
 
 
 def _start(mode: Mode, directory: Path, config: Mapping[str, Any], known: str | None) -> Any:
@@ -134,9 +159,7 @@ def _start(mode: Mode, directory: Path, config: Mapping[str, Any], known: str | 
     settings = wandb.Settings(
         silent=True,
         console="off",
-        disable_git=True,
         save_code=False,
-        x_disable_stats=True,
         init_timeout=_PATIENCE,
         login_timeout=int(_PATIENCE),
         finish_timeout=_PATIENCE,
@@ -158,7 +181,7 @@ def _start(mode: Mode, directory: Path, config: Mapping[str, Any], known: str | 
         settings=settings,
     )
     run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    for name, summary in _BEST.items():
-        run.define_metric(name, step_metric="step", summary=summary)
+    run.define_metric("*", step_metric="step", hidden=True)
+    for name in _CHARTS:
+        run.define_metric(name, step_metric="step", summary=_BEST.get(name))
     return run

@@ -17,15 +17,19 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
 
 from curvopt import CurvoptError
-from experiments.config import Config, SettingsError, parse
+from experiments import checkpoints
+from experiments.config import Config, DivergedError, SettingsError, parse
 from experiments.data import DataError
 from experiments.run_directory import RunDirectory, require_free, saved_state
-from experiments.training import DivergedError, Training
+
+if TYPE_CHECKING:
+    from experiments.training import Training
 
 
 def train(config: Config) -> Path:
@@ -39,6 +43,8 @@ def train(config: Config) -> Path:
         SettingsError: a setting is out of its range, or the run directory holds another run.
         DataError: the data set is absent or corrupt.
     """
+    from experiments.training import Training  # only here: accelerate is slow to import
+
     config = config.resolved()
     assert config.out is not None
     require_free(config)
@@ -64,7 +70,7 @@ def train(config: Config) -> Path:
     return config.out
 
 
-def _run(training: Training, output: RunDirectory | None) -> None:
+def _run(training: "Training", output: RunDirectory | None) -> None:
     config = training.config
     assert config.epochs is not None
     name = f"{config.problem} {config.optimizer.name}"
@@ -89,19 +95,19 @@ def _run(training: Training, output: RunDirectory | None) -> None:
                         output.save(state)
 
 
-def _evaluate(training: Training, output: RunDirectory | None, epoch: int) -> str:
+def _evaluate(training: "Training", output: RunDirectory | None, epoch: int) -> str:
     row, every = training.evaluate(), training.config.layers_every
     if output is not None:
         finite = math.isfinite(row["train/loss"])
-        layers, histograms = training.layers() if every and epoch % every == 0 and finite else ({}, {})
+        layers = training.layers() if every and epoch % every == 0 and finite else {}
         curvature = {"curvature": layers} if layers else {}
-        output.write({"step": training.done, "epoch": epoch, **row, **curvature}, histograms)
+        output.write({"step": training.done, "epoch": epoch, **row, **curvature})
     _require_finite(row["train/loss"], training)
     accuracy = "" if math.isnan(row["test/accuracy"]) else f", accuracy {row['test/accuracy']:.1%}"
     return f"training loss {row['train/loss']:.3g}, held out {row['test/loss']:.3g}{accuracy}"
 
 
-def _require_finite(loss: float, training: Training) -> None:
+def _require_finite(loss: float, training: "Training") -> None:
     if not math.isfinite(loss):
         optimizer = training.config.optimizer
         raise DivergedError(f"the training loss of {optimizer} is {loss} at step {training.done}; {optimizer.remedy}")
@@ -120,7 +126,10 @@ def main() -> None:
         logging.raiseExceptions = False  # wandb cannot write its log to that disk either, and would say so at length
         sys.exit(f"stopped: {config.resolved().out} cannot be written: {error}" if first else 1)
     except KeyboardInterrupt:
-        sys.exit("interrupted; with --save-every, the same command with --resume goes on from the last checkpoint")
+        out = config.resolved().out
+        if out is not None and any((out / name).exists() for name in checkpoints.NAMES):
+            sys.exit("interrupted; the same command with --resume goes on from the last checkpoint")
+        sys.exit("interrupted before there was a checkpoint; --save-every N writes one every N steps")
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

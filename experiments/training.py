@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DistributedSampler
 
 from curvopt import CurvoptError
-from experiments.config import Config, SettingsError
+from experiments.config import Config, DivergedError, SettingsError
 from experiments.curvature import layer_statistics
 from experiments.data import DATASETS, Split, augmented
 from experiments.optimizers import attach
@@ -32,10 +32,6 @@ from experiments.problems import PROBLEMS
 
 _PRECISION = {"off": "no", "bf16": "bf16", "fp16": "fp16"}
 _LAYER_SAMPLES = 128  # that curvature per layer is taken of
-
-
-class DivergedError(RuntimeError):
-    """The training loss stopped being finite; names the option to lower."""
 
 
 def accelerator_for(config: Config) -> Accelerator:
@@ -126,11 +122,14 @@ class Training:
         """One step; its row for the log. Nothing changes where the loss is not finite."""
         start = time.perf_counter()
         losses: list[float] = []
+        norms: list[float] = []
 
         def closure() -> float:
             losses.append(self._backward(x, y))
             if not math.isfinite(losses[0]):
                 raise FloatingPointError  # there are no gradients to step with
+            if not norms:
+                norms.append(self._gradient_norm())
             return losses[-1]
 
         lr = self.optimizer.param_groups[0]["lr"]
@@ -152,8 +151,15 @@ class Training:
             "time/step": took,
             "train/batch_loss": losses[0],
             "optim/lr": lr,
+            "optim/gradient_norm": norms[0] if norms else math.nan,
             **{f"optim/{name}": value if isinstance(value, str) else float(value) for name, value in metrics.items()},
         }
+
+    def _gradient_norm(self) -> float:
+        """Norm of the gradient over all parameters, as it is before an optimizer changes it."""
+        scaler = self.accelerator.scaler
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return float(nn.utils.get_total_norm(gradients)) / (scaler.get_scale() if scaler else 1)
 
     def _update(self, *closure: Callable[[], float]) -> None:
         try:
@@ -191,11 +197,11 @@ class Training:
             "test/accuracy": accuracy,
         }
 
-    def layers(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Curvature per layer of some training samples, with histograms."""
+    def layers(self) -> dict[str, Any]:
+        """Curvature per layer of some training samples."""
         split = self.train_set
         chosen = torch.linspace(0, len(split.x) - 1, min(len(split.x), _LAYER_SAMPLES), device=self.device).long()
-        return layer_statistics(self.model, self.lossfunc, split.x[chosen], split.y[chosen])
+        return layer_statistics(self.model, self.lossfunc, split.x[chosen], split.y[chosen])[0]
 
     def state(self) -> dict[str, Any]:
         """All that a run needs to go on bit for bit; the schedule follows from the number of steps."""

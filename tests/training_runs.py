@@ -14,11 +14,12 @@ from typing import Any
 
 import matplotlib.image
 import numpy as np
+import PIL.Image
 import pytest
 
 from experiments.config import Config
+from experiments.metrics import read_metrics
 from experiments.optimizers import OPTIMIZERS, OptimizerConfig
-from experiments.plots import read_metrics
 from experiments.train import train
 
 REPOSITORY = Path(__file__).parents[1]
@@ -35,8 +36,9 @@ def pictures() -> None:
 def pictures_only_where_looked_at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw nothing elsewhere: pictures take a second for each run."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("experiments.run_directory.plot_curves", lambda runs, title, out: out.touch())
-        monkeypatch.setattr("experiments.run_directory.plot_layers", lambda rows, title, out: out.touch())
+        monkeypatch.setattr("experiments.plots.plot_curves", lambda runs, title, out: out.touch())
+        monkeypatch.setattr("experiments.plots.plot_layers", lambda rows, title, out: out.touch())
+        monkeypatch.setattr("experiments.tracking._heat_map", lambda rows: PIL.Image.new("RGB", (2, 2)))
 
 
 def run(out: Path, optimizer: str | OptimizerConfig = "sgd", **settings) -> Path:

@@ -173,3 +173,45 @@ def test_a_full_disk_ends_in_one_line(writer: str, tmp_path: Path, monkeypatch: 
     with pytest.raises(SystemExit) as stop:
         main()
     assert str(stop.value.code) == f"stopped: {tmp_path} cannot be written: [Errno 28] No space left on device"
+
+
+@pytest.mark.parametrize("rows", ["missing", "short", "garbled"])
+def test_a_checkpoint_without_its_rows_is_not_resumed_and_nothing_is_lost(rows: str, tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    file = tmp_path / "metrics.jsonl"
+    whole = file.read_bytes()
+    if rows == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(whole[:-7] if rows == "short" else b"\0" * len(whole))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(SettingsError, match="has a checkpoint of step 22, but not the rows before it.*--overwrite"):
+        run(tmp_path, epochs=2, resume=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_broken_checkpoint_does_not_take_the_place_of_the_one_before(tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpoints.save({"step": step}, tmp_path)
+    newest, previous = (tmp_path / name for name in checkpoints.NAMES)
+    newest.write_bytes(newest.read_bytes()[:100])
+    checkpoints.save({"step": 3}, tmp_path)
+    assert torch.load(previous)["step"] == 1 and torch.load(newest)["step"] == 3
+
+
+@pytest.mark.parametrize(("at", "message"), [(3, "before there was a checkpoint"), (8, "--resume goes on from")])
+def test_an_interrupted_run_speaks_of_a_checkpoint_only_if_there_is_one(
+    at: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Training.step
+
+    def interrupted(self: Training, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
+        if self.done == at:
+            raise KeyboardInterrupt
+        return step(self, x, y)
+
+    monkeypatch.setattr(Training, "step", interrupted)
+    arguments = ["--problem", "digits-mlp", "--save-every", "5", "--wandb", "disabled", "--out", str(tmp_path), "sgd"]
+    monkeypatch.setattr("sys.argv", ["train", *arguments])
+    with pytest.raises(SystemExit, match=message):
+        main()

@@ -27,10 +27,10 @@ from experiments.config import SettingsError, parse
 from experiments.curvature import layer_statistics
 from experiments.inspect import Inspection, draw_gradients, sample_norms
 from experiments.inspect import inspect as inspect_checkpoint
+from experiments.metrics import read_metrics
 from experiments.optimizers import OPTIMIZERS
-from experiments.plots import read_metrics
 from experiments.problems import PROBLEMS
-from experiments.sweep import Sweep, grid
+from experiments.sweep import Search, Sweep, frame_of
 from experiments.sweep import main as sweep_main
 from experiments.sweep import table as table_of_sweep
 from experiments.train import train
@@ -41,13 +41,19 @@ def test_help_lists_problems_and_optimizers(capsys: pytest.CaptureFixture[str]) 
         parse(["--help"])
     text = capsys.readouterr().out
     for name, problem in PROBLEMS.items():
-        dataset = data.DATASETS[problem.data]
-        size = sum(p.numel() for p in problem.model(dataset.shape, dataset.classes).parameters())
-        [line] = [line for line in text.splitlines() if line.split()[:1] == [name]]
-        assert f"{size:,}" in line and f"{problem.epochs}" in line and problem.data in line
-        assert ("starting values, not tuned" in line) == (not problem.tuned)
+        [at] = [n for n, line in enumerate(text.splitlines()) if line.split()[:1] == [name]]
+        first, second = text.splitlines()[at : at + 2]
+        assert problem.title in first and f"{problem.epochs} epochs of batches of {problem.batch_size}" in second
+        assert ("not tuned" in second) == (not problem.tuned)
     for name in OPTIMIZERS:
         assert f"• {name}" in text
+
+
+@pytest.mark.parametrize("optimizer", ["kfac-sgd", "ekfac-sgd", "kfac-adamw", "diagonal-newton", "kfac-preconditioner"])
+def test_help_has_words_in_place_of_formulas(optimizer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([optimizer, "--help"])
+    assert not {*capsys.readouterr().out} & {*"νλΛ√⊗Σ⁻"}
 
 
 def test_the_package_lists_scripts_problems_and_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,13 +64,13 @@ def test_the_package_lists_scripts_problems_and_optimizers(capsys: pytest.Captur
     assert {*PROBLEMS, *OPTIMIZERS} <= {line.split()[0] for line in text.splitlines() if line.strip()}
 
 
-def test_a_run_begins_without_what_takes_long_to_import() -> None:
+def test_a_command_line_is_read_without_what_takes_long_to_import() -> None:
     script = """
 import sys
 from experiments.config import parse
 import experiments.train
 parse(["sgd"])
-print(*{"torchvision", "sklearn"} & {*sys.modules})
+print(*{"torchvision", "sklearn", "matplotlib", "pandas", "accelerate"} & {*sys.modules})
 """
     done = subprocess.run([sys.executable, "-c", script], env=environment(), timeout=400, capture_output=True)
     assert done.returncode == 0 and not done.stdout.strip()
@@ -150,7 +156,8 @@ def test_a_sweep_runs_its_grid_and_resumes(
         return stop.value.code, capsys.readouterr().out
 
     monkeypatch.setattr("sys.argv", ["sweep", str(sweep_file(tmp_path)), "--out", str(tmp_path / "out")])
-    runs, metric, smaller = grid(Sweep(sweep_file(tmp_path), out=tmp_path / "out"))
+    search = Search(Sweep(sweep_file(tmp_path), out=tmp_path / "out"))
+    runs = next(search.batches())
     assert [one.point for one in runs] == [{"lr": 0.1}, {"lr": 1e30}]
     train(runs[0].config)
     before = read_metrics(tmp_path / "out" / "lr=0.1")
@@ -158,7 +165,9 @@ def test_a_sweep_runs_its_grid_and_resumes(
     assert code == 1 and "\n--problem=digits-mlp sgd --epochs=1 --lr=1e+30" in printed and "lower --lr" in printed
     assert "lower --lr" in (tmp_path / "out" / "lr=1e+30" / "log.txt").read_text()
     assert read_metrics(tmp_path / "out" / "lr=0.1") == before  # not again
-    text = table_of_sweep(runs, metric, smaller)
+    text = table_of_sweep(frame_of(runs, search.metric, search.smaller))
+    assert (tmp_path / "out" / "sweep.md").read_text() == text + "\n"
+    require_picture(tmp_path / "out" / "sweep.png")
     assert [line.split()[1] for line in text.splitlines()[2:]] == ["0.1", "1e+30"] and "inf" in text
     monkeypatch.setattr("experiments.sweep.train", lambda config: pytest.fail("trained again"))
     code, printed = sweep()
@@ -168,19 +177,64 @@ def test_a_sweep_runs_its_grid_and_resumes(
 def test_the_sweep_file_means_the_same_to_wandb() -> None:
     utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
     settings = yaml.safe_load(Sweep.file.read_text())
-    runs, metric, _ = grid(Sweep())
-    assert len(runs) == 18 and metric == "test/loss" and len({one.config for one in runs}) == 18
-    for one in runs:
-        arguments = utils.create_sweep_command_args({"args": {name: {"value": v} for name, v in one.point.items()}})
-        words = [w for word in settings["command"] for w in (arguments["args"] if word == "${args}" else [word])]
-        ours = [word for word in one.arguments if not word.startswith(("--out", "--resume"))]
-        assert words[words.index("${program}") + 1 :] == ours
+    search = Search(Sweep())
+    assert (search.method, search.size, search.metric) == ("bayes", settings["run_cap"], "test/loss")
+    [one] = next(search.batches())
+    point = {**search.fixed, **one.point}
+    arguments = utils.create_sweep_command_args({"args": {name: {"value": v} for name, v in point.items()}})
+    words = [w for word in settings["command"] for w in (arguments["args"] if word == "${args}" else [word])]
+    ours = [word for word in one.arguments if not word.startswith(("--out", "--resume"))]
+    assert words[words.index("${program}") + 1 :] == ours
+
+
+@pytest.mark.parametrize("method", ["random", "bayes"])
+def test_a_search_takes_numbers_from_ranges(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parameters = {
+        "lr": {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-1},
+        "momentum": {"min": 0.0, "max": 0.9},
+        "batch_size": {"min": 32, "max": 64},
+        "epochs": {"value": 1},
+        "layers_every": {"value": 0},
+        "wandb": {"value": "disabled"},
+    }
+    file = sweep_file(tmp_path, method=method, parameters=parameters, run_cap=3)
+
+    def names() -> list[str]:
+        monkeypatch.setattr("sys.argv", ["sweep", str(file), "--out", str(tmp_path / "out")])
+        with pytest.raises(SystemExit) as stop:
+            sweep_main()
+        assert stop.value.code == 0
+        capsys.readouterr()
+        return sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
+
+    first = names()
+    assert len(first) == 3
+    for name in first:
+        point = dict(word.split("=") for word in name.split(","))
+        assert 1e-4 <= float(point["lr"]) <= 0.1 and 0 <= float(point["momentum"]) <= 0.9
+        assert 32 <= int(point["batch_size"]) <= 64
+    monkeypatch.setattr("experiments.sweep.train", lambda config: pytest.fail("trained again"))
+    assert names() == first
+
+
+def test_names_of_runs_stay_in_the_folder(tmp_path: Path) -> None:
+    parameters = {"data_root": {"values": ["../../elsewhere", "/etc", ".."]}, "epochs": {"value": 1}}
+    search = Search(Sweep(sweep_file(tmp_path, parameters=parameters), out=tmp_path / "out"))
+    places = {one.config.out for one in next(search.batches())}
+    assert len(places) == 3 and {place and place.resolve().parent for place in places} == {tmp_path / "out"}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "bayes"}, "needs wandb's server"),
+        ({"method": "hyperband"}, "must be grid, random or bayes, got hyperband"),
+        ({"parameters": {"lr": {"min": 0.1, "max": 1.0}}}, "a grid needs values, not min and max"),
+        (
+            {"method": "bayes", "parameters": {"lr": {"distribution": "beta", "min": 0.1, "max": 1.0}}},
+            "lr: the distribution must be uniform, log_uniform_values or int_uniform, got beta",
+        ),
         ({"parameters": None}, "is no sweep"),
         ({"command": ["python", "${args}"]}, "is no sweep"),
         ({"metric": {"name": "train/batch_loss"}}, "must be one of train/loss, .*got train/batch_loss"),
@@ -189,12 +243,12 @@ def test_the_sweep_file_means_the_same_to_wandb() -> None:
 )
 def test_sweeps_that_cannot_run_here(changes: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=message):
-        grid(Sweep(sweep_file(tmp_path, **changes)))
+        Search(Sweep(sweep_file(tmp_path, **changes)))
 
 
 def test_a_sweep_of_no_jobs_is_refused() -> None:
     with pytest.raises(SettingsError, match="--jobs must be at least 1"):
-        grid(Sweep(jobs=0))
+        Search(Sweep(jobs=0))
 
 
 def test_inspect_draws_what_a_checkpoint_says(tmp_path: Path) -> None:
@@ -234,7 +288,7 @@ def test_curvature_per_layer_is_what_its_names_say() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3)).double()
     lossfunc, x, y = torch.nn.CrossEntropyLoss(), torch.randn(30, 5, dtype=torch.float64), torch.randint(3, (30,))
-    layers, histograms = layer_statistics(model, lossfunc, x, y, mc_samples=3000)
+    layers, eigenvalues = layer_statistics(model, lossfunc, x, y, mc_samples=3000)
     norms, z = sample_norms(model, lossfunc, x, y)
     assert z.equal(model(x)) and all(p.grad is None and not hasattr(p, "kfac") for p in model.parameters())
     parameters = dict(model.named_parameters())
@@ -248,7 +302,7 @@ def test_curvature_per_layer_is_what_its_names_say() -> None:
         assert layers[name]["gradient_snr"] == pytest.approx((stacked.mean(0).square().sum() / noise).item())
     second_moment = torch.linalg.eigvalsh(x.T @ x / 30)
     assert layers["0.weight"]["top_A"] == pytest.approx(second_moment.max().item())
-    torch.testing.assert_close(10 ** histograms["curvature/log10_eigenvalues_A/0.weight"], second_moment.flip(0))
+    torch.testing.assert_close(10 ** eigenvalues["A/0.weight"], second_moment.flip(0))
     p = model(x).softmax(1)
     trace = (p - p.square()).sum() / 30  # of the Hessian in the last bias
     assert layers["2.bias"]["ggn_trace"] == pytest.approx(trace.item(), rel=0.05)
@@ -258,9 +312,9 @@ def test_factors_of_an_embedding_are_called_by_their_sides() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Flatten(), torch.nn.Linear(12, 3))
     tokens, y = torch.randint(5, (20, 3)), torch.randint(3, (20,))
-    layers, histograms = layer_statistics(model, torch.nn.CrossEntropyLoss(), tokens, y)
+    layers, eigenvalues = layer_statistics(model, torch.nn.CrossEntropyLoss(), tokens, y)
     shares = tokens.flatten().bincount(minlength=5).sort(descending=True).values / 60
-    torch.testing.assert_close(10 ** histograms["curvature/log10_eigenvalues_A/0.weight"], shares)
+    torch.testing.assert_close(10 ** eigenvalues["A/0.weight"], shares)
     assert layers["0.weight"]["top_A"] == pytest.approx(shares[0].item())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from training_runs import (
 )
 
 from experiments.config import Config
+from experiments.metrics import evaluations, read_metrics
 from experiments.optimizers import OPTIMIZERS
-from experiments.plots import evaluations, read_metrics
 from experiments.tracking import default_mode
 from experiments.train import train
 from experiments.training import Training
@@ -37,14 +38,19 @@ def test_the_wandb_run_has_what_metrics_jsonl_has_and_more(tmp_path: Path) -> No
         for key in row.keys() - {"curvature"}:
             assert logged[key] == pytest.approx(row[key])
     steps = [row for row in rows if "train/batch_loss" in row]
-    assert all({"optim/lr", "optim/damping", "optim/rms", "time/step"} <= row.keys() for row in steps)
+    named = {"optim/lr", "optim/gradient_norm", "optim/damping", "optim/rms", "time/step"}
+    assert all(named <= row.keys() for row in steps)
     for logged, row in zip(history.values(), rows, strict=True):
-        for layer, of in row.get("curvature", {}).items():
-            assert layer in ("1.weight", "1.bias", "3.weight", "3.bias")
-            for quantity in ("ggn_trace", "gradient_snr", "top_B"):
-                assert logged[f"curvature/{quantity}/{layer}"] == pytest.approx(of[quantity]) and of[quantity] > 0
-            assert {f"parameters/{layer}/bins", f"gradients/{layer}/bins"} <= logged.keys()
-            assert f"curvature/log10_eigenvalues_B/{layer}/bins" in logged
+        drawn = {name for name in logged if name.startswith("curvature/")}
+        numbers = {f"curvature/{name}" for name in ("trace", "gradient_snr", "largest_eigenvalue")}
+        if "curvature" in row:  # one picture and three numbers, whatever the number of layers
+            assert {name for name in drawn if not name.startswith("curvature/layers/")} == numbers
+            assert "curvature/layers/path" in drawn
+            traces = [of["ggn_trace"] for of in row["curvature"].values()]
+            assert len(traces) == 4 and logged["curvature/trace"] == pytest.approx(sum(traces))
+        else:
+            assert not drawn
+        for of in row.get("curvature", {}).values():
             assert of["spectrum_B"] == sorted(of["spectrum_B"]) and len(of["spectrum_B"]) == 11
     assert {"results/curves/path", "results/layers/path", "results/evaluations/path"} <= history[len(rows) - 1].keys()
     artifacts = [record.artifact for record in records if record.WhichOneof("record_type") == "artifact"]
@@ -57,13 +63,17 @@ def test_the_wandb_run_has_what_metrics_jsonl_has_and_more(tmp_path: Path) -> No
     assert settings["parameters"] == sum(p.numel() for p in Training(config.resolved()).model.parameters())
     assert (of_run.run_group, of_run.job_type) == ("digits-mlp-kfac-sgd", "train")
     assert set(of_run.tags) == {"digits-mlp", "kfac-sgd"}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert commit.returncode or of_run.git.commit == commit.stdout.strip()
 
 
 def test_charts_have_steps_below_and_the_best_values_are_in_the_summary(tmp_path: Path) -> None:
     run(tmp_path, wandb="offline")
     _, _, records = wandb_run(tmp_path)
     metrics = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
-    assert "*" in {metric.glob_name for metric in metrics}
+    assert [metric.options.hidden for metric in metrics if metric.glob_name == "*"] == [True]
+    shown = [metric.name for metric in metrics if metric.name and not metric.options.hidden and metric.name != "step"]
+    assert {"optim/gradient_norm", "optim/lr"} <= {*shown} and len(shown) < 12  # a screen
     assert {metric.step_metric for metric in metrics if metric.name != "step"} == {"step"}
     assert {metric.name for metric in metrics if metric.summary.min} == {"train/loss", "test/loss"}
     assert {metric.name for metric in metrics if metric.summary.max} == {"test/accuracy"}

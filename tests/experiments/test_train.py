@@ -24,8 +24,8 @@ from training_runs import (
 from curvopt.optim import KFACPreconditioner
 from experiments import data
 from experiments.config import Config, SettingsError, parse
+from experiments.metrics import evaluations, read_metrics
 from experiments.optimizers import OPTIMIZERS
-from experiments.plots import evaluations, read_metrics
 from experiments.problems import PROBLEMS
 from experiments.train import main, train
 from experiments.training import DivergedError, evaluate
@@ -83,6 +83,17 @@ def test_divergence_stops_the_run_and_says_what_to_lower(tmp_path: Path) -> None
         ["train/loss", "test/loss"],
     )
     assert (tmp_path / "curves.png").exists()
+
+
+def test_gradient_norms_are_those_of_the_gradients_that_the_loss_has(tmp_path: Path) -> None:
+    """The first of every optimizer are equal, as all begin with one network and one batch."""
+    first = {}
+    for optimizer in ("sgd", "kfac-sgd", "kfac-preconditioner", "hessian-free"):
+        rows = read_metrics(run(tmp_path / optimizer, optimizer, epochs=1, batch_size=256, layers_every=0))
+        norms = [row["optim/gradient_norm"] for row in rows if "optim/gradient_norm" in row]
+        assert len(norms) == 5 and min(norms) > 0
+        first[optimizer] = norms[0]
+    assert list(first.values()) == pytest.approx([first["sgd"]] * 4, rel=1e-4)
 
 
 def test_damping_follows_the_loss_where_that_is_asked_for(tmp_path: Path) -> None:
