@@ -117,52 +117,40 @@ def overview(results: list[Result], tuned: bool) -> str:
 
 
 def draw(results: list[Result], path: Path) -> None:
-    """Training loss over cost, a panel for each task; few lines, with their names at their ends."""
+    """Training loss over cost, a panel for each task, four in a row: a task in its short and its long run, twice."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    columns = min(len(results), 2)  # readable on a phone
+    columns = min(len(results), 4)
     lines = -(-len(results) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(3.0 * columns, 2.4 * lines), squeeze=False)
+    size = (2.0 * columns, 0.8 + 1.75 * lines)  # the width of a page
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat[len(results) :]:
         axis.axis("off")
     for axis, result in zip(axes.flat, results, strict=False):
-        ends: list[tuple[str, float, float]] = []
         for name, colour in DRAWN.items():
             runs = result["methods"].get(name, {"runs": []})["runs"][:1]
             for run in (run for run in runs if math.isfinite(end(run))):
                 points = [(c, row["loss"]) for c, row in zip(costs(run), run, strict=True) if c <= 2 * result["budget"]]
-                axis.plot(*zip(*points, strict=True), color=colour, linewidth=1.6)
-                ends += [(name, *point) for point in points[-1:]]
+                axis.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=name)
         axis.axhline(result["target"], color="0.8", linewidth=0.8, zorder=0)
         losses = [line.get_ydata() for line in axis.lines[:-1]]
         axis.set_yscale("log" if max(map(max, losses)) > 8 * min(map(min, losses)) else "linear")
         axis.set_xlim(0, 2 * result["budget"])
-        axis.set_title(result["task"], fontsize=9)
-        axis.tick_params(which="both", labelsize=7)
+        axis.set_title(result["task"], fontsize=10)
+        axis.tick_params(which="both", labelsize=8)
+        axis.xaxis.set_major_locator(plt.MaxNLocator(3))
         axis.yaxis.set_minor_formatter("")
         axis.yaxis.set_major_formatter("{x:.3g}")
         axis.spines[["top", "right"]].set_visible(False)
-        to_axis = axis.transData + axis.transAxes.inverted()
-        places = [(name, *to_axis.transform((x, y))) for name, x, y in ends]
-        for name, x, y in apart(places):
-            axis.text(x, y, f" {name}", color=DRAWN[name], fontsize=8, va="center", transform=axis.transAxes)
-    figure.supxlabel("cost, in plain gradients (grey line: where tuned AdamW ends)", fontsize=9)
-    figure.supylabel("training loss", fontsize=9)
-    figure.tight_layout()
+    handles = {line.get_label(): line for axis in axes.flat for line in axis.lines if line.get_label() in DRAWN}
+    figure.legend(
+        handles=[handles[name] for name in DRAWN if name in handles], loc="outside upper center", ncols=5, frameon=False
+    )
+    figure.supxlabel("cost, in plain gradients (grey line: where tuned AdamW ends)", fontsize=10)
+    figure.supylabel("training loss", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def apart(places: list[tuple[str, float, float]], width: float = 0.3, height: float = 0.065) -> list[Any]:
-    """Labels at places in a panel, from below; those that overlap are moved up."""
-    placed: list[tuple[str, float, float]] = []
-    for name, x, y in sorted(places, key=lambda place: place[2]):
-        for _, other, below in placed:
-            if abs(x - other) < width:
-                y = max(y, below + height)
-        placed.append((name, x, y))
-    return placed

@@ -42,6 +42,16 @@ STYLES = {
     "torch.func": ("#000000", "X"),
 }
 
+#: Problems in words, above their panels.
+TITLES = {
+    "mlp": "MLP",
+    "functions": "MLP of custom layers",
+    "3c3d": "3C3D, 10 classes",
+    "allcnnc": "All-CNN-C, 100 classes",
+    "resnet18": "ResNet-18, 10 classes",
+    "transformer": "transformer, 1,000 words",
+}
+
 Result = dict[str, Any]
 Rows = dict[str, dict[str, Result]]  # by quantity and package
 
@@ -158,7 +168,7 @@ def load_rows(folder: Path) -> dict[str, Rows]:
 
 
 def draw(tables: dict[str, Rows], key: str, label: str, path: Path, skip: Iterable[str] = ("Idle",)) -> None:
-    """A panel for each problem: quantities downwards, a marker for each package, hollow where its numbers are wrong."""
+    """A panel for each problem, two in a row: quantities downwards, a marker for each package, hollow where wrong."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -166,10 +176,13 @@ def draw(tables: dict[str, Rows], key: str, label: str, path: Path, skip: Iterab
     from matplotlib.lines import Line2D
 
     quantities = [q for q in QUANTITIES if q not in skip and any(q in rows for rows in tables.values())]
-    figure, axes = plt.subplots(
-        1, len(tables), figsize=(1.8 + 2.0 * len(tables), 1.6 + 0.3 * len(quantities)), sharey=True, squeeze=False
-    )
-    for axis, (problem, rows) in zip(axes[0], tables.items(), strict=True):
+    columns = min(2, len(tables))
+    rows_of_panels = -(-len(tables) // columns)
+    size = (1.4 + 3.0 * columns, 0.9 + (0.6 + 0.24 * len(quantities)) * rows_of_panels)  # the width of a page
+    figure, axes = plt.subplots(rows_of_panels, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for axis in axes.flat[len(tables) :]:
+        axis.axis("off")
+    for axis, (problem, rows) in zip(axes.flat, tables.items(), strict=False):
         for place, quantity in enumerate(quantities):
             axis.axhline(place, color="0.92", zorder=0)
             for package, result in reversed(rows.get(quantity, {}).items()):
@@ -183,7 +196,7 @@ def draw(tables: dict[str, Rows], key: str, label: str, path: Path, skip: Iterab
                         marker,
                         color=colour,
                         markerfacecolor=face,
-                        markersize=8 if first else 5.5,
+                        markersize=9 if first else 6.5,
                         alpha=1 if first else 0.85,
                         zorder=3 if first else 2,
                     )
@@ -192,24 +205,21 @@ def draw(tables: dict[str, Rows], key: str, label: str, path: Path, skip: Iterab
         axis.set_xlim(min(left, 0.9), max(right, 11))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter("")
-        axis.set_title(problem, fontsize=10)
+        axis.set_title(TITLES.get(problem, problem), fontsize=11)
         axis.grid(axis="x", color="0.88", linewidth=0.6)
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.tick_params(axis="y", length=0)
         axis.set_axisbelow(True)
     axes[0][0].set_yticks(range(len(quantities)), quantities)
     axes[0][0].invert_yaxis()
-    figure.supxlabel(label, fontsize=10)
+    figure.supxlabel(label, fontsize=11)
     shown = [p for p in STYLES if any(not is_absent(row, p) for rows in tables.values() for row in rows.values())]
     handles: list[Any] = [Line2D([], [], color=STYLES[p][0], marker=STYLES[p][1], linestyle="", label=p) for p in shown]
     if any(result.get("wrong") for rows in tables.values() for row in rows.values() for result in row.values()):
         handles.append(
             Line2D([], [], color="0.4", marker="o", markerfacecolor="none", linestyle="", label="wrong numbers")
         )
-    columns = min(len(handles), 2 * len(tables))
-    figure.legend(handles=handles, loc="upper center", ncols=columns, frameon=False, fontsize=9, handletextpad=0.2)
-    height = 0.22 * -(-len(handles) // columns) + 0.05
-    figure.tight_layout(rect=(0, 0, 1, 1 - height / figure.get_figheight()))
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False, handletextpad=0.2)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
 import tomllib
+import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
 import curvopt
+from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,16 +29,33 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
 ]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
-myst_enable_extensions = ["attrs_inline", "substitution"]
+myst_enable_extensions = ["attrs_inline", "dollarmath", "substitution"]
 myst_substitutions = {"version": version}
 default_role = "py:obj"  # single backticks in docstrings are links where there is such a name
 suppress_warnings = ["config.cache"]  # functions in the settings of the gallery
+
+# Links to PyTorch's documentation, by an inventory of the names that are used here: the build needs no network.
+intersphinx_mapping = {"torch": ("https://docs.pytorch.org/docs/stable", "_build/torch.inv")}
+
+
+def write_inventory(names: Path, out: Path) -> None:
+    """Make an inventory for intersphinx of lines ``kind name address``."""
+    lines = [line.split() for line in names.read_text().splitlines() if line]
+    content = "".join(f"{name} py:{kind} 1 {address} -\n" for kind, name, address in lines)
+    header = "# Sphinx inventory version 2\n# Project: torch\n# Version:\n# Compressed by zlib.\n"
+    out.parent.mkdir(exist_ok=True)
+    out.write_bytes(header.encode() + zlib.compress(content.encode()))
+
+
+write_inventory(ROOT / "docs" / "torch.txt", ROOT / "docs" / "_build" / "torch.inv")
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
@@ -126,3 +149,39 @@ sphinx_gallery_conf = {
     "show_signature": False,
     "nested_sections": False,
 }
+
+
+def run_blocks(app: Sphinx, page: str, source: list[str]) -> None:
+    """Run the blocks of the tutorial in one namespace; what they print and draw follows each of them on the page."""
+    if page != "tutorial":
+        return
+    import matplotlib.pyplot as plt
+    from matplotlib import rcParams
+
+    plt.switch_backend("agg")
+    reset({}, page)
+    pictures = Path(app.srcdir) / "_build" / "tutorial"
+    pictures.mkdir(parents=True, exist_ok=True)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+
+    def shown(block: re.Match) -> str:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*non-interactive")  # plt.show() has nowhere to show
+            exec(compile(block["code"], page, "exec"), namespace)
+        parts = [block[0]]
+        if printed.getvalue():
+            parts.append(f"```text\n{printed.getvalue().rstrip()}\n```\n")
+        for number in plt.get_fignums():
+            name = f"{block.start()}-{number}.png"
+            plt.figure(number).savefig(pictures / name, dpi=2 * rcParams["figure.dpi"])
+            parts.append(f"![what the block above draws](_build/tutorial/{name}){{.drawn}}\n")
+        plt.close("all")
+        return "\n".join(parts)
+
+    source[0] = re.sub(r"^```python\n(?P<code>.*?)^```$", shown, source[0], flags=re.MULTILINE | re.DOTALL)
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", run_blocks)

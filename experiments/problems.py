@@ -27,7 +27,6 @@ _START_AUTOENCODER: Mapping[str, Mapping[str, float]] = {  # whose loss is a sum
 class Problem:
     """A model, the data it learns from, and options of optimizers for them."""
 
-    title: str
     data: str  # a name in DATASETS
     model: Callable[[tuple[int, ...], int], nn.Module]  # shape of a sample, number of classes
     epochs: int
@@ -38,6 +37,7 @@ class Problem:
     loss: Callable[[], nn.Module] = nn.CrossEntropyLoss
     prepare: Callable[[Data], Data] = standardized
     augment: bool = False  # shift and mirror the images of a batch
+    title: str = ""  # in words
 
     def settings(self, optimizer: str) -> Mapping[str, float]:
         """The options of an optimizer: tuned, or else to start from; empty for its own defaults."""
@@ -114,22 +114,29 @@ PROBLEMS: dict[str, Problem] = {
             "adamw": {"lr": 0.003, "weight_decay": 0.0},
         },
     ),
-    "mnist-mlp": Problem("DeepOBS's MLP on MNIST", "mnist", _deepobs_mlp, epochs=10, batch_size=128, target=0.01),
+    "mnist-mlp": Problem(
+        title="DeepOBS's MLP on MNIST", data="mnist", model=_deepobs_mlp, epochs=10, batch_size=128, target=0.01
+    ),
     "fmnist-mlp": Problem(
-        "DeepOBS's MLP on Fashion-MNIST", "fashion-mnist", _deepobs_mlp, epochs=20, batch_size=128, target=0.1
+        title="DeepOBS's MLP on Fashion-MNIST",
+        data="fashion-mnist",
+        model=_deepobs_mlp,
+        epochs=20,
+        batch_size=128,
+        target=0.1,
     ),
     "mnist-2c2d": Problem(
-        "DeepOBS's CNN 2C2D on MNIST",
-        "mnist",
-        lambda _, classes: models.c2d2(classes),
+        title="DeepOBS's CNN 2C2D on MNIST",
+        data="mnist",
+        model=lambda _, classes: models.c2d2(classes),
         epochs=10,
         batch_size=128,
         target=0.01,
     ),
     "fmnist-2c2d": Problem(
-        "DeepOBS's CNN 2C2D on Fashion-MNIST",
-        "fashion-mnist",
-        lambda _, classes: models.c2d2(classes),
+        title="DeepOBS's CNN 2C2D on Fashion-MNIST",
+        data="fashion-mnist",
+        model=lambda _, classes: models.c2d2(classes),
         epochs=20,
         batch_size=128,
         target=0.1,

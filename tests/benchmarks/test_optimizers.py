@@ -103,11 +103,6 @@ def test_a_run_that_diverges_has_no_end(data: Any) -> None:
     assert reports.end(run.measure()) == math.inf
 
 
-def test_labels_that_overlap_are_moved_apart() -> None:
-    placed = reports.apart([("a", 0.5, 0.2), ("b", 0.6, 0.21), ("c", 0.9, 0.2)], width=0.2, height=0.1)
-    assert {name: round(y, 2) for name, _, y in placed} == {"a": 0.2, "b": 0.3, "c": 0.2}
-
-
 def test_results_are_kept_shown_and_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench.TASKS, "mlp", TINY)
     settings = bench.Settings(method=("SGD", "KFACSGD"), seeds=1, cache=tmp_path)

@@ -77,6 +77,13 @@ def test_prose_fits(page: Path):
     assert not wide
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_line_is_lost(page: Path):
+    """MyST takes a line that begins with % for a comment: it is in no built page."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"^ {0,3}%.*", text, re.MULTILINE)
+
+
 def test_internals_name_what_is_there():
     """Files of the engine, and the functions in the table of stages."""
     page, core = (ROOT / "docs" / "internals.md").read_text(), ROOT / "curvopt" / "core"
