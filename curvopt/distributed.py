@@ -247,6 +247,11 @@ def own_part(tensor: Any) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
+def whole_of(number: Any) -> Tensor:
+    """A number that each rank has, which may be a ``DTensor``."""
+    return number.full_tensor() if is_sharded(number) else number
+
+
 def refuse_sharded(parameters: Iterable[tuple[str, str, Tensor]]) -> None:
     """Raise if a parameter is sharded: its quantities need the rows and columns that other ranks have.
 

@@ -67,7 +67,7 @@ class OptimizerConfig:
     @property
     def needs_closure(self) -> bool:
         """Whether a step evaluates the loss several times, by a closure."""
-        return self.fits_batch or self.options().get("adaptive_damping", False)
+        return self.fits_batch
 
     @property
     def fits_batch(self) -> bool:

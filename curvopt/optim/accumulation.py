@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any
 
 import torch
@@ -12,9 +11,6 @@ from torch import Tensor
 from curvopt.core.products.sums import widened
 from curvopt.distributed import Ranks, own_part
 from curvopt.errors import CurvoptError
-
-#: Gradients and their versions, if none has an entry but zeros.
-Zeros = list[tuple[Tensor, int]]
 
 
 def pop_field(param: Tensor, name: str) -> Any:
@@ -94,8 +90,6 @@ class Curvature:
         ]
 
 
-#: Gradients count as divided by the weight of their loss if that is so up to this relative error.
-UNSCALED = 1e-3
 _ZERO = torch.zeros((), device="cpu")  # never changed in place
 
 
@@ -108,13 +102,11 @@ class Collected:
         weight: of the losses that were differentiated.
         step_weight: that weight in units of the gradients that reach ``step()`` (without the scale of a
             ``GradScaler``).
-        closure_weight: the part of ``step_weight`` that belongs to the closure of the step.
         foreign: number of parameters of other optimizers that received curvature where none of ours did; -1 if some of
             ours did, or if there was no backward at all.
         variables: largest number of variables of a prediction, see `curvopt.core.losses.roots.LossCurvature`.
         mixed: parameters whose curvature had several forms; the first one is kept.
-        zeros: the gradients after the last of the backwards and their versions, if they were all zero.
-        norm: of the gradients of some parameters, after the last of the backwards.
+        versions: of the gradients after the last of the backwards, see `versions`.
         refused: whether a backward had no curvature where there is none so far.
         partial: whether the weights lack the loss of a backward, none of whose parameters was due, or which had no
             curvature.
@@ -123,12 +115,10 @@ class Collected:
     curvature: dict[Tensor, Curvature] = field(default_factory=dict)
     weight: Tensor = _ZERO
     step_weight: Tensor = _ZERO
-    closure_weight: Tensor = _ZERO
     foreign: int = -1
     variables: int = 1
     mixed: set[Tensor] = field(default_factory=set)
-    zeros: Zeros = field(default_factory=list)
-    norm: tuple[list[Tensor], Tensor] | None = None
+    versions: list[int] = field(default_factory=list)
     refused: bool = False
     partial: bool = False
 
@@ -137,7 +127,7 @@ class Collected:
         self.foreign = max(self.foreign, other.foreign)
         self.variables, self.refused = max(self.variables, other.variables), self.refused or other.refused
         self.partial |= other.partial
-        self.zeros, self.norm = other.zeros, other.norm
+        self.versions = other.versions
         self.mixed |= other.mixed
         for param, curvature in other.curvature.items():
             if param not in self.curvature:
@@ -148,32 +138,6 @@ class Collected:
                 self.mixed.add(param)
         self.weight = self.weight.to(other.weight) + other.weight
         self.step_weight = self.step_weight.to(other.step_weight) + other.step_weight
-
-    def for_steps(self, are_known: bool) -> dict[str, Any]:
-        """What steps go by until the next refresh; no weights if they lack a loss and earlier ones are known."""
-        weights = {"step_weight": self.step_weight, "closure_weight": self.closure_weight}
-        return {"variables": self.variables} | ({} if are_known and self.partial else weights)
-
-    def loss_was_scaled(self, scale: float) -> None:
-        """Learn that the gradients that reach ``step()`` have been divided by the scale of the loss."""
-        self.step_weight = self.step_weight / scale
-
-    def loss_was_unscaled(self, knows_scale: bool) -> None:
-        """Learn whether the loop has divided gradients by the weight of the loss: those of a sum by its tokens, say.
-
-        Args:
-            knows_scale: whether a ``GradScaler`` has divided them, too.
-        """
-        if self.norm is None or knows_scale:
-            return
-        params, norm = self.norm
-        now = _norm(params)
-        if now is not None:
-            weight = self.step_weight.to(norm) * now / norm
-            close = max(UNSCALED, *(2 * torch.finfo(param.dtype).eps for param in params))
-            # a mean over several variables of a prediction weighs less than 1
-            divided = ((weight - 1).abs() < close) | ((weight * self.variables - 1).abs() < close)
-            self.step_weight = torch.where(divided, weight, self.step_weight.to(weight))
 
     def forms(self, params: Sequence[Tensor]) -> dict[int, Any]:
         """Shapes, dtype and index of the input's factor, by index of a parameter that has curvature."""
@@ -196,15 +160,15 @@ class Collected:
         """
         device = params[0].device
         # of one dtype, whatever that of the losses: a rank may have none
-        weights = [w.to(device, torch.float64) for w in (self.weight, self.step_weight, self.closure_weight)]
+        weights = [w.to(device, torch.float64) for w in (self.weight, self.step_weight)]
         sums: list[Tensor] = []
         for i, (shapes, dtype, of_input) in forms.items():
             zeros = [torch.zeros(shape, dtype=getattr(torch, dtype), device=params[i].device) for shape in shapes]
             own = self.curvature.get(params[i], Curvature(zeros, of_input, torch.zeros((), device=params[i].device)))
             sums += own.sums
             weights.append(own.weight.to(torch.float64))
-        weight, step_weight, closure_weight, *of_params = ranks.mean(weights)
-        result = Collected({}, weight, step_weight, closure_weight, variables=self.variables, norm=self.norm)
+        weight, step_weight, *of_params = ranks.mean(weights)
+        result = Collected({}, weight, step_weight, variables=self.variables)
         means = iter(ranks.mean(sums, chosen))
         for (i, (shapes, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
             result.curvature[params[i]] = Curvature([next(means) for _ in shapes], of_input, mean_weight)
@@ -286,21 +250,12 @@ class Accumulation:
         """Whether there is curvature for the next step."""
         return bool(self.since_last_step.curvature or (self.this_context and self.this_context.curvature))
 
-    def drop_discarded(self, has_gradients: bool, find_zeros: Callable[[], Zeros]) -> None:
-        """Before a backward: drop the curvature whose gradients were discarded since."""
+    def drop_discarded(self, has_gradients: bool, are_zero: Callable[[], bool], versions: list[int]) -> None:
+        """Before a backward: drop the curvature whose gradients were discarded since, or set to zero."""
         context = self.this_context
         last = context if context is not None and context.curvature else self.since_last_step
-        zeros = find_zeros() if last.curvature else None
-        if not has_gradients or (zeros and not _are_identical(zeros, last.zeros)):
+        if not has_gradients or (last.curvature and versions != last.versions and are_zero()):
             self.since_last_step, self.this_context = Collected(), Collected()
-
-    def note_gradients(self, params: Sequence[Tensor]) -> None:
-        """After a backward, once all gradients are there: remember a norm, and that all are zero though not reset."""
-        if self.this_context is not None and self.this_context.curvature:
-            self.this_context.zeros = zero_gradients(params)
-            given = [param for param in params if param.grad is not None]
-            norm = _norm(given)
-            self.this_context.norm = None if norm is None else (given, norm)
 
     def drop(self) -> None:
         """Drop all curvature that was collected since the last step."""
@@ -328,25 +283,12 @@ def has_gradients(params: Iterable[Tensor]) -> bool:
     return any(param.grad is not None for param in params)
 
 
-def _norm(params: Sequence[Tensor]) -> Tensor | None:
-    """Of all gradients (this rank's shards) together; ``None`` where one is missing or sparse."""
+def versions(params: Iterable[Tensor]) -> list[int]:
+    """Of all gradients: how often each was changed in place."""
+    return [own_part(param.grad)._version for param in params if param.grad is not None]
+
+
+def are_zero(params: Iterable[Tensor]) -> bool:
+    """Whether no gradient (or shard of one) has an entry but zeros: usually the first has one."""
     grads = [own_part(param.grad) for param in params if param.grad is not None]
-    if not grads or len(grads) < len(params) or any(grad.layout != torch.strided for grad in grads):
-        return None
-    dtype = reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
-    norms = torch._foreach_norm(grads, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
-    return torch.stack([norm.to(norms[0]) for norm in norms]).norm()
-
-
-def zero_gradients(params: Iterable[Tensor]) -> Zeros:
-    """All gradients (this rank's shards) and their versions, if none has an entry but zeros: usually the first does."""
-    grads = [own_part(param.grad) for param in params if param.grad is not None]
-    if any(grad.layout != torch.strided or grad.any() for grad in grads):
-        return []
-    return [(grad, grad._version) for grad in grads]
-
-
-def _are_identical(these: Zeros, those: Zeros) -> bool:
-    """Whether two lists hold identical tensors, unchanged."""
-    pairs = zip(these, those, strict=False)
-    return len(these) == len(those) and all(this is that and now == then for (this, now), (that, then) in pairs)
+    return not any(grad.layout != torch.strided or grad.any() for grad in grads)

@@ -1,6 +1,6 @@
 """The state of curvature optimizers in checkpoints, next to that of the torch optimizer."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from os import PathLike
@@ -14,7 +14,13 @@ from curvopt.kroneckers import sizes_of
 
 #: Entries of a parameter's ``state`` that the torch optimizer does not have; they keep their own dtype.
 CURVATURE_STATE = ("factors", "ema_weight", "inverses", "bases", "scales", "scales_weight")
-_OURS = set(CURVATURE_STATE)
+#: Under this name state dicts have them, in dictionaries of tensors alone, as ``torch.distributed.checkpoint`` flattens
+#: these. States of parameters hold an empty one, as it asks for the names that they have.
+CURVATURE = "curvature"
+#: The entry of the first param group of a state dict that has all that belongs to no parameter; else ``None``.
+RUN = "run"
+_OURS = {*CURVATURE_STATE, CURVATURE}
+_NONE = "none"
 
 
 class SampleStream:
@@ -62,7 +68,6 @@ def new_progress() -> dict[str, Any]:
         "next_inverse": 0,
         "stale": False,
         "step_weight": torch.ones(()),
-        "closure_weight": torch.zeros(()),
         "variables": 1,
         "mean_curvature": torch.zeros(()),
         "several": None,  # whether predictions have several variables, where that chooses the Fisher matrix
@@ -86,11 +91,42 @@ def import_run(exported: dict[str, Any]) -> tuple[dict[str, Any], SampleStream, 
     return progress, SampleStream(*exported["sampler"]), dict(exported.get("metrics", {}))
 
 
+def packed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter, with ours in one entry, see `CURVATURE`."""
+    ours: dict[str, Any] = {name: state[name] for name in CURVATURE_STATE if name in state}
+    for name, value in ours.items():
+        if isinstance(value, list):  # an empty dictionary would be lost where it is flattened
+            ours[name] = {str(i): each for i, each in enumerate(value)} or {_NONE: torch.zeros(())}
+    return {name: value for name, value in state.items() if name not in _OURS} | {CURVATURE: ours}
+
+
+def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Our entries of what `packed` has returned; or as versions before 0.3 have written them."""
+    ours = dict(state.get(CURVATURE) or {name: state[name] for name in CURVATURE_STATE if state.get(name, {}) != {}})
+    for name, value in ours.items():
+        if isinstance(value, dict):
+            ours[name] = [value[i] for i in sorted(value.keys() - {_NONE}, key=int)]
+    return ours
+
+
 @contextmanager
-def exporting(optimizer: torch.optim.Optimizer, curvature: Callable[[], dict[str, Any]]) -> Iterator[None]:
-    """Inside, ``state_dict()`` has an entry ``curvature()``."""
+def exporting(
+    optimizer: torch.optim.Optimizer, params: Sequence[Tensor], run: Callable[[], dict[str, Any]]
+) -> Iterator[None]:
+    """Inside, ``state_dict()`` has our state `packed`, and ``run()`` in its first param group."""
+
+    def export(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        states = {index: packed(state) for index, state in state_dict["state"].items()}
+        if states:  # of all parameters, also where another rank has it
+            states = {i: states.get(i, {CURVATURE: {}}) for i in range(len(params))}
+        first, *groups = state_dict["param_groups"]
+        return {**state_dict, "state": states, "param_groups": [{**first, RUN: run()}, *groups]}
+
+    for param in params:
+        if param in optimizer.state:
+            optimizer.state[param].setdefault(CURVATURE, {})
     # a hook before those of users, which see all of it
-    handle = optimizer.register_state_dict_post_hook(lambda _, state: {**state, "curvature": curvature()}, True)
+    handle = optimizer.register_state_dict_post_hook(export, True)
     try:
         yield
     finally:
@@ -101,29 +137,28 @@ def exporting(optimizer: torch.optim.Optimizer, curvature: Callable[[], dict[str
 def importing(
     optimizer: torch.optim.Optimizer, names: dict[Tensor, str], restore: Callable[[dict[str, Any]], None]
 ) -> Iterator[None]:
-    """Inside, ``load_state_dict()`` checks the state, loads our part of it, too, and passes its entry to ``restore``.
+    """Inside, ``load_state_dict()`` checks the state, loads our part of it, too, and passes the run to ``restore``.
 
     Args:
         optimizer: the optimizer that loads.
         names: of its parameters, in order.
-        restore: takes the entry of `exporting`.
+        restore: takes the run of `exporting`.
 
     Raises:
         CurvoptError: from ``load_state_dict()``, if it is the state of another optimizer, or of parameters of other
             shapes.
     """
     ours: list[dict[str, Any]] = []
-    entry: dict[str, Any] = {}
+    run: dict[str, Any] = {}
 
     def take_ours(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
-        check_origin(optimizer, loaded)
-        entry.update(loaded["curvature"])
+        run.update(run_of(optimizer, loaded))
         states = dict(loaded["state"])
         for index in (index for group in loaded["param_groups"] for index in group["params"]):
             state = states.get(index, {})
-            ours.append({name: state[name] for name in CURVATURE_STATE if name in state})
+            ours.append(unpacked(state))
             if index in states:  # torch would cast ours to the dtype of the parameter
-                states[index] = {name: state[name] for name in state if name not in CURVATURE_STATE}
+                states[index] = {name: state[name] for name in state if name not in _OURS}
         for (param, name), state in zip(names.items(), ours, strict=False):
             if not fits(state.get("factors", []), param.shape):
                 raise CurvoptError(
@@ -132,7 +167,8 @@ def importing(
                     f"({[list(factor.shape) for factor in state['factors']]}); load the state of an equal model, "
                     "whose parameters come in this order. Nothing has changed."
                 )
-        return {**loaded, "state": states}
+        groups = [{**group, RUN: None} for group in loaded["param_groups"]]
+        return {**loaded, "state": states, "param_groups": groups}
 
     def put_back(_: Any) -> None:
         for param, state in zip(names, ours, strict=True):
@@ -143,7 +179,9 @@ def importing(
                 elif isinstance(value, list):
                     value = [tensor.to(param.device, dtype) for tensor in value]
                 optimizer.state[param][name] = value
-        restore(entry)
+            if param in optimizer.state:
+                optimizer.state[param].setdefault(CURVATURE, {})
+        restore(run)
 
     # after the hooks of users that may replace the state, and before those that see the loaded optimizer
     handles = (
@@ -157,16 +195,23 @@ def importing(
             handle.remove()
 
 
-def check_origin(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
-    """Refuse the state of an optimizer of another class."""
+def run_of(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+    """The run in a state dict, also in one that was written before 0.3.
+
+    Raises:
+        CurvoptError: if it is the state of an optimizer of another class.
+    """
     who = f"{type(optimizer).__name__}.load_state_dict()"
-    if "curvature" not in loaded:
-        raise CurvoptError(f'{who}: no "curvature" entry, so this is the state of another optimizer.')
-    saved = loaded["curvature"].get("optimizer", type(optimizer).__name__)
+    runs = [loaded.get("curvature"), *(group.get(RUN) for group in loaded["param_groups"])]
+    run = next((run for run in runs if run), None)
+    if run is None:
+        raise CurvoptError(f'{who}: no param group has an entry "{RUN}", so this is the state of another optimizer.')
+    saved = run.get("optimizer", type(optimizer).__name__)
     if saved not in (kind.__name__ for kind in type(optimizer).__mro__):  # a subclass may go on with its state
         raise CurvoptError(
             f"{who}: this is the state of another optimizer, {saved}; build that one. Nothing has changed."
         )
+    return run
 
 
 def state_to_load(optimizer: Any, checkpoint_id: str | PathLike, name: str = "optimizer") -> dict[str, Any]:
@@ -189,11 +234,13 @@ def state_to_load(optimizer: Any, checkpoint_id: str | PathLike, name: str = "op
 
     metadata = FileSystemReader(checkpoint_id).read_metadata()
     sharding = optimizer._sharding()
-    other = set() if sharding is None else {str(i) for i, p in enumerate(sharding.params) if not sharding.owns(p)}
+    names = optimizer._names()
+    others = () if sharding is None else [(i, p) for i, p in enumerate(sharding.params) if not sharding.owns(p)]
+    other = {name for i, p in others for name in (str(i), names[p])}
     result: dict[str, Any] = {"state": {}}
     saved: Any = metadata.planner_data
     for key, (first, *path) in saved.items():
-        if first != name or (path[0] == "state" and path[1] in other):
+        if first != name or (path[0] == "state" and str(path[1]) in other):
             continue
         entry = metadata.state_dict_metadata[key]
         is_tensor = isinstance(entry, TensorStorageMetadata)

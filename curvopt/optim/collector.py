@@ -1,6 +1,5 @@
 """Collecting curvature in the backwards of a training loop."""
 
-import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Set
@@ -19,7 +18,7 @@ from curvopt.core.record.extended_parameters import extended_model, owned_parame
 from curvopt.core.record.state import outside_of_graphs
 from curvopt.distributed import Ranks, is_sharded, refuse_sharded, serving
 from curvopt.errors import CurvoptError
-from curvopt.optim.accumulation import Accumulation, Collected, has_gradients, nothing_received, zero_gradients
+from curvopt.optim.accumulation import Accumulation, Collected, are_zero, has_gradients, nothing_received, versions
 from curvopt.optim.checkpoint import SampleStream
 from curvopt.optim.empirical import are_of_gradients
 from curvopt.optim.gathering import GatheredBackward, gathered_parameters, has_any_gradients
@@ -110,7 +109,8 @@ class Listening:
                 optimizer._say("empirical", f"takes the empirical quantity for such batches. {why}.")
         accumulation = optimizer._accumulation
         accumulation.end_backward(weight, variables, self.scale, are_of_gradients(self.extensions))
-        accumulation.note_gradients(optimizer._params())
+        if accumulation.this_context is not None:
+            accumulation.this_context.versions = versions(optimizer._params())
         optimizer._versions = [param._version for param in optimizer._params()]
 
 
@@ -170,7 +170,8 @@ class CurvatureCollector(OverRanks, ABC):
         self._ranks_agree = False  # whether they were found in equal states
         self._scaler: Any = None
         self._versions: list[int] = []  # of the parameters at the end of the last backward with curvature
-        self._knows_scale = True
+        self._gradient_scale: float | Callable[[], float] | None = None
+        self._knows_scale = True  # by what the gradients of the loss are divided before the step
 
     def attach(
         self,
@@ -178,6 +179,7 @@ class CurvatureCollector(OverRanks, ABC):
         lossfunc: torch.nn.Module | None = None,
         scaler: Any = None,
         *,
+        gradient_scale: float | Callable[[], float] | None = None,
         loss_reduction: Literal["mean", "sum"] | None = None,
         batch_axis: int | None = 0,
     ) -> None:
@@ -198,7 +200,10 @@ class CurvatureCollector(OverRanks, ABC):
             model: is extended.
             lossfunc: is extended; not needed for the functional losses of PyTorch, or inside of the model.
             scaler: what scales the loss, anything with ``get_scale()``; later calls without one keep it. Not needed
-                for a ``torch.amp.GradScaler`` whose ``step()`` is given this optimizer.
+                for a ``torch.amp.GradScaler`` whose ``step()`` is given this optimizer, unless ``unscale_()`` comes
+                before.
+            gradient_scale: by what the loop multiplies gradients after the backward (1 / n where it divides them by a
+                number n), or a function that returns it; later calls without it keep it.
             loss_reduction: whether losses of no known kind are a ``"mean"`` over the samples or a ``"sum"``; later
                 calls without it keep it. To begin with, they are what their last operation is: a sum over rows that no
                 constant divides again is a sum, all else a mean.
@@ -232,6 +237,7 @@ class CurvatureCollector(OverRanks, ABC):
         extend(model, batch_axis=batch_axis)
         attach(self, lossfunc)
         self._loss_reduction = loss_reduction or self._loss_reduction
+        self._gradient_scale = self._gradient_scale if gradient_scale is None else gradient_scale
         self._attached_to = weakref.ref(model), own
         self._scaler, self._attached = self._scaler if scaler is None else scaler, True
         self._said.clear()
@@ -295,10 +301,10 @@ class CurvatureCollector(OverRanks, ABC):
         """Before a backward: drop the curvature whose gradients were discarded since."""
         params, sharding = self._params(), self._sharding()
         if sharding is None:
-            self._accumulation.drop_discarded(has_gradients(params), lambda: zero_gradients(params))
+            self._accumulation.drop_discarded(has_gradients(params), lambda: are_zero(params), versions(params))
         else:
-            zeros = sharding.zero_gradients()
-            self._accumulation.drop_discarded(has_any_gradients(params), lambda: zeros)
+            zero = sharding.are_zero()
+            self._accumulation.drop_discarded(has_any_gradients(params), lambda: zero, versions(params))
 
     @torch.no_grad()
     def _collect(self, module: torch.nn.Module) -> None:
@@ -319,15 +325,6 @@ class CurvatureCollector(OverRanks, ABC):
         """A generator for the Monte-Carlo samples of one ``curvature()``."""
         ranks = self._ranks()
         return self._samples.next(self._device(), 0 if ranks is None else ranks.rank)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """False; ``GradScaler.step`` asks for this, so here a scaler that was not given is found."""
-        scaler = None if self._knows_scale else sys._getframe(1).f_locals.get("self")
-        if isinstance(scaler, torch.amp.GradScaler):
-            self._scaler, self._knows_scale = scaler, True
-            self._accumulation.since_last_step.loss_was_scaled(scaler.get_scale())
-        return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and drop the curvature that was collected with them."""

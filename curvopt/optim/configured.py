@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from curvopt.errors import CurvoptWarning
-from curvopt.optim.checkpoint import new_progress
+from curvopt.optim.checkpoint import RUN, new_progress
 from curvopt.optim.options import (
     DAMPINGS,
     Attached,
@@ -28,7 +28,6 @@ class Configured(torch.optim.Optimizer):
 
     #: Options of the whole run, where an optimizer has them.
     rms_clip: float | None = None
-    adaptive_damping: bool = False
     on_nonfinite: str = "raise"
     curvature_every: int
     inverse_every: int
@@ -78,7 +77,7 @@ class Configured(torch.optim.Optimizer):
             TypeError: an option is no number, or is one of the whole optimizer.
             ValueError: an option is out of its range.
         """
-        for name, value in self._group_defaults.items():
+        for name, value in (self._group_defaults | {RUN: None}).items():
             param_group.setdefault(name, value)
         check_group_options(param_group, (*self._run_options, *self._options))
         if 0 in [param_group.get(name) for name in DAMPINGS]:

@@ -1,4 +1,4 @@
-"""The step that all curvature optimizers share: refresh the curvature, precondition, clip, step, adapt the damping."""
+"""The step that all curvature optimizers share: refresh the curvature, precondition, clip, step."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -14,12 +14,12 @@ from curvopt.core.backward.backpack import is_listening
 from curvopt.core.products.sums import widened
 from curvopt.core.record.extended_parameters import extended_name
 from curvopt.core.record.state import outside_of_graphs
-from curvopt.distributed import own_part
+from curvopt.distributed import own_part, whole_of
 from curvopt.errors import CurvoptError
 from curvopt.optim import clocks
-from curvopt.optim.accumulation import Collected, are_alike, ema_update, number
-from curvopt.optim.checkpoint import CURVATURE_STATE
-from curvopt.optim.closures import Closure, without_autocast
+from curvopt.optim.accumulation import Collected, are_alike, are_zero, ema_update, number
+from curvopt.optim.checkpoint import CURVATURE, CURVATURE_STATE
+from curvopt.optim.closures import without_autocast
 from curvopt.optim.options import DAMPINGS
 from curvopt.optim.reports import coverage, listed
 from curvopt.optim.resumable import Resumable
@@ -30,12 +30,11 @@ from curvopt.optim.step_checks import (
     Overflow,
     accepted_curvature,
     are_finite,
-    check_adaptive,
     check_dense,
     check_schedules,
     has_curvature,
 )
-from curvopt.optim.step_size import ADAPT_EVERY, by_device, cosine, damping_of, rms_clip_factor
+from curvopt.optim.step_size import by_device, cosine, damping_of, rms_clip_factor
 from curvopt.optim.torch_step import decay_weights, take_torch_step
 
 
@@ -75,6 +74,9 @@ class CurvatureOptimizer(Resumable):
     logging after it sees them. ``weight_decay`` is decoupled (``p *= 1 - lr * weight_decay``), whatever ``Y`` does.
     """
 
+    #: Set by ``GradScaler.step`` while it calls `step`, if it is asked to.
+    grad_scale: Any
+    found_inf: Any
     #: Whether the caller's gradients are put back after the step.
     _restores_gradients = True
     #: The list in the state that ``_solve`` multiplies by.
@@ -114,20 +116,19 @@ class CurvatureOptimizer(Resumable):
 
         Args:
             closure: computes gradients and returns the loss; called with gradients enabled, inside ``curvature()``.
-                With ``adaptive_damping`` it is called once more every fifth step, with equal random numbers. Where
-                backwards accumulate it may be the last of them alone.
+                Where backwards accumulate it may be the last of them alone.
 
         Raises:
             CurvoptError: a gradient is not finite or sparse, an option has left its range, the parameters have another
-                precision than before, no curvature was ever computed, or ``adaptive_damping`` has no closure. Nothing
-                has changed then, but the curvature collected for this step is dropped.
+                precision than before, or no curvature was ever computed. Nothing has changed then, but the curvature
+                collected for this step is dropped.
         """
         if torch.compiler.is_dynamo_compiling():
             return outside_of_graphs(self.step, closure)
-        if self.adaptive_damping:
-            check_adaptive(type(self).__name__, closure)
-        loss, objective = (None, None) if closure is None else self._evaluate(closure)
+        loss = None if closure is None else self._evaluate(closure)
         collected, self._accumulation.since_last_step = self._accumulation.since_last_step, Collected()
+        if self._overflows(collected):
+            return loss
         ranks = self._ranks()
         sharding = None if ranks is None else self._sharding()
         grads = {p: p.grad for p in self._params() if p.grad is not None}
@@ -139,7 +140,6 @@ class CurvatureOptimizer(Resumable):
             return loss
         check_schedules(type(self).__name__, self.rms_clip, self.param_groups)
         owned = dict[Tensor, Tensor]()
-        before = [] if objective is None else [own_part(param).clone() for param in grads]
         try:
             if sharding is None:
                 taken = self._advance(grads, collected)
@@ -156,14 +156,16 @@ class CurvatureOptimizer(Resumable):
             if sharding is not None:
                 decay_weights(self, grads)
                 sharding.apply(owned, grads, to_gradients=not self._restores_gradients)
-            if objective is not None:
-                changes = {param: own_part(param) - old for param, old in zip(grads, before, strict=True)}
-                self._adapt_damping(objective, changes, grads, owned)
         return loss
 
     def _advance(self, grads: dict[Tensor, Tensor], collected: Collected) -> bool:
         """Refresh the curvature and step, unless the loss weighs nothing and there is none so far."""
         who = type(self).__name__
+        if self._is_asked_for_names(grads, collected):
+            CurvatureOptimizer._take_torch_step(self, grads, grads)
+            for param in grads:
+                self.state[param][CURVATURE] = {}
+            return False
         check_dense(who, grads, self._names)
         joined = _joined(self, grads) if has_curvature(self.state) else []
         finite = not collected.curvature and are_finite([flat for _, _, flat in joined])
@@ -189,40 +191,70 @@ class CurvatureOptimizer(Resumable):
         self._progress["step"] += 1
         return True
 
-    def _evaluate(self, closure: Callable[[], Any]) -> tuple[Any, Closure | None]:
-        """Call the closure inside ``curvature()``; return its result, and the objective if the damping adapts now."""
-        objective = None
-        if self.adaptive_damping and self._progress["step"] % ADAPT_EVERY == 0:
-            objective = Closure(closure, self._params())
-            closure = objective.first
-        earlier = self._accumulation.since_last_step
-        weight = earlier.step_weight
-        before = _gradients(self._params())
+    def _is_asked_for_names(self, grads: dict[Tensor, Tensor], collected: Collected) -> bool:
+        """Whether this is the step of zero by which ``torch.distributed.checkpoint`` finds the names of a state."""
+        rates = [group["lr"] for group in self.param_groups]
+        if any(self.state.values()) or collected.curvature or any(float(rate) != 0 for rate in rates):
+            return False
+        return are_zero(grads)
 
-        def checked() -> Any:
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Call the closure inside ``curvature()``; return its result."""
+        before = _gradients(self._params())
+        # an attached optimizer has a context in each backward, also where the closure has one of its own
+        with torch.enable_grad(), nullcontext() if self._attached else self.curvature():
             loss = closure()
             if isinstance(loss, Tensor) and loss.requires_grad and _gradients(self._params()) == before:
                 raise CurvoptError(
                     f"{type(self).__name__}.step(closure): the closure returned a loss but called backward on none, so "
                     "no gradient has changed; call loss.backward() in the closure."
                 )
-            return loss
+        return loss
 
-        # an attached optimizer has a context in each backward, also where the closure has one of its own
-        with torch.enable_grad(), nullcontext() if self._attached else self.curvature():
-            loss = checked()
-        now = self._accumulation.since_last_step
-        # the rest is of accumulated backwards before it, unless their gradients were reset
-        now.closure_weight = now.step_weight - weight.to(now.step_weight) if now is earlier else now.step_weight
-        return loss, objective
+    def _overflows(self, collected: Collected) -> bool:
+        """Divide gradients and weights by the scale that ``GradScaler.step`` hands over; whether a gradient overflowed.
+
+        Raises:
+            CurvoptError: if it has divided gradients that came with curvature, by a scale that is not known.
+        """
+        if getattr(self, "found_inf", None) is None:
+            return False
+        scale, found_inf = self.grad_scale, self.found_inf
+        self.grad_scale = self.found_inf = None  # the torch optimizer would divide again
+        if bool(whole_of(found_inf) > 0):
+            return True
+        if scale is None:
+            if collected.curvature:
+                who = type(self).__name__
+                raise CurvoptError(
+                    f"{who}.step(): GradScaler.unscale_ has divided the gradients, but not the curvature, by a scale "
+                    f"that is not known; say {who}(model, scaler=scaler), or attach(model, scaler=scaler)."
+                )
+            return False
+        grads = [own_part(param.grad) for param in self._params() if param.grad is not None]
+        for device, own in by_device(grads).items():
+            torch._foreach_div_(own, whole_of(scale).to(device))  # pyright: ignore[reportPrivateImportUsage]
+        collected.step_weight = collected.step_weight / whole_of(scale).to(collected.step_weight)
+        return False
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether ``GradScaler.step`` is to hand over its scale, as the optimizer does not know it."""
+        return not self._knows_scale
+
+    def _factor_of_gradients(self) -> float:
+        """By what the loop multiplies gradients after the backward."""
+        factor = self._gradient_scale
+        return float(factor() if callable(factor) else 1.0 if factor is None else factor)
 
     def _refresh(self, grads: dict[Tensor, Tensor], collected: Collected, accepted: dict[Tensor, list[Tensor]]) -> bool:
         """Move new factors into the averages, and call ``_renew`` if that is due: then true."""
         progress = self._progress
         if self._on_any_rank(accepted):
             progress["stale"], progress["refused"] = True, False
-            collected.loss_was_unscaled(self._knows_scale)
-            progress |= collected.for_steps(are_known=self._has_curvature())
+            progress["variables"] = collected.variables
+            if not (collected.partial and self._has_curvature()):  # else they lack a loss, and earlier ones are known
+                progress["step_weight"] = collected.step_weight * self._factor_of_gradients()
             accepted = self._settle(accepted, collected)
             decays = self._decays()
             self._forget_other_forms(accepted, collected.mixed)
@@ -362,10 +394,9 @@ class CurvatureOptimizer(Resumable):
         gradient and preconditioned gradient. ``damping``: of the first group; parameters may have less, see
         ``relative_damping``. ``fallbacks``: matrices that needed more than the usual factorisation when last renewed.
         ``condition``: largest condition number of a damped factor (in the 1-norm) there. ``new_bases``: eigenbases
-        computed when they were last checked. ``reduction_ratio``: of ``adaptive_damping``, nan if no decrease was
-        predicted. ``KFACAdamW`` has no damping and no clip; its ``step_norm`` and ``cosine`` are those of the whole
-        step. ``skipped``: steps that ``on_nonfinite="skip"`` left out. ``empirical``: 1 where the loss had no curvature
-        of the kind asked for.
+        computed when they were last checked. ``KFACAdamW`` has no damping and no clip; its ``step_norm`` and ``cosine``
+        are those of the whole step. ``skipped``: steps that ``on_nonfinite="skip"`` left out. ``empirical``: 1 where
+        the loss had no curvature of the kind asked for.
         """
         empirical = self._progress["empirical"] and not self._wants_empirical()
         return self._metrics | ({"empirical": 1.0} if empirical else {})

@@ -40,9 +40,6 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
             a step is at most ``lr * rms_clip / (1 - momentum)``, 0.003 with the defaults; that of Adam is at most about
             ``lr``. Without any curvature, gradients of all parameters together are scaled to it, also up.
         curvature_every: steps between refreshes of the diagonal, reached gradually from 1.
-        adaptive_damping: every fifth step, multiply ``damping`` by (19/20)^5 or its inverse if the change of the loss
-            was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``. No step is taken back: from a
-            damping far too low it is the clip that keeps the first ones short.
         mc_samples: samples per datum for ``curvature="diag_ggn_mc"``, drawn from a generator of the optimizer.
         weight_decay: decoupled: ``p *= 1 - lr * weight_decay``.
         dampening: as in SGD.
@@ -50,8 +47,8 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         on_nonfinite: ``"raise"`` an error where a gradient is not finite, or ``"skip"`` the step; ``metrics()`` counts.
         maximize: as in SGD.
         foreach: as in SGD.
-        **attached: where a model is given: ``batch_axis``, ``lossfunc``, ``scaler`` and ``loss_reduction``, as for
-            ``attach``.
+        **attached: where a model is given: ``batch_axis``, ``lossfunc``, ``scaler``, ``gradient_scale`` and
+            ``loss_reduction``, as for ``attach``.
 
     Raises:
         ValueError: an option is out of its range.
@@ -69,7 +66,6 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         ema: float = 0.995,
         rms_clip: float | None = 0.015,
         curvature_every: int = 10,
-        adaptive_damping: bool = False,
         mc_samples: int = 1,
         weight_decay: float = 0.0,
         dampening: float = 0.0,
@@ -92,7 +88,6 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
             rms_clip=rms_clip,
             curvature_every=curvature_every,
             inverse_every=1,
-            adaptive_damping=adaptive_damping,
             on_nonfinite=on_nonfinite,
         )
         super().__init__(

@@ -43,9 +43,6 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
             about ``lr``. Without any curvature, gradients of all parameters together are scaled to it, also up.
         curvature_every: steps between refreshes of factors and scales, reached gradually from 1.
         inverse_every: steps between checks of the bases, reached gradually from 1.
-        adaptive_damping: every fifth step, multiply the damping by (19/20)^5 or its inverse if the change of the loss
-            was predicted well or badly (Levenberg-Marquardt); needs ``step(closure)``. No step is taken back: from a
-            damping far too low it is the clip that keeps the first ones short.
         fisher: ``"empirical"`` takes each prediction's own gradient, ``"mc"`` one at a target drawn from the model,
             ``"exact"`` sweeps one vector per output (KFLR). The empirical matrix is no curvature at a minimum (Kunstner
             et al. 2019), but on the way it contains that predicted variables err together. So ``None`` takes it where
@@ -61,8 +58,8 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         on_nonfinite: ``"raise"`` an error where a gradient is not finite, or ``"skip"`` the step; ``metrics()`` counts.
         maximize: as in SGD.
         foreach: as in SGD.
-        **attached: where a model is given: ``batch_axis``, ``lossfunc``, ``scaler`` and ``loss_reduction``, as for
-            ``attach``.
+        **attached: where a model is given: ``batch_axis``, ``lossfunc``, ``scaler``, ``gradient_scale`` and
+            ``loss_reduction``, as for ``attach``.
 
     Raises:
         ValueError: an option is out of its range.
@@ -80,7 +77,6 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
         rms_clip: float | None = 0.015,
         curvature_every: int = 10,
         inverse_every: int = 10,
-        adaptive_damping: bool = False,
         fisher: Fisher | None = None,
         approx: Approx = "expand",
         mc_samples: int = 1,
@@ -102,7 +98,6 @@ class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
             rms_clip=rms_clip,
             curvature_every=curvature_every,
             inverse_every=inverse_every,
-            adaptive_damping=adaptive_damping,
             on_nonfinite=on_nonfinite,
         )
         super().__init__(

@@ -41,12 +41,6 @@ def has_any_gradients(params: Iterable[Tensor]) -> bool:
     )
 
 
-def reshard(params: Iterable[Tensor]) -> None:
-    """Divide parameters again that a forward pass without a backward has left whole."""
-    for state in _states(params):
-        state._modules[0].reshard()
-
-
 class GatheredBackward(ListenedBackward):
     """A context whose quantities are those of gathered parameters.
 

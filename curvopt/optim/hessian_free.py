@@ -140,7 +140,7 @@ class HessianFree(torch.optim.Optimizer):
             CurvoptError: if it is the state of another optimizer. Nothing has changed then.
         """
         complete = all(group.keys() >= {*_OF_GROUP} for group in state_dict["param_groups"])
-        if not complete or "curvature" in state_dict:
+        if not complete or any("run" in group for group in state_dict["param_groups"]):
             raise CurvoptError(
                 "HessianFree.load_state_dict(): this is the state of another optimizer; build that one. Nothing has "
                 "changed."

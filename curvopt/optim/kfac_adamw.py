@@ -64,8 +64,8 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         on_nonfinite: ``"raise"`` an error where a gradient is not finite, or ``"skip"`` the step; ``metrics()`` counts.
         maximize: as in AdamW.
         foreach: as in AdamW.
-        **attached: where a model is given: ``batch_axis``, ``lossfunc``, ``scaler`` and ``loss_reduction``, as for
-            ``attach``.
+        **attached: where a model is given: ``batch_axis``, ``lossfunc``, ``scaler``, ``gradient_scale`` and
+            ``loss_reduction``, as for ``attach``.
 
     Raises:
         ValueError: an option is out of its range.

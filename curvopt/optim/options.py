@@ -1,6 +1,6 @@
 """Checks of the options of optimizers: their types and ranges."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict
 
@@ -82,13 +82,16 @@ class Attached(TypedDict, total=False):
     Attributes:
         lossfunc: the loss, where it is a module that has parameters; these are trained, too.
         scaler: what scales the loss, anything with ``get_scale()``; not needed for a ``torch.amp.GradScaler`` whose
-            ``step()`` is given the optimizer.
+            ``step()`` is given the optimizer, unless ``unscale_()`` comes before.
+        gradient_scale: by what the loop multiplies gradients after the backward (1 / n where it divides them by a
+            number n), or a function that returns it.
         loss_reduction: whether losses of no known kind are a ``"mean"`` over the samples or a ``"sum"``.
         batch_axis: axis of the model's inputs that counts the samples.
     """
 
     lossfunc: nn.Module | None
     scaler: Any
+    gradient_scale: float | Callable[[], float] | None
     loss_reduction: Literal["mean", "sum"] | None
     batch_axis: int | None
 

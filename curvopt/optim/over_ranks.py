@@ -9,13 +9,11 @@ from torch import Tensor
 
 from curvopt.distributed import Ranks, fsdp_states, is_sharded, ranks_of
 from curvopt.optim import clocks
-from curvopt.optim.closures import Closure
 from curvopt.optim.configured import Configured
-from curvopt.optim.gathering import gathered_parameters, reshard
+from curvopt.optim.gathering import gathered_parameters
 from curvopt.optim.reports import parameter_names
 from curvopt.optim.sharding import Sharding
 from curvopt.optim.step_checks import check_mixed, has_curvature
-from curvopt.optim.step_size import adapt_damping, predicted_change
 from curvopt.utils.compression import check_communication_dtype
 
 if TYPE_CHECKING:
@@ -148,26 +146,6 @@ class OverRanks(Configured):
     def _has_curvature(self) -> bool:
         """Whether there is curvature of any parameter, on any rank."""
         return has_curvature(self.state) if (sharding := self._sharding()) is None else bool(sharding.kinds)
-
-    def _adapt_damping(
-        self,
-        objective: Closure,
-        changes: dict[Tensor, Tensor],
-        grads: dict[Tensor, Tensor],
-        owned: dict[Tensor, Tensor],
-    ) -> None:
-        """By the changes of parameters (or this rank's shards of them); see `curvopt.optim.step_size.adapt_damping`."""
-        groups, run, sharding = self.param_groups, self._progress, self._sharding()
-        if sharding is None:
-            predicted = predicted_change(groups, self.state, run, changes, grads)
-        else:
-            whole = {p: each.grad for p, each in owned.items() if each.grad is not None}
-            predicted = predicted_change(groups, self.state, run, sharding.whole(changes), whole)
-            predicted = sharding.ranks.total(predicted)
-        ratio = adapt_damping(groups, run, float(predicted), objective, self._ranks())
-        if sharding is not None:
-            reshard(self._params())
-        self._metrics |= {} if ratio is None else {"reduction_ratio": ratio}
 
     def _clocked(self) -> list[Tensor]:
         """The parameters that have clocks: all, also in the step of an owner of some."""

@@ -5,8 +5,10 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 
 from curvopt.core.products.base import Approx
+from curvopt.errors import CurvoptError
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.options import Attached
 from curvopt.optim.solvers import FactoredInverse
@@ -36,8 +38,9 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
     It is an optimizer itself, whose step changes gradients instead of parameters: ``attach()``, ``coverage()``,
     ``metrics()``, ``state_dict()`` and ``param_groups`` are as in ``KFACSGD``. To have both steps taken by one call,
     ``optimizer.register_step_pre_hook(lambda *_: preconditioner.step())``; with a closure, before which such hooks run,
-    ``optimizer.step(lambda: preconditioner.step(closure))`` instead. With a ``GradScaler`` that was given to
-    ``attach()``, call ``scaler.unscale_(optimizer)`` before; gradients that overflow stay, so that it skips the step.
+    ``optimizer.step(lambda: preconditioner.step(closure))`` instead. With a ``GradScaler``, build it with
+    ``scaler=scaler`` and call ``scaler.unscale_(optimizer)`` before; gradients that overflow stay, so that the scaler
+    skips the step.
 
     Args:
         model: the model, to which the preconditioner is attached; all its parameters are preconditioned.
@@ -53,7 +56,8 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
         mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the preconditioner.
         max_factor_size: larger factors are cut down to blocks on their diagonal, which cost less and need fewer
             samples; ``None`` for whole ones.
-        **attached: ``batch_axis``, ``lossfunc``, ``scaler`` and ``loss_reduction``, as for ``attach``.
+        **attached: ``batch_axis``, ``lossfunc``, ``scaler``, ``gradient_scale`` and ``loss_reduction``, as for
+            ``attach``.
 
     Raises:
         TypeError: the model is none.
@@ -102,6 +106,13 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
                 "preconditioner.step() before optimizer.step().",
             )
         self._versions = []
+        if isinstance(self._scaler, torch.amp.GradScaler) and self._scaler.is_enabled():
+            stages = [state["stage"] for state in self._scaler._per_optimizer_states.values()]
+            if OptState.UNSCALED not in stages:
+                raise CurvoptError(
+                    "KFACPreconditioner.step(): the gradients still have the scale of the GradScaler; call "
+                    "scaler.unscale_(optimizer) before preconditioner.step()."
+                )
         try:
             return super().step(closure)
         except Overflow:

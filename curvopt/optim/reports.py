@@ -45,5 +45,5 @@ def shown(kind: str, options: Mapping[str, Any], groups: Sequence[Mapping[str, A
     lines = []
     for title, own in parts.items():
         lines.append(title)
-        lines += [f"    {name}: {own[name]}" for name in sorted(own) if name not in ("params", "param_names")]
+        lines += [f"    {name}: {own[name]}" for name in sorted(own) if name not in ("params", "param_names", "run")]
     return "\n".join([*lines, ")"])

@@ -26,7 +26,7 @@ class Resumable(CurvatureCollector):
 
     def state_dict(self) -> dict[str, Any]:
         """State of the torch optimizer plus all that a run needs to continue bit for bit."""
-        with exporting(self, self._export):
+        with exporting(self, self._params(), self._export):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

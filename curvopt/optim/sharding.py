@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from curvopt.distributed import Ranks, divide
 from curvopt.errors import CurvoptError
-from curvopt.optim.accumulation import Collected, Curvature, Zeros, zero_gradients
+from curvopt.optim.accumulation import Collected, Curvature, are_zero
 from curvopt.optim.reports import kind_of
 from curvopt.utils.compression import half, half_shape, sent_dtype, whole
 
@@ -255,10 +255,10 @@ class Sharding:
         self.refreshed = {self.params[i] for i in forms}
         device, nothing = self.ranks.device, torch.zeros(())
         own = {i: collected.curvature.get(self.params[i]) for i in forms}
-        weights = [collected.weight, collected.step_weight, collected.closure_weight]
+        weights = [collected.weight, collected.step_weight]
         weights += [nothing if each is None else each.weight for each in own.values()]
         (means,) = self.ranks.mean([torch.stack([w.to(device, torch.float64) for w in weights])])
-        weight, step_weight, closure_weight, *of_params = means
+        weight, step_weight, *of_params = means
         outgoing, incoming = [], []
         dtypes = {i: getattr(torch, name) for i, (_, name, _) in forms.items()}
         for i, (shapes, _, _) in forms.items():
@@ -273,7 +273,7 @@ class Sharding:
         parts = iter(self.exchange([*kinds], outgoing, incoming))
         for i, (shapes, _, of_input) in forms.items():
             self.kinds[self.params[i]] = kind_of(len(shapes[0]), of_input is not None)
-        result = Collected({}, weight, step_weight, closure_weight, variables=collected.variables, norm=collected.norm)
+        result = Collected({}, weight, step_weight, variables=collected.variables)
         for (i, (shapes, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
             p = self.params[i]
             if self.owns(p):
@@ -360,7 +360,6 @@ class Sharding:
             else:
                 p.to_local().add_(change)  # type: ignore[attr-defined]
 
-    def zero_gradients(self) -> Zeros:
-        """As of one process, if no rank has an entry of a gradient but zeros; all ranks call it together."""
-        zeros = zero_gradients(self.params)
-        return [] if self.ranks.sum(int(not zeros)) else zeros
+    def are_zero(self) -> bool:
+        """Whether no rank has an entry of a gradient but zeros; all ranks call it together."""
+        return self.ranks.sum(int(not are_zero(self.params))) == 0

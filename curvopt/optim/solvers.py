@@ -78,7 +78,8 @@ def mean_curvatures(optimizer: CurvatureOptimizer) -> tuple[dict[Tensor, Tensor]
 
     The latter is also for parameters that have none. Without any curvature, it is that of the unit matrix.
     """
-    means = {p: kron_mean_diagonal(state["factors"]) for p, state in optimizer.state.items() if "factors" in state}
+    covered = [p for p in optimizer._params() if "factors" in optimizer.state[p]]  # in an order that checkpoints keep
+    means = {p: kron_mean_diagonal(optimizer.state[p]["factors"]) for p in covered}
     traces, numel = [mean * p.numel() for p, mean in means.items()], sum(p.numel() for p in means)
     traces = traces or [torch.zeros((), dtype=torch.float64, device=optimizer._device())]
     total = torch.stack([trace.to(traces[0]) for trace in traces]).sum()

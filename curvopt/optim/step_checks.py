@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvopt.distributed import is_sharded, refuse_sharded
 from curvopt.errors import CurvoptError
-from curvopt.optim.accumulation import Collected, zero_gradients
+from curvopt.optim.accumulation import Collected, are_zero
 from curvopt.optim.options import DAMPINGS
 from curvopt.optim.reports import listed, parameter_names
 
@@ -66,19 +66,6 @@ def check_mixed(who: str, names: Mapping[Tensor, str]) -> None:
         raise CurvoptError(
             f"{who}: {plain[0]} is not sharded, but other parameters are; call fully_shard for the whole model after "
             "its layers, or give it to another optimizer."
-        )
-
-
-def check_adaptive(who: str, closure: Any) -> None:
-    """Refuse to adapt the damping without a closure.
-
-    Raises:
-        CurvoptError: if there is none.
-    """
-    if closure is None:
-        raise CurvoptError(
-            f"{who}.step(): adaptive_damping compares losses before and after a step, so it needs step(closure) with a "
-            "closure that computes gradients and returns the loss."
         )
 
 
@@ -201,7 +188,7 @@ def accepted_curvature(
         logger.warning("%s: new curvature is not finite and was dropped", named()[param])
 
     if not all_known and all_rejected == all_new:
-        nonzero = not (zero_gradients(named()) or not params)
+        nonzero = bool(params) and not are_zero(named())
         if not all_weightless or over_ranks(torch.tensor(float(nonzero))) > 0:
             reason = "all curvature so far was not finite" if all_rejected else "no curvature was computed so far"
             raise (CurvoptError if all_rejected else NoCurvature)(

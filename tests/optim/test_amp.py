@@ -158,7 +158,7 @@ def test_closures_inside_of_autocast_see_the_parameters_move(name: str, inner: b
     """Autocast keeps the weights that it has cast; a closure runs under it as the caller does, or opens its own."""
 
     def train(whole: bool) -> Run:
-        run = Run(HessianFree if name == "HessianFree" else functools.partial(KFACSGD, adaptive_damping=True))
+        run = Run(HessianFree if name == "HessianFree" else KFACSGD)
         for _ in range(3):
 
             def closure() -> Tensor:
@@ -175,7 +175,6 @@ def test_closures_inside_of_autocast_see_the_parameters_move(name: str, inner: b
     plain, inside = train(False), train(True)
     assert_equal(inside.weights(), plain.weights())
     assert inside.optimizer.metrics() == plain.optimizer.metrics()
-    assert plain.optimizer.metrics()["reduction_ratio"] > 0.3
 
 
 @pytest.mark.parametrize("lossfunc", [nn.BCEWithLogitsLoss(), nn.PoissonNLLLoss()], ids=str)
@@ -249,7 +248,7 @@ def test_a_model_in_bfloat16(make: Callable):
     assert {factor.dtype for state in run.optimizer.state.values() for factor in state["factors"]} == {torch.float32}
 
 
-@pytest.mark.parametrize("told", ["no", "by attach", "by context", "no, but it is disabled", "no, it was only asked"])
+@pytest.mark.parametrize("told", ["no", "by attach", "by context", "no, but it is disabled"])
 def test_a_scaler_that_nobody_told_of(told: str):
     """``GradScaler.step`` shows it: the steps are those without one, the first, too."""
     run, plain = Run(KFACSGD), Run(KFACSGD)
@@ -260,8 +259,6 @@ def test_a_scaler_that_nobody_told_of(told: str):
         run.optimizer.zero_grad()
         with run.optimizer.curvature(*[scaler.get_scale()] if told == "by context" else []):
             scaler.scale(run.loss(step)).backward()
-        if told == "no, it was only asked":  # as Lightning does before it clips
-            assert not run.optimizer._step_supports_amp_scaling
         scaler.step(run.optimizer)
         scaler.update()
         plain.train(range(step, step + 1))

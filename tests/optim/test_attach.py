@@ -149,7 +149,7 @@ def test_accumulation_that_begins_with_a_gradient_of_zeros(make: Callable, reset
     for run in (whole, halves):
         run.optimizer.step()
         factors.append([factor for p in run.model.parameters() for factor in run.optimizer.state[p]["factors"]])
-        assert float(run.optimizer.state_dict()["curvature"]["step_weight"]) == pytest.approx(1)
+        assert float(run.optimizer.state_dict()["param_groups"][0]["run"]["step_weight"]) == pytest.approx(1)
     assert_close(*factors)
 
 

@@ -33,13 +33,15 @@ from optimizer_cases import (
     sgd_like,
 )
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.utils import prune
 
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.extensions import KFLR, BatchGrad
-from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat, sizes_of
+from curvopt.kroneckers import kfacs_to_mat
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 from curvopt.optim.accumulation import ema_update, number
+from curvopt.optim.checkpoint import unpacked
 from curvopt.optim.clocks import annealed_interval
 from curvopt.optim.curvature_optimizer import CurvatureOptimizer
 from curvopt.optim.step_size import damping_of, excess, rms_clip_factor
@@ -606,7 +608,7 @@ def test_metrics_are_there_after_a_resumption(make: Callable) -> None:
     assert second.optimizer.metrics() == first.optimizer.metrics()
     assert first.train(range(25, 26)).optimizer.metrics() == second.train(range(25, 26)).optimizer.metrics()
     state = first.optimizer.state_dict()
-    del state["curvature"]["metrics"], state["curvature"]["closure_weight"]  # as written before they were kept
+    del state["param_groups"][0]["run"]["metrics"]  # as written before they were kept
     second.optimizer.load_state_dict(state)
     assert second.optimizer.metrics() == {}
 
@@ -689,9 +691,46 @@ def test_resumption_by_checkpoints_that_are_loaded_into_tensors(make: Callable, 
         torch.testing.assert_close(first.optimizer.state[p], second.optimizer.state[q], rtol=0, atol=0)
     state = first.optimizer.state_dict()
     for values in state["state"].values():  # as written before they were tensors
-        values |= {name: float(values[name]) for name in ("ema_weight", "scales_weight") if name in values}
+        ours = values["curvature"]
+        ours |= {name: float(ours[name]) for name in ("ema_weight", "scales_weight") if name in ours}
     second.model.load_state_dict(first.model.state_dict())
     second.optimizer.load_state_dict(copy.deepcopy(state))
+    assert_equal(first.train(range(7, 12)).weights(), second.train(range(7, 12)).weights())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flat", [False, True])
+@every_optimizer
+def test_resumption_by_get_and_set_state_dict(make: Callable, flat: bool) -> None:
+    """Of torch.distributed.checkpoint, which finds the names of a state by a step of zero."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    first, second = Run(make), Run(make)
+    get_state_dict(first.model, first.optimizer, options=options)
+    first.train(7)
+    kept = copy.deepcopy(get_state_dict(first.model, first.optimizer, options=options))
+
+    def resume() -> None:
+        model, state = copy.deepcopy(kept)
+        set_state_dict(second.model, second.optimizer, model_state_dict=model, optim_state_dict=state, options=options)
+
+    resume()
+    assert first.optimizer.metrics() == second.optimizer.metrics()
+    assert_equal(first.train(range(7, 12)).weights(), second.train(range(7, 12)).weights())
+    resume()  # of one that has a state
+    assert_equal(second.train(range(7, 12)).weights(), first.weights())
+
+
+@every_optimizer
+def test_states_of_earlier_versions_are_loaded(make: Callable) -> None:
+    """They had our entries beside those of torch, and the run beside state and groups."""
+    first, second = Run(make).train(7), Run(make)
+    second.model.load_state_dict(first.model.state_dict())
+    state = copy.deepcopy(first.optimizer.state_dict())
+    for values in state["state"].values():
+        values |= unpacked(values)
+        del values["curvature"]
+    state["curvature"] = state["param_groups"][0].pop("run")
+    second.optimizer.load_state_dict(state)
     assert_equal(first.train(range(7, 12)).weights(), second.train(range(7, 12)).weights())
 
 
@@ -706,12 +745,15 @@ def test_hooks_see_and_change_all_of_a_checkpoint(make: Callable) -> None:
         own, last = optimizer.state_dict(), len(state["state"]) - 1
         assert state["own"] and own["own"]
         states = {last - index: values for index, values in state["state"].items()}
-        return {"param_groups": own["param_groups"], "state": states, "curvature": state["curvature"]}
+        own["param_groups"][0]["run"] = state["param_groups"][0]["run"]
+        return {"param_groups": own["param_groups"], "state": states}
 
     seen: list[int] = []
     first, second = build(1).train(5), build(-1)
     for run in (first, second):
-        run.optimizer.register_state_dict_post_hook(lambda _, state: state.update(own="curvature" in state))
+        run.optimizer.register_state_dict_post_hook(
+            lambda _, state: state.update(own="run" in state["param_groups"][0])
+        )
     second.optimizer.register_load_state_dict_pre_hook(reverse)
     second.optimizer.register_load_state_dict_post_hook(lambda optimizer: seen.append(optimizer._progress["step"]))
     second.model.load_state_dict(first.model.state_dict())
@@ -786,7 +828,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(make: Callable, poison: f
         hit.optimizer.step()
     assert_equal(hit.weights(), weights)
     now = numbers(hit.optimizer)
-    state["curvature"].pop("sampler"), now["curvature"].pop("sampler")  # only samples were drawn for the refused step
+    state["run"].pop("sampler"), now["run"].pop("sampler")  # only samples were drawn for the refused step
     torch.testing.assert_close(now, state, rtol=0, atol=0)
     losses = [hit.train(range(3, 30)).full_loss(), clean.train(range(3, 30)).full_loss()]
     assert losses[0] < 2 * losses[1] + 0.1
@@ -1341,7 +1383,7 @@ def test_parameters_without_entries(name: str, used: bool) -> None:
     assert_close(run.weights()[1:], other.train(3).weights())
 
 
-# ----------------------------------------------------------------------------------------------------- adaptive damping
+# ------------------------------------------------------------------------------------------------------------ closures
 
 
 def closure_of(run: Run, step: int) -> Callable[[], Tensor]:
@@ -1354,150 +1396,10 @@ def closure_of(run: Run, step: int) -> Callable[[], Tensor]:
     return closure
 
 
-@sgd_like
-def test_adaptive_damping_follows_the_reduction_ratio(make: Callable) -> None:
-    """The ratio is that of the change of the loss on the same batch to what the quadratic model predicted."""
-    run = Run(make, cnn, dtype=torch.float64, adaptive_damping=True, damping=0.3, momentum=0.5)
-    changes = set()
-    for step in range(26):
-        damping, before = run.optimizer.param_groups[0]["damping"], run.weights()
-        loss = run.optimizer.step(closure_of(run, step)).detach()
-        after = run.optimizer.param_groups[0]["damping"]
-        changes.add(round(after / damping, 12))
-        if step % 5:
-            assert after == damping
-            continue
-        with torch.no_grad():
-            actual = run.loss(step) - loss
-        predicted = torch.zeros((), dtype=torch.float64)
-        for p, old in zip(run.model.parameters(), before, strict=True):
-            delta = (p.detach() - old).reshape(-1)
-            factors = run.optimizer.state[p]["factors"]
-            curved = kfac_mat_prod(factors, sizes_of(factors, p.shape))(delta) + damping * delta
-            predicted += p.grad.reshape(-1) @ delta + delta @ curved / 2
-        ratio = (actual / predicted).item()
-        assert run.optimizer.metrics()["reduction_ratio"] == pytest.approx(ratio, rel=1e-4)
-        expected = 0.95**5 if ratio > 0.75 else 0.95**-5 if ratio < 0.25 else 1.0
-        assert after == pytest.approx(damping * expected)
-    assert len(changes) > 1
-
-
-@sgd_like
-def test_adaptive_damping_stays_above_rounding_errors(make: Callable) -> None:
-    """A quadratic problem is predicted well, whatever the damping; at its minimum changes are rounding errors."""
-    torch.manual_seed(0)
-    model, lossfunc, x, y = extend(nn.Linear(4, 2)), extend(nn.MSELoss()), torch.randn(32, 4), torch.randn(32, 2)
-    optimizer = make(model.parameters(), adaptive_damping=True, damping=1e-5, momentum=0.0)
-    dampings = []
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = lossfunc(model(x), y)
-        loss.backward()
-        return loss
-
-    for _ in range(300):
-        optimizer.step(closure)
-        dampings.append(optimizer.param_groups[0]["damping"])
-    least = torch.finfo(torch.float32).eps * float(optimizer._progress["mean_curvature"])
-    assert min(dampings) > 0.5 * least
-    for p in model.parameters():  # where the gradient vanishes
-        p.data = torch.linalg.lstsq(torch.cat([x, torch.ones(32, 1)], 1), y).solution.T[
-            :, slice(4) if p.dim() == 2 else 4
-        ]
-    damping = optimizer.param_groups[0]["damping"]
-    for _ in range(50):
-        optimizer.step(closure)
-    assert optimizer.param_groups[0]["damping"] < 3 * damping
-
-
-@pytest.mark.parametrize("name", ["KFACSGD exact", "EKFACSGD exact", "DiagonalNewton exact"])
-def test_adaptive_damping_by_the_last_of_accumulated_backwards(name: str) -> None:
-    """As Lightning has it: the closure is that of one part, be it of the whole batch."""
-    whole, parts = (Run(OPTIMIZERS[name], adaptive_damping=True, dtype=torch.float64, batch=256) for _ in range(2))
-    for step in range(7):
-        whole.optimizer.step(closure_of(whole, step))
-        parts.optimizer.zero_grad()
-        for _ in range(7):
-            with parts.optimizer.curvature():
-                (parts.loss(step) / 8).backward()
-
-        def closure(step: int = step) -> Tensor:
-            loss = parts.loss(step) / 8
-            loss.backward()
-            return loss
-
-        parts.optimizer.step(closure)
-        keys = ("reduction_ratio", "damping")
-        (left, right) = ([float(run.optimizer.metrics()[key]) for key in keys] for run in (parts, whole))
-        assert left == pytest.approx(right, rel=1e-6)
-
-
-@sgd_like
-def test_adaptive_damping_where_momentum_leads_uphill(make: Callable) -> None:
-    """No decrease is predicted then: damping rises if the loss does, and else stays."""
-
-    def begun() -> Run:
-        run = Run(make, adaptive_damping=True)
-        for step in range(5):
-            run.optimizer.step(closure_of(run, step))
-        return run
-
-    run = begun()
-    run.backward(5)
-    for p in run.model.parameters():
-        run.optimizer.state[p]["momentum_buffer"] = -100 * p.grad
-    (group,) = run.optimizer.param_groups
-    name = "relative_damping" if group["damping"] is None else "damping"
-    damping = group[name]
-    run.optimizer.step(closure_of(run, 5))
-    assert math.isnan(run.optimizer.metrics()["reduction_ratio"])
-    assert group[name] == pytest.approx(damping / 0.95**5)
-
-    run = begun()
-    solve = run.optimizer._solve
-    run.optimizer._solve = lambda stack, grad, group: solve(stack, grad, group | {"damping": 0.1})
-    run.optimizer._progress["next_inverse"] = 6
-    run.optimizer.param_groups[0]["damping"] = 1e9  # but the step is that of a smaller one
-    run.optimizer.step(closure_of(run, 5))
-    assert math.isnan(run.optimizer.metrics()["reduction_ratio"])
-    assert run.optimizer.param_groups[0]["damping"] == 1e9
-
-
-def test_adaptive_damping_sees_the_same_network_and_leaves_no_trace() -> None:
-    def noisy() -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 10))
-
-    plain, adaptive = Run(KFACSGD, noisy), Run(KFACSGD, noisy, adaptive_damping=True, damping=0.05, lr=0.0)
-    torch.manual_seed(7)
-    plain.optimizer.step(closure_of(plain, 0))
-    state = torch.get_rng_state()
-    torch.manual_seed(7)
-    adaptive.optimizer.step(closure_of(adaptive, 0))
-    assert torch.equal(torch.get_rng_state(), state)  # the second evaluation draws from a copy
-    assert_equal(list(plain.model.buffers()), list(adaptive.model.buffers()))
-    assert_equal(*([p.grad for p in run.model.parameters()] for run in (plain, adaptive)))
-    # nothing moved, and the mask was the same: no change at all, as predicted
-    assert adaptive.optimizer.param_groups[0]["damping"] == 0.05
-
-
-def test_adaptive_damping_trains_from_dampings_far_off() -> None:
-    """Starting two decades too high, it gets further than the same damping kept; the clip keeps it from too low."""
-    for options in ({"damping": 10.0}, {"damping": 10.0, "rms_clip": None, "lr": 0.3}, {"damping": 1e-4}):
-        losses = []
-        for adaptive in (True, False):
-            run = Run(KFACSGD, adaptive_damping=adaptive, **options)
-            start = run.full_loss()
-            for step in range(60):
-                run.optimizer.step(closure_of(run, step))
-            losses.append(run.full_loss())
-        assert losses[0] < (start / 4 if options["damping"] < 1 else losses[1]), (options, losses)
-
-
 @pytest.mark.parametrize("attached", [False, True])
 def test_closures_may_open_contexts_themselves(attached: bool) -> None:
     """``curvature()``, as without a closure, or fields for the user's own purposes."""
-    plain, run = (Run(KFACSGD, adaptive_damping=True, curvature_every=1) for _ in range(2))
+    plain, run = (Run(KFACSGD, curvature_every=1) for _ in range(2))
     if attached:
         run.optimizer.attach(run.model, run.lossfunc)
 
@@ -1514,13 +1416,6 @@ def test_closures_may_open_contexts_themselves(attached: bool) -> None:
     assert_equal(plain.weights(), run.weights())
     assert plain.optimizer.metrics() == run.optimizer.metrics()
     assert all(hasattr(p, "grad_batch") for p in run.model.parameters()) == attached
-
-
-def test_adaptive_damping_needs_a_closure() -> None:
-    run = Run(KFACSGD, adaptive_damping=True)
-    run.backward(0)
-    with pytest.raises(CurvoptError, match=r"step\(closure\)"):
-        run.optimizer.step()
 
 
 @pytest.mark.parametrize("seed", [2, 4, 6])

@@ -283,7 +283,7 @@ def test_backwards_with_and_without_samples_in_turn_have_curvature() -> None:
             (F.cross_entropy(model(x), y) if (n + offset) % 2 else without_samples(model)).backward()
             optimizer.step()
         assert "none" not in optimizer.coverage().values()
-        assert all(last > 10 for last in optimizer.state_dict()["curvature"]["refreshed"])
+        assert all(last > 10 for last in optimizer.state_dict()["param_groups"][0]["run"]["refreshed"])
         resumed = KFACSGD(model.parameters())
         resumed.load_state_dict(optimizer.state_dict())
         with pytest.warns(CurvoptWarning, match="overdue"):
