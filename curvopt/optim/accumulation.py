@@ -106,7 +106,7 @@ class Collected:
             ours did, or if there was no backward at all.
         variables: largest number of variables of a prediction, see `curvopt.core.losses.roots.LossCurvature`.
         mixed: parameters whose curvature had several forms; the first one is kept.
-        versions: of the gradients after the last of the backwards, see `versions`.
+        versions: of the gradients after the last of the backwards, if they were all zero, see `versions`.
         refused: whether a backward had no curvature where there is none so far.
         partial: whether the weights lack the loss of a backward, none of whose parameters was due, or which had no
             curvature.

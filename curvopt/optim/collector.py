@@ -110,7 +110,8 @@ class Listening:
         accumulation = optimizer._accumulation
         accumulation.end_backward(weight, variables, self.scale, are_of_gradients(self.extensions))
         if accumulation.this_context is not None:
-            accumulation.this_context.versions = versions(optimizer._params())
+            params = optimizer._params()
+            accumulation.this_context.versions = versions(params) if are_zero(params) else []
         optimizer._versions = [param._version for param in optimizer._params()]
 
 
