@@ -34,6 +34,7 @@ from distributed_worker import (
     raises,
 )
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -113,6 +114,44 @@ def parts_of_a_batch_are_the_batch() -> None:
         for key, value in alone.optimizer.metrics().items():
             assert abs(float(run.optimizer.metrics()[key]) - float(value)) < 1e-6, (name, key)
         assert run.optimizer.coverage() == alone.optimizer.coverage()
+
+
+@check
+def directions_without_curvature() -> None:
+    """Of a batch that is smaller than the layers: the basis is chosen by a rule, not by rounding."""
+    weights = []
+    for alone in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+        if not alone:
+            shard(model, by_layers=True)
+        optimizer = KFACAdamW(model, fisher="exact", curvature_every=1)
+        optimizer.process_group = None if alone else "world"
+        for step in range(8):
+            drawn = torch.Generator().manual_seed(step)
+            x, y = torch.randn(4, 12, generator=drawn).double(), torch.randint(3, (4,), generator=drawn)
+            if not alone:
+                x, y = (each.chunk(dist.get_world_size())[dist.get_rank()] for each in (x, y))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        weights.append([p.detach() if alone else p.full_tensor().detach() for p in model.parameters()])
+    for a, b in zip(*weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@check
+def resumption_by_get_and_set_state_dict() -> None:
+    for flat in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        first, second = (Sharded(EXACT["KFACAdamW"], by_layers=True) for _ in range(2))
+        first.train(own, range(5))
+        kept = copy.deepcopy(get_state_dict(first.model, first.optimizer, options=options))
+        model, state = kept
+        set_state_dict(second.model, second.optimizer, model_state_dict=model, optim_state_dict=state, options=options)
+        for run in (first, second):
+            run.train(own, range(5, 8))
+        assert_close(first, second, atol=0)
 
 
 @check

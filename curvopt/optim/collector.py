@@ -172,6 +172,7 @@ class CurvatureCollector(OverRanks, ABC):
         self._scaler: Any = None
         self._versions: list[int] = []  # of the parameters at the end of the last backward with curvature
         self._gradient_scale: float | Callable[[], float] | None = None
+        self._runs_closure = False
         self._knows_scale = True  # by what the gradients of the loss are divided before the step
 
     def attach(

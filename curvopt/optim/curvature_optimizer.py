@@ -200,10 +200,13 @@ class CurvatureOptimizer(Resumable):
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call the closure inside ``curvature()``; return its result."""
-        before = _gradients(self._params())
+        before, self._runs_closure = _gradients(self._params()), True
         # an attached optimizer has a context in each backward, also where the closure has one of its own
         with torch.enable_grad(), nullcontext() if self._attached else self.curvature():
-            loss = closure()
+            try:
+                loss = closure()
+            finally:
+                self._runs_closure = False
             if isinstance(loss, Tensor) and loss.requires_grad and _gradients(self._params()) == before:
                 raise CurvoptError(
                     f"{type(self).__name__}.step(closure): the closure returned a loss but called backward on none, so "
@@ -239,8 +242,11 @@ class CurvatureOptimizer(Resumable):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether ``GradScaler.step`` is to hand over its scale, as the optimizer does not know it."""
-        return not self._knows_scale
+        """Whether ``GradScaler.step`` is to hand over its scale, as the optimizer does not know it.
+
+        Lightning asks in the closure of a step whether it may clip: no scaler works there.
+        """
+        return not (self._knows_scale or self._runs_closure)
 
     def _factor_of_gradients(self) -> float:
         """By what the loop multiplies gradients after the backward."""

@@ -150,8 +150,33 @@ def _bases(factors: list[Tensor], former: list[Tensor | None], labels: list[str]
     """New bases of factors, and the diagonals of these in them."""
     known = [basis for basis in former if basis is not None]
     if len(known) < len(factors) or all(factor.device.type == "cpu" for factor in factors):
-        return eigenbases(factors, labels)
+        bases, _ = eigenbases([without_ties(factor) for factor in factors], labels)
+        return bases, [diagonal_in(factor, basis) for factor, basis in zip(factors, bases, strict=True)]
     return renewed_bases(factors, known)
+
+
+#: Of the mean of a factor's diagonal: what is added to tell eigenvectors of (nearly) equal eigenvalues apart.
+TIE = 1e-3
+
+
+def without_ties(factor: Tensor) -> Tensor:
+    """A matrix, or many, with a small fixed diagonal added.
+
+    A batch of N samples leaves all but N directions of a factor without curvature. Any basis of these diagonalises it,
+    so rounding errors would choose one; but Adam, and damped scales, take another step in each.
+    """
+    if factor.ndim < 2:
+        return factor
+    diagonal = factor.diagonal(dim1=-2, dim2=-1)
+    tie = TIE * diagonal.mean(-1, keepdim=True) * torch.linspace(0, 1, factor.shape[-1]).to(factor)
+    if factor.ndim > 3:  # rows beyond the matrix, in its last block, stay zero
+        tie = tie.masked_fill((factor == 0).all(-1), 0.0)
+    return factor + torch.diag_embed(tie)
+
+
+def diagonal_in(factor: Tensor, basis: Tensor) -> Tensor:
+    """The diagonal of a factor in a basis, not negative."""
+    return (factor if factor.ndim < 2 else (basis * (factor @ basis)).sum(-2)).clamp(min=0)
 
 
 def transposed(bases: list[Tensor]) -> list[Tensor]:

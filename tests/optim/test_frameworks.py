@@ -90,8 +90,8 @@ def lightning_fit(
             return loss
 
         def configure_optimizers(self) -> dict[str, Any]:
-            optimizer = KFACSGD(self.named_parameters(), lr=0.3)
-            optimizer.attach(self)
+            scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+            optimizer = KFACSGD(self, lr=0.3, scaler=scaler)
             return {
                 "optimizer": optimizer,
                 "lr_scheduler": {"scheduler": linear_decay(optimizer), "interval": "step"},
