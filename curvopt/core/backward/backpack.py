@@ -8,6 +8,7 @@ Inside of ``with backpack(KFAC(), BatchGrad())``::
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ from curvopt.core.backward.request_checks import (
 from curvopt.core.backward.second_order import SecondOrder
 from curvopt.core.graph.backward_graph import leaves_behind
 from curvopt.core.graph.nodes import leaf_of
-from curvopt.core.graph.vjp import is_own_backward, listeners
+from curvopt.core.graph.vjp import carried, is_own_backward, listeners
 from curvopt.core.losses.any import LARGEST_BLOCK, Reduction
 from curvopt.core.pytorch_workarounds import is_batched, running_backward
 from curvopt.core.record.extend import extend
@@ -164,7 +165,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         """Activate the extensions."""
         if any(isinstance(extension.columns, Hessian) for extension in self.extensions):
             self._kernels.enter_context(sdpa_kernel(SDPBackend.MATH))  # the others have no second derivative
-        listeners.append(self)
+        listeners().append(self)
         self._is_first = True
         _watch(+1)
         return self
@@ -174,7 +175,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
     ) -> None:
         """Deactivate them; after an exception, remove the fields of a half-finished backward."""
         _watch(-1)
-        listeners.remove(self)
+        listeners().remove(self)
         self._kernels.close()
         self._abandon()
 
@@ -293,36 +294,46 @@ class _Together:
         self.contexts = contexts
 
     def __enter__(self) -> None:
-        listeners.append(self)
+        listeners().append(self)
 
     def __exit__(self, *_: object) -> None:
-        listeners.remove(self)
+        listeners().remove(self)
 
 
 def _active_contexts() -> list[backpack]:
     """The contexts with extensions that take part now."""
-    top = listeners[-1] if listeners else None
+    found = listeners()
+    top = found[-1] if found else None
     contexts = top.contexts if isinstance(top, _Together) else [top]
     return [context for context in contexts if isinstance(context, backpack) and context.extensions]
 
 
 _run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined] # what every way into autograd ends in
-_watching = 0
+_watching, _lock = 0, threading.RLock()
 
 
 def _watch(change: int) -> None:
     """While any context is open, calls into autograd go through `_watched_backward`, which sees the roots."""
     global _watching
-    _watching += change
-    torch.autograd._engine_run_backward = _watched_backward if _watching else _run_backward  # type: ignore[attr-defined]
+    with _lock:
+        _watching += change
+        torch.autograd._engine_run_backward = _watched_backward if _watching else _run_backward  # type: ignore[attr-defined]
 
 
-_listening = True
+class _Engine(threading.local):
+    """What calls into autograd end in, in one thread, and whether contexts take part in them."""
+
+    def __init__(self) -> None:
+        self.run: Callable[..., Any] = _run_backward
+        self.listening = True
+
+
+_engine = _Engine()
 
 
 def is_listening() -> bool:
     """Whether contexts take part in backwards."""
-    return _listening
+    return _engine.listening
 
 
 @contextmanager
@@ -333,15 +344,14 @@ def engine(run: Callable[..., Any], listening: bool) -> Iterator[None]:
         run: is given what would have been called, and its arguments.
         listening: whether contexts take part in the calls.
     """
-    global _run_backward, _listening
-    before = _run_backward, _listening
-    _run_backward, _listening = functools.partial(run, _run_backward), listening
-    _watch(0)
+    before = _engine.run, _engine.listening
+    _engine.run, _engine.listening = functools.partial(run, _engine.run), listening
+    _watch(+1)
     try:
         yield
     finally:
-        _run_backward, _listening = before
-        _watch(0)
+        _engine.run, _engine.listening = before
+        _watch(-1)
 
 
 class Observer(Protocol):
@@ -359,10 +369,11 @@ def attach(observer: Observer, *modules: nn.Module | None) -> None:
     for module in modules:
         if module is not None:
             extend(module)
-    if observer not in _observers:
-        _observers[observer] = None
-        _watch(+1)
-        weakref.finalize(observer, _watch, -1)
+    with _lock:
+        if observer not in _observers:
+            _observers[observer] = None
+            _watch(+1)
+            weakref.finalize(observer, _watch, -1)
 
 
 def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
@@ -370,9 +381,9 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
         return outside_of_graphs(functools.partial(_watched_backward, **kwargs), outputs, *args)
 
     def call() -> Any:
-        return _run_backward(outputs, *args, **kwargs)
+        return _engine.run(outputs, *args, **kwargs)
 
-    if not _listening:
+    if not _engine.listening:
         return call()
     nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in outputs]
     roots = [node for node in nodes if node is not None]
@@ -381,11 +392,11 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
     own = is_own_backward() and accumulates  # of a function that is written in Python
     if own or running_backward() != -1:  # of a hook inside a backward
         if accumulates:
-            asked = [context for context in listeners if isinstance(context, backpack)][-1:] if own else contexts
+            asked = [context for context in listeners() if isinstance(context, backpack)][-1:] if own else contexts
             wanted = [e for context in asked if context.listener is None for e in context.extensions]
             check_inner_backward(roots, wanted)
             if own:
-                listeners[-1].keep(leaves_behind(roots))
+                listeners()[-1].keep(leaves_behind(roots))
         return call()
     if not roots or (inputs and not any(_is_parameter(x) for x in inputs)):  # of slopes, say, that the loss is made of
         return call()
@@ -393,7 +404,7 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
         if torch.is_inference_mode_enabled():  # where leaves have no nodes
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
-        if accumulates and (contexts or not listeners):
+        if accumulates and (contexts or not listeners()):
             # attached optimizers first: they take their fields off, and leave those of the user
             contexts = [*_observing(stack, lambda: set(inputs) if inputs else leaves_behind(roots)), *contexts]
             if len(contexts) > 1:
@@ -413,6 +424,7 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
         run: Callable[[], Any] = call
         for context in reversed(contexts):
             run = functools.partial(context._run, run, how)
+        stack.enter_context(carried())
         return run()
 
 
@@ -424,9 +436,11 @@ def _observing(stack: ExitStack, parameters: Callable[[], set[Any]]) -> list[Any
     """Enter the contexts of all observers that want one; return them."""
     if not _observers:
         return []
-    outside, parameters = len(listeners), functools.cache(parameters)
-    for observer in list(_observers):
+    outside, parameters = len(listeners()), functools.cache(parameters)
+    with _lock:
+        observers = list(_observers)
+    for observer in observers:
         context = observer._context_of_backward(parameters)
         if context is not None:
             stack.enter_context(context)
-    return listeners[outside:]
+    return listeners()[outside:]

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -21,8 +22,38 @@ from torch.utils.hooks import RemovableHandle
 from curvopt.core.graph.nodes import leads_further_to
 from curvopt.core.pytorch_workarounds import running_backward, wrong_together
 
-#: The contexts that take part in backwards, innermost last, and an `OwnBackward` while it pulls back itself.
-listeners: list[Any] = []
+
+class _Listeners(threading.local):
+    """Of one thread."""
+
+    def __init__(self) -> None:
+        self.all: list[Any] = []
+
+
+_of_thread = _Listeners()
+_running: list[list[Any]] = []  # those of backwards that run, of any thread
+
+
+def listeners() -> list[Any]:
+    """The contexts that take part in backwards, innermost last, and an `OwnBackward` while it pulls back itself.
+
+    Those that this thread has opened. The threads that autograd has for a GPU go by those of the backward that runs.
+    """
+    found = _of_thread.all
+    if found or not _running or not isinstance(threading.current_thread(), threading._DummyThread):
+        return found
+    return _running[-1]
+
+
+@contextmanager
+def carried() -> Iterator[None]:
+    """Inside, the threads of a GPU go by the listeners of this thread."""
+    own = listeners()
+    _running.append(own)
+    try:
+        yield
+    finally:
+        del _running[next(i for i, each in enumerate(_running) if each is own)]
 
 
 class OwnBackward:
@@ -52,18 +83,21 @@ class OwnBackward:
 
 def is_own_backward() -> bool:
     """Whether the engine pulls back itself."""
-    return bool(listeners) and isinstance(listeners[-1], OwnBackward)
+    found = listeners()
+    return bool(found) and isinstance(found[-1], OwnBackward)
 
 
 @contextmanager
 def own_backward() -> Iterator[OwnBackward]:
     """Backward passes inside are the engine's own: no listener takes part in them."""
     engine = OwnBackward()
-    listeners.append(engine)
+    own = _of_thread.all
+    own.append(engine)
     try:
-        yield engine
+        with carried():
+            yield engine
     finally:
-        listeners.remove(engine)  # the last one, unless another thread has added one
+        own.remove(engine)
         engine.restore()
 
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,15 @@ import torch
 
 from curvopt.core.pytorch_workarounds import break_graph, is_written_down, keep_compiled_backwards
 
-_recording = True
+
+class _Recording(threading.local):
+    """Whether one thread records."""
+
+    def __init__(self) -> None:
+        self.active = True
+
+
+_recording = _Recording()
 
 
 @contextmanager
@@ -28,12 +37,11 @@ def disable(active: bool = True) -> Iterator[None]:
     Args:
         active: ``False`` makes this a no-op.
     """
-    global _recording
-    before, _recording = _recording, _recording and not active
+    before, _recording.active = _recording.active, _recording.active and not active
     try:
         yield
     finally:
-        _recording = before
+        _recording.active = before
 
 
 def outside_of_graphs(call: Callable[..., Any], *args: Any) -> Any:
@@ -52,4 +60,4 @@ def _untraced(call: Callable[..., Any], *args: Any) -> Any:
 
 def _records() -> bool:
     """Whether forward passes are recorded now: not where they are written down, to be run without modules."""
-    return _recording and torch.is_grad_enabled() and not is_written_down()
+    return _recording.active and torch.is_grad_enabled() and not is_written_down()
