@@ -792,6 +792,37 @@ def ranks_in_different_states() -> None:
 
 
 @check
+def rates_and_parameters_that_differ() -> None:
+    with raises("not in the same state", "'lr': [0.1]" if dist.get_rank() else "'lr': [0.2]"):
+        Run(lambda p: KFACSGD(p, lr=0.1 if dist.get_rank() else 0.2, fisher="exact")).train(own, range(3))
+    drifting = Run(EXACT["KFACSGD"])
+    with raises("the ranks' parameters differ", "DistributedDataParallel"):
+        for step in range(6):
+            x, y = own(step)
+            drifting.optimizer.zero_grad()
+            with drifting.optimizer.curvature():
+                drifting.lossfunc(drifting.module(x), y).backward()
+            drifting.optimizer.step()
+
+
+@check
+def a_rank_that_leaves_out_a_step() -> None:
+    """All may, as they do where a scaler finds an overflow."""
+    run = Run(lambda p: KFACSGD(p, fisher="exact", curvature_every=1))
+    for step in range(4):
+        run.backward(*own(step))
+        if step != 1:
+            run.optimizer.step()
+    assert_alike(run)
+    run.backward(*own(4))
+    with raises("not in the same state", f"'step': {3 if dist.get_rank() else ''}"):
+        if dist.get_rank() == 0:
+            run.optimizer.zero_grad()
+        else:
+            run.optimizer.step()
+
+
+@check
 def parameters_of_different_kinds() -> None:
     run = Run(EXACT["KFACSGD"])
     run.backward(*own(0))

@@ -106,6 +106,7 @@ class Collected:
             ours did, or if there was no backward at all.
         variables: largest number of variables of a prediction, see `curvopt.core.losses.roots.LossCurvature`.
         mixed: parameters whose curvature had several forms; the first one is kept.
+        was_due: whether any backward was asked for curvature.
         versions: of the gradients after the last of the backwards, if they were all zero, see `versions`.
         refused: whether a backward had no curvature where there is none so far.
         partial: whether the weights lack the loss of a backward, none of whose parameters was due, or which had no
@@ -118,6 +119,7 @@ class Collected:
     foreign: int = -1
     variables: int = 1
     mixed: set[Tensor] = field(default_factory=set)
+    was_due: bool = False
     versions: list[int] = field(default_factory=list)
     refused: bool = False
     partial: bool = False
@@ -127,7 +129,7 @@ class Collected:
         self.foreign = max(self.foreign, other.foreign)
         self.variables, self.refused = max(self.variables, other.variables), self.refused or other.refused
         self.partial |= other.partial
-        self.versions = other.versions
+        self.versions, self.was_due = other.versions, self.was_due or other.was_due
         self.mixed |= other.mixed
         for param, curvature in other.curvature.items():
             if param not in self.curvature:
@@ -209,7 +211,7 @@ class Accumulation:
                 if who is not None:
                     raise nothing_received(who, self.foreign)
                 self.this_context.foreign = self.foreign
-            self.this_context.partial = self.unneeded
+            self.this_context.partial, self.this_context.was_due = self.unneeded, True
             self.since_last_step.add(self.this_context)
         finally:
             self.this_context = None
@@ -250,18 +252,26 @@ class Accumulation:
         """Whether there is curvature for the next step."""
         return bool(self.since_last_step.curvature or (self.this_context and self.this_context.curvature))
 
-    def drop_discarded(self, has_gradients: bool, are_zero: Callable[[], bool], versions: list[int]) -> None:
-        """Before a backward: drop the curvature whose gradients were discarded since, or set to zero."""
+    def drop_discarded(self, has_gradients: bool, are_zero: Callable[[], bool], versions: list[int]) -> bool:
+        """Before a backward: drop the curvature whose gradients were discarded since, or set to zero.
+
+        Returns:
+            Whether a step was left out for which there was some.
+        """
         context = self.this_context
         last = context if context is not None and context.curvature else self.since_last_step
         if not has_gradients or (last.curvature and versions != last.versions and are_zero()):
+            left_out = self.since_last_step.was_due
             self.since_last_step, self.this_context = Collected(), Collected()
+            return left_out
+        return False
 
-    def drop(self) -> None:
-        """Drop all curvature that was collected since the last step."""
-        self.since_last_step = Collected()
+    def drop(self) -> bool:
+        """Drop all curvature that was collected since the last step; whether it was due for one that was left out."""
+        left_out, self.since_last_step = self.since_last_step.was_due, Collected()
         if self.this_context is not None:
             self.this_context = Collected()
+        return left_out
 
 
 def nothing_received(who: str, foreign: int) -> CurvoptError:

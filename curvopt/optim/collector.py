@@ -25,6 +25,8 @@ from curvopt.optim.gathering import GatheredBackward, gathered_parameters, has_a
 from curvopt.optim.over_ranks import OverRanks
 from curvopt.optim.step_checks import check_precision
 
+#: By which part of their norm parameters of ranks may differ.
+DRIFT = 1e-5
 #: How many outputs of a sample an unknown loss may couple: so many products with its Hessian cost a few gradients.
 COUPLED_OUTPUTS = 32
 
@@ -303,10 +305,34 @@ class CurvatureCollector(OverRanks, ABC):
         """Before a backward: drop the curvature whose gradients were discarded since."""
         params, sharding = self._params(), self._sharding()
         if sharding is None:
-            self._accumulation.drop_discarded(has_gradients(params), lambda: are_zero(params), versions(params))
+            left_out = self._accumulation.drop_discarded(
+                has_gradients(params), lambda: are_zero(params), versions(params)
+            )
         else:
             zero = sharding.are_zero()
-            self._accumulation.drop_discarded(has_any_gradients(params), lambda: zero, versions(params))
+            left_out = self._accumulation.drop_discarded(has_any_gradients(params), lambda: zero, versions(params))
+        if left_out:
+            self._tell_of_step_left_out()
+
+    def _norm_of_parameters(self) -> list[int]:
+        """The norm of all parameters and minus it, as numbers of equal order; 0 where ranks have shards."""
+        params = [p.detach() for p in self._params() if p.numel()]
+        if not params or self._sharding() is not None:
+            return [0, 0]
+        norms = torch._foreach_norm(params)  # pyright: ignore[reportPrivateImportUsage]
+        bits = int(torch.stack([norm.double().to(norms[0].device) for norm in norms]).norm().cpu().view(torch.int64))
+        return [bits, -bits]
+
+    def _tell_of_step_left_out(self) -> None:
+        """Tell the other ranks that this one has left out a step that was due, in which they may wait for it.
+
+        Raises:
+            CurvoptError: if they do.
+        """
+        ranks = self._ranks()
+        if ranks is not None:
+            left_out = {"step": f"{self._progress['step']} was left out, the gradients of it were reset"}
+            ranks.union({}, [], [0] * 9, left_out)
 
     @torch.no_grad()
     def _collect(self, module: torch.nn.Module) -> None:
@@ -332,7 +358,8 @@ class CurvatureCollector(OverRanks, ABC):
         """Reset the gradients, and drop the curvature that was collected with them."""
         if torch.compiler.is_dynamo_compiling():
             return outside_of_graphs(self.zero_grad, set_to_none)
-        self._accumulation.drop()
+        if self._accumulation.drop():
+            self._tell_of_step_left_out()
         super().zero_grad(set_to_none)
 
     def _exchange(self, collected: Collected, ranks: Ranks, equal: dict[str, Any]) -> Collected:
@@ -353,13 +380,20 @@ class CurvatureCollector(OverRanks, ABC):
         equal = equal | {"communication_dtype": str(dtype), "parameters": [list(param.shape) for param in params]}
         seed = -1 if samples.seed is None else samples.seed
         numbers = [collected.foreign, seed, samples.draws, collected.variables, collected.refused, collected.partial]
-        forms, (foreign, seed, draws, variables, refused, partial, self._progress["empirical"]) = ranks.union(
+        forms, (foreign, seed, draws, variables, refused, partial, self._progress["empirical"], *norms) = ranks.union(
             collected.forms(params),
             list(names.values()),
-            [*numbers, self._progress["empirical"]],
+            [*numbers, self._progress["empirical"], *self._norm_of_parameters()],
             equal | {"gradients": has_gradients(params)},
         )
         self._ranks_agree = True
+        largest, smallest = (torch.tensor(abs(bits)).view(torch.float64).item() for bits in norms)
+        if largest - smallest > DRIFT * largest:
+            raise CurvoptError(
+                f"{who}.step(): the ranks' parameters differ, with norms from {smallest:.6g} to {largest:.6g}. Train "
+                "with DistributedDataParallel, which averages gradients, from equal parameters; or set "
+                "optimizer.process_group, to None for a process that trains another model."
+            )
         samples.seed, samples.draws = (None if seed < 0 else seed), draws
         collected.variables, collected.refused = variables, bool(refused)
         if foreign > 0 or (foreign == 0 and not forms and not refused):

@@ -134,8 +134,8 @@ class CurvatureOptimizer(Resumable):
         grads = {p: p.grad for p in self._params() if p.grad is not None}
         if ranks is not None and (self._due(grads.keys()) or not self._ranks_agree):
             run = {name: self._progress[name] for name in ("step", "steps", "due", "next_inverse")}
-            damping = [[group.get(name) for name in DAMPINGS] for group in self.param_groups]
-            collected = self._exchange(collected, ranks, run | {"damping": damping})
+            of_groups = {name: [_number(group.get(name)) for group in self.param_groups] for name in ("lr", *DAMPINGS)}
+            collected = self._exchange(collected, ranks, run | of_groups)
         if not grads:
             return loss
         check_schedules(type(self).__name__, self.rms_clip, self.param_groups)
@@ -406,6 +406,10 @@ class CurvatureOptimizer(Resumable):
         """
         empirical = self._progress["empirical"] and not self._wants_empirical()
         return self._metrics | ({"empirical": 1.0} if empirical else {})
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _gradients(params: Sequence[Tensor]) -> list[tuple[int, int] | None]:

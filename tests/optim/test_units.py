@@ -17,7 +17,7 @@ SIZES = [8, 12, 6, 16, 4]  # of the batches
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "KFACSGD": lambda model, **options: KFACSGD(model, fisher="exact", curvature_every=1, **options),
     "EKFACSGD": lambda model, **options: EKFACSGD(model, fisher="exact", curvature_every=1, **options),
-    "KFACAdamW": lambda model, **options: KFACAdamW(model, fisher="exact", curvature_every=1, **options),
+    "KFACAdamW": lambda model, **options: KFACAdamW(model, fisher="exact", curvature_every=1, eps=1e-12, **options),
     "DiagonalNewton": lambda model, **options: DiagonalNewton(
         model, curvature="diag_ggn_exact", curvature_every=1, **options
     ),
@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-BOUNDS = {"KFACSGD": 1e-14, "EKFACSGD": 1e-14, "KFACAdamW": 1e-5}  # eps is no gradient of another scale
+BOUNDS = {"KFACSGD": 1e-14, "EKFACSGD": 1e-14, "KFACAdamW": 1e-6}  # eps does not scale with the loss
 
 
 class Loop:
