@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.nn.utils import prune
 
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
-from curvopt.extensions import KFLR, BatchGrad
+from curvopt.extensions import KFLR, BatchGrad, DiagGGNExact
 from curvopt.kroneckers import kfacs_to_mat
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 from curvopt.optim.accumulation import ema_update, number
@@ -119,6 +119,21 @@ def test_diagonal_step_is_the_elementwise_quotient() -> None:
     for p, old in zip(run.model.parameters(), before, strict=True):
         (h,) = run.optimizer.state[p]["factors"]
         torch.testing.assert_close(old - p.detach(), p.grad / (h.view_as(p) + 0.3))
+
+
+def test_small_entries_of_the_first_diagonal_are_raised_to_its_mean_and_of_no_later_one() -> None:
+    run, seen = Run(DiagonalNewton, dtype=torch.float64, curvature="diag_ggn_exact", curvature_every=1, ema=0.5), []
+    for step in range(2):
+        with backpack(DiagGGNExact()):
+            run.loss(step).backward()
+        seen.append([p.diag_ggn_exact.flatten() for p in run.model.parameters()])
+        run.train(range(step, step + 1))
+        if step == 0:
+            first = [run.optimizer.state[p]["factors"][0].clone() for p in run.model.parameters()]
+    for p, one, two, start in zip(run.model.parameters(), *seen, first, strict=True):
+        assert (one < one.mean()).any() and (two < two.mean()).any()
+        torch.testing.assert_close(start, torch.maximum(one, one.mean()))
+        torch.testing.assert_close(run.optimizer.state[p]["factors"][0], (start / 2 + two) / 1.5)
 
 
 def test_the_exact_factors_are_those_of_the_extension() -> None:
@@ -576,6 +591,19 @@ def test_inverses_follow_their_own_interval() -> None:
         if run.optimizer.state[p]["inverses"] is not before:
             changed.append(step)
     assert changed[:4] == [0, 1, 2, 4] and {b - a for a, b in zip(changed[-3:], changed[-2:], strict=False)} == {5}
+
+
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW])
+def test_a_parameter_that_is_new_is_solved_for_at_once_and_no_other_again(kind: Callable) -> None:
+    run = Run(lambda params, **options: kind(list(params)[2:], **options), mlp, curvature_every=1, inverse_every=100)
+    run.train(40)
+    renewed, renew = [], run.optimizer._renew
+    run.optimizer._renew = lambda: [renewed.append(run.optimizer._progress["step"]), renew()]
+    run.train(range(40, 43))
+    assert renewed == []
+    run.optimizer.add_param_group({"params": list(run.model.parameters())[:2]})
+    run.train(range(43, 47))
+    assert renewed == [43]
 
 
 # ----------------------------------------------------------------------------------------------------------- checkpoint
@@ -1334,7 +1362,10 @@ def test_metrics(make: Callable) -> None:
     assert metrics["cosine"] == pytest.approx(-(moved @ grad / moved.norm() / grad.norm()).item(), rel=1e-3)
     entries = moved[grad != 0] / run.optimizer.param_groups[0]["lr"]
     assert metrics["rms"] == pytest.approx(entries.square().mean().sqrt().item(), rel=1e-3)
-    assert 0 < metrics["clip_factor"] <= 1
+    free = Run(make, momentum=0.0, rms_clip=None).train(1)
+    whole = torch.cat([(a - b).flatten() for a, b in zip(free.weights(), before, strict=True)])
+    assert metrics["clip_factor"] == pytest.approx((moved.norm() / whole.norm()).item(), rel=1e-3)
+    assert metrics["clip_factor"] < 0.9 and float(free.optimizer.metrics()["clip_factor"]) == pytest.approx(1)
     damping = damping_of(run.optimizer.param_groups[0], run.optimizer._progress["mean_curvature"])
     assert metrics["damping"] == float(damping) and metrics.get("fallbacks", 0) == 0
 

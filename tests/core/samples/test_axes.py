@@ -843,3 +843,22 @@ def test_samples_are_found_without_a_warning(function: Callable):
             F.cross_entropy(model(x), y).backward()
         p = model.layer.weight
         torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
+
+
+class AroundNorm(nn.Module):
+    """A batch norm, with a connection around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(h + self.norm(h))
+
+
+def test_samples_that_one_of_two_paths_mixes_are_mixed() -> None:
+    model = extend(AroundNorm())
+    loss = F.cross_entropy(model(torch.randn(6, 3)), torch.arange(6) % 2)
+    with pytest.raises(CurvoptError, match="train-mode batch norm mixes them"), backpack(BatchGrad()):
+        loss.backward()
