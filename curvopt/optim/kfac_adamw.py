@@ -8,6 +8,7 @@ from torch import Tensor
 from curvopt.core.products.base import Approx
 from curvopt.core.products.sums import widened
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
+from curvopt.optim.accumulation import LARGEST_JUMP
 from curvopt.optim.kronecker import Fisher, Kronecker
 from curvopt.optim.options import Attached, check_count
 from curvopt.optim.solvers import Eigenbasis, basis_changes, squared, transposed
@@ -40,7 +41,8 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     by it after each step.
 
     Use it as ``KFACSGD``: loop, checkpoints and shared options are alike. There is no damping but ``eps``, and no
-    clip: as in Adam, ``lr`` bounds the step.
+    clip: as in Adam, ``lr`` bounds the step. A gradient of a parameter that is more than ten times as long as usual is
+    shortened to that, so that one bad batch does not spoil the averages.
 
     Args:
         params: a model, to which the optimizer is attached, or parameters, named parameters or param groups;
@@ -153,8 +155,26 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     ) -> dict[Tensor, Tensor]:
         """The gradients in the eigenbasis."""
         self._rotated = [(stack, stack.product(flat, transposed=True)) for _, stack, flat in joined]
+        for i, (stack, flat) in zip((i for i, *_ in joined), self._rotated, strict=True):
+            self._bound(stack, flat, self.param_groups[i]["betas"][1])
         self._maximized = [bool(self.param_groups[i]["maximize"]) for i, *_ in joined]
         return by_parameter(self._rotated, grads)
+
+    def _bound(self, stack: Stack, grad: Tensor, decay: float) -> None:
+        """Shorten gradients to `LARGEST_JUMP` times the root of their mean squares so far, as factors are, in place.
+
+        So one bad batch does not hold up the moments. A parameter whose gradients were zero so far is left alone.
+        """
+        states = [self.state[param] for param in stack.params]
+        if not all("exp_avg_sq" in state for state in states):
+            return
+        ages = [1 - decay ** float(state["step"]) for state in states]
+        sums = torch._foreach_norm([state["exp_avg_sq"] for state in states], 1)  # pyright: ignore[reportPrivateImportUsage]
+        pieces = grad.split([param.numel() for param in stack.params])
+        norms = torch.stack(torch._foreach_norm(pieces))  # pyright: ignore[reportPrivateImportUsage]
+        usual = (torch.stack(sums).to(norms) / torch.tensor(ages).to(norms)).sqrt()
+        factors = torch.where(usual > 0, LARGEST_JUMP * usual / norms, 1.0).clamp(max=1.0)
+        torch._foreach_mul_(pieces, factors.unbind())  # pyright: ignore[reportPrivateImportUsage]
 
     def _take_torch_step(self, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
         """The step of AdamW from zero in the eigenbasis, taken from where the parameters are."""
