@@ -702,6 +702,7 @@ def test_what_a_mask_freezes_stays(kind: Callable, by_hook: bool) -> None:
 def test_gradients_that_the_loop_divides_are_those_of_the_mean(kind: Callable, classes: bool, scale: int) -> None:
     """A sum over tokens and their number, or a static scale of the loss, in place and not, of one part or two."""
     (model, optimizer), (plain, other) = attached(kind), attached(kind)
+    optimizer.attach(model, gradient_scale=1 / scale)
     lossfunc, target = (F.cross_entropy, y) if classes else (F.mse_loss, t)
     for i in range(6):
         optimizer.zero_grad()
