@@ -11,7 +11,7 @@ TORCH_INDEX ?= $(if $(shell nvidia-smi -L 2>/dev/null; ls /dev/kfd 2>/dev/null),
 # The jobs here are small: one thread each is steady where threads would wait for each other on a busy machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-alone lint docs build setup clean
+.PHONY: help train test test-alone mutate lint docs build setup clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -26,6 +26,9 @@ test: lint  ## check style, types and tests: some ten minutes on two cores
 
 test-alone: $(VENV)/.dev  ## run 60 random tests, each in a process of its own
 	$(BIN)/python tests/alone.py
+
+mutate: $(VENV)/.dev  ## change single operators and numbers of the package, and list what no test notices: hours
+	$(BIN)/python tests/mutate.py
 
 lint: $(VENV)/.dev  ## check style and types
 	$(BIN)/ruff check

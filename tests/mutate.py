@@ -1,0 +1,287 @@
+"""Changes single operators, constants, conditions and arguments of the package, and prints what no test notices.
+
+python tests/mutate.py                          100 mutations of curvopt/
+python tests/mutate.py --seed 7 --count 30      the 30 that this seed draws
+python tests/mutate.py --under core/samples     of one folder, or file
+python tests/mutate.py --with tests/core        by tests of one folder alone
+
+Which test runs which line is measured first, by one run of each file of tests under coverage, and kept in ``.mutate``
+until the file of tests, or a file of the package that it runs, changes. A survivor is printed with the number of tests
+that run its line. It does the same as the original, or a test is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "curvopt"
+KEPT = ROOT / ".mutate"
+HELPERS = [file for file in sorted((ROOT / "tests").glob("*.py")) if not file.name.startswith("test_")]
+SECONDS = 300  # of the tests of one mutation; more count as noticed
+FIRST = 24  # tests that are tried before all others that run a line
+
+OPERATORS = {
+    **{ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.Pow: ("**", "*")},
+    **{ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "//"), ast.And: ("and", "or"), ast.Or: ("or", "and")},
+    **{ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")},
+    **{ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.In: ("in", "not in"), ast.Is: ("is", "is not")},
+    **{ast.IsNot: ("is not", "is"), ast.NotIn: ("not in", "in")},
+}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A piece of a file, by its first and last character, and what replaces it."""
+
+    file: str  # below the package
+    line: int
+    start: int
+    end: int
+    new: str
+
+    def text(self) -> str:
+        """The whole file, mutated."""
+        old = (PACKAGE / self.file).read_text()
+        return old[: self.start] + self.new + old[self.end :]
+
+    def __str__(self) -> str:
+        text = (PACKAGE / self.file).read_text()
+        old = " ".join(text[self.start : self.end].split())
+        line = text.splitlines()[self.line - 1].strip()
+        return f"curvopt/{self.file}:{self.line}: {old}  ->  {' '.join(self.new.split())}    in  {line}"
+
+
+def mutations(file: str) -> list[Mutation]:
+    """All mutations of a file; annotations and messages stay as they are."""
+    text = (PACKAGE / file).read_text()
+    lines = text.splitlines(keepends=True)
+    starts = list(itertools.accumulate(map(len, lines), initial=0))
+
+    def at(line: int, column: int) -> int:
+        return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())  # columns count bytes
+
+    def span(node: ast.AST) -> tuple[int, int]:
+        place: Any = node
+        return at(place.lineno, place.col_offset), at(place.end_lineno, place.end_col_offset)
+
+    found: list[Mutation] = []
+
+    def add(node: ast.AST, start: int, end: int, new: str) -> None:
+        found.append(Mutation(file, text.count("\n", 0, start) + 1, start, end, new))
+
+    def between(left: ast.AST, right: ast.AST, operator: ast.AST) -> None:
+        if type(operator) not in OPERATORS:
+            return
+        old, new = OPERATORS[type(operator)]
+        start, end = span(left)[1], span(right)[0]
+        pattern = r"\s+".join(map(re.escape, old.split()))
+        if match := re.search(rf"(?<!\w){pattern}(?!\w)" if old[0].isalpha() else pattern, text[start:end]):
+            add(left, start + match.start(), start + match.end(), new)
+
+    def visit(node: ast.AST) -> None:
+        match node:
+            case ast.BinOp():
+                between(node.left, node.right, node.op)
+            case ast.BoolOp():
+                between(node.values[0], node.values[1], node.op)
+            case ast.Compare():
+                for left, operator, right in zip(
+                    [node.left, *node.comparators], node.ops, node.comparators, strict=False
+                ):
+                    between(left, right, operator)
+            case ast.UnaryOp(op=ast.Not() | ast.USub()):
+                add(node, *span(node), text[slice(*span(node.operand))])
+            case ast.If() | ast.While() | ast.IfExp():
+                start, end = span(node.test)
+                add(node.test, start, end, f"(not ({text[start:end]}))")
+            case ast.Constant(value=bool()):
+                add(node, *span(node), str(not node.value))
+            case ast.Constant(value=int() | float()):
+                add(node, *span(node), repr(node.value + 1 if isinstance(node.value, int) else 2 * node.value))
+            case ast.Call(func=function, args=[ast.expr() as first, ast.expr() as second, *_]) if not (
+                isinstance(first, ast.Starred)
+                or isinstance(second, ast.Starred)
+                or ast.unparse(function) in ("isinstance", "issubclass", "hasattr", "getattr", "setattr", "zip")
+            ):
+                (start, middle), (again, end) = span(first), span(second)
+                new = text[again:end] + text[middle:again] + text[start:middle]
+                if new != text[start:end]:
+                    add(node, start, end, new)
+        for name, value in ast.iter_fields(node):
+            if name in ("annotation", "returns", "decorator_list") or isinstance(node, ast.Raise | ast.JoinedStr):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    visit(child)
+
+    visit(ast.parse(text))
+    return found
+
+
+def compiles(mutation: Mutation) -> bool:
+    """Whether it is a program at all."""
+    try:
+        compile(mutation.text(), mutation.file, "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
+# -------------------------------------------------------------------------------------- which test runs which line
+
+
+def pytest_configure(config: Any) -> None:
+    """This file is a plugin, too, where ``MUTATE_KEEP`` says into which file the lines of each test go."""
+    import coverage
+    import pytest
+
+    measured = coverage.Coverage(data_file=os.environ["MUTATE_KEEP"], source_pkgs=["curvopt"], messages=False)
+    measured.start()
+
+    class Contexts:
+        @pytest.hookimpl(wrapper=True)
+        def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
+            measured.switch_context(item.nodeid)
+            result = yield
+            measured.switch_context("")
+            return result
+
+        def pytest_unconfigure(self) -> None:
+            measured.stop()
+            measured.save()
+
+    config.pluginmanager.register(Contexts())
+
+
+def environment(*path: Path, **variables: str) -> dict[str, str]:
+    """Of a process that imports from these folders first."""
+    joined = os.pathsep.join([*map(str, path), os.environ.get("PYTHONPATH", "")])
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": joined, "PYTHONDONTWRITEBYTECODE": "1", **variables}
+
+
+PYTEST = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+
+
+def digest(files: list[Path]) -> str:
+    """Of their contents."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists())).hexdigest()
+
+
+def lines_of_tests(tests: Path) -> dict[tuple[str, int], set[str]]:
+    """The tests of a file that run each line, measured anew if need be."""
+    import coverage
+
+    name = tests.relative_to(ROOT).as_posix().replace("/", "+")
+    data_file, key_file = KEPT / f"{name}.coverage", KEPT / f"{name}.json"
+    if key_file.exists():
+        kept = json.loads(key_file.read_text())
+        fresh = kept["key"] == digest([tests, *HELPERS, *(PACKAGE / file for file in kept["files"])])
+    else:
+        fresh = False
+    if not fresh:
+        KEPT.mkdir(exist_ok=True)
+        data_file.unlink(missing_ok=True)
+        print(f"measuring {tests.relative_to(ROOT)}", flush=True)
+        variables = environment(ROOT, ROOT / "tests", MUTATE_KEEP=str(data_file))
+        subprocess.run([*PYTEST, "-p", "mutate", str(tests)], cwd=ROOT, env=variables, stdout=subprocess.DEVNULL)
+    found: dict[tuple[str, int], set[str]] = {}
+    if not data_file.exists():
+        return found
+    data = coverage.CoverageData(str(data_file))
+    data.read()
+    files = [file for file in data.measured_files() if "/curvopt/" in file]
+    for file in files:
+        for line, contexts in data.contexts_by_lineno(file).items():
+            found.setdefault((below(file), line), set()).update(filter(None, contexts))
+    if not fresh:
+        known = [below(file) for file in files]
+        key = digest([tests, *HELPERS, *(PACKAGE / file for file in known)])
+        key_file.write_text(json.dumps({"key": key, "files": known}))
+    return found
+
+
+def below(file: str) -> str:
+    """The part of a path that stands behind the package's."""
+    return file.rpartition("/curvopt/")[2]
+
+
+# ------------------------------------------------------------------------------------------------------- mutations
+
+
+def noticed(mutation: Mutation, tests: list[str], copy: Path) -> bool:
+    """Whether a test fails, of the few that are tried first or of all."""
+    target = copy / "curvopt" / mutation.file
+    target.write_text(mutation.text())
+    try:
+        for batch in (tests[:FIRST], tests[FIRST:]):
+            if not batch:
+                continue
+            names = copy / "tests.txt"
+            names.write_text("\n".join(batch))
+            command = [*PYTEST, "-x", "-p", "no:warnings", f"@{names}"]
+            try:
+                done = subprocess.run(
+                    command, cwd=ROOT, env=environment(copy, ROOT), capture_output=True, timeout=SECONDS
+                )
+            except subprocess.TimeoutExpired:
+                return True
+            if done.returncode:
+                return True
+    finally:
+        target.write_text((PACKAGE / mutation.file).read_text())
+    return False
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100, help="mutations to draw (100)")
+    parser.add_argument("--seed", type=int, default=0, help="chooses the mutations (0)")
+    parser.add_argument("--under", default="", help="a folder or file below curvopt/")
+    parser.add_argument("--with", dest="tests", default="tests", help="a folder or file of tests (tests)")
+    options = parser.parse_args()
+    where = ROOT / options.tests
+    by_line: dict[tuple[str, int], set[str]] = {}
+    for file in [where] if where.is_file() else sorted(where.rglob("test_*.py")):
+        for line, tests in lines_of_tests(file).items():
+            by_line.setdefault(line, set()).update(tests)
+    by_file: dict[str, set[str]] = {}
+    for (file, _), tests in by_line.items():
+        by_file.setdefault(file, set()).update(tests)
+    files = [file.relative_to(PACKAGE).as_posix() for file in sorted(PACKAGE.rglob("*.py"))]
+    chance = random.Random(options.seed)
+    sites = [mutation for file in files if file.startswith(options.under) for mutation in mutations(file)]
+    chance.shuffle(sites)
+    drawn = list(itertools.islice(filter(compiles, sites), options.count))
+    survivors = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        shutil.copytree(PACKAGE, copy / "curvopt", ignore=shutil.ignore_patterns("__pycache__"))
+        for number, mutation in enumerate(drawn, 1):
+            # what an import runs is run for all tests of the file
+            tests = sorted(by_line.get((mutation.file, mutation.line)) or by_file.get(mutation.file) or ())
+            chance.shuffle(tests)
+            dead = bool(tests) and noticed(mutation, tests, copy)
+            survivors += not dead
+            print(f"{number:3} {'dead' if dead else f'SURVIVES {len(tests)} tests'}  {mutation}", flush=True)
+    print(f"{len(drawn) - survivors} of {len(drawn)} were noticed, --seed {options.seed}")
+
+
+if __name__ == "__main__":
+    main()
