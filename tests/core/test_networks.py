@@ -29,7 +29,6 @@ from curvopt.extensions import (
     KFLR,
     PCHMP,
     BatchDiagGGNExact,
-    BatchDiagHessian,
     BatchGrad,
     BatchL2Grad,
     DiagGGNExact,
@@ -346,78 +345,11 @@ def test_net(name: str, needs_grad: bool):
         assert p.requires_grad or (p.grad is None and not hasattr(p, "grad_batch"))
 
 
-class TwoHeads(nn.Module):
-    """A class and a number; or both in a row, for the reference."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.classes, self.number = mlp(4, 4, activation=nn.Tanh), nn.Linear(4, 3), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.trunk(x))
-        return torch.cat([self.classes(h), self.number(h)], 1)
-
-    def both(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.tanh(self.trunk(x))
-        return self.classes(h), self.number(h)
-
-
-def test_two_heads_with_two_losses_that_are_summed():
-    model, x = TwoHeads().double(), double(4, 4)
-    labels, numbers = torch.randint(3, (4,)), double(4, 1)
-    ref = Reference(
-        copy.deepcopy(model),
-        x,
-        lambda z: F.cross_entropy(z[:, :3], labels) + 0.3 * F.mse_loss(z[:, 3:], numbers),
-    )
-    classify, regress = extend(nn.CrossEntropyLoss()), extend(nn.MSELoss())
-
-    def loss() -> Tensor:
-        z, number = model.both(x)
-        return classify(z, labels) + 0.3 * regress(number, numbers)
-
-    check_all(Problem(model, x, labels, classify), loss, ref)
-
-
 # ------------------------------------------------------------------------------------------------------- around a net
 
 
 def residual_problem() -> Problem:
     return Problem(Siamese().double(), double(4, 4), torch.randint(2, (4,)), nn.CrossEntropyLoss())
-
-
-def test_repeated_backwards_through_one_graph():
-    problem = residual_problem()
-    ref = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
-    extend(problem.model)
-    loss = extend(problem.lossfunc)(problem.model(problem.x), problem.y)
-    for extension in [*FIRST_ORDER, *DIAGONALS, *DIAGONALS]:
-        with backpack(extension(), retain_graph=True):
-            loss.backward(retain_graph=True)
-        for name, p in problem.trainable().items():
-            compare(getattr(p, extension.field), getattr(ref, extension.field)(name), name)
-    with backpack(HMP(), retain_graph=True):
-        loss.backward()
-    for name, p in problem.trainable().items():
-        v = torch.randn_like(p)
-        compare(p.hmp(v[None])[0].flatten(), ref.hessian(name) @ v.flatten(), name)
-
-
-def test_nested_contexts_of_second_order():
-    problem = residual_problem()
-    ref = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
-    extend(problem.model)
-    extend(problem.lossfunc)
-    with backpack(DiagHessian()):
-        with backpack(DiagGGNExact()), backpack(BatchGrad(), BatchDiagHessian()):
-            problem.loss().backward()
-        p = problem.model.head.weight
-        assert not hasattr(p, "diag_h") and not hasattr(p, "diag_ggn_exact")
-        problem.loss().backward()
-    for name, p in problem.trainable().items():
-        compare(p.diag_h, ref.diag_h(name), name)
-        compare(p.diag_h_batch, ref.diag_h_batch(name), name)
-        compare(p.grad_batch, ref.grad_batch(name), name)
 
 
 @pytest.mark.parametrize(
@@ -443,21 +375,6 @@ def test_copied_or_moved_after_extend(make: Callable[[], nn.Module], move: Calla
             used.backward()
         moved = move(model)
         check_all(Problem(moved, x, y, nn.CrossEntropyLoss()))
-
-
-def test_moved_to_single_precision_after_extend():
-    problem = residual_problem()
-    ref = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
-    extend(problem.model).float()
-    extend(problem.lossfunc)
-    problem.x = problem.x.float()
-    with backpack(BatchGrad(), DiagHessian()):
-        problem.loss().backward()
-    for name, p in problem.trainable().items():
-        for field in ["grad_batch", "diag_h"]:
-            value, expected = getattr(p, field), getattr(ref, field)(name)
-            assert value.dtype == torch.float32
-            assert (value - expected).norm() <= 1e-4 * expected.norm() + 1e-6, f"{name}.{field}"
 
 
 @pytest.mark.parametrize(

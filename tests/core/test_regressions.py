@@ -10,8 +10,6 @@ import pytest
 import torch
 from cases import Case, Problem, cross_entropy, labels, mlp, normal
 from checks import check_all, compare, extended
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
 from reference import Reference
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -20,22 +18,7 @@ from curvopt import backpack, extend, set_columns_per_sweep
 from curvopt.core.graph.vjp import listeners, own_backward
 from curvopt.extensions import KFAC, PCHMP, DiagGGNExact, DiagGGNMC, DiagHessian
 
-
-def pooled(pool: nn.Module, *shape: int) -> Case:
-    """A pooling between a convolution and a linear layer, for images of some shape."""
-    with torch.no_grad():
-        features = pool(torch.zeros(1, 2, *shape)).numel()
-    convolution = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(shape)]
-    make = lambda: nn.Sequential(convolution(1, 2, 1), nn.Tanh(), pool, nn.Flatten(), nn.Linear(features, 2))  # noqa: E731
-    return Case("", make, normal(3, 1, *shape), cross_entropy(), labels)
-
-
 # --------------------------------------------------------------------------------------------- wrong without a word
-
-
-@pytest.mark.parametrize("divisor", [1, 3, 7])
-def test_average_pooling_divides_by_what_it_is_told(divisor: int):
-    check_all(pooled(nn.AvgPool2d(2, divisor_override=divisor), 2, 4).problem())
 
 
 DROPOUTS = [
@@ -50,19 +33,6 @@ def test_mask_of_dropout_is_not_told_from_zeros(dropout: nn.Module):
     """Zeros come from ReLU, too; the mask is that of the forward, whatever it left."""
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), dropout, nn.Linear(5, 4), nn.Tanh(), dropout, nn.Linear(4, 2))
     problem = Problem(model.double(), torch.randn(4, 4).double(), torch.randint(2, (4,)), nn.CrossEntropyLoss())
-    torch.manual_seed(3)
-    ref = Reference(problem.model, problem.x, problem.loss_of_output)
-
-    def loss() -> Tensor:
-        torch.manual_seed(3)
-        return problem.loss()
-
-    check_all(problem, loss, ref)
-
-
-def test_dropout_of_whole_channels():
-    model = nn.Sequential(nn.Conv2d(1, 4, 2), nn.ReLU(), nn.Dropout2d(0.5), nn.Flatten(), nn.Linear(16, 2)).double()
-    problem = Problem(model, torch.randn(3, 1, 3, 3).double(), torch.randint(2, (3,)), nn.CrossEntropyLoss())
     torch.manual_seed(3)
     ref = Reference(problem.model, problem.x, problem.loss_of_output)
 
@@ -101,41 +71,6 @@ def test_lstm_begins_with_the_state_it_is_given(kind: str):
     check_all(problem)
 
 
-class TransposesBetween(nn.Module):
-    """Functional transposes and permutations between layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.features, self.out = nn.Linear(3, 2), nn.Linear(4, 3), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.tokens(x.transpose(1, 2))).permute(0, 2, 1)
-        return self.out(self.features(x).mT.reshape(len(x), -1))
-
-
-def test_functional_transposes_between_modules():
-    model = TransposesBetween().double()
-    check_all(Problem(model, torch.randn(3, 3, 4).double(), torch.randint(2, (3,)), nn.CrossEntropyLoss()))
-
-
-class BranchInCode(nn.Module):
-    """A sum of branches one of which is no module, one nothing at all."""
-
-    def __init__(self):
-        super().__init__()
-        self.into, self.branch, self.out = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.into(x)
-        return self.out(torch.sigmoid(self.branch(h)) + h.sin() * h + h)
-
-
-def test_branch_that_is_no_module():
-    check_all(
-        Problem(BranchInCode().double(), torch.randn(4, 3).double(), torch.randint(2, (4,)), nn.CrossEntropyLoss())
-    )
-
-
 @pytest.mark.parametrize("modify", ["clip", "abs"])
 def test_positive_curvature_is_proportional_to_the_loss(modify: str):
     """A residual that is multiplied by the gradient twice would grow with its square."""
@@ -152,33 +87,6 @@ def test_positive_curvature_is_proportional_to_the_loss(modify: str):
 
 
 # -------------------------------------------------------------------------------------------------------------- breaks
-
-
-@pytest.mark.parametrize(
-    ("pool", "shape"),
-    [(nn.AvgPool1d(2), (4,)), (nn.AvgPool2d(2, 1, 1), (2, 3)), (nn.AvgPool3d(2, 1), (2, 2, 3))],
-    ids=str,
-)
-def test_average_pooling_in_double_precision(pool: nn.Module, shape: tuple[int, ...]):
-    check_all(pooled(pool, *shape).problem())
-
-
-@pytest.mark.parametrize(
-    ("size", "shape"),
-    [
-        (1, (3, 4)),
-        ((2, 3), (3, 4)),
-        ((3, 4), (3, 4)),
-        ((4, 5), (3, 4)),
-        ((None, 2), (2, 5)),
-        ((2,), (5,)),
-        ((3,), (5,)),
-    ],
-    ids=str,
-)
-def test_adaptive_average_pooling_to_any_size(size: int | tuple, shape: tuple[int, ...]):
-    kind = nn.AdaptiveAvgPool2d if len(shape) == 2 else nn.AdaptiveAvgPool1d
-    check_all(pooled(kind(size), *shape).problem())
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LazyBatchNorm1d, nn.SyncBatchNorm], ids=lambda n: n.__name__)
@@ -204,22 +112,6 @@ def test_batch_norm_in_a_net_with_kfac(norm: type[nn.Module]):
             assert all(factor.isfinite().all() and factor.any() for factor in factors), name
             if len(factors) == 1:
                 compare(factors[0].diagonal(), p.diag_ggn_mc, name)
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU], ids=lambda kind: kind.__name__)
-def test_recurrent_modules_of_every_form(kind: type[nn.RNNBase], layers: int, bidirectional: bool):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = kind(2, 1, layers, bidirectional=bidirectional, batch_first=True)
-            self.out = nn.Linear(2 if bidirectional else 1, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.rnn(x)[0].mean(1))
-
-    check_all(Problem(Net().double(), torch.randn(2, 3, 2).double(), torch.randint(2, (2,)), nn.CrossEntropyLoss()))
 
 
 def test_modulus_of_complex_numbers_is_no_piecewise_linear_function():
@@ -297,42 +189,6 @@ def test_nonlinear_operation_without_curvature_here(activation: nn.Module):
 
 
 # ------------------------------------------------------------------------------------------------ pooling, all of it
-
-
-@st.composite
-def pools(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
-    """A pooling with any hyper-parameters, and the size of its input."""
-    dim = draw(st.integers(1, 2))
-    shape = tuple(draw(st.integers(2, 5)) for _ in range(dim))
-    if draw(st.booleans()):
-        kind = (
-            {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d}
-            if draw(st.booleans())
-            else {1: nn.AdaptiveMaxPool1d, 2: nn.AdaptiveMaxPool2d}
-        )
-        return kind[dim](draw(st.integers(1, 4))), shape
-    kernel = draw(st.integers(1, 3))
-    options = {
-        "stride": draw(st.integers(1, 3)),
-        "padding": draw(st.integers(0, kernel // 2)),
-        "ceil_mode": draw(st.booleans()),
-    }
-    if draw(st.booleans()):
-        dilation = draw(st.integers(1, 2))
-        assume(dilation * (kernel - 1) < min(shape) + 2 * options["padding"])
-        return {1: nn.MaxPool1d, 2: nn.MaxPool2d}[dim](kernel, dilation=dilation, **options), shape
-    assume(kernel <= min(shape) + 2 * options["padding"])
-    options["count_include_pad"] = draw(st.booleans())
-    if dim == 2:
-        options["divisor_override"] = draw(st.none() | st.integers(1, 5))
-    return {1: nn.AvgPool1d, 2: nn.AvgPool2d}[dim](kernel, **options), shape
-
-
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-@given(pools())
-def test_pooling_with_any_hyper_parameters(pooling: tuple[nn.Module, tuple[int, ...]]):
-    pool, shape = pooling
-    check_all(pooled(pool, *shape).problem())
 
 
 def test_contexts_of_two_threads_leave_nothing_behind():

@@ -40,7 +40,6 @@ EVERY = [*FIRST_ORDER, *EXACT, *SAMPLED]
 
 every_extension = pytest.mark.parametrize("extension", EVERY, ids=lambda extension: extension.__name__)
 second_order = pytest.mark.parametrize("extension", [*EXACT, *SAMPLED], ids=lambda extension: extension.__name__)
-backward = pytest.mark.parametrize("backward", [Tensor.backward, torch.autograd.backward], ids=["method", "function"])
 
 
 def problem(model: nn.Module | None = None, extend_loss: bool = True) -> Problem:
@@ -188,11 +187,10 @@ def test_parameters_without_numbers():
 
 
 @second_order
-@backward
-def test_second_order_without_a_loss(extension: type[Extension], backward: Callable):
+def test_second_order_without_a_loss(extension: type[Extension]):
     it = problem()
     with refused(it.model, extension.field, "couples samples"), backpack(extension()):
-        backward(it.model(it.x).norm())
+        it.model(it.x).norm().backward()
     works(it)
 
 
@@ -229,16 +227,15 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 FINE = {"extended", "extended of scaled output", "extended twice"}
 
 
-@pytest.mark.parametrize("backward", [Tensor.backward, torch.autograd.backward], ids=["method", "function"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_curvature_of_a_loss_is_that_of_what_is_differentiated_or_refused(name: str, backward: Callable):
+def test_curvature_of_a_loss_is_that_of_what_is_differentiated_or_refused(name: str):
     model = mlp(4, 5, 3).double()
     ref_model = copy.deepcopy(model)
     it = problem(model)
     ref = Reference(ref_model, it.x, lambda z: LOSSES[name](z, it.y))
     try:
         with backpack(DiagGGNExact(), KFLR(), DiagGGNMC(mc_samples=4000)):
-            backward(LOSSES[name](it.model(it.x), it.y))
+            LOSSES[name](it.model(it.x), it.y).backward()
     except CurvoptError as refusal:
         assert name not in FINE
         assert all(field in str(refusal) for field in ["diag_ggn_exact", "kflr", "diag_ggn_mc"])
@@ -270,12 +267,11 @@ def test_second_order_of_a_loss_that_nobody_knows(extension: type[Extension]):
 
 
 @second_order
-@backward
-def test_second_order_of_a_maximised_loss(extension: type[Extension], backward: Callable):
+def test_second_order_of_a_maximised_loss(extension: type[Extension]):
     it = problem()
     loss = -3 * it.loss()
     with refused(it.model, extension.field, "negative weight -"), backpack(extension()):
-        backward(loss)
+        loss.backward()
     works(it)
 
 
@@ -304,14 +300,13 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("extension", [*FIRST_ORDER, *EXACT], ids=lambda extension: extension.__name__)
 @pytest.mark.parametrize("affine", [True, False])
-@backward
-def test_train_mode_batch_norm_mixes_samples(extension: type[Extension], affine: bool, backward: Callable):
+def test_train_mode_batch_norm_mixes_samples(extension: type[Extension], affine: bool):
     """The extended loss is where the graph is seen when ``loss.backward`` is not the way in."""
     it = problem(Block(nn.BatchNorm1d(5, affine=affine)))
     loss = it.loss()
     path = ["body.1"] if affine else []
     with refused(it.model, *path, "BatchNorm", extension.field, "model.eval()"), backpack(extension()):
-        backward(loss)
+        loss.backward()
     it.model.eval()
     works(it)
 
@@ -326,13 +321,12 @@ def test_a_model_that_is_not_extended(extension: type[Extension]):
 
 
 @every_extension
-@backward
-def test_a_model_that_is_not_extended_with_a_loss_that_is(extension: type[Extension], backward: Callable):
+def test_a_model_that_is_not_extended_with_a_loss_that_is(extension: type[Extension]):
     it = problem()
     it.model = mlp(4, 5, 3).double()
     loss = it.loss()
     with refused(it.model, extension.field, "extend("), backpack(extension()):
-        backward(loss)
+        loss.backward()
 
 
 def test_a_forward_that_was_disabled():
