@@ -6,7 +6,7 @@ import copy
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 
 import pytest
@@ -60,6 +60,13 @@ def assert_same(found: Tensor | list[Tensor], expected: Tensor | list[Tensor]) -
     """Up to rounding, of weighted sums in single precision, too."""
     single = expected[0].dtype == torch.float32
     assert_close(found, expected, **({"rtol": 1e-4, "atol": 1e-4} if single else {}))
+
+
+def gradients_of_each(losses: Iterable[Tensor], parameters: Iterable[Tensor]) -> list[Tensor]:
+    """For each parameter the gradients of the losses of single samples, ``[N, *p.shape]``."""
+    of = list(parameters)
+    each = [torch.autograd.grad(loss, of, retain_graph=True, materialize_grads=True) for loss in losses]
+    return [torch.stack(gradients) for gradients in zip(*each, strict=True)]
 
 
 def check(problem: Problem, ref: Reference, extension: type[Extension]) -> None:

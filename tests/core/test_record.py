@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from checks import gradients_of_each
 from reference import Reference
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -88,9 +89,8 @@ PROGRAMS: dict[str, Callable[[], Net]] = {
 }
 
 
-def individual_gradients(model: nn.Module, x: Tensor, y: Tensor) -> list[list[Tensor]]:
-    losses = F.cross_entropy(model(x), y, reduction="none") / len(y)
-    return [list(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)) for loss in losses]
+def individual_gradients(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    return gradients_of_each(F.cross_entropy(model(x), y, reduction="none") / len(y), model.parameters())
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -104,8 +104,7 @@ def test_individual_gradients(program: str):
     except CurvoptError as refusal:
         assert "first" in str(refusal)
         return
-    for i, p in enumerate(model.parameters()):
-        torch.testing.assert_close(p.grad_batch, torch.stack([gradients[i] for gradients in expected]))
+    torch.testing.assert_close([p.grad_batch for p in model.parameters()], expected)
 
 
 def test_forward_of_the_instance():
@@ -115,7 +114,7 @@ def test_forward_of_the_instance():
     expected = individual_gradients(model, x, y)
     with backpack(BatchGrad()):
         extend(nn.CrossEntropyLoss())(model(x), y).backward()
-    torch.testing.assert_close(model.first.weight.grad_batch, torch.stack([g[0] for g in expected]))
+    torch.testing.assert_close(model.first.weight.grad_batch, expected[0])
 
 
 CONVOLUTIONS: dict[str, Callable[[], nn.Module]] = {
@@ -144,9 +143,7 @@ def test_gradient_penalty_of_convolutions(convolution: Callable[[], nn.Module]):
         warnings.simplefilter("ignore" if convolution is CONVOLUTIONS["circular"] else "error", CurvoptWarning)
         ((slopes().norm(dim=1) - 1).square() + model(x).squeeze(1)).mean().backward()
     terms = ((slopes().norm(dim=1) - 1).square() + model(x).squeeze(1)) / N
-    expected = [torch.autograd.grad(term, params, retain_graph=True) for term in terms]
-    for p, *gradients in zip(params, *expected, strict=True):
-        torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
+    torch.testing.assert_close([p.grad_batch for p in params], gradients_of_each(terms, params))
 
     with backpack(DiagGGNExact()):
         F.mse_loss(slopes(), torch.ones(N, 12).double()).backward()
@@ -213,8 +210,7 @@ def test_functions_with_attributes_of_any_name(function: type[Times]):
     model = extend(net)
     with backpack(BatchGrad(), DiagGGNExact()):
         lossfunc(model(x), y).backward()
-    for i, p in enumerate(model.parameters()):
-        torch.testing.assert_close(p.grad_batch, torch.stack([gradients[i] for gradients in expected]))
+    torch.testing.assert_close([p.grad_batch for p in model.parameters()], expected)
     curvature = [p.diag_ggn_exact for p in model.parameters()]
     with backpack(DiagGGNExact()), contextlib.suppress(CurvoptError):
         (function.apply(lossfunc(model(x), y), torch.ones(1).double()).sum() + lossfunc(model(x), y)).backward()
@@ -245,9 +241,8 @@ def same_or_refused(model: nn.Module, x: Tensor, y: Tensor, lossfunc: nn.Module)
             lossfunc(model(x), y).backward()
     except CurvoptError:
         return False
-    for i, p in enumerate(model.parameters()):
-        torch.testing.assert_close(p.grad_batch, torch.stack([gradients[i] for gradients in expected]))
-        torch.testing.assert_close(p.grad, sum(gradients[i] for gradients in expected))
+    torch.testing.assert_close([p.grad_batch for p in model.parameters()], expected)
+    torch.testing.assert_close([p.grad for p in model.parameters()], [gradients.sum(0) for gradients in expected])
     return True
 
 
@@ -365,7 +360,7 @@ def test_padding_assigned_after_construction():
     expected = individual_gradients(model, x, y)
     with backpack(BatchGrad()):
         extend(nn.CrossEntropyLoss())(extend(model)(x), y).backward()
-    torch.testing.assert_close(model[0].weight.grad_batch, torch.stack([g[0] for g in expected]))
+    torch.testing.assert_close(model[0].weight.grad_batch, expected[0])
 
 
 def test_network_in_the_second_argument_of_a_loss():
@@ -414,7 +409,7 @@ def test_gradient_of_some_inputs_sets_no_partial_sums():
     for name, i in (("first", 0), ("square", 4)):
         p = getattr(model, name).weight
         if hasattr(p, "grad_batch"):
-            torch.testing.assert_close(p.grad_batch, torch.stack([g[i] for g in expected]))
+            torch.testing.assert_close(p.grad_batch, expected[i])
 
 
 @pytest.mark.parametrize("inner", [nn.Linear(3, 4), nn.Embedding(5, 4)])
@@ -514,12 +509,10 @@ class RowByRow(nn.Module):
 def test_a_parameter_that_a_call_does_without():
     net, (x, y) = Net(lambda net, x: net.first(x), RowByRow()), data()
     used = [p for p in net.parameters() if p is not net.first.unused]
-    rows = F.cross_entropy(net(x), y, reduction="none") / N
-    expected = [torch.autograd.grad(row, used, retain_graph=True) for row in rows]
+    expected = gradients_of_each(F.cross_entropy(net(x), y, reduction="none") / N, used)
     with backpack(BatchGrad()):
         F.cross_entropy(extend(net)(x), y).backward()
-    for p, *gradients in zip(used, *expected, strict=True):
-        torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
+    torch.testing.assert_close([p.grad_batch for p in used], expected)
     assert not hasattr(net.first.unused, "grad_batch")
 
 
@@ -697,8 +690,7 @@ def test_an_exported_model():
     exported = extend(torch.export.export(model, (x,)).module())
     with backpack(BatchGrad()):
         F.cross_entropy(exported(x), y).backward()
-    for i, p in enumerate(exported.parameters()):
-        torch.testing.assert_close(p.grad_batch, torch.stack([gradients[i] for gradients in expected]))
+    torch.testing.assert_close([p.grad_batch for p in exported.parameters()], expected)
 
 
 @pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact, DiagHessian, KFLR])

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Case, cross_entropy, labels, normal
-from checks import check_all, extended
+from checks import check_all, extended, gradients_of_each
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -273,13 +273,12 @@ def network(*blocks: nn.Module) -> nn.Sequential:
 def test_blocks_that_draw_random_numbers():
     model, x, y = network(Block(0.3), Block(0.3)), torch.randn(6, 3).double(), torch.randint(2, (6,))
     torch.manual_seed(0)
-    losses = F.cross_entropy(model(x), y, reduction="none") / 6
-    expected = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    expected = gradients_of_each(F.cross_entropy(model(x), y, reduction="none") / 6, model.parameters())
     torch.manual_seed(0)
     with backpack(BatchGrad(), KFAC()):
         F.cross_entropy(model(x), y).backward()
-    for p, *gradients in zip(model.parameters(), *expected, strict=True):
-        torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
+    for p, gradients in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, gradients)
         assert all(factor.isfinite().all() for factor in p.kfac)
 
 
@@ -522,8 +521,7 @@ def test_computed_weights_of_several_uses(weight: Callable[[Tensor], Tensor]):
 
     torch.manual_seed(0)
     model, x, y = extend(Own(use, (4, 4)).double()), torch.randn(N, TOKENS, 4).double(), torch.randint(8, (N,))
-    losses = F.cross_entropy(model(x), y, reduction="none") / N
-    expected = torch.stack([torch.autograd.grad(loss, model.p, retain_graph=True)[0] for loss in losses])
+    (expected,) = gradients_of_each(F.cross_entropy(model(x), y, reduction="none") / N, [model.p])
     for extensions in ([BatchGrad()], [BatchGrad(), BatchL2Grad()]):
         with backpack(*extensions):
             F.cross_entropy(model(x), y).backward()
@@ -656,9 +654,8 @@ def test_modules_that_are_called_with_sparse_tensors():
     edges = torch.rand(N, N).double().to_sparse()
     with backpack(BatchGrad()):
         F.cross_entropy(model(x, edges), y).backward()
-    losses = F.cross_entropy(model(x, edges), y, reduction="none") / N
-    expected = [torch.autograd.grad(loss, model.W, retain_graph=True)[0] for loss in losses]
-    torch.testing.assert_close(model.W.grad_batch, torch.stack(expected))
+    (expected,) = gradients_of_each(F.cross_entropy(model(x, edges), y, reduction="none") / N, [model.W])
+    torch.testing.assert_close(model.W.grad_batch, expected)
 
 
 def recurrent(m: Own, h: Tensor) -> Tensor:
@@ -1028,10 +1025,10 @@ def test_operations_without_a_rule_where_columns_are_pulled_back_one_by_one():
 def test_operations_without_a_rule_in_a_backward_to_other_parameters():
     model = extend(Prototypes().double())
     x, y = torch.randn(N, 4).double(), torch.randint(3, (N,))
-    each = [torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]), model.prototypes) for n in range(N)]
+    (expected,) = gradients_of_each(F.cross_entropy(model(x), y, reduction="none"), [model.prototypes])
     with backpack(BatchGrad()):
         F.cross_entropy(model(x), y, reduction="sum").backward(inputs=[model.first.weight])
-    torch.testing.assert_close(model.prototypes.grad_batch, torch.stack([gradient for (gradient,) in each]))
+    torch.testing.assert_close(model.prototypes.grad_batch, expected)
 
 
 def test_a_penalty_alone_is_no_loss_of_samples():

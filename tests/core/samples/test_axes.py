@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Case, Problem, cross_entropy, labels, normal
-from checks import check_all, extended
+from checks import check_all, extended, gradients_of_each
 from reference import Reference
 from torch import Tensor, nn
 
@@ -199,14 +199,13 @@ def test_rows_of_layers_are_no_samples_because_they_are_fewer(name: str):
     make, shape = FEWER_ROWS[name]
     model, x = make().double(), torch.randn(shape).double()
     y = torch.randn(4, model(x).shape[1]).double()
-    losses = (model(x) - y).square().mean(1) / 4
-    expected = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    expected = gradients_of_each((model(x) - y).square().mean(1) / 4, model.parameters())
     extend(model)
     with backpack(BatchGrad(), Variance()):
         extend(nn.MSELoss())(model(x), y).backward()
-    for p, *gradients in zip(model.parameters(), *expected, strict=True):
-        torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
-        torch.testing.assert_close(p.variance, torch.stack(gradients).var(0, correction=0))
+    for p, gradients in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, gradients)
+        torch.testing.assert_close(p.variance, gradients.var(0, correction=0))
 
 
 class Language(nn.Module):
@@ -231,12 +230,11 @@ def test_samples_are_sequences_where_products_are_of_all_tokens(N: int):
     torch.manual_seed(0)
     model, x, y = Language().double(), torch.randint(5, (N, 4)), torch.randint(5, (N, 4))
     losses = F.cross_entropy(model(x).mT, y, reduction="none").mean(1) / N
-    expected = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    expected = gradients_of_each(losses, model.parameters())
     extend(model)
     with backpack(BatchGrad()):
         F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
-    for p, *gradients in zip(model.parameters(), *expected, strict=True):
-        torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
+    torch.testing.assert_close([p.grad_batch for p in model.parameters()], expected)
 
 
 class Common(nn.Module):
@@ -360,13 +358,11 @@ class TimeFirstAtLast(nn.Module):
 def test_samples_along_the_second_axis_of_the_last_layer(last: Callable[[], nn.Module], sizes: tuple[int, int]):
     torch.manual_seed(0)
     model, x = TimeFirstAtLast(last()).double(), torch.randint(5, sizes)
-    parameters = list(model.parameters())
-    alone = [torch.autograd.grad(model(x)[:, n].pow(4).sum(), parameters) for n in range(sizes[1])]
+    expected = gradients_of_each(model(x).pow(4).sum((0, 2)), model.parameters())
     extend(model, batch_axis=1)
     with backpack(BatchGrad()):
         model(x).pow(4).sum().backward()
-    for p, *expected in zip(parameters, *alone, strict=True):
-        torch.testing.assert_close(p.grad_batch, torch.stack(expected))
+    torch.testing.assert_close([p.grad_batch for p in model.parameters()], expected)
 
 
 class Packed(nn.Module):
@@ -554,11 +550,6 @@ def test_long_sequences_in_steps_take_time_in_proportion():
         with backpack(BatchGrad()):
             numbers.append(_calls_of_functions(loss.backward))
     assert numbers[2] < 6 * numbers[1]
-
-
-def each_gradient(model: Callable[[Tensor], Tensor], p: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    losses = F.cross_entropy(model(x), y, reduction="none") / len(y)
-    return torch.stack([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in losses])
 
 
 class BehindSteps(nn.Module):
@@ -841,8 +832,8 @@ def test_samples_are_found_without_a_warning(function: Callable):
             # weights of each sample in a convolution of a single one: right, at some cost
             warnings.simplefilter("ignore" if isinstance(function, partial) else "error", CurvoptWarning)
             F.cross_entropy(model(x), y).backward()
-        p = model.layer.weight
-        torch.testing.assert_close(p.grad_batch, each_gradient(model, p, x, y))
+        losses = F.cross_entropy(model(x), y, reduction="none") / len(y)
+        torch.testing.assert_close([model.layer.weight.grad_batch], gradients_of_each(losses, [model.layer.weight]))
 
 
 class AroundNorm(nn.Module):
