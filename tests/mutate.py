@@ -32,7 +32,6 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "curvopt"
 KEPT = ROOT / ".mutate"
-HELPERS = [file for file in sorted((ROOT / "tests").glob("*.py")) if not file.name.startswith("test_")]
 SECONDS = 300  # of the tests of one mutation; more count as noticed
 FIRST = 24  # tests that are tried before all others that run a line
 
@@ -152,6 +151,7 @@ def pytest_configure(config: Any) -> None:
     import pytest
 
     measured = coverage.Coverage(data_file=os.environ["MUTATE_KEEP"], source_pkgs=["curvopt"], messages=False)
+    measured.set_option("run:disable_warnings", ["module-not-measured"])  # what conftest.py imports is
     measured.start()
 
     class Contexts:
@@ -191,7 +191,7 @@ def lines_of_tests(tests: Path) -> dict[tuple[str, int], set[str]]:
     data_file, key_file = KEPT / f"{name}.coverage", KEPT / f"{name}.json"
     if key_file.exists():
         kept = json.loads(key_file.read_text())
-        fresh = kept["key"] == digest([tests, *HELPERS, *(PACKAGE / file for file in kept["files"])])
+        fresh = kept["key"] == digest([tests, *(PACKAGE / file for file in kept["files"])])
     else:
         fresh = False
     if not fresh:
@@ -211,7 +211,7 @@ def lines_of_tests(tests: Path) -> dict[tuple[str, int], set[str]]:
             found.setdefault((below(file), line), set()).update(filter(None, contexts))
     if not fresh:
         known = [below(file) for file in files]
-        key = digest([tests, *HELPERS, *(PACKAGE / file for file in known)])
+        key = digest([tests, *(PACKAGE / file for file in known)])
         key_file.write_text(json.dumps({"key": key, "files": known}))
     return found
 
@@ -261,6 +261,10 @@ def main() -> None:
     for file in [where] if where.is_file() else sorted(where.rglob("test_*.py")):
         for line, tests in lines_of_tests(file).items():
             by_line.setdefault(line, set()).update(tests)
+    collect = [*PYTEST, "--collect-only", str(where)]
+    there = subprocess.run(collect, cwd=ROOT, env=environment(ROOT), capture_output=True, text=True)
+    names = set(there.stdout.splitlines())
+    by_line = {line: tests & names for line, tests in by_line.items()}
     by_file: dict[str, set[str]] = {}
     for (file, _), tests in by_line.items():
         by_file.setdefault(file, set()).update(tests)
