@@ -3,7 +3,7 @@
 python tests/mutate.py                          100 mutations of curvopt/
 python tests/mutate.py --seed 7 --count 30      the 30 that this seed draws
 python tests/mutate.py --under core/samples     of one folder, or file
-python tests/mutate.py --with tests/core        by tests of one folder alone
+python tests/mutate.py --with tests/core        by tests of some folders or files alone
 
 Which test runs which line is measured first, by one run of each file of tests under coverage, and kept in ``.mutate``
 until the file of tests, or a file of the package that it runs, changes. A survivor is printed with the number of tests
@@ -254,14 +254,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100, help="mutations to draw (100)")
     parser.add_argument("--seed", type=int, default=0, help="chooses the mutations (0)")
     parser.add_argument("--under", default="", help="a folder or file below curvopt/")
-    parser.add_argument("--with", dest="tests", default="tests", help="a folder or file of tests (tests)")
+    parser.add_argument("--with", dest="tests", nargs="+", default=["tests"], help="folders or files of tests (tests)")
     options = parser.parse_args()
-    where = ROOT / options.tests
     by_line: dict[tuple[str, int], set[str]] = {}
-    for file in [where] if where.is_file() else sorted(where.rglob("test_*.py")):
-        for line, tests in lines_of_tests(file).items():
-            by_line.setdefault(line, set()).update(tests)
-    collect = [*PYTEST, "--collect-only", str(where)]
+    for where in (ROOT / tests for tests in options.tests):
+        for file in [where] if where.is_file() else sorted(where.rglob("test_*.py")):
+            for line, tests in lines_of_tests(file).items():
+                by_line.setdefault(line, set()).update(tests)
+    collect = [*PYTEST, "--collect-only", *options.tests]
     there = subprocess.run(collect, cwd=ROOT, env=environment(ROOT), capture_output=True, text=True)
     names = set(there.stdout.splitlines())
     by_line = {line: tests & names for line, tests in by_line.items()}
