@@ -9,6 +9,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import pydoc
 import re
 import sys
 from collections.abc import Iterator
@@ -53,28 +54,27 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         exec(compile("\n" * line + code, str(page), "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_python_block_is_found(page: Path):
-    text = page.read_text()
-    assert text.count("```python") == len(BLOCK.findall(text))
+def test_every_python_block_is_found():
+    assert not [page for page in PAGES if page.read_text().count("```python") != len(BLOCK.findall(page.read_text()))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_to_files(page: Path):
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
-        if target.startswith("gallery/"):  # made of the examples when the documentation is built
-            name = target.removeprefix("gallery/")
-            assert name == "index" or (ROOT / "examples" / f"{name}.py").exists(), f"there is no example {name}"
-        else:
-            assert (page.parent / target).exists(), f"{target} does not exist"
+def test_links_to_files():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            if target.startswith("gallery/"):  # made of the examples when the documentation is built
+                name = target.removeprefix("gallery/")
+                there = name == "index" or (ROOT / "examples" / f"{name}.py").exists()
+            else:
+                there = (page.parent / target).exists()
+            assert there, f"{page.relative_to(ROOT)}: there is no {target}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_prose_fits(page: Path):
+def test_prose_fits():
     """100 columns, but for tables and links to pictures."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    wide = [line for line in text.splitlines() if len(line) > 100 and not line.lstrip().startswith(("|", "!["))]
-    assert not wide
+    for page in [*PAGES, ROOT / "CHANGELOG.md"]:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        wide = [line for line in text.splitlines() if len(line) > 100 and not line.lstrip().startswith(("|", "!["))]
+        assert not wide, page.relative_to(ROOT)
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -177,15 +177,9 @@ def test_every_name_of_kfac_pytorch_is_in_the_table():
     assert not missing and not [name for name in arguments if f"`{name}`" not in page]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_names_of_this_package_exist(page: Path):
-    for name in set(re.findall(r"`(curvopt(?:\.\w+)+)", page.read_text())):
-        parts = name.split(".")
-        value = curvopt
-        for depth, part in enumerate(parts[1:], 2):
-            if not hasattr(value, part):
-                importlib.import_module(".".join(parts[:depth]))
-            value = getattr(value, part)
+def test_names_of_this_package_exist():
+    named = {name for page in PAGES for name in re.findall(r"`(curvopt(?:\.\w+)+)", page.read_text())}
+    assert len(named) > 30 and not [name for name in named if pydoc.locate(name) is None]
 
 
 def test_the_options_of_kfac_preconditioner_exist():
