@@ -98,14 +98,14 @@ def test_internals_name_what_is_there():
 MODULES = [module.name for module in pkgutil.walk_packages(curvopt.core.__path__, "curvopt.core.")]
 
 
-@pytest.mark.parametrize("name", ["curvopt.core", *MODULES])
-def test_modules_of_the_engine_begin_with_an_example(name: str):
+def test_modules_of_the_engine_begin_with_an_example():
     """A picture in an indented block, or code that runs."""
-    module = importlib.import_module(name)
-    text = module.__doc__ or ""
-    example = doctest.DocTestParser().get_doctest(text, dict(vars(module)), name, module.__file__, 0)
-    assert example.examples or "::\n\n    " in text
-    assert doctest.DocTestRunner().run(example).failed == 0
+    for name in ["curvopt.core", *MODULES]:
+        module = importlib.import_module(name)
+        text = module.__doc__ or ""
+        example = doctest.DocTestParser().get_doctest(text, dict(vars(module)), name, module.__file__, 0)
+        assert example.examples or "::\n\n    " in text, name
+        assert doctest.DocTestRunner().run(example).failed == 0, name
 
 
 # ------------------------------------------------------------------------------------------- tables of all public names

@@ -50,7 +50,7 @@ def smallest_eigenvalue(matrix: Tensor) -> Tensor:
 
 
 @by_case
-def test_diagonals_equal_dense_reference(case: Case):
+def test_diagonals_and_products_equal_dense_reference(case: Case):
     """Shares of samples may be found in another way than their sum, so the sum is asked for alone, too."""
     for extensions in ([DiagHessian, BatchDiagHessian], [DiagHessian]):
         problem = extended(case)
@@ -58,10 +58,10 @@ def test_diagonals_equal_dense_reference(case: Case):
             problem.loss().backward()
         for extension in extensions:
             check(problem, reference(case), extension)
+    products_equal_dense_reference(case)
 
 
-@by_case
-def test_products_equal_dense_reference(case: Case):
+def products_equal_dense_reference(case: Case) -> None:
     problem, ref = extended(case), reference(case)
     with backpack(HMP(), GGNMP()):
         problem.loss().backward()

@@ -219,8 +219,13 @@ def entries(layout: AnyLayout, N: int) -> list[int] | None:
     return [label for _ in range(layout.before) for label in labels for _ in range(layout.after)]
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_propagated_is_probed(name: str):
+@pytest.mark.parametrize("names", [UNARY, *([name] for name in CALLS if name not in UNARY)], ids=lambda names: names[0])
+def test_propagated_is_probed(names: list[str]):
+    for name in names:
+        propagated_is_probed(name)
+
+
+def propagated_is_probed(name: str) -> None:
     node, nr, shape = call(name)
     told = 0
     for axis, N in enumerate(shape):
@@ -235,13 +240,13 @@ def test_propagated_is_probed(name: str):
             if below is None:
                 continue
             if one is None:  # shared: no vector finds the samples apart
-                assert name in WEIGHTS or found is None or set(found) - {UNUSED} <= {0}, f"axis {axis}"
+                assert name in WEIGHTS or found is None or set(found) - {UNUSED} <= {0}, f"{name}, axis {axis}"
             elif mine is not None and found is not None:
                 pairs = [(a, b) for a, b in zip(mine, found, strict=True) if UNUSED not in (a, b)]
-                assert all(a == b for a, b in pairs), f"axis {axis}: {one} is not {other}"
+                assert all(a == b for a, b in pairs), f"{name}, axis {axis}: {one} is not {other}"
             elif isinstance(one, Layout) and axis_of(below._input_metadata[nr_below].shape, one) is not None:
-                assert other is not None, f"axis {axis}: {one}, but the samples meet"
-    assert told or OPERATIONS[operation(node)].batch_axis == "embedding"
+                assert other is not None, f"{name}, axis {axis}: {one}, but the samples meet"
+    assert told or OPERATIONS[operation(node)].batch_axis == "embedding", name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
