@@ -11,7 +11,7 @@ TORCH_INDEX ?= $(if $(shell nvidia-smi -L 2>/dev/null; ls /dev/kfd 2>/dev/null),
 # The jobs here are small: one thread each is steady where threads would wait for each other on a busy machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-alone mutate lint docs build setup clean
+.PHONY: help train test test-slow test-alone mutate lint docs build setup clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -21,8 +21,11 @@ train: $(VENV)/.experiments  ## train a small CNN with SGD, AdamW and KFACSGD an
 	$(BIN)/python -m experiments.compare
 
 test: lint  ## check style, types and tests: some ten minutes on two cores
-	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -n 2 -m "not slow" tests
 	$(BIN)/python tests/alone.py
+
+test-slow: $(VENV)/.dev  ## run the tests that take more than ten seconds: several processes, an emulated device
+	$(BIN)/python -m pytest -n 2 -m slow tests
 
 test-alone: $(VENV)/.dev  ## run 60 random tests, each in a process of its own
 	$(BIN)/python tests/alone.py

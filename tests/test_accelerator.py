@@ -44,6 +44,7 @@ DEVICES = [
 ]
 
 
+@pytest.mark.slow(reason="compiles the device, and repeats tests of other files on it")
 @pytest.mark.parametrize("device", DEVICES)
 def test_on_a_device(device: str):
     """Other tests again, where backward passes run in a worker thread and tensors of two devices do not mix."""

@@ -34,6 +34,7 @@ OF_FOUR = [
 OF_TWO = [name for name in ALL if name != "from_all_ranks_but_one_to_all"]
 
 
+@pytest.mark.slow(reason="processes that train wait for each other, dozens of times")
 @pytest.mark.parametrize(("ranks", "checks"), [(2, OF_TWO), (4, OF_FOUR)], ids=["two", "four"])
 def test_ranks_together(ranks: int, checks: list[str], tmp_path: Path) -> None:
     """All in one run, as processes take longer to start than to train."""
