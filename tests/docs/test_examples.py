@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("plot_*.py"))
 plt = pytest.importorskip("matplotlib.pyplot")
 
-by_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+#: Examples that train for about ten seconds.
+LONG = ["continual_learning", "influence", "pinn", "pruning", "reinforcement_learning", "vae"]
 
 
 @pytest.fixture(autouse=True)
@@ -30,12 +31,18 @@ def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plt.close("all")
 
 
-@by_example
-def test_example_ends_in_a_picture(example: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow(reason="trains to the end of its story") if name in LONG else ())
+        for name in (example.stem.removeprefix("plot_") for example in EXAMPLES)
+    ],
+)
+def test_example_ends_in_a_picture(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)
     shown = []
     monkeypatch.setattr(plt, "show", lambda: shown.extend(plt.get_fignums()))
-    runpy.run_path(str(example), run_name="__main__")
+    runpy.run_path(str(ROOT / "examples" / f"plot_{name}.py"), run_name="__main__")
     assert shown
     for number in shown:
         for axes in plt.figure(number).axes:
@@ -44,24 +51,24 @@ def test_example_ends_in_a_picture(example: Path, monkeypatch: pytest.MonkeyPatc
                 assert torch.as_tensor(line.get_ydata(), dtype=torch.float64).isfinite().all()
 
 
-@by_example
-def test_example_needs_a_plain_install_only(example: Path):
+def test_examples_need_a_plain_install_only():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["experiments"]
     provided = {re.split(r"[<>=\[ ]", name)[0].replace("scikit-learn", "sklearn") for name in extras}
-    imported = set()
-    for node in ast.walk(ast.parse(example.read_text())):
-        if isinstance(node, ast.Import):
-            imported |= {name.name.split(".")[0] for name in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            imported.add(node.module.split(".")[0])
-    assert imported <= {"curvopt", "torch", *provided, *sys.stdlib_module_names}
+    for example in EXAMPLES:
+        imported = set()
+        for node in ast.walk(ast.parse(example.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {name.name.split(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.split(".")[0])
+        assert imported <= {"curvopt", "torch", *provided, *sys.stdlib_module_names}, example.name
 
 
-@by_example
-def test_pictures_are_finished_where_they_are_begun(example: Path):
+def test_pictures_are_finished_where_they_are_begun():
     """The gallery takes the pictures that there are at the end of each block, and closes them."""
-    blocks = re.split(r"^# %%$", example.read_text(), flags=re.MULTILINE)
-    assert [("plt.subplots(" in b or "plt.figure(" in b) == ("plt.show()" in b) for b in blocks] == [True] * len(blocks)
+    for example in EXAMPLES:
+        blocks = re.split(r"^# %%$", example.read_text(), flags=re.MULTILINE)
+        assert not [b for b in blocks if ("plt.subplots(" in b or "plt.figure(" in b) != ("plt.show()" in b)], example
 
 
 def test_examples_are_titled_stories():
