@@ -71,6 +71,14 @@ def two_views(model: Around, h: Tensor) -> Tensor:
     return left * right
 
 
+def put_in_place(model: Around, h: Tensor) -> Tensor:
+    """Rows are put one by one where none was yet."""
+    rows = torch.zeros_like(h)
+    for to, row in zip(range(len(h)), model.inner(h).flip(0), strict=True):
+        rows[to - 1] = row
+    return rows
+
+
 REARRANGED: dict[str, Callable[[Around, Tensor], Tensor]] = {
     "as it should be": inner_on(lambda h: h, lambda h, _: h),
     "flattened": inner_on(lambda h: h.flatten(0, 1), lambda h, old: h.view_as(old)),
@@ -86,6 +94,7 @@ REARRANGED: dict[str, Callable[[Around, Tensor], Tensor]] = {
         lambda h: torch.stack([h, torch.cos(h)], 1).flatten(0, 1),
         lambda h, old: h.view(len(old), 2, *h.shape[1:]).sum(1),
     ),
+    "put in place": put_in_place,
     "some samples": experts,
     "positions without batch": lambda model, h: h + model.positions(torch.arange(h.shape[1])),
     "positions of a batch of one": lambda model, h: h + model.positions(torch.arange(h.shape[1])[None]),
@@ -97,6 +106,9 @@ REARRANGED: dict[str, Callable[[Around, Tensor], Tensor]] = {
     "the last two": lambda model, h: model.inner(torch.cat([h[:-1], h[-1:] * h[-2:-1]])),
     "neighbours": lambda model, h: model.inner(h + h.roll(1, 0)),
     "attention over samples": lambda model, h: model.inner(torch.softmax(h[:, 0] @ h[:, 0].T, 1) @ h[:, 0]),
+    "fused attention over samples": lambda model, h: F.scaled_dot_product_attention(
+        *[model.inner(h).transpose(0, 1)] * 3
+    ).transpose(0, 1),
     "functional batch norm": lambda model, h: model.inner(F.batch_norm(h.mT, None, None, training=True).mT),
     "a kernel that moves along the batch": lambda model, h: F.conv1d(
         model.inner(h).flatten(1).T.unsqueeze(1), h.new_tensor([[[0.5, 1, 0]]]), padding=1
@@ -108,6 +120,7 @@ MIXING = {
     "all but the first with their neighbours",
     "the last two",
     "attention over samples",
+    "fused attention over samples",
     "functional batch norm",
     "a kernel that moves along the batch",
 }
