@@ -48,6 +48,7 @@ main()
 
 
 @pytest.mark.usefixtures("pictures")
+@pytest.mark.slow(reason="trains until it is killed, and again without that")
 def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
     config = Config("digits-mlp", OPTIMIZERS["kfac-sgd"](), epochs=2, wandb="offline", **RESUMED)
     train(replace(config, out=tmp_path / "whole", wandb="disabled"))

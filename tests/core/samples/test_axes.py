@@ -107,7 +107,7 @@ REARRANGED: dict[str, Callable[[Around, Tensor], Tensor]] = {
     "neighbours": lambda model, h: model.inner(h + h.roll(1, 0)),
     "attention over samples": lambda model, h: model.inner(torch.softmax(h[:, 0] @ h[:, 0].T, 1) @ h[:, 0]),
     "fused attention over samples": lambda model, h: F.scaled_dot_product_attention(
-        *[model.inner(h).transpose(0, 1)] * 3
+        *[model.inner(h).transpose(0, 1)] * 3, attn_mask=(torch.eye(len(h)).to(h) - 1) * 1e9
     ).transpose(0, 1),
     "functional batch norm": lambda model, h: model.inner(F.batch_norm(h.mT, None, None, training=True).mT),
     "a kernel that moves along the batch": lambda model, h: F.conv1d(
