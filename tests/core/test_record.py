@@ -285,38 +285,12 @@ def test_backward_where_parametrizations_are_cached(kind: str):
         assert same_or_refused(net, x, y, nn.CrossEntropyLoss())
 
 
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("spectral_norm", [parametrizations.spectral_norm, nn.utils.spectral_norm])
-def test_spectral_norm_in_training(spectral_norm: Callable[[nn.Module], nn.Module], times: int):
-    """Calling it again would improve its vectors once more."""
-    torch.manual_seed(0)
-    linear = nn.Linear(16, 8)
-    nn.init.orthogonal_(linear.weight)  # close singular values, so that the vectors are long on their way
-    linear.weight.data += 0.02 * torch.randn(8, 16)
-    model = extend(nn.Sequential(spectral_norm(linear), nn.Tanh(), nn.Linear(8, 3)))
-    x, y, lossfunc = torch.randn(8, 16), torch.randint(3, (8,)), extend(nn.CrossEntropyLoss())
-    for _ in range(3):
-        vectors = [buffer.clone() for buffer in model.buffers()]
-        model.zero_grad()
-        with backpack(BatchGrad()):
-            sum(lossfunc(model(x), y) for _ in range(times)).backward()
-        assert not all(torch.equal(*both) for both in zip(vectors, model.buffers(), strict=True))
-        for p in model.parameters():
-            torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
-
-
 def test_norms_by_gram_matrices_are_not_negative():
     torch.manual_seed(0)
     left, right = torch.randn(1, 64, 1, 3, 8), torch.randn(64, 1, 1, 8).expand(-1, -1, 3, -1)
     left[:, :, :, 2] = -left[:, :, :, 0] - left[:, :, :, 1]  # products that sum to nothing
     norms = Outer(left, right, torch.Size((8, 8))).norms2()
     assert (norms >= 0).all() and norms.max() < 1e-3
-
-
-@pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.Conv1d(2, 2, 3)])
-def test_empty_batches_without_a_known_loss(layer: nn.Module):
-    with pytest.raises(CurvoptError, match="batch is empty"), backpack(Variance()):
-        extend(layer)(torch.randn(0, *([3] if isinstance(layer, nn.Linear) else [2, 5]))).sum().backward()
 
 
 def widened(h: Tensor) -> Tensor:
@@ -353,16 +327,6 @@ def test_the_mode_is_that_of_the_forward_pass(name: str):
         torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
 
 
-def test_padding_assigned_after_construction():
-    model, x = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(), nn.Linear(18, 3)).double(), data()[0]
-    model[0].padding = model[0].dilation = (2, 2)
-    x, y = torch.randn(N, 1, 3, 3).double(), data()[1]
-    expected = individual_gradients(model, x, y)
-    with backpack(BatchGrad()):
-        extend(nn.CrossEntropyLoss())(extend(model)(x), y).backward()
-    torch.testing.assert_close(model[0].weight.grad_batch, expected[0])
-
-
 def test_network_in_the_second_argument_of_a_loss():
     model, (x, _), found = extend(Net(lambda m, x: m.first(x))), data(), []
     for swapped in (False, True):
@@ -378,24 +342,6 @@ def test_a_regularizer_under_a_root_is_refused(extension):
     regularizer = L2Regularizer(model.parameters(), 0.1)
     with pytest.raises(CurvoptError, match="add the regularizer to the loss as it is"), backpack(extension()):
         (F.cross_entropy(model(x), y) + regularizer().sqrt()).backward()
-
-
-def test_replay_leaves_buffers_alone():
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gain = nn.Parameter(torch.ones(3))
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls = self.calls + 1
-            return x * self.gain
-
-    model, (x, y) = extend(nn.Sequential(Counting(), nn.Linear(3, 3)).double()), data()
-    with backpack(BatchGrad()):
-        extend(nn.CrossEntropyLoss())(model(x), y).backward()
-    assert model[0].calls.item() == 1
-    torch.testing.assert_close(model[0].gain.grad_batch.sum(0), model[0].gain.grad)
 
 
 def test_gradient_of_some_inputs_sets_no_partial_sums():
@@ -491,31 +437,6 @@ def test_one_parameter_by_several_names():
     assert same_or_refused(net, *data(), nn.CrossEntropyLoss())
 
 
-class RowByRow(nn.Module):
-    """Calls a layer on single samples, uses one parameter in a way that is not known, and another one not at all."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.weight, self.unused = (
-            nn.Linear(3, 3),
-            nn.Parameter(torch.randn(4, 3)),
-            nn.Parameter(torch.ones(3)),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cdist(torch.stack([self.layer(row) for row in x]), self.weight)
-
-
-def test_a_parameter_that_a_call_does_without():
-    net, (x, y) = Net(lambda net, x: net.first(x), RowByRow()), data()
-    used = [p for p in net.parameters() if p is not net.first.unused]
-    expected = gradients_of_each(F.cross_entropy(net(x), y, reduction="none") / N, used)
-    with backpack(BatchGrad()):
-        F.cross_entropy(extend(net)(x), y).backward()
-    torch.testing.assert_close([p.grad_batch for p in used], expected)
-    assert not hasattr(net.first.unused, "grad_batch")
-
-
 def frozen_in_one_call(net: Net, x: Tensor) -> Tensor:
     x = net.inner(x).tanh()
     net.inner.requires_grad_(False)
@@ -545,65 +466,6 @@ def test_parameters_that_are_frozen_while_they_are_called_or_later(function: Cal
         torch.testing.assert_close(p.grad_batch.sum(0), gradient)
         torch.testing.assert_close(p.grad, gradient)
     assert not any(hasattr(p, "grad_batch") for p in net.parameters() if not p.requires_grad)
-
-
-class Keeping(nn.Module):
-    """Keeps what others read: a part of its output, or what several of its parameters lead to."""
-
-    def __init__(self, part: bool):
-        super().__init__()
-        self.weight, self.bias, self.part = nn.Parameter(torch.randn(8, 3)), nn.Parameter(torch.randn(8)), part
-        self.kept = torch.empty(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        given, self.kept = torch.logaddexp(torch.cdist(x, self.weight), self.bias).chunk(2, 1)
-        if not self.part:
-            given, self.kept = given.sin() + self.kept.cos(), given
-        return given
-
-
-READERS: dict[str, Callable[[Net, Tensor], Tensor]] = {
-    "model": lambda net, h: h * net.first.kept,
-    "layer": lambda net, h: h + net.auxiliary(net.first.kept),
-    "replayed": lambda net, h: h + net.recurrent(net.first.kept.unsqueeze(1))[0].squeeze(1),
-}
-
-
-@pytest.mark.parametrize("part", [False, True])
-@pytest.mark.parametrize("reader", READERS)
-def test_what_a_module_keeps_is_read_elsewhere(reader: str, part: bool):
-    net, (x, y) = Net(lambda net, x: READERS[reader](net, net.first(x)), Keeping(part)), data()
-    if reader == "layer":
-        net.auxiliary = nn.Linear(4, 4).double()
-    elif reader == "replayed":
-        net.recurrent = nn.GRU(4, 4, batch_first=True).double()
-    assert same_or_refused(net, x, y, nn.CrossEntropyLoss())
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
-def test_slopes_of_a_recurrent_layer_in_the_network(kind: type[nn.RNNBase]):
-    """Their graph begins at what the layer computed on the way."""
-
-    def slopes(net: Net, x: Tensor) -> Tensor:
-        x = x.unsqueeze(1).expand(-1, 2, -1).requires_grad_()
-        return torch.autograd.grad(net.first(x)[0].square().sum(), x, create_graph=True)[0].repeat(1, 1, 2)[:, 0, :4]
-
-    assert same_or_refused(Net(slopes, kind(3, 4, batch_first=True)), *data(), nn.CrossEntropyLoss())
-
-
-def test_tangents_in_the_network():
-    """That of a weight is a tensor of zeros without memory."""
-
-    def directional(net: Net, x: Tensor) -> Tensor:
-        x = net.before(x)
-        return torch.func.jvp(lambda x: F.linear(x, net.first.weight).tanh(), (x,), (x.sin(),))[1]
-
-    net = Net(directional)
-    net.before = nn.Linear(3, 3).double()
-    del net.first.bias
-    net.first.register_parameter("bias", None)
-    assert same_or_refused(net, *data(), nn.CrossEntropyLoss())
 
 
 def test_nested_tensors_are_refused():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
@@ -15,9 +14,8 @@ import torch.nn.functional as F
 from cases import Case, cross_entropy, labels, normal
 from checks import check_all, extended, gradients_of_each
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from curvopt import CurvoptError, CurvoptWarning, L2Regularizer, backpack, extend, set_columns_per_sweep
+from curvopt import CurvoptError, L2Regularizer, backpack, extend, set_columns_per_sweep
 from curvopt.core.backward.located_graph import read_and_locate
 from curvopt.core.products import base as jacobians
 from curvopt.core.products import chunk_sizes as costs
@@ -253,67 +251,6 @@ def test_quantities_equal_the_dense_reference(name: str, on_data: bool):
     use, shape, other = (USES | PRODUCTS)[name]
     model = partial(Own, use, shape, other, on_data)
     check_all(extended(Case("", model, normal(N, TOKENS, 4), cross_entropy(), labels)))
-
-
-class Block(nn.Module):
-    """A residual block with a scale for its branch, which is dropped for some samples, as ConvNeXt has it."""
-
-    def __init__(self, drop: float, times: Callable[[Tensor, Tensor], Tensor] = torch.mul):
-        super().__init__()
-        self.inner, self.scale, self.drop, self.times = nn.Linear(4, 4), nn.Parameter(torch.rand(4)), drop, times
-
-    def forward(self, x: Tensor) -> Tensor:
-        branch = self.times(torch.tanh(self.inner(x)), self.scale)
-        return x + (branch * (torch.rand(len(x), 1, device=x.device) > self.drop) if self.drop else branch)
-
-
-def network(*blocks: nn.Module) -> nn.Sequential:
-    return extend(nn.Sequential(nn.Linear(3, 4), *blocks, nn.Linear(4, 2)).double())
-
-
-def test_blocks_that_draw_random_numbers():
-    model, x, y = network(Block(0.3), Block(0.3)), torch.randn(6, 3).double(), torch.randint(2, (6,))
-    torch.manual_seed(0)
-    expected = gradients_of_each(F.cross_entropy(model(x), y, reduction="none") / 6, model.parameters())
-    torch.manual_seed(0)
-    with backpack(BatchGrad(), KFAC()):
-        F.cross_entropy(model(x), y).backward()
-    for p, gradients in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.grad_batch, gradients)
-        assert all(factor.isfinite().all() for factor in p.kfac)
-
-
-def test_factors_are_those_of_a_module_that_is_called_again():
-    x, y = torch.randn(6, 3).double(), torch.randint(2, (6,))
-    model = network(Block(0), Block(0, lambda x, p: torch.addcmul(torch.zeros_like(x), x, p)))
-    model[2].load_state_dict(model[1].state_dict())
-    factors = []
-    for block in (model[1], model[2]):
-        with backpack(KFLR(), KFACEmpirical()):
-            F.cross_entropy(nn.Sequential(model[0], block, model[3])(x), y).backward()
-        factors.append([*block.scale.kflr, *block.scale.kfac_empirical])
-    for read_off, called in zip(*factors, strict=True):
-        torch.testing.assert_close(read_off, called)
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_fields_and_hooks_of_blocks_that_are_computed_twice(checkpointed: bool):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Block(0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.block, x, use_reentrant=False) if checkpointed else self.block(x)
-
-    model, x, y = network(Checkpointed()), torch.randn(6, 3).double(), torch.randint(2, (6,))
-    hooked: list[nn.Module] = []
-    with backpack(BatchGrad(), DiagGGNExact(), extension_hook=hooked.append):
-        F.cross_entropy(model(x), y).backward()
-    block = model[1].block
-    assert sorted(map(id, hooked)) == sorted(map(id, (model[0], model[2], block, block.inner)))
-    torch.testing.assert_close(block.scale.grad_batch.sum(0), block.scale.grad)
-    assert block.scale.diag_ggn_exact.shape == (4,)
 
 
 def test_uses_of_a_parameter_are_summed_in_the_same_order_every_time():
@@ -743,59 +680,6 @@ def test_a_functional_batch_norm_of_inputs_that_require_a_gradient(perturbed: bo
     torch.testing.assert_close(*factors)
 
 
-class Head(nn.Module):
-    """Owns the bias of the layer that it calls, as heads of language models do, and may use it by itself, too."""
-
-    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]):
-        super().__init__()
-        self.decoder, self.use = nn.Linear(4, 2), use
-        self.bias = self.decoder.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.use(self.decoder(x), self.bias)
-
-
-class Cell(nn.Module):
-    """Keeps its state between the calls."""
-
-    def __init__(self, use: Callable[[Tensor, Tensor], Tensor] = torch.matmul):
-        super().__init__()
-        self.W, self.U, self.use = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4)), use
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.state = torch.tanh(x @ self.W + self.use(self.state, self.U))
-        return self.state
-
-
-class Recurrent(nn.Module):
-    def __init__(self, cell: nn.Module):
-        super().__init__()
-        self.cell, self.head = cell, nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.cell.state = torch.zeros_like(x[:, 0])
-        return self.head([self.cell(step) for step in x.unbind(1)][-1])
-
-
-NESTED: dict[str, Callable[[], nn.Module]] = {
-    "head": lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Tanh(), Head(lambda z, bias: z)),
-    "head with a use of its own": lambda: nn.Sequential(
-        nn.Flatten(), nn.Linear(12, 4), nn.Tanh(), Head(lambda z, bias: z * bias.exp())
-    ),
-    "state": lambda: Recurrent(Cell()),
-    "head with an operation that is not known": lambda: nn.Sequential(
-        nn.Flatten(), nn.Linear(12, 4), Head(torch.logaddexp)
-    ),
-    "state with an operation that is not known": lambda: Recurrent(Cell(lambda h, U: torch.logaddexp(h, U[0]))),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("name", NESTED)
-def test_what_lies_in_several_calls_counts_once(name: str):
-    check_all(extended(Case("", NESTED[name], normal(N, 3, 4), cross_entropy(), labels)))
-
-
 class Distances(nn.Module):
     """A bias for every distance between tokens, as Swin has it in a module that is called with nothing, or a number."""
 
@@ -824,24 +708,6 @@ class Apart(nn.Module):
         if self.project:
             scores = scores + h @ self.first(positions).T
         return self.head(scores.softmax(-1) @ self.use(h, positions)).flatten(1)
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize(
-    "model",
-    [
-        partial(Apart, torch.add),
-        partial(Apart, torch.add, number=True),
-        partial(Apart, torch.add, project=True),
-        partial(Apart, torch.mul),
-        partial(Apart, torch.logaddexp),
-        partial(Apart, torch.logaddexp, number=True),
-    ],
-)
-def test_modules_that_are_called_without_samples_and_parameters_of_those_that_are_not_called(
-    model: Callable[[], nn.Module],
-):
-    check_all(extended(Case("", model, normal(N, TOKENS, 4), cross_entropy(), labels)))
 
 
 @pytest.mark.filterwarnings("ignore:.*sample by sample")
@@ -880,49 +746,6 @@ class Layers(nn.Module):
         return self.head(x + bias)
 
 
-def test_arguments_that_are_handed_on():
-    check_all(extended(Case("", Layers, normal(N, 4), cross_entropy(), labels)))
-
-
-class Gathered(nn.Module):
-    """A layer on a graph of some edges, which weighs what comes along each of them by both of its ends."""
-
-    def __init__(self):
-        super().__init__()
-        self.W, self.a = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2))
-
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        if not len(edges) or int(edges.max()) >= len(x):
-            raise IndexError("no such node")
-        h = x @ self.W
-        source, target = h[edges[0]], h[edges[1]]
-        scale = torch.logaddexp(source + target, self.a).sum(1, keepdim=True).tanh()
-        return torch.zeros_like(h).index_add(0, edges[1], scale * source)
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("graphs", [True, False])
-def test_modules_whose_arguments_point_into_the_batch(graphs: bool):
-    """The samples are the nodes, also where a loss is of graphs of two nodes: what is fed by the node's output."""
-    torch.manual_seed(0)
-    model, x, y = extend(Gathered().double()), torch.randn(6, 4).double(), torch.randint(2, (3 if graphs else 6,))
-    edges = torch.tensor([[0, 1, 1, 2, 3, 5, 4], [1, 0, 1, 3, 3, 4, 5]])
-
-    def loss(z: Tensor) -> Tensor:
-        return F.cross_entropy(z.unflatten(0, (3, 2)).sum(1) if graphs else z, y, reduction="sum")
-
-    with backpack(*([BatchGrad()] if graphs else [BatchGrad(), DiagGGNExact(), KFLR(), KFAC()])):
-        loss(model(x, edges)).backward()
-    z = model(x, edges)
-    if graphs:  # their loss couples the nodes
-        with backpack(KFLR()), pytest.raises(CurvoptError, match="couples samples"):
-            loss(model(x, edges)).backward()
-    (grad,) = torch.autograd.grad(loss(z), z, retain_graph=True)
-    expected = [torch.autograd.grad(z[n], list(model.parameters()), grad[n], retain_graph=True) for n in range(6)]
-    for p, *gradients in zip(model.parameters(), *expected, strict=True):
-        torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
-
-
 class Hypernetwork(nn.Module):
     """A weight, or two, that modules compute from a parameter."""
 
@@ -954,54 +777,6 @@ def test_a_weight_of_one_repeated_entry():
     check_all(extended(Case("", partial(Own, use, (1,)), normal(N, 4), cross_entropy(), labels)))
 
 
-class Bank(nn.Module):
-    """Holds parameters, and a module perhaps, for functions of them; it cannot be called."""
-
-    def __init__(self, **shapes: tuple[int, ...]):
-        super().__init__()
-        self.p = nn.ParameterDict({name: torch.randn(shape) / 2 for name, shape in shapes.items()})
-        self.layer = nn.Linear(4, 4)
-
-
-def of_functions(bank: Bank, x: Tensor) -> Tensor:
-    h = F.linear(x, bank.p["first"], bank.p["bias"]).tanh()
-    return bank.p["scale"] * (h @ bank.p["last"])
-
-
-def of_a_prompt(bank: Bank, x: Tensor) -> Tensor:
-    prompt = bank.layer(bank.p["prompt"]).tanh()
-    return torch.cat([prompt.expand(len(x), 2, 4), x.unsqueeze(1)], 1).tanh().mean(1) @ bank.p["head"]
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("samples", [1, N, 4])
-@pytest.mark.parametrize(
-    "function, shapes",
-    [
-        (of_functions, {"first": (5, 4), "bias": (5,), "scale": (3,), "last": (5, 3)}),
-        (of_a_prompt, {"prompt": (2, 4), "head": (4, 3)}),
-    ],
-)
-@pytest.mark.parametrize("part", [False, True])
-def test_networks_of_which_no_module_sees_the_samples(
-    part: bool, function: Callable[[Bank, Tensor], Tensor], shapes: dict[str, tuple[int, ...]], samples: int
-):
-    bank = Bank(**shapes).double()
-    x, y = torch.randn(samples, 4).double(), torch.randint(3, (samples,))
-    extend(bank.p if part and function is of_functions else bank)
-    with warnings.catch_warnings(), backpack(BatchGrad(), DiagGGNExact()):
-        warnings.filterwarnings("error", "(?s).*added term", CurvoptWarning)
-        F.cross_entropy(z := function(bank, x), y).backward(retain_graph=True)
-    S = z.detach().softmax(1)
-    H = (torch.diag_embed(S) - S.unsqueeze(2) * S.unsqueeze(1)) / samples
-    for p in bank.p.values() if function is of_functions else bank.parameters():
-        each = [F.cross_entropy(function(bank, x[n : n + 1]), y[n : n + 1]) / samples for n in range(samples)]
-        torch.testing.assert_close(p.grad_batch, torch.stack([torch.autograd.grad(loss, p)[0] for loss in each]))
-        J = torch.stack([torch.autograd.grad(entry, p, retain_graph=True)[0] for entry in z.flatten()])
-        J = J.view(samples, 3, *p.shape)
-        torch.testing.assert_close(p.diag_ggn_exact, torch.einsum("nc...,ncd,nd...->...", J, H, J))
-
-
 class Prototypes(nn.Module):
     """Distances from prototypes: an operation without a rule, behind a layer with one."""
 
@@ -1031,9 +806,3 @@ def test_operations_without_a_rule_in_a_backward_to_other_parameters():
     with backpack(BatchGrad()):
         F.cross_entropy(model(x), y, reduction="sum").backward(inputs=[model.first.weight])
     torch.testing.assert_close(model.prototypes.grad_batch, expected)
-
-
-def test_a_penalty_alone_is_no_loss_of_samples():
-    model = extend(nn.Linear(4, 3))
-    with pytest.raises(CurvoptError, match="no call of the extended model"), backpack(BatchGrad()):
-        model.weight.square().sum().backward()

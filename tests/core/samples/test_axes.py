@@ -9,8 +9,6 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -221,35 +219,6 @@ def test_rows_of_layers_are_no_samples_because_they_are_fewer(name: str):
         torch.testing.assert_close(p.variance, gradients.var(0, correction=0))
 
 
-class Language(nn.Module):
-    """Attention among tokens, by matrices of one's own and with a bias for every distance."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.distances = nn.Embedding(5, 4), nn.Embedding(4, 1)
-        self.p, self.q, self.b = (nn.Parameter(torch.randn(shape) / 2) for shape in ((4, 4), (4, 4), (4,)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, at = self.tokens(x), torch.arange(4)
-        h = F.linear(h, self.p, self.b)
-        scores = h @ h.mT + self.distances((at - at.unsqueeze(1)).abs()).squeeze(2)
-        h = torch.addmm(self.b, (scores.softmax(-1) @ h).view(-1, 4), self.q).view(h.shape)
-        return F.linear(torch.tanh(h), self.tokens.weight)
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("N", [3, 4])
-def test_samples_are_sequences_where_products_are_of_all_tokens(N: int):
-    torch.manual_seed(0)
-    model, x, y = Language().double(), torch.randint(5, (N, 4)), torch.randint(5, (N, 4))
-    losses = F.cross_entropy(model(x).mT, y, reduction="none").mean(1) / N
-    expected = gradients_of_each(losses, model.parameters())
-    extend(model)
-    with backpack(BatchGrad()):
-        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
-    torch.testing.assert_close([p.grad_batch for p in model.parameters()], expected)
-
-
 class Common(nn.Module):
     """Attention whose queries, keys or scores have a part that is the same for all samples."""
 
@@ -351,31 +320,6 @@ def test_positions_that_samples_share_count_for_each(use: Callable[[Tensor, Tens
             F.cross_entropy(model(torch.randn(4, 3).double()), torch.arange(4) % 2).backward()
         factors.append(model.layer.weight.kflr)
     torch.testing.assert_close(*factors)
-
-
-class TimeFirstAtLast(nn.Module):
-    """A layer that has the samples along the second axis, before a loss that is not known."""
-
-    def __init__(self, last: nn.Module):
-        super().__init__()
-        self.tokens, self.inner, self.last = nn.Embedding(5, 4), nn.Linear(4, 4), last
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.inner(self.tokens(x))
-        return self.last(h, h, h)[0] if isinstance(self.last, nn.MultiheadAttention) else self.last(h)[0]
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("sizes", [(3, 4), (4, 4), (4, 2), (2, 4)], ids=lambda sizes: f"T={sizes[0]},N={sizes[1]}")
-@pytest.mark.parametrize("last", [lambda: nn.LSTM(4, 4), lambda: nn.MultiheadAttention(4, 2)])
-def test_samples_along_the_second_axis_of_the_last_layer(last: Callable[[], nn.Module], sizes: tuple[int, int]):
-    torch.manual_seed(0)
-    model, x = TimeFirstAtLast(last()).double(), torch.randint(5, sizes)
-    expected = gradients_of_each(model(x).pow(4).sum((0, 2)), model.parameters())
-    extend(model, batch_axis=1)
-    with backpack(BatchGrad()):
-        model(x).pow(4).sum().backward()
-    torch.testing.assert_close([p.grad_batch for p in model.parameters()], expected)
 
 
 class Packed(nn.Module):
@@ -496,13 +440,6 @@ def test_kronecker_factors_of_calls_on_single_samples_are_those_of_the_batch():
             problem.lossfunc(model(problem.x), problem.y).backward()
         found.append([p.kflr for p in model.parameters()])
     assert all(same(*pair) for pair in zip(*found, strict=True))
-
-
-def test_an_image_without_a_batch_axis_is_refused_where_the_loss_would_take_channels_for_samples():
-    model = extend(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 4, 1)))
-    out = model(torch.randn(2, 6, 6))
-    with pytest.raises(CurvoptError, match="called with 2 samples but gives 4 rows"), backpack(BatchGrad()):
-        extend(nn.MSELoss())(out, torch.zeros_like(out)).backward()
 
 
 class Generated(nn.Module):
@@ -646,25 +583,6 @@ class TimeFirst(nn.Module):
         return self.last(self.function(inner, self.gate, self.other))
 
 
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=["numbers", "sequences"])
-@pytest.mark.parametrize("B", [1, 3])
-def test_single_rows_in_a_loop_are_no_batch_of_one_sample(B: int, shape: tuple[int, ...]):
-    """Each has several rows of the loss, which come together in it, as those of the only sample do."""
-    rows = 2
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3 * rows if len(shape) == 1 else 3)).double()
-    x, y = torch.randn(B, *shape).double(), torch.randint(3, (B * rows,))
-    extend(model)
-
-    def loss() -> Tensor:
-        return F.cross_entropy(torch.cat([model(row.unsqueeze(0)).reshape(-1, 3) for row in x]), y, reduction="sum")
-
-    with nullcontext() if B == 1 else pytest.raises(CurvoptError, match="stack the rows"), backpack(BatchGrad()):
-        loss().backward()
-    for p in model.parameters() if B == 1 else ():
-        assert same(p.grad_batch, torch.autograd.grad(loss(), p)[0].unsqueeze(0))
-
-
 def are_those_of_each(model: nn.Module, losses: Sequence[Tensor]) -> None:
     """Compare individual gradients and GGN diagonals of a mean with those of the loss of each sample by itself."""
     found = [(p.grad_batch, p.diag_ggn_exact) for p in model.parameters()]
@@ -773,80 +691,6 @@ def test_layers_on_packed_steps_are_told_their_samples(kind: type[nn.RNNBase]):
             lossfunc(model(x, lengths), y).backward()
         alone = [lossfunc(model(x[:, n : n + 1], lengths[n : n + 1]), y[n : n + 1]) for n in range(4)]
         are_those_of_each(model, alone)
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("steps", [4])
-def test_recurrent_layers_may_have_as_many_steps_as_samples(
-    kind: type[nn.RNNBase], bidirectional: bool, batch_first: bool, steps: int
-):
-    """In float32, for which PyTorch has operations of its own."""
-    embed, last = nn.Embedding(7, 3), nn.Linear(4 * (1 + bidirectional), 3)
-    net = kind(3, 4, num_layers=2, batch_first=batch_first, bidirectional=bidirectional)
-    model = extend(nn.ModuleList([embed, net, last]), batch_axis=1 - batch_first)
-    x = torch.randint(7, (4, steps) if batch_first else (steps, 4))
-    y = torch.randint(3, x.shape)
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(last(net(embed(x))[0]).flatten(0, 1), y.flatten(), reduction="sum")
-
-    with warnings.catch_warnings(), backpack(BatchGrad()):
-        warnings.simplefilter("error", CurvoptWarning)
-        loss(x, y).backward()
-    found = [p.grad_batch for p in model.parameters()]
-    for n in range(4):
-        part = slice(n, n + 1) if batch_first else (slice(None), slice(n, n + 1))
-        own = torch.autograd.grad(loss(x[part], y[part]), list(model.parameters()))
-        for value, gradient in zip(found, own, strict=True):
-            torch.testing.assert_close(value[n], gradient, rtol=1e-4, atol=1e-5)
-
-
-class Ready(nn.Module):
-    """A layer, and what a function makes of it."""
-
-    def __init__(self, function: Callable[[Tensor, nn.Module], Tensor]):
-        super().__init__()
-        self.function, self.layer, self.last = function, nn.Linear(4, 6), nn.Linear(6, 3)
-        self.vector, self.other = nn.Parameter(torch.randn(6)), nn.Linear(6, 36)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.function(self.layer(x), self))
-
-
-def by_own_weights(convolution: Callable, h: Tensor, net: Ready) -> Tensor:
-    weights = net.other(h.mean(1)).view(18, 6, 1)
-    return convolution(h.mT.reshape(1, 18, 3), weights, groups=3).view(3, 6, 3).amax(2)
-
-
-def attend(h: Tensor, net: Ready) -> Tensor:
-    one_head = h.unsqueeze(1)
-    return F.scaled_dot_product_attention(one_head, one_head, one_head, one_head @ one_head.mT)[:, 0].mean(1)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda h, net: (torch.softmax(torch.tanh(h) @ net.vector, 1).unsqueeze(2) * h).sum(1),
-        lambda h, net: h[:, 0] * (h[:, 1] @ net.vector).unsqueeze(1) + h[:, 0],
-        partial(by_own_weights, F.conv1d),
-        partial(by_own_weights, F.conv_transpose1d),
-        attend,
-        lambda h, net: F.group_norm(F.max_pool1d(h.mT, 2, 1), 2).mean(2),
-        lambda h, net: torch.relu(h.transpose(0, 1)).mean(0),
-        lambda h, net: h.cumprod(1)[:, -1] + h.norm(dim=1) + 0 * net.other(h[:, 0])[:, :6],
-    ],
-)
-def test_samples_are_found_without_a_warning(function: Callable):
-    model, x, y = extend(Ready(function).double()), torch.randn(3, 3, 4).double(), torch.randint(3, (3,))
-    for _ in range(2):
-        with warnings.catch_warnings(), backpack(BatchGrad()):
-            # weights of each sample in a convolution of a single one: right, at some cost
-            warnings.simplefilter("ignore" if isinstance(function, partial) else "error", CurvoptWarning)
-            F.cross_entropy(model(x), y).backward()
-        losses = F.cross_entropy(model(x), y, reduction="none") / len(y)
-        torch.testing.assert_close([model.layer.weight.grad_batch], gradients_of_each(losses, [model.layer.weight]))
 
 
 class AroundNorm(nn.Module):
