@@ -224,28 +224,52 @@ def below(file: str) -> str:
 # ------------------------------------------------------------------------------------------------------- mutations
 
 
-def noticed(mutation: Mutation, tests: list[str], copy: Path) -> bool:
-    """Whether a test fails, of the few that are tried first or of all."""
-    target = copy / "curvopt" / mutation.file
-    target.write_text(mutation.text())
+def failing(tests: list[str], folder: Path) -> str | None:
+    """The first test that fails with the package of a folder."""
+    names = folder / "tests.txt"
+    names.write_text("\n".join(tests))
+    command = [*PYTEST, "-x", f"@{names}"]
     try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(folder, ROOT), capture_output=True, text=True, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"more than {SECONDS} seconds"
+    if not done.returncode:
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return found[1] if found else "pytest could not begin"
+
+
+class Copy:
+    """The package in a folder of its own, one file of which is mutated, and what fails there without that, too."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.passes: dict[str, bool] = {}
+        shutil.copytree(PACKAGE, folder / "curvopt", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def noticed_by(self, mutation: Mutation, tests: list[str]) -> str | None:
+        """A test that fails by the mutation, of the few that are tried first or of all."""
+        target = self.folder / "curvopt" / mutation.file
         for batch in (tests[:FIRST], tests[FIRST:]):
-            if not batch:
-                continue
-            names = copy / "tests.txt"
-            names.write_text("\n".join(batch))
-            command = [*PYTEST, "-x", "-p", "no:warnings", f"@{names}"]
-            try:
-                done = subprocess.run(
-                    command, cwd=ROOT, env=environment(copy, ROOT), capture_output=True, timeout=SECONDS
-                )
-            except subprocess.TimeoutExpired:
-                return True
-            if done.returncode:
-                return True
-    finally:
-        target.write_text((PACKAGE / mutation.file).read_text())
-    return False
+            left = [test for test in batch if self.passes.get(test, True)]
+            while left:
+                target.write_text(mutation.text())
+                try:
+                    found = failing(left, self.folder)
+                finally:
+                    target.write_text((PACKAGE / mutation.file).read_text())
+                if found is None:
+                    break
+                # one of a file that cannot be read stands for the file; what takes too long is no matter of a test
+                test = next((test for test in left if test.startswith(found)), None)
+                if test is not None and test not in self.passes:
+                    self.passes[test] = failing([test], self.folder) is None
+                if test is None or self.passes[test]:
+                    return found
+                left.remove(test)
+        return None
 
 
 def main() -> None:
@@ -275,15 +299,16 @@ def main() -> None:
     drawn = list(itertools.islice(filter(compiles, sites), options.count))
     survivors = 0
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
-        shutil.copytree(PACKAGE, copy / "curvopt", ignore=shutil.ignore_patterns("__pycache__"))
+        copy = Copy(Path(folder))
         for number, mutation in enumerate(drawn, 1):
             # what an import runs is run for all tests of the file
             tests = sorted(by_line.get((mutation.file, mutation.line)) or by_file.get(mutation.file) or ())
             chance.shuffle(tests)
-            dead = bool(tests) and noticed(mutation, tests, copy)
-            survivors += not dead
-            print(f"{number:3} {'dead' if dead else f'SURVIVES {len(tests)} tests'}  {mutation}", flush=True)
+            found = copy.noticed_by(mutation, tests)
+            survivors += found is None
+            print(f"{number:3} {f'SURVIVES {len(tests)} tests' if found is None else 'dead'}  {mutation}", flush=True)
+            if found is not None:
+                print(f"    by {found}", flush=True)
     print(f"{len(drawn) - survivors} of {len(drawn)} were noticed, --seed {options.seed}")
 
 
