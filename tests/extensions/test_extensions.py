@@ -684,7 +684,7 @@ def modules_with_trainable_parameters(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
 
 
-@by_case
+@pytest.mark.parametrize("case", [BY_NAME[name] for name in [*VARIED, "conv-used-twice", "checkpointed", "heads"]])
 def test_hook_is_called_once_per_module_with_all_its_fields(case: Case):
     problem, called = extended(case), []
 
