@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +33,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "curvopt"
 KEPT = ROOT / ".mutate"
-SECONDS = 300  # of the tests of one mutation; more count as noticed
-FIRST = 24  # tests that are tried before all others that run a line
+SECONDS = 300  # after which no more tests of a mutation begin
+TOO_LONG = f"{SECONDS} seconds, in which a few tests did not end"
+FIRST = 12  # tests that are tried first; then twice as many each time
 
 OPERATORS = {
     **{ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.Pow: ("**", "*")},
@@ -234,7 +236,7 @@ def failing(tests: list[str], folder: Path) -> str | None:
             command, cwd=ROOT, env=environment(folder, ROOT), capture_output=True, text=True, timeout=SECONDS
         )
     except subprocess.TimeoutExpired:
-        return f"more than {SECONDS} seconds"
+        return TOO_LONG
     if not done.returncode:
         return None
     found = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
@@ -250,19 +252,21 @@ class Copy:
         shutil.copytree(PACKAGE, folder / "curvopt", ignore=shutil.ignore_patterns("__pycache__"))
 
     def noticed_by(self, mutation: Mutation, tests: list[str]) -> str | None:
-        """A test that fails by the mutation, of the few that are tried first or of all."""
+        """A test that fails by the mutation."""
         target = self.folder / "curvopt" / mutation.file
-        for batch in (tests[:FIRST], tests[FIRST:]):
-            left = [test for test in batch if self.passes.get(test, True)]
+        start, size, begin = 0, FIRST, time.monotonic()
+        while start < len(tests) and time.monotonic() - begin < SECONDS:
+            left = [test for test in tests[start : start + size] if self.passes.get(test, True)]
+            start, size = start + size, 2 * size
             while left:
                 target.write_text(mutation.text())
                 try:
                     found = failing(left, self.folder)
                 finally:
                     target.write_text((PACKAGE / mutation.file).read_text())
-                if found is None:
+                if found is None or (found is TOO_LONG and start > FIRST):
                     break
-                # one of a file that cannot be read stands for the file; what takes too long is no matter of a test
+                # a test of a file that cannot be read stands for the file
                 test = next((test for test in left if test.startswith(found)), None)
                 if test is not None and test not in self.passes:
                     self.passes[test] = failing([test], self.folder) is None
