@@ -35,6 +35,10 @@ from curvopt.extensions import (
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 BY_NAME = {case.name: case for case in CASES}
 
+# a chain, weights shared within and between calls, a module without a rule, losses with several columns per position
+VARIED = ["mlp", "conv2d-groups", "used-on-tokens-and-pool", "own-parameters-and-children", "ce-extra-dims"]
+by_varied_case = pytest.mark.parametrize("case", [BY_NAME[name] for name in VARIED], ids=lambda case: case.name)
+
 FIRST_ORDER: list[type[Extension]] = [BatchGrad, BatchL2Grad, SumGradSquared, Variance]
 DIAGONALS: list[type[Extension]] = [DiagGGNExact, BatchDiagGGNExact, DiagHessian, BatchDiagHessian]
 

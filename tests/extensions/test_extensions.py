@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 import torch
 from cases import Case, Lambda, cross_entropy, labels, mlp, mse, normal, values
-from checks import BY_NAME, by_case, check, compare, extended, generator
+from checks import BY_NAME, VARIED, by_case, by_varied_case, check, compare, extended, generator
 from reference import Reference, reference
 from torch import Tensor, einsum, nn
 from torch._subclasses import FakeTensor
@@ -52,10 +52,6 @@ EXACT: list[type[Extension]] = [
 # sampled ones, with what they estimate
 SAMPLED: dict[type[Extension], str] = {DiagGGNMC: "diag_ggn_exact", KFAC: "kflr"}
 FIELDS = [extension.field for extension in [*EXACT, *SAMPLED]]
-
-# a chain, weights shared within and between calls, a module without a rule, losses with several columns per position
-VARIED = ["mlp", "conv2d-groups", "used-on-tokens-and-pool", "own-parameters-and-children", "ce-extra-dims"]
-by_varied_case = pytest.mark.parametrize("case", [BY_NAME[name] for name in VARIED], ids=lambda case: case.name)
 
 
 def total_error(a: object, b: object) -> float:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import NO_PCHMP
-from checks import by_case
+from checks import by_varied_case
 from torch import Tensor, nn
 
 from curvopt import CurvoptError, backpack, extend
@@ -90,7 +90,7 @@ def test_every_field_agrees_and_is_in_the_printed_table(capsys):
     assert all(f" {field} " in printed for field in EXPECTED if field != "eigen_diagonal")  # has its own test
 
 
-@by_case
+@by_varied_case
 def test_networks_of_all_kinds(case):
     without = (KFRA, SqrtGGNExact, *([PCHMP] if case.name in NO_PCHMP else []))
     problem, fields = case.problem(), [e for e in ALL if not isinstance(e, without)]
