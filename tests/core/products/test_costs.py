@@ -151,7 +151,6 @@ def test_algorithms_agree(sizes: tuple, choice: str, monkeypatch: pytest.MonkeyP
         assert grad or all(value.is_contiguous() for value in found)
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize(
     ("conv", "shape", "views"),
     [
@@ -165,16 +164,18 @@ def test_algorithms_agree(sizes: tuple, choice: str, monkeypatch: pytest.MonkeyP
     ],
     ids=str,
 )
-@pytest.mark.parametrize("rows", [1, 2])
 def test_convolutions_by_views_of_their_input(
-    conv: nn.Module,
-    shape: tuple,
-    views: bool,
-    weighted: bool,
-    rows: int,
-    monkeypatch: pytest.MonkeyPatch,
+    conv: nn.Module, shape: tuple, views: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Sums of squares and norms without putting the patches together, and then the patches."""
+    for weighted, rows in itertools.product([False, True], [1, 2]):
+        with monkeypatch.context() as patched:
+            products_are_those_of_views(conv, shape, views, weighted, rows, patched)
+
+
+def products_are_those_of_views(
+    conv: nn.Module, shape: tuple, views: bool, weighted: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(costs, "by_pairs", lambda *sizes: False)
     monkeypatch.setattr(costs, "by_gram", lambda *sizes: False)
     monkeypatch.setattr(costs, "samples_at_once", lambda *sizes: 1)
