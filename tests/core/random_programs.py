@@ -1,0 +1,578 @@
+"""Random programs: models, data and losses, and the dense definition of their fields.
+
+A program calls its models and takes terms of a loss from their outputs, the heads. The definition runs the same program
+with a copy of the parameters for each row of each call (`Copies`), so the gradients, Jacobians and Hessians of a sample
+are those of its copy.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributions, einsum, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, parametrize, prune
+
+N, INPUTS, WIDTH = 4, 3, 4
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+class Computed(nn.Module):
+    """A layer by functions, whose weight may be computed from parameters."""
+
+    def __init__(self, kind: str, inputs: int, outputs: int):
+        super().__init__()
+        self.kind = kind
+        self.w, self.b = nn.Parameter(torch.randn(outputs, inputs)), nn.Parameter(torch.randn(outputs))
+        if kind == "lora":
+            self.A, self.B = nn.Parameter(torch.randn(1, inputs)), nn.Parameter(torch.randn(outputs, 1))
+        self.register_buffer("mask", (torch.rand(outputs, inputs) < 0.6).to(self.w))
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.kind == "matmul":
+            return h @ self.w.T
+        if self.kind == "scaled":
+            return 2 * F.linear(h, self.w, self.b)
+        weight = {
+            "functional": lambda: self.w,
+            "masked": lambda: self.w * self.mask,
+            "lora": lambda: self.w + self.B @ self.A,
+            "normalized": lambda: F.normalize(self.w),
+        }[self.kind]()
+        return F.linear(h, weight, self.b)
+
+
+class Normed(nn.Module):
+    """Weight normalisation, of operations that can be differentiated twice."""
+
+    def forward(self, length: Tensor, direction: Tensor) -> Tensor:
+        return length * direction / direction.norm(dim=1, keepdim=True)
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return weight.norm(dim=1, keepdim=True), weight
+
+
+def layer(kind: str, inputs: int, outputs: int) -> nn.Module:
+    """A layer of ``[N, inputs]``."""
+    linear = nn.Linear(inputs, outputs)
+    if kind == "linear":
+        return linear
+    if kind == "pruned":
+        return prune.random_unstructured(linear, "weight", 0.3)
+    if kind == "weight_norm":
+        parametrize.register_parametrization(linear, "weight", Normed())
+        return linear
+    if kind == "spectral_norm":
+        return parametrizations.spectral_norm(linear).eval()
+    return Computed(kind, inputs, outputs)
+
+
+LAYERS = (
+    "linear", "linear", "linear", "pruned", "weight_norm", "spectral_norm",
+    "lora", "functional", "masked", "matmul", "normalized", "scaled",
+)  # fmt: skip
+BODIES = ("mlp", "deep", "tied", "residual", "gated", "direct")
+
+
+class Net(nn.Module):
+    """A trunk and heads on it; rows are samples."""
+
+    def __init__(self, body: str, heads: Sequence[tuple[str, int]], inputs: int = INPUTS):
+        super().__init__()
+        self.body, self.kinds = body, [kind for kind, _ in heads]
+        width = inputs if body == "direct" else WIDTH
+        if body != "direct":
+            self.first = nn.Linear(inputs, WIDTH)
+        if body in ("deep", "residual"):
+            self.second = nn.Linear(WIDTH, WIDTH)
+        if body == "tied":
+            self.again = nn.Linear(WIDTH, WIDTH)
+        if body == "gated":
+            self.gate = nn.Parameter(torch.randn(WIDTH))
+        self.heads = nn.ModuleList(layer(kind, width, outputs) for kind, outputs in heads)
+
+    def trunk(self, x: Tensor) -> Tensor:
+        if self.body == "direct":
+            return x
+        h = torch.tanh(self.first(x))
+        if self.body == "deep":
+            h = torch.sigmoid(self.second(h))
+        if self.body == "residual":
+            h = h + torch.tanh(self.second(h))
+        if self.body == "tied":
+            h = torch.tanh(self.again(torch.tanh(self.again(h)))) + h
+        return h * self.gate if self.body == "gated" else h
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.trunk(x)
+        outputs = tuple(head(h) for head in self.heads)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def samples(self, x: Tensor) -> list[tuple]:
+        """The arguments of each sample."""
+        return [(row,) for row in x.split(1)]
+
+    def __repr__(self) -> str:
+        return f"{self.body} with {', '.join(self.kinds)}"
+
+
+class Molecules(nn.Module):
+    """Energies of molecules, ``[M, 1]`` or ``[M]``, which are sums over their atoms: molecules are samples."""
+
+    def __init__(self, column: bool):
+        super().__init__()
+        self.atom, self.last, self.column = nn.Linear(INPUTS, WIDTH), nn.Linear(WIDTH, 1), column
+
+    def forward(self, atoms: Tensor, molecule: Tensor, M: int) -> Tensor:
+        e = atoms.new_zeros(M, 1).index_add(0, molecule, self.last(torch.tanh(self.atom(atoms))))
+        return e if self.column else e[:, 0]
+
+    def samples(self, atoms: Tensor, molecule: Tensor, M: int) -> list[tuple]:
+        return [(atoms[molecule == m], 0 * molecule[molecule == m], 1) for m in range(M)]
+
+    def __repr__(self) -> str:
+        return "[M, 1]" if self.column else "[M]"
+
+
+# --------------------------------------------------------------------------------------------------------------- losses
+
+
+@dataclass
+class Loss:
+    """A scalar of rows ``[R, C]``.
+
+    Attributes:
+        of: the scalar.
+        halves: two functions it consists of; what is between them has a row for each sample.
+        known: whether it is recognised, and so is split at its own input.
+        convex: whether its Hessian in its input is positive semi-definite.
+        coupled: whether it mixes samples.
+    """
+
+    of: Callable[..., Tensor]
+    known: bool = False
+    convex: bool = True
+    coupled: bool = False
+    halves: tuple[Callable[..., Any], Callable[..., Tensor]] | None = None
+
+
+def losses(R: int, C: int) -> dict[str, Loss]:
+    """Losses of ``[R, C]``, with random targets."""
+    t, y = torch.randn(R, C), torch.randint(C, (R,))
+    bits, rows, sign = torch.randint(2, (R, C)).to(t), torch.arange(R), torch.randint(2, (R,)) * 2 - 1
+    known = {
+        "cross_entropy": lambda z: F.cross_entropy(z, y),
+        "cross_entropy, sum": lambda z: F.cross_entropy(z, y, reduction="sum"),
+        "CrossEntropyLoss": nn.CrossEntropyLoss(label_smoothing=0.1).__call__,
+        "nll_loss": lambda z: F.nll_loss(F.log_softmax(z, 1), y),
+        "log_softmax by hand": lambda z: -F.log_softmax(z, 1)[rows, y].mean(),
+        "kl_div": lambda z: F.kl_div(F.log_softmax(z, 1), t.softmax(1), reduction="batchmean"),
+        "mse_loss": lambda z: F.mse_loss(z, t),
+        "mse_loss, rows": lambda z: F.mse_loss(z, t, reduction="none").sum(1).mean(),
+        "mse_loss, sum": lambda z: F.mse_loss(z, t, reduction="sum") / 3,
+        "bce": lambda z: F.binary_cross_entropy_with_logits(z, bits),
+        "Bernoulli": lambda z: -distributions.Bernoulli(logits=z).log_prob(bits).mean(),
+    }
+    known["CrossEntropyLoss"] = lambda z: nn.CrossEntropyLoss(label_smoothing=0.1)(z, y)
+    by_hand = {
+        "Categorical": lambda z: -distributions.Categorical(logits=z).log_prob(y).mean(),
+        "Normal": lambda z: -distributions.Normal(z, 0.7).log_prob(t).mean(),
+        "squares": lambda z: ((z - t) ** 2).mean(),
+        "log-cosh": lambda z: (z - t).cosh().log().mean(),
+        "huber_loss": lambda z: F.huber_loss(z, t),
+        "softplus": lambda z: F.softplus(-z * sign[:, None]).mean(),
+        "poisson_nll_loss": lambda z: F.poisson_nll_loss(z, t.abs()),
+        "distance": lambda z: (z - t).norm(dim=1).mean(),
+        "logsumexp": lambda z: (z.logsumexp(1) - z[rows, y]).mean(),
+        "soft margin": lambda z: F.soft_margin_loss(z, sign[:, None].to(z).expand_as(z)),
+    }
+    linear = {
+        "l1_loss": lambda z: F.l1_loss(z, t),
+        "hinge": lambda z: F.relu(1 - z).mean(),
+        "score": lambda z: -z[:, 0].mean(),
+        "weighted": lambda z: (z * t).sum() / R,
+    }
+    not_convex = {
+        "Brier": lambda z: (z.softmax(1) - t.softmax(1)).square().mean(),
+        "focal": lambda z: (lambda ce: ((1 - (-ce).exp()) ** 2 * ce).mean())(F.cross_entropy(z, y, reduction="none")),
+        "learned variance": lambda z: -distributions.Normal(z[:, 0], z[:, -1].exp()).log_prob(t[:, 0]).mean(),
+        "clipped": lambda z: (lambda r: -torch.minimum(r * t[:, :1], r.clamp(0.8, 1.2) * t[:, :1]).mean())(
+            z.softmax(1)[rows, y][:, None] * C
+        ),
+        "entropy": lambda z: F.cross_entropy(z, y) - distributions.Categorical(logits=z).entropy().mean(),
+    }
+    coupled = {
+        "rmse": lambda z: F.mse_loss(z, t).sqrt(),
+        "pairs": lambda z: F.cross_entropy(z @ z.T, rows),
+    }
+    halves = {
+        "nll_loss": (lambda z: F.log_softmax(z, 1), lambda p: F.nll_loss(p, y)),
+        "log_softmax by hand": (lambda z: F.log_softmax(z, 1)[rows, y], lambda p: -p.mean()),
+        "cross_entropy": (lambda z: F.cross_entropy(z, y, reduction="none"), torch.mean),
+        "mse_loss, rows": (lambda z: F.mse_loss(z, t, reduction="none").sum(1), torch.mean),
+        "Bernoulli": (lambda z: distributions.Bernoulli(logits=z).log_prob(bits), lambda p: -p.mean()),
+        "Categorical": (lambda z: distributions.Categorical(logits=z).log_prob(y), lambda p: -p.mean()),
+        "Normal": (lambda z: distributions.Normal(z, 0.7).log_prob(t).sum(1), lambda p: -p.sum() / t.numel()),
+        "squares": (lambda z: (z - t) ** 2, torch.mean),
+        "log-cosh": (lambda z: (z - t).cosh().log(), torch.mean),
+        "distance": (lambda z: (z - t).norm(dim=1), torch.mean),
+        "l1_loss": (lambda z: (z - t).abs().sum(1), lambda p: p.sum() / t.numel()),
+        "Brier": (lambda z: (z.softmax(1) - t.softmax(1)).square().sum(1), lambda p: p.sum() / t.numel()),
+    }
+    kinds = {**dict.fromkeys(known, {"known": True}), **dict.fromkeys(by_hand | linear, {})}
+    kinds |= {
+        **dict.fromkeys(not_convex, {"convex": False}),
+        **dict.fromkeys(coupled, {"convex": False, "coupled": True}),
+    }
+    return {
+        name: Loss(of, halves=halves.get(name), **kinds[name])
+        for name, of in (known | by_hand | linear | not_convex | coupled).items()
+    }
+
+
+#: What stands between a head and a loss: whether it is linear, and the function.
+BETWEEN: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
+    "identity": (True, lambda z: z),
+    "scale": (True, lambda z: 1.5 * z - 0.5),
+    "half": (True, lambda z: z[: len(z) // 2]),
+    "other half": (True, lambda z: z[len(z) // 2 :]),
+    "rows": (True, lambda z: z[[2, 0]]),
+    "mask": (True, lambda z: z[torch.arange(len(z)) != 1]),
+    "columns": (True, lambda z: z[:, :2]),
+    "sigmoid": (False, torch.sigmoid),
+    "tanh": (False, torch.tanh),
+    "normalize": (False, lambda z: F.normalize(z, dim=1)),
+}
+
+
+@dataclass
+class Term:
+    """A weight times a loss of heads, each behind a function."""
+
+    name: str
+    weight: float
+    heads: tuple[int, ...]
+    between: str
+    loss: Loss
+
+    def inputs(self, heads: Sequence[Tensor]) -> list[Tensor]:
+        """What the loss is computed from."""
+        return [BETWEEN[self.between][1](heads[i]) for i in self.heads]
+
+    def value(self, heads: Sequence[Tensor]) -> Tensor:
+        return self.weight * self.loss.of(*self.inputs(heads))
+
+    @property
+    def is_definite(self) -> bool:
+        """Whether it has a Gauss-Newton matrix that is a sum over samples."""
+        linear = BETWEEN[self.between][0] or self.loss.known
+        return self.loss.convex and not self.loss.coupled and linear
+
+
+# ------------------------------------------------------------------------------------------------------------- programs
+
+Call = Callable[..., Any]
+
+
+def plainly(model: nn.Module, *args: Any) -> Any:
+    return model(*args)
+
+
+def total(values: Sequence[Tensor]) -> Tensor:
+    return sum(values[1:], start=values[0])
+
+
+@dataclass
+class Program:
+    """Models, how heads come from calls of them, and the terms of the loss."""
+
+    text: str
+    models: list[nn.Module]
+    data: tuple[Tensor, ...]
+    run: Callable[..., list[Tensor]]
+    terms: list[Term]
+
+    def heads(self, call: Call | None = None, data: tuple[Tensor, ...] | None = None) -> list[Tensor]:
+        """The outputs of which terms are computed; ``call(model, *args)`` calls a model."""
+        return self.run(call or plainly, *(self.data if data is None else data))
+
+    def loss(self, terms: Sequence[Term] | None = None) -> Tensor:
+        """The scalar, of all terms or of some."""
+        heads = self.heads()
+        return total([term.value(heads) for term in (self.terms if terms is None else terms)])
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {f"{i}.{name}": p for i, model in enumerate(self.models) for name, p in model.named_parameters()}
+
+    def __str__(self) -> str:
+        terms = [f"{t.weight} {t.name}({t.between} of {t.heads})" for t in self.terms]
+        return f"{self.text}: {'; '.join(map(str, self.models))}: {' + '.join(terms)}"
+
+
+def heads_of(found: Any) -> list[Tensor]:
+    return list(found) if isinstance(found, tuple) else [found]
+
+
+def some_heads(rng: random.Random, number: int, outputs: int) -> list[tuple[str, int]]:
+    return [(rng.choice(LAYERS), outputs) for _ in range(number)]
+
+
+Plot = tuple[list[nn.Module], tuple[Tensor, ...], Callable[..., list[Tensor]]]
+
+
+def one_net(rng: random.Random) -> Plot:
+    net = Net(rng.choice(BODIES), some_heads(rng, rng.choice([1, 2, 2, 3]), 3))
+    return [net], (torch.randn(N, INPUTS),), lambda call, x: heads_of(call(net, x))
+
+
+def two_nets(rng: random.Random) -> Plot:
+    nets = [Net(rng.choice(BODIES), some_heads(rng, 1, 3)) for _ in range(2)]
+    return nets, (torch.randn(N, INPUTS),), lambda call, x: [call(net, x) for net in nets]
+
+
+def parts(rng: random.Random) -> Plot:
+    """A trunk and its heads are models; a head may see some rows."""
+    trunk = Net(rng.choice(["mlp", "deep"]), some_heads(rng, 1, WIDTH))
+    heads = [Net("direct", some_heads(rng, 1, 3), WIDTH) for _ in range(2)]
+    rows = rng.choice([slice(None), slice(0, 3)])
+
+    def run(call: Call, x: Tensor) -> list[Tensor]:
+        h = torch.tanh(call(trunk, x))
+        return [call(heads[0], h), call(heads[1], h[rows])]
+
+    return [trunk, *heads], (torch.randn(N, INPUTS),), run
+
+
+def slopes(rng: random.Random) -> Plot:
+    net = Net(rng.choice(["mlp", "deep", "residual"]), some_heads(rng, 1, 1))
+
+    def run(call: Call, x: Tensor) -> list[Tensor]:
+        at = x.clone().requires_grad_()
+        z = call(net, at)
+        return [z, *torch.autograd.grad(z.sum(), at, create_graph=True)]
+
+    return [net], (torch.randn(N, INPUTS),), run
+
+
+def halves(rng: random.Random) -> Plot:
+    net = Net(rng.choice(BODIES), some_heads(rng, 1, 3))
+    return [net], (torch.randn(N, INPUTS),), lambda call, x: [call(net, torch.cat([x[:2], x[2:]]))]
+
+
+def gan(rng: random.Random) -> Plot:
+    """A discriminator of generated samples, and maybe of real ones in the same call."""
+    G, D = Net("mlp", some_heads(rng, 1, INPUTS)), Net(rng.choice(["mlp", "deep"]), some_heads(rng, 1, 2))
+    joint = rng.random() < 0.6
+
+    def run(call: Call, z: Tensor, real: Tensor) -> list[Tensor]:
+        fake = call(G, z)
+        return [call(D, torch.cat([real, fake]) if joint else fake)]
+
+    return [G, D], (torch.randn(N, INPUTS), torch.randn(N, INPUTS)), run
+
+
+def twice(rng: random.Random) -> Plot:
+    net = Net(rng.choice(BODIES), some_heads(rng, 1, 3))
+    return [net], (torch.randn(N, INPUTS), torch.randn(N, INPUTS)), lambda call, a, b: [call(net, a), call(net, b)]
+
+
+def in_a_row(rng: random.Random) -> Plot:
+    net = Net(rng.choice(BODIES), some_heads(rng, 1, INPUTS))
+    return [net], (torch.randn(N, INPUTS),), lambda call, x: [call(net, call(net, x))]
+
+
+def teacher(rng: random.Random) -> Plot:
+    """What another model says without gradients is subtracted from the output."""
+    net, of = (Net(rng.choice(BODIES), some_heads(rng, 1, 3)) for _ in range(2))
+    of.requires_grad_(rng.random() < 0.5)
+
+    def run(call: Call, x: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            target = call(of, x)
+        return [call(net, x) - target]
+
+    return [net, of], (torch.randn(N, INPUTS),), run
+
+
+def molecules(rng: random.Random) -> Plot:
+    net, molecule = Molecules(rng.random() < 0.5), torch.tensor([0, 0, 1, 1, 1, 2, 2])
+    return [net], (torch.randn(7, INPUTS), molecule), lambda call, atoms, molecule: [call(net, atoms, molecule, 3)]
+
+
+PLOTS = {
+    plot.__name__: plot for plot in (one_net, two_nets, parts, slopes, halves, gan, twice, in_a_row, teacher, molecules)
+}
+
+
+def terms_of(rng: random.Random, heads: Sequence[Tensor], number: int, plain: bool) -> list[Term]:
+    """Random terms of heads; all of them have Gauss-Newton matrices if ``plain``."""
+    found: list[Term] = []
+    while len(found) < number:
+        head, between = rng.randrange(len(heads)), rng.choice([*BETWEEN, *["identity"] * 6])
+        z = heads[head]
+        if between not in ("identity", "scale", "sigmoid", "tanh") and (z.dim() < 2 or z.shape[1] < 2 or len(z) < 4):
+            continue
+        at = BETWEEN[between][1](z)
+        if at.dim() < 2 or at.shape[1] < 2:
+            name = rng.choice(["mse_loss", "bce", "squares", "log-cosh", "huber_loss", "l1_loss"])
+            table = losses(len(at), 1)
+            made = table[name]
+            if at.dim() == 1:
+                of = made.of
+                made = Loss(lambda z, of=of: of(z[:, None]), made.known, made.convex, made.coupled)
+        else:
+            table = losses(*at.shape)
+            name = rng.choice(sorted(table))
+            made = table[name]
+        term = Term(name, rng.choice([1.0, 0.5, 2.0]), (head,), between, made)
+        if not plain or term.is_definite:
+            found.append(term)
+    return found
+
+
+def program(seed: int, plot: str | None = None, plain: bool = False) -> Program:
+    """The program of a seed, in double precision; ``plain``: all its terms have Gauss-Newton matrices."""
+    rng = random.Random(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            name = plot or rng.choice(list(PLOTS))
+            models, data, run = PLOTS[name](rng)
+            heads = [z.detach() for z in run(plainly, *data)]
+            terms = terms_of(rng, heads, rng.choice([1, 2, 2, 3]), plain)
+            if name in ("two_nets", "twice") and rng.random() < 0.4:
+                joint = Loss(lambda a, b: (a - b).square().sum(1).mean())
+                terms.append(Term("distance of heads", 1.0, (0, 1), "identity", joint))
+        finally:
+            torch.set_default_dtype(default)
+    return Program(name, models, data, run, terms)
+
+
+# ---------------------------------------------------------------------------------------------------------- definitions
+
+
+class Copies:
+    """Calls a model with a copy of its parameters for each sample; calls with equal numbers of samples share them."""
+
+    def __init__(self, model: nn.Module, calls: Sequence[int]):
+        self.model, self.agree = model, len(set(calls)) == 1
+        self.rows = calls[0] if self.agree else sum(calls)
+        self.done = 0
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.of = {
+            name: p.detach().expand(self.rows, *p.shape).clone().requires_grad_() for name, p in trainable.items()
+        }
+
+    def __call__(self, *args: Any) -> Any:
+        samples = self.model.samples(*args)
+        first = 0 if self.agree else self.done
+        self.done += len(samples)
+        outputs = [
+            functional_call(self.model, {name: p[first + n] for name, p in self.of.items()}, sample)
+            for n, sample in enumerate(samples)
+        ]
+        if isinstance(outputs[0], tuple):
+            return tuple(torch.cat(each) for each in zip(*outputs, strict=True))
+        return torch.cat(outputs)
+
+
+@dataclass
+class Reference:
+    """The fields of a program by their definitions; arrays are ``[samples, *p]`` or sums of these."""
+
+    program: Program
+    copies: dict[nn.Module, Copies] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counts: dict[nn.Module, list[int]] = {}
+
+        def count(model: nn.Module, *args: Any) -> Any:
+            counts.setdefault(model, []).append(len(model.samples(*args)))
+            return model(*args)
+
+        self.program.heads(count)
+        self.copies = {model: Copies(model, calls) for model, calls in counts.items()}
+        self.heads = self.program.heads(lambda model, *args: self.copies[model](*args))
+        self.names, self.thetas, self.agree = [], [], {}
+        for i, model in enumerate(self.program.models):
+            for name, p in self.copies[model].of.items():
+                self.names.append(f"{i}.{name}")
+                self.thetas.append(p)
+                self.agree[f"{i}.{name}"] = self.copies[model].agree
+        self.loss = total([term.value(self.heads) for term in self.program.terms])
+
+    def _rows(self, outputs: Tensor) -> dict[str, Tensor]:
+        """Derivatives of each entry, ``[entries, samples, *p]``."""
+        rows = [
+            torch.autograd.grad(entry, self.thetas, retain_graph=True, materialize_grads=True)
+            if entry.requires_grad
+            else [torch.zeros_like(p) for p in self.thetas]
+            for entry in outputs.flatten()
+        ]
+        return {name: torch.stack([row[i] for row in rows]) for i, name in enumerate(self.names)}
+
+    @cached_property
+    def gradients(self) -> dict[str, Tensor]:
+        """Individual gradients ``[samples, *p]``."""
+        return {name: rows[0] for name, rows in self._rows(self.loss).items()}
+
+    @cached_property
+    def curvatures(self) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """The Hessian of each term where it is split, and the Jacobians there."""
+        found = []
+        for term in self.program.terms:
+            if term.loss.known:
+                at = term.inputs(self.heads)
+                of = lambda *z, term=term: term.weight * term.loss.of(*z)  # noqa: E731
+            else:
+                at = [self.heads[i] for i in term.heads]
+
+                def of(*z: Tensor, term: Term = term) -> Tensor:
+                    heads: list[Any] = list(self.heads)
+                    for i, each in zip(term.heads, z, strict=True):
+                        heads[i] = each
+                    return term.value(heads)
+
+            sizes = [z.numel() for z in at]
+
+            def flat(v: Tensor, of: Callable = of, at: list[Tensor] = at, sizes: list[int] = sizes) -> Tensor:
+                return of(*(part.view(z.shape) for part, z in zip(v.split(sizes), at, strict=True)))
+
+            H = torch.autograd.functional.hessian(flat, torch.cat([z.detach().flatten() for z in at]))
+            found.append((H, self._rows(torch.cat([z.flatten() for z in at]))))
+        return found
+
+    def ggn(self, name: str) -> Tensor:
+        """The block of the Gauss-Newton matrix, ``[P, P]``."""
+        blocks = [J[name].sum(1).flatten(1).T @ H @ J[name].sum(1).flatten(1) for H, J in self.curvatures]
+        return total(blocks)
+
+    def ggn_batch(self, name: str) -> Tensor:
+        """The blocks of samples, ``[samples, P, P]``."""
+        blocks = [einsum("cnp,cd,dnq->npq", J[name].flatten(2), H, J[name].flatten(2)) for H, J in self.curvatures]
+        return total(blocks)
+
+    @cached_property
+    def hessians(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The block of the Hessian ``[P, P]``, and those of samples ``[samples, P, P]`` where these do not mix."""
+        gradients = torch.autograd.grad(self.loss, self.thetas, create_graph=True, materialize_grads=True)
+        found = {}
+        for name, theta, g in zip(self.names, self.thetas, gradients, strict=True):
+            rows = [
+                torch.autograd.grad(entry, theta, retain_graph=True, materialize_grads=True)[0].flatten(1)
+                if entry.requires_grad
+                else torch.zeros_like(theta).flatten(1)
+                for entry in g.sum(0).flatten()
+            ]
+            blocks = torch.stack(rows, 1)
+            found[name] = blocks.sum(0), blocks
+        return found
