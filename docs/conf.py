@@ -93,6 +93,7 @@ STORIES = [
     "plot_cg_newton",
     "plot_gradient_noise_scale",
     "plot_laplace",
+    "plot_mislabelled",
     "plot_influence",
     "plot_pruning",
     "plot_continual_learning",
