@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.everyday_losses import N, Net, losses
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend

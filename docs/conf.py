@@ -42,7 +42,8 @@ myst_substitutions = {"version": version}
 default_role = "py:obj"  # single backticks in docstrings are links where there is such a name
 suppress_warnings = ["config.cache"]  # functions in the settings of the gallery
 
-# Links to PyTorch's documentation, by an inventory of the names that are used here: the build needs no network.
+# Links to PyTorch's documentation, by an inventory of the names that are used here: the build
+# needs no network.
 intersphinx_mapping = {"torch": ("https://docs.pytorch.org/docs/stable", "_build/torch.inv")}
 
 
@@ -50,7 +51,9 @@ def write_inventory(names: Path, out: Path) -> None:
     """Make an inventory for intersphinx of lines ``kind name address``."""
     lines = [line.split() for line in names.read_text().splitlines() if line]
     content = "".join(f"{name} py:{kind} 1 {address} -\n" for kind, name, address in lines)
-    header = "# Sphinx inventory version 2\n# Project: torch\n# Version:\n# Compressed by zlib.\n"
+    header = (
+        "# Sphinx inventory version 2\n# Project: torch\n# Version:\n# Compressed by zlib.\n"
+    )
     out.parent.mkdir(exist_ok=True)
     out.write_bytes(header.encode() + zlib.compress(content.encode()))
 
@@ -79,10 +82,11 @@ if is_published:
         "source_directory": "docs/",
     }
 #: Installs curvopt where a notebook does not find it.
+SOURCE = f"git+{address}" if is_published else ROOT.as_uri()
 FIRST_CELL = f"""try:
     import curvopt
 except ImportError:
-    %pip install -q 'curvopt-for-pytorch[experiments] @ {f"git+{address}" if is_published else ROOT.as_uri()}'"""
+    %pip install -q 'curvopt-for-pytorch[experiments] @ {SOURCE}'"""
 
 #: The examples in the order in which they are shown; others follow.
 STORIES = [
@@ -153,7 +157,7 @@ sphinx_gallery_conf = {
 
 
 def run_blocks(app: Sphinx, page: str, source: list[str]) -> None:
-    """Run the blocks of the tutorial in one namespace; what they print and draw follows each of them on the page."""
+    """Run the blocks of the tutorial in one namespace, each followed by what it prints and draws."""
     if page != "tutorial":
         return
     import matplotlib.pyplot as plt
@@ -168,7 +172,9 @@ def run_blocks(app: Sphinx, page: str, source: list[str]) -> None:
     def shown(block: re.Match) -> str:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*non-interactive")  # plt.show() has nowhere to show
+            warnings.filterwarnings(
+                "ignore", message=".*non-interactive"
+            )  # plt.show() has nowhere to show
             exec(compile(block["code"], page, "exec"), namespace)
         parts = [block[0]]
         if printed.getvalue():
@@ -180,7 +186,9 @@ def run_blocks(app: Sphinx, page: str, source: list[str]) -> None:
         plt.close("all")
         return "\n".join(parts)
 
-    source[0] = re.sub(r"^```python\n(?P<code>.*?)^```$", shown, source[0], flags=re.MULTILINE | re.DOTALL)
+    source[0] = re.sub(
+        r"^```python\n(?P<code>.*?)^```$", shown, source[0], flags=re.MULTILINE | re.DOTALL
+    )
 
 
 def setup(app: Sphinx) -> None:
