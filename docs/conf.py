@@ -157,7 +157,7 @@ sphinx_gallery_conf = {
 
 
 def run_blocks(app: Sphinx, page: str, source: list[str]) -> None:
-    """Run the blocks of the tutorial in one namespace, each followed by what it prints and draws."""
+    """Run the blocks of the tutorial in one namespace, each before what it prints and draws."""
     if page != "tutorial":
         return
     import matplotlib.pyplot as plt
