@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from curvopt.core.backward.backpack import backpack
 from curvopt.core.backward.columns import set_columns_per_sweep
+from curvopt.core.backward.explain import Explanation, explain
 from curvopt.core.record.extend import extend
 from curvopt.core.record.predictions import prediction
 from curvopt.core.record.state import disable
@@ -17,9 +18,11 @@ __version__ = "0.3.0"
 __all__ = [
     "CurvoptError",
     "CurvoptWarning",
+    "Explanation",
     "L2Regularizer",
     "backpack",
     "disable",
+    "explain",
     "extend",
     "field",
     "prediction",

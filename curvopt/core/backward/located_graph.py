@@ -160,7 +160,8 @@ def _warn_of_cost(located: LocatedGraph) -> None:
         message = (
             f"{call.call.describe()}: {layout} does not hold the {N} samples along one axis, so its quantities are "
             f"computed sample by sample, at up to {N} times the cost. If the samples are along another axis, say "
-            "extend(model, batch_axis=1); if rows are no samples, as in a graph, batch_axis=None."
+            "extend(model, batch_axis=1); if rows are no samples, as in a graph, batch_axis=None. "
+            "print(curvopt.explain(loss)) shows where the axis is lost."
         )
         if model is None:
             warnings.warn(message, CurvoptWarning, stacklevel=2)

@@ -37,7 +37,7 @@ from curvopt.core.graph.node_vjp import Place
 from curvopt.core.graph.nodes import is_compiled, leads_to, leaf_of, shape_of, walk
 from curvopt.core.losses.any import GenericLoss, Reduction
 from curvopt.core.losses.blocks import Head
-from curvopt.core.losses.known import KnownLoss, find_terms
+from curvopt.core.losses.known import KnownLoss, Terms, find_terms
 from curvopt.core.losses.roots import Diagonal, LossCurvature, NotConvex, NotCurved
 from curvopt.core.products.sums import cast, widened
 from curvopt.core.samples.layout import Layout, axis_of, labels_along
@@ -47,6 +47,32 @@ from curvopt.errors import CurvoptError, CurvoptWarning
 if TYPE_CHECKING:
     from curvopt.core.backward.backward_pass import Backward, BackwardPass
     from curvopt.extensions.base import Extension
+
+
+def terms_of(roots: Sequence[Place], located: LocatedGraph) -> Terms:
+    """The terms of what is differentiated; known ones have rows of one sample each in their input."""
+    ends = {edge.node for call in located.calls for edge in call.edges.values()}
+    locations = located.distinct_locations
+    predictions = {
+        place
+        for location in locations
+        for place in location.heads
+        if shape_of(*place).numel() > (shape_of(*place)[0] if location.is_one_sample else location.N)
+    }
+
+    def has_rows_of_samples(loss: KnownLoss) -> bool:  # not so a mean over the batch
+        edge = loss.edge
+        return loss.input.dim() == 0 or all(
+            location.N == 1
+            or not leads_to(edge.node, {node for node, _ in location.heads})
+            or isinstance(location.axes.layouts.get((edge.node, edge.output_nr)), Layout)
+            or location.rows_of(edge) is not None
+            for location in locations
+        )
+
+    terms = find_terms(roots, ends, predictions)
+    terms.keep(has_rows_of_samples)
+    return terms
 
 
 class Factored(NamedTuple):
@@ -90,16 +116,14 @@ class SecondOrder:
         self.largest_block = largest_block
         self.weight: Tensor | float = 0.0
         self.variables = 1
-        ends = {edge.node for call in located.calls for edge in call.edges.values()}
-        predictions = {
-            place
-            for location in located.distinct_locations
-            for place in location.heads
-            if shape_of(*place).numel() > (shape_of(*place)[0] if location.is_one_sample else location.N)
-        }
-        self.terms = find_terms(list(how.roots), ends, predictions)
-        self._check_single_numbers()
-        self.terms.keep(self._has_rows_of_samples)
+        self.terms = terms_of(list(how.roots), located)
+        for loss in self.terms.known:
+            if loss.input.dim() == 0:
+                raise NotCurved(
+                    f"{loss.describe()}: its input is a single number, but {fields_that(self.extensions, 'need')} a "
+                    "row for each sample; give the loss the outputs of all samples, not their mean (of a single "
+                    "sample, unsqueeze(0) output and target)."
+                )
         self.remainder: GenericLoss | None = None
         if self.terms.nonlinear or (self.terms.ends and self._needs_linear_parts):
             self.remainder = self._generic(self.terms.nonlinear, self.terms.known)
@@ -109,26 +133,6 @@ class SecondOrder:
         """Whether a quantity needs the gradient of a part that is linear in outputs of calls."""
         kinds = [e.columns for e in self.extensions]
         return self.counted is not None or any(isinstance(columns, (Hessian, Empirical)) for columns in kinds)
-
-    def _check_single_numbers(self) -> None:
-        for loss in self.terms.known:
-            if loss.input.dim() == 0:
-                raise NotCurved(
-                    f"{loss.describe()}: its input is a single number, but {fields_that(self.extensions, 'need')} a "
-                    "row for each sample; give the loss the outputs of all samples, not their mean (of a single "
-                    "sample, unsqueeze(0) output and target)."
-                )
-
-    def _has_rows_of_samples(self, loss: KnownLoss) -> bool:
-        """Whether rows of the input of a loss are of one sample each; not so for a mean over the batch."""
-        edge = loss.edge
-        return all(
-            location.N == 1
-            or not leads_to(edge.node, {node for node, _ in location.heads})
-            or isinstance(location.axes.layouts.get((edge.node, edge.output_nr)), Layout)
-            or location.rows_of(edge) is not None
-            for location in self.located.distinct_locations
-        )
 
     def _generic(self, nonlinear: Sequence[Node], known: Sequence[KnownLoss]) -> GenericLoss:
         """The scalar less some known terms, which is a nonlinear function behind some nodes.

@@ -304,7 +304,7 @@ class _BatchOfModel:
                     f"A tensor of shape {list(shape_of(*place))} ({name_of(place[0])}) is computed with parameters of "
                     f"the model, and is in the loss past its outputs, but has no row for each of the {N} samples "
                     "(forces on atoms beside energies of molecules?); leave it out, or say that the batch is one "
-                    "sample by extend(model, batch_axis=None)."
+                    "sample by extend(model, batch_axis=None). curvopt.explain(loss) shows what was found."
                 )
 
     def _appended(self, lengths: Sequence[int]) -> tuple[int, Heads, bool]:
