@@ -219,6 +219,7 @@ class SecondOrder:
             except CurvoptError:
                 raise naming_fields(self.extensions, next(iter(negative.values()))) from None
         try:
+            factored = self._joined(factored)
             self._pull_back(run, factored)
         except CurvoptError as error:
             if isinstance(error, NotConvex) and negative:
@@ -249,6 +250,25 @@ class SecondOrder:
             self.weight = self.weight + curvature.weights.detach().sum()
             self.variables = max(self.variables, curvature.variables)
         return Factored(loss, curvature)
+
+    def _joined(self, factored: list[Factored]) -> list[Factored]:
+        """Take known terms at predictions of the remainder for a part of it where that makes it convex.
+
+        So a cross-entropy less an entropy has the Gauss-Newton matrix that it has as one function of the logits.
+        """
+        if self.remainder is None or not any(isinstance(e.columns, (Exact, MonteCarlo)) for e in self.extensions):
+            return factored
+        if all(isinstance(e.columns, Hessian) for e in self.extensions):
+            return factored
+        try:
+            self.remainder.check_definite()
+        except NotConvex:
+            heads = {(head.edge.node, head.edge.output_nr) for head in self.remainder.heads}
+            at_heads = {f.loss for f in factored if (f.loss.edge.node, f.loss.edge.output_nr) in heads}
+            if at_heads:
+                self.terms.keep(lambda loss: loss not in at_heads)
+                self.remainder = self._generic(self.terms.nonlinear, self.terms.known)
+        return [f for f in factored if f.loss in self.terms.known]
 
     def _is_uncounted(self, loss: KnownLoss) -> bool:
         """Whether a term of a sum reaches none of the parameters that count."""
