@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar
 
 from torch import nn
 
 import curvopt
-from curvopt.extensions import Extension
+from curvopt.core.backward.backpack import Request
+from curvopt.core.backward.backward_pass import Backward, BackwardPass
+from curvopt.core.backward.request_checks import MixedSamples
+from curvopt.extensions import GGNMP, HMP, Extension
 
 
 class NotSupported(curvopt.CurvoptError, NotImplementedError):
@@ -28,6 +32,15 @@ class backpack(curvopt.backpack):  # noqa: N801 - the name of BackPACK
             super().__init__(*extensions, **options)
         except TypeError as error:
             raise ValueError(str(error)) from error
+
+    def _attempt(self, how: Backward, request: Request) -> BackwardPass | None:
+        """Where train-mode batch norm mixes the samples, products are those with the matrix of the whole batch."""
+        try:
+            return super()._attempt(how, request)
+        except MixedSamples:
+            if not all(isinstance(extension, (GGNMP, HMP)) for extension in request.extensions):
+                raise
+            return super()._attempt(how, replace(request, as_one_sample=True))
 
     def __enter__(self) -> backpack:
         """Activate the extensions."""

@@ -179,6 +179,31 @@ def test_quantities_of_gradients_go_through_batch_norm(name: str):
     assert hasattr(model[0].weight, extension.savefield)
 
 
+@pytest.mark.parametrize("name", ["GGNMP", "HMP"])
+def test_products_are_those_of_the_whole_batch_where_batch_norm_mixes_it(name: str):
+    from backpack import backpack
+    from backpack.hessianfree.ggnvp import ggn_vector_product_from_plist, hessian_vector_product
+
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double())
+    x, y, extension = torch.randn(5, 3).double(), torch.arange(5) % 3, getattr(imported("extensions"), name)()
+    with backpack(extension):
+        nn.functional.cross_entropy(model(x), y).backward()
+    for p in model.parameters():
+        v, outputs = torch.randn_like(p), model(x)
+        loss = nn.functional.cross_entropy(outputs, y)
+        products = {
+            "GGNMP": lambda loss=loss, z=outputs, p=p, v=v: ggn_vector_product_from_plist(loss, z, [p], [v]),
+            "HMP": lambda loss=loss, p=p, v=v: hessian_vector_product(loss, [p], [v]),
+        }
+        assert_close(getattr(p, extension.savefield)(v), products[name]()[0])
+    with pytest.raises(curvopt.CurvoptError, match="batch norm mixes"), backpack(extension, *_also()):
+        nn.functional.cross_entropy(model(x), y).backward()
+
+
+def _also() -> list[Any]:
+    return [imported("extensions").BatchDiagGGNExact()]
+
+
 @pytest.mark.parametrize(
     "kind, loss, travels", [("KFAC", "SAMPLING", "SQRT"), ("KFLR", "EXACT", "SQRT"), ("KFRA", "SUM", "BATCH_AVERAGE")]
 )

@@ -32,6 +32,7 @@ from curvopt.extensions import (
     BatchL2Grad,
     DiagGGNExact,
     DiagGGNMC,
+    DiagHessian,
     Extension,
     SqrtGGNExact,
     SqrtGGNMC,
@@ -267,6 +268,23 @@ def test_parts_of_the_gradient_through_batch_norm(net: Callable[[], nn.Sequentia
             compare(p.batch_l2, parts.flatten(1).square().sum(1), "norms")
             compare(p.sum_grad_squared, parts.square().sum(0), "squares")
             compare(p.variance, parts.var(0, unbiased=False), "variance")
+
+
+def test_exact_fields_of_a_batch_that_batch_norm_mixes():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+    model, x, y = extend(net, batch_axis=None), torch.randn(5, 3).double(), torch.arange(5) % 3
+    with backpack(DiagHessian(), DiagGGNExact()):
+        nn.functional.cross_entropy(model(x), y).backward()
+    z = model(x)
+    logits = z.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(nn.functional.cross_entropy(logits, y), logits, create_graph=True)
+    hessian = torch.stack([torch.autograd.grad(s, logits, retain_graph=True)[0].flatten() for s in slope.flatten()])
+    for name, p in model.named_parameters():
+        (gradient,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), p, create_graph=True)
+        rows = [torch.autograd.grad(g, p, retain_graph=True)[0].flatten() for g in gradient.flatten()]
+        compare(p.diag_h.flatten(), torch.stack(rows).diagonal(), f"{name}.diag_h")
+        jacobian = torch.stack([torch.autograd.grad(e, p, retain_graph=True)[0].flatten() for e in z.flatten()])
+        compare(p.diag_ggn_exact.flatten(), (jacobian.T @ hessian @ jacobian).diagonal(), f"{name}.diag_ggn_exact")
 
 
 def test_extensions_of_one_class_under_names_of_their_own():

@@ -86,6 +86,10 @@ def check_request(extensions: Sequence[Extension], located: LocatedGraph) -> Non
         )
 
 
+class MixedSamples(CurvoptError):
+    """A batch norm in train mode mixes samples that a quantity needs apart."""
+
+
 def _check_norms(extensions: Sequence[Extension], located: LocatedGraph) -> None:
     """Refuse quantities of independent samples that a batch norm mixes, or warn of what is taken for them."""
     locations = located.distinct_locations if extensions else []
@@ -109,8 +113,12 @@ def _check_norms(extensions: Sequence[Extension], located: LocatedGraph) -> None
         else "train-mode batch norm mixes them; call model.eval()"
     )
     first_order = all(isinstance(e.columns, Gradient) for e in refused)
-    way = "row n's part of the gradient (through_batch_norm=True)" if first_order else "a Monte-Carlo quantity (KFAC)"
-    raise CurvoptError(
+    way = (
+        "row n's part of the gradient (through_batch_norm=True)"
+        if first_order
+        else "a Monte-Carlo quantity (KFAC), or take the batch as one sample: extend(model, batch_axis=None)"
+    )
+    raise MixedSamples(
         f"{norm}: {fields_that(refused, 'need')} independent samples of {mixed[0].call.describe()}, but {what}, or "
         f"use {way}."
     )
