@@ -93,6 +93,7 @@ STORIES = [
     "plot_individual_gradients",
     "plot_all_quantities",
     "plot_kfac_training",
+    "plot_finetuning",
     "plot_diagonal_ggn_by_hand",
     "plot_cg_newton",
     "plot_gradient_noise_scale",

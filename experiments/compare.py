@@ -87,7 +87,7 @@ class Comparison:
                     out=self.out / f"{self.problem}-{name}-{seed}",
                     wandb=self.wandb,
                 ).resolved()
-                runs.setdefault(str(config.optimizer), []).append(config)
+                runs.setdefault(config.optimizer.label, []).append(config)
         return runs
 
 

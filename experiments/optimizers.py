@@ -84,6 +84,12 @@ class OptimizerConfig:
         """Advice for a loss that explodes."""
         return "lower --lr or raise --damping" if "damping" in self.options() else "lower --lr"
 
+    @property
+    def label(self) -> str:
+        """The optimizer and its learning rate in words, for figures."""
+        name = "KFACPreconditioner" if self.kind is Preconditioned else self.kind.__name__
+        return f"{name}, learning rate {self.options()['lr']:g}"
+
     def __str__(self) -> str:
         options = self.options()
         names = ("base", "lr", "damping" if options.get("damping") is not None else "relative_damping")

@@ -157,6 +157,7 @@ PROBLEMS: dict[str, Problem] = {
             "sgd": {"lr": 0.1, "momentum": 0.9},
             "adamw": {"lr": 0.003, "weight_decay": 0.0},
             "kfac-sgd": {"lr": 0.03},
+            "kfac-adamw": {"lr": 0.005},
         },
     ),
     "fmnist-2c2d": Problem(
@@ -166,6 +167,12 @@ PROBLEMS: dict[str, Problem] = {
         epochs=20,
         batch_size=128,
         target=0.1,
+        tuned={
+            "sgd": {"lr": 0.1, "momentum": 0.9},
+            "adamw": {"lr": 0.001, "weight_decay": 0.0},
+            "kfac-sgd": {"lr": 0.1},
+            "kfac-adamw": {"lr": 0.015},
+        },
     ),
     "mnist5k-autoencoder": Problem(
         title="Deep autoencoder on 5,000 images of MNIST",

@@ -83,7 +83,7 @@ def test_compare_prints_its_table_and_trains_only_what_is_missing(
     result = compare(comparison)
     header, rule, *rows = result.splitlines()
     assert "steps" in header and "seconds" in header and set(rule) == {"|", "-"}
-    assert [row.split()[1] for row in rows] == ["sgd", "adamw"]
+    assert [row.split()[1] for row in rows] == ["SGD,", "AdamW,"]
     assert all("±" in row for row in rows)
     assert (tmp_path / "digits-mlp-comparison.md").read_text() == result + "\n"
     require_picture(tmp_path / "digits-mlp-comparison.png")
