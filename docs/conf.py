@@ -192,6 +192,17 @@ def run_blocks(app: Sphinx, page: str, source: list[str]) -> None:
     )
 
 
+def attribute(name: str, look_up: Any = curvopt.__getattr__) -> Any:
+    """A name of curvopt; where there is none, the gallery wants an AttributeError."""
+    try:
+        return look_up(name)
+    except ImportError as error:
+        raise AttributeError(str(error)) from error
+
+
+curvopt.__getattr__ = attribute
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", run_blocks)
