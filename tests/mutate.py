@@ -251,8 +251,8 @@ class Copy:
         self.passes: dict[str, bool] = {}
         shutil.copytree(PACKAGE, folder / "curvopt", ignore=shutil.ignore_patterns("__pycache__"))
 
-    def noticed_by(self, mutation: Mutation, tests: list[str]) -> str | None:
-        """A test that fails by the mutation."""
+    def noticed_by(self, mutation: Mutation, tests: list[str]) -> str | int:
+        """A test that fails by the mutation; how many were run if none does."""
         target = self.folder / "curvopt" / mutation.file
         start, size, begin = 0, FIRST, time.monotonic()
         while start < len(tests) and time.monotonic() - begin < SECONDS:
@@ -273,7 +273,15 @@ class Copy:
                 if test is None or self.passes[test]:
                     return found
                 left.remove(test)
-        return None
+        return min(start, len(tests))
+
+
+def varied(tests: list[str], chance: random.Random) -> list[str]:
+    """In an order in which cases of one function stand far from each other."""
+    functions: dict[str, list[str]] = {}
+    for test in chance.sample(tests, len(tests)):
+        functions.setdefault(test.partition("[")[0], []).append(test)
+    return [test for row in itertools.zip_longest(*functions.values()) for test in row if test is not None]
 
 
 def main() -> None:
@@ -307,11 +315,11 @@ def main() -> None:
         for number, mutation in enumerate(drawn, 1):
             # what an import runs is run for all tests of the file
             tests = sorted(by_line.get((mutation.file, mutation.line)) or by_file.get(mutation.file) or ())
-            chance.shuffle(tests)
-            found = copy.noticed_by(mutation, tests)
-            survivors += found is None
-            print(f"{number:3} {f'SURVIVES {len(tests)} tests' if found is None else 'dead'}  {mutation}", flush=True)
-            if found is not None:
+            found = copy.noticed_by(mutation, varied(tests, chance))
+            survivors += isinstance(found, int)
+            lives = f"SURVIVES {found} of {len(tests)} tests" if isinstance(found, int) else "dead"
+            print(f"{number:3} {lives}  {mutation}", flush=True)
+            if isinstance(found, str):
                 print(f"    by {found}", flush=True)
     print(f"{len(drawn) - survivors} of {len(drawn)} were noticed, --seed {options.seed}")
 

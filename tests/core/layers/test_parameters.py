@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from cases import Case, cross_entropy, labels, normal
 from checks import check_all, extended, gradients_of_each
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from curvopt import CurvoptError, L2Regularizer, backpack, extend, set_columns_per_sweep
 from curvopt.core.backward.located_graph import read_and_locate
+from curvopt.core.layers import pull_to_parameter
 from curvopt.core.products import base as jacobians
 from curvopt.core.products import chunk_sizes as costs
 from curvopt.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, KFACEmpirical
@@ -251,6 +253,11 @@ def test_quantities_equal_the_dense_reference(name: str, on_data: bool):
     use, shape, other = (USES | PRODUCTS)[name]
     model = partial(Own, use, shape, other, on_data)
     check_all(extended(Case("", model, normal(N, TOKENS, 4), cross_entropy(), labels)))
+    problem = extended(Case("", model, normal(N, TOKENS, 4), cross_entropy(), labels))
+    with backpack(KFLR()):
+        problem.loss().backward()
+    for p in problem.model.parameters():  # a vector has one factor, whatever it was multiplied with
+        assert len(p.kflr) <= (2 if p.dim() > 1 else 1)
 
 
 def test_uses_of_a_parameter_are_summed_in_the_same_order_every_time():
@@ -448,6 +455,24 @@ class First(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+@pytest.mark.parametrize(("weight", "once"), [(torch.tanh, True), (lambda p: p * p.exp(), True), (F.normalize, False)])
+def test_slopes_of_weights_that_are_computed_entry_by_entry_are_taken_once(
+    weight: Callable[[Tensor], Tensor], once: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Else each product of each sample is pulled back to the parameter."""
+    vectors, pull = [], pull_to_parameter._pull
+
+    def counting(source: GradientEdge, p: nn.Parameter, pulled: Tensor) -> Tensor:
+        vectors.append(pulled.numel() // p.numel())
+        return pull(source, p, pulled)
+
+    monkeypatch.setattr(pull_to_parameter, "_pull", counting)
+    model = extend(Own(lambda m, h: F.linear(h, weight(m.p)), (4, 4)))
+    with backpack(DiagGGNExact()):
+        F.cross_entropy(model(torch.randn(N, TOKENS, 4)), torch.zeros(N, dtype=torch.long)).backward()
+    assert (sum(vectors) == 1) == once and vectors
 
 
 @pytest.mark.parametrize("weight", [torch.tril, torch.tanh, lambda p: p / p.norm()])
