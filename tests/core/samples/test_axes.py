@@ -710,3 +710,22 @@ def test_samples_that_one_of_two_paths_mixes_are_mixed() -> None:
     loss = F.cross_entropy(model(torch.randn(6, 3)), torch.arange(6) % 2)
     with pytest.raises(CurvoptError, match="train-mode batch norm mixes them"), backpack(BatchGrad()):
         loss.backward()
+
+
+class Score(nn.Module):
+    """A number for each sequence, whose steps come first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)).mean(0)).squeeze(1)
+
+
+def test_numbers_of_samples_that_are_along_the_second_axis():
+    model, x, y = extend(Score().double(), batch_axis=1), torch.randn(5, 4, 3).double(), torch.randn(4).double()
+    expected = gradients_of_each((model(x) - y).square() / 4, model.parameters())
+    with backpack(BatchGrad()):
+        F.mse_loss(model(x), y).backward()
+    torch.testing.assert_close([p.grad_batch for p in model.parameters()], expected)
