@@ -412,6 +412,7 @@ def test_losses_on_different_heads_add_up():
 @by_case
 def test_sampled_fields_converge_to_exact_ones(case: Case):
     """The mean over independent draws is as far from the exact field as their scatter allows, and that is not far."""
+    quantities_of_the_same_samples_fit_together(case)
     draws, samples = 12, 60
     problem, ref = extended(case), reference(case)
     loss = problem.loss()
@@ -474,8 +475,7 @@ def test_quantities_with_the_same_columns_share_samples():
     assert not torch.allclose(problem.model[0].bias.kfac[0].diagonal(), problem.model[0].bias.diag_ggn_mc)
 
 
-@by_case
-def test_quantities_of_the_same_samples_fit_together(case: Case):
+def quantities_of_the_same_samples_fit_together(case: Case) -> None:
     """One seed is one draw: a root squares to the diagonals and the Kronecker factors of the same draw."""
     problem, ref = extended(case), reference(case)
     for approx in ("expand", "reduce"):

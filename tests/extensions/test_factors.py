@@ -66,7 +66,13 @@ def test_ignored_targets_weigh_nothing() -> None:
 
 
 @by_case
-def test_limited_factors_are_blocks_of_the_whole_ones(case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factors_in_blocks_and_in_their_bases(case, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        limited_factors_are_blocks_of_the_whole_ones(case, patched)
+    eigen_diagonal_is_that_of_the_rotated_matrix(case)
+
+
+def limited_factors_are_blocks_of_the_whole_ones(case, monkeypatch: pytest.MonkeyPatch) -> None:
     limit, rows_at_once = 3, costs.rows_at_once
     for approx in ("expand", "reduce"):
         whole, limited = extended(case), extended(case)
@@ -97,8 +103,7 @@ def are_blocks(cut: Tensor, factor: Tensor, limit: int) -> None:
         assert not torch.block_diag(*blocks)[size:].any()
 
 
-@by_case
-def test_eigen_diagonal_is_that_of_the_rotated_matrix(case) -> None:
+def eigen_diagonal_is_that_of_the_rotated_matrix(case) -> None:
     for limit in (None, 3):
         problem, ref = extended(case), reference(case)
         kflr = KFLR(max_factor_size=limit)

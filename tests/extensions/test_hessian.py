@@ -59,6 +59,7 @@ def test_diagonals_and_products_equal_dense_reference(case: Case):
         for extension in extensions:
             check(problem, reference(case), extension)
     products_equal_dense_reference(case)
+    positive_curvature_is_the_hessian_with_parts_replaced(case)
 
 
 def products_equal_dense_reference(case: Case) -> None:
@@ -73,8 +74,7 @@ def products_equal_dense_reference(case: Case) -> None:
                 compare(product(v), (v.reshape(V, -1) @ matrix).reshape(v.shape), name)
 
 
-@by_case
-def test_positive_curvature_is_the_hessian_with_parts_replaced(case: Case):
+def positive_curvature_is_the_hessian_with_parts_replaced(case: Case) -> None:
     """Clipping and absolute values only add to the Hessian, and nothing goes below the Gauss-Newton matrix."""
     problem, ref = extended(case), reference(case)
     matrices = {}
