@@ -806,3 +806,39 @@ def test_losses_without_a_ggn_take_one_sample_too(monkeypatch: pytest.MonkeyPatc
                 optimizer.step()
         assert losses[-1] < losses[0]
         assert all(optimizer.coverage()[name] != "none" for name in optimizer.coverage())
+
+
+class Encoder(nn.Module):
+    """Returns outputs ``[N, T, H]`` and a hidden state ``[layers, N, H]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(5, 7, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rnn(x)
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.GRU(5, 7, num_layers=2, batch_first=True), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return self.out(self.rnn(x, hidden)[0])
+
+
+def test_an_encoder_whose_hidden_state_has_layers_first_is_told_nothing() -> None:
+    encoder, decoder = Encoder(), Decoder()
+    optimizers = [KFACSGD(encoder), KFACSGD(decoder)]
+    x, t, y = torch.randn(6, 4, 5), torch.randn(6, 8, 5), torch.randint(3, (6, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvoptWarning)
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            F.cross_entropy(decoder(t, encoder(x)[1]).flatten(0, 1), y.flatten()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    for optimizer in optimizers:
+        assert "none" not in optimizer.coverage().values()
