@@ -456,6 +456,25 @@ def from_all_ranks_but_one_to_all() -> None:
 
 
 @check
+def from_some_ranks_to_all_by_get_and_set_state_dict() -> None:
+    size, folder = dist.get_world_size() - 1, folder_of_all()
+    mesh = DeviceMesh("cpu", list(range(size)))
+    alone = Run(EXACT["KFACAdamW"], alone=True).train(batch, range(4))
+    if dist.get_rank() < size:
+        first = Sharded(EXACT["KFACAdamW"], mesh=mesh)
+        first.train(lambda step: tuple(x[dist.get_rank() :: size] for x in batch(step)), range(4))
+        state = dict(zip(("model", "optimizer"), get_state_dict(first.model, first.optimizer), strict=True))
+        dcp.save(state, checkpoint_id=folder, process_group=mesh.get_group())
+    dist.barrier()
+    run = Sharded(EXACT["KFACAdamW"], by_layers=True)
+    into = {"model": run.model.state_dict(), "optimizer": state_to_load(run.optimizer, folder)}
+    dcp.load(into, checkpoint_id=folder)
+    model, optimizer, options = into["model"], into["optimizer"], StateDictOptions(strict=False)
+    set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options)
+    assert_close(run.train(own, range(4, 8)), alone.train(batch, range(4, 8)))
+
+
+@check
 def what_is_refused() -> None:
     run = Sharded(EXACT["KFACSGD"]).train(own, range(1))
     words = ("fully_shard", "DistributedDataParallel", "sharded over ranks")

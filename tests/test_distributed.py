@@ -25,13 +25,14 @@ OF_FOUR = [
     "parts_of_a_batch_are_the_batch",
     "unequal_and_empty_batches",
     "from_all_ranks_but_one_to_all",
+    "from_some_ranks_to_all_by_get_and_set_state_dict",
     "replicas_of_shards",
     "replicated unequal_and_empty_batches",
     "replicated parameters_that_some_ranks_do_not_use",
     "replicated each_matrix_is_factored_on_one_rank",
     "replicated groups",
 ]
-OF_TWO = [name for name in ALL if name != "from_all_ranks_but_one_to_all"]
+OF_TWO = [name for name in ALL if not name.startswith(("from_all_ranks", "from_some_ranks"))]
 
 
 @pytest.mark.slow(reason="processes that train wait for each other, dozens of times")
