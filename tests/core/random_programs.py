@@ -8,7 +8,8 @@ are those of its copy.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, distributions, einsum, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
+
+from curvopt import extend
 
 N, INPUTS, WIDTH = 4, 3, 4
 
@@ -75,8 +78,8 @@ def layer(kind: str, inputs: int, outputs: int) -> nn.Module:
 
 
 LAYERS = (
-    "linear", "linear", "linear", "pruned", "weight_norm", "spectral_norm",
-    "lora", "functional", "masked", "matmul", "normalized", "scaled",
+    "linear", "pruned", "weight_norm", "spectral_norm", "lora",
+    "functional", "masked", "matmul", "normalized", "scaled",
 )  # fmt: skip
 BODIES = ("mlp", "deep", "tied", "residual", "gated", "direct")
 
@@ -151,6 +154,7 @@ class Loss:
     Attributes:
         of: the scalar.
         halves: two functions it consists of; what is between them has a row for each sample.
+        at: two functions it consists of, where it is split between them.
         known: whether it is recognised, and so is split at its own input.
         convex: whether its Hessian in its input is positive semi-definite.
         coupled: whether it mixes samples.
@@ -161,6 +165,7 @@ class Loss:
     convex: bool = True
     coupled: bool = False
     halves: tuple[Callable[..., Any], Callable[..., Tensor]] | None = None
+    at: tuple[Callable[..., Any], Callable[..., Tensor]] | None = None
 
 
 def losses(R: int, C: int) -> dict[str, Loss]:
@@ -170,7 +175,6 @@ def losses(R: int, C: int) -> dict[str, Loss]:
     known = {
         "cross_entropy": lambda z: F.cross_entropy(z, y),
         "cross_entropy, sum": lambda z: F.cross_entropy(z, y, reduction="sum"),
-        "CrossEntropyLoss": nn.CrossEntropyLoss(label_smoothing=0.1).__call__,
         "nll_loss": lambda z: F.nll_loss(F.log_softmax(z, 1), y),
         "log_softmax by hand": lambda z: -F.log_softmax(z, 1)[rows, y].mean(),
         "kl_div": lambda z: F.kl_div(F.log_softmax(z, 1), t.softmax(1), reduction="batchmean"),
@@ -180,11 +184,19 @@ def losses(R: int, C: int) -> dict[str, Loss]:
         "bce": lambda z: F.binary_cross_entropy_with_logits(z, bits),
         "Bernoulli": lambda z: -distributions.Bernoulli(logits=z).log_prob(bits).mean(),
     }
-    known["CrossEntropyLoss"] = lambda z: nn.CrossEntropyLoss(label_smoothing=0.1)(z, y)
+    extended = extend(nn.CrossEntropyLoss(label_smoothing=0.1)), extend(nn.MSELoss(reduction="sum"))
+    known["CrossEntropyLoss"] = lambda z: extended[0](z, y)
+    known["MSELoss"] = lambda z: extended[1](z, t)
+    near = lambda p: 0.9 * p.detach() + 0.1 * t.softmax(1)  # noqa: E731
+    squares = {  # of what, and the rest of the loss
+        "squares": (lambda z: z, lambda z: ((z - t) ** 2).mean()),
+        "Normal": (lambda z: z, lambda z: -distributions.Normal(z, 0.7).log_prob(t).mean()),
+        "Brier": (lambda z: z.softmax(1), lambda p: (p - t.softmax(1)).square().mean()),
+        "Brier, nearly met": (lambda z: z.softmax(1), lambda p: (p - near(p)).square().sum(1).mean()),
+        "variance": (lambda z: z.var(1, correction=0), lambda v: (v - 0.1).square().mean()),
+    }
     by_hand = {
         "Categorical": lambda z: -distributions.Categorical(logits=z).log_prob(y).mean(),
-        "Normal": lambda z: -distributions.Normal(z, 0.7).log_prob(t).mean(),
-        "squares": lambda z: ((z - t) ** 2).mean(),
         "log-cosh": lambda z: (z - t).cosh().log().mean(),
         "huber_loss": lambda z: F.huber_loss(z, t),
         "softplus": lambda z: F.softplus(-z * sign[:, None]).mean(),
@@ -200,13 +212,13 @@ def losses(R: int, C: int) -> dict[str, Loss]:
         "weighted": lambda z: (z * t).sum() / R,
     }
     not_convex = {
-        "Brier": lambda z: (z.softmax(1) - t.softmax(1)).square().mean(),
+        "Huber loss of a norm": lambda z: F.huber_loss(z.square().sum(1).add(1).sqrt(), t[:, 0].abs()),
         "focal": lambda z: (lambda ce: ((1 - (-ce).exp()) ** 2 * ce).mean())(F.cross_entropy(z, y, reduction="none")),
         "learned variance": lambda z: -distributions.Normal(z[:, 0], z[:, -1].exp()).log_prob(t[:, 0]).mean(),
         "clipped": lambda z: (lambda r: -torch.minimum(r * t[:, :1], r.clamp(0.8, 1.2) * t[:, :1]).mean())(
             z.softmax(1)[rows, y][:, None] * C
         ),
-        "entropy": lambda z: F.cross_entropy(z, y) - distributions.Categorical(logits=z).entropy().mean(),
+        "entropy": lambda z: (z.logsumexp(1) - z[rows, y] - distributions.Categorical(logits=z).entropy()).mean(),
     }
     coupled = {
         "rmse": lambda z: F.mse_loss(z, t).sqrt(),
@@ -220,20 +232,22 @@ def losses(R: int, C: int) -> dict[str, Loss]:
         "Bernoulli": (lambda z: distributions.Bernoulli(logits=z).log_prob(bits), lambda p: -p.mean()),
         "Categorical": (lambda z: distributions.Categorical(logits=z).log_prob(y), lambda p: -p.mean()),
         "Normal": (lambda z: distributions.Normal(z, 0.7).log_prob(t).sum(1), lambda p: -p.sum() / t.numel()),
-        "squares": (lambda z: (z - t) ** 2, torch.mean),
-        "log-cosh": (lambda z: (z - t).cosh().log(), torch.mean),
+        "squares": (lambda z: ((z - t) ** 2).sum(1), lambda p: p.sum() / t.numel()),
+        "log-cosh": (lambda z: (z - t).cosh().log().sum(1), lambda p: p.sum() / t.numel()),
         "distance": (lambda z: (z - t).norm(dim=1), torch.mean),
         "l1_loss": (lambda z: (z - t).abs().sum(1), lambda p: p.sum() / t.numel()),
         "Brier": (lambda z: (z.softmax(1) - t.softmax(1)).square().sum(1), lambda p: p.sum() / t.numel()),
+        "Brier, nearly met": (lambda z: (z.softmax(1) - near(z.softmax(1))).square().sum(1), torch.mean),
     }
-    kinds = {**dict.fromkeys(known, {"known": True}), **dict.fromkeys(by_hand | linear, {})}
+    kinds = {**dict.fromkeys(known | squares, {"known": True}), **dict.fromkeys(by_hand | linear, {})}
     kinds |= {
         **dict.fromkeys(not_convex, {"convex": False}),
         **dict.fromkeys(coupled, {"convex": False, "coupled": True}),
     }
+    whole = {name: lambda z, of=of, rest=rest: rest(of(z)) for name, (of, rest) in squares.items()}
     return {
-        name: Loss(of, halves=halves.get(name), **kinds[name])
-        for name, of in (known | by_hand | linear | not_convex | coupled).items()
+        name: Loss(of, halves=halves.get(name), at=squares.get(name), **kinds[name])
+        for name, of in (known | whole | by_hand | linear | not_convex | coupled).items()
     }
 
 
@@ -321,7 +335,7 @@ def heads_of(found: Any) -> list[Tensor]:
 
 
 def some_heads(rng: random.Random, number: int, outputs: int) -> list[tuple[str, int]]:
-    return [(rng.choice(LAYERS), outputs) for _ in range(number)]
+    return [(rng.choice([*LAYERS, "linear", "linear"]), outputs) for _ in range(number)]
 
 
 Plot = tuple[list[nn.Module], tuple[Tensor, ...], Callable[..., list[Tensor]]]
@@ -437,24 +451,40 @@ def terms_of(rng: random.Random, heads: Sequence[Tensor], number: int, plain: bo
     return found
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers of a seed, in double precision."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
 def program(seed: int, plot: str | None = None, plain: bool = False) -> Program:
-    """The program of a seed, in double precision; ``plain``: all its terms have Gauss-Newton matrices."""
+    """The program of a seed; ``plain``: all its terms have Gauss-Newton matrices."""
     rng = random.Random(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            name = plot or rng.choice(list(PLOTS))
-            models, data, run = PLOTS[name](rng)
-            heads = [z.detach() for z in run(plainly, *data)]
-            terms = terms_of(rng, heads, rng.choice([1, 2, 2, 3]), plain)
-            if name in ("two_nets", "twice") and rng.random() < 0.4:
-                joint = Loss(lambda a, b: (a - b).square().sum(1).mean())
-                terms.append(Term("distance of heads", 1.0, (0, 1), "identity", joint))
-        finally:
-            torch.set_default_dtype(default)
+    with seeded(seed):
+        name = plot or rng.choice(list(PLOTS))
+        models, data, run = PLOTS[name](rng)
+        heads = [z.detach() for z in run(plainly, *data)]
+        terms = terms_of(rng, heads, rng.choice([1, 2, 2, 3]), plain)
+        if name in ("two_nets", "twice") and rng.random() < 0.4:
+            joint = Loss(lambda a, b: (a - b).square().sum(1).mean())
+            terms.append(Term("distance of heads", 1.0, (0, 1), "identity", joint))
     return Program(name, models, data, run, terms)
+
+
+def one_loss(name: str, kind: str = "linear", beside: str | None = None) -> Program:
+    """A net whose last layer is of a kind, with a loss, and maybe another one of the same head."""
+    with seeded(0):
+        net, x = Net("mlp", [(kind, 3)]), torch.randn(N, INPUTS)
+        table = losses(N, 3)
+    terms = [Term(each, 1.0, (0,), "identity", table[each]) for each in (name, beside) if each]
+    return Program("one_loss", [net], (x,), lambda call, x: [call(net, x)], terms)
 
 
 # ---------------------------------------------------------------------------------------------------------- definitions
@@ -531,8 +561,9 @@ class Reference:
         found = []
         for term in self.program.terms:
             if term.loss.known:
-                at = term.inputs(self.heads)
-                of = lambda *z, term=term: term.weight * term.loss.of(*z)  # noqa: E731
+                first, rest = term.loss.at or ((lambda z: z), term.loss.of)
+                at = [first(z) for z in term.inputs(self.heads)]
+                of = lambda z, term=term, rest=rest: term.weight * rest(z)  # noqa: E731
             else:
                 at = [self.heads[i] for i in term.heads]
 
