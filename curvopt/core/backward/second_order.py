@@ -34,7 +34,7 @@ from curvopt.core.backward.kfra import kfra_jacobians
 from curvopt.core.backward.located_graph import LocatedGraph
 from curvopt.core.backward.request_checks import fields_of, fields_that, naming_fields, warn_of_columns
 from curvopt.core.graph.node_vjp import Place
-from curvopt.core.graph.nodes import is_compiled, leads_to, leaf_of, shape_of, walk
+from curvopt.core.graph.nodes import is_compiled, leads_to, leaf_of, name_of, operation, shape_of, walk
 from curvopt.core.losses.any import GenericLoss, Reduction
 from curvopt.core.losses.blocks import Head
 from curvopt.core.losses.known import KnownLoss, Terms, find_terms
@@ -351,6 +351,16 @@ class SecondOrder:
         ggn = [e for e in curved if not isinstance(e.columns, of_hessian)]
         if not ggn:
             return
+        for node in {node for node, _ in self.terms.ends}:
+            outputs = {place[0] for _, place in self.located.graph.model_calls} | {
+                edge.node for found in self.located.graph.module_calls.values() for edge in found.edges.values()
+            }
+            if operation(node) in ("DIV", "MUL") and node not in outputs:
+                raise NotCurved(
+                    f"The loss is linear in what {name_of(node)} scales by a parameter, such as the error of a "
+                    "likelihood with a learned deviation, so it does not tell its prediction; mark that by "
+                    "curvopt.prediction, or use KFACEmpirical."
+                )
         if self.remainder is not None:
             self.variables = max(self.variables, self.remainder.variables)
         elif self.terms.ends and not factored:

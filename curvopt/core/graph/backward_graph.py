@@ -229,6 +229,16 @@ class BackwardGraph:
         return found
 
     @cached_property
+    def of_parameters(self) -> set[Node]:
+        """The nodes behind which all leaves are parameters, whatever constants take part."""
+        found = {node for node, leaf in self.leaves.items() if isinstance(leaf, nn.Parameter)}
+        for node in reversed(self.nodes):
+            operands = [below for below, _ in node.next_functions if below is not None]
+            if operands and found.issuperset(operands):
+                found.add(node)
+        return found
+
+    @cached_property
     def by_operation(self) -> dict[str, list[Node]]:
         """The nodes of each operation."""
         found: dict[str, list[Node]] = {}

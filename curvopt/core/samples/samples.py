@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.graph.node_vjp import Place
-from curvopt.core.graph.nodes import leaf_of, name_of, shape_of, walk
+from curvopt.core.graph.nodes import leads_further_to, leaf_of, name_of, shape_of, walk
 from curvopt.core.record.extended_parameters import extended_model, extended_owner
 from curvopt.core.record.model_calls import Model, ModelCall
 from curvopt.core.samples.layout import UNUSED, Axis, Layout, axis_of, labelled, labels_along
@@ -130,6 +130,7 @@ def _computed_with_parameters(graph: BackwardGraph) -> dict[Model | None, list[P
         for edge in found.edges.values()
     }
     found: dict[Model | None, list[Place]] = {}
+    marked = {node for node, _ in graph.predictions}
     stack: list[Place] = [(node, 0) for node in graph.roots]
     seen = set(stack)
     while stack:
@@ -146,9 +147,14 @@ def _computed_with_parameters(graph: BackwardGraph) -> dict[Model | None, list[P
             if place in layers:
                 found.setdefault(layers[place], []).append(place)
                 continue
-            if node not in graph.of_parameters_alone:
-                below = [b for b, _ in node.next_functions if b in graph.of_parameters_alone]
-                models = [extended_model(leaf) for b in below for leaf in map(leaf_of, walk([b])) if leaf is not None]
+            if node not in graph.of_parameters_alone and not (marked and leads_further_to(node, marked)):
+                below = [b for b, _ in node.next_functions if b is not None]
+                entering = [b for b in below if b in graph.of_parameters_alone]
+                if not entering and not graph.of_parameters.issuperset(below):  # a weight computed with constants
+                    entering = [b for b in below if b in graph.of_parameters]
+                models = [
+                    extended_model(leaf) for b in entering for leaf in map(leaf_of, walk([b])) if leaf is not None
+                ]
                 if models:
                     found.setdefault(models[0], []).append(place)
                     continue
