@@ -589,9 +589,15 @@ def test_a_whole_compiled_step(attached: bool):
         optimizer = KFACSGD(extend(net_).parameters(), fisher="exact")
         if attached:
             optimizer.attach(net_)
-        for _ in range(3):
-            run(net_, optimizer)
-    assert_close(weights(model), weights(plain))
+        # compiled with the step, the loss has no second derivative
+        message = "empirical quantity.*compute the loss outside of what torch.compile compiles"
+        says = pytest.warns(CurvoptWarning, match=message) if attached and net_ is model else contextlib.nullcontext()
+        with says:
+            for _ in range(3):
+                run(net_, optimizer)
+    if not attached:
+        assert_close(weights(model), weights(plain))
+    assert lossfunc(model(X), Y) < lossfunc(net()(X), Y)
 
 
 @compiling
@@ -615,14 +621,6 @@ def test_compiled_attention_is_called_again():
     tokens_first = extend(Attending(False).double())
     with pytest.raises(CurvoptError, match=r"samples along axis 0"):
         fields(tokens_first, torch.compile(tokens_first, backend="aot_eager"), lossfunc)
-
-
-@compiling
-def test_a_compiled_extended_loss():
-    model, plain = extend(net()), extend(net())
-    lossfunc = extend(nn.CrossEntropyLoss())
-    compiled = torch.compile(extend(nn.CrossEntropyLoss()), backend="aot_eager")
-    assert_close(fields(model, model, compiled), fields(plain, plain, lossfunc))
 
 
 @compiling

@@ -279,8 +279,11 @@ class SecondOrder:
 
     def _pull_back(self, run: BackwardPass, factored: Sequence[Factored]) -> None:
         remainder, edges = self.remainder, [each.loss.edge for each in factored]
-        if remainder is not None:
-            self.weight = remainder.weight
+        # of what is written by hand the whole says how many means it is
+        by_hand = any(loss.is_square for loss in self.terms.known) and len(self.located.distinct_locations) == 1
+        by_hand = (by_hand and not self.creates_graph) or remainder is not None
+        if by_hand:
+            self.weight = self.whole.weight
         self._say_linear(factored)
         by_columns = self._by_columns
         remaining = len(by_columns) + sum(isinstance(e.columns, Hessian) for e in self.extensions)
@@ -296,7 +299,7 @@ class SecondOrder:
                 if remainder is not None:
                     drawn += self._sampled_remainder(columns, remainder)
                 _sweep_chunks(run, edges + (remainder.edges if remainder else []), drawn, extensions, last)
-            elif isinstance(columns, Empirical) and remainder is not None:
+            elif isinstance(columns, Empirical) and by_hand:
                 whole = self.whole
                 vectors = [self._signed(columns, each) for each in _empirical_of_any_loss(whole)]
                 if columns.scaled:

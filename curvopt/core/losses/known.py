@@ -74,6 +74,11 @@ class KnownLoss:
         """The kind of the loss, for messages."""
         return f"{_KINDS[operation(self.node)][0]} ({name_of(self.node)})"
 
+    @property
+    def is_square(self) -> bool:
+        """Whether it is a square written by hand, whose factor does not tell how many means over samples it is."""
+        return operation(self.node) in ("MUL", "POW")
+
     def slope(self) -> Tensor:
         """Gradient of the term in z, like z; differentiable if gradients are enabled."""
         grad = self.grad.clone()  # which hooks may change in place

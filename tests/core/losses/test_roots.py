@@ -519,9 +519,7 @@ def test_weight_of_a_loss_is_the_same_where_it_is_flat(by_entries: bool):
             weights.append(float(context.loss_weight))
             curved.append(bool(model.weight.kflr[0].any()))
     assert curved == [True, False] * 2
-    assert (
-        weights == [0.25 if by_entries else 1.0] * 4
-    )  # as of nn.MSELoss: a prediction is a sample with all its entries
+    assert weights == [1.0] * 4
 
 
 class Noisy(nn.Module):
