@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.graph.node_vjp import Place
-from curvopt.core.graph.nodes import leads_further_to, leaf_of, name_of, shape_of, walk
+from curvopt.core.graph.nodes import leads_further_to, leaf_of, name_of, outputs_of, shape_of, walk
 from curvopt.core.record.extended_parameters import extended_model, extended_owner
 from curvopt.core.record.model_calls import Model, ModelCall
 from curvopt.core.samples.layout import UNUSED, Axis, Layout, axis_of, labelled, labels_along
@@ -130,6 +130,10 @@ def _computed_with_parameters(graph: BackwardGraph) -> dict[Model | None, list[P
         for edge in found.edges.values()
     }
     found: dict[Model | None, list[Place]] = {}
+    ends = {node for node, _ in outputs if len(outputs_of(node)) == 1}
+    between = [node for node in walk(graph.roots, last=ends) if node not in ends]
+    if not any([node in graph.leaves or node.metadata for node in between]):  # type: ignore[attr-defined]
+        return found  # nearly always: data and outputs of models alone
     marked = {node for node, _ in graph.predictions}
     stack: list[Place] = [(node, 0) for node in graph.roots]
     seen = set(stack)
@@ -288,7 +292,7 @@ class _BatchOfModel:
 
     def _of_computed(self, rows: int, labels: Iterable[int], N: int, known: Heads) -> Heads:
         """The heads among tensors that operations with parameters compute: those with so many rows."""
-        layouts = propagate_batch_axis(known, N).layouts if known else {}
+        layouts = propagate_batch_axis(known, N).layouts if known and self.computed else {}
         found: Heads = {}
         for place in self.computed:
             if isinstance(layouts.get(place), Layout):
