@@ -45,8 +45,10 @@ def fields_that(extensions: Sequence[Extension], verb: str) -> str:
 
 
 def naming_fields(extensions: Iterable[Extension], error: CurvoptError) -> CurvoptError:
-    """An error that names the fields that were asked for."""
-    return type(error)(f"{fields_of(extensions)}: {error}")
+    """An error that names the fields that were asked for, if it names none of them yet."""
+    extensions, text = list(extensions), str(error)
+    is_named = any(e.field in text for e in extensions)
+    return type(error)(text if is_named else f"{fields_of(extensions)}: {text}")
 
 
 def may_be_one_sample(extensions: Iterable[Extension]) -> bool:
