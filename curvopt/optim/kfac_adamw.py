@@ -170,9 +170,10 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
             return
         ages = [1 - decay ** float(state["step"]) for state in states]
         sums = torch._foreach_norm([state["exp_avg_sq"] for state in states], 1)  # pyright: ignore[reportPrivateImportUsage]
+        means = torch._foreach_div(sums, ages)  # pyright: ignore[reportPrivateImportUsage]
         pieces = grad.split([param.numel() for param in stack.params])
         norms = torch.stack(torch._foreach_norm(pieces))  # pyright: ignore[reportPrivateImportUsage]
-        usual = (torch.stack(sums).to(norms) / torch.tensor(ages).to(norms)).sqrt()
+        usual = torch.stack(means).to(norms).sqrt()
         factors = torch.where(usual > 0, LARGEST_JUMP * usual / norms, 1.0).clamp(max=1.0)
         torch._foreach_mul_(pieces, factors.unbind())  # pyright: ignore[reportPrivateImportUsage]
 

@@ -92,8 +92,8 @@ def test_quantities_wait_for_the_sign_of_the_loss_alone(
     found = sum(waits().values())
     if make is Transformer and extension is DiagHessian:  # which operations are nonlinear, for all columns at once
         assert found <= 12
-    else:  # whether the loss and its entries weigh something negative
-        assert found == (0 if extension in FIRST_ORDER else 2)
+    else:  # whether the loss weighs something negative
+        assert found == (0 if extension in FIRST_ORDER else 1)
 
 
 @every_net

@@ -576,3 +576,54 @@ def test_samples_that_meet_between_two_outputs_in_the_loss(extension: Callable):
     with backpack(KFAC()):
         (F.cross_entropy(logits, y) + F.mse_loss(u, x)).backward()
     assert [len(p.kfac) for p in model.parameters()] == [2, 1, 2, 1]
+
+
+def test_an_extended_model_runs_on_the_meta_device():
+    model = extend(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).to("meta"))
+    assert model(torch.empty(6, 5, device="meta")).shape == (6, 3)
+
+
+def test_a_program_of_torch_jit_is_refused_by_name():
+    with pytest.raises(AttributeError, match=r"torch\.jit\.script: .*script a model before it is extended"):
+        torch.jit.script(extend(nn.Sequential(nn.Linear(5, 4))))
+
+
+def test_other_tensors_than_the_parameters_are_refused():
+    model, x = extend(nn.Sequential(nn.Linear(5, 4))), torch.randn(3, 5)
+    others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    loss = torch.func.functional_call(model, others, (x,)).square().sum()
+    with pytest.raises(CurvoptError, match=r"0 \(Linear\) was called with another 'weight'"), backpack(BatchGrad()):
+        loss.backward()
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_the_prediction_of_a_likelihood_with_a_learned_deviation_is_asked_for(learned: bool):
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.log_std = nn.Linear(4, 2), nn.Parameter(torch.zeros(2), requires_grad=learned)
+
+        def forward(self, x: Tensor) -> torch.distributions.Normal:
+            return torch.distributions.Normal(self.mean(x), self.log_std.exp())
+
+    model, x, action = extend(Policy().double()), torch.randn(6, 4).double(), torch.randn(6, 2).double()
+    with contextlib.ExitStack() as stack:
+        if learned:
+            stack.enter_context(pytest.raises(CurvoptError, match=r"learned deviation.*curvopt\.prediction"))
+        stack.enter_context(backpack(DiagGGNExact()))
+        (-model(x).log_prob(action).sum(1).mean()).backward()
+    if not learned:
+        torch.testing.assert_close(model.mean.bias.diag_ggn_exact, torch.ones(2).double())
+
+
+def test_a_backward_inside_of_a_hook_is_a_backward_of_its_own():
+    model, x, other = extend(nn.Linear(5, 4)), torch.randn(3, 5), nn.Parameter(torch.ones(2))
+
+    def hook(module: nn.Module) -> None:
+        with torch.enable_grad():
+            (3 * other).sum().backward()
+
+    with backpack(BatchGrad(), extension_hook=hook):
+        model(x).square().sum().backward()
+    torch.testing.assert_close(other.grad, torch.full((2,), 3.0))
+    torch.testing.assert_close(model.bias.grad_batch.sum(0), model.bias.grad)

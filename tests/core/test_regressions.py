@@ -198,7 +198,7 @@ def test_contexts_of_two_threads_leave_nothing_behind():
     context.__enter__()
     pulling.__exit__(None, None, None)
     context.__exit__(None, None, None)
-    assert listeners == []
+    assert listeners() == []
 
 
 def test_several_columns_of_one_image_pass_a_batch_norm_before_a_channels_last_convolution():

@@ -79,6 +79,7 @@ def test_divergence_stops_the_run_and_says_what_to_lower(tmp_path: Path) -> None
         train(Config(problem="digits-mlp", optimizer=settings, out=tmp_path, wandb="disabled"))
     last = read_metrics(tmp_path)[-1]  # the row is there, as valid JSON
     assert [name for name, value in last.items() if value is None] in (
+        ["train/batch_loss", "optim/gradient_norm"],
         ["train/batch_loss"],
         ["train/loss", "test/loss"],
     )

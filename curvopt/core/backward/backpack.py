@@ -119,7 +119,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
             complete; it may use and delete them, so that not all layers' quantities are in memory at once. Called once
             in a backward for each module whose own parameters have fields, not for losses, containers and layers
             without parameters. Inside, ``module.input0`` (``input1``, ...) and ``module.output`` are what a layer that
-            has a rule was called with and gave, detached unless the backward creates a graph.
+            has a rule was called with and gave, detached unless the backward creates a graph. Gradients are disabled,
+            as in all hooks of a backward; another backward goes inside of ``torch.enable_grad()``.
         debug: print which field is set on which parameter.
         retain_graph: accepted for programs written for BackPACK and needed for nothing: quantities that outlive the
             backward (matrix products) own what they need.
@@ -207,6 +208,8 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 return None
             raise naming_fields(extensions, error) from error
         if not located.calls and not (how.accumulates and located.may_reach_parameters):
+            for call in located.graph.module_calls if how.accumulates and request.counted is None else ():
+                call.check_parameters()
             return None
         if how.batched:
             raise CurvoptError(

@@ -354,11 +354,10 @@ class SecondOrder:
         ggn = [e for e in curved if not isinstance(e.columns, of_hessian)]
         if not ggn:
             return
-        for node in {node for node, _ in self.terms.ends}:
-            outputs = {place[0] for _, place in self.located.graph.model_calls} | {
-                edge.node for found in self.located.graph.module_calls.values() for edge in found.edges.values()
-            }
-            if operation(node) in ("DIV", "MUL") and node not in outputs:
+        scaled = {node for node, _ in self.terms.ends if operation(node) in ("DIV", "MUL")}
+        outputs = {node for _, (node, _) in self.located.graph.model_calls}
+        for node in walk([node for node, _ in self.how.roots], last=outputs) if scaled else ():
+            if node in scaled and node not in outputs:
                 raise NotCurved(
                     f"The loss is linear in what {name_of(node)} scales by a parameter, such as the error of a "
                     "likelihood with a learned deviation, so it does not tell its prediction; mark that by "

@@ -213,14 +213,7 @@ class ModuleCall:
 
     def check_inputs(self) -> None:
         """Raise if an input changed since the forward or is nested, or the call had other parameters than its own."""
-        own = self.module._parameters
-        if not all(map(is_, self.seen, own.values())):
-            name = next(name for name, seen in zip(own, self.seen, strict=True) if seen is not own[name])
-            raise CurvoptError(
-                f"{self.describe()} was called with another '{name}' than its own parameter "
-                "(torch.func.functional_call? fully_shard?); call it with its own, so that quantities can be put "
-                "on it. In several processes, train with DistributedDataParallel, which does not shard parameters."
-            )
+        self.check_parameters()
         inputs = self.tensors
         if any([x.is_nested for x in inputs]):
             raise CurvoptError(
@@ -229,6 +222,17 @@ class ModuleCall:
             )
         if self.versions != [version(x) for x in inputs]:
             raise self.modified()
+
+    def check_parameters(self) -> None:
+        """Raise if the call had other parameters than those of the module."""
+        own = self.module._parameters
+        if not all(map(is_, self.seen, own.values())):
+            name = next(name for name, seen in zip(own, self.seen, strict=True) if seen is not own[name])
+            raise CurvoptError(
+                f"{self.describe()} was called with another '{name}' than its own parameter "
+                "(torch.func.functional_call? fully_shard?); call it with its own, so that quantities can be put "
+                "on it. In several processes, train with DistributedDataParallel, which does not shard parameters."
+            )
 
     def modified(self) -> CurvoptError:
         """The error where an input has changed."""

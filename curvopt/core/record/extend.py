@@ -36,6 +36,14 @@ class Recorder:
     def __init__(self, path: str, model: Model, owns: bool, begins: bool):
         self.path, self.model, self.owns, self.begins = path, model, owns, begins
 
+    @property
+    def __name__(self) -> str:
+        """Asked for by ``torch.jit.script`` alone, which would compile the hook."""
+        raise AttributeError(
+            f"torch.jit.script: {self.path or self.model.name} is extended, and hooks that record calls cannot be "
+            "compiled; script a model before it is extended, or use torch.compile."
+        )
+
     def begin(self, module: nn.Module, args: tuple) -> None:
         """Before the forward: a call of the module runs."""
         if not _records():
