@@ -119,18 +119,6 @@ def _with_second_derivative(kind: str) -> frozenset[str]:
 
 #: Names of operations by their second derivative (see `Operation`).
 LINEAR, MULTILINEAR, ELEMENTWISE = map(_with_second_derivative, ("linear", "multilinear", "elementwise"))
-#: Linear operations by which a loss comes from its values: sums, choices, and reshapes on the way.
-SUMS = frozenset(
-    """ADD EXPAND GATHER INDEX INDEXSELECT MASKEDFILL MASKEDSELECT MEAN NEG NLLLOSS NLLLOSS2D RSUB SELECT SLICE SQUEEZE
-    SUB SUM UNSQUEEZE VIEW WHERE""".split()
-)
-#: Operations of which losses are made, squares written by hand among them: the loss is linear in their values.
-OF_LOSSES = frozenset(
-    """BINARYCROSSENTROPYWITHLOGITS EXP HUBERLOSS LINALGVECTORNORM LOGADDEXP LOGSIGMOID LOGSOFTMAX LOGSUMEXP MSELOSS
-    NORM POW SMOOTHL1LOSS SOFTMARGINLOSS SOFTPLUS""".split()
-)
-#: The last of two or more operations of a loss, as in ``-z.softmax(1).log()``.
-LAST_OF_LOSSES = frozenset(["BINARYCROSSENTROPY", "LOG", "LOG1P", "SQRT"])
 #: Batch norms. In train mode they mix samples.
 BATCH_NORMS = frozenset(
     name for name, operation in OPERATIONS.items() if operation.batch_axis in ("batch_norm", "sync_batch_norm")

@@ -1,5 +1,6 @@
 """`prediction` marks a tensor as the prediction of which a loss is a function.
 
+>>> from curvopt.core.record.calls import records_of
 >>> z = prediction(2 * torch.ones(4, 3, requires_grad=True))
 >>> [type(record).__name__ for record, *_ in records_of(z.grad_fn)]
 ['Prediction']
@@ -10,10 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvopt.core.record.calls import Prediction, _record, records_of
+from curvopt.core.record.calls import Prediction, _record
 from curvopt.core.record.state import _records, outside_of_graphs
-
-__all__ = ["prediction", "records_of"]
 
 
 def prediction(z: Tensor) -> Tensor:
