@@ -31,7 +31,7 @@ class _Listeners(threading.local):
 
 
 _of_thread = _Listeners()
-_running: list[list[Any]] = []  # those of backwards that run, of any thread
+_running: dict[object, list[Any]] = {}  # those of backwards that run, of any thread, the last one last
 
 
 def listeners() -> list[Any]:
@@ -42,18 +42,18 @@ def listeners() -> list[Any]:
     found = _of_thread.all
     if found or not _running or not isinstance(threading.current_thread(), threading._DummyThread):
         return found
-    return _running[-1]
+    return ([found] + list(_running.values()))[-1]  # at once, as other threads change it
 
 
 @contextmanager
 def carried() -> Iterator[None]:
     """Inside, the threads of a GPU go by the listeners of this thread."""
-    own = listeners()
-    _running.append(own)
+    backward = object()
+    _running[backward] = listeners()
     try:
         yield
     finally:
-        del _running[next(i for i, each in enumerate(_running) if each is own)]
+        del _running[backward]
 
 
 class OwnBackward:
