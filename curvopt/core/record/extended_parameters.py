@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection
 
@@ -33,6 +34,7 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 # names of the parameters of extended modules, and the modules, to notice calls that nothing recorded
 _extended = WeakIdKeyDictionary()
+_lock = threading.RLock()  # one thread may extend a model while another one looks all parameters through
 _UNKNOWN: tuple[str | None, Callable[[], nn.Module | None], Model | None] = None, lambda: None, None
 
 
@@ -47,7 +49,8 @@ def note_parameters(module: nn.Module, path: str, model: Model, again: bool = Tr
     """
     for name, p in owned_parameters(module).items():
         if again or p not in _extended:
-            _extended[p] = f"{path}.{name}".lstrip("."), weakref.ref(module), model
+            with _lock:
+                _extended[p] = f"{path}.{name}".lstrip("."), weakref.ref(module), model
 
 
 def extended_name(p: Tensor) -> str | None:
@@ -62,7 +65,8 @@ def extended_model(p: Tensor) -> Model | None:
 
 def extended_parameters(models: Collection[Model | None]) -> list[Tensor]:
     """The parameters of some extended models."""
-    return [p for p, (_, _, model) in _extended.items() if model in models]
+    with _lock:
+        return [p for p, (_, _, model) in _extended.items() if model in models]
 
 
 def extended_owner(p: Tensor) -> nn.Module:
