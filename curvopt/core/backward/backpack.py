@@ -199,7 +199,7 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         """Read, locate and check: the pass of a call into autograd, if there is anything to do in it."""
         extensions = request.extensions
         if request.maximized:
-            how = how._replace(roots={place: -grad for place, grad in how.roots.items()})
+            how = how._replace(roots={edge: -grad for edge, grad in how.roots.items()})
         roots = [node for node, _ in how.roots]
         try:
             located = read_and_locate(roots, request.as_one_sample)
@@ -419,10 +419,10 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
         batched = any(is_batched(grad) for grad in args[0] if grad is not None)
         given = {}
         for root, grad in zip(outputs, args[0], strict=True):
-            place = (root.node, root.output_nr) if isinstance(root, GradientEdge) else (root.grad_fn, root.output_nr)
-            if place[0] is not None:
+            edge = (root.node, root.output_nr) if isinstance(root, GradientEdge) else (root.grad_fn, root.output_nr)
+            if edge[0] is not None:
                 grad = root.new_ones(()) if grad is None and isinstance(root, Tensor) else grad
-                given[place] = given[place] + grad if place in given else grad
+                given[edge] = given[edge] + grad if edge in given else grad
         how = Backward(given, accumulates, bool(inputs), bool(args[2]), batched)
         run: Callable[[], Any] = call
         for context in reversed(contexts):

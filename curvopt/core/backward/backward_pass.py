@@ -33,7 +33,7 @@ from curvopt.core.backward.request_checks import naming_fields
 from curvopt.core.backward.second_order import SecondOrder
 from curvopt.core.backward.sweep import Sweep, combined
 from curvopt.core.graph.backward_graph import CallInGraph
-from curvopt.core.graph.node_vjp import NodeVjp, Place
+from curvopt.core.graph.node_vjp import Edge, NodeVjp
 from curvopt.core.graph.vjp import listen, pull_each
 from curvopt.core.layers.functional import ParameterCall
 from curvopt.core.losses.any import Reduction, loss_weight
@@ -61,7 +61,7 @@ class Backward(NamedTuple):
         batched: whether several vectors are pulled back at once (``is_grads_batched=True``).
     """
 
-    roots: Mapping[Place, Tensor]
+    roots: Mapping[Edge, Tensor]
     accumulates: bool
     to_some_inputs: bool
     create_graph: bool
@@ -134,7 +134,7 @@ class BackwardPass:
                 self.second.compute(self)
                 self.weight = self.second.weight
             elif any(e.adds_up for e in self.first_order):
-                edges, N = [GradientEdge(*place) for place in self.how.roots], self.located.N
+                edges, N = [GradientEdge(*edge) for edge in self.how.roots], self.located.N
                 self.weight = loss_weight(edges, list(self.how.roots.values()), N, self.loss_reduction)
             for p, extension in list(self.totals):
                 self._complete(p, extension)
@@ -145,7 +145,7 @@ class BackwardPass:
         wanted = list(dict.fromkeys(edges))
         if not wanted:
             return {}
-        vjp = NodeVjp.between([GradientEdge(*place) for place in self.how.roots], wanted)
+        vjp = NodeVjp.between([GradientEdge(*edge) for edge in self.how.roots], wanted)
         found = zip(wanted, vjp(list(self.how.roots.values())), strict=True)
         return {edge: grad for edge, grad in found if grad is not None}
 

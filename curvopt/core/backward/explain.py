@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from curvopt.core.backward.located_graph import LocatedGraph, read_and_locate
 from curvopt.core.backward.second_order import terms_of
 from curvopt.core.graph.backward_graph import CallInGraph
-from curvopt.core.graph.node_vjp import Place
+from curvopt.core.graph.node_vjp import Edge
 from curvopt.core.graph.nodes import leaf_of, name_of, operation, shape_of
 from curvopt.core.graph.operations import OPERATIONS, UNKNOWN_OPERATION
 from curvopt.core.layers.embedding import Embedding
@@ -101,7 +101,7 @@ def explain(loss: Tensor) -> Explanation:
                 return Explanation(refused="no extended module took part; call extend(model) before the forward pass.")
             return Explanation(
                 _samples(located),
-                [_tensor(place) for location in located.distinct_locations for place in location.heads],
+                [_tensor(edge) for location in located.distinct_locations for edge in location.heads],
                 _terms((loss.grad_fn, loss.output_nr), located),
                 _operations(located),
                 _parameters(located),
@@ -110,8 +110,8 @@ def explain(loss: Tensor) -> Explanation:
         return Explanation(refused=str(error))
 
 
-def _tensor(place: Place) -> str:
-    return f"{list(shape_of(*place))} {name_of(place[0])}"
+def _tensor(edge: Edge) -> str:
+    return f"{list(shape_of(*edge))} {name_of(edge[0])}"
 
 
 def _samples(located: LocatedGraph) -> list[str]:
@@ -126,7 +126,7 @@ def _samples(located: LocatedGraph) -> list[str]:
     return rows
 
 
-def _terms(root: Place, located: LocatedGraph) -> list[str]:
+def _terms(root: Edge, located: LocatedGraph) -> list[str]:
     terms = terms_of([root], located)
     rows = [f"{loss.describe()}, split at {list(loss.input.shape)} {name_of(loss.edge.node)}" for loss in terms.known]
     if terms.nonlinear:
@@ -139,22 +139,22 @@ def _terms(root: Place, located: LocatedGraph) -> list[str]:
 def _operations(located: LocatedGraph) -> list[tuple[str, str, str, str]]:
     rows = []
     for location in located.distinct_locations:
-        by_node: dict[Node, list[Place]] = {}
-        for place in location.axes.layouts:
-            by_node.setdefault(place[0], []).append(place)
+        by_node: dict[Node, list[Edge]] = {}
+        for edge in location.axes.layouts:
+            by_node.setdefault(edge[0], []).append(edge)
         for node in (node for node in located.graph.nodes if leaf_of(node) is None):
-            for place in by_node.get(node, ()):
-                layout = location.axes.layouts[place]
+            for edge in by_node.get(node, ()):
+                layout = location.axes.layouts[edge]
                 shown = "all share it" if layout is None else "?"
                 shown = str(tuple(layout[:3])) if isinstance(layout, Layout) else shown
-                why = "a prediction" if place in location.heads else _because(place, located, layout)
-                rows.append((name_of(node), str(list(shape_of(*place))), shown, why))
+                why = "a prediction" if edge in location.heads else _because(edge, located, layout)
+                rows.append((name_of(node), str(list(shape_of(*edge))), shown, why))
     return rows
 
 
-def _because(place: Place, located: LocatedGraph, layout: object) -> str:
+def _because(edge: Edge, located: LocatedGraph, layout: object) -> str:
     """The rule that gave a tensor its layout: that of an operation that uses it."""
-    users = [user for user, _ in located.graph.users.get(place, ())]
+    users = [user for user, _ in located.graph.users.get(edge, ())]
     rules = [OPERATIONS.get(operation(user), UNKNOWN_OPERATION).batch_axis or "probed" for user in users]
     found = dict.fromkeys(f"{rule} ({name_of(user)})" for rule, user in zip(rules, users, strict=True))
     mixed = ", mixed by a batch norm" if isinstance(layout, Layout) and layout.mixed else ""

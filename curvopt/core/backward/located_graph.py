@@ -27,7 +27,7 @@ from curvopt.core.record.calls import ModuleCall, records_of
 from curvopt.core.record.extended_parameters import extended_model, extended_name
 from curvopt.core.record.model_calls import Model
 from curvopt.core.samples.layout import Layout
-from curvopt.core.samples.samples import Location, locate
+from curvopt.core.samples.samples import Samples, locate
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 
@@ -45,13 +45,13 @@ class LocatedGraph:
     """
 
     graph: BackwardGraph
-    locations: dict[Model | None, Location] = field(default_factory=dict)
+    locations: dict[Model | None, Samples] = field(default_factory=dict)
     calls: list[CallInGraph] = field(default_factory=list)
     owners: dict[nn.Parameter, tuple[CallInGraph, str]] = field(default_factory=dict)
     outside: list[str] = field(default_factory=list)
 
     @property
-    def distinct_locations(self) -> list[Location]:
+    def distinct_locations(self) -> list[Samples]:
         """The locations, each once: models with equal numbers of samples share one."""
         return list({id(location): location for location in self.locations.values()}.values())
 
@@ -73,7 +73,7 @@ class LocatedGraph:
         call, name = self.owners[p]
         return extended_name(p) or f"{call.call.path}.{name}".lstrip(".")
 
-    def location_of(self, model: Model | None) -> Location | None:
+    def location_of(self, model: Model | None) -> Samples | None:
         """The samples of a model; those of the only other one where it was not called itself."""
         if model in self.locations:
             return self.locations[model]
@@ -179,8 +179,8 @@ def mixing_norm(located: LocatedGraph) -> tuple[str, bool]:
     """A batch norm that mixes samples: a description, and whether the module is in eval mode."""
     found = [node for location in located.distinct_locations for node in norms_in_loss(located, location)]
     for node in _training_norms(located.graph):
-        places = [(following, nr) for following, nr in node.next_functions if following is not None]
-        layouts = [location.axes.layouts.get(place) for place in places for location in located.distinct_locations]
+        edges = [(following, nr) for following, nr in node.next_functions if following is not None]
+        layouts = [location.axes.layouts.get(edge) for edge in edges for location in located.distinct_locations]
         if any(isinstance(x, Layout) and x.mixed for x in layouts):
             found.append(node)
     if not found:
@@ -189,7 +189,7 @@ def mixing_norm(located: LocatedGraph) -> tuple[str, bool]:
     return (name_of(found[0]), False) if call is None else (call.describe(), not call.training)
 
 
-def norms_in_loss(located: LocatedGraph, location: Location) -> list[Node]:
+def norms_in_loss(located: LocatedGraph, location: Samples) -> list[Node]:
     """Train-mode batch norms between an output of the models of a location and the scalar, or a further output."""
     heads = {node for node, _ in location.heads}
     norms = [node for node in _training_norms(located.graph) if shape_of(node)[0] > 1]  # one image: an instance norm

@@ -33,7 +33,7 @@ from curvopt.core.backward.hessian_residuals import sweep_residuals
 from curvopt.core.backward.kfra import kfra_jacobians
 from curvopt.core.backward.located_graph import LocatedGraph
 from curvopt.core.backward.request_checks import fields_of, fields_that, naming_fields, warn_of_columns
-from curvopt.core.graph.node_vjp import Place
+from curvopt.core.graph.node_vjp import Edge
 from curvopt.core.graph.nodes import is_compiled, leads_to, leaf_of, name_of, operation, shape_of, walk
 from curvopt.core.losses.any import GenericLoss, Reduction
 from curvopt.core.losses.blocks import Head
@@ -41,7 +41,7 @@ from curvopt.core.losses.known import KnownLoss, Terms, find_terms
 from curvopt.core.losses.roots import Diagonal, LossCurvature, NotConvex, NotCurved
 from curvopt.core.products.sums import cast, widened
 from curvopt.core.samples.layout import Layout, axis_of, labels_along
-from curvopt.core.samples.samples import Location
+from curvopt.core.samples.samples import Samples
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
@@ -49,15 +49,15 @@ if TYPE_CHECKING:
     from curvopt.extensions.base import Extension
 
 
-def terms_of(roots: Sequence[Place], located: LocatedGraph) -> Terms:
+def terms_of(roots: Sequence[Edge], located: LocatedGraph) -> Terms:
     """The terms of what is differentiated; known ones have rows of one sample each in their input."""
     ends = {edge.node for call in located.calls for edge in call.edges.values()}
     locations = located.distinct_locations
     predictions = {
-        place
+        edge
         for location in locations
-        for place in location.heads
-        if shape_of(*place).numel() > (shape_of(*place)[0] if location.is_one_sample else location.N)
+        for edge in location.heads
+        if shape_of(*edge).numel() > (shape_of(*edge)[0] if location.is_one_sample else location.N)
     }
 
     def has_rows_of_samples(loss: KnownLoss) -> bool:  # not so a mean over the batch
@@ -155,26 +155,26 @@ class SecondOrder:
                     "empirical quantity."
                 )
         (location,) = locations
-        places = self._first_behind(nonlinear, location)
-        heads = [_head(place, location, what) for place in places]
+        edges = self._first_behind(nonlinear, location)
+        heads = [_head(edge, location, what) for edge in edges]
         curved = [e for e in self.extensions if not isinstance(e.columns, Empirical)]
-        last = {node for node, _ in places}
+        last = {node for node, _ in edges}
         if curved and any(is_compiled(node) for node in walk(list(nonlinear), last=last) if node not in last):
             raise CurvoptError(
                 f"{what}, and a part of it was compiled by torch.compile, which has no second derivative; compute the "
                 "loss outside of what torch.compile compiles, or use an empirical quantity (KFACEmpirical)."
             )
         # the rows of which the loss is a mean
-        rows = max([shape_of(*place)[0] for place in places], default=1) if location.is_one_sample else location.N
+        rows = max([shape_of(*edge)[0] for edge in edges], default=1) if location.is_one_sample else location.N
         return GenericLoss(
-            [GradientEdge(*place) for place in self.how.roots],
+            [GradientEdge(*edge) for edge in self.how.roots],
             list(self.how.roots.values()),
             heads,
             rows,
             self.reduction,
             self.largest_block,
             known,
-            [GradientEdge(*place) for place in self.terms.ends if place not in places],
+            [GradientEdge(*edge) for edge in self.terms.ends if edge not in edges],
         )
 
     @cached_property
@@ -182,21 +182,21 @@ class SecondOrder:
         """Whether fields may be differentiated; nobody differentiates what optimizers take."""
         return self.how.create_graph and self.counted is None
 
-    def _first_behind(self, nonlinear: Iterable[Node], location: Location) -> list[Place]:
+    def _first_behind(self, nonlinear: Iterable[Node], location: Samples) -> list[Edge]:
         """The first tensors behind some operations that a model returns, or an operation with parameters computes."""
         calls = [*self.located.calls, *self.located.graph.module_calls.values()]
         ends = {(edge.node, edge.output_nr) for call in calls for edge in call.edges.values()} | set(location.heads)
-        found: dict[Place, None] = {}
+        found: dict[Edge, None] = {}
         stack = [below for node in nonlinear for below in node.next_functions]
         seen = set(stack)
         while stack:
-            place = stack.pop()
-            if place[0] is None or leaf_of(place[0]) is not None:
+            edge = stack.pop()
+            if edge[0] is None or leaf_of(edge[0]) is not None:
                 continue
-            if place in ends:
-                found[place] = None  # type: ignore[index]
+            if edge in ends:
+                found[edge] = None  # type: ignore[index]
                 continue
-            new = [below for below in place[0].next_functions if below not in seen]
+            new = [below for below in edge[0].next_functions if below not in seen]
             seen.update(new)
             stack += new
         return list(found)
@@ -324,7 +324,7 @@ class SecondOrder:
     def _fill_with_zeros(self, run: BackwardPass) -> None:
         """Parameters on which the scalar depends linearly alone have fields, too."""
         parameters = {p for call in run.calls for p in call.parameters.values()}
-        ends = [GradientEdge(*place) for place in self.terms.ends]
+        ends = [GradientEdge(*edge) for edge in self.terms.ends]
         for extension in self.extensions if ends else ():
             there = {p for p in parameters if (p, extension) in run.totals}
             if len(there) < len(parameters):
@@ -427,16 +427,16 @@ class SecondOrder:
         return column * signs.view(1, -1, *[1] * (column.dim() - 2))
 
 
-def _head(place: Place, location: Location, what: str) -> Head:
+def _head(edge: Edge, location: Samples, what: str) -> Head:
     """A tensor at which the remainder is split."""
-    shape, layout = shape_of(*place), location.axes.layouts.get(place)
+    shape, layout = shape_of(*edge), location.axes.layouts.get(edge)
     axis = axis_of(shape, layout) if isinstance(layout, Layout) else None
     if axis is not None and axis.before == 1:
         rows = labels_along(layout, axis)  # type: ignore[arg-type]
         samples = tuple(dict.fromkeys(rows))
         share = len(rows) // len(samples)
         if rows == tuple([sample for sample in samples for _ in range(share)]):
-            return Head(GradientEdge(*place), len(samples), axis.index, samples)
+            return Head(GradientEdge(*edge), len(samples), axis.index, samples)
     raise CurvoptError(
         f"{what}, and an output of the model of shape {list(shape)} has the rows of a sample apart from one another "
         "along its axis; return them together, or use a known loss such as nn.CrossEntropyLoss."

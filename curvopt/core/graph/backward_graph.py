@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.parallel import DistributedDataParallel
 
-from curvopt.core.graph.node_vjp import Place, consumers_first
+from curvopt.core.graph.node_vjp import Edge, consumers_first
 from curvopt.core.graph.nodes import (
     is_sink,
     leaf_of,
@@ -44,7 +44,7 @@ from curvopt.distributed import refuse_sharded
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
-    from curvopt.core.samples.samples import Location
+    from curvopt.core.samples.samples import Samples
 
 R = TypeVar("R")
 Operand = tuple[Node, int]  # an operation, and the position of one of its operands
@@ -65,7 +65,7 @@ class CallInGraph:
             to the rule one by one.
     """
 
-    location: Location
+    location: Samples
     samples: Literal["first"] | Steps | dict[int, Layout] = "first"
 
     def __init__(
@@ -87,21 +87,21 @@ class CallInGraph:
         """The nodes of its outputs."""
         return list(dict.fromkeys([edge.node for edge in self.edges.values()]))
 
-    def locate(self, location: Location) -> bool:
+    def locate(self, location: Samples) -> bool:
         """Find out where the samples are; whether all outputs that lead to the heads have some."""
         self.location = location
         found: dict[int, Layout] = {}
         for index, edge in self.edges.items():
-            place = edge.node, edge.output_nr
-            layout = location.axes.layouts.get(place)
+            key = edge.node, edge.output_nr
+            layout = location.axes.layouts.get(key)
             if isinstance(layout, Layout):
                 if self.single and not location.is_one_sample:
-                    if location.N == 1 and place not in location.heads:
+                    if location.N == 1 and key not in location.heads:
                         return False  # a shared call, whose samples are separated where its output gets a batch axis
                     raise no_batch_axis(self.call)
                 self.rule.check_input(self.call)
                 found[index] = layout
-            elif place in location.axes.layouts:
+            elif key in location.axes.layouts:
                 return False
         operands: set[_Where] = {self._samples(index, layout) for index, layout in found.items()}
         operand = next(iter(operands)) if len(operands) == 1 else None
@@ -190,20 +190,20 @@ class BackwardGraph:
     nodes: list[Node] = field(default_factory=list)
     leaves: dict[Node, Tensor] = field(default_factory=dict)
     module_calls: dict[ModuleCall, CallInGraph] = field(default_factory=dict)
-    model_calls: list[tuple[ModelCall, Place]] = field(default_factory=list)
-    predictions: set[Place] = field(default_factory=set)
+    model_calls: list[tuple[ModelCall, Edge]] = field(default_factory=list)
+    predictions: set[Edge] = field(default_factory=set)
     terms: dict[TermCall, GradientEdge] = field(default_factory=dict)
     operands: dict[nn.Parameter, list[Operand]] = field(default_factory=dict)
     inside: set[Operand] = field(default_factory=set)
 
     @cached_property
-    def users(self) -> dict[Place, list[Operand]]:
+    def users(self) -> dict[Edge, list[Operand]]:
         """The operations that use an output of a node."""
-        users: dict[Place, list[Operand]] = {}
+        users: dict[Edge, list[Operand]] = {}
         for node in self.nodes:
-            for position, place in enumerate(node.next_functions):
-                if place[0] is not None:
-                    users.setdefault(place, []).append((node, position))  # type: ignore[arg-type]
+            for position, edge in enumerate(node.next_functions):
+                if edge[0] is not None:
+                    users.setdefault(edge, []).append((node, position))  # type: ignore[arg-type]
         return users
 
     def users_of(self, node: Node) -> list[Operand]:

@@ -25,7 +25,7 @@ from curvopt.core.graph.nodes import metadata, name_of, outputs_of, shape_of
 from curvopt.core.graph.vjp import cut, own_backward, pull
 from curvopt.core.pytorch_workarounds import running_backward, vmap_of_autograd
 
-Place = tuple[Node, int]  # an output of a node
+Edge = tuple[Node, int]  # an output of a node
 
 
 def consumers_first(roots: Iterable[Node], last: Collection[Node] = ()) -> list[Node]:
@@ -58,7 +58,7 @@ class NodeVjp:
         order: those that lead to an input, in the order in which vectors pass them.
     """
 
-    def __init__(self, outputs: Sequence[Place], inputs: dict[Place, int]):
+    def __init__(self, outputs: Sequence[Edge], inputs: dict[Edge, int]):
         """Begin without nodes."""
         self.outputs, self.inputs = outputs, inputs
         self.nodes, self.order, self._leading = list[Node](), list[Node](), set[Node]()
@@ -186,16 +186,16 @@ def _by_engine(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]
     of its operands run.
     """
     outputs = [GradientEdge(node, nr) for nr, grad in enumerate(grads) if grad is not None]
-    operands = list(dict.fromkeys(place for place in node.next_functions if place[0] is not None))
+    operands = list(dict.fromkeys(edge for edge in node.next_functions if edge[0] is not None))
     if not outputs or not operands:
         return [None] * len(node.next_functions)
     with cut([below for below, _ in operands]):
         vectors = [grad.unsqueeze(0) for grad in grads if grad is not None]
         found = pull(outputs, [GradientEdge(below, nr) for below, nr in operands], vectors)  # type: ignore[arg-type]
-    arrived = {place: None if grad is None else grad[0] for place, grad in zip(operands, found, strict=True)}
-    first = {place: position for position, place in reversed(list(enumerate(node.next_functions)))}
+    arrived = {edge: None if grad is None else grad[0] for edge, grad in zip(operands, found, strict=True)}
+    first = {edge: position for position, edge in reversed(list(enumerate(node.next_functions)))}
     # an operand that is given twice has the sum: once
-    return [arrived.get(place) if first[place] == i else None for i, place in enumerate(node.next_functions)]
+    return [arrived.get(edge) if first[edge] == i else None for i, edge in enumerate(node.next_functions)]
 
 
 def pull_together(node: Node, output_nr: int, position: int, vectors: Tensor) -> Tensor | None:

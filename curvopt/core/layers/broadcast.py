@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.modules import _functions
 
-from curvopt.core.graph.node_vjp import Place
+from curvopt.core.graph.node_vjp import Edge
 from curvopt.core.graph.nodes import Saved, name_of, operation, shape_of
 from curvopt.core.graph.operations import FUSED_CELLS
 
@@ -62,7 +62,7 @@ def is_bias(node: Node, position: int, p: Tensor) -> bool:
 _FIRST_BIAS = 3
 
 
-def product_in_cell(node: Node, position: int) -> Place | None:
+def product_in_cell(node: Node, position: int) -> Edge | None:
     """The product to which a fused recurrent cell adds an operand; ``None`` if that is not a bias of such a cell."""
     if operation(node) not in FUSED_CELLS or position < _FIRST_BIAS:
         return None

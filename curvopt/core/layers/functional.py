@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from curvopt.core.graph.node_vjp import Place
+from curvopt.core.graph.node_vjp import Edge
 from curvopt.core.graph.nodes import Saved, name_of, outputs_of, shape_of, signed
 from curvopt.core.layers.affine import Conv, ConvTranspose, Product
 from curvopt.core.layers.embedding import Embedding
@@ -64,7 +64,7 @@ class ParameterCall(ModuleCall):
         return self._owner
 
 
-def seen_of(p: nn.Parameter, passed: Iterable[Place]) -> Tensor | None:
+def seen_of(p: nn.Parameter, passed: Iterable[Edge]) -> Tensor | None:
     """The view of a parameter behind some operations, without values: strides and offset identify the entries.
 
     ``None`` if that is not a view of it.

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.graph.backward_graph import BackwardGraph, CallInGraph, Operand
-from curvopt.core.graph.node_vjp import Place
+from curvopt.core.graph.node_vjp import Edge
 from curvopt.core.graph.nodes import is_complex, leaf_of, metadata, outputs_of, shape_of
 from curvopt.core.layers.broadcast import Broadcast, broadcast_of, broadcasts, is_bias, product_in_cell, shape_among
 from curvopt.core.layers.broadcast_rule import BroadcastRule
@@ -29,7 +29,7 @@ from curvopt.core.layers.rule import AffineRule, Rule
 from curvopt.core.layers.sample_by_sample import PerSampleRule, SharedCallRule
 from curvopt.core.record.extended_parameters import extended_name, extended_owner
 from curvopt.core.samples.layout import Layout
-from curvopt.core.samples.samples import Location
+from curvopt.core.samples.samples import Samples
 
 
 class EntryPoint(NamedTuple):
@@ -45,7 +45,7 @@ class EntryPoint(NamedTuple):
     node: Node
     output_nr: int
     position: int
-    passed: tuple[Place, ...] | None
+    passed: tuple[Edge, ...] | None
 
     @property
     def operand(self) -> GradientEdge:
@@ -54,7 +54,7 @@ class EntryPoint(NamedTuple):
 
 
 def find_entry_points(
-    operands: Sequence[Operand], graph: BackwardGraph, layouts: Mapping[Place, object], alone: bool = True
+    operands: Sequence[Operand], graph: BackwardGraph, layouts: Mapping[Edge, object], alone: bool = True
 ) -> tuple[list[EntryPoint], bool]:
     """The first operations with samples on the paths to the heads, and whether there are paths around the heads.
 
@@ -74,18 +74,18 @@ def find_entry_points(
         operand = stack.pop()
         node = operand[0]
         outputs = [(node, nr) for nr in range(len(outputs_of(node)))]
-        behind = [place for place in outputs if place in layouts]
+        behind = [edge for edge in outputs if edge in layouts]
         around = around or not behind
-        for place in behind:
-            if isinstance(layouts[place], Layout):
-                found.append((*place, operand))
+        for edge in behind:
+            if isinstance(layouts[edge], Layout):
+                found.append((*edge, operand))
                 continue
-            for user in graph.users.get(place, ()):
+            for user in graph.users.get(edge, ()):
                 if user in graph.inside:
                     continue
                 if user not in before:
                     stack.append(user)
-                before.setdefault(user, []).append((operand, place[1]))
+                before.setdefault(user, []).append((operand, edge[1]))
     entries = [
         EntryPoint(node, nr, operand[1], _passed(operand, before) if alone else None) for node, nr, operand in found
     ]
@@ -94,9 +94,9 @@ def find_entry_points(
 
 def _passed(
     operand: Operand, before: Mapping[Operand, Sequence[tuple[Operand, int] | None]]
-) -> tuple[Place, ...] | None:
+) -> tuple[Edge, ...] | None:
     """The outputs of operations before one, if there is one path only, and each of them has one operand."""
-    passed: list[Place] = []
+    passed: list[Edge] = []
     while len(before[operand]) == 1:
         (come,) = before[operand]
         if come is None:
@@ -108,11 +108,11 @@ def _passed(
     return None
 
 
-def parameter_calls(p: nn.Parameter, entries: Iterable[EntryPoint], location: Location) -> Iterator[CallInGraph]:
+def parameter_calls(p: nn.Parameter, entries: Iterable[EntryPoint], location: Samples) -> Iterator[CallInGraph]:
     """Calls of operations on a parameter."""
     path = (extended_name(p) or "").rpartition(".")[0]
     owner = extended_owner(p)
-    in_cells: dict[Place, EntryPoint] = {}  # a cell has two outputs, and adds its biases once
+    in_cells: dict[Edge, EntryPoint] = {}  # a cell has two outputs, and adds its biases once
     for entry in entries:
         product = product_in_cell(entry.node, entry.position)
         if product is None:
@@ -129,7 +129,7 @@ def parameter_calls(p: nn.Parameter, entries: Iterable[EntryPoint], location: Lo
 
 
 def _operation(
-    p: nn.Parameter, entry: EntryPoint, location: Location, path: str, owner: nn.Module, itself: bool = False
+    p: nn.Parameter, entry: EntryPoint, location: Samples, path: str, owner: nn.Module, itself: bool = False
 ) -> CallInGraph:
     """The call of an operation on a parameter.
 
@@ -228,7 +228,7 @@ def join_biases(calls: list[CallInGraph]) -> list[CallInGraph]:
     return joined
 
 
-def shared_call(found: CallInGraph, graph: BackwardGraph, location: Location) -> CallInGraph:
+def shared_call(found: CallInGraph, graph: BackwardGraph, location: Samples) -> CallInGraph:
     """A call of a module whose output all samples share, computed from the operations that combine it with samples."""
     operands = [
         operand for edge in found.edges.values() for operand in graph.users.get((edge.node, edge.output_nr), ())

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.graph.node_vjp import NodeVjp, Place
+from curvopt.core.graph.node_vjp import Edge, NodeVjp
 from curvopt.core.graph.nodes import (
     Saved,
     leads_to,
@@ -177,10 +177,10 @@ class Terms:
         linear: the operations on paths from the roots to known terms.
     """
 
-    roots: Sequence[Place]
+    roots: Sequence[Edge]
     known: list[KnownLoss] = field(default_factory=list)
     nonlinear: list[Node] = field(default_factory=list)
-    ends: list[Place] = field(default_factory=list)
+    ends: list[Edge] = field(default_factory=list)
     linear: set[Node] = field(default_factory=set)
 
     @property
@@ -208,7 +208,7 @@ _ONE_OPERAND = MULTILINEAR | {"DIV"}
 _LINEAR = (LINEAR | _ONE_OPERAND) - BATCH_NORMS
 
 
-def find_terms(roots: Sequence[Place], ends: Collection[Node], predictions: Collection[Place] = ()) -> Terms:
+def find_terms(roots: Sequence[Edge], ends: Collection[Node], predictions: Collection[Edge] = ()) -> Terms:
     """The terms of a sum: losses of a known kind that reach the scalar through linear operations.
 
     Args:
@@ -225,12 +225,12 @@ def find_terms(roots: Sequence[Place], ends: Collection[Node], predictions: Coll
     stack = [(root, False) for root in roots]
     seen = set(stack)
     while stack:
-        place, predicted = stack.pop()
-        node, predicted = place[0], predicted or place in predictions
+        edge, predicted = stack.pop()
+        node, predicted = edge[0], predicted or edge in predictions
         if leaf_of(node) is not None or any(isinstance(record, TermCall) for record, *_ in records_of(node)):
             continue  # parameters alone: no sample's loss
         if node in ends:
-            terms.ends.append(place)
+            terms.ends.append(edge)
             continue
         found = known.get(node) or _recognise(node)
         if found is not None:
@@ -244,7 +244,7 @@ def find_terms(roots: Sequence[Place], ends: Collection[Node], predictions: Coll
         one = len(operands) <= 1 and not (kind == "DIV" and node.next_functions[0][0] not in operands)
         if kind not in _LINEAR or (kind in _ONE_OPERAND and not one):
             if leads_to(node, ends) and predicted:
-                terms.ends.append(place)
+                terms.ends.append(edge)
             elif leads_to(node, ends):
                 nonlinear[node] = None
             _refuse_regularizers(node, ends)
@@ -255,7 +255,7 @@ def find_terms(roots: Sequence[Place], ends: Collection[Node], predictions: Coll
                 seen.add((below, predicted))  # type: ignore[arg-type]
                 stack.append((below, predicted))  # type: ignore[arg-type]
     terms.known, terms.nonlinear = list(known.values()), list(nonlinear)
-    terms.ends = [place for place in dict.fromkeys(terms.ends) if place[0] not in nonlinear]
+    terms.ends = [edge for edge in dict.fromkeys(terms.ends) if edge[0] not in nonlinear]
     return terms
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.autograd.graph import Node
 
-from curvopt.core.graph.node_vjp import Place, consumers_first
+from curvopt.core.graph.node_vjp import Edge, consumers_first
 from curvopt.core.graph.nodes import operation, outputs_of, shape_of
 from curvopt.core.graph.operations import OPERATIONS, UNKNOWN_OPERATION
 from curvopt.core.record.calls import ModuleCall, records_of
@@ -42,10 +42,10 @@ class BatchAxes(NamedTuple):
     """
 
     N: int
-    layouts: Mapping[Place, AnyLayout]
-    arrived: Mapping[Place, AnyLayout]
+    layouts: Mapping[Edge, AnyLayout]
+    arrived: Mapping[Edge, AnyLayout]
 
-    def mixing(self) -> Iterator[tuple[Place, bool]]:
+    def mixing(self) -> Iterator[tuple[Edge, bool]]:
         """Heads that have other samples by another head than their own: it mixes them, or transposes them (True)."""
         for head, found in self.arrived.items() if self.N > 1 else ():
             if not isinstance(merged(found, self.layouts[head], self.N), Layout):
@@ -57,9 +57,9 @@ class BatchAxes(NamedTuple):
 
 
 def propagate_batch_axis(
-    heads: Mapping[Place, Layout],
+    heads: Mapping[Edge, Layout],
     N: int,
-    last: Collection[Place] = (),
+    last: Collection[Edge] = (),
     complete: bool = True,
     order: Iterable[Node] | None = None,
     parameters: Collection[Node] | None = None,
@@ -74,15 +74,15 @@ def propagate_batch_axis(
         order: the nodes of the graph, each after those that use its outputs, if they are known.
         parameters: the nodes that depend on parameters alone, if they are known; all others belong to a single sample.
     """
-    layouts: dict[Place, AnyLayout] = dict(heads)
-    arrived: dict[Place, AnyLayout] = {}
+    layouts: dict[Edge, AnyLayout] = dict(heads)
+    arrived: dict[Edge, AnyLayout] = {}
     order = consumers_first([node for node, _ in heads], {node for node, _ in last}) if order is None else order
     for node in order:
         for nr in range(len(outputs_of(node))):
-            place = node, nr
-            if place not in layouts or (place in last and place not in heads):
+            edge = node, nr
+            if edge not in layouts or (edge in last and edge not in heads):
                 continue
-            layout, operands = layouts[place], node.next_functions
+            layout, operands = layouts[edge], node.next_functions
             if isinstance(layout, Layout):
                 found = operand_layouts(node, nr, layout, N)
             else:
@@ -93,9 +93,9 @@ def propagate_batch_axis(
                 if operand[0] is not None:
                     known = arrived if operand in heads else layouts
                     known[operand] = merged(known[operand], own, N) if operand in known else own  # type: ignore[index,assignment]
-    for place, layout in layouts.items() if complete else ():
+    for edge, layout in layouts.items() if complete else ():
         if isinstance(layout, Layout) and layout.labels is not None:
-            layouts[place] = completed(layout, N)
+            layouts[edge] = completed(layout, N)
     return BatchAxes(N, layouts, arrived)
 
 

@@ -14,68 +14,68 @@ from math import gcd, prod
 import torch
 from torch import nn
 
-from curvopt.core.graph.node_vjp import Place
+from curvopt.core.graph.node_vjp import Edge
 from curvopt.core.graph.nodes import leaf_of, shape_of
 from curvopt.core.samples.layout import UNKNOWN, UNUSED, AnyLayout, Layout, labelled
 from curvopt.core.samples.propagation import BatchAxes, propagate_batch_axis
 
 
-def axis_of_head(place: Place, rows: int, axis: int) -> int | None:
+def axis_of_head(edge: Edge, rows: int, axis: int) -> int | None:
     """The batch axis of an output: where the first axis fits besides, the one along which more is located.
 
     So may the second one of ``[N, N, ...]``, of as many steps as samples, if operations mix the entries of the first.
     """
-    shape = shape_of(*place)
+    shape = shape_of(*edge)
     fit = [i for i in dict.fromkeys((axis, 0)) if len(shape) > i and shape[i] == rows]
     if fit == [1] and len(shape) == 2 and shape[0] % rows == 0:
-        if divides_parameters(place, 1, rows):
+        if divides_parameters(edge, 1, rows):
             return None  # flattened, with N features
-    if fit == [0] and len(shape) > 2 and is_along_second(place, rows):
-        first = propagate_batch_axis({place: labelled(shape, 0, range(rows), rows, False)}, rows).layouts
+    if fit == [0] and len(shape) > 2 and is_along_second(edge, rows):
+        first = propagate_batch_axis({edge: labelled(shape, 0, range(rows), rows, False)}, rows).layouts
         fit = [0, 1] if UNKNOWN in first.values() else [0]
     if len(fit) < 2:
         return fit[0] if fit else None
 
     def located(i: int) -> int:
-        layouts = propagate_batch_axis({place: labelled(shape, i, range(rows), rows, False)}, rows).layouts
+        layouts = propagate_batch_axis({edge: labelled(shape, i, range(rows), rows, False)}, rows).layouts
         return sum(isinstance(layout, Layout) for layout in layouts.values())
 
     return max(fit, key=located)
 
 
-def is_along_second(place: Place, N: int, known: Mapping[Place, Layout] | None = None) -> bool:
+def is_along_second(edge: Edge, N: int, known: Mapping[Edge, Layout] | None = None) -> bool:
     """Whether an output is ``[T, N, ...]``, as layers with the time first, or `torch.vmap` over nets, return it.
 
     It is not if entries of parameters were those of samples then, as of ``[K, N]`` with N features.
     """
-    return shape_of(*place)[1:2] == (N,) and _of_parameters(place, 1, N, known) == {None}
+    return shape_of(*edge)[1:2] == (N,) and _of_parameters(edge, 1, N, known) == {None}
 
 
-def divides_parameters(place: Place, axis: int, N: int) -> bool:
+def divides_parameters(edge: Edge, axis: int, N: int) -> bool:
     """Whether entries of parameters would be those of single samples, if these were along an axis of an output."""
-    return any(isinstance(layout, Layout) for layout in _of_parameters(place, axis, N))
+    return any(isinstance(layout, Layout) for layout in _of_parameters(edge, axis, N))
 
 
-def _of_parameters(place: Place, axis: int, N: int, known: Mapping[Place, Layout] | None = None) -> set[AnyLayout]:
+def _of_parameters(edge: Edge, axis: int, N: int, known: Mapping[Edge, Layout] | None = None) -> set[AnyLayout]:
     """The layouts that the parameters behind a tensor have, if its samples are along an axis."""
-    head = labelled(shape_of(*place), axis, range(N), N, False)
-    layouts = propagate_batch_axis({place: head}, N, known or {}, complete=False).layouts
+    head = labelled(shape_of(*edge), axis, range(N), N, False)
+    layouts = propagate_batch_axis({edge: head}, N, known or {}, complete=False).layouts
     return {own for (node, _), own in layouts.items() if isinstance(leaf_of(node), nn.Parameter)}
 
 
-def samples_of_rows(place: Place, known: Mapping[Place, Layout]) -> list[int] | None:
+def samples_of_rows(edge: Edge, known: Mapping[Edge, Layout]) -> list[int] | None:
     """The sample of each row of a tensor that was computed from tensors with known layouts, row by row.
 
     ``None`` if a row depends on several samples, or that is not known.
     """
-    shape = shape_of(*place)
+    shape = shape_of(*edge)
     if not (shape and known):
         return None
     samples = max((layout.rows for layout in known.values() if layout.labels is None), default=1)
     for rows in dict.fromkeys((shape[0], samples, 1)):  # of several rows, of shares of samples, or of one sample
         if not rows or shape[0] % rows:
             continue
-        axes = propagate_batch_axis({place: Layout(1, rows, prod(shape) // rows)}, rows, known, complete=False)
+        axes = propagate_batch_axis({edge: Layout(1, rows, prod(shape) // rows)}, rows, known, complete=False)
         found = matched(axes, known)
         if found is not None:
             share = shape[0] // rows
@@ -83,7 +83,7 @@ def samples_of_rows(place: Place, known: Mapping[Place, Layout]) -> list[int] | 
     return None
 
 
-def matched(axes: BatchAxes, known: Mapping[Place, Layout]) -> dict[int, int] | None:
+def matched(axes: BatchAxes, known: Mapping[Edge, Layout]) -> dict[int, int] | None:
     """The sample that each row belongs to, from the layouts that both have of some tensors."""
     samples: dict[int, int] = {}
     met = [other for other in known if other in axes.layouts]
