@@ -12,20 +12,38 @@ from curvopt.optim.solvers import FactoredInverse
 
 
 class KFACSGD(Kronecker, FactoredInverse, torch.optim.SGD):
-    """``torch.optim.SGD`` whose gradient ``G`` of a weight is replaced by ``ν (B + √λ/π I)⁻¹ G (A + π √λ I)⁻¹``.
+    """SGD with momentum whose gradients are multiplied by the inverse of the curvature of each layer.
 
-    ``B ⊗ A`` is a moving average of the weight's block of the Fisher (or GGN) matrix, ``λ`` the damping. ``ν ≤ 1``
-    bounds the root mean square of the result, see ``rms_clip``. Parameters with one dense factor get ``(B + λ I)⁻¹``,
-    with a diagonal one its elementwise inverse; a parameter that the extension does not cover is treated as if it had
-    the mean curvature of the others. Where a gradient is zero, as under a mask, so is the result.
+    Steps become short along directions in which the loss curves strongly, and long where it is flat, so training needs
+    fewer of them than with SGD. The curvature is the Fisher matrix of the predictions, which for cross-entropy and
+    squared error is the generalized Gauss-Newton matrix (GGN). For each layer, two small matrices stand for it, its
+    Kronecker factors (Martens & Grosse 2015). They are averaged over batches, and every ``curvature_every`` steps a
+    backward pass renews them. Loop, momentum, param groups, schedulers and ``state_dict`` are those of
+    ``torch.optim.SGD``::
 
-    Momentum, Nesterov, param groups, schedulers and ``state_dict`` are those of ``torch.optim.SGD``::
+        import torch
+        from curvopt.optim import KFACSGD
 
-        optimizer = KFACSGD(model, lr=0.05)
-        ...
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        model, lossfunc = torch.nn.Linear(64, 10), torch.nn.CrossEntropyLoss()
+        optimizer = KFACSGD(model)
+        x, y = torch.rand(128, 64), torch.randint(10, (128,))
+        for step in range(20):
+            optimizer.zero_grad()
+            lossfunc(model(x), y).backward()
+            optimizer.step()
+
+    **In symbols**, the gradient ``G`` of a weight, ``[out, in]``, is replaced by
+    ``ν (B + √λ/π I)⁻¹ G (A + π √λ I)⁻¹``:
+
+    - ``A``, ``[in, in]``, is the averaged second moment of the layer's inputs, and ``B``, ``[out, out]``, the averaged
+      curvature of the loss with respect to its outputs, see `curvopt.extensions.KFAC`; ``I`` is a unit matrix;
+    - ``λ`` is the damping, which is added to the curvature so that it can be inverted; ``π²``, the mean eigenvalue of
+      ``A`` divided by that of ``B``, splits it between the two;
+    - ``ν ≤ 1`` makes steps shorter that would be too long, see ``rms_clip``.
+
+    A bias has one factor ``F`` and is multiplied by ``(F + λ I)⁻¹``; where a factor is a diagonal, this is a division.
+    A parameter that the extension does not cover is treated as if it had the mean curvature of all other parameters.
+    Where a gradient is zero, as under a mask, so is the result.
 
     Args:
         params: a model, to which the optimizer is attached, or parameters, named parameters or param groups;
