@@ -17,14 +17,31 @@ from curvopt.optim.step_size import WIDE, cosine, moments
 
 
 class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
-    """``torch.optim.AdamW`` in the coordinates ``Uᵀ p`` of KFAC's eigenvectors ``U = U_B ⊗ U_A``.
+    """AdamW in coordinates in which parameters of a layer no longer act together.
 
-    Adam divides each coordinate by the root of its mean squared gradient, and so ignores how coordinates act
-    together. In the eigenbasis of the Fisher (or GGN) matrix, where curvature is (nearly) diagonal, that is no loss.
-    SOAP (Vyas et al. 2024) works in the eigenbasis of the gradients' second moments instead, George et al. (2018)
-    describe both. As in SOAP, vectors (biases, scales of norms) keep their own coordinates; so do parameters that the
-    curvature does not cover. Weight decay and the state of AdamW are as in ``torch.optim.AdamW``, the latter in the
-    new coordinates.
+    Adam divides each coordinate by the root of its mean squared gradient, as if no other coordinate moved. Along the
+    eigenvectors of the curvature this is (nearly) right. KFACAdamW computes the eigenvectors of KFAC's two factors of
+    each layer, turns the gradient into their coordinates, takes the step of AdamW there, and turns it back. Loop, param
+    groups, schedulers and ``state_dict`` are those of ``torch.optim.AdamW``::
+
+        import torch
+        from curvopt.optim import KFACAdamW
+
+        model, lossfunc = torch.nn.Linear(64, 10), torch.nn.CrossEntropyLoss()
+        optimizer = KFACAdamW(model)
+        x, y = torch.rand(128, 64), torch.randint(10, (128,))
+        for step in range(20):
+            optimizer.zero_grad()
+            lossfunc(model(x), y).backward()
+            optimizer.step()
+
+    **In symbols**, the coordinates of a weight ``W``, ``[out, in]``, are ``U_Bᵀ W U_A``. The columns of ``U_A``,
+    ``[in, in]``, are the eigenvectors of the averaged second moment ``A`` of the layer's inputs; those of ``U_B``,
+    ``[out, out]``, are the eigenvectors of the averaged curvature ``B`` of the loss with respect to its outputs, see
+    `curvopt.extensions.KFAC`. The averages of AdamW are kept in these coordinates, and follow when the eigenvectors are
+    renewed. SOAP (Vyas et al. 2024) takes the eigenvectors of second moments of the gradient instead; George et al.
+    (2018) describe both. As in SOAP, vectors (biases, scales of norms) keep their own coordinates; so do parameters
+    that the curvature does not cover.
 
     Coordinates whose step would go uphill, against the gradient of the batch, stay where they are for this step, as in
     Liang et al. (2024, "Cautious optimizers"), but without their larger rate for the others. Say ``cautious=False`` for
@@ -40,9 +57,8 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     had none so far stay where they are. After a mask that is written as ``param.grad *= mask``, multiply the parameter
     by it after each step.
 
-    Use it as ``KFACSGD``: loop, checkpoints and shared options are alike. There is no damping but ``eps``, and no
-    clip: as in Adam, ``lr`` bounds the step. A gradient of a parameter that is more than ten times as long as usual is
-    shortened to that, so that one bad batch does not spoil the averages.
+    There is no damping but ``eps``, and no clip: as in Adam, ``lr`` bounds the step. A gradient of a parameter that is
+    more than ten times as long as usual is shortened to that, so that one bad batch does not spoil the averages.
 
     Args:
         params: a model, to which the optimizer is attached, or parameters, named parameters or param groups;
