@@ -18,14 +18,36 @@ from curvopt.optim.step_size import dampings_of
 
 
 class EKFACSGD(Kronecker, Eigenbasis, torch.optim.SGD):
-    """``torch.optim.SGD`` whose gradient ``g`` is replaced by ``ν U (diag(s) + λ I)⁻¹ Uᵀ g``.
+    """SGD with momentum whose gradients are divided by the curvature along the eigenvectors of each layer's factors.
 
-    ``U = U_B ⊗ U_A`` are the eigenvectors of KFAC's factors, ``s`` a moving average of the diagonal of the Fisher (or
-    GGN) matrix in that basis: the best diagonal there is, where KFAC has the products of the factors' eigenvalues. The
-    damping ``λ`` is exact. The scales are renewed with every refresh of the curvature, a basis only once its factor is
-    no longer diagonal in it.
+    As `KFACSGD` it makes steps short where the loss curves strongly and long where it is flat. Both know the
+    eigenvectors of the curvature from two small matrices for each layer, its Kronecker factors. `KFACSGD` also takes
+    the curvature along the eigenvectors from them; EKFACSGD measures it in each refresh, which is the best diagonal
+    there is in these coordinates (George et al. 2018). The damping is added to it as it is, not split between factors.
+    Loop, momentum, param groups, schedulers and ``state_dict`` are those of ``torch.optim.SGD``::
 
-    Use it as ``KFACSGD``: loop, checkpoints and shared options are alike.
+        import torch
+        from curvopt.optim import EKFACSGD
+
+        model, lossfunc = torch.nn.Linear(64, 10), torch.nn.CrossEntropyLoss()
+        optimizer = EKFACSGD(model)
+        x, y = torch.rand(128, 64), torch.randint(10, (128,))
+        for step in range(20):
+            optimizer.zero_grad()
+            lossfunc(model(x), y).backward()
+            optimizer.step()
+
+    **In symbols**, the flattened gradient ``g`` of a parameter is replaced by ``ν U (diag(s) + λ I)⁻¹ Uᵀ g``:
+
+    - ``U = U_B ⊗ U_A``: the columns of ``U_A`` and ``U_B`` are the eigenvectors of KFAC's factors ``A`` of the layer's
+      inputs and ``B`` of its outputs, see `curvopt.extensions.KFAC`;
+    - ``s`` is an average over batches of the diagonal of ``Uᵀ F U``, where ``F`` is the parameter's block of the Fisher
+      matrix, which for cross-entropy and squared error is the generalized Gauss-Newton matrix;
+    - ``λ`` is the damping, ``I`` a unit matrix, and ``ν ≤ 1`` makes steps shorter that would be too long, see
+      ``rms_clip``.
+
+    ``s`` is renewed with every refresh of the curvature, eigenvectors only once their factor is no longer diagonal in
+    their coordinates.
 
     Args:
         params: a model, to which the optimizer is attached, or parameters, named parameters or param groups;
