@@ -13,16 +13,29 @@ from curvopt.optim.solvers import FactoredInverse
 
 
 class DiagonalNewton(FactoredInverse, torch.optim.SGD):
-    """``torch.optim.SGD`` whose gradient ``g`` is replaced by ``ν g / (h + λ)``.
+    """SGD with momentum whose gradients are divided by the curvature along each single weight.
 
-    ``h`` is a moving average of the diagonal of the GGN (or Fisher) matrix or of the Hessian, ``λ`` the damping,
-    ``ν ≤ 1`` bounds the root mean square of the result. Use it as ``KFACSGD``: loop, checkpoints and shared options are
-    alike.
+    This is the cheapest curvature, one number for each weight, and the crudest: it ignores how weights act together
+    (Becker & LeCun 1989). Of the curvature along a step it sees a small part, one in hundreds or thousands for usual
+    networks, so steps would be much too long; a bound on their length is at work in most of them. Take it where memory
+    allows nothing else, or for inputs in unlike units. Loop, momentum, param groups, schedulers and ``state_dict`` are
+    those of ``torch.optim.SGD``::
 
-    The diagonal ignores how parameters act together: of the change ``δᵀGδ`` that a step ``δ`` makes, it
-    predicts a small part ``Σ hᵢδᵢ²``, one in hundreds or thousands for usual networks. So the bound is at work in most
-    steps. The first diagonal of a parameter is from one batch, whose small entries say little: they are raised to its
-    mean.
+        import torch
+        from curvopt.optim import DiagonalNewton
+
+        model, lossfunc = torch.nn.Linear(64, 10), torch.nn.CrossEntropyLoss()
+        optimizer = DiagonalNewton(model)
+        x, y = torch.rand(128, 64), torch.randint(10, (128,))
+        for step in range(20):
+            optimizer.zero_grad()
+            lossfunc(model(x), y).backward()
+            optimizer.step()
+
+    **In symbols**, each entry ``g`` of a gradient is replaced by ``ν g / (h + λ)``. ``h`` is the entry of the diagonal
+    of the Hessian, or of the generalized Gauss-Newton matrix (the Hessian without second derivatives of the network),
+    averaged over batches; ``λ`` is the damping, and ``ν ≤ 1`` the bound on the length, see ``rms_clip``. The first
+    diagonal of a parameter is from one batch, whose small entries say little: they are raised to its mean.
 
     Args:
         params: a model, to which the optimizer is attached, or parameters, named parameters or param groups;
