@@ -23,24 +23,36 @@ class _NoStep(torch.optim.Optimizer):
 
 
 class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
-    """Replaces the gradients of a model by ``ν (B + √λ/π I)⁻¹ G (A + π √λ I)⁻¹``, for another optimizer to step with.
+    """Multiplies the gradients of a model by the inverse of the curvature, and leaves the step to another optimizer.
 
-    ::
+    What `KFACSGD` does in front of SGD, this does in front of AdamW, Muon or any other optimizer: gradients become
+    smaller along directions in which the loss curves strongly, and larger where it is flat. The loop has one line
+    more::
 
+        import torch
+        from curvopt.optim import KFACPreconditioner
+
+        model, lossfunc = torch.nn.Linear(64, 10), torch.nn.CrossEntropyLoss()
         preconditioner = KFACPreconditioner(model)
         optimizer = torch.optim.AdamW(model.parameters())
-        ...
-        optimizer.zero_grad()
-        loss.backward()
-        preconditioner.step()  # exchanges .grad
-        optimizer.step()
+        x, y = torch.rand(128, 64), torch.randint(10, (128,))
+        for step in range(20):
+            optimizer.zero_grad()
+            lossfunc(model(x), y).backward()
+            preconditioner.step()  # exchanges .grad
+            optimizer.step()
 
-    It is an optimizer itself, whose step changes gradients instead of parameters: ``attach()``, ``coverage()``,
-    ``metrics()``, ``state_dict()`` and ``param_groups`` are as in ``KFACSGD``. To have both steps taken by one call,
-    ``optimizer.register_step_pre_hook(lambda *_: preconditioner.step())``; with a closure, before which such hooks run,
-    ``optimizer.step(lambda: preconditioner.step(closure))`` instead. With a ``GradScaler``, build it with
-    ``scaler=scaler`` and call ``scaler.unscale_(optimizer)`` before; gradients that overflow stay, so that the scaler
-    skips the step.
+    **In symbols**, the gradient ``G`` of a weight is replaced by ``ν (B + √λ/π I)⁻¹ G (A + π √λ I)⁻¹``. The letters are
+    those of `KFACSGD`: ``A`` and ``B`` are the Kronecker factors of the curvature, of the layer's inputs and of its
+    outputs, ``λ`` is the damping, which ``π`` splits between them, and ``ν`` bounds the length of the result if
+    ``rms_clip`` is given.
+
+    The preconditioner is an optimizer itself, whose step changes gradients instead of parameters: ``attach()``,
+    ``coverage()``, ``metrics()``, ``state_dict()`` and ``param_groups`` are as in `KFACSGD`. To have both steps taken
+    by one call, ``optimizer.register_step_pre_hook(lambda *_: preconditioner.step())``; with a closure, before which
+    such hooks run, ``optimizer.step(lambda: preconditioner.step(closure))`` instead. With a ``GradScaler``, build it
+    with ``scaler=scaler`` and call ``scaler.unscale_(optimizer)`` before; gradients that overflow stay, so that the
+    scaler skips the step.
 
     Args:
         model: the model, to which the preconditioner is attached; all its parameters are preconditioned.
