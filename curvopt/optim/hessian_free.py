@@ -39,11 +39,19 @@ _OF_RUN = ("maximize", "cg_iterations", "cg_progress", "cg_decay", "precondition
 
 
 class HessianFree(torch.optim.Optimizer):
-    """Truncated Newton steps on the Gauss-Newton matrix of the batch; meant for the full batch or large ones.
+    """Newton's method for networks: each step nearly minimises a quadratic model of the loss; for large batches.
 
-    ::
+    The model has the gradient and the curvature of the whole network, no matrix of which is ever formed: conjugate
+    gradients (CG) need its products with vectors only (Martens 2010). A step costs tens to hundreds of gradients, and
+    training needs few of them, so take it for small networks, the full batch, and where accuracy matters most. A step
+    evaluates the loss several times, by a closure::
 
+        import torch
+        from curvopt.optim import HessianFree
+
+        model, lossfunc = torch.nn.Linear(64, 10), torch.nn.CrossEntropyLoss()
         optimizer = HessianFree(model)
+        x, y = torch.rand(512, 64), torch.randint(10, (512,))
 
         def closure():
             optimizer.zero_grad()
@@ -51,15 +59,18 @@ class HessianFree(torch.optim.Optimizer):
             loss.backward()  # may be left out
             return loss
 
-        for _ in range(30):
+        for step in range(5):
             loss = optimizer.step(closure)
 
-    A step runs CG from the previous step's solution (times ``cg_decay``) until it makes no more progress, takes the
-    best of its iterates as direction (CG backtracking), shortens it until the objective decreases by Armijo's
-    condition, and adapts the damping by how well the model predicted the decrease (Levenberg-Marquardt). If the
-    objective does not decrease at all, parameters stay and damping rises. A step costs about 4/3 gradients for each
-    iteration of CG and a third of one for each further call of the closure; ``metrics()`` counts both. It takes memory
-    for two graphs of the closure and some 20 copies of the parameters.
+    **In symbols**, the model of the objective ``f`` around the parameters ``θ`` is
+    ``q(δ) = f(θ) + gᵀδ + ½ δᵀ B δ + ½ λ ‖δ‖²`` for a step ``δ``, with the gradient ``g``, the Gauss-Newton matrix ``B``
+    (the Hessian without second derivatives of the network) and the damping ``λ``. CG starts from the previous step
+    (times ``cg_decay``) and runs until it makes no more progress. The best of its iterates is the direction (CG
+    backtracking), which is shortened until the objective decreases by Armijo's condition. The damping is adapted by how
+    well the model predicted the decrease (Levenberg-Marquardt). If the objective does not decrease at all, parameters
+    stay and damping rises. A step costs about 4/3 gradients for each iteration of CG and a third of one for each
+    further call of the closure; ``metrics()`` counts both. It takes memory for two graphs of the closure and some 20
+    copies of the parameters.
 
     **The closure** works as for ``torch.optim.LBFGS``. Its first call, with gradients enabled, is the usual one, but
     graphs are kept. The objective is the sum of all tensors that it calls ``backward`` on, or if it calls none, its
