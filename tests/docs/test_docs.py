@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import torch
@@ -106,6 +107,14 @@ def test_modules_of_the_engine_begin_with_an_example():
         example = doctest.DocTestParser().get_doctest(text, dict(vars(module)), name, module.__file__, 0)
         assert example.examples or "::\n\n    " in text, name
         assert doctest.DocTestRunner().run(example).failed == 0, name
+
+
+@pytest.mark.parametrize("name", sorted({*curvopt.optim.__all__} - {"state_to_load"}))
+def test_optimizers_begin_with_an_example(name: str):
+    """An indented block that runs as it stands."""
+    code = re.search(r"::\n\n((?: {8}.*\n|\n)+)", getattr(curvopt.optim, name).__doc__ or "")
+    assert code
+    exec(compile(dedent(code[1]), name, "exec"), {"__name__": "__main__"})
 
 
 # ------------------------------------------------------------------------------------------- tables of all public names
