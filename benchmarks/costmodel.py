@@ -24,10 +24,8 @@ from benchmarks.problems import PROBLEMS
 from benchmarks.tables import Choice, ProblemName
 from benchmarks.timing import RESULTS, machine, save, seconds
 from curvopt.core.layers.rule import AffineRule, rule_for
-from curvopt.core.products import chunk_sizes as costs
-from curvopt.core.products.outer import Outer
-from curvopt.core.products.patches import Patches
-from curvopt.core.products.squares import Squares
+from curvopt.core.products import costs
+from curvopt.core.products.outer import Outer, Patches, Squares
 
 #: Largest temporary that a forced choice may ask for, in numbers.
 LARGEST = 2e8

@@ -23,7 +23,7 @@ from benchmarks.packages import Method, NotOffered, method
 from benchmarks.problems import Task
 from benchmarks.timing import limited, ratios, reason
 from curvopt import set_columns_per_sweep
-from curvopt.core.products import chunk_sizes as costs
+from curvopt.core.products import costs
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 
 Result = dict[str, Any]

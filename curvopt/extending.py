@@ -6,11 +6,9 @@ The page "Extending" of the documentation shows one of each.
 from curvopt.core.backward.columns import Averaged, Empirical, Exact, Gradient, Hessian, MonteCarlo
 from curvopt.core.layers.rule import AffineRule, Rule, register, rule_for
 from curvopt.core.losses.roots import Bernoulli, Diagonal, LossCurvature, Softmax
-from curvopt.core.products.base import Dense, Jacobian
-from curvopt.core.products.chunk import Chunk
+from curvopt.core.products.base import Chunk, Dense, Jacobian
 from curvopt.core.products.lookup import Lookup
-from curvopt.core.products.outer import Outer
-from curvopt.core.products.patches import Patches
+from curvopt.core.products.outer import Outer, Patches
 from curvopt.extensions.base import Extension
 
 __all__ = [

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from curvopt.core.linear_algebra import LinAlgError, eigh, eigh_of_blocks, with_rest_apart, without_rest
-from curvopt.core.products.second_moments import in_pieces
+from curvopt.core.products.base import in_pieces
 
 logger = logging.getLogger(__name__)
 

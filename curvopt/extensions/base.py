@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from curvopt.core.backward.columns import Averaged, Empirical, Exact, Gradient, MonteCarlo
-from curvopt.core.products.chunk import Chunk
+from curvopt.core.products.base import Chunk
 from curvopt.errors import CurvoptError
 
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvopt.core.products.base import Dense
-from curvopt.core.products.chunk import Chunk
+from curvopt.core.products.base import Chunk, Dense
 from curvopt.extensions.base import Extension, indices
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from curvopt.core.backward.columns import Exact, Hessian
-from curvopt.core.products.base import Jacobian
-from curvopt.core.products.chunk import Chunk
+from curvopt.core.products.base import Chunk, Jacobian
 from curvopt.errors import CurvoptError
 from curvopt.extensions.base import Extension
 

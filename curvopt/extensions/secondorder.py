@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from curvopt.core.backward.columns import Averaged, Empirical, Exact, MonteCarlo
-from curvopt.core.products.base import Approx, Dense
-from curvopt.core.products.chunk import Chunk
-from curvopt.core.products.squares import Squares
-from curvopt.core.products.sums import add, widened
+from curvopt.core.products.base import Approx, Chunk, Dense, add, widened
+from curvopt.core.products.outer import Squares
 from curvopt.core.record.extended_parameters import extended_name
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions.base import Extension, indices

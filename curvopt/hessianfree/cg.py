@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from curvopt.core.products.sums import widened
+from curvopt.core.products.base import widened
 
 Product = Callable[[list[Tensor]], Sequence[Tensor]]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvopt.core.products.sums import widened
+from curvopt.core.products.base import widened
 from curvopt.distributed import Ranks, own_part
 from curvopt.errors import CurvoptError
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from curvopt.core.backward.backpack import is_listening
-from curvopt.core.products.sums import widened
+from curvopt.core.products.base import widened
 from curvopt.core.record.extended_parameters import extended_name
 from curvopt.core.record.state import outside_of_graphs
 from curvopt.distributed import own_part, whole_of

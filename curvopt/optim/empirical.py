@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from curvopt.core.backward.columns import Empirical, Gradient
-from curvopt.core.products.chunk import Chunk
+from curvopt.core.products.base import Chunk
 from curvopt.extensions import EigenDiagonal, KFACEmpirical
 from curvopt.extensions.base import Extension
 

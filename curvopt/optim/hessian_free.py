@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from curvopt.core.products.sums import widened
+from curvopt.core.products.base import widened
 from curvopt.distributed import ranks_of
 from curvopt.errors import CurvoptError
 from curvopt.hessianfree.cg import dot

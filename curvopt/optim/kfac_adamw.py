@@ -5,8 +5,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
-from curvopt.core.products.base import Approx
-from curvopt.core.products.sums import widened
+from curvopt.core.products.base import Approx, widened
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.accumulation import LARGEST_JUMP
 from curvopt.optim.kronecker import Fisher, Kronecker

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvopt.core.products.sums import widened
+from curvopt.core.products.base import widened
 from curvopt.distributed import share
 from curvopt.kroneckers import (
     damped_inverses,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from curvopt.core.products.sums import cast
+from curvopt.core.products.base import cast
 from curvopt.kroneckers import kfac_mat_prod, sizes_of
 from curvopt.optim.step_size import WIDE, excess, rms_clip_factor
 

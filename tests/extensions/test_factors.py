@@ -9,7 +9,7 @@ from reference import Reference, reference
 from torch import Tensor, nn
 
 from curvopt import backpack, extend
-from curvopt.core.products import chunk_sizes as costs
+from curvopt.core.products import costs
 from curvopt.extensions import KFAC, KFLR, DiagGGNMC, EigenDiagonal, KFACEmpirical
 from curvopt.kroneckers import kfacs_to_mat
 

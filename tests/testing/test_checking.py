@@ -16,7 +16,7 @@ from curvopt.core.backward.second_derivatives import residual_columns
 from curvopt.core.layers.affine import Linear
 from curvopt.core.losses.known import KnownLoss
 from curvopt.core.losses.roots import Softmax
-from curvopt.core.products.chunk import Chunk
+from curvopt.core.products.base import Chunk
 from curvopt.core.products.outer import Outer
 from curvopt.extensions import (
     GGNMP,

@@ -37,11 +37,9 @@ from curvopt.core.graph.node_vjp import Edge, NodeVjp
 from curvopt.core.graph.vjp import listen, pull_each
 from curvopt.core.layers.functional import ParameterCall
 from curvopt.core.losses.any import Reduction, loss_weight
-from curvopt.core.products import chunk_sizes as costs
-from curvopt.core.products.base import Dense
-from curvopt.core.products.chunk import Chunk
-from curvopt.core.products.combine import combine
-from curvopt.core.products.pulled_back import PulledBack
+from curvopt.core.products import costs
+from curvopt.core.products.base import Chunk, Dense
+from curvopt.core.products.sums import PulledBack, combine
 from curvopt.core.pytorch_workarounds import running_backward, without_reductions
 from curvopt.core.record.extended_parameters import extended_model, extended_parameters
 from curvopt.errors import CurvoptError

@@ -30,8 +30,7 @@ from curvopt.core.graph.backward_graph import leaves_behind
 from curvopt.core.graph.nodes import is_complex, precisions, shape_of
 from curvopt.core.graph.vjp import cut, pull
 from curvopt.core.linear_algebra import allclose
-from curvopt.core.products.base import Dense
-from curvopt.core.products.chunk import Chunk
+from curvopt.core.products.base import Chunk, Dense
 from curvopt.core.pytorch_workarounds import WRONG_TWICE, lone_biases
 from curvopt.core.samples.layout import Layout
 from curvopt.errors import CurvoptError, CurvoptWarning

@@ -20,7 +20,7 @@ from curvopt.core.graph.vjp import pull
 from curvopt.core.layers.rule import AffineRule
 from curvopt.core.linear_algebra import eigh
 from curvopt.core.losses.roots import LossCurvature
-from curvopt.core.products.chunk import Chunk
+from curvopt.core.products.base import Chunk
 from curvopt.errors import CurvoptError
 
 

@@ -39,7 +39,7 @@ from curvopt.core.losses.any import GenericLoss, Reduction
 from curvopt.core.losses.blocks import Head
 from curvopt.core.losses.known import KnownLoss, Terms, find_terms
 from curvopt.core.losses.roots import Diagonal, LossCurvature, NotConvex, NotCurved
-from curvopt.core.products.sums import cast, widened
+from curvopt.core.products.base import cast, widened
 from curvopt.core.samples.layout import Layout, axis_of, labels_along
 from curvopt.core.samples.samples import Samples
 from curvopt.errors import CurvoptError, CurvoptWarning

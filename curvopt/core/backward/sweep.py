@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from curvopt.core.graph.backward_graph import CallInGraph
-from curvopt.core.products.chunk import Chunk
-from curvopt.core.products.combine import combine
+from curvopt.core.products.base import Chunk
+from curvopt.core.products.sums import combine
 
 if TYPE_CHECKING:
     from curvopt.core.backward.backward_pass import BackwardPass

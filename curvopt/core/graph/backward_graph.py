@@ -32,9 +32,8 @@ from curvopt.core.graph.nodes import (
 )
 from curvopt.core.graph.operations import OPERATIONS, UNKNOWN_OPERATION
 from curvopt.core.layers.rule import Rule, no_batch_axis
-from curvopt.core.products.base import Jacobian
-from curvopt.core.products.combine import from_single_samples
-from curvopt.core.products.sums import cast
+from curvopt.core.products.base import Jacobian, cast
+from curvopt.core.products.sums import from_single_samples
 from curvopt.core.record.calls import ModuleCall, Prediction, TermCall, records_of
 from curvopt.core.record.extended_parameters import extended_name, owned_parameters
 from curvopt.core.record.model_calls import ModelCall

@@ -20,7 +20,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from curvopt.core.layers.rule import AffineRule, register
-from curvopt.core.products.patches import Patches
+from curvopt.core.products.outer import Patches
 from curvopt.core.record.calls import ModuleCall
 
 

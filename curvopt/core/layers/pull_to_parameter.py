@@ -21,7 +21,7 @@ from curvopt.core.graph.operations import BY_ENTRY
 from curvopt.core.graph.vjp import pull
 from curvopt.core.products.base import Dense, Jacobian
 from curvopt.core.products.outer import Outer
-from curvopt.core.products.pulled_back import PulledBack, Scaled
+from curvopt.core.products.sums import PulledBack, Scaled
 from curvopt.core.record.calls import ModuleCall
 
 

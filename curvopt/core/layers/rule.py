@@ -23,10 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import _global_forward_hooks
 
-from curvopt.core.products.base import Dense, Jacobian
-from curvopt.core.products.outer import Outer
-from curvopt.core.products.patches import Patches, by_sample
-from curvopt.core.products.sums import cast
+from curvopt.core.products.base import Dense, Jacobian, cast
+from curvopt.core.products.outer import Outer, Patches, by_sample
 from curvopt.core.record.calls import ModuleCall
 from curvopt.core.record.extend import Recorder
 from curvopt.core.record.extended_parameters import owned_parameters

@@ -20,9 +20,8 @@ from curvopt.core.graph.nodes import metadata, shape_of
 from curvopt.core.graph.vjp import pull
 from curvopt.core.layers.pull_to_parameter import pull_to_parameter
 from curvopt.core.layers.rule import Jacobians, Rule
-from curvopt.core.products.base import Dense
-from curvopt.core.products.combine import from_single_samples
-from curvopt.core.products.sums import cast
+from curvopt.core.products.base import Dense, cast
+from curvopt.core.products.sums import from_single_samples
 from curvopt.core.record.calls import ModuleCall
 from curvopt.core.record.extended_parameters import owned_parameters
 

@@ -44,7 +44,7 @@ from curvopt.core.graph.nodes import (
 from curvopt.core.graph.operations import BATCH_NORMS, LINEAR, MULTILINEAR
 from curvopt.core.graph.vjp import pull
 from curvopt.core.losses.roots import Bernoulli, Diagonal, LossCurvature, Softmax, root_of_weights
-from curvopt.core.products.sums import widened
+from curvopt.core.products.base import widened
 from curvopt.core.record.calls import TermCall, records_of
 from curvopt.errors import CurvoptError
 

@@ -12,19 +12,20 @@ positions (sequence, space, or several calls of one module), O/I output/input fe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from curvopt.core.products.second_moments import _in_basis, _second_moment
-from curvopt.core.products.sums import _weighted, add, widened
+from curvopt.core.products import costs
 
 if TYPE_CHECKING:
     from curvopt.core.products.outer import Outer
+    from curvopt.core.record.calls import ModuleCall
 
 Approx = Literal["expand", "reduce"]
 
@@ -228,7 +229,7 @@ class Dense(Jacobian):
     def _squares(self) -> Tensor:
         if self.left_of is not None and self.left_of.weights is self.weights:
             return self.left_of.output_squares.flatten(1)
-        return _weighted(self.values.square(), self.weights)
+        return weighted(self.values.square(), self.weights)
 
     def owned(self, alike: Jacobian | None = None) -> Jacobian:
         return Dense(self.values).with_weights(self.weights)  # its neighbour holds the activations
@@ -243,7 +244,7 @@ class Dense(Jacobian):
         if flat.shape[1] > DENSE_BLOCK_LIMIT:
             return flat.square().sum(0)
         if self.left_of is None or (limit is not None and flat.shape[1] > limit):
-            return _second_moment(flat[:, None, None], limit)
+            return second_moment(flat[:, None, None], limit)
         return self.left_of.output_moment()
 
     def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
@@ -253,5 +254,157 @@ class Dense(Jacobian):
         (basis,) = bases
         if basis.dim() == 1:
             return self
-        values = _in_basis(self._flat()[..., None, None, :], basis).reshape(self.values.shape)
+        values = in_basis(self._flat()[..., None, None, :], basis).reshape(self.values.shape)
         return Dense(values).with_weights(self.weights)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Jacobian products of a parameter for a chunk of the columns of one sweep.
+
+    Attributes:
+        parameter: the parameter.
+        jacobian: the products, those of all calls that share the parameter combined.
+        calls: these calls. Chunks of the same calls share the inputs of the layer.
+        num_columns: number of columns of the whole sweep, if it is known; ``jacobian.V`` are in this chunk.
+    """
+
+    parameter: nn.Parameter
+    jacobian: Jacobian
+    calls: tuple[ModuleCall, ...] = ()
+    num_columns: int | None = None
+
+
+# Sums in at least float32
+
+
+def widened(value: Tensor) -> Tensor:
+    """In at least float32, to be summed: in half precision, small terms vanish in a large sum."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``value.to(dtype)``, without the call if that would do nothing."""
+    return value if value.dtype == dtype else value.to(dtype)
+
+
+def add(total: Any, value: Any) -> Any:
+    """``total + value``, in place where no graph is built."""
+    if total is None:
+        return value
+    return total + value if total.requires_grad or value.requires_grad else total.add_(value)
+
+
+def weighted(values: Tensor, weights: Tensor | None) -> Tensor:
+    """``[V, N, ...]`` values summed over V, with weights ``[V, N]`` if there are any."""
+    if weights is None:
+        return values.sum(0) if len(values) > 1 else values[0]
+    return torch.einsum("vn,vn...->n...", weights, values)
+
+
+def summed(values: Tensor) -> Tensor:
+    """Sum over the first axis, laid out in memory as they are: where it is not, it takes ten times as long."""
+    return torch.sum(values, 0, out=torch.empty_like(values[0]))
+
+
+# Second moments of the sides of products: the Kronecker factors
+
+
+def by_feature(values: Tensor) -> Tensor:
+    """``[..., N, G, S, F]`` as ``[..., G, F, N S]``; what needs to be copied is copied by rows."""
+    return values.movedim((-4, -2), (-2, -1)).flatten(-2)
+
+
+def second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) -> Tensor:
+    """``scale * sum_{n,s} x x^T`` of ``[N, G, S, F]``: ``[F, F]``, or ``[G, F, F]`` when there are groups.
+
+    If F is more than ``limit``, blocks on its diagonal, ``[G, K, b, b]``, the last padded with zeros.
+    """
+    N, G, S, F = rows.shape
+    limit = limit if limit is not None and F > limit else None
+    if limit is None and not torch.is_grad_enabled():
+        return moment_of_parts(in_parts(rows), N * S, scale)
+    flat = by_feature(rows)
+    flat = flat if scale == 1 else flat * scale**0.5  # before the product: half precision ends at 65504
+    if limit is not None:
+        blocks = in_blocks(flat.mT, limit).transpose(1, 2)
+        return blocks.mT @ blocks
+    return ungrouped(flat @ flat.mT)
+
+
+def ungrouped(moments: Tensor) -> Tensor:
+    """The only one of ``[G, F, F]``, if there are no groups."""
+    return moments[0] if len(moments) == 1 else moments
+
+
+def _are_sorted(rows: Tensor) -> bool:
+    """Whether rows ``[N, G, S, F]`` of all samples are stored by features, or each feature's by rows."""
+    return rows.stride(3) == 1 or rows.stride(0) == rows.shape[2] * rows.stride(2)
+
+
+def in_parts(rows: Tensor) -> Sequence[Tensor]:
+    """Some samples of ``[N, G, S, F]`` at a time, which will be sorted by features; all if they are sorted."""
+    _, G, S, F = rows.shape
+    return [rows] if _are_sorted(rows) else rows.split(costs.rows_at_once(S, G * F, rows.device.type))
+
+
+def moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
+    """The second moment of parts of the samples, which have R positions in all."""
+    moments, dtype, F, block = None, None, 0, 0
+    for part in parts:
+        x = by_feature(part)
+        if moments is None:
+            dtype, (G, F, _) = x.dtype, x.shape
+            block = min(costs.SYMMETRIC_BLOCK, -(-F // 2)) if costs.by_blocks(F, R, x.device.type) else F
+            moments = widened(x.new_zeros(G, F, F))
+        for i in range(0, F, block):  # what is below the diagonal follows
+            add_product(moments[:, i : i + block, i:], x[:, i : i + block], x[:, i:].mT, scale)
+    assert moments is not None
+    for i in range(0, F - block, block):
+        j = i + block
+        moments[:, j:, i:j] = moments[:, i:j, j:].mT
+    return cast(ungrouped(moments), dtype)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """``total += scale left @ right`` of ``[G, M, R]`` and ``[G, R, K]``; the total may be in higher precision."""
+    if total.dtype == left.dtype:
+        total.baddbmm_(left, right, alpha=scale)
+    else:
+        total.add_(torch.baddbmm(left.new_zeros(1), left, right, beta=0, alpha=scale))
+
+
+def in_blocks(values: Tensor, limit: int) -> Tensor:
+    """The last axis ``F`` cut into the fewest pieces of at most ``limit``, ``[..., K, b]``, padded with zeros."""
+    return in_pieces(values, costs.even_share(values.shape[-1], limit))
+
+
+def in_pieces(values: Tensor, size: int, axis: int = -1) -> Tensor:
+    """An axis (-1, -2, ...) cut into pieces ``[..., K, size, ...]``, the last padded with zeros."""
+    missing = -values.shape[axis] % size
+    if missing:
+        values = torch.nn.functional.pad(values, (0, 0) * (-1 - axis) + (0, missing))
+    return values.unflatten(axis, (-1, size))
+
+
+def in_basis(rows: Tensor, basis: Tensor) -> Tensor:
+    """Rows ``[..., G, S, F]`` in the basis of a factor: ``[F]`` (identity), ``[F, F]``, with groups or blocks.
+
+    Factors of parameters in half precision may be kept in float32: then so are the results.
+    """
+    rows = rows.to(torch.promote_types(rows.dtype, basis.dtype))
+    if basis.dim() == 1:
+        return rows
+    if basis.dim() == 2:
+        return rows @ basis
+    # broadcasting would copy the matrices for each row
+    if basis.dim() == 3:
+        return torch.einsum("...gsb,gbc->...gsc", rows, basis)
+    blocks = in_blocks(rows, basis.shape[-1])  # [..., G, S, K, b]
+    return torch.einsum("...gskb,gkbc->...gskc", blocks, basis).flatten(-2)[..., : rows.shape[-1]]
+
+
+def are_apart(vectors: Tensor) -> bool:
+    """Whether no position of ``[V, N, S, ...]`` is reached by more than one sample."""
+    reached = (vectors != 0).flatten(3).any(3).any(0)
+    return not bool((reached.sum(0) > 1).any())

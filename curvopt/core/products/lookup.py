@@ -14,9 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvopt.core.products.base import Approx, Jacobian
-from curvopt.core.products.second_moments import _are_apart, _in_basis, _second_moment
-from curvopt.core.products.sums import _weighted
+from curvopt.core.products.base import Approx, Jacobian, are_apart, in_basis, second_moment, weighted
 
 
 class Lookup(Jacobian):
@@ -65,7 +63,7 @@ class Lookup(Jacobian):
     @property
     def positions(self) -> int:
         P = len(self.rows)
-        return P // self.N if self.of_batch and _are_apart(self.left.unflatten(1, (self.N, -1))) else P
+        return P // self.N if self.of_batch and are_apart(self.left.unflatten(1, (self.N, -1))) else P
 
     def sum_batch(self) -> Tensor:
         return self._scatter(self.left, 1, self.rows, self.shape[0])
@@ -86,7 +84,7 @@ class Lookup(Jacobian):
 
     def output_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         left = self._scatter(self.left, 1, self.samples, self.N) if approx == "reduce" else self.left
-        return _second_moment(left.flatten(0, 1)[None, None], limit)
+        return second_moment(left.flatten(0, 1)[None, None], limit)
 
     def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         """The diagonal ``[I]`` of the second moment of the one-hot inputs: how often each row is picked."""
@@ -101,7 +99,7 @@ class Lookup(Jacobian):
 
     def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
         _, of_left = bases  # the other factor is diagonal
-        left = _in_basis(self.left[:, :, None, None], of_left)[:, :, 0, 0]
+        left = in_basis(self.left[:, :, None, None], of_left)[:, :, 0, 0]
         return Lookup(left, self.rows, self.samples, self.N, self.shape).with_weights(self.weights)
 
     def _selected(self, samples: list[int]) -> Jacobian:
@@ -122,7 +120,7 @@ class Lookup(Jacobian):
         return Lookup(self.left, self.rows.clone(), self.samples, self.N, self.shape).with_weights(self.weights)
 
     def _weighted_squares(self, left: Tensor, samples: Tensor) -> Tensor:
-        return _weighted(left.square(), None if self.weights is None else self.weights[:, samples])
+        return weighted(left.square(), None if self.weights is None else self.weights[:, samples])
 
     def _unique(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         keys, inverse = torch.unique(self.samples * self.shape[0] + self.rows, return_inverse=True)

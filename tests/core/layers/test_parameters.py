@@ -20,7 +20,7 @@ from curvopt import CurvoptError, L2Regularizer, backpack, extend, set_columns_p
 from curvopt.core.backward.located_graph import read_and_locate
 from curvopt.core.layers import pull_to_parameter
 from curvopt.core.products import base as jacobians
-from curvopt.core.products import chunk_sizes as costs
+from curvopt.core.products import costs
 from curvopt.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, KFACEmpirical
 from curvopt.kroneckers import kfac_mat_prod, kfacs_to_mat, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, KFACAdamW

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from curvopt import backpack, extend
 from curvopt.core.products.base import Dense, Jacobian
-from curvopt.core.products.combine import combine
 from curvopt.core.products.lookup import Lookup
 from curvopt.core.products.outer import Outer
+from curvopt.core.products.sums import combine
 from curvopt.core.record.calls import KEY, ModuleCall
 from curvopt.errors import CurvoptError
 from curvopt.extending import rule_for

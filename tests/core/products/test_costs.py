@@ -21,17 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from curvopt import backpack, extend, set_columns_per_sweep
 from curvopt.core.backward.backward_pass import BackwardPass
-from curvopt.core.products import chunk_sizes as costs
-from curvopt.core.products import slopes
+from curvopt.core.products import costs, sums
 from curvopt.core.products.base import Dense, Jacobian
-from curvopt.core.products.combine import combine
 from curvopt.core.products.lookup import Lookup
-from curvopt.core.products.outer import Outer
-from curvopt.core.products.patches import Patches
-from curvopt.core.products.pulled_back import PulledBack, Scaled
-from curvopt.core.products.slopes import Slopes
-from curvopt.core.products.squares import Squares
-from curvopt.core.products.tied import Tied
+from curvopt.core.products.outer import Outer, Patches, Squares
+from curvopt.core.products.sums import PulledBack, Scaled, Slopes, Tied, combine
 from curvopt.core.record.calls import KEY
 from curvopt.extending import rule_for
 from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact, KFACEmpirical, SqrtGGNExact
@@ -545,7 +539,7 @@ def test_few_samples_that_weigh_much_are_in_the_factors_of_slopes(monkeypatch: p
     slope = Outer(vectors[1], torch.randn(N, 1, 1, F), torch.Size([F, F]), transposed=True)
     drawn, whole = combine([plain, slope]), combine([plain, slope])
     factors = drawn.output_factor(), drawn.input_factor()
-    monkeypatch.setattr(slopes, "ENOUGH_SAMPLES", N)
+    monkeypatch.setattr(sums, "ENOUGH_SAMPLES", N)
     for factor, expected in zip(factors, (whole.output_factor(), whole.input_factor()), strict=True):
         assert_close(factor / expected.trace(), expected / expected.trace(), rtol=0.0, atol=0.05)
         assert not torch.equal(factor, expected)
