@@ -115,6 +115,9 @@ class RMSNorm(LayerNorm):
     def scaled(self, module: nn.RMSNorm, x: Tensor, training: bool) -> Tensor:
         return F.rms_norm(x, module.normalized_shape, eps=module.eps)
 
+    def leaves_input(self, module: nn.RMSNorm) -> bool:
+        return False  # in half precision, autograd keeps a copy in single precision in place of the input
+
 
 @register(nn.PReLU)
 class PReLU(ScaleRule):

@@ -925,3 +925,16 @@ def test_batching_rules_are_not_trusted_in_samples_of_small_gradients(dtype: tor
         losses(slice(None)).sum().backward()
     for found, gradient in zip(model.forms.grad_batch, expected, strict=True):
         assert_close(found, gradient, atol=1e-5 * float(gradient.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.RMSNorm(4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.PReLU(), nn.BatchNorm1d(4).eval()], ids=str
+)
+def test_inputs_of_half_precision_are_there_in_the_backward(norm: nn.Module) -> None:
+    """Some operations keep a copy in single precision in place of their input, which is gone then."""
+    torch.manual_seed(0)
+    model = extend(nn.Sequential(nn.Embedding(5, 4), copy.deepcopy(norm), nn.Linear(4, 3)).bfloat16())
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(torch.randint(5, (6,))).float(), torch.randint(3, (6,))).backward()
+    for p in model.parameters():
+        assert_close(p.grad_batch.float().sum(0), p.grad.float(), atol=0.01, rtol=0.02)
