@@ -29,8 +29,8 @@ from curvopt import CurvoptError, backpack, extend, extensions
 from curvopt.core.backward import hessian_residuals
 from curvopt.core.backward.backward_pass import BackwardPass
 from curvopt.core.graph.backward_graph import CallInGraph
-from curvopt.core.layers.functional import ParameterCall
-from curvopt.core.layers.sample_by_sample import SharedCallRule
+from curvopt.core.layers.computed import SharedCallRule
+from curvopt.core.layers.operations import ParameterCall
 
 N, C = 2, 3  # samples and classes
 

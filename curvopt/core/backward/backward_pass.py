@@ -35,7 +35,7 @@ from curvopt.core.backward.sweep import Sweep, combined
 from curvopt.core.graph.backward_graph import CallInGraph
 from curvopt.core.graph.node_vjp import Edge, NodeVjp
 from curvopt.core.graph.vjp import listen, pull_each
-from curvopt.core.layers.functional import ParameterCall
+from curvopt.core.layers.operations import ParameterCall
 from curvopt.core.losses.any import Reduction, loss_weight
 from curvopt.core.products import costs
 from curvopt.core.products.base import Chunk, Dense

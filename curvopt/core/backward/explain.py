@@ -22,10 +22,10 @@ from curvopt.core.graph.backward_graph import CallInGraph
 from curvopt.core.graph.node_vjp import Edge
 from curvopt.core.graph.nodes import leaf_of, name_of, operation, shape_of
 from curvopt.core.graph.operations import OPERATIONS, UNKNOWN_OPERATION
+from curvopt.core.layers.computed import PerSampleRule, SharedCallRule
 from curvopt.core.layers.embedding import Embedding
 from curvopt.core.layers.recurrent import Recurrent
 from curvopt.core.layers.rule import AffineRule
-from curvopt.core.layers.sample_by_sample import PerSampleRule, SharedCallRule
 from curvopt.core.record.extended_parameters import extended_name
 from curvopt.core.samples.layout import Layout
 from curvopt.errors import CurvoptError, CurvoptWarning

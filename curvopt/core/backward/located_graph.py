@@ -21,8 +21,8 @@ from torch.autograd.graph import Node
 from curvopt.core.graph.backward_graph import BackwardGraph, CallInGraph, operands_among, read_graph
 from curvopt.core.graph.nodes import leads_to, name_of, saved, shape_of, walk
 from curvopt.core.graph.operations import BATCH_NORMS
+from curvopt.core.layers.computed import PerSampleRule, SharedCallRule
 from curvopt.core.layers.parameters import find_entry_points, join_biases, parameter_calls, shared_call
-from curvopt.core.layers.sample_by_sample import PerSampleRule, SharedCallRule
 from curvopt.core.record.calls import ModuleCall, records_of
 from curvopt.core.record.extended_parameters import extended_model, extended_name
 from curvopt.core.record.model_calls import Model

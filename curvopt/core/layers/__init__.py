@@ -2,13 +2,13 @@
 
 ::
 
-    module with a rule       affine, normalization, embedding, recurrent
-    operation of the graph   functional (matrix products, convolutions, lookups), broadcast (x * p, x + p)
-    any other                sample_by_sample
+    module with a rule       affine, norms, embedding, recurrent
+    operation of the graph   operations (matrix products, convolutions, lookups; x * p, x + p)
+    its parameters           parameters (where they enter), computed (as they are, or computed from one)
 """
 
 from torch.nn import Flatten
 
-from curvopt.core.layers import affine, embedding, normalization, recurrent
+from curvopt.core.layers import affine, embedding, norms, recurrent
 
-__all__ = ["Flatten", "affine", "embedding", "normalization", "recurrent"]
+__all__ = ["Flatten", "affine", "embedding", "norms", "recurrent"]

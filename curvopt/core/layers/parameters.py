@@ -21,12 +21,20 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.graph.backward_graph import BackwardGraph, CallInGraph, Operand
 from curvopt.core.graph.node_vjp import Edge
 from curvopt.core.graph.nodes import is_complex, leaf_of, metadata, outputs_of, shape_of
-from curvopt.core.layers.broadcast import Broadcast, broadcast_of, broadcasts, is_bias, product_in_cell, shape_among
-from curvopt.core.layers.broadcast_rule import BroadcastRule
-from curvopt.core.layers.computed_weight import ComputedWeightRule
-from curvopt.core.layers.functional import ParameterCall, is_layer, layer_call, seen_of
+from curvopt.core.layers.computed import BroadcastRule, ComputedWeightRule, PerSampleRule, SharedCallRule
+from curvopt.core.layers.operations import (
+    Broadcast,
+    ParameterCall,
+    broadcast_of,
+    broadcasts,
+    is_bias,
+    is_layer,
+    layer_call,
+    product_in_cell,
+    seen_of,
+    shape_among,
+)
 from curvopt.core.layers.rule import AffineRule, Rule
-from curvopt.core.layers.sample_by_sample import PerSampleRule, SharedCallRule
 from curvopt.core.record.extended_parameters import extended_name, extended_owner
 from curvopt.core.samples.layout import Layout
 from curvopt.core.samples.samples import Samples

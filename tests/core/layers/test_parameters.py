@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from curvopt import CurvoptError, L2Regularizer, backpack, extend, set_columns_per_sweep
 from curvopt.core.backward.located_graph import read_and_locate
-from curvopt.core.layers import pull_to_parameter
+from curvopt.core.layers import computed
 from curvopt.core.products import base as jacobians
 from curvopt.core.products import costs
 from curvopt.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, KFACEmpirical
@@ -462,13 +462,13 @@ def test_slopes_of_weights_that_are_computed_entry_by_entry_are_taken_once(
     weight: Callable[[Tensor], Tensor], once: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Else each product of each sample is pulled back to the parameter."""
-    vectors, pull = [], pull_to_parameter._pull
+    vectors, pull = [], computed._pull
 
     def counting(source: GradientEdge, p: nn.Parameter, pulled: Tensor) -> Tensor:
         vectors.append(pulled.numel() // p.numel())
         return pull(source, p, pulled)
 
-    monkeypatch.setattr(pull_to_parameter, "_pull", counting)
+    monkeypatch.setattr(computed, "_pull", counting)
     model = extend(Own(lambda m, h: F.linear(h, weight(m.p)), (4, 4)))
     with backpack(DiagGGNExact()):
         F.cross_entropy(model(torch.randn(N, TOKENS, 4)), torch.zeros(N, dtype=torch.long)).backward()
