@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
 
 from curvopt import CurvoptError, backpack, extend, extensions
-from curvopt.core.backward import hessian_residuals
+from curvopt.core.backward import residuals
 from curvopt.core.backward.backward_pass import BackwardPass
 from curvopt.core.graph.backward_graph import CallInGraph
 from curvopt.core.layers.computed import SharedCallRule
@@ -336,13 +336,13 @@ def way_of(call: CallInGraph) -> str:
 def observed() -> Iterator[dict[nn.Parameter, set[str]]]:
     """How the quantities of each parameter are computed, while this is open."""
     ways: dict[nn.Parameter, set[str]] = defaultdict(set)
-    begin, differentiate = BackwardPass.before_backward, hessian_residuals._by_double_backward
+    begin, differentiate = BackwardPass.before_backward, residuals._by_double_backward
 
-    def observed_begin(run: BackwardPass) -> BackwardPass:
+    def observed_begin(run: BackwardPass, *args: Any) -> BackwardPass:
         for call in run.calls:
             for p in call.parameters.values():
                 ways[p].add(way_of(call))
-        return begin(run)
+        return begin(run, *args)
 
     def observed_differentiate(
         run: BackwardPass, loss: Any, slope: Tensor, parameters: list[nn.Parameter], *args: Any
@@ -352,7 +352,7 @@ def observed() -> Iterator[dict[nn.Parameter, set[str]]]:
 
     with (
         mock.patch.object(BackwardPass, "before_backward", observed_begin),
-        mock.patch.object(hessian_residuals, "_by_double_backward", observed_differentiate),
+        mock.patch.object(residuals, "_by_double_backward", observed_differentiate),
     ):
         yield ways
 

@@ -24,7 +24,7 @@ import tyro
 from benchmarks.problems import PROBLEMS, Problem, Task, mlp_of_functions
 from benchmarks.timing import seconds
 from curvopt import backpack, extend
-from curvopt.core.backward.columns import Gradient, MonteCarlo
+from curvopt.core.losses.roots import Gradient, MonteCarlo
 from curvopt.core.products.base import Chunk
 from curvopt.extensions import KFAC, BatchGrad, DiagGGNMC, Extension
 from experiments import models

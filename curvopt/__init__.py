@@ -3,8 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from curvopt.core.backward.backpack import backpack
-from curvopt.core.backward.columns import set_columns_per_sweep
+from curvopt.core.backward.backward_pass import set_columns_per_sweep
+from curvopt.core.backward.context import backpack
 from curvopt.core.backward.explain import Explanation, explain
 from curvopt.core.record.extend import extend
 from curvopt.core.record.predictions import prediction

@@ -3,9 +3,19 @@
 The page "Extending" of the documentation shows one of each.
 """
 
-from curvopt.core.backward.columns import Averaged, Empirical, Exact, Gradient, Hessian, MonteCarlo
 from curvopt.core.layers.rule import AffineRule, Rule, register, rule_for
-from curvopt.core.losses.roots import Bernoulli, Diagonal, LossCurvature, Softmax
+from curvopt.core.losses.roots import (
+    Averaged,
+    Bernoulli,
+    Diagonal,
+    Empirical,
+    Exact,
+    Gradient,
+    Hessian,
+    LossCurvature,
+    MonteCarlo,
+    Softmax,
+)
 from curvopt.core.products.base import Chunk, Dense, Jacobian
 from curvopt.core.products.lookup import Lookup
 from curvopt.core.products.outer import Outer, Patches

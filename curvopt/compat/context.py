@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 import curvopt
-from curvopt.core.backward.backpack import Request
 from curvopt.core.backward.backward_pass import Backward, BackwardPass
-from curvopt.core.backward.request_checks import MixedSamples
+from curvopt.core.backward.checks import MixedSamples
+from curvopt.core.backward.context import Request
 from curvopt.extensions import GGNMP, HMP, Extension
 
 

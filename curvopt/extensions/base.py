@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from curvopt.core.backward.columns import Averaged, Empirical, Exact, Gradient, MonteCarlo
+from curvopt.core.losses.roots import Averaged, Empirical, Exact, Gradient, MonteCarlo
 from curvopt.core.products.base import Chunk
 from curvopt.errors import CurvoptError
 
@@ -94,3 +94,20 @@ def indices(subsampling: Iterable[int] | None) -> list[int] | None:
     if chosen is None or any(isinstance(entry, bool) for entry in entries):
         raise TypeError(f"subsampling: expected indices of samples such as [0, 2], got {subsampling!r}.")
     return chosen
+
+
+def fields_of(extensions: Iterable[Extension]) -> str:
+    """Names of the fields, for messages."""
+    return ", ".join(e.field for e in extensions)
+
+
+def fields_that(extensions: Sequence[Extension], verb: str) -> str:
+    """Names of the fields and a verb."""
+    return f"{fields_of(extensions)} {verb if len(extensions) > 1 else verb + 's'}"
+
+
+def naming_fields(extensions: Iterable[Extension], error: CurvoptError) -> CurvoptError:
+    """An error that names the fields that were asked for, if it names none of them yet."""
+    extensions, text = list(extensions), str(error)
+    is_named = any(e.field in text for e in extensions)
+    return type(error)(text if is_named else f"{fields_of(extensions)}: {text}")

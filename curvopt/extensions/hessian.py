@@ -7,7 +7,7 @@ networks.
 
 from __future__ import annotations
 
-from curvopt.core.backward.columns import Hessian
+from curvopt.core.losses.roots import Hessian
 from curvopt.extensions.secondorder import BatchDiagonal, Diagonal
 
 

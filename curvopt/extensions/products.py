@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvopt.core.backward.columns import Exact, Hessian
+from curvopt.core.losses.roots import Exact, Hessian
 from curvopt.core.products.base import Chunk, Jacobian
 from curvopt.errors import CurvoptError
 from curvopt.extensions.base import Extension

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from curvopt.core.backward.columns import Averaged, Empirical, Exact, MonteCarlo
+from curvopt.core.losses.roots import Averaged, Empirical, Exact, MonteCarlo
 from curvopt.core.products.base import Approx, Chunk, Dense, add, widened
 from curvopt.core.products.outer import Squares
 from curvopt.core.record.extended_parameters import extended_name

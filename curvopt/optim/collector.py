@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from curvopt import extend
-from curvopt.core.backward.backpack import ListenedBackward, Request, attach
-from curvopt.core.backward.request_checks import may_be_one_sample
+from curvopt.core.backward.checks import may_be_one_sample
+from curvopt.core.backward.context import ListenedBackward, Request
+from curvopt.core.backward.intercept import attach
 from curvopt.core.losses.roots import NotCurved
 from curvopt.core.record.extended_parameters import extended_model, owned_parameters
 from curvopt.core.record.state import outside_of_graphs
@@ -51,7 +52,7 @@ class Listening:
         self.before = optimizer._progress["empirical"]
 
     def wanted(self, leaves: set[Any]) -> bool:
-        """See `curvopt.core.backward.backpack.Listener`."""
+        """See `curvopt.core.backward.context.Listener`."""
         optimizer = self.optimizer
         optimizer._drop_discarded()
         # where none of ours is reached, an error says what to do
@@ -66,7 +67,7 @@ class Listening:
         return found
 
     def refused(self, error: CurvoptError, request: Request) -> Request | None:
-        """See `curvopt.core.backward.backpack.Listener`.
+        """See `curvopt.core.backward.context.Listener`.
 
         Raises:
             CurvoptError: the first refusal, if there is no curvature at all, and the optimizer is not attached.
@@ -98,7 +99,7 @@ class Listening:
         return Request()
 
     def finished(self, weight: Tensor | float, variables: int) -> None:
-        """See `curvopt.core.backward.backpack.Listener`."""
+        """See `curvopt.core.backward.context.Listener`."""
         optimizer = self.optimizer
         if self.refusal is not None:
             why = _in_words_of_attach(self.refusal).split("; use ")[0].removesuffix(".")  # the rest names extensions

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvopt.core.backward.backpack import is_listening
+from curvopt.core.backward.intercept import is_listening
 from curvopt.core.products.base import widened
 from curvopt.core.record.extended_parameters import extended_name
 from curvopt.core.record.state import outside_of_graphs

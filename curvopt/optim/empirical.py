@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvopt.core.backward.columns import Empirical, Gradient
+from curvopt.core.losses.roots import Empirical, Gradient
 from curvopt.core.products.base import Chunk
 from curvopt.extensions import EigenDiagonal, KFACEmpirical
 from curvopt.extensions.base import Extension

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from curvopt.core.backward.backpack import ListenedBackward, Listener, Request
+from curvopt.core.backward.context import ListenedBackward, Listener, Request
 from curvopt.core.losses.roots import NotCurved
 from curvopt.core.record.extend import remember_parameters
 from curvopt.core.record.extended_parameters import extended_name

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from curvopt.core.backward.columns import Empirical
+from curvopt.core.losses.roots import Empirical
 from curvopt.core.products.base import Approx
 from curvopt.extensions import KFAC, KFLR, KFACEmpirical
 from curvopt.optim.accumulation import Collected, pop_field

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from curvopt.core.backward.backpack import attach
+from curvopt.core.backward.intercept import attach
 from curvopt.optim.checkpoint import export_run, exporting, import_run, importing, new_progress, without_curvature
 from curvopt.optim.collector import CurvatureCollector
 

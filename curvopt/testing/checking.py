@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvopt.core.backward.backpack import backpack
-from curvopt.core.backward.columns import Exact, Gradient, Hessian, MonteCarlo
-from curvopt.core.backward.located_graph import read_and_locate
+from curvopt.core.backward.backward_pass import read_and_locate
+from curvopt.core.backward.context import backpack
+from curvopt.core.losses.roots import Exact, Gradient, Hessian, MonteCarlo
 from curvopt.core.record.extend import extend
 from curvopt.core.samples.layout import axis_of
 from curvopt.errors import CurvoptError

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, einsum, nn
 
-from curvopt.core.backward.backpack import backpack
-from curvopt.core.backward.columns import Empirical, MonteCarlo
+from curvopt.core.backward.context import backpack
+from curvopt.core.losses.roots import Empirical, MonteCarlo
 from curvopt.core.products.base import DENSE_BLOCK_LIMIT
 from curvopt.core.record.extend import extend
 from curvopt.core.record.state import disable

@@ -29,8 +29,8 @@ from optimizer_cases import (
 from torch import Tensor, nn
 
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
-from curvopt.core.backward.columns import Empirical
 from curvopt.core.layers.computed import PerSampleRule, SharedCallRule
+from curvopt.core.losses.roots import Empirical
 from curvopt.extensions import KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, KFACEmpirical
 from curvopt.extensions.base import Extension
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner

@@ -10,12 +10,11 @@ from checks import by_varied_case
 from torch import Tensor, nn
 
 from curvopt import CurvoptError, backpack, extend
-from curvopt.core.backward import hessian_residuals
-from curvopt.core.backward.columns import Empirical, Exact, MonteCarlo
-from curvopt.core.backward.second_derivatives import residual_columns
+from curvopt.core.backward import residuals
+from curvopt.core.backward.residuals import residual_columns
 from curvopt.core.layers.affine import Linear
 from curvopt.core.losses.known import KnownLoss
-from curvopt.core.losses.roots import Softmax
+from curvopt.core.losses.roots import Empirical, Exact, MonteCarlo, Softmax
 from curvopt.core.products.base import Chunk
 from curvopt.core.products.outer import Outer
 from curvopt.extensions import (
@@ -146,7 +145,7 @@ def test_wrong_gradients_of_predictions_are_noticed(monkeypatch):
 
 @pytest.mark.parametrize("modify", ["clip", "abs"])
 def test_replaced_curvature_that_is_none_is_noticed(modify, monkeypatch):
-    monkeypatch.setattr(hessian_residuals, "residual_columns", lambda *args: residual_columns(*args[:-1], None))
+    monkeypatch.setattr(residuals, "residual_columns", lambda *args: residual_columns(*args[:-1], None))
     result = check(mlp(), nn.CrossEntropyLoss(), *batch(3, 4), [PCHMP(modify=modify)])
     assert {row.note for row in result.wrong} == {"not below hmp and ggnmp"}
 

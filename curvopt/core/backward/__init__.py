@@ -2,6 +2,6 @@
 
 ::
 
-    backpack ──► located_graph ──► request_checks ──► backward_pass ──► second_order, sweep
-    the context  read, locate      check              owns the totals   factor, pull back and reduce
+    intercept ──► context ──► backward_pass ──► checks ──► second_order ──► residuals
+    into autograd  backpack   reads, sweeps     refuse     columns          Hessian less GGN
 """

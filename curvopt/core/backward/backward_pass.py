@@ -13,39 +13,171 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from curvopt.core.backward.columns import (
-    Gradient,
-    columns_per_sweep,
-)
-from curvopt.core.backward.located_graph import LocatedGraph
 from curvopt.core.backward.module_io import showing
-from curvopt.core.backward.request_checks import naming_fields
-from curvopt.core.backward.second_order import SecondOrder
-from curvopt.core.backward.sweep import Sweep, combined
-from curvopt.core.graph.backward_graph import CallInGraph
+from curvopt.core.graph.backward_graph import BackwardGraph, CallInGraph, operands_among, read_graph
 from curvopt.core.graph.node_vjp import Edge, NodeVjp
+from curvopt.core.graph.nodes import walk
 from curvopt.core.graph.vjp import listen, pull_each
 from curvopt.core.layers.operations import ParameterCall
+from curvopt.core.layers.parameters import find_entry_points, join_biases, parameter_calls, shared_call
 from curvopt.core.losses.any import Reduction, loss_weight
+from curvopt.core.losses.roots import Gradient
 from curvopt.core.products import costs
 from curvopt.core.products.base import Chunk, Dense
 from curvopt.core.products.sums import PulledBack, combine
 from curvopt.core.pytorch_workarounds import running_backward, without_reductions
-from curvopt.core.record.extended_parameters import extended_model, extended_parameters
+from curvopt.core.record.extended_parameters import extended_model, extended_name, extended_parameters
+from curvopt.core.record.model_calls import Model
+from curvopt.core.samples.samples import Samples, locate
 from curvopt.errors import CurvoptError
+from curvopt.extensions.base import Extension, naming_fields
 
-if TYPE_CHECKING:
-    from curvopt.extensions.base import Extension
+_columns_per_sweep: int | None = None
+
+
+def set_columns_per_sweep(columns: int | None) -> None:
+    """Override how many columns of the loss Hessian's root are pulled back, or kept to be multiplied, together.
+
+    Args:
+        columns: a positive number (memory grows with it), or ``None`` to choose from the sizes of the network.
+
+    Raises:
+        ValueError: for a number below one.
+    """
+    global _columns_per_sweep
+    if columns is not None and columns < 1:
+        raise ValueError(f"set_columns_per_sweep: expected a positive number or None, got {columns}.")
+    _columns_per_sweep = columns
+
+
+def columns_per_sweep() -> int | None:
+    """The number that was set."""
+    return _columns_per_sweep
+
+
+@dataclass
+class LocatedGraph:
+    """The graph of one backward pass, with its calls and samples.
+
+    Attributes:
+        graph: the graph.
+        locations: where the samples are, by model.
+        calls: the calls that have parameters.
+        owners: for each parameter the call that counts for messages and hooks, and its name there.
+        outside: names of parameters that enter the loss around the heads, by an added term or as a weight of losses:
+            no quantity contains that.
+    """
+
+    graph: BackwardGraph
+    locations: dict[Model | None, Samples] = field(default_factory=dict)
+    calls: list[CallInGraph] = field(default_factory=list)
+    owners: dict[nn.Parameter, tuple[CallInGraph, str]] = field(default_factory=dict)
+    outside: list[str] = field(default_factory=list)
+
+    @property
+    def distinct_locations(self) -> list[Samples]:
+        """The locations, each once: models with equal numbers of samples share one."""
+        return list({id(location): location for location in self.locations.values()}.values())
+
+    @property
+    def N(self) -> int:
+        """The number of samples, of all models together."""
+        return sum({location.N for location in self.locations.values()})
+
+    @property
+    def may_reach_parameters(self) -> bool:
+        """Whether parameters are among the leaves, or functions that are written in Python, which may hide some."""
+        custom = any(isinstance(node, BackwardCFunction) for node in self.graph.nodes)
+        return custom or any(isinstance(leaf, nn.Parameter) for leaf in self.graph.leaves.values())
+
+    def name(self, p: Tensor) -> str:
+        """Path of a parameter in the extended model."""
+        if not isinstance(p, nn.Parameter) or p not in self.owners:
+            return extended_name(p) or "a parameter"
+        call, name = self.owners[p]
+        return extended_name(p) or f"{call.call.path}.{name}".lstrip(".")
+
+    def location_of(self, model: Model | None) -> Samples | None:
+        """The samples of a model; those of the only other one where it was not called itself."""
+        if model in self.locations:
+            return self.locations[model]
+        others = self.distinct_locations
+        return others[0] if len(others) == 1 else None
+
+
+def read_and_locate(roots: Sequence[Node], as_one_sample: bool = False) -> LocatedGraph:
+    """Read the graph behind some nodes, and find out where the samples are in it, see `locate`.
+
+    Raises:
+        CurvoptError: where that is not clear, or the results would be wrong.
+    """
+    graph = read_graph(roots)
+    located = LocatedGraph(graph)
+    if not graph.operands and not any(found.parameters for found in graph.module_calls.values()):
+        return located
+    located.locations = locate(graph, as_one_sample)
+    for found in graph.module_calls.values():
+        if not found.parameters:
+            continue
+        location = located.location_of(found.call.model)
+        if location is None:
+            raise _no_samples(found.call.describe())
+        if found.locate(location):
+            located.calls.append(found)
+        elif any((edge.node, edge.output_nr) in location.axes.layouts for edge in found.edges.values()):
+            _leave_to_operations(found, graph)
+            if found.parameters:
+                located.calls.append(shared_call(found, graph, location))
+        else:
+            raise CurvoptError(
+                f"{found.call.describe()}: the loss depends on it by a path around the outputs of the model (a term "
+                "that is computed inside of the model, or a prediction without a batch axis?), whose samples are not "
+                "known; return what it is made of, too, with a row for each sample, or mark it by curvopt.prediction."
+            )
+    functional: list[CallInGraph] = []
+    for p, operands in graph.operands.items():
+        location = located.location_of(extended_model(p))
+        if location is None:
+            raise _no_samples(f"parameter '{located.name(p)}'")
+        entries, around = find_entry_points(operands, graph, location.axes.layouts)
+        functional += parameter_calls(p, entries, location)
+        if around:
+            located.outside.append(located.name(p))
+    located.calls += join_biases(functional)
+    for call in located.calls:
+        for name, p in call.parameters.items():
+            located.owners.setdefault(p, (call, name))
+    return located
+
+
+def _leave_to_operations(found: CallInGraph, graph: BackwardGraph) -> None:
+    """Take parameters from a shared call that are also in its input: behind it, both paths count as one."""
+    ends = [edge.node for edge in found.edges.values()]
+    behind = set(walk(ends)) if any(p in graph.operands for p in found.parameters.values()) else ()
+    for name, p in list(found.parameters.items()):
+        if any(node in behind for node, _ in graph.operands.get(p, ())):
+            del found.parameters[name]
+            graph.operands[p] += operands_among(walk(ends, found.call.boundary), {p})
+
+
+def _no_samples(what: str) -> CurvoptError:
+    return CurvoptError(
+        f"{what}: no call of the extended model that it belongs to leads to this loss, so its samples are not known; "
+        "call extend(model) before the forward pass, and the model with inputs (not under curvopt.disable()), or write "
+        "functions of parameters as the forward of a module. A backward that is not meant (of a penalty alone, say) "
+        "goes inside of `with backpack():`."
+    )
 
 
 class Backward(NamedTuple):
@@ -75,7 +207,6 @@ class BackwardPass:
         extensions: the active extensions.
         extension_hook: called with each module whose fields are complete.
         located: the graph of this backward, with its calls and samples.
-        second: the second-order quantities, if there are any.
         how: how autograd was called.
         loss_reduction: how losses of no known kind are reduced over the samples, see `loss_weight`.
     """
@@ -85,11 +216,10 @@ class BackwardPass:
         extensions: Sequence[Extension],
         extension_hook: Callable[[nn.Module], None] | None,
         located: LocatedGraph,
-        second: SecondOrder | None,
         how: Backward,
         loss_reduction: Reduction = None,
     ):
-        self.extensions, self.extension_hook, self.located, self.second = extensions, extension_hook, located, second
+        self.extensions, self.extension_hook, self.located = extensions, extension_hook, located
         self.how, self.calls = how, located.calls
         self.first_order = [e for e in extensions if isinstance(e.columns, Gradient)]
         self.calls_of = Counter(p for call in self.calls for p in call.parameters.values())
@@ -103,6 +233,8 @@ class BackwardPass:
         #: How many means over single predictions the scalar is, see `SecondOrder`. For second-order quantities, and
         #: first-order ones that add up.
         self.weight: Tensor | float = 0.0
+        #: The largest number of variables of a prediction (see `SecondOrder`).
+        self.variables = 1
         self._task: int | None = None
 
     @cached_property
@@ -110,17 +242,16 @@ class BackwardPass:
         """Type of the device of the parameters."""
         return next(iter(self.located.owners)).device.type if self.located.owners else "cpu"
 
-    @property
-    def variables(self) -> int:
-        """The largest number of variables of a prediction (see `SecondOrder`)."""
-        return 1 if self.second is None else self.second.variables
-
     # Before the user's backward
 
-    def before_backward(self) -> BackwardPass:
-        """Factor, pull back and reduce: all that needs no gradient of the user's backward. Returns itself."""
+    def before_backward(self, second: Callable[[], None] | None) -> BackwardPass:
+        """Factor, pull back and reduce: all that needs no gradient of the user's backward. Returns itself.
+
+        Args:
+            second: computes the second-order quantities, if there are any.
+        """
         graph = self.located.graph
-        if self.second is None and not (graph.terms or any([e.adds_up for e in self.first_order])):
+        if second is None and not (graph.terms or any([e.adds_up for e in self.first_order])):
             return self
         with self._own_computation():
             arrived = self._arrived(graph.terms.values())
@@ -128,9 +259,8 @@ class BackwardPass:
                 if (grad := arrived.get(edge)) is not None:
                     for p in term.parameters:
                         self.terms[p] = self.terms.get(p, 0) + grad * term.weight
-            if self.second is not None:
-                self.second.compute(self)
-                self.weight = self.second.weight
+            if second is not None:
+                second()
             elif any(e.adds_up for e in self.first_order):
                 edges, N = [GradientEdge(*edge) for edge in self.how.roots], self.located.N
                 self.weight = loss_weight(edges, list(self.how.roots.values()), N, self.loss_reduction)
@@ -327,3 +457,68 @@ class BackwardPass:
             shown = None if found is None else showing(module, found)
             with contextlib.nullcontext() if shown is None else shown:
                 self.extension_hook(module)
+
+
+@dataclass
+class Sweep:
+    """The vectors of one sweep, and the Jacobians that are not reduced yet.
+
+    Attributes:
+        run: the backward whose totals are updated.
+        extensions: those whose totals they are.
+        calls: where the vectors go to.
+        skip: parameters that are left out.
+        weights: of the vectors in sums of squares, ``[v, N]``; ``None`` for ones.
+        columns: number of columns of all sweeps for these extensions.
+        last: no vectors follow, so tensors that vectors share may be freed.
+        waiting: vectors at the outputs of calls that have other outputs without vectors so far.
+        parts: Jacobians of single calls, by parameter.
+    """
+
+    run: BackwardPass
+    extensions: Sequence[Extension]
+    calls: Sequence[CallInGraph]
+    skip: Collection[CallInGraph | nn.Parameter] = ()
+    weights: Tensor | None = None
+    columns: int | None = None
+    last: bool = False
+    waiting: dict[CallInGraph, list[Tensor | None]] = field(default_factory=dict)
+    parts: dict[nn.Parameter, list[Chunk]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.places = [(call, index) for call in self.calls for index in call.edges]
+
+    def arrived(self, i: int, grad: Tensor) -> None:
+        """Vectors ``[v, *out]`` have arrived at one of the places; reduce the call if all its outputs have some."""
+        call, index = self.places[i]
+        grads = self.waiting.setdefault(call, [None] * len(call.call.shapes))
+        grads[index] = grad
+        if len(call.edges) == 1 or sum([grad is not None for grad in grads]) == len(call.edges):
+            self._reduce(call)
+
+    def finish(self) -> None:
+        """Reduce the rest: no other vectors arrive."""
+        for call in list(self.waiting):
+            self._reduce(call)
+        for p in list(self.parts):
+            self._update(p)
+
+    def _reduce(self, call: CallInGraph) -> None:
+        for chunk in self.run.jacobians(call, self.waiting.pop(call), self.last):
+            p = chunk.parameter
+            if p not in self.skip:
+                self.parts.setdefault(p, []).append(chunk)
+                del chunk
+                if len(self.parts[p]) == self.run.calls_of[p]:
+                    self._update(p)
+
+    def _update(self, p: nn.Parameter) -> None:
+        self.run.update(combined(self.parts.pop(p), self.weights, self.columns), self.extensions)
+
+
+def combined(chunks: Sequence[Chunk], weights: Tensor | None = None, num_columns: int | None = None) -> Chunk:
+    """One chunk for all calls that share a parameter."""
+    p, jacobian = chunks[0].parameter, combine([chunk.jacobian for chunk in chunks])
+    if weights is not None:
+        jacobian = jacobian.with_weights(weights.to(p))
+    return Chunk(p, jacobian, tuple([call for chunk in chunks for call in chunk.calls]), num_columns)

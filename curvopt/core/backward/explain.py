@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from curvopt.core.backward.located_graph import LocatedGraph, read_and_locate
+from curvopt.core.backward.backward_pass import LocatedGraph, read_and_locate
 from curvopt.core.backward.second_order import terms_of
 from curvopt.core.graph.backward_graph import CallInGraph
 from curvopt.core.graph.node_vjp import Edge

@@ -22,31 +22,37 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.backward.columns import Averaged, Empirical, Exact, Hessian, MonteCarlo, ranks_of
-from curvopt.core.backward.hessian_residuals import sweep_residuals
+from curvopt.core.backward.backward_pass import BackwardPass, LocatedGraph
+from curvopt.core.backward.checks import warn_of_columns
 from curvopt.core.backward.kfra import kfra_jacobians
-from curvopt.core.backward.located_graph import LocatedGraph
-from curvopt.core.backward.request_checks import fields_of, fields_that, naming_fields, warn_of_columns
+from curvopt.core.backward.residuals import sweep_residuals
 from curvopt.core.graph.node_vjp import Edge
 from curvopt.core.graph.nodes import is_compiled, leads_to, leaf_of, name_of, operation, shape_of, walk
-from curvopt.core.losses.any import GenericLoss, Reduction
-from curvopt.core.losses.blocks import Head
+from curvopt.core.losses.any import GenericLoss, Head, Reduction
 from curvopt.core.losses.known import KnownLoss, Terms, find_terms
-from curvopt.core.losses.roots import Diagonal, LossCurvature, NotConvex, NotCurved
+from curvopt.core.losses.roots import (
+    Averaged,
+    Diagonal,
+    Empirical,
+    Exact,
+    Hessian,
+    LossCurvature,
+    MonteCarlo,
+    NotConvex,
+    NotCurved,
+    ranks_of,
+)
 from curvopt.core.products.base import cast, widened
 from curvopt.core.samples.layout import Layout, axis_of, labels_along
 from curvopt.core.samples.samples import Samples
 from curvopt.errors import CurvoptError, CurvoptWarning
-
-if TYPE_CHECKING:
-    from curvopt.core.backward.backward_pass import Backward, BackwardPass
-    from curvopt.extensions.base import Extension
+from curvopt.extensions.base import Extension, fields_of, fields_that, naming_fields
 
 
 def terms_of(roots: Sequence[Edge], located: LocatedGraph) -> Terms:
@@ -86,9 +92,8 @@ class SecondOrder:
     """The second-order quantities of one backward, and the parts of what is differentiated.
 
     Args:
+        run: pulls columns back.
         extensions: the active ones of second order.
-        located: the graph.
-        how: how autograd was called.
         counted: losses that reach none of these parameters do not count in the weight; ``None`` if all do.
         reduction: how losses of no known kind are reduced over the samples, see `loss_weight`.
         largest_block: how many outputs of a sample the remainder may couple.
@@ -104,14 +109,14 @@ class SecondOrder:
 
     def __init__(
         self,
+        run: BackwardPass,
         extensions: Sequence[Extension],
-        located: LocatedGraph,
-        how: Backward,
         counted: frozenset[Tensor] | None = None,
         reduction: Reduction = None,
         largest_block: int | None = None,
     ):
-        self.extensions, self.located, self.how, self.counted = extensions, located, how, counted
+        self.run, self.extensions, self.counted = run, extensions, counted
+        self.located, self.how = located, how = run.located, run.how
         self.reduction: Reduction = reduction
         self.largest_block = largest_block
         self.weight: Tensor | float = 0.0
@@ -203,8 +208,9 @@ class SecondOrder:
 
     # Pull back
 
-    def compute(self, run: BackwardPass) -> None:
+    def compute(self) -> None:
         """Pull back the columns of all parts."""
+        run = self.run
         self.terms.receive(list(self.how.roots.values()))
         factored, negative = list[Factored](), dict[KnownLoss, NotConvex]()
         for loss in self.terms.known:
@@ -221,6 +227,7 @@ class SecondOrder:
         try:
             factored = self._joined(factored)
             self._pull_back(run, factored)
+            run.weight, run.variables = self.weight, self.variables
         except CurvoptError as error:
             if isinstance(error, NotConvex) and negative:
                 error = next(iter(negative.values()))

@@ -4,5 +4,5 @@
 
     nodes, operations                    one node: its name, shape and saved tensors
     backward_graph, parameter_calls      one backward pass: its calls and parameters
-    vjp, node_vjp, second_derivatives    products with Jacobians, by the engine and node by node, and with Hessians
+    vjp, node_vjp, nonlinear             products with Jacobians, by the engine and node by node, and with Hessians
 """

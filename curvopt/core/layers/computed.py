@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.backward.second_derivatives import nonlinear_operations
 from curvopt.core.graph.node_vjp import consumers_first, pull_to_leaf, pull_together
 from curvopt.core.graph.nodes import Saved, leaf_of, metadata, name_of, operation, shape_of, walk
+from curvopt.core.graph.nonlinear import nonlinear_operations
 from curvopt.core.graph.operations import BY_ENTRY
 from curvopt.core.graph.vjp import pull
 from curvopt.core.layers.operations import Broadcast, broadcast_of, broadcasts, viewed

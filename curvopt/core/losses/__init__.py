@@ -3,6 +3,6 @@
 ::
 
     known ──► terms of a known kind, read off the graph
-    any   ──► the remainder, by double backward (blocks: the entries that it couples)
+    any   ──► the remainder, by double backward
     ──► roots: S with S S^T = the Hessian in the outputs of the network
 """

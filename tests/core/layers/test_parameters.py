@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from curvopt import CurvoptError, L2Regularizer, backpack, extend, set_columns_per_sweep
-from curvopt.core.backward.located_graph import read_and_locate
+from curvopt.core.backward.backward_pass import read_and_locate
 from curvopt.core.layers import computed
 from curvopt.core.products import base as jacobians
 from curvopt.core.products import costs

@@ -12,8 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from curvopt import backpack, extend
-from curvopt.core.losses.any import GenericLoss
-from curvopt.core.losses.blocks import Head
+from curvopt.core.losses.any import GenericLoss, Head
 from curvopt.errors import CurvoptError
 from curvopt.extensions import BatchDiagHessian, DiagGGNExact, DiagHessian
 

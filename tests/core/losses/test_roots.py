@@ -17,8 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.testing import assert_close
 
 from curvopt import CurvoptError, backpack, extend
-from curvopt.core.losses.any import GenericLoss
-from curvopt.core.losses.blocks import Head
+from curvopt.core.losses.any import GenericLoss, Head
 from curvopt.core.losses.known import find_terms
 from curvopt.core.losses.roots import LossCurvature, Softmax, draw
 from curvopt.errors import CurvoptWarning

@@ -7,45 +7,27 @@ Inside of ``with backpack(KFAC(), BatchGrad())``::
 
 from __future__ import annotations
 
-import functools
-import threading
-import warnings
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
-from curvopt.core.backward.backward_pass import Backward, BackwardPass
-from curvopt.core.backward.columns import Gradient, Hessian
-from curvopt.core.backward.located_graph import read_and_locate
-from curvopt.core.backward.request_checks import (
-    check_derivatives,
-    check_inner_backward,
-    check_request,
-    fields_of,
-    naming_fields,
-)
+from curvopt.core.backward.backward_pass import Backward, BackwardPass, read_and_locate
+from curvopt.core.backward.checks import check_derivatives, check_request
+from curvopt.core.backward.intercept import Context
 from curvopt.core.backward.second_order import SecondOrder
 from curvopt.core.graph.backward_graph import leaves_behind
-from curvopt.core.graph.nodes import leaf_of
-from curvopt.core.graph.vjp import carried, is_own_backward, listeners
 from curvopt.core.losses.any import LARGEST_BLOCK, Reduction
-from curvopt.core.pytorch_workarounds import is_batched, running_backward
-from curvopt.core.record.extend import extend
-from curvopt.core.record.state import outside_of_graphs
+from curvopt.core.losses.roots import Gradient, Hessian
 from curvopt.core.samples.samples import EmptyBatch
 from curvopt.errors import CurvoptError
-
-if TYPE_CHECKING:
-    from curvopt.extensions.base import Extension
+from curvopt.extensions.base import Extension, fields_of, naming_fields
 
 
 @dataclass(frozen=True)
@@ -101,7 +83,7 @@ class Listener(Protocol):
         ...
 
 
-class backpack:  # noqa: N801 - the name users of BackPACK know
+class backpack(Context):  # noqa: N801 - the name users of BackPACK know
     """Compute quantities along with every backward inside the context and put them on the parameters.
 
     ::
@@ -138,8 +120,6 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         retain_graph: bool = False,
     ):
         """Check the extensions."""
-        from curvopt.extensions.base import Extension
-
         for extension in extensions:
             if isinstance(extension, type) and issubclass(extension, Extension):
                 raise TypeError(
@@ -166,17 +146,15 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
         """Activate the extensions."""
         if any(isinstance(extension.columns, Hessian) for extension in self.extensions):
             self._kernels.enter_context(sdpa_kernel(SDPBackend.MATH))  # the others have no second derivative
-        listeners().append(self)
         self._is_first = True
-        _watch(+1)
+        super().__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Deactivate them; after an exception, remove the fields of a half-finished backward."""
-        _watch(-1)
-        listeners().remove(self)
+        super().__exit__(kind, error, trace)
         self._kernels.close()
         self._abandon()
 
@@ -218,19 +196,21 @@ class backpack:  # noqa: N801 - the name users of BackPACK know
                 "empty `with backpack():`, which asks for no fields."
             )
         check_request(extensions, located)
-        second_order = [e for e in extensions if not isinstance(e.columns, Gradient)]
-        second = None
-        if second_order:
-            given = request.counted, request.loss_reduction, request.largest_block
-            second = SecondOrder(second_order, located, how, *given)
         if how.create_graph and request.counted is None:  # nobody differentiates what optimizers take
             check_derivatives(extensions, located, [GradientEdge(node, nr) for node, nr in how.roots])
-        return BackwardPass(extensions, self.extension_hook, located, second, how, request.loss_reduction)
+        return BackwardPass(extensions, self.extension_hook, located, how, request.loss_reduction)
 
     def _attempt(self, how: Backward, request: Request) -> BackwardPass | None:
         """Prepare the pass, and compute the second-order fields."""
-        self._pass = self._prepare(how, request)
-        return None if self._pass is None else self._pass.before_backward()
+        self._pass = run = self._prepare(how, request)
+        if run is None:
+            return None
+        second_order = [e for e in request.extensions if not isinstance(e.columns, Gradient)]
+        second = None
+        if second_order:
+            given = request.counted, request.loss_reduction, request.largest_block
+            second = SecondOrder(run, second_order, *given)
+        return run.before_backward(None if second is None else second.compute)
 
     def _begin(self, how: Backward) -> BackwardPass | None:
         """As `_attempt`; after an error of curvopt again, with what the listener asks for: in later backwards, too."""
@@ -288,162 +268,3 @@ class ListenedBackward(backpack):
     def __init__(self, request: Request, listener: Listener, extension_hook: Callable[[nn.Module], None] | None = None):
         super().__init__(*request.extensions, extension_hook=extension_hook)
         self.request, self.listener = request, listener
-
-
-class _Together:
-    """Several contexts for one backward: those of attached optimizers, then one of the user."""
-
-    def __init__(self, contexts: list[backpack]):
-        self.contexts = contexts
-
-    def __enter__(self) -> None:
-        listeners().append(self)
-
-    def __exit__(self, *_: object) -> None:
-        listeners().remove(self)
-
-
-def _active_contexts() -> list[backpack]:
-    """The contexts with extensions that take part now."""
-    found = listeners()
-    top = found[-1] if found else None
-    contexts = top.contexts if isinstance(top, _Together) else [top]
-    return [context for context in contexts if isinstance(context, backpack) and context.extensions]
-
-
-_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined] # what every way into autograd ends in
-_watching, _lock = 0, threading.RLock()
-
-
-def _watch(change: int) -> None:
-    """While any context is open, calls into autograd go through `_watched_backward`, which sees the roots."""
-    global _watching
-    with _lock:
-        _watching += change
-        torch.autograd._engine_run_backward = _watched_backward if _watching else _run_backward  # type: ignore[attr-defined]
-
-
-class _Engine(threading.local):
-    """What calls into autograd end in, in one thread, and whether contexts take part in them."""
-
-    def __init__(self) -> None:
-        self.run: Callable[..., Any] = _run_backward
-        self.listening = True
-
-
-_engine = _Engine()
-
-
-def is_listening() -> bool:
-    """Whether contexts take part in backwards."""
-    return _engine.listening
-
-
-@contextmanager
-def engine(run: Callable[..., Any], listening: bool) -> Iterator[None]:
-    """Calls into autograd inside end in ``run(engine, *args, **kwargs)``, whatever contexts are active.
-
-    Args:
-        run: is given what would have been called, and its arguments.
-        listening: whether contexts take part in the calls.
-    """
-    before = _engine.run, _engine.listening
-    _engine.run, _engine.listening = functools.partial(run, _engine.run), listening
-    _watch(+1)
-    try:
-        yield
-    finally:
-        _engine.run, _engine.listening = before
-        _watch(-1)
-
-
-class Observer(Protocol):
-    """Somebody with a context for backwards that others start."""
-
-    def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> AbstractContextManager[Any] | None:
-        """The context to run a backward in that will reach some parameters; ``None`` to let it run as it is."""
-
-
-_observers: weakref.WeakKeyDictionary[Observer, None] = weakref.WeakKeyDictionary()  # in the order of attach()
-
-
-def attach(observer: Observer, *modules: nn.Module | None) -> None:
-    """Extend modules; from now on, ask ``observer`` for a context for every backward, but for those in an empty one."""
-    for module in modules:
-        if module is not None:
-            extend(module)
-    with _lock:
-        if observer not in _observers:
-            _observers[observer] = None
-            _watch(+1)
-            weakref.finalize(observer, _watch, -1)
-
-
-def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_dynamo_compiling():
-        return outside_of_graphs(functools.partial(_watched_backward, **kwargs), outputs, *args)
-
-    def call() -> Any:
-        return _engine.run(outputs, *args, **kwargs)
-
-    if not _engine.listening:
-        return call()
-    nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in outputs]
-    roots = [node for node in nodes if node is not None]
-    accumulates, inputs = kwargs.get("accumulate_grad", False), args[3]
-    contexts = _active_contexts()
-    own = is_own_backward() and accumulates  # of a function that is written in Python
-    if own or running_backward() != -1:  # of a hook inside a backward
-        if accumulates:
-            asked = [context for context in listeners() if isinstance(context, backpack)][-1:] if own else contexts
-            wanted = [e for context in asked if context.listener is None for e in context.extensions]
-            check_inner_backward(roots, wanted)
-            if own:
-                listeners()[-1].keep(leaves_behind(roots))
-        return call()
-    if not roots or (inputs and not any(_is_parameter(x) for x in inputs)):  # of slopes, say, that the loss is made of
-        return call()
-    with ExitStack() as stack:
-        if torch.is_inference_mode_enabled():  # where leaves have no nodes
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-        if accumulates and (contexts or not listeners()):
-            # attached optimizers first: they take their fields off, and leave those of the user
-            contexts = [*_observing(stack, lambda: set(inputs) if inputs else leaves_behind(roots)), *contexts]
-            if len(contexts) > 1:
-                stack.enter_context(_Together(contexts))
-        if contexts and args[2]:
-            # backward(create_graph=True) is what one asks for here; fields hold no reference to .grad
-            stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
-        batched = any(is_batched(grad) for grad in args[0] if grad is not None)
-        given = {}
-        for root, grad in zip(outputs, args[0], strict=True):
-            edge = (root.node, root.output_nr) if isinstance(root, GradientEdge) else (root.grad_fn, root.output_nr)
-            if edge[0] is not None:
-                grad = root.new_ones(()) if grad is None and isinstance(root, Tensor) else grad
-                given[edge] = given[edge] + grad if edge in given else grad
-        how = Backward(given, accumulates, bool(inputs), bool(args[2]), batched)
-        run: Callable[[], Any] = call
-        for context in reversed(contexts):
-            run = functools.partial(context._run, run, how)
-        stack.enter_context(carried())
-        return run()
-
-
-def _is_parameter(x: Tensor | GradientEdge) -> bool:
-    return isinstance(leaf_of(x.node) if isinstance(x, GradientEdge) else x, nn.Parameter)
-
-
-def _observing(stack: ExitStack, parameters: Callable[[], set[Any]]) -> list[Any]:
-    """Enter the contexts of all observers that want one; return them."""
-    if not _observers:
-        return []
-    outside, parameters = len(listeners()), functools.cache(parameters)
-    with _lock:
-        observers = list(_observers)
-    for observer in observers:
-        context = observer._context_of_backward(parameters)
-        if context is not None:
-            stack.enter_context(context)
-    return listeners()[outside:]

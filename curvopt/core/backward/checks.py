@@ -10,45 +10,29 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.backward.columns import Averaged, Empirical, Gradient, Hessian, MonteCarlo
-from curvopt.core.backward.located_graph import (
-    LocatedGraph,
-    is_mixed,
-    mixing_norm,
-    norms_in_loss,
+from curvopt.core.backward.backward_pass import LocatedGraph
+from curvopt.core.graph.backward_graph import (
+    BackwardGraph,
+    CallInGraph,
+    leaves_behind,
+    records_behind,
 )
-from curvopt.core.graph.backward_graph import leaves_behind, records_behind
-from curvopt.core.graph.nodes import shape_of
-from curvopt.core.graph.operations import TIME_FIRST
+from curvopt.core.graph.nodes import leads_to, name_of, saved, shape_of
+from curvopt.core.graph.operations import BATCH_NORMS, TIME_FIRST
 from curvopt.core.graph.vjp import is_own_backward
+from curvopt.core.layers.computed import PerSampleRule, SharedCallRule
+from curvopt.core.losses.roots import Averaged, Empirical, Gradient, Hessian, MonteCarlo
 from curvopt.core.pytorch_workarounds import WRONG_THREE_TIMES, WRONG_TWICE, Wrong
-from curvopt.core.record.calls import ModuleCall
+from curvopt.core.record.calls import ModuleCall, records_of
+from curvopt.core.record.extended_parameters import extended_model
+from curvopt.core.samples.layout import Layout
+from curvopt.core.samples.samples import Samples
 from curvopt.errors import CurvoptError, CurvoptWarning
-
-if TYPE_CHECKING:
-    from curvopt.extensions.base import Extension
-
-
-def fields_of(extensions: Iterable[Extension]) -> str:
-    """Names of the fields, for messages."""
-    return ", ".join(e.field for e in extensions)
-
-
-def fields_that(extensions: Sequence[Extension], verb: str) -> str:
-    """Names of the fields and a verb."""
-    return f"{fields_of(extensions)} {verb if len(extensions) > 1 else verb + 's'}"
-
-
-def naming_fields(extensions: Iterable[Extension], error: CurvoptError) -> CurvoptError:
-    """An error that names the fields that were asked for, if it names none of them yet."""
-    extensions, text = list(extensions), str(error)
-    is_named = any(e.field in text for e in extensions)
-    return type(error)(text if is_named else f"{fields_of(extensions)}: {text}")
+from curvopt.extensions.base import Extension, fields_of, fields_that, naming_fields
 
 
 def may_be_one_sample(extensions: Iterable[Extension]) -> bool:
@@ -76,6 +60,7 @@ def check_request(extensions: Sequence[Extension], located: LocatedGraph) -> Non
             "alone, say) goes inside of `with backpack():`. A torch.utils.checkpoint of the whole model needs "
             "use_reentrant=False."
         )
+    _warn_of_cost(located)
     _check_samples(extensions, located)
     if located.outside:
         warnings.warn(
@@ -240,3 +225,64 @@ def check_inner_backward(roots: list[Node], extensions: Sequence[Extension]) -> 
             "`with backpack():` in a hook."
         )
         raise naming_fields(extensions, error) if extensions else error
+
+
+def mixing_norm(located: LocatedGraph) -> tuple[str, bool]:
+    """A batch norm that mixes samples: a description, and whether the module is in eval mode."""
+    found = [node for location in located.distinct_locations for node in norms_in_loss(located, location)]
+    for node in _training_norms(located.graph):
+        edges = [(following, nr) for following, nr in node.next_functions if following is not None]
+        layouts = [location.axes.layouts.get(edge) for edge in edges for location in located.distinct_locations]
+        if any(isinstance(x, Layout) and x.mixed for x in layouts):
+            found.append(node)
+    if not found:
+        return "a batch norm", False
+    call = next((call for call, *_ in records_of(found[0]) if isinstance(call, ModuleCall)), None)
+    return (name_of(found[0]), False) if call is None else (call.describe(), not call.training)
+
+
+def norms_in_loss(located: LocatedGraph, location: Samples) -> list[Node]:
+    """Train-mode batch norms between an output of the models of a location and the scalar, or a further output."""
+    heads = {node for node, _ in location.heads}
+    norms = [node for node in _training_norms(located.graph) if shape_of(node)[0] > 1]  # one image: an instance norm
+    return [norm for norm in norms if any(below and leads_to(below, heads) for below, _ in norm.next_functions)]
+
+
+def _training_norms(graph: BackwardGraph) -> list[Node]:
+    return [node for node in graph.of(BATCH_NORMS) if node.next_functions and saved(node, "training", True)]
+
+
+def is_mixed(call: CallInGraph) -> bool:
+    """Whether a train-mode batch norm between a call and the heads mixes samples."""
+    layouts = call.location.axes.layouts
+    found = [layouts.get((edge.node, edge.output_nr)) for edge in call.edges.values()]
+    return any(isinstance(layout, Layout) and layout.mixed for layout in found)
+
+
+def _warn_of_cost(located: LocatedGraph) -> None:
+    """Say once for each model where quantities are computed sample by sample, if these cost most."""
+    slow = [call for call in located.calls if isinstance(call.samples, dict) or isinstance(call.rule, SharedCallRule)]
+    fast = sum(shape.numel() for call in located.calls if call not in slow for shape in call.call.shapes)
+    slow = [call for call in slow if call.location.N > 1]
+    if sum(call.location.N * _entries(call) for call in slow) <= fast:
+        return
+    for call in sorted(slow, key=_entries, reverse=True):
+        model = extended_model(next(iter(call.parameters.values())))
+        N = call.location.N
+        layout = "an operation that is not known" if isinstance(call.rule, PerSampleRule) else "its output"
+        message = (
+            f"{call.call.describe()}: {layout} does not hold the {N} samples along one axis, so its quantities are "
+            f"computed sample by sample, at up to {N} times the cost. If the samples are along another axis, say "
+            "extend(model, batch_axis=1); if rows are no samples, as in a graph, batch_axis=None. "
+            "print(curvopt.explain(loss)) shows where the axis is lost."
+        )
+        if model is None:
+            warnings.warn(message, CurvoptWarning, stacklevel=2)
+        else:
+            model.warn_of_cost(message)
+
+
+def _entries(call: CallInGraph) -> int:
+    """Number of entries of the outputs of a call."""
+    shapes = call.rule.call.shapes if isinstance(call.rule, SharedCallRule) else call.call.shapes
+    return sum(shape.numel() for shape in shapes)
