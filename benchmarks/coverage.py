@@ -28,7 +28,7 @@ from torch.nn.utils import parametrizations, parametrize
 from curvopt import CurvoptError, backpack, extend, extensions
 from curvopt.core.backward import residuals
 from curvopt.core.backward.backward_pass import BackwardPass
-from curvopt.core.graph.backward_graph import CallInGraph
+from curvopt.core.graph import CallInGraph
 from curvopt.core.layers.computed import SharedCallRule
 from curvopt.core.layers.operations import ParameterCall
 

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 from curvopt.core.backward.backward_pass import set_columns_per_sweep
 from curvopt.core.backward.context import backpack
 from curvopt.core.backward.explain import Explanation, explain
-from curvopt.core.record.extend import extend
-from curvopt.core.record.predictions import prediction
-from curvopt.core.record.state import disable
+from curvopt.core.extend import extend, prediction
+from curvopt.core.record import disable
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.fields import field
 from curvopt.regularizers import L2Regularizer

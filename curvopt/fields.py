@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from curvopt.core.record.extended_parameters import extended_name
+from curvopt.core.record import extended_name
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:

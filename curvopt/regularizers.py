@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from curvopt.core.record.calls import record_term
+from curvopt.core.record import record_term
 
 
 class L2Regularizer(nn.Module):

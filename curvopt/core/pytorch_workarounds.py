@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.parallel import DistributedDataParallel
 
-from curvopt.core.graph.nodes import name_of, shape_of, walk
+from curvopt.core.nodes import name_of, shape_of, walk
 
 
 def running_backward() -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from curvopt.core.losses.roots import Averaged, Empirical, Exact, MonteCarlo
 from curvopt.core.products.base import Approx, Chunk, Dense, add, widened
 from curvopt.core.products.outer import Squares
-from curvopt.core.record.extended_parameters import extended_name
+from curvopt.core.record import extended_name
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions.base import Extension, indices
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvopt.core.graph.vjp import own_backward
 from curvopt.core.pytorch_workarounds import WRONG_TWICE, lone_biases
+from curvopt.core.vjp import own_backward
 from curvopt.errors import CurvoptError
 from curvopt.hessianfree.lop import L_op, as_list, check_differentiable, check_shapes
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from curvopt.core.graph.nodes import walk
-from curvopt.core.graph.vjp import own_backward
+from curvopt.core.nodes import walk
+from curvopt.core.vjp import own_backward
 from curvopt.errors import CurvoptError
 
 

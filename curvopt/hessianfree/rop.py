@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvopt.core.graph.vjp import own_backward
+from curvopt.core.vjp import own_backward
 from curvopt.hessianfree.lop import as_list, check_differentiable, check_shapes
 
 

@@ -13,9 +13,9 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from curvopt.core.backward.intercept import engine
-from curvopt.core.graph.vjp import is_own_backward
 from curvopt.core.pytorch_workarounds import running_backward
 from curvopt.core.randomness import RandomState
+from curvopt.core.vjp import is_own_backward
 from curvopt.errors import CurvoptError
 
 Step = TypeVar("Step", bound=Callable[..., Any])

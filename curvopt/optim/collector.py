@@ -15,8 +15,7 @@ from curvopt.core.backward.checks import may_be_one_sample
 from curvopt.core.backward.context import ListenedBackward, Request
 from curvopt.core.backward.intercept import attach
 from curvopt.core.losses.roots import NotCurved
-from curvopt.core.record.extended_parameters import extended_model, owned_parameters
-from curvopt.core.record.state import outside_of_graphs
+from curvopt.core.record import extended_model, outside_of_graphs, owned_parameters
 from curvopt.distributed import Ranks, is_sharded, refuse_sharded, serving
 from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import Accumulation, Collected, are_zero, has_gradients, nothing_received, versions

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from curvopt.core.backward.intercept import is_listening
 from curvopt.core.products.base import widened
-from curvopt.core.record.extended_parameters import extended_name
-from curvopt.core.record.state import outside_of_graphs
+from curvopt.core.record import extended_name, outside_of_graphs
 from curvopt.distributed import own_part, whole_of
 from curvopt.errors import CurvoptError
 from curvopt.optim import clocks

@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from curvopt.core.backward.context import ListenedBackward, Listener, Request
+from curvopt.core.extend import remember_parameters
 from curvopt.core.losses.roots import NotCurved
-from curvopt.core.record.extend import remember_parameters
-from curvopt.core.record.extended_parameters import extended_name
+from curvopt.core.record import extended_name
 from curvopt.distributed import Ranks, fsdp_groups, fsdp_params, fsdp_states, serving
 from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import has_gradients

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from curvopt.core.graph.backward_graph import records_behind
-from curvopt.core.graph.nodes import name_of, precisions, walk
-from curvopt.core.graph.vjp import listen, own_backward
+from curvopt.core.graph import records_behind
 from curvopt.core.losses.any import loss_weight
 from curvopt.core.losses.known import KnownLoss, find_terms
 from curvopt.core.losses.roots import LossCurvature
-from curvopt.core.record.calls import TermCall
+from curvopt.core.nodes import name_of, precisions, walk
+from curvopt.core.record import TermCall
+from curvopt.core.vjp import listen, own_backward
 from curvopt.distributed import Ranks, mean_of
 from curvopt.errors import CurvoptError
 from curvopt.hessianfree.cg import dot

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from curvopt.core.backward.backward_pass import read_and_locate
 from curvopt.core.backward.context import backpack
+from curvopt.core.extend import extend
 from curvopt.core.losses.roots import Exact, Gradient, Hessian, MonteCarlo
-from curvopt.core.record.extend import extend
 from curvopt.core.samples.layout import axis_of
 from curvopt.errors import CurvoptError
 from curvopt.extensions import PCHMP, EigenDiagonal, Extension

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, einsum, nn
 
 from curvopt.core.backward.context import backpack
+from curvopt.core.extend import extend
 from curvopt.core.losses.roots import Empirical, MonteCarlo
 from curvopt.core.products.base import DENSE_BLOCK_LIMIT
-from curvopt.core.record.extend import extend
-from curvopt.core.record.state import disable
+from curvopt.core.record import disable
 from curvopt.extensions import Extension, SqrtGGNExact, SqrtGGNMC
 from curvopt.kroneckers import kfac_mat_prod, sizes_of
 from curvopt.testing.reference import Reference, hessian

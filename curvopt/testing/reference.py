@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, einsum, nn
 from torch.func import functional_call
 
-from curvopt.core.record.state import disable
+from curvopt.core.record import disable
 
 
 def jacobian(outputs: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -34,7 +34,7 @@ from benchmarks import (
 )
 from benchmarks.packages import EXACT, PACKAGES, PRODUCTS, QUANTITIES
 from benchmarks.problems import PROBLEMS, Problem
-from curvopt.core.graph.nodes import name_of, walk
+from curvopt.core.nodes import name_of, walk
 from curvopt.core.products import costs
 from experiments import models
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from curvopt import L2Regularizer, backpack, extend, set_columns_per_sweep
 from curvopt.core.layers import affine
-from curvopt.core.record.calls import ModuleCall
+from curvopt.core.record import ModuleCall
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions import (
     GGNMP,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from curvopt import backpack, extend, set_columns_per_sweep
-from curvopt.core.graph.vjp import listeners, own_backward
+from curvopt.core.vjp import listeners, own_backward
 from curvopt.extensions import KFAC, PCHMP, DiagGGNExact, DiagGGNMC, DiagHessian
 
 # --------------------------------------------------------------------------------------------- wrong without a word

@@ -17,9 +17,9 @@ from torch.nn.utils import parametrizations
 
 from curvopt import backpack, extend, set_columns_per_sweep
 from curvopt.core.graph import operations
-from curvopt.core.graph.nodes import walk
-from curvopt.core.graph.nonlinear import nonlinear_operations
-from curvopt.core.record.calls import records_of
+from curvopt.core.nodes import walk
+from curvopt.core.nonlinear import nonlinear_operations
+from curvopt.core.record import records_of
 from curvopt.errors import CurvoptError
 from curvopt.extensions import (
     GGNMP,

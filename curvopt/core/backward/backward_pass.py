@@ -25,21 +25,19 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.backward.module_io import showing
-from curvopt.core.graph.backward_graph import BackwardGraph, CallInGraph, operands_among, read_graph
-from curvopt.core.graph.node_vjp import Edge, NodeVjp
-from curvopt.core.graph.nodes import walk
-from curvopt.core.graph.vjp import listen, pull_each
+from curvopt.core.graph import BackwardGraph, CallInGraph, operands_among, read_graph
 from curvopt.core.layers.operations import ParameterCall
 from curvopt.core.layers.parameters import find_entry_points, join_biases, parameter_calls, shared_call
 from curvopt.core.losses.any import Reduction, loss_weight
 from curvopt.core.losses.roots import Gradient
+from curvopt.core.nodes import Edge, walk
 from curvopt.core.products import costs
 from curvopt.core.products.base import Chunk, Dense
 from curvopt.core.products.sums import PulledBack, combine
 from curvopt.core.pytorch_workarounds import running_backward, without_reductions
-from curvopt.core.record.extended_parameters import extended_model, extended_name, extended_parameters
-from curvopt.core.record.model_calls import Model
+from curvopt.core.record import Model, extended_model, extended_name, extended_parameters
 from curvopt.core.samples.samples import Samples, locate
+from curvopt.core.vjp import NodeVjp, listen, pull_each
 from curvopt.errors import CurvoptError
 from curvopt.extensions.base import Extension, naming_fields
 

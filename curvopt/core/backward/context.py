@@ -22,7 +22,7 @@ from curvopt.core.backward.backward_pass import Backward, BackwardPass, read_and
 from curvopt.core.backward.checks import check_derivatives, check_request
 from curvopt.core.backward.intercept import Context
 from curvopt.core.backward.second_order import SecondOrder
-from curvopt.core.graph.backward_graph import leaves_behind
+from curvopt.core.graph import leaves_behind
 from curvopt.core.losses.any import LARGEST_BLOCK, Reduction
 from curvopt.core.losses.roots import Gradient, Hessian
 from curvopt.core.samples.samples import EmptyBatch

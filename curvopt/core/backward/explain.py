@@ -18,15 +18,14 @@ from torch.autograd.graph import Node
 
 from curvopt.core.backward.backward_pass import LocatedGraph, read_and_locate
 from curvopt.core.backward.second_order import terms_of
-from curvopt.core.graph.backward_graph import CallInGraph
-from curvopt.core.graph.node_vjp import Edge
-from curvopt.core.graph.nodes import leaf_of, name_of, operation, shape_of
-from curvopt.core.graph.operations import OPERATIONS, UNKNOWN_OPERATION
+from curvopt.core.graph import CallInGraph
 from curvopt.core.layers.computed import PerSampleRule, SharedCallRule
 from curvopt.core.layers.embedding import Embedding
 from curvopt.core.layers.recurrent import Recurrent
 from curvopt.core.layers.rule import AffineRule
-from curvopt.core.record.extended_parameters import extended_name
+from curvopt.core.nodes import Edge, leaf_of, name_of, operation, shape_of
+from curvopt.core.operations import OPERATIONS, UNKNOWN_OPERATION
+from curvopt.core.record import extended_name
 from curvopt.core.samples.layout import Layout
 from curvopt.errors import CurvoptError, CurvoptWarning
 

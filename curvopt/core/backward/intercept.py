@@ -25,12 +25,12 @@ from curvopt.core.backward.backward_pass import Backward
 from curvopt.core.backward.checks import (
     check_inner_backward,
 )
-from curvopt.core.graph.backward_graph import leaves_behind
-from curvopt.core.graph.nodes import leaf_of
-from curvopt.core.graph.vjp import carried, is_own_backward, listeners
+from curvopt.core.extend import extend
+from curvopt.core.graph import leaves_behind
+from curvopt.core.nodes import leaf_of
 from curvopt.core.pytorch_workarounds import is_batched, running_backward
-from curvopt.core.record.extend import extend
-from curvopt.core.record.state import outside_of_graphs
+from curvopt.core.record import outside_of_graphs
+from curvopt.core.vjp import carried, is_own_backward, listeners
 from curvopt.extensions.base import Extension
 
 

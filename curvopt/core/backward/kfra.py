@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvopt.core.graph.backward_graph import CallInGraph
-from curvopt.core.graph.nodes import leads_to, name_of, shape_of
-from curvopt.core.graph.vjp import pull
+from curvopt.core.graph import CallInGraph
 from curvopt.core.layers.rule import AffineRule
 from curvopt.core.linear_algebra import eigh
 from curvopt.core.losses.roots import LossCurvature
+from curvopt.core.nodes import leads_to, name_of, shape_of
 from curvopt.core.products.base import Chunk
+from curvopt.core.vjp import pull
 from curvopt.errors import CurvoptError
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvopt.core.record.calls import ModuleCall
-from curvopt.core.record.state import disable
+from curvopt.core.record import ModuleCall, disable
 
 
 @contextmanager

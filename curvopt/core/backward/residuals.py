@@ -24,15 +24,15 @@ from torch.autograd.graph import GradientEdge
 
 from curvopt.core.backward.backward_pass import BackwardPass
 from curvopt.core.backward.checks import refuse_wrong
-from curvopt.core.graph.backward_graph import leaves_behind
-from curvopt.core.graph.nodes import is_complex, precisions, shape_of
-from curvopt.core.graph.nonlinear import Residual, nonlinear_operations
-from curvopt.core.graph.vjp import cut, pull
+from curvopt.core.graph import leaves_behind
 from curvopt.core.linear_algebra import allclose, eigh
 from curvopt.core.losses.roots import Modify
+from curvopt.core.nodes import is_complex, precisions, shape_of
+from curvopt.core.nonlinear import Residual, nonlinear_operations
 from curvopt.core.products.base import Chunk, Dense
 from curvopt.core.pytorch_workarounds import WRONG_TWICE, lone_biases
 from curvopt.core.samples.layout import Layout
+from curvopt.core.vjp import cut, pull
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions.base import Extension, fields_of
 

@@ -32,8 +32,6 @@ from curvopt.core.backward.backward_pass import BackwardPass, LocatedGraph
 from curvopt.core.backward.checks import warn_of_columns
 from curvopt.core.backward.kfra import kfra_jacobians
 from curvopt.core.backward.residuals import sweep_residuals
-from curvopt.core.graph.node_vjp import Edge
-from curvopt.core.graph.nodes import is_compiled, leads_to, leaf_of, name_of, operation, shape_of, walk
 from curvopt.core.losses.any import GenericLoss, Head, Reduction
 from curvopt.core.losses.known import KnownLoss, Terms, find_terms
 from curvopt.core.losses.roots import (
@@ -48,6 +46,7 @@ from curvopt.core.losses.roots import (
     NotCurved,
     ranks_of,
 )
+from curvopt.core.nodes import Edge, is_compiled, leads_to, leaf_of, name_of, operation, shape_of, walk
 from curvopt.core.products.base import cast, widened
 from curvopt.core.samples.layout import Layout, axis_of, labels_along
 from curvopt.core.samples.samples import Samples

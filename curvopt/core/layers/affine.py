@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from curvopt.core.layers.rule import AffineRule, register
 from curvopt.core.products.outer import Patches
-from curvopt.core.record.calls import ModuleCall
+from curvopt.core.record import ModuleCall
 
 
 @register(nn.Linear)

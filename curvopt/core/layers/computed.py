@@ -26,21 +26,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.graph.node_vjp import consumers_first, pull_to_leaf, pull_together
-from curvopt.core.graph.nodes import Saved, leaf_of, metadata, name_of, operation, shape_of, walk
-from curvopt.core.graph.nonlinear import nonlinear_operations
-from curvopt.core.graph.operations import BY_ENTRY
-from curvopt.core.graph.vjp import pull
 from curvopt.core.layers.operations import Broadcast, broadcast_of, broadcasts, viewed
 from curvopt.core.layers.rule import Jacobians, Rule, tensors
+from curvopt.core.nodes import Saved, consumers_first, leaf_of, metadata, name_of, operation, shape_of, walk
+from curvopt.core.nonlinear import nonlinear_operations
+from curvopt.core.operations import BY_ENTRY
 from curvopt.core.products.base import Dense, Jacobian, cast
 from curvopt.core.products.outer import Outer
 from curvopt.core.products.sums import PulledBack, Scaled, from_single_samples
-from curvopt.core.record.calls import ModuleCall
-from curvopt.core.record.extended_parameters import owned_parameters
+from curvopt.core.record import ModuleCall, owned_parameters
+from curvopt.core.vjp import pull, pull_to_leaf, pull_together
 
 if TYPE_CHECKING:
-    from curvopt.core.graph.backward_graph import CallInGraph
+    from curvopt.core.graph import CallInGraph
 
 
 class BroadcastRule(Rule):

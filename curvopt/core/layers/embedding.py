@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from curvopt.core.layers.rule import Jacobians, Rule, arguments, register
 from curvopt.core.products.lookup import Lookup
-from curvopt.core.record.calls import ModuleCall
-from curvopt.core.record.steps import RowsBySample
+from curvopt.core.record import ModuleCall, RowsBySample
 from curvopt.errors import CurvoptError
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from curvopt.core.layers.rule import Jacobians, Rule, register
 from curvopt.core.products.base import Dense
-from curvopt.core.record.calls import ModuleCall
+from curvopt.core.record import ModuleCall
 
 
 class ScaleRule(Rule):

@@ -26,13 +26,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.modules import _functions
 
-from curvopt.core.graph.node_vjp import Edge
-from curvopt.core.graph.nodes import Saved, name_of, operation, outputs_of, shape_of, signed
-from curvopt.core.graph.operations import FUSED_CELLS
 from curvopt.core.layers.affine import Conv, ConvTranspose, Product
 from curvopt.core.layers.embedding import Embedding
 from curvopt.core.layers.rule import Rule
-from curvopt.core.record.calls import ModuleCall
+from curvopt.core.nodes import Edge, Saved, name_of, operation, outputs_of, shape_of, signed
+from curvopt.core.operations import FUSED_CELLS
+from curvopt.core.record import ModuleCall
 
 
 class ParameterCall(ModuleCall):

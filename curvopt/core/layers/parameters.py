@@ -18,9 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.graph.backward_graph import BackwardGraph, CallInGraph, Operand
-from curvopt.core.graph.node_vjp import Edge
-from curvopt.core.graph.nodes import is_complex, leaf_of, metadata, outputs_of, shape_of
+from curvopt.core.graph import BackwardGraph, CallInGraph, Operand
 from curvopt.core.layers.computed import BroadcastRule, ComputedWeightRule, PerSampleRule, SharedCallRule
 from curvopt.core.layers.operations import (
     Broadcast,
@@ -35,7 +33,8 @@ from curvopt.core.layers.operations import (
     shape_among,
 )
 from curvopt.core.layers.rule import AffineRule, Rule
-from curvopt.core.record.extended_parameters import extended_name, extended_owner
+from curvopt.core.nodes import Edge, is_complex, leaf_of, metadata, outputs_of, shape_of
+from curvopt.core.record import extended_name, extended_owner
 from curvopt.core.samples.layout import Layout
 from curvopt.core.samples.samples import Samples
 

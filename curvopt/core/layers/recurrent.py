@@ -18,13 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from curvopt.core.graph.nodes import operation, saved, walk
-from curvopt.core.graph.vjp import pull
 from curvopt.core.layers.rule import Jacobians, Rule, arguments, register
+from curvopt.core.nodes import operation, saved, walk
 from curvopt.core.products.base import Dense
 from curvopt.core.products.outer import Outer
-from curvopt.core.record.calls import ModuleCall
-from curvopt.core.record.state import disable
+from curvopt.core.record import ModuleCall, disable
+from curvopt.core.vjp import pull
 from curvopt.errors import CurvoptError
 
 State = tuple[Tensor, ...]

@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import _global_forward_hooks
 
+from curvopt.core.extend import Recorder
 from curvopt.core.products.base import Dense, Jacobian, cast
 from curvopt.core.products.outer import Outer, Patches, by_sample
-from curvopt.core.record.calls import ModuleCall
-from curvopt.core.record.extend import Recorder
-from curvopt.core.record.extended_parameters import owned_parameters
+from curvopt.core.record import ModuleCall, owned_parameters
 from curvopt.errors import CurvoptError
 
 Jacobians = dict[str, Jacobian]

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.graph.node_vjp import NodeVjp, call_node
-from curvopt.core.graph.nodes import metadata, name_of, saved, shape_of, walk
 from curvopt.core.linear_algebra import eigh
 from curvopt.core.losses.known import KnownLoss
 from curvopt.core.losses.roots import NotConvex
-from curvopt.core.record.calls import records_of
+from curvopt.core.nodes import metadata, name_of, saved, shape_of, walk
+from curvopt.core.record import records_of
+from curvopt.core.vjp import NodeVjp, call_node
 from curvopt.errors import CurvoptError
 
 #: How a loss of no known kind is reduced over the samples; ``None`` for what its last operation is.
@@ -271,7 +271,7 @@ class GenericLoss:
 
     Derivatives are partial: a path through another head is cut. Everything is computed when it is first asked for,
     which has to be before the user's backward frees the graph. No hook of the user runs, and the graph stays as it is
-    (see `curvopt.core.graph.node_vjp`). Results are not differentiable.
+    (see `curvopt.core.vjp`). Results are not differentiable.
 
     Args:
         roots: gradient edges of the scalars that are differentiated.

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.graph.node_vjp import Edge, NodeVjp
-from curvopt.core.graph.nodes import (
+from curvopt.core.losses.roots import Bernoulli, Diagonal, LossCurvature, Softmax, root_of_weights
+from curvopt.core.nodes import (
+    Edge,
     Saved,
     leads_to,
     leaf_of,
@@ -41,11 +42,10 @@ from curvopt.core.graph.nodes import (
     signed,
     walk,
 )
-from curvopt.core.graph.operations import BATCH_NORMS, LINEAR, MULTILINEAR
-from curvopt.core.graph.vjp import pull
-from curvopt.core.losses.roots import Bernoulli, Diagonal, LossCurvature, Softmax, root_of_weights
+from curvopt.core.operations import BATCH_NORMS, LINEAR, MULTILINEAR
 from curvopt.core.products.base import widened
-from curvopt.core.record.calls import TermCall, records_of
+from curvopt.core.record import TermCall, records_of
+from curvopt.core.vjp import NodeVjp, pull
 from curvopt.errors import CurvoptError
 
 

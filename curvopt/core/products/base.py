@@ -25,7 +25,7 @@ from curvopt.core.products import costs
 
 if TYPE_CHECKING:
     from curvopt.core.products.outer import Outer
-    from curvopt.core.record.calls import ModuleCall
+    from curvopt.core.record import ModuleCall
 
 Approx = Literal["expand", "reduce"]
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from curvopt.core.graph.node_vjp import call_node
-from curvopt.core.graph.nodes import outputs_of
+from curvopt.core.nodes import outputs_of
 from curvopt.core.samples.layout import UNKNOWN, UNUSED, AnyLayout, Layout, labelled
+from curvopt.core.vjp import call_node
 
 
 def probe_operands(node: Node, output_nr: int, layout: Layout, N: int) -> list[AnyLayout]:

@@ -7,7 +7,7 @@ axis of every tensor behind. Each extended model has its own number of samples, 
 discriminator has 12; models with equal numbers share a `Samples`.
 
 >>> from curvopt import extend
->>> from curvopt.core.graph.backward_graph import read_graph
+>>> from curvopt.core.graph import read_graph
 >>> model = extend(nn.Linear(3, 2))
 >>> loss = model(torch.ones(4, 3))[:2].sum()  # uses two rows of four
 >>> [location.N for location in locate(read_graph([loss.grad_fn])).values()]
@@ -25,17 +25,22 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.graph.node_vjp import Edge
-from curvopt.core.graph.nodes import leads_further_to, leaf_of, name_of, outputs_of, shape_of, walk
-from curvopt.core.record.extended_parameters import extended_model, extended_owner
-from curvopt.core.record.model_calls import Model, ModelCall
+from curvopt.core.nodes import Edge, leads_further_to, leaf_of, name_of, outputs_of, shape_of, walk
+from curvopt.core.record import Model, ModelCall, extended_model, extended_owner
+from curvopt.core.samples.axes import (
+    BatchAxes,
+    axis_of_head,
+    divides_parameters,
+    is_along_second,
+    matched,
+    propagate_batch_axis,
+    samples_of_rows,
+)
 from curvopt.core.samples.layout import UNUSED, Axis, Layout, axis_of, labelled, labels_along
-from curvopt.core.samples.propagation import BatchAxes, propagate_batch_axis
-from curvopt.core.samples.rows import axis_of_head, divides_parameters, is_along_second, matched, samples_of_rows
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
-    from curvopt.core.graph.backward_graph import BackwardGraph
+    from curvopt.core.graph import BackwardGraph
 
 Heads = dict[Edge, Layout]
 

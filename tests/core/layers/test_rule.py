@@ -26,7 +26,7 @@ from curvopt.core.products.base import Dense, Jacobian
 from curvopt.core.products.lookup import Lookup
 from curvopt.core.products.outer import Outer
 from curvopt.core.products.sums import combine
-from curvopt.core.record.calls import KEY, ModuleCall
+from curvopt.core.record import KEY, ModuleCall
 from curvopt.errors import CurvoptError
 from curvopt.extending import rule_for
 from curvopt.extensions import (

@@ -26,7 +26,7 @@ from curvopt.core.products.base import Dense, Jacobian
 from curvopt.core.products.lookup import Lookup
 from curvopt.core.products.outer import Outer, Patches, Squares
 from curvopt.core.products.sums import PulledBack, Scaled, Slopes, Tied, combine
-from curvopt.core.record.calls import KEY
+from curvopt.core.record import KEY
 from curvopt.extending import rule_for
 from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact, KFACEmpirical, SqrtGGNExact
 

@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.graph.node_vjp import consumers_first
-from curvopt.core.graph.nodes import leaf_of, operation
-from curvopt.core.graph.operations import OPERATIONS
+from curvopt.core.nodes import consumers_first, leaf_of, operation
+from curvopt.core.operations import OPERATIONS
+from curvopt.core.samples.axes import operand_layouts, propagate_batch_axis
 from curvopt.core.samples.layout import UNUSED, AnyLayout, Layout, axis_of
 from curvopt.core.samples.probe import probe_operands
-from curvopt.core.samples.propagation import operand_layouts, propagate_batch_axis
 
 long = torch.tensor
 Make = Callable[..., Tensor | tuple[Tensor, ...]]

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -143,3 +143,24 @@ class Saved:
         """The tensors that a function in Python saved, in order; ``None`` if the node is of another function."""
         node: Any = self._node
         return node.saved_tensors if node._forward_cls is function else None
+
+
+Edge = tuple[Node, int]  # an output of a node
+
+
+def consumers_first(roots: Iterable[Node], last: Collection[Node] = ()) -> list[Node]:
+    """These nodes and all behind them, each after the nodes that use its outputs; none behind ``last``."""
+    order: list[Node] = []
+    seen: set[Node | None] = {None}
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            for below, _ in () if node in last else node.next_functions:
+                if below not in seen:
+                    stack.append((below, False))  # type: ignore[arg-type]
+    return order[::-1]

@@ -16,11 +16,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from curvopt.core.pytorch_workarounds import forget_compiled_code
-from curvopt.core.record import model_calls
-from curvopt.core.record.calls import ModuleCall, _record, _tensors, describe
-from curvopt.core.record.extended_parameters import _extended, note_parameters, owned_parameters
-from curvopt.core.record.model_calls import Model, ModelCall
-from curvopt.core.record.state import _records, outside_of_graphs
+from curvopt.core.record import (
+    Model,
+    ModelCall,
+    ModuleCall,
+    Prediction,
+    _extended,
+    _record,
+    _records,
+    _tensors,
+    begin_call,
+    describe,
+    end_call,
+    note_parameters,
+    outside_of_graphs,
+    owned_parameters,
+    running_call,
+)
 
 
 class Recorder:
@@ -51,7 +63,7 @@ class Recorder:
         if torch.compiler.is_dynamo_compiling():
             outside_of_graphs(self.begin, module, args)
         else:
-            model_calls.begin(self.model, "." not in self.path)
+            begin_call(self.model, "." not in self.path)
 
     def __call__(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None, traced: bool = False
@@ -63,8 +75,8 @@ class Recorder:
             kwargs, output = {}, kwargs
         if torch.compiler.is_dynamo_compiling():
             return outside_of_graphs(self, module, args, kwargs, output, True)
-        running = model_calls.running_call()
-        outermost = model_calls.end() if self.begins else running is None
+        running = running_call()
+        outermost = end_call() if self.begins else running is None
         if not (self.owns or outermost):
             return None
         outputs = _tensors(output)
@@ -186,3 +198,28 @@ def extend(
     if is_new:
         forget_compiled_code()
     return module
+
+
+def prediction(z: Tensor) -> Tensor:
+    """Say that a tensor is a prediction, and return it: the curvature of a loss is that in its predictions.
+
+    Predictions are the outputs of models, if nobody says otherwise. Where a model returns its loss, they are what its
+    last operations with parameters compute. Mark what is meant where that is something else: the residual of a PINN
+    whose loss is no square, say, or a probability from which a model computes a loss of its own.
+
+    ::
+
+        residual = curvopt.prediction(slope + u * u_x)
+        loss = torch.nn.functional.huber_loss(residual, torch.zeros_like(residual))
+
+    Args:
+        z: a tensor with a row for each sample, ``[N, ...]``.
+
+    Returns:
+        The tensor itself.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return outside_of_graphs(prediction, z)
+    if _records() and z.grad_fn is not None:
+        _record(z.grad_fn, Prediction(), 0, z.output_nr)
+    return z

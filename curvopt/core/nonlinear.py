@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.graph.node_vjp import consumers_first
-from curvopt.core.graph.nodes import is_complex, operation, saved
-from curvopt.core.graph.operations import ELEMENTWISE, LINEAR, MULTILINEAR
+from curvopt.core.nodes import consumers_first, is_complex, operation, saved
+from curvopt.core.operations import ELEMENTWISE, LINEAR, MULTILINEAR
 
 
 class Residual(NamedTuple):

@@ -12,25 +12,302 @@ It must not hold the node or its output (an uncollectable cycle through C++).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+import sys
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from operator import is_
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-from curvopt.core.pytorch_workarounds import saves_tensors_as_they_are
-from curvopt.core.record.model_calls import Model, ModelCall
-from curvopt.core.record.state import _records
-from curvopt.core.record.steps import RowsBySample, Steps, samples_first
-from curvopt.errors import CurvoptError
+from curvopt.core.pytorch_workarounds import (
+    break_graph,
+    is_written_down,
+    keep_compiled_backwards,
+    saves_tensors_as_they_are,
+)
+from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
     from curvopt.core.layers.rule import Rule
+
+
+class _Recording(threading.local):
+    """Whether one thread records."""
+
+    def __init__(self) -> None:
+        self.active = True
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def disable(active: bool = True) -> Iterator[None]:
+    """Forward passes record nothing inside, so that they cost nothing extra and yield no fields.
+
+    Args:
+        active: ``False`` makes this a no-op.
+    """
+    before, _recording.active = _recording.active, _recording.active and not active
+    try:
+        yield
+    finally:
+        _recording.active = before
+
+
+def outside_of_graphs(call: Callable[..., Any], *args: Any) -> Any:
+    """Call something that ``torch.compile`` is tracing, without having it traced."""
+    return break_graph(
+        _untraced,
+        "curvopt reads the autograd graph, which no compiled graph contains: use torch.compile without "
+        "fullgraph=True, or run a forward that needs no quantities inside of curvopt.disable().",
+    )(call, *args)
+
+
+def _untraced(call: Callable[..., Any], *args: Any) -> Any:
+    keep_compiled_backwards()  # which run for several columns
+    return call(*args)
+
+
+def _records() -> bool:
+    """Whether forward passes are recorded now: not where they are written down, to be run without modules."""
+    return _recording.active and torch.is_grad_enabled() and not is_written_down()
+
+
+class Model:
+    """An extended model: a token that its modules share, also in copies of it.
+
+    Attributes:
+        name: for messages.
+        batch_axis: axis of the inputs and outputs of the model that counts the samples; ``None`` where a batch is one
+            sample.
+        size: number of its modules.
+        has_warned: whether the model's users were warned of the cost of quantities that are computed sample by sample.
+        forward: number of the running forward pass; one that calls modules by themselves ends when one of them, or of
+            those that it contains, is called again.
+        called: paths of the modules that were called in it.
+        forwards: by field, the forward passes that the fields on parameters are of.
+    """
+
+    def __init__(self, name: str, batch_axis: int | None = 0, size: int = 1):
+        self.name, self.batch_axis, self.size = name, batch_axis, size
+        self.has_warned = False
+        self.forward, self.called = 0, set[str]()
+        self.forwards: dict[str, set[int]] = {}
+
+    def warn_of_cost(self, message: str) -> None:
+        """Warn, unless there was such a warning before."""
+        if not self.has_warned:
+            self.has_warned = True
+            warnings.warn(message, CurvoptWarning, stacklevel=3)
+
+
+class ModelCall:
+    """The outermost call of an extended module. The records of its layers refer to it.
+
+    Attributes:
+        model: the model to which the module belongs.
+        number: distinguishes the calls.
+        name: of the module, for messages.
+        listed: length of a list of tensors (images, say) that is the first input, or ``None``.
+        shapes: of the tensors among the inputs, once the call has ended.
+        forward: the forward pass of the model to which the call belongs, see `Model.forward`.
+    """
+
+    __slots__ = ("forward", "listed", "model", "name", "number", "shapes")
+    _numbers = itertools.count()
+
+    def __init__(self, model: Model):
+        self.model, self.number, self.name = model, next(self._numbers), model.name
+        self.listed: int | None = None
+        self.shapes: tuple[torch.Size, ...] = ()
+        self.forward = model.forward
+
+    def end(self, path: str, name: str, args: tuple, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Note the path of the module, and the arguments, among which are some tensors."""
+        model, at = self.model, f"{path}." if path else ""
+        if any([at.startswith(called) or called.startswith(at) for called in model.called]):
+            model.forward, model.called = model.forward + 1, set()
+        model.called.add(at)
+        self.forward = model.forward
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        is_list = isinstance(first, list) and bool(first) and all(isinstance(x, Tensor) for x in first)
+        self.name, self.listed = name, len(first) if is_list else None  # type: ignore[arg-type]
+        self.shapes = tuple([x.shape for x in tensors])
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Lengths that may be the number of samples, the likeliest first: of the list, and of the batch axis.
+
+        None of a call without tensors.
+        """
+        axis = self.model.batch_axis or 0
+        lengths = [shape[axis] for shape in self.shapes if len(shape) > axis][:1]
+        return tuple(lengths if self.listed is None else [self.listed, *lengths])
+
+
+class _Running(threading.local):
+    """The outermost call of an extended module that runs now in a thread, its frame, and the depth of calls in it."""
+
+    def __init__(self) -> None:
+        self.call: ModelCall | None = None
+        self.frame: FrameType | None = None
+        self.depth = 0
+
+
+_running = _Running()
+
+
+def begin_call(model: Model, top: bool) -> None:
+    """The call of an extended module begins; ``top`` for the model itself or one of its children."""
+    if top and _running.depth and not _is_running(_running.frame):
+        _running.depth = 0  # a call that was interrupted
+    if not _running.depth:
+        _running.call, _running.frame = ModelCall(model), sys._getframe(2)
+    _running.depth += 1
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    at: FrameType | None = sys._getframe(2)
+    while at is not None and at is not frame:
+        at = at.f_back
+    return at is not None
+
+
+def end_call() -> bool:
+    """The call of an extended module ends, also with an exception; whether it was a model call."""
+    _running.depth = max(_running.depth - 1, 0)
+    if not _running.depth:
+        _running.call = _running.frame = None
+    return not _running.depth
+
+
+def running_call() -> ModelCall | None:
+    """The model call that runs now."""
+    return _running.call
+
+
+def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that a module's own forward uses: its own, and those of containers that have no forward.
+
+    Names are relative to the module, e.g. ``weight``, ``parametrizations.weight.original0``, ``scales.0``.
+    """
+    owned = {name: p for name, p in module._parameters.items() if p is not None}
+    for name, child in module._modules.items():
+        if isinstance(child, (nn.ParameterList, nn.ParameterDict)) or (
+            child is not None and name == "parametrizations"
+        ):
+            owned |= {f"{name}.{key}": p for key, p in child.named_parameters(remove_duplicate=False)}
+    return owned
+
+
+# names of the parameters of extended modules, and the modules, to notice calls that nothing recorded
+_extended = WeakIdKeyDictionary()
+_lock = threading.RLock()  # one thread may extend a model while another one looks all parameters through
+_UNKNOWN: tuple[str | None, Callable[[], nn.Module | None], Model | None] = None, lambda: None, None
+
+
+def note_parameters(module: nn.Module, path: str, model: Model, again: bool = True) -> None:
+    """Note the parameters that a module of an extended model owns now, and its path in the model.
+
+    Args:
+        module: the module.
+        path: of it in the model.
+        model: the model.
+        again: also those that are noted already, perhaps for another module.
+    """
+    for name, p in owned_parameters(module).items():
+        if again or p not in _extended:
+            with _lock:
+                _extended[p] = f"{path}.{name}".lstrip("."), weakref.ref(module), model
+
+
+def extended_name(p: Tensor) -> str | None:
+    """Path of a parameter in the model that was extended, ``None`` for other tensors."""
+    return (_extended.get(p) or _UNKNOWN)[0]
+
+
+def extended_model(p: Tensor) -> Model | None:
+    """The extended model to which a parameter belongs, ``None`` for other tensors."""
+    return (_extended.get(p) or _UNKNOWN)[2]
+
+
+def extended_parameters(models: Collection[Model | None]) -> list[Tensor]:
+    """The parameters of some extended models."""
+    with _lock:
+        return [p for p, (_, _, model) in _extended.items() if model in models]
+
+
+def extended_owner(p: Tensor) -> nn.Module:
+    """The extended module that owns a parameter, called or not; an empty one if there is none any more."""
+    owner = (_extended.get(p) or _UNKNOWN)[1]()
+    return nn.Module() if owner is None else owner
+
+
+def samples_of(sequences: Tensor, N: int) -> Tensor:
+    """The sample of each row of packed sequences, of which each has as many, one after the other."""
+    return sequences // ((int(sequences.max()) + 1) // N)
+
+
+class RowsBySample(NamedTuple):
+    """Rows that belong to samples in any order: of packed sequences, or of appended batches of different lengths.
+
+    Each sample gets as many places as the one with most rows has, ``[N T]``; zeros fill the gaps.
+
+    Attributes:
+        places: of the rows.
+        there: which places have a row.
+        lengths: number of rows of each sample, ``[N]``, on the CPU.
+        longest: the largest of these, T.
+    """
+
+    places: Tensor
+    there: Tensor
+    lengths: Tensor
+    longest: int
+
+
+@lru_cache(maxsize=2)  # calls of one backward have rows of equal samples; few, as tensors are kept
+def rows_by_sample(samples: tuple[int, ...], N: int, device: torch.device) -> RowsBySample:
+    """The places of rows, from the sample of each, whose steps come in their order."""
+    longest, lengths, places = max(Counter(samples).values(), default=0), [0] * N, list[int]()
+    for n in samples:
+        places.append(n * longest + lengths[n])
+        lengths[n] += 1
+    at = torch.tensor(places, dtype=torch.long, device=device)
+    there = torch.zeros(N * longest, dtype=torch.bool, device=device).index_fill_(0, at, True)
+    return RowsBySample(at, there, torch.tensor(lengths, device="cpu"), longest)
+
+
+#: How steps come before samples: along an axis of their own, or in rows, all samples of a step after each other, where
+#: sequences may have ended. Of a single sample there may be no axis at all.
+Steps = Literal["axis", "rows", "none"] | RowsBySample
+
+
+def samples_first(N: int, steps: Steps, x: Tensor, axis: int = 0) -> Tensor:
+    """``[T, N, ...]`` as ``[N, T, ...]``, or ``[T N, ...]`` as ``[N T, ...]``; these begin at an axis."""
+    if isinstance(steps, RowsBySample):
+        shape = list(x.shape)
+        shape[axis] = N * steps.longest
+        return x.new_zeros(shape).index_copy_(axis, steps.places, x)
+    if steps == "none":
+        return x.unsqueeze(axis)
+    if steps == "axis":
+        return x.transpose(axis, axis + 1)
+    return x.unflatten(axis, (-1, N)).transpose(axis, axis + 1).flatten(axis, axis + 1)
+
 
 KEY = "curvopt"
 

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.parallel import DistributedDataParallel
 
-from curvopt.core.graph.node_vjp import Edge, consumers_first
-from curvopt.core.graph.nodes import (
+from curvopt.core.layers.rule import Rule, no_batch_axis
+from curvopt.core.nodes import (
+    Edge,
+    consumers_first,
     is_sink,
     leaf_of,
     metadata,
@@ -30,20 +32,30 @@ from curvopt.core.graph.nodes import (
     shape_of,
     walk,
 )
-from curvopt.core.graph.operations import OPERATIONS, UNKNOWN_OPERATION
-from curvopt.core.layers.rule import Rule, no_batch_axis
+from curvopt.core.operations import OPERATIONS, UNKNOWN_OPERATION
 from curvopt.core.products.base import Jacobian, cast
 from curvopt.core.products.sums import from_single_samples
-from curvopt.core.record.calls import ModuleCall, Prediction, TermCall, records_of
-from curvopt.core.record.extended_parameters import extended_name, owned_parameters
-from curvopt.core.record.model_calls import ModelCall
-from curvopt.core.record.steps import RowsBySample, Steps, rows_by_sample, samples_first, samples_of
+from curvopt.core.record import (
+    ModelCall,
+    ModuleCall,
+    Prediction,
+    RowsBySample,
+    Steps,
+    TermCall,
+    extended_name,
+    owned_parameters,
+    records_of,
+    rows_by_sample,
+    samples_first,
+    samples_of,
+)
 from curvopt.core.samples.layout import Layout, axis_of
 from curvopt.distributed import refuse_sharded
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 if TYPE_CHECKING:
     from curvopt.core.samples.samples import Samples
+
 
 R = TypeVar("R")
 Operand = tuple[Node, int]  # an operation, and the position of one of its operands

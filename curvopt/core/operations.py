@@ -18,7 +18,7 @@ class Operation(NamedTuple):
 
     Attributes:
         batch_axis: how the batch axis of its output follows that of its operands, the name of a rule in
-            `curvopt.core.samples.operation_rules`; ``None`` where nothing is known.
+            `curvopt.core.samples.rules`; ``None`` where nothing is known.
         second_derivative: ``"linear"`` (or piecewise linear) in all operands together: the second derivative is zero.
             ``"multilinear"``: linear in each operand by itself. ``"elementwise"``: a function of single entries, whose
             second derivative is diagonal. ``None`` for any other.
