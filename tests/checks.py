@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import pytest
@@ -16,10 +17,11 @@ from reference import Reference
 from torch import Tensor
 from torch.testing import assert_close
 
-from curvopt import backpack, extend
+from curvopt import backpack, extend, set_columns_per_sweep
 from curvopt.extensions import (
     GGNMP,
     HMP,
+    KFLR,
     BatchDiagGGNExact,
     BatchDiagHessian,
     BatchGrad,
@@ -41,7 +43,8 @@ by_varied_case = pytest.mark.parametrize("case", [BY_NAME[name] for name in VARI
 
 FIRST_ORDER: list[type[Extension]] = [BatchGrad, BatchL2Grad, SumGradSquared, Variance]
 DIAGONALS: list[type[Extension]] = [DiagGGNExact, BatchDiagGGNExact, DiagHessian, BatchDiagHessian]
-
+# fields of first derivatives of the model that a method of the reference has the name of
+EXACT: list[type[Extension]] = [*FIRST_ORDER, DiagGGNExact, BatchDiagGGNExact, KFLR]
 
 #: The device that autocast and scalers are for; the emulated one has none of its own.
 DEVICE = "cuda" if torch.get_default_device().type == "cuda" else "cpu"
@@ -54,10 +57,33 @@ def generator(seed: int) -> torch.Generator:
 
 def extended(case: Case) -> Problem:
     """The problem of a case with an extended model and loss."""
-    problem = case.problem()
+    return extend_problem(case.problem())
+
+
+def extend_problem(problem: Problem) -> Problem:
+    """The problem, whose model and loss are extended now."""
     extend(problem.model)
     extend(problem.lossfunc)
     return problem
+
+
+def backward(
+    problem: Problem, *extensions: type[Extension] | Extension, loss: Callable[[], Tensor] | None = None
+) -> Problem:
+    """The problem, after a backward pass of its loss (or another one) that set the fields of extensions."""
+    with backpack(*(extension() if isinstance(extension, type) else extension for extension in extensions)):
+        (loss or problem.loss)().backward()
+    return problem
+
+
+@contextmanager
+def columns_per_sweep(columns: int | None) -> Iterator[None]:
+    """So many columns are swept together inside."""
+    set_columns_per_sweep(columns)
+    try:
+        yield
+    finally:
+        set_columns_per_sweep(None)
 
 
 def assert_same(found: Tensor | list[Tensor], expected: Tensor | list[Tensor]) -> None:
@@ -73,14 +99,25 @@ def gradients_of_each(losses: Iterable[Tensor], parameters: Iterable[Tensor]) ->
     return [torch.stack(gradients) for gradients in zip(*each, strict=True)]
 
 
-def check(problem: Problem, ref: Reference, extension: type[Extension]) -> None:
-    """Compare one field of all parameters with the reference."""
+def check(problem: Problem, ref: Reference, *extensions: type[Extension]) -> None:
+    """Compare fields of all parameters with the reference."""
     for name, p in problem.model.named_parameters():
-        if not p.requires_grad:
-            assert not hasattr(p, extension.field), f"{name} requires no gradient"
-            continue
-        actual, expected = getattr(p, extension.field), getattr(ref, extension.field)(name)
-        compare(actual, expected, f"{name}.{extension.field}")
+        for field in (extension.field for extension in extensions):
+            if p.requires_grad:
+                compare(getattr(p, field), getattr(ref, field)(name), f"{name}.{field}")
+            else:
+                assert not hasattr(p, field), f"{name} requires no gradient"
+
+
+def check_products(problem: Problem, ref: Reference, *extensions: type[Extension]) -> None:
+    """Compare products with random directions, several of them and one alone, with the matrices of the reference."""
+    for name, p in problem.trainable().items():
+        for extension in extensions:
+            matrix = ref.hessian(name) if extension is HMP else ref.ggn(name)
+            for V in (1, 3):
+                v = torch.randn(V, *p.shape, dtype=p.dtype)
+                expected = (v.reshape(V, -1) @ matrix).reshape(v.shape)
+                compare(getattr(p, extension.field)(v), expected, f"{name}.{extension.field}")
 
 
 def compare(actual: object, expected: object, what: str) -> None:
@@ -97,23 +134,13 @@ def check_all(
     """First-order quantities, diagonals and products of every parameter against the dense reference."""
     if ref is None:
         ref = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
-    extend(problem.model)
-    extend(problem.lossfunc)
-    tensors = [*FIRST_ORDER, DiagGGNExact, BatchDiagGGNExact]
-    products = {GGNMP: ref.ggn}
-    if of_hessian:
-        tensors += [DiagHessian, BatchDiagHessian]
-        products[HMP] = ref.hessian
-    with backpack(*(extension() for extension in [*tensors, *products, SqrtGGNExact])):
-        (loss or problem.loss)().backward()
+    fields, products = [*FIRST_ORDER, *DIAGONALS], [GGNMP, HMP]
+    if not of_hessian:
+        fields, products = [*FIRST_ORDER, DiagGGNExact, BatchDiagGGNExact], [GGNMP]
+    backward(extend_problem(problem), *fields, *products, SqrtGGNExact, loss=loss)
+    check(problem, ref, *fields)
+    check_products(problem, ref, *products)
     for name, p in problem.trainable().items():
-        for extension in tensors:
-            field = extension.field
-            compare(getattr(p, field), getattr(ref, field)(name), f"{name}.{field}")
-        v = torch.randn(2, *p.shape, dtype=p.dtype)
-        for extension, matrix in products.items():
-            expected = (v.reshape(2, -1) @ matrix(name)).reshape(v.shape)
-            compare(getattr(p, extension.field)(v), expected, f"{name}.{extension.field}")
         root = p.sqrt_ggn_exact.flatten(0, 1).reshape(-1, p.numel())
         compare(root.T @ root, ref.ggn(name), f"{name}.sqrt_ggn_exact")
 
