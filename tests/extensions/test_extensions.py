@@ -7,18 +7,31 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import pytest
 import torch
-from cases import Case, Lambda, cross_entropy, labels, mlp, mse, normal, values
-from checks import BY_NAME, VARIED, by_case, by_varied_case, check, compare, extended, generator
+import torch.nn.functional as F
+from cases import Case, Lambda, Problem, cross_entropy, mlp, mse, normal, values
+from checks import (
+    BY_NAME,
+    EXACT,
+    VARIED,
+    backward,
+    by_case,
+    by_varied_case,
+    check,
+    check_products,
+    columns_per_sweep,
+    compare,
+    extended,
+    generator,
+)
 from reference import Reference, reference
 from torch import Tensor, einsum, nn
 from torch._subclasses import FakeTensor
 from torch.testing import assert_close
 
-from curvopt import backpack, disable, extend, set_columns_per_sweep
+from curvopt import backpack, disable, extend
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions import (
     GGNMP,
@@ -28,6 +41,7 @@ from curvopt.extensions import (
     KFRA,
     BatchDiagGGNExact,
     BatchDiagGGNMC,
+    BatchDiagHessian,
     BatchGrad,
     BatchL2Grad,
     DiagGGNExact,
@@ -40,25 +54,12 @@ from curvopt.extensions import (
     Variance,
 )
 
-# extensions whose fields are compared with a method of the reference that has the field's name
-EXACT: list[type[Extension]] = [
-    BatchGrad,
-    BatchL2Grad,
-    SumGradSquared,
-    Variance,
-    DiagGGNExact,
-    BatchDiagGGNExact,
-    KFLR,
-]
-# sampled ones, with what they estimate
-SAMPLED: dict[type[Extension], str] = {DiagGGNMC: "diag_ggn_exact", KFAC: "kflr"}
+SAMPLED: list[type[Extension]] = [DiagGGNMC, KFAC]
 FIELDS = [extension.field for extension in [*EXACT, *SAMPLED]]
 
 
-def total_error(a: object, b: object) -> float:
-    """Squared distance of two tensors or two lists of factors."""
-    pairs = zip(a, b, strict=True) if isinstance(a, list) else [(a, b)]
-    return float(sum((x - y).square().sum() for x, y in pairs))
+def by_name(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", [BY_NAME[name] for name in names], ids=lambda case: case.name)
 
 
 # what KFRA is not defined for: operations that have no row per sample, several paths, other layers than affine ones
@@ -85,19 +86,18 @@ NO_CHAIN = {
     *(name for name in BY_NAME if "extra-dims" in name),
     *(name for name in BY_NAME if name.startswith(("conv1d", "conv2d", "conv3d")) and name != "conv2d-segmentation"),
 }
+
+
+def mean_over(*axes: int) -> nn.Module:
+    return Lambda(lambda h: h.mean(axes))
+
+
 # chains that are no Sequential
 CHAINS: dict[str, Callable[[nn.Module], list[nn.Module]]] = {
     "functional-between": lambda m: [m.first, nn.GELU(), m.second, nn.Tanh(), m.third],
     "used-twice": lambda m: [m.again, nn.Tanh(), m.again, nn.Tanh(), m.out],
-    "used-on-tokens-and-pool": lambda m: [m.shared, nn.Tanh(), Lambda(lambda h: h.mean(1)), m.shared, m.out],
-    "conv-used-twice": lambda m: [
-        m.shared,
-        nn.Tanh(),
-        nn.AvgPool2d(2),
-        m.shared,
-        Lambda(lambda h: h.mean((2, 3))),
-        m.out,
-    ],
+    "used-on-tokens-and-pool": lambda m: [m.shared, nn.Tanh(), mean_over(1), m.shared, m.out],
+    "conv-used-twice": lambda m: [m.shared, nn.Tanh(), nn.AvgPool2d(2), m.shared, mean_over(2, 3), m.out],
     "checkpointed": lambda m: [*m.inner, m.out],
 }
 
@@ -113,8 +113,9 @@ def seeded(seed: int = 5) -> torch.Generator:
     return generator(seed)
 
 
-def clone(value: object) -> object:
-    return [factor.clone() for factor in value] if isinstance(value, list) else value.clone()
+def has_fields(problem: Problem, *extensions: type[Extension]) -> bool:
+    fields = [extension.field for extension in extensions] or FIELDS
+    return any(hasattr(p, field) for p in problem.model.parameters() for field in fields)
 
 
 # ------------------------------------------------------------------------------------------------------- numbers, exact
@@ -122,44 +123,22 @@ def clone(value: object) -> object:
 
 @by_case
 def test_field_equals_dense_reference(case: Case):
+    ref = reference(case)
     for extension in EXACT:
-        problem = extended(case)
-        with backpack(extension()):
-            problem.loss().backward()
-        check(problem, reference(case), extension)
-    roots_multiply_to_the_blocks(case)
-    reduced_factors_equal_dense_reference(case)
-
-
-def roots_multiply_to_the_blocks(case: Case) -> None:
-    problem, ref = extended(case), reference(case)
-    with backpack(SqrtGGNExact()):
-        problem.loss().backward()
-    for name, p in problem.trainable().items():
-        V = p.sqrt_ggn_exact
-        assert V.shape[1:] == (ref.samples, *p.shape)
-        V = V.reshape(len(V), ref.samples, -1)
-        compare(einsum("cnp,cnq->npq", V, V), ref.ggn_batch(name), f"{name}.sqrt_ggn_exact")
-
-
-def reduced_factors_equal_dense_reference(case: Case) -> None:
-    problem, ref = extended(case), reference(case)
-    kinds: tuple[Literal["reduce", "backpack"], ...] = ("reduce", "backpack")
-    for approx in kinds:
-        with backpack(KFLR(approx=approx)):
-            problem.loss().backward()
-        for name, p in problem.trainable().items():
+        check(backward(extended(case), extension), ref, extension)
+    for approx in ("reduce", "backpack"):
+        for name, p in backward(extended(case), KFLR(approx=approx)).trainable().items():
             compare(p.kflr, ref.kflr(name, approx), f"{name}.kflr, {approx}")
+    for name, p in backward(extended(case), SqrtGGNExact).trainable().items():
+        assert p.sqrt_ggn_exact.shape[1:] == (ref.samples, *p.shape)
+        V = p.sqrt_ggn_exact.flatten(2) if p.dim() else p.sqrt_ggn_exact.unsqueeze(2)
+        compare(einsum("cnp,cnq->npq", V, V), ref.ggn_batch(name), f"{name}.sqrt_ggn_exact")
 
 
 @by_case
 def test_all_in_one_backward_equal_one_by_one_and_leave_the_gradient_alone(case: Case):
-    plain, problem = case.problem(), extended(case)
-    plain.loss().backward()
-    with backpack(*(extension() for extension in [*EXACT, *SAMPLED])):
-        problem.loss().backward()
-    for extension in EXACT:
-        check(problem, reference(case), extension)
+    plain, problem = backward(case.problem()), backward(extended(case), *EXACT, *SAMPLED)
+    check(problem, reference(case), *EXACT)
     for p, expected in zip(problem.model.parameters(), plain.model.parameters(), strict=True):
         assert (p.grad is None) == (expected.grad is None)
         assert p.grad is None or torch.equal(p.grad, expected.grad)
@@ -171,34 +150,18 @@ def test_all_in_one_backward_equal_one_by_one_and_leave_the_gradient_alone(case:
 
 
 @pytest.mark.parametrize("columns", [1, 2, 100])
-@by_varied_case
+@by_name(*VARIED, "residual", "attention-row-per-token", "bilinear")
 def test_number_of_columns_swept_together_changes_nothing(case: Case, columns: int):
-    problem = extended(case)
-    set_columns_per_sweep(columns)
-    try:
-        with backpack(DiagGGNExact(), KFLR()):
-            problem.loss().backward()
-    finally:
-        set_columns_per_sweep(None)
-    check(problem, reference(case), DiagGGNExact)
-    check(problem, reference(case), KFLR)
-
-
-def test_factors_multiply_to_the_block_for_one_sample_at_one_position():
-    case = BY_NAME["mlp-one-sample"]
-    problem = extended(case)
-    with backpack(KFLR()):
-        problem.loss().backward()
-    for name, p in problem.trainable().items():
-        product = torch.kron(*p.kflr) if p.dim() == 2 else p.kflr[0]
-        assert_close(product, reference(case).ggn(name))
+    fields = [DiagGGNExact, KFLR, DiagHessian, BatchDiagHessian]
+    with columns_per_sweep(columns):
+        problem = backward(extended(case), *fields, HMP)
+    check(problem, reference(case), *fields)
+    check_products(problem, reference(case), HMP)
 
 
 def test_large_parameters_without_kronecker_structure_get_the_diagonal():
     case = Case("wide", lambda: nn.Sequential(nn.LayerNorm(3000), nn.Linear(3000, 2)), normal(2, 3000), mse(), values)
-    problem, ref = extended(case), reference(case)
-    with backpack(KFLR()):
-        problem.loss().backward()
+    problem, ref = backward(extended(case), KFLR), reference(case)
     for name in ["0.weight", "0.bias"]:
         compare(problem.model.get_parameter(name).kflr, [ref.diag_ggn_exact(name)], name)
 
@@ -209,29 +172,57 @@ def test_roots_have_the_columns_of_the_losses_that_reach_them() -> None:
     torch.use_deterministic_algorithms(True)  # fills memory that is not initialized with nan
     try:
         with backpack(SqrtGGNExact(), DiagGGNExact()):
-            (model[0](x).square().mean() + nn.functional.mse_loss(model[1](x), torch.zeros(4, 5).double())).backward()
+            (model[0](x).square().mean() + F.mse_loss(model[1](x), torch.zeros(4, 5).double())).backward()
     finally:
         torch.use_deterministic_algorithms(False)
     for p, columns in zip(model.parameters(), (2, 2, 5, 5), strict=True):
         assert p.sqrt_ggn_exact.shape == (columns, 4, *p.shape)
-        torch.testing.assert_close(p.sqrt_ggn_exact.square().sum((0, 1)), p.diag_ggn_exact)
+        assert_close(p.sqrt_ggn_exact.square().sum((0, 1)), p.diag_ggn_exact)
 
 
-@by_case
-def test_averaged_factors_equal_the_recursion_or_are_refused(case: Case):
-    problem, ref = extended(case), reference(case)
-    loss = problem.loss()
-    if case.name in NO_CHAIN:
-        with pytest.raises(CurvoptError, match="kfra is defined|not one row for each sample"), backpack(KFRA()):
-            loss.backward()
-        assert not any(hasattr(p, "kfra") for p in problem.trainable().values())
-        return
-    with backpack(KFRA()):
-        loss.backward()
-    model = case.problem().model
-    expected = Reference(model, ref.x, problem.loss_of_output).kfra(chain_of(case.name, model))
-    for name, p in problem.trainable().items():
-        compare(p.kfra, expected[name], name)
+@by_varied_case
+def test_subsamples_are_those_of_the_whole_batch(case: Case):
+    """Scaling is that of the whole batch, and the order is the one asked for."""
+
+    def fields(subsampling: Sequence[int] | None) -> dict[str, list[Tensor]]:
+        mc = SqrtGGNMC(mc_samples=3, generator=seeded(), subsampling=subsampling)
+        exact = BatchGrad(subsampling=subsampling), SqrtGGNExact(subsampling=subsampling)
+        parameters = backward(extended(case), *exact, mc).trainable()
+        return {name: [p.grad_batch, p.sqrt_ggn_exact, p.sqrt_ggn_mc] for name, p in parameters.items()}
+
+    whole = fields(None)
+    for subsampling in ([0], [2, 0], [1, 1, -1], (0, 2), range(1, 3), []):
+        of = list(subsampling)
+        for name, found in fields(subsampling).items():
+            gradients, exact, mc = whole[name]
+            compare(found, [gradients[of], exact[:, of], mc[:, of]], name)
+
+
+@by_name(*VARIED, "residual", "functional-between", "layernorm")
+def test_sum_of_losses_has_the_sum_of_their_curvatures(case: Case):
+    problem, pristine, other = extended(case), case.problem(), extend(nn.MSELoss(reduction="sum"))
+
+    def loss(z: Tensor) -> Tensor:
+        return 0.3 * problem.loss_of_output(z) + other(z, torch.ones_like(z))
+
+    ref, fields = Reference(pristine.model, pristine.x, loss), [*EXACT, DiagHessian, BatchDiagHessian]
+    backward(problem, *fields, HMP, loss=lambda: loss(problem.model(problem.x)))
+    check(problem, ref, *fields)
+    check_products(problem, ref, HMP)
+
+
+def test_losses_on_different_heads_add_up():
+    """The curvature of two losses that see different parts of the network is that of their sum."""
+    problem, pristine = extended(BY_NAME["heads"]), BY_NAME["heads"].problem()
+    classify, regress = extend(nn.CrossEntropyLoss()), extend(nn.MSELoss())
+    model, y, ones = problem.model, problem.y.clamp(max=1), torch.ones(4, 1).double()
+
+    def loss() -> Tensor:
+        h = torch.tanh(model.trunk(problem.x))
+        return classify(model.left(h), y) + regress(model.right(h), ones)
+
+    joint = lambda z: F.cross_entropy(z[:, :2], y) + F.mse_loss(z[:, 2:], ones)  # noqa: E731
+    check(backward(problem, *EXACT, loss=loss), Reference(pristine.model, pristine.x, joint), *EXACT)
 
 
 @pytest.mark.parametrize(
@@ -251,11 +242,11 @@ def test_parts_of_the_gradient_through_batch_norm(net: Callable[[], nn.Sequentia
         pytest.warns(CurvoptWarning, match="row n's part"),
         backpack(*(kind(through_batch_norm=True) for kind in kinds)),
     ):
-        nn.functional.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model(x), y).backward()
     inputs = [x]
     for layer in model:
         inputs.append(layer(inputs[-1]))
-    loss = nn.functional.cross_entropy(inputs[-1], y)
+    loss = F.cross_entropy(inputs[-1], y)
     for layer, before, after in zip(model, inputs, inputs[1:], strict=False):
         if not list(layer.parameters()):
             continue
@@ -274,13 +265,13 @@ def test_exact_fields_of_a_batch_that_batch_norm_mixes():
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
     model, x, y = extend(net, batch_axis=None), torch.randn(5, 3).double(), torch.arange(5) % 3
     with backpack(DiagHessian(), DiagGGNExact()):
-        nn.functional.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model(x), y).backward()
     z = model(x)
     logits = z.detach().requires_grad_()
-    (slope,) = torch.autograd.grad(nn.functional.cross_entropy(logits, y), logits, create_graph=True)
+    (slope,) = torch.autograd.grad(F.cross_entropy(logits, y), logits, create_graph=True)
     hessian = torch.stack([torch.autograd.grad(s, logits, retain_graph=True)[0].flatten() for s in slope.flatten()])
     for name, p in model.named_parameters():
-        (gradient,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), p, create_graph=True)
+        (gradient,) = torch.autograd.grad(F.cross_entropy(model(x), y), p, create_graph=True)
         rows = [torch.autograd.grad(g, p, retain_graph=True)[0].flatten() for g in gradient.flatten()]
         compare(p.diag_h.flatten(), torch.stack(rows).diagonal(), f"{name}.diag_h")
         jacobian = torch.stack([torch.autograd.grad(e, p, retain_graph=True)[0].flatten() for e in z.flatten()])
@@ -291,32 +282,59 @@ def test_extensions_of_one_class_under_names_of_their_own():
     model, few, many, exact = extend(nn.Linear(3, 2).double()), DiagGGNMC(), DiagGGNMC(20_000), DiagGGNExact()
     few.savefield, many.savefield = "few", "many"
     with backpack(few, many, exact):
-        nn.functional.cross_entropy(model(torch.randn(4, 3).double()), torch.tensor([0, 1, 1, 0])).backward()
+        F.cross_entropy(model(torch.randn(4, 3).double()), torch.tensor([0, 1, 1, 0])).backward()
     assert not hasattr(model.weight, "diag_ggn_mc") and not torch.equal(model.weight.few, model.weight.many)
-    torch.testing.assert_close(model.weight.many, model.weight.diag_ggn_exact, rtol=0.05, atol=0.0)
+    assert_close(model.weight.many, model.weight.diag_ggn_exact, rtol=0.05, atol=0.0)
+
+
+def test_single_precision_agrees_with_double():
+    case = BY_NAME["conv2d-deep"]
+    problem = extended(case)
+    problem.model.float()
+    problem.x, problem.y = problem.x.float(), problem.y.float()
+    for name, p in backward(problem, *EXACT).trainable().items():
+        for extension in EXACT:
+            value, expected = getattr(p, extension.field), getattr(reference(case), extension.field)(name)
+            for a, b in zip(value, expected, strict=True) if isinstance(value, list) else [(value, expected)]:
+                assert a.dtype == torch.float32
+                assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7, f"{name}.{extension.field}"
+
+
+# ----------------------------------------------------------------------------------------------------- averaged factors
+
+
+@by_case
+def test_averaged_factors_equal_the_recursion_or_are_refused(case: Case):
+    problem, ref = extended(case), reference(case)
+    if case.name in NO_CHAIN:
+        with pytest.raises(CurvoptError, match="kfra is defined|not one row for each sample"):
+            backward(problem, KFRA)
+        assert not has_fields(problem, KFRA)
+        return
+    model = case.problem().model
+    expected = Reference(model, ref.x, problem.loss_of_output).kfra(chain_of(case.name, model))
+    for name, p in backward(problem, KFRA).trainable().items():
+        compare(p.kfra, expected[name], name)
 
 
 def test_averaged_factors_of_layers_that_are_extended_one_by_one():
-    whole, x, y = (
-        nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double(),
-        torch.randn(6, 4).double(),
-        torch.arange(6) % 3,
-    )
+    whole = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    x, y = torch.randn(6, 4).double(), torch.arange(6) % 3
     parts = [extend(layer) for layer in copy.deepcopy(whole)]
     with backpack(KFRA()):
-        nn.functional.cross_entropy(extend(whole)(x), y).backward()
-        nn.functional.cross_entropy(parts[2](parts[1](parts[0](x))), y).backward()
+        F.cross_entropy(extend(whole)(x), y).backward()
+        F.cross_entropy(parts[2](parts[1](parts[0](x))), y).backward()
     for i in (0, 2):
         for p, q in zip(whole[i].parameters(), parts[i].parameters(), strict=True):
             compare(q.kfra, p.kfra, f"layer {i}")
     with pytest.raises(CurvoptError, match="kfra is not defined for several models"), backpack(KFRA()):
-        sum(nn.functional.cross_entropy(model(x[:n]), y[:n]) for model, n in ((whole, 6), (parts[0], 3))).backward()
+        sum(F.cross_entropy(model(x[:n]), y[:n]) for model, n in ((whole, 6), (parts[0], 3))).backward()
 
 
 def test_averaged_factors_behind_circular_padding_are_refused():
     model = extend(nn.Sequential(nn.Conv1d(2, 2, 3), nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular")))
     with pytest.raises(CurvoptError, match="kfra is defined for sequential networks"), backpack(KFRA()):
-        nn.functional.mse_loss(model(torch.randn(3, 2, 6)), torch.randn(3, 2, 4)).backward()
+        F.mse_loss(model(torch.randn(3, 2, 6)), torch.randn(3, 2, 4)).backward()
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -331,79 +349,15 @@ def test_averaged_factors_of_a_cnn(reduction: str, groups: int):
         nn.Flatten(),
         nn.Linear(24, 3),
     )
-    case = Case("", net, normal(3, 2, 6, 4), cross_entropy(reduction=reduction), labels)
-    problem, pristine = extended(case), case.problem()
-    with backpack(KFRA()):
-        problem.loss().backward()
+    case = Case("", net, normal(3, 2, 6, 4), cross_entropy(reduction=reduction))
+    problem, pristine = backward(extended(case), KFRA), case.problem()
     expected = Reference(pristine.model, pristine.x, problem.loss_of_output).kfra(list(pristine.model))
     for name, p in problem.trainable().items():
         compare(p.kfra, expected[name], name)
     factors = [p.kfra for p in problem.model[0].parameters()]
     problem.model[3].requires_grad_(False)
-    with backpack(KFRA()):
-        problem.loss().backward()
-    for p, expected in zip(problem.model[0].parameters(), factors, strict=True):
-        compare(p.kfra, expected, "before a frozen convolution")
-
-
-@by_varied_case
-def test_subsamples_are_those_of_the_whole_batch(case: Case):
-    """Scaling is that of the whole batch, and the order is the one asked for."""
-    for subsampling in ([0], [2, 0], [1, 1, -1], (0, 2), range(1, 3), []):
-        subsample_is_of_the_whole_batch(case, subsampling)
-
-
-def subsample_is_of_the_whole_batch(case: Case, subsampling: Sequence[int]) -> None:
-    problem = extended(case)
-    kept = [BatchGrad, SqrtGGNExact, lambda **options: SqrtGGNMC(mc_samples=3, generator=seeded(), **options)]
-    with backpack(*(extension() for extension in kept)):
-        problem.loss().backward()
-    fields = ["grad_batch", "sqrt_ggn_exact", "sqrt_ggn_mc"]
-    whole = {(name, field): getattr(p, field) for name, p in problem.trainable().items() for field in fields}
-    with backpack(*(extension(subsampling=subsampling) for extension in kept)):
-        problem.loss().backward()
-    for name, p in problem.trainable().items():
-        compare(p.grad_batch, whole[name, "grad_batch"][list(subsampling)], name)
-        for field in ["sqrt_ggn_exact", "sqrt_ggn_mc"]:
-            compare(getattr(p, field), whole[name, field][:, list(subsampling)], f"{name}.{field}")
-
-
-@by_varied_case
-def test_sum_of_losses_has_the_sum_of_their_curvatures(case: Case):
-    problem = extended(case)
-    other = extend(nn.MSELoss(reduction="sum"))
-
-    def loss(z: Tensor) -> Tensor:
-        return 0.3 * problem.loss_of_output(z) + other(z, torch.ones_like(z))
-
-    pristine = case.problem()
-    ref = Reference(pristine.model, pristine.x, loss)
-    with backpack(*(extension() for extension in EXACT)):
-        loss(problem.model(problem.x)).backward()
-    for extension in EXACT:
-        check(problem, ref, extension)
-
-
-def test_losses_on_different_heads_add_up():
-    """The curvature of two losses that see different parts of the network is that of their sum."""
-    case = BY_NAME["heads"]
-    problem, pristine = extended(case), case.problem()
-    classify, regress = extend(nn.CrossEntropyLoss()), extend(nn.MSELoss())
-    y = problem.y.clamp(max=1)
-
-    def loss(h: Tensor, model: nn.Module) -> Tensor:
-        return classify(model.left(h), y) + regress(model.right(h), torch.ones(len(h), 1).double())
-
-    def joint(z: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(z[:, :2], y) + nn.functional.mse_loss(
-            z[:, 2:], torch.ones(len(z), 1).double()
-        )
-
-    ref = Reference(pristine.model, pristine.x, joint)
-    with backpack(*(extension() for extension in EXACT)):
-        loss(torch.tanh(problem.model.trunk(problem.x)), problem.model).backward()
-    for extension in EXACT:
-        check(problem, ref, extension)
+    backward(problem, KFRA)
+    compare([p.kfra for p in problem.model[0].parameters()], factors, "before a frozen convolution")
 
 
 # ----------------------------------------------------------------------------------------------------- numbers, sampled
@@ -440,52 +394,17 @@ def test_sampled_fields_converge_to_exact_ones(case: Case):
             assert abs(along.mean() - 1) <= 6 * along.std() / draws**0.5 + 1e-12, f"{name}: scale of {field}"
 
 
-@pytest.mark.parametrize("extension", SAMPLED, ids=lambda extension: extension.__name__)
-@pytest.mark.parametrize("name", ["mlp", "mse-mean", "bce-mean"])
-def test_more_samples_are_closer(name: str, extension: type[Extension]):
-    case = BY_NAME[name]
-    problem, ref = extended(case), reference(case)
-    loss = problem.loss()
-
-    def error(samples: int) -> float:
-        """Squared error, mean over draws."""
-        total = 0.0
-        for _ in range(20):
-            with backpack(extension(mc_samples=samples)):
-                loss.backward(retain_graph=True)
-            for parameter, p in problem.trainable().items():
-                total += total_error(getattr(p, extension.field), getattr(ref, SAMPLED[extension])(parameter))
-        return total / 20
-
-    few, many = error(1), error(25)
-    # the expected squared error falls as 1/samples; factors of 2 are left for chance
-    assert 25 / 2 < few / many < 25 * 2
-
-
-def test_quantities_with_the_same_columns_share_samples():
-    problem = extended(BY_NAME["mlp"])
-    with backpack(KFAC(mc_samples=2), DiagGGNMC(mc_samples=2)):
-        problem.loss().backward()
-    for p in problem.trainable().values():
-        if p.dim() == 1:
-            assert_close(p.kfac[0].diagonal(), p.diag_ggn_mc)
-    # samples that are not shared differ
-    with backpack(KFAC(mc_samples=2), DiagGGNMC(mc_samples=3)):
-        problem.loss().backward()
-    assert not torch.allclose(problem.model[0].bias.kfac[0].diagonal(), problem.model[0].bias.diag_ggn_mc)
-
-
 def quantities_of_the_same_samples_fit_together(case: Case) -> None:
     """One seed is one draw: a root squares to the diagonals and the Kronecker factors of the same draw."""
     problem, ref = extended(case), reference(case)
     for approx in ("expand", "reduce"):
-        with backpack(
+        backward(
+            problem,
             SqrtGGNMC(mc_samples=3, generator=seeded()),
             DiagGGNMC(mc_samples=3, generator=seeded()),
             BatchDiagGGNMC(mc_samples=3, generator=seeded()),
             KFAC(mc_samples=3, generator=seeded(), approx=approx),
-        ):
-            problem.loss().backward()
+        )
         for name, p in problem.trainable().items():
             V = p.sqrt_ggn_mc
             assert V.shape == (3, ref.samples, *p.shape)
@@ -498,79 +417,62 @@ def quantities_of_the_same_samples_fit_together(case: Case) -> None:
                 compare(p.kfac[1:], ref.kflr(name, approx)[1:], f"{name}: A, {approx}")
 
 
-@pytest.mark.parametrize("name", ["mlp", "mse-extra-dims", "bce-mean", "ce-extra-dims"])
-def test_a_generator_makes_samples_repeatable_and_leaves_the_global_one_alone(name: str):
-    problem = extended(BY_NAME[name])
-    drawn = []
+def test_quantities_with_the_same_columns_share_samples():
+    problem = backward(extended(BY_NAME["mlp"]), KFAC(mc_samples=2), DiagGGNMC(mc_samples=2))
+    for p in problem.trainable().values():
+        if p.dim() == 1:
+            assert_close(p.kfac[0].diagonal(), p.diag_ggn_mc)
+    # samples that are not shared differ
+    backward(problem, KFAC(mc_samples=2), DiagGGNMC(mc_samples=3))
+    assert not torch.allclose(problem.model[0].bias.kfac[0].diagonal(), problem.model[0].bias.diag_ggn_mc)
+
+
+@by_name("mlp", "mse-extra-dims", "bce-mean", "ce-extra-dims")
+def test_a_generator_makes_samples_repeatable_and_leaves_the_global_one_alone(case: Case):
+    problem, drawn = extended(case), []
     for seed in [1, 1, 2]:
         before = torch.get_rng_state()
-        with backpack(DiagGGNMC(mc_samples=2, generator=seeded(seed))):
-            problem.loss().backward()
+        backward(problem, DiagGGNMC(mc_samples=2, generator=seeded(seed)))
         assert torch.equal(before, torch.get_rng_state())
         drawn.append(next(iter(problem.trainable().values())).diag_ggn_mc)
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
-
-
-@pytest.mark.parametrize("extension", SAMPLED, ids=lambda extension: extension.__name__)
-def test_sampled_fields_are_there_when_train_mode_batch_norm_mixes_samples(extension: type[Extension]):
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
-    case = Case("", lambda: model, normal(6, 4), cross_entropy(), labels)
-    problem = extended(case)
-    with backpack(extension()):
-        problem.loss().backward()
-    for name, p in problem.trainable().items():
-        value = getattr(p, extension.field)
-        for tensor in value if isinstance(value, list) else [value]:
-            assert tensor.isfinite().all() and tensor.any(), name
 
 
 # ---------------------------------------------------------------------------------------------------------- the context
 
 
 def test_without_a_context_no_field_is_set():
-    problem = extended(BY_NAME["mlp"])
+    problem = backward(extended(BY_NAME["mlp"]))
     problem.loss().backward()
-    with backpack():
-        problem.loss().backward()
     with backpack(BatchGrad()):
         pass
     problem.loss().backward()
-    assert not any(hasattr(p, field) for p in problem.trainable().values() for field in FIELDS)
+    assert not has_fields(problem)
 
 
 def test_extending_twice_changes_nothing():
     case = BY_NAME["used-twice"]
     problem = extended(case)
     assert extend(problem.model) is problem.model and extend(problem.lossfunc) is problem.lossfunc
-    with backpack(SumGradSquared(), DiagGGNExact()):
-        problem.loss().backward()
-    check(problem, reference(case), SumGradSquared)
-    check(problem, reference(case), DiagGGNExact)
+    check(backward(problem, SumGradSquared, DiagGGNExact), reference(case), SumGradSquared, DiagGGNExact)
 
 
 def test_fields_are_overwritten_by_every_backward():
-    case = BY_NAME["mlp"]
-    problem = extended(case)
+    problem = extended(BY_NAME["mlp"])
     for _ in range(2):
-        with backpack(SumGradSquared(), KFLR()):
-            problem.loss().backward()
-        check(problem, reference(case), SumGradSquared)
-        check(problem, reference(case), KFLR)
+        check(backward(problem, SumGradSquared, KFLR), reference(BY_NAME["mlp"]), SumGradSquared, KFLR)
 
 
 def test_inner_context_decides_and_outer_one_returns():
-    case = BY_NAME["mlp"]
-    problem = extended(case)
-    p = problem.model[0].weight
+    problem, ref = extended(BY_NAME["mlp"]), reference(BY_NAME["mlp"])
     with backpack(BatchGrad()):
-        with backpack(BatchL2Grad()):
-            problem.loss().backward()
-        assert hasattr(p, "batch_l2") and not hasattr(p, "grad_batch")
-        check(problem, reference(case), BatchL2Grad)
-        del p.batch_l2
+        check(backward(problem, BatchL2Grad), ref, BatchL2Grad)
+        assert not has_fields(problem, BatchGrad)
+        for p in problem.model.parameters():
+            del p.batch_l2
         problem.loss().backward()
-        assert not hasattr(p, "batch_l2")
-        check(problem, reference(case), BatchGrad)
+        assert not has_fields(problem, BatchL2Grad)
+        check(problem, ref, BatchGrad)
 
 
 @by_varied_case
@@ -581,55 +483,20 @@ def test_two_backwards_through_a_retained_graph(case: Case):
         loss.backward(retain_graph=True)
     with backpack(DiagGGNExact(), Variance()):
         loss.backward()
-    for extension in [BatchGrad, KFLR, DiagGGNExact, Variance]:
-        check(problem, reference(case), extension)
+    check(problem, reference(case), BatchGrad, KFLR, DiagGGNExact, Variance)
     for name, p in problem.trainable().items():
         assert_close(p.grad, 2 * reference(case).grad(name))
 
 
 @by_varied_case
 def test_two_forwards_and_their_backwards_in_other_order(case: Case):
-    problem, other = extended(case), case.problem(seed=1)
+    problem, other, fields = extended(case), case.problem(seed=1), [BatchGrad, DiagGGNExact, KFLR]
     other_ref = Reference(copy.deepcopy(case.problem().model), other.x, other.loss_of_output)
     first, second = problem.loss(), problem.lossfunc(problem.model(other.x), other.y)
-    for loss, ref in [(second, other_ref), (first, reference(case))]:
-        with backpack(BatchGrad(), DiagGGNExact(), KFLR()):
-            loss.backward()
-        for extension in [BatchGrad, DiagGGNExact, KFLR]:
-            check(problem, ref, extension)
-
-
-def test_forward_of_other_data_in_between_changes_nothing():
-    case = BY_NAME["conv2d-groups"]
-    problem = extended(case)
-    loss = problem.loss()
     with torch.no_grad():
         problem.model(torch.randn_like(problem.x))
-    problem.model(torch.randn_like(problem.x))
-    with backpack(BatchGrad(), KFLR()):
-        loss.backward()
-    check(problem, reference(case), BatchGrad)
-    check(problem, reference(case), KFLR)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("name", ["mlp", "own-parameters-and-children"])
-def test_a_copy_of_an_extended_model_works_alike(name: str, duplicate: Callable[[nn.Module], nn.Module]):
-    case = BY_NAME[name]
-    problem = extended(case)
-    loss = problem.loss()  # what a forward leaves behind must not stand in the way
-    with backpack(BatchGrad(), DiagGGNExact()):
-        problem.loss().backward()
-    twin = copy.copy(problem)
-    twin.model, twin.lossfunc = duplicate(problem.model), duplicate(problem.lossfunc)
-    with torch.no_grad():
-        for p in problem.model.parameters():
-            p.zero_()
-    with backpack(BatchGrad(), DiagGGNExact()):
-        twin.loss().backward()
-    check(twin, reference(case), BatchGrad)
-    check(twin, reference(case), DiagGGNExact)
-    del loss
+    for loss, ref in [(second, other_ref), (first, reference(case))]:
+        check(backward(problem, *fields, loss=lambda loss=loss: loss), ref, *fields)
 
 
 def test_a_state_dict_knows_nothing_of_extension():
@@ -643,52 +510,34 @@ def test_disabled_forward_computes_the_same_and_records_nothing():
     problem = extended(BY_NAME["mlp"])
     with disable():
         loss = problem.loss()
-    with backpack(BatchGrad()), pytest.raises(CurvoptError):
-        loss.backward()
+    with pytest.raises(CurvoptError):
+        backward(problem, BatchGrad, loss=lambda: loss)
     assert torch.equal(loss, problem.loss())
-    assert not any(hasattr(p, "grad_batch") for p in problem.trainable().values())
-    with backpack(BatchGrad()):  # and recording is on again
-        problem.loss().backward()
-    check(problem, reference(BY_NAME["mlp"]), BatchGrad)
+    assert not has_fields(problem, BatchGrad)
+    check(backward(problem, BatchGrad), reference(BY_NAME["mlp"]), BatchGrad)  # and recording is on again
 
 
-@by_varied_case
+@by_name(*VARIED, "attention-row-per-token", "checkpointed", "inplace-relu-conv")
 def test_other_ways_into_autograd_fill_the_fields_too(case: Case):
-    extensions = [SumGradSquared, DiagGGNExact, KFLR]
+    extensions = [SumGradSquared, DiagGGNExact, KFLR, DiagHessian]
     for differentiate in (
         lambda loss, inputs: torch.autograd.backward(loss),
         lambda loss, inputs: torch.autograd.grad(loss, inputs),
+        lambda loss, inputs: loss.backward(create_graph=True),
     ):
         problem = extended(case)
         with backpack(*(extension() for extension in extensions)):
             differentiate(problem.loss(), list(problem.trainable().values()))
-        for extension in extensions:
-            check(problem, reference(case), extension)
+        check(problem, reference(case), *extensions)
 
 
 def test_a_gradient_of_some_parameters_is_right_for_those():
-    case = BY_NAME["mlp"]
-    problem, ref = extended(case), reference(case)
+    problem, ref = extended(BY_NAME["mlp"]), reference(BY_NAME["mlp"])
     last = problem.model[4].weight
     with backpack(BatchGrad(), DiagGGNExact()):
         torch.autograd.grad(problem.loss(), [last])
     compare(last.grad_batch, ref.grad_batch("4.weight"), "grad_batch")
     compare(last.diag_ggn_exact, ref.diag_ggn_exact("4.weight"), "diag_ggn_exact")
-
-
-def test_single_precision_agrees_with_double():
-    case = BY_NAME["conv2d-deep"]
-    problem = extended(case)
-    problem.model.float()
-    problem.x, problem.y = problem.x.float(), problem.y.float()
-    with backpack(*(extension() for extension in EXACT)):
-        problem.loss().backward()
-    for name, p in problem.trainable().items():
-        for extension in EXACT:
-            value, expected = getattr(p, extension.field), getattr(reference(case), extension.field)(name)
-            for a, b in zip(value, expected, strict=True) if isinstance(value, list) else [(value, expected)]:
-                assert a.dtype == torch.float32
-                assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7, f"{name}.{extension.field}"
 
 
 # ------------------------------------------------------------------------------------------------------- extension hook
@@ -698,7 +547,7 @@ def modules_with_trainable_parameters(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
 
 
-@pytest.mark.parametrize("case", [BY_NAME[name] for name in [*VARIED, "conv-used-twice", "checkpointed", "heads"]])
+@by_name(*VARIED, "conv-used-twice", "checkpointed", "heads")
 def test_hook_is_called_once_per_module_with_all_its_fields(case: Case):
     problem, called = extended(case), []
 
@@ -706,18 +555,18 @@ def test_hook_is_called_once_per_module_with_all_its_fields(case: Case):
         called.append(module)
         for p in module.parameters(recurse=False):
             if p.requires_grad:
-                seen[p] = {field: clone(getattr(p, field)) for field in ["batch_l2", "kflr"]}
+                seen[p] = p.batch_l2.clone(), [factor.clone() for factor in p.kflr]
                 del p.kflr, p.batch_l2
 
-    seen: dict[nn.Parameter, dict] = {}
+    seen: dict[nn.Parameter, tuple] = {}
     with backpack(KFLR(), BatchL2Grad(), extension_hook=hook):
         problem.loss().backward()
     expected = modules_with_trainable_parameters(problem.model)
     assert len(called) == len(expected) and set(called) == set(expected)
-    for name, p in problem.trainable().items():
-        assert not hasattr(p, "kflr") and not hasattr(p, "batch_l2")
-        for field, value in seen[p].items():
-            compare(value, getattr(reference(case), field)(name), f"{name}.{field}")
+    assert not has_fields(problem, KFLR, BatchL2Grad)
+    for p, (norms, factors) in seen.items():
+        p.batch_l2, p.kflr = norms, factors
+    check(problem, reference(case), KFLR, BatchL2Grad)
 
 
 def test_hook_comes_before_earlier_layers_have_their_gradients():
@@ -737,27 +586,19 @@ def test_hook_comes_before_earlier_layers_have_their_gradients():
     assert not pending
 
 
-def test_hook_is_called_for_modules_that_share_a_parameter():
+def test_hook_is_called_for_modules_that_share_a_parameter_in_every_backward():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 3))
     model[2].weight = model[0].weight
-    case = Case("", lambda: model, normal(5, 4), cross_entropy(), labels)
-    problem, called = extended(case), []
+    problem, called = extended(Case("", lambda: model, normal(5, 4))), []
 
     def hook(module: nn.Module) -> None:
         assert all(hasattr(p, "grad_batch") and hasattr(p, "kflr") for p in module.parameters())
         called.append(module)
 
     with backpack(BatchGrad(), KFLR(), extension_hook=hook):
-        problem.loss().backward()
-    assert len(called) == 3 and set(called) == {model[0], model[2], model[4]}
-
-
-def test_hook_is_called_in_every_backward():
-    problem, called = extended(BY_NAME["mlp"]), []
-    with backpack(DiagGGNExact(), extension_hook=called.append):
-        problem.loss().backward()
-        problem.loss().backward()
-    assert len(called) == 2 * len(modules_with_trainable_parameters(problem.model))
+        for times in (1, 2):
+            problem.loss().backward()
+            assert len(called) == 3 * times and set(called) == {model[0], model[2], model[4]}
 
 
 # ------------------------------------------------------------------------------------ memory and exceptions: no remains
@@ -772,9 +613,9 @@ def spy_on_activations(model: nn.Module) -> list[weakref.ref]:
 
 
 @pytest.mark.parametrize("differentiated", [False, True])
-@pytest.mark.parametrize("name", ["mlp", "conv2d-groups", "prelu", "residual-conv", "inplace-relu", "mixer"])
-def test_no_tensor_survives_a_dropped_graph(name: str, differentiated: bool):
-    problem = extended(BY_NAME[name])
+@by_name("mlp", "conv2d-groups", "prelu", "residual-conv", "inplace-relu", "mixer")
+def test_no_tensor_survives_a_dropped_graph(case: Case, differentiated: bool):
+    problem = extended(case)
     seen = spy_on_activations(problem.model)
     gc.collect()
     gc.disable()  # reference counts alone must suffice: cycles keep activations for an unknown time
@@ -804,8 +645,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_nothing_grows_over_many_steps(create_graph: bool):
-    case = Case("", lambda: mlp(50, 50, 50, 2), normal(200, 50), mse(), values)
-    problem = extended(case)
+    problem = extended(Case("", lambda: mlp(50, 50, 50, 2), normal(200, 50), mse(), values))
 
     def steps(number: int) -> None:
         for _ in range(number):
@@ -827,9 +667,7 @@ def test_nothing_grows_over_many_steps(create_graph: bool):
 @pytest.mark.parametrize("product", [GGNMP, HMP])
 def test_products_hold_no_graph(product: type[Extension]):
     """It would hold the parameter, which holds the product: a cycle that nobody collects, and that is not pickled."""
-    problem = extended(BY_NAME["mlp"])
-    with backpack(product()):
-        problem.loss().backward()
+    problem = backward(extended(BY_NAME["mlp"]), product)
     pickle.dumps(problem.model)
     weight, x = weakref.ref(problem.model[0].weight), weakref.ref(problem.x)
     del problem
@@ -843,15 +681,6 @@ def test_a_retained_graph_keeps_nothing_of_a_backward(case: Case):
     problem = extended(case)
     loss = problem.loss()
 
-    def backward() -> set[int]:
-        with backpack(*(extension() for extension in [*EXACT, *SAMPLED])):
-            loss.backward(retain_graph=True)
-        for p in problem.trainable().values():
-            p.grad = None
-            for field in FIELDS:
-                delattr(p, field)
-        return kept()
-
     def kept() -> set[int]:
         # what a graph saved has an object once it is read; an input that was left to the graph is a number
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # what torch.func keeps of other tests
@@ -860,94 +689,80 @@ def test_a_retained_graph_keeps_nothing_of_a_backward(case: Case):
         return {storage.data_ptr() for storage in apart if storage.nbytes() > 8}
 
     before = kept()
-    assert backward() <= before
+    with backpack(*(extension() for extension in [*EXACT, *SAMPLED])):
+        loss.backward(retain_graph=True)
+    for p in problem.trainable().values():
+        p.grad = None
+        for field in FIELDS:
+            delattr(p, field)
+    assert kept() <= before
 
 
 class Interrupted(Exception):
     """What a user's code raises in the middle of a backward."""
 
 
+def interrupt(*_: object) -> None:
+    raise Interrupted
+
+
 @pytest.mark.parametrize("extensions", [[BatchGrad], [DiagGGNExact], [BatchGrad, Variance, KFAC]])
 def test_exception_in_a_backward_leaves_no_state(extensions: list[type[Extension]]):
-    case = BY_NAME["mlp"]
-    problem = extended(case)
-
-    def interrupt(gradient: Tensor) -> None:
-        raise Interrupted
-
+    problem = extended(BY_NAME["mlp"])
     h = problem.model[0](problem.x)
     h.register_hook(interrupt)
     loss = problem.lossfunc(problem.model[1:](h), problem.y)
-    with pytest.raises(Interrupted), backpack(*(extension() for extension in extensions)):
-        loss.backward()
-    assert not any(hasattr(p, e.field) for p in problem.trainable().values() for e in extensions)
+    with pytest.raises(Interrupted):
+        backward(problem, *extensions, loss=lambda: loss)
+    assert not has_fields(problem, *extensions)
     problem.loss().backward()  # outside of the context that was left by the exception
-    assert not any(hasattr(p, e.field) for p in problem.trainable().values() for e in extensions)
-    problem.model.zero_grad()
-    with backpack(*(extension() for extension in EXACT)):
-        problem.loss().backward()
-    for extension in EXACT:
-        check(problem, reference(case), extension)
+    assert not has_fields(problem, *extensions)
+    check(backward(problem, *EXACT), reference(BY_NAME["mlp"]), *EXACT)
 
 
 @pytest.mark.parametrize("differentiate", [lambda loss: loss.backward(), lambda loss: torch.autograd.backward(loss)])
 def test_a_context_survives_an_exception_that_is_caught_inside_it(differentiate: Callable[[Tensor], None]):
-    case = BY_NAME["mlp"]
-    problem = extended(case)
-
-    def interrupt(module: nn.Module) -> None:
-        raise Interrupted
-
+    problem = extended(BY_NAME["mlp"])
     with backpack(BatchGrad(), DiagGGNExact(), extension_hook=interrupt) as context:
         with pytest.raises(Interrupted):
             differentiate(problem.loss())
         context.extension_hook = None
         differentiate(problem.loss())
-    check(problem, reference(case), BatchGrad)
-    check(problem, reference(case), DiagGGNExact)
+    check(problem, reference(BY_NAME["mlp"]), BatchGrad, DiagGGNExact)
 
 
 def test_exception_in_a_forward_leaves_no_state():
-    case = BY_NAME["mlp"]
-    problem = extended(case)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), backpack(BatchGrad()):
-        problem.model(problem.x[:, :2])
+    problem = extended(BY_NAME["mlp"])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        backward(problem, BatchGrad, loss=lambda: problem.model(problem.x[:, :2]))
     problem.loss().backward()
-    assert not hasattr(problem.model[0].weight, "grad_batch")
-    with backpack(BatchGrad()):
-        problem.loss().backward()
-    check(problem, reference(case), BatchGrad)
+    assert not has_fields(problem, BatchGrad)
+    check(backward(problem, BatchGrad), reference(BY_NAME["mlp"]), BatchGrad)
 
 
 def test_variance_does_not_read_gradients_that_are_something_else():
     """Those that a hook changes, and what earlier backwards left behind."""
-    case = BY_NAME["mlp"]
-    problem = extended(case)
+    problem = extended(BY_NAME["mlp"])
     for p in list(problem.trainable().values())[1:]:
         p.register_hook(lambda gradient: 2 * gradient)
     for _ in range(2):
-        with backpack(Variance()):
-            problem.loss().backward()
-        check(problem, reference(case), Variance)
+        check(backward(problem, Variance), reference(BY_NAME["mlp"]), Variance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_variance_of_nearly_equal_gradients_is_not_negative(dtype: torch.dtype, create_graph: bool):
-    torch.manual_seed(0)
-    net, lossfunc = extend(nn.Linear(3, 2).to(dtype)), extend(nn.MSELoss())
-    x = (10 + 1e-3 * torch.randn(64, 3)).to(dtype)
+    net, x = extend(nn.Linear(3, 2).to(dtype)), (10 + 1e-3 * torch.randn(64, 3)).to(dtype)
     with backpack(Variance()):
-        lossfunc(net(x), torch.full((64, 2), 1000.0, dtype=dtype)).backward(create_graph=create_graph)
+        F.mse_loss(net(x), torch.full((64, 2), 1000.0, dtype=dtype)).backward(create_graph=create_graph)
     assert all((p.variance >= 0).all() for p in net.parameters())
 
 
 def test_individual_gradients_may_be_changed_in_place():
     """Those of a bias are what arrives at the output, but layers that are added get one and the same."""
-    net, other, lossfunc = (extend(module) for module in (nn.Linear(2, 3), nn.Linear(2, 3), nn.MSELoss()))
-    x = torch.randn(4, 2)
+    net, other, x = extend(nn.Linear(2, 3)), extend(nn.Linear(2, 3)), torch.randn(4, 2)
     with backpack(BatchGrad()):
-        lossfunc(net(x) + other(x), torch.zeros(4, 3)).backward()
+        F.mse_loss(net(x) + other(x), torch.zeros(4, 3)).backward()
     expected = net.bias.grad_batch.clone()
     other.bias.grad_batch.zero_()
     assert_close(net.bias.grad_batch, expected)
@@ -957,6 +772,9 @@ def test_individual_gradients_may_be_changed_in_place():
     assert_close(net.bias.grad_batch, torch.arange(4.0).unsqueeze(1).expand(4, 3))
 
 
+# ------------------------------------------------------------------------------------------------- half precision
+
+
 def test_sums_of_many_samples_in_half_precision():
     """A sample's share is less than the last digit of the sum."""
     x, fields = torch.randn(1024, 64, 2, 2), {}
@@ -964,7 +782,7 @@ def test_sums_of_many_samples_in_half_precision():
         torch.manual_seed(0)
         net = extend(nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.Flatten(), nn.Linear(256, 2)).to(dtype))
         with backpack(SumGradSquared(), DiagGGNExact()):
-            extend(nn.CrossEntropyLoss())(net(x.to(dtype)), torch.arange(1024) % 2).backward()
+            F.cross_entropy(net(x.to(dtype)), torch.arange(1024) % 2).backward()
         fields[dtype] = [net[0].weight.sum_grad_squared, net[0].weight.diag_ggn_exact]
     for single, half in zip(*fields.values(), strict=True):
         assert half.dtype == torch.bfloat16
@@ -973,17 +791,13 @@ def test_sums_of_many_samples_in_half_precision():
 
 def test_sums_of_many_columns_in_half_precision():
     x, found = torch.randn(16, 4), []
-    set_columns_per_sweep(1)
-    try:
-        for dtype in (torch.float32, torch.bfloat16):
-            torch.manual_seed(0)
-            net = extend(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 700)).to(dtype))
-            with backpack(DiagGGNExact(), BatchDiagGGNExact(), KFLR()):
-                extend(nn.CrossEntropyLoss())(net(x.to(dtype)), torch.arange(16)).backward()
-            p, bias = net[0].weight, net[0].bias
-            fields = [p.diag_ggn_exact, p.diag_ggn_exact_batch, p.kflr[0].diagonal(), bias.diag_ggn_exact]
-            assert all(field.dtype == dtype for field in fields)
-            found.append(torch.stack([field.float().sum() for field in fields]))
-    finally:
-        set_columns_per_sweep(None)
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        net = extend(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 700)).to(dtype))
+        with columns_per_sweep(1), backpack(DiagGGNExact(), BatchDiagGGNExact(), KFLR()):
+            F.cross_entropy(net(x.to(dtype)), torch.arange(16)).backward()
+        p, bias = net[0].weight, net[0].bias
+        fields = [p.diag_ggn_exact, p.diag_ggn_exact_batch, p.kflr[0].diagonal(), bias.diag_ggn_exact]
+        assert all(field.dtype == dtype for field in fields)
+        found.append(torch.stack([field.float().sum() for field in fields]))
     assert_close(found[1], found[0], rtol=0.02, atol=0)
