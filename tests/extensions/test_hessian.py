@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import LAYERS, NO_PCHMP, Case, Problem, cross_entropy, labels, mlp, mse, normal, values
-from checks import BY_NAME, by_case, check, check_all, compare, extended
+from cases import LAYERS, NO_PCHMP, Case, Problem, mlp, mse, normal, values
+from checks import BY_NAME, backward, by_case, check, check_all, check_products, compare, extended
 from reference import Reference, jacobian, reference
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils import parametrizations
 
-from curvopt import backpack, extend, set_columns_per_sweep
+from curvopt import backpack, extend
 from curvopt.core.graph import operations
 from curvopt.core.nodes import walk
 from curvopt.core.nonlinear import nonlinear_operations
@@ -52,40 +52,26 @@ def smallest_eigenvalue(matrix: Tensor) -> Tensor:
 @by_case
 def test_diagonals_and_products_equal_dense_reference(case: Case):
     """Shares of samples may be found in another way than their sum, so the sum is asked for alone, too."""
-    for extensions in ([DiagHessian, BatchDiagHessian], [DiagHessian]):
-        problem = extended(case)
-        with backpack(*(extension() for extension in extensions)):
-            problem.loss().backward()
-        for extension in extensions:
-            check(problem, reference(case), extension)
-    products_equal_dense_reference(case)
-    positive_curvature_is_the_hessian_with_parts_replaced(case)
-
-
-def products_equal_dense_reference(case: Case) -> None:
-    problem, ref = extended(case), reference(case)
-    with backpack(HMP(), GGNMP()):
-        problem.loss().backward()
+    ref = reference(case)
+    for fields in ([DiagHessian, BatchDiagHessian], [DiagHessian]):
+        check(backward(extended(case), *fields), ref, *fields)
+    problem = backward(extended(case), HMP, GGNMP)
     problem.model(torch.zeros_like(problem.x))  # another forward changes nothing
-    for name, p in problem.trainable().items():
-        for product, matrix in [(p.hmp, ref.hessian(name)), (p.ggnmp, ref.ggn(name))]:
-            for V in (1, 3):
-                v = torch.randn(V, *p.shape, dtype=p.dtype)
-                compare(product(v), (v.reshape(V, -1) @ matrix).reshape(v.shape), name)
+    check_products(problem, ref, HMP, GGNMP)
+    positive_curvature_is_the_hessian_with_parts_replaced(case)
 
 
 def positive_curvature_is_the_hessian_with_parts_replaced(case: Case) -> None:
     """Clipping and absolute values only add to the Hessian, and nothing goes below the Gauss-Newton matrix."""
     problem, ref = extended(case), reference(case)
+    if case.name in NO_PCHMP:
+        with pytest.raises(CurvoptError, match="pchmp"):
+            backward(problem, PCHMP)
+        return
     matrices = {}
     for modify in ("clip", "abs"):
-        if case.name in NO_PCHMP:
-            with pytest.raises(CurvoptError, match="pchmp"), backpack(PCHMP(modify=modify)):
-                problem.loss().backward()
-            return
-        with backpack(PCHMP(modify=modify)):
-            problem.loss().backward()
-        matrices[modify] = {name: dense(p.pchmp, p) for name, p in problem.trainable().items()}
+        parameters = backward(problem, PCHMP(modify=modify)).trainable()
+        matrices[modify] = {name: dense(p.pchmp, p) for name, p in parameters.items()}
     for name in problem.trainable():
         clip, absolute, H, G = matrices["clip"][name], matrices["abs"][name], ref.hessian(name), ref.ggn(name)
         # |R| = 2 max(R, 0) - R
@@ -110,8 +96,7 @@ def test_every_quantity_of_every_layer(case: Case):
     check_all(problem, of_hessian=case.name not in NO_SECOND_DERIVATIVE)
     # Kronecker factors depend on what counts as a position: here only that both kinds have the same, and their form
     for approx in ("expand", "reduce"):
-        with backpack(KFAC(mc_samples=2, approx=approx), KFLR(approx=approx)):
-            problem.loss().backward()
+        backward(problem, KFAC(mc_samples=2, approx=approx), KFLR(approx=approx))
         for name, p in problem.trainable().items():
             assert [factor.shape for factor in p.kfac] == [factor.shape for factor in p.kflr], name
             rows = 1
@@ -149,18 +134,16 @@ def weight_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("operation", [fixed_batch_norm, lambda x, weight: F.prelu(x, weight[0])])
 def test_operations_whose_weight_depends_on_parameters_are_not_linear(operation: Callable[[Tensor, Tensor], Tensor]):
-    check_all(extended(Case("", lambda: OfOneTrunk(operation), lambda: normal(1, 3)(), mse(), values)))
+    check_all(extended(Case("", lambda: OfOneTrunk(operation), normal(1, 3), mse(), values)))
 
 
 def test_a_wrong_second_derivative_is_refused_at_its_name():
-    problem = extended(Case("", lambda: OfOneTrunk(weight_norm), lambda: normal(1, 3)(), mse(), values))
-    with pytest.raises(CurvoptError, match="weight norm is wrong"), backpack(DiagHessian()):
-        problem.loss().backward()
+    with pytest.raises(CurvoptError, match="weight norm is wrong"):
+        backward(extended(Case("", lambda: OfOneTrunk(weight_norm), normal(1, 3), mse(), values)), DiagHessian)
     # a row of one entry has a symmetric Hessian, right or wrong
     problem = extended(Case("", lambda: parametrizations.weight_norm(nn.Linear(1, 2)), normal(3, 1), mse(), values))
     with pytest.raises(CurvoptError, match="original.: PyTorch's second derivative of weight norm"):
-        with backpack(HMP()):
-            problem.loss().backward()
+        backward(problem, HMP)
     parameters = list(problem.model.parameters())
     with pytest.raises(CurvoptError, match="weight norm is wrong"):
         hessian_vector_product(problem.loss(), parameters, parameters)
@@ -201,11 +184,7 @@ class SharedAttention(nn.Module):
 def test_rounding_errors_are_no_wrong_second_derivative(make: Callable[[], nn.Module]):
     shape = (3, 4, 3) if make is SharedAttention else (3, 3)
     case = Case("", make, normal(*shape), mse(), values)
-    problem, ref = extended(case), reference(case)
-    with backpack(DiagHessian()):
-        problem.loss().backward()
-    for name, p in problem.trainable().items():
-        compare(p.diag_h.flatten(), ref.hessian(name).diagonal(), name)
+    check(backward(extended(case), DiagHessian), reference(case), DiagHessian)
 
 
 def test_rounding_errors_of_autocast_are_no_wrong_second_derivative():
@@ -247,13 +226,12 @@ class ResidualActivations(nn.Module):
 
 
 def elementwise_net(activation: Callable[[], nn.Module]) -> Case:
-    make = lambda: mlp(4, 5, 4, 3, activation=activation)  # noqa: E731
-    return Case(activation.__name__, make, normal(5, 4), cross_entropy(), labels, scale=1.7)
+    return Case(activation.__name__, lambda: mlp(4, 5, 4, 3, activation=activation), normal(5, 4), scale=1.7)
 
 
 ELEMENTWISE = [
     *(elementwise_net(kind) for kind in (nn.Tanh, nn.Sigmoid, nn.GELU, nn.ELU, nn.Mish, nn.ReLU, nn.LogSigmoid)),
-    Case("residual", ResidualActivations, normal(4, 4), cross_entropy(), labels),
+    Case("residual", ResidualActivations, normal(4, 4)),
     Case(
         "convolution",
         lambda: nn.Sequential(
@@ -266,7 +244,7 @@ ELEMENTWISE = [
     Case("tokens", lambda: mlp(3, 4, 2, activation=nn.Softplus), normal(3, 2, 3), mse(reduction="sum"), values),
 ]
 LINEAR = (nn.Flatten, nn.AvgPool2d)
-REPLACED = {"clip": lambda r: r.clamp(min=0), "abs": torch.abs, None: lambda r: r}
+REPLACED = {"clip": lambda r: r.clamp(min=0), "abs": torch.abs}
 
 
 def positive_curvature(problem: Problem, replaced: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -292,34 +270,16 @@ def positive_curvature(problem: Problem, replaced: Callable[[Tensor], Tensor]) -
     return total
 
 
-@pytest.mark.parametrize("modify", ["clip", "abs"])
 @pytest.mark.parametrize("case", ELEMENTWISE, ids=lambda case: case.name)
-def test_positive_curvature_equals_its_definition(case: Case, modify: str):
-    problem = extended(case)
-    with backpack(PCHMP(modify=modify)):
-        problem.loss().backward()
-    expected = positive_curvature(case.problem(), REPLACED[modify])
-    for name, p in problem.trainable().items():
-        compare(dense(p.pchmp, p), expected[name], name)
-        assert smallest_eigenvalue(dense(p.pchmp, p)) > -1e-10
-
-
-@pytest.mark.parametrize("case", ELEMENTWISE, ids=lambda case: case.name)
-def test_nothing_replaced_is_the_hessian(case: Case):
-    """The definition above is about the right operations."""
-    expected = positive_curvature(case.problem(), REPLACED[None])
-    for name, matrix in expected.items():
+def test_positive_curvature_equals_its_definition(case: Case):
+    """Which is that of the right operations: where nothing is replaced, it is the Hessian."""
+    for name, matrix in positive_curvature(case.problem(), lambda r: r).items():
         compare(matrix, reference(case).hessian(name), name)
-
-
-def test_positive_curvature_is_not_the_hessian_where_that_is_indefinite():
-    case = BY_NAME["mlp"]
-    problem, ref = extended(case), reference(case)
-    with backpack(PCHMP(), HMP()):
-        problem.loss().backward()
-    name, p = next(iter(problem.trainable().items()))
-    assert smallest_eigenvalue(ref.hessian(name)) < -0.01
-    assert (dense(p.pchmp, p) - dense(p.hmp, p)).norm() > 0.1 * ref.hessian(name).norm()
+    for modify, replaced in REPLACED.items():
+        expected = positive_curvature(case.problem(), replaced)
+        for name, p in backward(extended(case), PCHMP(modify=modify)).trainable().items():
+            compare(dense(p.pchmp, p), expected[name], name)
+            assert smallest_eigenvalue(dense(p.pchmp, p)) > -1e-10
 
 
 # ------------------------------------------------------------------------------------------------ around the numbers
@@ -343,84 +303,23 @@ def test_names_of_operations_are_those_of_pytorch():
 
 
 @pytest.mark.parametrize("activation", PIECEWISE_LINEAR, ids=lambda activation: activation.__name__)
-def test_piecewise_linear_operations_add_nothing(activation: type[nn.Module]):
-    problem = extended(Case("", lambda: mlp(4, 6, 3, activation=activation), lambda: normal(5, 4)(), mse(), values))
+def test_piecewise_linear_operations_add_nothing_to_the_gauss_newton_diagonal(activation: type[nn.Module]):
+    case = Case("", lambda: mlp(4, 6, 6, 3, activation=activation), lambda: 10 * normal(5, 4)())
+    problem = backward(extended(case), DiagHessian, DiagGGNExact)
     z = problem.model(problem.x)
     uses = {node for node in walk([z.grad_fn]) if records_of(node)}
     assert uses and not nonlinear_operations([GradientEdge(z.grad_fn, 0)], uses)
-
-
-@pytest.mark.parametrize("activation", PIECEWISE_LINEAR, ids=lambda activation: activation.__name__)
-def test_piecewise_linear_nets_have_the_gauss_newton_diagonal(activation: type[nn.Module]):
-    problem = extended(
-        Case("", lambda: mlp(4, 6, 6, 3, activation=activation), lambda: 10 * normal(5, 4)(), cross_entropy(), labels)
-    )
-    with backpack(DiagHessian(), DiagGGNExact()):
-        problem.loss().backward()
     for name, p in problem.trainable().items():
         assert p.diag_h.any()
         compare(p.diag_h, p.diag_ggn_exact, name)
 
 
-@pytest.mark.parametrize("columns", [1, 2, 100])
-@pytest.mark.parametrize(
-    "name", ["mlp", "residual", "attention-row-per-token", "own-parameters-and-children", "bilinear"]
-)
-def test_number_of_columns_swept_together_changes_nothing(name: str, columns: int):
-    case = BY_NAME[name]
-    problem, ref = extended(case), reference(case)
-    set_columns_per_sweep(columns)
-    try:
-        with backpack(DiagHessian(), BatchDiagHessian(), HMP()):
-            problem.loss().backward()
-    finally:
-        set_columns_per_sweep(None)
-    check(problem, ref, DiagHessian)
-    check(problem, ref, BatchDiagHessian)
-    for parameter, p in problem.trainable().items():
-        compare(dense(p.hmp, p), ref.hessian(parameter), parameter)
-
-
-@pytest.mark.parametrize("name", ["mlp", "residual", "functional-between", "layernorm"])
-def test_sum_of_losses_has_the_sum_of_their_hessians(name: str):
-    case = BY_NAME[name]
-    problem, pristine = extended(case), case.problem()
-    other = extend(nn.MSELoss(reduction="sum"))
-
-    def loss(z: Tensor) -> Tensor:
-        return 0.3 * problem.loss_of_output(z) + other(z, torch.ones_like(z))
-
-    ref = Reference(pristine.model, pristine.x, loss)
-    with backpack(DiagHessian(), BatchDiagHessian(), HMP()):
-        loss(problem.model(problem.x)).backward()
-    check(problem, ref, DiagHessian)
-    check(problem, ref, BatchDiagHessian)
-    for parameter, p in problem.trainable().items():
-        compare(dense(p.hmp, p), ref.hessian(parameter), parameter)
-
-
-@pytest.mark.parametrize("differentiate", [torch.autograd.backward, lambda loss: loss.backward(create_graph=True)])
-@pytest.mark.parametrize("name", ["mlp", "attention-row-per-token", "checkpointed", "inplace-relu-conv"])
-def test_other_ways_into_autograd(name: str, differentiate: Callable):
-    case = BY_NAME[name]
-    problem = extended(case)
-    with backpack(DiagHessian()):
-        differentiate(problem.loss())
-    for parameter, p in problem.trainable().items():
-        compare(p.diag_h.detach(), reference(case).diag_h(parameter), parameter)
-
-
 @pytest.mark.parametrize("extension", [HMP, GGNMP, PCHMP], ids=lambda extension: extension.__name__)
 def test_products_work_without_the_graph_and_after_an_update(extension: type):
     """They are those of the parameters and the batch of their backward."""
-    case = BY_NAME["mlp"]
-    problem = extended(case)
-    with backpack(extension()):
-        loss = problem.loss()
-        loss.backward()
+    problem = backward(extended(BY_NAME["mlp"]), extension)
     parameters = list(problem.trainable().values())
     before = [dense(getattr(p, extension.field), p) for p in parameters]
-    del loss
     with torch.no_grad():
         problem.x.zero_()
         for p in parameters:
@@ -428,16 +327,6 @@ def test_products_work_without_the_graph_and_after_an_update(extension: type):
     problem.model(problem.x)
     for p, matrix in zip(parameters, before, strict=True):
         assert torch.equal(dense(getattr(p, extension.field), p), matrix)
-
-
-@pytest.mark.parametrize("extension", [HMP, GGNMP, PCHMP], ids=lambda extension: extension.__name__)
-def test_directions_of_another_shape_are_refused(extension: type):
-    problem = extended(BY_NAME["mlp"])
-    with backpack(extension()):
-        problem.loss().backward()
-    p = next(iter(problem.trainable().values()))
-    with pytest.raises(CurvoptError, match="expected directions of shape"):
-        getattr(p, extension.field)(torch.zeros_like(p).flatten().unsqueeze(0))
 
 
 def test_unknown_replacement_is_refused():
