@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks import BY_NAME, by_case, compare, extended
+from cases import Case
+from checks import BY_NAME, backward, by_case, compare, extended
 from reference import Reference, reference
 from torch import Tensor, nn
 
@@ -66,26 +67,17 @@ def test_ignored_targets_weigh_nothing() -> None:
 
 
 @by_case
-def test_factors_in_blocks_and_in_their_bases(case, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        limited_factors_are_blocks_of_the_whole_ones(case, patched)
-    eigen_diagonal_is_that_of_the_rotated_matrix(case)
-
-
-def limited_factors_are_blocks_of_the_whole_ones(case, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit, rows_at_once = 3, costs.rows_at_once
+def test_factors_in_blocks_and_in_their_bases(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, limited, limit = extended(case), extended(case), 3
     for approx in ("expand", "reduce"):
-        whole, limited = extended(case), extended(case)
-        monkeypatch.setattr(costs, "rows_at_once", rows_at_once)
-        with backpack(KFLR(approx=approx)):
-            whole.loss().backward()
-        monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: 1)
-        with backpack(KFLR(approx=approx, max_factor_size=limit)):
-            limited.loss().backward()
+        backward(whole, KFLR(approx=approx))
+        with monkeypatch.context() as patched:
+            patched.setattr(costs, "rows_at_once", lambda *sizes: 1)
+            backward(limited, KFLR(approx=approx, max_factor_size=limit))
         for p, q in zip(whole.trainable().values(), limited.trainable().values(), strict=True):
-            assert len(p.kflr) == len(q.kflr)
             for factor, cut in zip(p.kflr, q.kflr, strict=True):
                 are_blocks(cut, factor, limit)
+    eigen_diagonal_is_that_of_the_rotated_matrix(case)
 
 
 def are_blocks(cut: Tensor, factor: Tensor, limit: int) -> None:
@@ -103,19 +95,15 @@ def are_blocks(cut: Tensor, factor: Tensor, limit: int) -> None:
         assert not torch.block_diag(*blocks)[size:].any()
 
 
-def eigen_diagonal_is_that_of_the_rotated_matrix(case) -> None:
+def eigen_diagonal_is_that_of_the_rotated_matrix(case: Case) -> None:
     for limit in (None, 3):
-        problem, ref = extended(case), reference(case)
-        kflr = KFLR(max_factor_size=limit)
-        with backpack(kflr):
-            problem.loss().backward()
-        bases = {}
+        kflr, ref, bases = KFLR(max_factor_size=limit), reference(case), {}
+        problem = backward(extended(case), kflr)
         for p in problem.trainable().values():
             bases[p] = [f if f.dim() == 1 else torch.linalg.eigh(f + torch.randn_like(f) / 10)[1] for f in p.kflr]
         if len(bases) > 1:
             del bases[next(iter(bases))]
-        with backpack(EigenDiagonal(bases, kflr.columns)):
-            problem.loss().backward()
+        backward(problem, EigenDiagonal(bases, kflr.columns))
         for name, p in problem.trainable().items():
             if p not in bases:
                 assert p.eigen_diagonal is None
