@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Mixer, Residual, UsedOnTokensAndPool, UsedTwice, channels_first, mlp
+from cases import Lambda, Mixer, Residual, UsedOnTokensAndPool, UsedTwice, channels_first, mlp
 from torch import Tensor, einsum, nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 from torch.nn.utils.parametrizations import weight_norm
@@ -104,40 +104,15 @@ class Setting:
 # ----------------------------------------------------------------------------------------- quantities of first order
 
 
-def check_variance(setting: Setting, differentiate: Callable = by_grad) -> None:
+@pytest.mark.parametrize("differentiate", [by_grad, by_backward])
+def test_gradient_of_variance_of_a_small_cnn_on_mnist(mnist: tuple[Tensor, Tensor], differentiate: Callable):
+    layers = nn.Conv2d(1, 3, 5, stride=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 4, 3, padding=1), nn.Tanh()
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(144, 10)).double()
+    setting = Setting(model, *mnist, nn.CrossEntropyLoss())
     actual = setting.gradient_of(Variance(), lambda p: [p.variance], differentiate)
     setting.check(
-        actual, lambda params: [g.var(0, unbiased=False) for g in setting.individual_gradients(params).values()]
+        actual, lambda params: list(map(FIRST_ORDER[Variance], setting.individual_gradients(params).values()))
     )
-
-
-by_differentiation = pytest.mark.parametrize("differentiate", [by_grad, by_backward])
-
-
-@by_differentiation
-def test_gradient_of_variance_of_a_linear_model(differentiate: Callable):
-    x, y = torch.randn(6, 5).double(), torch.randn(6, 3).double()
-    check_variance(Setting(nn.Linear(5, 3).double(), x, y, nn.MSELoss()), differentiate)
-
-
-@by_differentiation
-def test_gradient_of_variance_of_a_linear_model_on_mnist(mnist: tuple[Tensor, Tensor], differentiate: Callable):
-    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).double()
-    check_variance(Setting(model, *mnist, nn.CrossEntropyLoss()), differentiate)
-
-
-@by_differentiation
-def test_gradient_of_variance_of_a_small_cnn_on_mnist(mnist: tuple[Tensor, Tensor], differentiate: Callable):
-    model = nn.Sequential(
-        nn.Conv2d(1, 3, 5, stride=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(3, 4, 3, padding=1),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(144, 10),
-    )
-    check_variance(Setting(model.double(), *mnist, nn.CrossEntropyLoss()), differentiate)
 
 
 FIRST_ORDER: dict[type[Extension], Callable[[Tensor], Tensor]] = {
@@ -190,14 +165,11 @@ def setting_of(name: str) -> Setting:
 @by_model
 def test_gradient_of_a_first_order_quantity(name: str):
     for extension, field in FIRST_ORDER.items():
-        gradient_of_a_first_order_quantity(setting_of(name), extension, field)
-
-
-def gradient_of_a_first_order_quantity(
-    setting: Setting, extension: type[Extension], field: Callable[[Tensor], Tensor]
-) -> None:
-    actual = setting.gradient_of(extension(), lambda p: [getattr(p, extension.field)])
-    setting.check(actual, lambda params: [field(g) for g in setting.individual_gradients(params).values()])
+        setting = setting_of(name)
+        actual = setting.gradient_of(extension(), lambda p, name=extension.field: [getattr(p, name)])
+        setting.check(
+            actual, lambda params, s=setting, f=field: [f(g) for g in s.individual_gradients(params).values()]
+        )
 
 
 # ------------------------------------------------------------------------------------------------ curvature
@@ -205,7 +177,10 @@ def gradient_of_a_first_order_quantity(
 
 @by_model
 def test_gradient_of_the_gauss_newton_diagonal(name: str):
-    setting = setting_of(name)
+    gradient_of_the_gauss_newton_diagonal(setting_of(name))
+
+
+def gradient_of_the_gauss_newton_diagonal(setting: Setting) -> None:
     actual = setting.gradient_of(DiagGGNExact(), lambda p: [p.diag_ggn_exact])
     setting.check(actual, lambda params: [block.diagonal() for block in setting.gauss_newton_blocks(params).values()])
 
@@ -214,15 +189,12 @@ def test_gradient_of_the_gauss_newton_diagonal(name: str):
 def test_gradient_of_the_diagonal_for_every_loss(extra_dims: bool):
     """The root of the loss Hessian depends on the parameters, too."""
     for lossfunc in [nn.MSELoss(), nn.CrossEntropyLoss(label_smoothing=0.1), nn.BCEWithLogitsLoss()]:
-        model = nn.Sequential(mlp(4, 5, 3), *([nn.Identity()] if not extra_dims else [ChannelsFirst()])).double()
+        model = nn.Sequential(mlp(4, 5, 3), *([Lambda(channels_first)] if extra_dims else [])).double()
         x = torch.randn(3, 2, 4).double() if extra_dims else torch.randn(3, 4).double()
         z = model(x).detach()
         y = torch.randint(3, (3, *z.shape[2:])) if isinstance(lossfunc, nn.CrossEntropyLoss) else torch.rand_like(z)
         setting = Setting(model, x, y, lossfunc)
-        actual = setting.gradient_of(DiagGGNExact(), lambda p: [p.diag_ggn_exact])
-        setting.check(
-            actual, lambda params, s=setting: [block.diagonal() for block in s.gauss_newton_blocks(params).values()]
-        )
+        gradient_of_the_gauss_newton_diagonal(setting)
 
 
 @pytest.mark.parametrize("differentiate", [by_grad, by_backward])
@@ -243,23 +215,19 @@ def test_what_pytorch_differentiates_wrongly_is_refused(
     middle: nn.Module, extension: Extension, message: str, differentiate: Callable
 ):
     model = extend(nn.Sequential(nn.Linear(3, 4), copy.deepcopy(middle), nn.Tanh(), nn.Linear(4, 2)))
-    with pytest.raises(CurvoptError, match=message), backpack(extension):
-        differentiate(F.mse_loss(model(torch.randn(2, 3)), torch.randn(2, 2)), list(model.parameters()))
-    for p in model[1].parameters():
-        p.requires_grad_(False)
+
+    def run() -> None:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        with backpack(extension):
+            differentiate(F.mse_loss(model(torch.randn(2, 3)), torch.randn(2, 2)), trainable)
+
+    with pytest.raises(CurvoptError, match=message):
+        run()
+    model[1].requires_grad_(False)
     if isinstance(middle, nn.LayerNorm):  # what lies before it is differentiated, too
         model[0].requires_grad_(False)
-    with backpack(extension):
-        differentiate(
-            F.mse_loss(model(torch.randn(2, 3)), torch.randn(2, 2)), [p for p in model.parameters() if p.requires_grad]
-        )
-
-
-class ChannelsFirst(nn.Module):
-    """Classes to dimension 1."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return channels_first(x)
+    run()
+    assert hasattr(model[3].weight, extension.field)
 
 
 def test_gradient_of_kronecker_factors_of_an_mlp():
