@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Problem, frozen, mlp, with_statistics
-from checks import DIAGONALS, FIRST_ORDER, check_all, compare
-from reference import Reference
+from cases import Case, Problem, mlp, normal, with_statistics
+from checks import (
+    DIAGONALS,
+    FIRST_ORDER,
+    backward,
+    check,
+    check_all,
+    check_products,
+    columns_per_sweep,
+    compare,
+    extend_problem,
+    extended,
+)
+from reference import Reference, reference
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
-from curvopt import L2Regularizer, backpack, extend, set_columns_per_sweep
+from curvopt import L2Regularizer, backpack, extend
 from curvopt.core.layers import affine
 from curvopt.core.record import ModuleCall
 from curvopt.errors import CurvoptError, CurvoptWarning
@@ -47,14 +56,11 @@ def double(*shape: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- resnet
 
 
-def resnet18(classes: int = 2) -> nn.Module:
+def resnet_problem() -> Problem:
     """Torchvision's, with the statistics and scales of a trained one rather than zeros and ones; in eval mode."""
     models = pytest.importorskip("torchvision.models")
-    return with_statistics(models.resnet18(num_classes=classes).double())
-
-
-def resnet_problem(model: nn.Module, classes: int = 2) -> Problem:
-    return Problem(model, double(2, 3, 32, 32), torch.randint(classes, (2,)), nn.CrossEntropyLoss())
+    model = with_statistics(models.resnet18(num_classes=2).double())
+    return Problem(model, double(2, 3, 32, 32), torch.randint(2, (2,)))
 
 
 # first and last layer, a strided convolution, a shortcut's, scales within and after a block
@@ -72,7 +78,7 @@ CHOSEN = [
 
 def test_resnet18_in_eval_mode():
     """Sample by sample, with a backward for each output."""
-    problem = resnet_problem(resnet18())
+    problem = resnet_problem()
     parameters = [problem.model.get_parameter(name) for name in CHOSEN]
     expected: dict[str, list] = {"grad_batch": [], "batch_l2": [], "diag_ggn_exact": []}
     for x, y in zip(problem.x, problem.y, strict=True):
@@ -84,10 +90,7 @@ def test_resnet18_in_eval_mode():
         p = torch.softmax(z[0], 0).detach()
         # the Hessian of cross-entropy with two classes is p_0 p_1 [[1, -1], [-1, 1]]
         expected["diag_ggn_exact"].append([p.prod() * (a - b).square() / 2 for a, b in zip(*J, strict=True)])
-    extend(problem.model)
-    extend(problem.lossfunc)
-    with backpack(BatchGrad(), BatchL2Grad(), DiagGGNExact(), DiagHessian()):
-        problem.loss().backward()
+    backward(extend_problem(problem), BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian)
     for i, p in enumerate(parameters):
         for field, samples in expected.items():
             value = torch.stack([sample[i] for sample in samples])
@@ -103,17 +106,14 @@ def test_resnet18_in_eval_mode():
 
 def test_resnet18_in_train_mode():
     """Sampled quantities are there; those of single samples are not defined."""
-    problem = resnet_problem(resnet18().train(), classes=2)
-    extend(problem.model)
-    extend(problem.lossfunc)
-    with backpack(KFAC(), DiagGGNMC()):
-        problem.loss().backward()
+    problem = extend_problem(resnet_problem())
+    problem.model.train()
+    backward(problem, KFAC, DiagGGNMC)
     for name, p in problem.model.named_parameters():
         assert p.diag_ggn_mc.shape == p.shape and p.diag_ggn_mc.isfinite().all(), name
         assert all(factor.isfinite().all() for factor in p.kfac), name
-    loss = problem.loss()
-    with pytest.raises(CurvoptError, match=r"layer.* \(BatchNorm2d\).*grad_batch.*model\.eval"), backpack(BatchGrad()):
-        loss.backward()
+    with pytest.raises(CurvoptError, match=r"layer.* \(BatchNorm2d\).*grad_batch.*model\.eval"):
+        backward(problem, BatchGrad)
 
 
 # ---------------------------------------------------------------------------------------------------- transformers
@@ -198,50 +198,6 @@ class MixedTied(nn.Module):
         return (self.mix @ z).unflatten(0, (3, 3)).sum(1)
 
 
-@pytest.mark.filterwarnings("ignore::curvopt.errors.CurvoptWarning")  # positions are computed sample by sample
-def test_two_kinds_of_calls_that_mix_samples_have_one_factor():
-    torch.manual_seed(0)
-    model = MixedTied().double()
-    check_all(Problem(model, torch.randint(5, (3, 3)), torch.randint(5, (3,)), nn.CrossEntropyLoss()))
-    with backpack(KFLR(), DiagGGNExact()):
-        extend(nn.CrossEntropyLoss())(model(torch.randint(5, (3, 3))), torch.randint(5, (3,))).backward()
-    (factor,) = model.head.weight.kflr
-    torch.testing.assert_close(factor.diagonal(), model.head.weight.diag_ggn_exact.flatten())
-
-
-def test_a_parameter_of_two_names():
-    check_all(Problem(OneMatrix().double(), double(3, 2, 4), torch.randint(3, (3,)), nn.CrossEntropyLoss()))
-
-
-def test_vision_transformer():
-    model = with_statistics(VisionTransformer().double())
-    check_all(Problem(model, double(3, 1, 4, 4), torch.randint(3, (3,)), nn.CrossEntropyLoss()))
-
-
-@pytest.mark.filterwarnings("ignore::curvopt.errors.CurvoptWarning")  # positions are computed sample by sample
-@pytest.mark.parametrize("tied", ["module", "function"])
-def test_decoder_with_tied_head(tied: str):
-    model = with_statistics(Decoder(tied).double())
-    check_all(Problem(model, torch.randint(5, (3, 3)), torch.randint(5, (9,)), nn.CrossEntropyLoss(), scale=1.7))
-
-
-@pytest.mark.filterwarnings("ignore::curvopt.errors.CurvoptWarning")
-@pytest.mark.parametrize("tied", ["module", "function"])
-def test_decoder_has_kronecker_factors(tied: str):
-    """All positions of a sample are shared positions; the tied matrix has words on its left in both of its uses."""
-    problem = Problem(
-        with_statistics(Decoder(tied).double()), torch.randint(5, (3, 3)), torch.randint(5, (9,)), nn.CrossEntropyLoss()
-    )
-    ref = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
-    extend(problem.model)
-    extend(problem.lossfunc)
-    with backpack(KFLR()):
-        problem.loss().backward()
-    for name, p in problem.trainable().items():
-        if "words" not in name and "places" not in name:
-            compare(p.kflr, ref.kflr(name), name)
-
-
 # --------------------------------------------------------------------------------------------- other shapes of graphs
 
 
@@ -272,130 +228,98 @@ class Loop(nn.Module):
         return self.out(state[0] if isinstance(state, tuple) else state)
 
 
-class SeveralInputs(nn.Module):
-    """Called by keyword, with a tensor, a pair and an option."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right, self.join = nn.Linear(4, 3), nn.Linear(2, 3), nn.Bilinear(3, 3, 2)
-
-    def forward(self, x: Tensor, *, others: tuple[Tensor, Tensor], gain: float = 1.0) -> Tensor:
-        left = torch.tanh(self.left(input=x) * others[1])
-        return self.join(gain * left, input2=self.right(others[0]).sigmoid())
+def tokens(words: int = 5) -> Callable[[], Tensor]:
+    return lambda: torch.randint(words, (3, 3))
 
 
-class Around(nn.Module):
-    """Calls a module in its own way."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = SeveralInputs()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, others=(x[:, :2].cos(), x[:, 3:]), gain=0.5)
-
-
-class Checkpoints(nn.Module):
-    """Two checkpointed stages, one within the other's graph."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.out = mlp(4, 4, 3), mlp(3, 4, 3), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(checkpoint(self.first, x, use_reentrant=False))
-        return self.out(torch.tanh(checkpoint(self.second, x, use_reentrant=False)) + x)
+NETS = [
+    Case("siamese", Siamese, normal(4, 4)),
+    Case("rnn loop", lambda: Loop(nn.RNNCell), normal(3, 3, 2)),
+    Case("gru loop", lambda: Loop(nn.GRUCell), normal(2, 2, 2)),
+    Case("lstm loop", lambda: Loop(nn.LSTMCell), normal(2, 2, 2)),
+    Case("a parameter of two names", OneMatrix, normal(3, 2, 4)),
+    Case("vision transformer", lambda: with_statistics(VisionTransformer()), normal(3, 1, 4, 4)),
+    Case("decoder, tied by a module", lambda: with_statistics(Decoder("module")), tokens(), scale=1.7),
+    Case("decoder, tied by a function", lambda: with_statistics(Decoder("function")), tokens(), scale=1.7),
+    Case("mixed and tied", MixedTied, tokens()),
+]
+NET = {case.name: case for case in NETS}
+# positions of decoders are computed sample by sample
+one_by_one = pytest.mark.filterwarnings("ignore::curvopt.errors.CurvoptWarning")
 
 
-class InitialState(nn.Module):
-    """A recurrent module with a given initial state."""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.out = nn.LSTM(2, 2, batch_first=True), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = x[None, :, 0].sin(), x[None, :, 1].cos()
-        return self.out(self.lstm(x, state)[0].mean(1))
-
-
-NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "siamese": (Siamese, (4, 4)),
-    "rnn loop": (lambda: Loop(nn.RNNCell), (3, 3, 2)),
-    "gru loop": (lambda: Loop(nn.GRUCell), (2, 2, 2)),
-    "lstm loop": (lambda: Loop(nn.LSTMCell), (2, 2, 2)),
-    "lstm": (InitialState, (2, 2, 2)),
-    "several inputs": (Around, (4, 4)),
-    "checkpoints": (Checkpoints, (4, 4)),
-    "frozen": (lambda: frozen(mlp(4, 4, 4, 2), "0.weight", "0.bias", "2.weight"), (4, 4)),
-}
-
-
-@pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize("name", NETS)
-def test_net(name: str, needs_grad: bool):
-    make, shape = NETS[name]
-    x = double(*shape).requires_grad_(needs_grad)
-    problem = Problem(make().double(), x, torch.randint(2, shape[:1]), nn.CrossEntropyLoss())
+@one_by_one
+@pytest.mark.parametrize("case", NETS, ids=lambda case: case.name)
+def test_net(case: Case):
+    problem = case.problem()
     check_all(problem)
-    if needs_grad:
-        (expected,) = torch.autograd.grad(problem.loss(), x)
-        assert torch.equal(x.grad, expected)
-    for p in problem.model.parameters():
-        assert p.requires_grad or (p.grad is None and not hasattr(p, "grad_batch"))
+    if problem.x.is_floating_point():
+        problem = case.problem()
+        problem.x.requires_grad_()
+        check_all(problem)
+        (expected,) = torch.autograd.grad(problem.loss(), problem.x)
+        assert torch.equal(problem.x.grad, expected)
+
+
+@one_by_one
+@pytest.mark.parametrize("name", ["decoder, tied by a module", "decoder, tied by a function"])
+def test_decoder_has_kronecker_factors(name: str):
+    """All positions of a sample are shared positions; the tied matrix has words on its left in both of its uses."""
+    for parameter, p in backward(extended(NET[name]), KFLR).trainable().items():
+        if "words" not in parameter and "places" not in parameter:
+            compare(p.kflr, reference(NET[name]).kflr(parameter), parameter)
+
+
+@one_by_one
+def test_two_kinds_of_calls_that_mix_samples_have_one_factor():
+    problem = backward(extended(NET["mixed and tied"]), KFLR, DiagGGNExact)
+    (factor,) = problem.model.head.weight.kflr
+    assert_close(factor.diagonal(), problem.model.head.weight.diag_ggn_exact.flatten())
 
 
 # ------------------------------------------------------------------------------------------------------- around a net
 
 
-def residual_problem() -> Problem:
-    return Problem(Siamese().double(), double(4, 4), torch.randint(2, (4,)), nn.CrossEntropyLoss())
-
-
+@one_by_one
 @pytest.mark.parametrize(
     "move",
     [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), lambda model: model.float().double()],
     ids=["deepcopy", "pickle", "dtype"],
 )
-@pytest.mark.parametrize(
-    "make", [lambda: Decoder("module"), VisionTransformer, Siamese], ids=["tied", "vit", "siamese"]
-)
-def test_copied_or_moved_after_extend(make: Callable[[], nn.Module], move: Callable[[nn.Module], nn.Module]):
-    model = extend(with_statistics(make().double()))
-    if isinstance(model, Siamese):
-        x, y = double(4, 4), torch.randint(2, (4,))
-    elif isinstance(model, Decoder):
-        x, y = torch.randint(5, (3, 3)), torch.randint(5, (9,))
-    else:
-        x, y = double(3, 1, 4, 4), torch.randint(3, (3,))
-    used = extend(nn.CrossEntropyLoss())(model(x), y)  # what a forward leaves behind must not stand in the way
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CurvoptWarning)  # the decoder's positions
-        with backpack(BatchGrad(), DiagGGNExact()):
-            used.backward()
-        moved = move(model)
-        check_all(Problem(moved, x, y, nn.CrossEntropyLoss()))
+@pytest.mark.parametrize("name", ["decoder, tied by a module", "vision transformer", "siamese"])
+def test_copied_or_moved_after_extend(name: str, move: Callable[[nn.Module], nn.Module]):
+    problem = extended(NET[name])
+    used = problem.loss()  # what a forward leaves behind must not stand in the way
+    backward(problem, BatchGrad, DiagGGNExact)
+    moved = move(problem.model)
+    if moved is not problem.model:
+        with torch.no_grad():
+            for p in problem.model.parameters():
+                p.zero_()
+    check_all(Problem(moved, problem.x, problem.y))
+    del used
 
 
 @pytest.mark.parametrize(
-    "make", [Siamese, lambda: nn.Sequential(nn.Conv1d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 2))]
+    "case",
+    [
+        NET["siamese"],
+        Case(
+            "convolution",
+            lambda: nn.Sequential(nn.Conv1d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 2)),
+            normal(4, 1, 4),
+        ),
+    ],
+    ids=lambda case: case.name,
 )
-def test_autocast_to_half_precision(make: Callable[[], nn.Module]):
+def test_autocast_to_half_precision(case: Case):
     """As close to double precision as eight bits of mantissa let it be."""
-    torch.manual_seed(0)
-    model = make().double()
-    x, y = double(4, 4), torch.randint(2, (4,))
-    if not isinstance(model, Siamese):
-        x = x[:, None]
-    problem = Problem(model, x, y, nn.CrossEntropyLoss())
-    ref = Reference(copy.deepcopy(model), x, problem.loss_of_output)
-    extend(model).float()
-    extend(problem.lossfunc)
+    problem, ref = extended(case), reference(case)
+    problem.model.float()
     fields = [BatchGrad, BatchL2Grad, SumGradSquared, DiagGGNExact, BatchDiagGGNExact, DiagHessian, KFLR]
     with torch.autocast("cpu", torch.bfloat16):
-        loss = problem.lossfunc(model(x.float()), y)
-    with backpack(*(extension() for extension in fields), KFAC(), HMP()):
-        loss.backward()
+        loss = problem.lossfunc(problem.model(problem.x.float()), problem.y)
+    backward(problem, *fields, KFAC, HMP, loss=lambda: loss)
     for name, p in problem.trainable().items():
         for field in [extension.field for extension in fields]:
             value, expected = getattr(p, field), getattr(ref, field)(name)
@@ -436,76 +360,49 @@ class Regularized(Reference):
 
 
 SOME = ["trunk.0.weight", "trunk.2.bias", "head.weight"]
-CONTAINING: list[type[Extension]] = [*FIRST_ORDER, *DIAGONALS]
+
+
+def regularized(case: Case = NET["siamese"], names: list[str] = SOME) -> tuple[Problem, L2Regularizer]:
+    problem = extended(case)
+    return problem, L2Regularizer([problem.model.get_parameter(name) for name in names], 0.3)
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.5])
-@pytest.mark.parametrize("extension", CONTAINING, ids=lambda extension: extension.__name__)
-def test_regularizer_is_contained(extension: type[Extension], factor: float):
-    problem = residual_problem()
-    ref = Regularized(problem, SOME, 0.3 * factor)
-    regularizer = L2Regularizer([problem.model.get_parameter(name) for name in SOME], 0.3)
-    extend(problem.model)
-    extend(problem.lossfunc)
-    with backpack(extension()):
-        (problem.loss() + factor * regularizer()).backward()
-    for name, p in problem.trainable().items():
-        compare(getattr(p, extension.field), getattr(ref, extension.field)(name), name)
-        if extension is BatchGrad:
-            assert_close(p.grad_batch.sum(0), p.grad)
-
-
-def test_regularizer_in_products():
-    problem = residual_problem()
-    ref, plain = Regularized(problem, SOME, 0.3), Regularized(problem, [], 0.0)
-    regularizer = L2Regularizer([problem.model.get_parameter(name) for name in SOME], 0.3)
-    extend(problem.model)
-    extend(problem.lossfunc)
-    with backpack(HMP(), GGNMP()):
-        (problem.loss() + regularizer()).backward()
-    for name, p in problem.trainable().items():
-        v = torch.randn(2, *p.shape, dtype=p.dtype)
-        for product, matrix in [(p.hmp, ref.hessian(name)), (p.ggnmp, ref.ggn(name))]:
-            compare(product(v), (v.flatten(1) @ matrix).view_as(v), name)
-        assert (name in SOME) == (not torch.equal(ref.hessian(name), plain.hessian(name)))
+def test_regularizer_is_contained(factor: float):
+    problem, regularizer = regularized()
+    ref = Regularized(NET["siamese"].problem(), SOME, 0.3 * factor)
+    for extension in [*FIRST_ORDER, *DIAGONALS]:
+        backward(problem, extension, loss=lambda: problem.loss() + factor * regularizer())
+        check(problem, ref, extension)
+    backward(problem, HMP, GGNMP, loss=lambda: problem.loss() + factor * regularizer())
+    check_products(problem, ref, HMP, GGNMP)
+    for name in problem.trainable():
+        assert (name in SOME) == (not torch.equal(ref.hessian(name), reference(NET["siamese"]).hessian(name)))
 
 
 def test_regularizer_in_positive_curvature():
-    problem = Problem(mlp(3, 4, 2).double(), double(4, 3), torch.randint(2, (4,)), nn.CrossEntropyLoss())
-    regularizer = L2Regularizer(problem.model.parameters(), 0.3)
-    extend(problem.model)
-    extend(problem.lossfunc)
-    products = []
-    for loss in [problem.loss(), problem.loss() + regularizer()]:
-        with backpack(PCHMP()):
-            loss.backward()
-        products.append([p.pchmp for p in problem.model.parameters()])
-    for p, plain, regularized in zip(problem.model.parameters(), *products, strict=True):
+    case = Case("", lambda: mlp(3, 4, 2), normal(4, 3))
+    problem, regularizer = regularized(case, ["0.weight", "0.bias", "2.weight", "2.bias"])
+    plain = [p.pchmp for p in backward(problem, PCHMP).model.parameters()]
+    backward(problem, PCHMP, loss=lambda: problem.loss() + regularizer())
+    for p, product in zip(problem.model.parameters(), plain, strict=True):
         v = torch.randn(2, *p.shape, dtype=p.dtype)
-        compare(regularized(v), plain(v) + 0.3 * v, "pchmp")
+        compare(p.pchmp(v), product(v) + 0.3 * v, "pchmp")
 
 
-@pytest.mark.parametrize("extension", [SqrtGGNExact], ids=lambda extension: extension.__name__)
-def test_regularizer_where_it_is_not_defined(extension: type[Extension]):
-    problem = residual_problem()
-    regularizer = L2Regularizer(problem.model.parameters(), 0.3)
-    extend(problem.model)
-    extend(problem.lossfunc)
-    loss = problem.loss() + regularizer()
-    with pytest.raises(CurvoptError, match=rf"{extension.field}.*L2Regularizer"), backpack(extension()):
-        loss.backward()
-    assert not any(hasattr(p, extension.field) for p in problem.model.parameters())
+def test_regularizer_where_it_is_not_defined():
+    problem, regularizer = regularized()
+    with pytest.raises(CurvoptError, match=r"sqrt_ggn_exact.*L2Regularizer"):
+        backward(problem, SqrtGGNExact, loss=lambda: problem.loss() + regularizer())
+    assert not any(hasattr(p, "sqrt_ggn_exact") for p in problem.model.parameters())
 
 
 def test_kronecker_factors_leave_a_regularizer_out_and_say_so():
-    problem = residual_problem()
-    ref = Regularized(problem, SOME, 0.3)
-    regularizer = L2Regularizer([problem.model.get_parameter(name) for name in SOME], 0.3)
-    extend(problem.model)
-    extend(problem.lossfunc)
-    with pytest.warns(CurvoptWarning, match=r"kflr.*damping"), backpack(KFLR()):
-        (problem.loss() + regularizer()).backward()
-    for name, p in problem.trainable().items():
+    problem, regularizer = regularized()
+    with pytest.warns(CurvoptWarning, match=r"kflr.*damping"):
+        backward(problem, KFLR, loss=lambda: problem.loss() + regularizer())
+    ref = Regularized(NET["siamese"].problem(), SOME, 0.3)
+    for name, p in problem.trainable().items():  # the block of a vector is dense, and has it
         compare(p.kflr, [ref.ggn(name)] if p.dim() == 1 else ref.kflr(name), name)
 
 
@@ -520,17 +417,12 @@ def test_kronecker_factors_leave_a_regularizer_out_and_say_so():
     ids=["squares", "absolute", "norm", "mse"],
 )
 def test_handwritten_regularizer_is_left_out_and_said_so(term: Callable):
-    for extension in [*CONTAINING, KFLR]:
-        problem = residual_problem()
-        ref = Reference(copy.deepcopy(problem.model), problem.x, problem.loss_of_output)
-        extend(problem.model)
-        extend(problem.lossfunc)
+    for extension in [*FIRST_ORDER, *DIAGONALS, KFLR]:
+        problem, ref = extended(NET["siamese"]), reference(NET["siamese"])
         w = problem.model.head.weight
-        loss = problem.loss() + term(w)
-        with pytest.warns(CurvoptWarning, match=r"head\.weight"), backpack(extension()):
-            loss.backward()
-        for name, p in problem.trainable().items():
-            compare(getattr(p, extension.field), getattr(ref, extension.field)(name), name)
+        with pytest.warns(CurvoptWarning, match=r"head\.weight"):
+            backward(problem, extension, loss=lambda problem=problem, w=w: problem.loss() + term(w))
+        check(problem, ref, extension)
         assert not torch.allclose(w.grad, ref.grad("head.weight"))
 
 
@@ -549,13 +441,9 @@ def test_vectors_of_one_layer_at_a_time(extension: type[Extension], columns: int
     for i, layer in enumerate(model):
         h = layer(h)
         h.register_hook(lambda grad, i=i: events.append(f"arrived {i}"))
-    loss = extend(nn.CrossEntropyLoss())(h, torch.tensor([0, 3]))
-    set_columns_per_sweep(1)
-    try:
-        with backpack(extension()):
-            loss.backward()
-    finally:
-        set_columns_per_sweep(None)
+    loss = F.cross_entropy(h, torch.tensor([0, 3]))
+    with columns_per_sweep(1), backpack(extension()):
+        loss.backward()
     column = ["arrived 2", "used 2", "arrived 1", "used 1", "arrived 0", "used 0"]
     events = [event for event in events if event != "arrived 3"]
     assert events[-6 * columns - 3 :] == columns * column + column[::2]  # the last is the gradient
@@ -581,7 +469,7 @@ def test_parameters_without_entries_get_no_fields():
     for rank in (None, 0):
         model = extend(Adapted(rank).double())
         with backpack(BatchGrad(), DiagGGNExact(), DiagHessian(), KFLR()):
-            extend(nn.CrossEntropyLoss())(model(x), y).backward()
+            F.cross_entropy(model(x), y).backward()
         p = model.first.weight
         fields.append([p.grad_batch, p.diag_ggn_exact, p.diag_h, *p.kflr])
     torch.testing.assert_close(*fields)
