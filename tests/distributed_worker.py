@@ -1,4 +1,7 @@
-"""Checks that several processes with copies of a model take the steps of one; ``sharded_worker.py`` runs them."""
+"""What ``test_distributed.py`` runs in several processes: ``torchrun ... distributed_worker.py FILE CHECK ...``.
+
+Ranks that have copies or shards of a model take the steps that one process takes on the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,32 @@ import copy
 import datetime
 import json
 import os
+import sys
+import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from curvopt import CurvoptError, backpack, extend
-from curvopt.extensions import BatchGrad
-from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, HessianFree, KFACAdamW, KFACPreconditioner
+from curvopt import CurvoptError, CurvoptWarning, backpack, extend
+from curvopt.extensions import KFAC, BatchGrad
+from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, HessianFree, KFACAdamW, KFACPreconditioner, state_to_load
 
 torch.set_num_threads(1)
 EVERY: dict[str, Any] = {"curvature_every": 3, "inverse_every": 4}
@@ -49,9 +58,15 @@ SAMPLED: dict[str, Callable[..., Any]] = {
 CHECKS: dict[str, Callable[[], None]] = {}
 
 
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
-    return function
+def check(*kinds: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A check of ranks that have ``copies`` or ``shards`` of a model; where both may be, it is told which."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        for kind in kinds:
+            CHECKS[f"{kind} {function.__name__}"] = partial(function, kind) if len(kinds) > 1 else function
+        return function
+
+    return register
 
 
 def network() -> nn.Module:
@@ -83,62 +98,144 @@ def part(data: tuple[Tensor, ...], bounds: list[int] | None = None) -> tuple[Ten
     return tuple(each[bounds[rank] : bounds[rank + 1]] for each in data)
 
 
-class Run:
-    """A model and its optimizer, on the ranks together or (``alone``) in this process."""
-
-    def __init__(
-        self, make: Callable[..., Any], alone: bool = False, net: Callable[[], nn.Module] = network, **ddp: Any
-    ) -> None:
-        self.module = extend(net())
-        self.model = self.module if alone else DistributedDataParallel(self.module, **ddp)
-        self.lossfunc = extend(nn.CrossEntropyLoss())
-        self.optimizer = make(self.model.parameters())
-        if alone:
-            self.optimizer.process_group = None
-
-    def backward(self, x: Tensor, y: Tensor) -> None:
-        self.optimizer.zero_grad()
-        with self.optimizer.curvature():
-            self.lossfunc(self.model(x), y).backward()
-
-    def train(self, data: Callable[[int], tuple[Tensor, ...]], steps: range) -> Run:
-        for step in steps:
-            self.backward(*data(step))
-            self.optimizer.step()
-        return self
-
-    def weights(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self.module.parameters()]
-
-
 def own(step: int) -> tuple[Tensor, ...]:
     return part(batch(step))
 
 
-def assert_close(left: Run, right: Run) -> None:
-    for a, b in zip(left.weights(), right.weights(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+def uneven() -> list[int]:
+    """Bounds of parts that differ in size."""
+    return [0, *range(25, 25 + dist.get_world_size() - 1), 60]
+
+
+def part_of(step: int) -> tuple[Tensor, ...]:
+    """All of a batch on the last rank, on the first, or on the ranks in parts that differ in size."""
+    size = dist.get_world_size()
+    return part(batch(step), [[0] * size + [60], [0, *[60] * size], uneven()][step % 3])
+
+
+def shard(model: nn.Module, by_layers: bool = False, **options: Any) -> nn.Module:
+    for layer in model.children() if by_layers else ():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+class Run:
+    """A model and its optimizer: in this process ``alone``, or on all ranks, which have ``copies`` or ``shards`` of it.
+
+    Options are those of ``DistributedDataParallel`` or of ``fully_shard``, which divides ``by_layers`` or as one.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        make: Callable[..., Any],
+        net: Callable[[], nn.Module] = network,
+        by_layers: bool = False,
+        **options: Any,
+    ) -> None:
+        self.kind, self.lossfunc = kind, nn.CrossEntropyLoss()
+        self.module = self.model = net()
+        if kind == "shards":
+            shard(self.model, by_layers, **options)
+        else:
+            extend(self.module), extend(self.lossfunc)
+        if kind == "copies":
+            self.model = DistributedDataParallel(self.module, **options)
+        self.optimizer = make(self.model.parameters())
+        if kind == "shards":
+            self.optimizer.attach(self.model, self.lossfunc)
+        if kind == "alone":
+            self.optimizer.process_group = None
+
+    def context(self) -> AbstractContextManager[Any]:
+        """In which backwards compute curvature; those of an attached model do so by themselves."""
+        return nullcontext() if self.kind == "shards" else self.optimizer.curvature()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.lossfunc(self.model(x), y)
+
+    def share(self, x: Tensor, y: Tensor) -> Tensor:
+        """Of the mean loss over 60 samples, for ranks that take means over themselves."""
+        return cross_entropy(self.model(x), y, reduction="sum") * (dist.get_world_size() / 60)
+
+    def backward(self, *losses: Callable[[], Tensor]) -> None:
+        self.optimizer.zero_grad()
+        with self.context():
+            for loss in losses:
+                loss().backward()
+
+    def step(self, *losses: Callable[[], Tensor]) -> None:
+        self.backward(*losses)
+        self.optimizer.step()
+
+    def load(self, model: Any, optimizer: Any) -> Run:
+        self.module.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        return self
+
+    def train(
+        self, data: Callable[[int], tuple[Tensor, ...]], steps: range, loss: Callable[..., Tensor] | None = None
+    ) -> Run:
+        for step in steps:
+            self.step(lambda step=step: (loss or self.loss)(*data(step)))
+        return self
+
+    def step_on_parts(self, step: int, losses: list[Callable[..., Tensor]], bounds: list[int] | None = None) -> None:
+        """The step of ranks that take means over their parts of a batch, each with a loss of its own."""
+        size = len(losses)
+        bounds = bounds or [60 // size * r for r in range(size + 1)]
+        (x, y), parts = batch(step), zip(losses, bounds, bounds[1:], strict=False)
+        self.step(*(lambda loss=loss, a=a, b=b: loss(x[a:b], y[a:b]) / size for loss, a, b in parts))
+
+
+def alone(make: Callable[..., Any], net: Callable[[], nn.Module] = network) -> Run:
+    return Run("alone", make, net)
+
+
+def weights(of: Run | nn.Module) -> list[Tensor]:
+    parameters = (of.model if isinstance(of, Run) else of).parameters()
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in parameters]
+
+
+def assert_close(left: Run | nn.Module, right: Run | nn.Module, atol: float = 1e-6) -> None:
+    for a, b in zip(weights(left), weights(right), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=atol, check_dtype=False)
+
+
+def assert_same_steps(
+    run: Run, one: Run, steps: int, data: Callable[[int], tuple[Tensor, ...]] = own, loss: Any = None
+) -> None:
+    """The ranks have after each step what one process has on the whole batches."""
+    for step in range(steps):
+        run.train(data, range(step, step + 1), loss)
+        assert_close(run, one.train(batch, range(step, step + 1)))
 
 
 def assert_moved(run: Run) -> None:
-    for a, b in zip(run.weights(), network().parameters(), strict=True):
+    for a, b in zip(weights(run), network().parameters(), strict=True):
         assert (a - b).abs().max() > 1e-4
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """In its state."""
+    lists = (v if isinstance(v, list) else [v] for state in optimizer.state.values() for v in state.values())
+    return [tensor for tensors in lists for tensor in tensors if isinstance(tensor, Tensor)]
+
+
+def of_first_rank(tensor: Tensor) -> Tensor:
+    dist.broadcast(first := tensor.clone(), 0)
+    return first
 
 
 def assert_alike(run: Run) -> None:
     """The ranks have the same parameters and state, bit for bit."""
-    tensors = run.weights()
-    for state in run.optimizer.state.values():
-        for value in state.values():
-            tensors += value if isinstance(value, list) else [value] if isinstance(value, Tensor) else []
-    for tensor in tensors:
-        first = tensor.clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(first, tensor)
+    for tensor in [*weights(run), *tensors_of(run.optimizer)]:
+        assert torch.equal(of_first_rank(tensor), tensor)
 
 
 @contextmanager
-def raises(*words: str):
+def raises(*words: str) -> Iterator[None]:
     """On every rank."""
     try:
         yield
@@ -148,107 +245,122 @@ def raises(*words: str):
         raise AssertionError(f"no CurvoptError with {words}")
 
 
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """Yields a list that has, behind the block, what was said in it."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(one.message) for one in said]
+
+
 # --------------------------------------------------------------------------------- equal to one rank on the whole batch
 
 
-@check
-def parts_of_a_batch_are_the_batch() -> None:
-    for name, make in EXACT.items():
-        together, alone = Run(make), Run(make, alone=True)
-        for step in range(9):
-            together.train(own, range(step, step + 1))
-            alone.train(batch, range(step, step + 1))
-            assert_close(together, alone)
-        assert_moved(together), name
-        assert_alike(together)
+@check("copies", "shards")
+def parts_of_a_batch_are_the_batch(kind: str) -> None:
+    for i, (name, make) in enumerate(EXACT.items()):
+        run, one = Run(kind, make, by_layers=(i + dist.get_world_size()) % 2 == 0), alone(make)
+        assert_same_steps(run, one, 9 if kind == "copies" else 6)
+        assert_moved(run)
+        if kind == "copies":
+            assert_alike(run)
+        # the ranks tell of one step, not of that of the parameters that they own
+        assert run.optimizer.metrics().keys() == one.optimizer.metrics().keys()
+        for key, value in one.optimizer.metrics().items():
+            assert abs(float(run.optimizer.metrics()[key]) - float(value)) < 1e-6, (name, key)
+        assert run.optimizer.coverage() == one.optimizer.coverage()
 
 
-@check
-def preconditioner_with_bucket_views() -> None:
-    runs = [
-        Run(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), alone, gradient_as_bucket_view=True) for alone in (0, 1)
-    ]
-    for alone, (run, data) in enumerate(zip(runs, (own, batch), strict=True)):
-        pre = KFACPreconditioner(run.model, fisher="exact", **EVERY)
-        pre.process_group = None if alone else "world"
+@check("copies", "shards")
+def preconditioner(kind: str) -> None:
+    model, one = network(), network()
+    if kind == "copies":
+        together = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    else:
+        together = shard(model, by_layers=True)
+    for each, data, group in ((together, own, "world"), (one, batch, None)):
+        pre, lossfunc = KFACPreconditioner(each, fisher="exact", **EVERY), extend(nn.CrossEntropyLoss())
+        pre.process_group = group
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
         for step in range(8):
-            run.optimizer.zero_grad()
+            x, y = data(step)
+            optimizer.zero_grad()
             with pre.curvature():
-                run.lossfunc(run.model(data(step)[0]), data(step)[1]).backward()
+                lossfunc(each(x), y).backward()
             pre.step()
-            run.optimizer.step()
-    assert_close(*runs)
-    assert_moved(runs[0])
+            optimizer.step()
+    assert_close(together, one)
 
 
-def of_total(run: Run, x: Tensor, y: Tensor, total: int) -> Tensor:
-    """A share of the mean loss over ``total`` samples, for DDP, which takes means over the ranks."""
-    return nn.functional.cross_entropy(run.model(x), y, reduction="sum") * (dist.get_world_size() / total)
+@check("copies", "shards")
+def unequal_and_empty_batches(kind: str) -> None:
+    names = ("KFACSGD", "EKFACSGD", "DiagonalNewton hessian") if kind == "copies" else ("KFACSGD", "EKFACSGD")
+    for name in names:
+        run, one = Run(kind, EXACT[name], by_layers=True), alone(EXACT[name])
+        # also at the first step, where nothing is known of the shapes
+        assert_same_steps(run, one, 7 if kind == "copies" else 4, part_of, run.share)
+        if kind == "copies":
+            assert_alike(run)
+    if kind == "copies":
+        run = Run(kind, SAMPLED["KFACAdamW"])
+        assert_alike(run.train(part_of, range(7), run.share))
 
 
-@check
-def unequal_and_empty_batches() -> None:
-    size = dist.get_world_size()
-    for make in (EXACT["KFACSGD"], EXACT["EKFACSGD"], EXACT["DiagonalNewton hessian"], SAMPLED["KFACAdamW"]):
-        together, alone = Run(make), Run(make, alone=True)
-        exact = make is not SAMPLED["KFACAdamW"]
-        for step in range(7):
-            # also at the first step, where nothing is known of the shapes
-            bounds = [[0] * size + [60], [0, *[60] * size], [0, *range(25, 25 + size - 1), 60]][step % 3]
-            x, y = part(batch(step), bounds)
-            together.optimizer.zero_grad()
-            with together.optimizer.curvature():
-                of_total(together, x, y, 60).backward()
-            together.optimizer.step()
-            alone.train(batch, range(step, step + 1))
-            if exact:
-                assert_close(together, alone)
-        assert_alike(together)
-
-
-@check
+@check("copies")
 def an_empty_batch_outside_of_the_context() -> None:
-    together, alone = Run(EXACT["KFACSGD"]), Run(EXACT["KFACSGD"], alone=True)
+    run, one = Run("copies", EXACT["KFACSGD"]), alone(EXACT["KFACSGD"])
     for step in range(3):
         x, y = part(batch(step), [0] * dist.get_world_size() + [60])
-        together.optimizer.zero_grad()
-        with together.optimizer.curvature() if len(x) else nullcontext():
-            of_total(together, x, y, 60).backward()
-        together.optimizer.step()
-        alone.train(batch, range(step, step + 1))
-        assert_close(together, alone)
+        run.optimizer.zero_grad()
+        with run.optimizer.curvature() if len(x) else nullcontext():
+            run.share(x, y).backward()
+        run.optimizer.step()
+        assert_close(run, one.train(batch, range(step, step + 1)))
 
 
-@check
+@check("copies")
 def unequal_batches_of_mean_losses() -> None:
-    together, alone = Run(EXACT["KFACSGD"]), Run(EXACT["KFACSGD"], alone=True)
-    size = dist.get_world_size()
-    bounds = [0, *range(25, 25 + size - 1), 60]
+    run, one = Run("copies", EXACT["KFACSGD"]), alone(EXACT["KFACSGD"])
     for step in range(5):
-        together.train(lambda step: part(batch(step), bounds), range(step, step + 1))
-        x, y = batch(step)
-        alone.optimizer.zero_grad()
-        with alone.optimizer.curvature():
-            for a, b in zip(bounds, bounds[1:], strict=False):
-                (alone.lossfunc(alone.model(x[a:b]), y[a:b]) / size).backward()
-        alone.optimizer.step()
-        assert_close(together, alone)
+        run.train(lambda step: part(batch(step), uneven()), range(step, step + 1))
+        one.step_on_parts(step, [one.loss] * dist.get_world_size(), uneven())
+        assert_close(run, one)
 
 
-@check
-def accumulation_without_sync() -> None:
-    for name in ("KFACSGD", "KFACAdamW", "DiagonalNewton"):
-        together, alone = Run(EXACT[name]), Run(EXACT[name], alone=True)
-        for step in range(8):
+@check("copies", "shards")
+def accumulation(kind: str) -> None:
+    """Over two halves of a batch; ranks exchange gradients behind the last, or behind each."""
+
+    def exchanging(model: Any, now: bool) -> AbstractContextManager[Any]:
+        if kind == "shards":
+            model.set_requires_gradient_sync(now)
+        return model.no_sync() if kind == "copies" and not now else nullcontext()
+
+    names = {"copies": ("KFACSGD", "KFACAdamW", "DiagonalNewton"), "shards": ("KFACSGD",)}[kind]
+    for name, each in [(name, False) for name in names] + [("KFACSGD", True)] * (kind == "shards"):
+        run, one = Run(kind, EXACT[name], by_layers=True), alone(EXACT[name])
+        for step in range(8 if kind == "copies" else 4):
             x, y = own(step)
             n = len(x) // 2
-            together.optimizer.zero_grad()
-            for sync, rows in ((False, slice(n)), (True, slice(n, None))):
-                with nullcontext() if sync else together.model.no_sync(), together.optimizer.curvature():
-                    (together.lossfunc(together.model(x[rows]), y[rows]) / 2).backward()
-            together.optimizer.step()
-            alone.train(batch, range(step, step + 1))
-            assert_close(together, alone)
+            run.optimizer.zero_grad()
+            for last, rows in ((False, slice(n)), (True, slice(n, None))):
+                with exchanging(run.model, last or each), run.context():
+                    (run.loss(x[rows], y[rows]) / 2).backward()
+            run.optimizer.step()
+            assert_close(run, one.train(batch, range(step, step + 1)))
+
+
+@check("shards")
+def gradients_that_are_reset_drop_their_curvature() -> None:
+    run, one = Run("shards", EXACT["KFACSGD"]), alone(EXACT["KFACSGD"])
+    for step in range(4):
+        for seen in (step + 100, step):
+            run.model.zero_grad(set_to_none=step % 2 == 0)
+            run.loss(*own(seen)).backward()
+        run.optimizer.step()
+        assert_close(run, one.train(batch, range(step, step + 1)))
 
 
 class Heads(nn.Module):
@@ -265,41 +377,48 @@ class Heads(nn.Module):
         return self.heads[head](torch.tanh(self.body(x.flatten(1))))
 
 
-@check
+@check("copies")
 def parameters_that_some_ranks_do_not_use() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
     for name in ("KFACSGD", "EKFACSGD", "DiagonalNewton"):
-        together = Run(EXACT[name], net=Heads, find_unused_parameters=True)
-        alone = Run(EXACT[name], True, Heads)
-        size = dist.get_world_size()
+        run, one = Run("copies", EXACT[name], Heads, find_unused_parameters=True), alone(EXACT[name], Heads)
+
+        def loss(run: Run, of: int, x: Tensor, y: Tensor) -> Tensor:
+            return run.lossfunc(run.model(x, of % 2), y)
+
         for step in range(6):
-            x, y = own(step)
-            together.optimizer.zero_grad()
-            with together.optimizer.curvature():
-                together.lossfunc(together.model(x, dist.get_rank() % 2), y).backward()
-            together.optimizer.step()
-            alone.optimizer.zero_grad()
-            xs, ys = batch(step)
-            with alone.optimizer.curvature():
-                for rank, (x, y) in enumerate(zip(xs.chunk(size), ys.chunk(size), strict=True)):
-                    (alone.lossfunc(alone.model(x, rank % 2), y) / size).backward()
-            alone.optimizer.step()
-            assert_close(together, alone)
-        assert_alike(together)
+            run.train(own, range(step, step + 1), partial(loss, run, rank))
+            one.step_on_parts(step, [partial(loss, one, of) for of in range(size)])
+            assert_close(run, one)
+        assert_alike(run)
 
 
-@check
+@check("copies")
 def a_head_that_one_rank_reaches_later_leaves_the_weight_of_the_loss() -> None:
     """It is due at once, where nothing of the other ranks is."""
     for kind in (KFACSGD, EKFACSGD, DiagonalNewton):
-        run = Run(kind, net=Heads, find_unused_parameters=True)
+        run = Run("copies", kind, Heads, find_unused_parameters=True)
         for step in range(7):
-            x, y = own(step)
-            run.optimizer.zero_grad()
-            with run.optimizer.curvature():
-                run.lossfunc(run.model(x, int(step > 5 and dist.get_rank() == 0)), y).backward()
-            run.optimizer.step()
-            torch.testing.assert_close(float(run.optimizer._progress["step_weight"]), 1.0, rtol=1e-6, atol=0)
+            head = int(step > 5 and dist.get_rank() == 0)
+            run.train(own, range(step, step + 1), lambda x, y: run.lossfunc(run.model(x, head), y))  # noqa: B023
+            weight = run.optimizer.state_dict()["param_groups"][0]["run"]["step_weight"]
+            torch.testing.assert_close(float(weight), 1.0, rtol=1e-6, atol=0)
         assert run.module.heads[1].weight in run.optimizer.state
+
+
+@check("shards")
+def heads_take_turns() -> None:
+    for name in ("KFACSGD", "EKFACSGD"):
+        runs = Run("shards", EXACT[name], Heads), alone(EXACT[name], Heads)
+        for step, head in enumerate([0, 0, 0, 0, 1, 0, 1, 1, 0, 0, 1]):
+            clocks = []
+            for run, data in zip(runs, (own, batch), strict=True):
+                run.train(data, range(step, step + 1), lambda x, y: run.lossfunc(run.model(x, head), y))  # noqa: B023
+                progress = run.optimizer.state_dict()["param_groups"][0]["run"]
+                clocks.append([progress["steps"], progress["due"]])
+            assert_close(*runs)
+            assert clocks[0] == clocks[1], (step, clocks)
+        assert len(set(clocks[0][0])) > 1
 
 
 class Reentrant(nn.Sequential):
@@ -310,12 +429,12 @@ class Reentrant(nn.Sequential):
         return self[2](checkpoint(self[1], h, use_reentrant=True) if reentrant else self[1](h))
 
 
-@check
+@check("copies")
 def samples_that_are_not_known_on_all_or_some_ranks() -> None:
     first = dist.get_rank() == 0
-    for reentrant, alone, covered in ((True, False, False), (first, False, True), (False, first, True)):
+    for reentrant, one, covered in ((True, False, False), (first, False, True), (False, first, True)):
         make = lambda: Reentrant(nn.Linear(36, 7), nn.Tanh(), nn.Linear(7, 5)).double()  # noqa: E731
-        run = Run(SAMPLED["KFACAdamW"], net=make)
+        run = Run("copies", SAMPLED["KFACAdamW"], make)
         run.optimizer.attach(run.model)
         for step in range(6):
             x, y = own(step)
@@ -323,16 +442,15 @@ def samples_that_are_not_known_on_all_or_some_ranks() -> None:
             run.optimizer.zero_grad()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                run.lossfunc(run.model(x[0] if alone else x, reentrant), y[0] if alone else y).backward()
+                run.lossfunc(run.model(x[0] if one else x, reentrant), y[0] if one else y).backward()
             run.optimizer.step()
         assert_alike(run)
         assert ("none" not in run.optimizer.coverage().values()) == covered, run.optimizer.coverage()
 
 
-@check
+@check("copies")
 def options_of_ddp_and_orders_of_extend() -> None:
-    make = EXACT["KFACSGD"]
-    alone = Run(make, alone=True).train(batch, range(5))
+    one = alone(EXACT["KFACSGD"]).train(batch, range(5))
     for options in (
         {},
         {"find_unused_parameters": True},
@@ -344,9 +462,8 @@ def options_of_ddp_and_orders_of_extend() -> None:
             model = network()
             if order == "extend first":
                 extend(model)
-            ddp = DistributedDataParallel(model, **options)
-            lossfunc = nn.CrossEntropyLoss()
-            optimizer = make(ddp.parameters())
+            ddp, lossfunc = DistributedDataParallel(model, **options), nn.CrossEntropyLoss()
+            optimizer = EXACT["KFACSGD"](ddp.parameters())
             if order == "extend after":
                 extend(ddp), extend(lossfunc)
             if order == "attach":
@@ -357,8 +474,189 @@ def options_of_ddp_and_orders_of_extend() -> None:
                 with optimizer.curvature() if order != "attach" else nullcontext():
                     lossfunc(ddp(x).flatten(1), y).backward()
                 optimizer.step()
-            for a, b in zip(model.parameters(), alone.weights(), strict=True):
-                assert torch.allclose(a, b, rtol=0, atol=1e-6), (options, order)
+            assert_close(model, one)
+
+
+@check("shards")
+def extended_or_attached_before() -> None:
+    one = alone(EXACT["KFACSGD"]).train(batch, range(5))
+    for order in ("extend", "attach"):
+        model, lossfunc = network(), nn.CrossEntropyLoss()
+        optimizer = EXACT["KFACSGD"](model.parameters())
+        if order == "attach":
+            optimizer.attach(model, lossfunc)
+        else:
+            extend(model), extend(lossfunc)
+        shard(model, by_layers=True)
+        if order == "extend":
+            optimizer = EXACT["KFACSGD"](model.parameters())
+        for step in range(5):
+            x, y = own(step)
+            optimizer.zero_grad()
+            model.zero_grad()
+            loss = lossfunc(model(x), y)
+            with optimizer.curvature():
+                loss.backward()
+            optimizer.step()
+        assert_close(model, one)
+
+
+@check("shards")
+def options_of_fully_shard() -> None:
+    size = dist.get_world_size()
+
+    def columns(p: nn.Parameter) -> Shard:
+        return Shard(1 if p.ndim > 1 and p.shape[1] % size == 0 else 0)
+
+    one = alone(EXACT["KFACSGD"]).train(batch, range(4))
+    for options in ({"reshard_after_forward": False}, {"reshard_after_forward": True, "shard_placement_fn": columns}):
+        run = Run("shards", EXACT["KFACSGD"], by_layers=True, **options).train(own, range(4))
+        assert_close(run, one)
+        with torch.no_grad():
+            run.model(own(0)[0])
+        run.optimizer.attach(run.model)
+
+
+@check("shards")
+def replicas_of_shards() -> None:
+    size = dist.get_world_size()
+    one = alone(EXACT["EKFACSGD"]).train(batch, range(6))
+    for shape in {(size, 1), (size // 2, 2)}:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        assert_close(Run("shards", EXACT["EKFACSGD"], by_layers=True, mesh=mesh).train(own, range(6)), one)
+
+
+class Blocks(nn.Module):
+    """Residual blocks whose activations are computed again in the backward, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.frozen = nn.Linear(36, 7), nn.Linear(7, 7)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2)])
+        self.norm, self.last = nn.LayerNorm(7), nn.Linear(7, 5, bias=False)
+        self.frozen.requires_grad_(False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(torch.tanh(self.first(x.flatten(1))))
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return self.last(self.norm(x))
+
+
+@check("shards")
+def blocks_with_checkpoints_and_frozen_layers() -> None:
+    def make(p: Any) -> KFACSGD:
+        return KFACSGD([p for p in p if p.requires_grad], lr=0.1, fisher="exact", curvature_every=3, weight_decay=0.1)
+
+    def by_blocks() -> nn.Module:
+        net = Blocks()
+        for block in net.blocks:
+            fully_shard(block)
+        return net
+
+    one, runs = alone(make, Blocks), [Run("shards", make, net) for net in (Blocks, by_blocks)]
+    for step in range(4):
+        one.train(batch, range(step, step + 1))
+        for run in runs:
+            assert_close(run.train(own, range(step, step + 1)), one)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, and a model that does not use all of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last, self.unused = (nn.Linear(36, n) for n in (36, 36, 5, 4))
+        self.second.weight = self.first.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1))))))
+
+
+@check("shards")
+def tied_weights_and_unused_layers() -> None:
+    for name in ("KFACSGD", "EKFACSGD"):
+        run = Run("shards", EXACT[name], Tied).train(own, range(4))
+        assert_close(run, alone(EXACT[name], Tied).train(batch, range(4)))
+
+
+@check("shards")
+def directions_without_curvature() -> None:
+    """Of a batch that is smaller than the layers: the basis is chosen by a rule, not by rounding."""
+
+    def layers() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+
+    def few(step: int) -> tuple[Tensor, ...]:
+        drawn = torch.Generator().manual_seed(step)
+        return torch.randn(4, 12, generator=drawn).double(), torch.randint(3, (4,), generator=drawn)
+
+    make = lambda p: KFACAdamW(p, fisher="exact", curvature_every=1)  # noqa: E731
+    run = Run("shards", make, layers, by_layers=True).train(lambda step: part(few(step)), range(8))
+    assert_close(run, alone(make, layers).train(few, range(8)))
+
+
+@check("shards")
+def mixed_precision() -> None:
+    low = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64)
+    run = Run("shards", EXACT["EKFACSGD"], by_layers=True, mp_policy=low).train(own, range(5))
+    assert_close(run, alone(EXACT["EKFACSGD"]).train(batch, range(5)), 1e-4)
+    assert all(p.dtype == torch.float64 for p in run.model.parameters())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    net = Blocks().float()
+    for block in net.blocks:
+        fully_shard(block, mp_policy=policy)
+    run = Run("shards", lambda p: KFACSGD([q for q in p if q.requires_grad], lr=0.1), lambda: net, mp_policy=policy)
+    x, y = own(0)
+    losses = []
+    for step in range(9):
+        losses.append(cross_entropy(run.model(x.float()).float(), y).item())
+        run.train(lambda step: (own(step)[0].float(), own(step)[1]), range(step, step + 1))
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(f.dtype == torch.float32 for state in run.optimizer.state.values() for f in state["factors"])
+
+
+@check("shards")
+def groups_are_added() -> None:
+    runs = []
+    for net, data, group in ((network(), batch, None), (shard(network(), by_layers=True), own, "world")):
+        params, lossfunc = list(net.parameters()), nn.CrossEntropyLoss()
+        optimizer = EXACT["EKFACSGD"](params[4:])
+        optimizer.process_group = group
+        optimizer.attach(net, lossfunc)
+        for step in range(6):
+            if step == 3:
+                optimizer.add_param_group({"params": params[:4], "lr": 0.05})
+            net.zero_grad()
+            lossfunc(net(data(step)[0]), data(step)[1]).backward()
+            optimizer.step()
+        runs.append((net, optimizer))
+    (whole, one), (shards, several) = runs
+    assert_close(shards, whole)
+    assert several.coverage() == one.coverage()
+
+
+@check("shards")
+def two_optimizers_of_one_model() -> None:
+    models = [network(), shard(network(), by_layers=True)]
+    for model, data, group in zip(models, (batch, own), (None, "world"), strict=True):
+        params, lossfunc = list(model.parameters()), nn.CrossEntropyLoss()
+        pair = [EXACT["KFACSGD"](params[:4]), KFACAdamW(params[4:], lr=0.01, fisher="exact")]
+        for each in pair:
+            each.process_group = group
+            each.attach(model, lossfunc)
+        for step in range(5):
+            x, y = data(step)
+            model.zero_grad()
+            lossfunc(model(x), y).backward()
+            for each in pair:
+                each.step()
+    assert_close(*models)
 
 
 class SyncBatchNorm(torch.autograd.Function):
@@ -402,21 +700,14 @@ class Normed(nn.Module):
         return torch.tanh(h).mean((2, 3)) @ self.out
 
 
-@check
+@check("copies")
 @mock.patch("torch.nn.modules._functions.SyncBatchNorm", SyncBatchNorm)
 def synchronised_batch_norm() -> None:
     for kind in (KFACSGD, EKFACSGD):
         make = partial(kind, fisher="empirical")
-        together, alone = Run(make, net=lambda: Normed(True)), Run(make, True, lambda: Normed(False))
-        for step in range(4):
-            x, y = part(batch(step), [0, *range(25, 25 + dist.get_world_size() - 1), 60])
-            together.optimizer.zero_grad()
-            with together.optimizer.curvature():
-                of_total(together, x, y, 60).backward()
-            together.optimizer.step()
-            alone.train(batch, range(step, step + 1))
-            assert_close(together, alone)
-        assert_alike(together)
+        run, one = Run("copies", make, lambda: Normed(True)), alone(make, lambda: Normed(False))
+        assert_same_steps(run, one, 4, lambda step: part(batch(step), uneven()), run.share)
+        assert_alike(run)
 
 
 class WithLoss(nn.Module):
@@ -430,116 +721,88 @@ class WithLoss(nn.Module):
         return nn.functional.cross_entropy(self.net(x), y)
 
 
-@check
+@check("copies")
 def loss_inside_of_the_model() -> None:
     for name in ("KFACSGD", "DiagonalNewton hessian"):
-        alone = Run(EXACT[name], alone=True).train(batch, range(4))
+        one = alone(EXACT[name]).train(batch, range(4))
         for options in ({"find_unused_parameters": True}, {"static_graph": True}):
-            together = Run(EXACT[name], net=WithLoss, **options)
-            for step in range(4):
-                together.optimizer.zero_grad()
-                with together.optimizer.curvature():
-                    together.model(*own(step)).backward()
-                together.optimizer.step()
-            assert_close(together, alone)
+            run = Run("copies", EXACT[name], WithLoss, **options)
+            assert_close(run.train(own, range(4), run.model), one)
+
+
+# ----------------------------------------------------------------------------------------------- losses, bytes, samples
 
 
 def indefinite(z: Tensor, y: Tensor) -> Tensor:
     return z.sin().mean()
 
 
-def compare_losses_without_a_ggn(
-    make_run: Callable[..., Any], names: tuple[str, ...], others: Callable[..., Tensor]
-) -> None:
-    """The ranks take the empirical quantity together, as one process does, and go on where they have none.
-
-    The loss of the first rank has no GGN.
-    """
-    size = dist.get_world_size()
-    losses = [indefinite, *[others] * (size - 1)]
-    for name in names:
-        run, alone = make_run(EXACT[name]), Run(EXACT[name], alone=True)
-        run.train(own, range(2)), alone.train(batch, range(2))
-        run.lossfunc = losses[dist.get_rank()]
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            for step in range(2, 7):
-                run.train(own, range(step, step + 1))
-                alone.optimizer.zero_grad()
-                parts = zip(losses, *(each.chunk(size) for each in batch(step)), strict=True)
-                with alone.optimizer.curvature():
-                    for lossfunc, x, y in parts:
-                        (lossfunc(alone.model(x), y) / size).backward()
-                alone.optimizer.step()
-        assert sum("takes the empirical quantity" in str(one.message) for one in said) == 2, [str(s) for s in said]
-        for each in (run, alone):
-            assert "empirical" in each.optimizer.metrics()
-        for a, b in zip(run.weights(), alone.weights(), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    _refuse(make_run(EXACT[names[0]]).train(own, range(1)))
-
-
-def compare_linear_losses(make_run: Callable[..., Any], names: tuple[str, ...], together: bool) -> None:
-    """Where the loss of the first rank is linear in a batch, that batch has the empirical quantity, and no later one.
-
-    Args:
-        together: whether the other ranks have it in this step, too.
-    """
-    size = dist.get_world_size()
-    for name in names:
-        run, alone = make_run(EXACT[name]), Run(EXACT[name], alone=True)
-        usual = run.lossfunc
-        for step in range(7):
-            losses = [linear if step == 1 else usual, *[usual] * (size - 1)]
-            run.lossfunc = losses[dist.get_rank()]
-            run.train(own, range(step, step + 1))
-            assert ("empirical" in run.optimizer.metrics()) == (step == 1)
-            alone.optimizer.zero_grad()
-            parts = zip(losses, *(each.chunk(size) for each in batch(step)), strict=True)
-            with alone.optimizer.curvature() if together else nullcontext():
-                for lossfunc, x, y in parts:
-                    with alone.optimizer.curvature():
-                        (lossfunc(alone.model(x), y) / size).backward()
-            alone.optimizer.step()
-        for a, b in zip(run.weights(), alone.weights(), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-
-
 def linear(z: Tensor, y: Tensor) -> Tensor:
     return z[:, 0].relu().mean()
 
 
-@check
-def losses_that_are_linear_in_a_batch() -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*takes the empirical quantity for such batches")
-        compare_linear_losses(Run, ("KFACSGD", "DiagonalNewton"), together=False)
+@check("copies", "shards")
+def losses_without_a_ggn(kind: str) -> None:
+    """The ranks take the empirical quantity together, as one process does, and go on where they have none.
 
-
-def _refuse(run: Any) -> None:
-    """A backward of which there is no curvature at all, where there is some from earlier ones."""
-    layer, x, y = run.model.get_submodule("module.0" if hasattr(run.model, "module") else "0"), *own(1)
+    The loss of the first rank has no GGN.
+    """
+    names = ("KFACSGD", "DiagonalNewton" if kind == "copies" else "EKFACSGD")
+    rest = indefinite if kind == "copies" else cross_entropy
+    losses = [indefinite, *[rest] * (dist.get_world_size() - 1)]
+    for name in names:
+        run, one = Run(kind, EXACT[name]).train(own, range(2)), alone(EXACT[name]).train(batch, range(2))
+        run.lossfunc = losses[dist.get_rank()]
+        with warned() as said:
+            for step in range(2, 7):
+                run.train(own, range(step, step + 1))
+                one.step_on_parts(step, [lambda x, y, f=f: f(one.model(x), y) for f in losses])  # noqa: B023
+        assert sum("takes the empirical quantity" in message for message in said) == 2, said
+        assert "empirical" in run.optimizer.metrics() and "empirical" in one.optimizer.metrics()
+        assert_close(run, one)
+    # a backward of which there is no curvature at all, where there is some from earlier ones
+    run = Run(kind, EXACT["KFACSGD"]).train(own, range(1))
+    layer = run.module[0]
     run.optimizer.zero_grad()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warned() as said:
         with run.optimizer.curvature():
-            loss = run.lossfunc(run.model(x), y)
+            loss = run.loss(*own(1))
             layer.stride = (1, 1)
             loss.backward()
         layer.stride = (2, 2)
     run.optimizer.step()
-    assert sum("goes on with the curvature it has" in str(one.message) for one in said) == 1
+    assert sum("goes on with the curvature it has" in message for message in said) == 1
     assert "empirical" not in run.optimizer.metrics()
     run.train(own, range(2, 4))
 
 
-@check
-def losses_without_a_ggn() -> None:
-    compare_losses_without_a_ggn(Run, ("KFACSGD", "DiagonalNewton"), indefinite)
+@check("copies", "shards")
+def losses_that_are_linear_in_a_batch(kind: str) -> None:
+    """Where the loss of the first rank is linear in a batch, that batch has the empirical quantity, and no later one.
+
+    On ranks with shards the others have it in this step, too.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*takes the empirical quantity for such batches")
+        for name in ("KFACSGD", "DiagonalNewton" if kind == "copies" else "EKFACSGD"):
+            run, one = Run(kind, EXACT[name]), alone(EXACT[name])
+            for step in range(7):
+                losses = [linear if step == 1 else cross_entropy, *[cross_entropy] * (dist.get_world_size() - 1)]
+                run.lossfunc = losses[dist.get_rank()]
+                run.train(own, range(step, step + 1))
+                assert ("empirical" in run.optimizer.metrics()) == (step == 1)
+                one.optimizer.zero_grad()
+                parts = zip(losses, *(each.chunk(len(losses)) for each in batch(step)), strict=True)
+                with one.optimizer.curvature() if kind == "shards" else nullcontext():
+                    for lossfunc, x, y in parts:
+                        with one.optimizer.curvature():
+                            (lossfunc(one.model(x), y) / len(losses)).backward()
+                one.optimizer.step()
+            assert_close(run, one)
 
 
 @contextmanager
-def bytes_sent():
+def bytes_sent() -> Iterator[list[int]]:
     """Yields a list to which the size of each tensor is added that an optimizer sends."""
     sizes: list[int] = []
 
@@ -557,12 +820,13 @@ def bytes_sent():
         yield sizes
 
 
-def compare_communication_dtypes(make_run: Callable[..., Any], names: tuple[str, ...]) -> None:
+@check("copies", "shards")
+def communication_dtypes(kind: str) -> None:
     """Symmetric halves change nothing, bfloat16 no more than it rounds, and both send less."""
-    for name in names:
+    for name in ("KFACSGD", "EKFACSGD", *(["KFACSGD empirical blocks"] if kind == "copies" else [])):
         runs, sent = {}, {}
         for dtype in (None, torch.float64, torch.bfloat16):
-            run = runs[dtype] = make_run(EXACT[name])
+            run = runs[dtype] = Run(kind, EXACT[name])
             run.optimizer.communication_dtype = dtype
             assert copy.deepcopy(run.optimizer).communication_dtype == dtype
             with bytes_sent() as sizes:
@@ -583,36 +847,41 @@ def compare_communication_dtypes(make_run: Callable[..., Any], names: tuple[str,
             differences.append((f - low).abs().max())
         assert max(differences) > 0 or not differences
         assert sent[torch.bfloat16] < 0.9 * sent[torch.float64] < 0.81 * sent[None], (name, sent)
-        for run in runs.values():
-            run.train(own, range(2, 6))
-        moved = sum((a - b).square().sum() for a, b in zip(runs[None].weights(), network().parameters(), strict=True))
-        for dtype, most in ((torch.float64, 1e-11), (torch.bfloat16, 0.02)):
-            pairs = zip(runs[None].weights(), runs[dtype].weights(), strict=True)
-            difference = sum((a - b).square().sum() for a, b in pairs)
-            assert (difference / moved).sqrt() < most, (name, dtype, (difference / moved).sqrt())
+        of_plain, *of_low = (weights(run.train(own, range(2, 6))) for run in runs.values())
+
+        def distance(left: list[Tensor], right: list[Tensor]) -> Tensor:
+            return torch.stack([(a - b).square().sum() for a, b in zip(left, right, strict=True)]).sum().sqrt()
+
+        moved = distance(of_plain, weights(network()))
+        for found, most in zip(of_low, (1e-11, 0.02), strict=True):
+            assert distance(of_plain, found) / moved < most, (name, most)
+    if kind == "copies":
+        run = Run(kind, EXACT["KFACSGD"])
+        run.optimizer.communication_dtype = torch.bfloat16
+        assert_alike(run.train(own, range(5)))
+        run.optimizer.communication_dtype = torch.float32 if dist.get_rank() else None
+        with raises("not in the same state", "communication_dtype"):
+            run.train(own, range(5, 9))
 
 
-@check
-def communication_dtypes() -> None:
-    compare_communication_dtypes(Run, ("KFACSGD", "KFACSGD empirical blocks", "EKFACSGD"))
-    run = Run(EXACT["KFACSGD"])
-    run.optimizer.communication_dtype = torch.bfloat16
-    assert_alike(run.train(own, range(5)))
-    run.optimizer.communication_dtype = torch.float32 if dist.get_rank() else None
-    with raises("not in the same state", "communication_dtype"):
-        run.train(own, range(5, 9))
+@check("copies", "shards")
+def sampled_steps(kind: str) -> None:
+    for make in SAMPLED.values():
+        run = Run(kind, make, by_layers=True)
+        assert_moved(run.train(own, range(10 if kind == "copies" else 3)))
+        if kind == "copies":
+            assert_alike(run)
 
 
 # --------------------------------------------------------------------------------------------------------- shared work
 
 
-@check
+@check("copies")
 def each_matrix_is_factored_on_one_rank() -> None:
     for name, function in (("KFACSGD", "cholesky_ex"), ("EKFACSGD", "eigh")):
-        together, alone = Run(EXACT[name]), Run(EXACT[name], alone=True)
         counts = []
-        for run, data in ((together, own), (alone, batch)):
-            sizes: list[tuple[int, ...]] = []
+        for run, data in ((Run("copies", EXACT[name]), own), (alone(EXACT[name]), batch)):
+            sizes: list[int] = []
             original = getattr(torch.linalg, function)
 
             def counted(matrices: Tensor, original: Callable = original, sizes: list = sizes) -> Any:
@@ -631,9 +900,9 @@ def each_matrix_is_factored_on_one_rank() -> None:
         assert min(costs) > 0
 
 
-@check
+@check("copies")
 def the_ladder_counts_on_all_ranks() -> None:
-    run = Run(EXACT["KFACSGD"]).train(own, range(2))
+    run = Run("copies", EXACT["KFACSGD"]).train(own, range(2))
     former: dict[Tensor, list[Tensor]] = {}
     for p in run.module.parameters():
         former[p] = run.optimizer.state[p]["inverses"]
@@ -644,177 +913,260 @@ def the_ladder_counts_on_all_ranks() -> None:
     for p, inverses in former.items():
         for old, new in zip(inverses, run.optimizer.state[p]["inverses"], strict=True):
             assert torch.equal(old, new) == (p.ndim == 1)
-            first = new.clone()
-            dist.broadcast(first, 0)
-            assert torch.equal(first, new)
+            assert torch.equal(of_first_rank(new), new)
 
 
-# ------------------------------------------------------------------------------------------------- samples, checkpoints
+@check("shards")
+def state_falls_with_the_ranks() -> None:
+    def layers() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), *[nn.Linear(36, 36, bias=False) for _ in range(12)]).double()
+
+    for name in ("KFACSGD", "KFACAdamW"):
+        runs = alone(EXACT[name], layers).train(batch, range(2)), Run("shards", EXACT[name], layers)
+        runs[1].train(own, range(2))
+        whole, of_rank = (sum(tensor.numel() for tensor in tensors_of(run.optimizer)) for run in runs)
+        assert of_rank == whole // dist.get_world_size()
 
 
-@check
-def sampled_steps_stay_alike() -> None:
-    for make in SAMPLED.values():
-        run = Run(make).train(own, range(10))
-        assert_moved(run)
-        assert_alike(run)
+# --------------------------------------------------------------------------------------------------------- checkpoints
 
 
-@check
+@check("copies")
 def ranks_draw_samples_of_their_own() -> None:
-    run = Run(SAMPLED["KFACSGD"])
+    run = Run("copies", SAMPLED["KFACSGD"])
     for step in range(2):  # before and after the ranks have met
         torch.manual_seed(0)
-        run.backward(*batch(0))
+        run.backward(lambda: run.loss(*batch(0)))
         drawn = [c.sums[0] for c in run.optimizer._accumulation.since_last_step.curvature.values()]
-        first = [tensor.clone() for tensor in drawn]
-        for tensor in first:
-            dist.broadcast(tensor, 0)
-        same = [torch.equal(a, b) for a, b in zip(drawn, first, strict=True)]
+        same = [torch.equal(tensor, of_first_rank(tensor)) for tensor in drawn]
         assert not any(same) or dist.get_rank() == 0, (step, same)
         run.optimizer.step()
 
 
-@check
+@check("copies")
 def a_checkpoint_of_any_rank_resumes_bit_for_bit() -> None:
     for make in SAMPLED.values():
         torch.manual_seed(100 + dist.get_rank())  # as for data augmentation
-        run = Run(make)
+        run = Run("copies", make)
         torch.manual_seed(100 + dist.get_rank())
         run.train(own, range(5))
         saved = [None, copy.deepcopy((run.module.state_dict(), run.optimizer.state_dict()))]
         dist.broadcast_object_list(saved, dist.get_world_size() - 1)
         run.train(own, range(5, 9))
         torch.manual_seed(7)
-        resumed = Run(make)
-        model, optimizer = saved[1]
-        resumed.module.load_state_dict(model)
-        resumed.optimizer.load_state_dict(optimizer)
-        resumed.train(own, range(5, 9))
-        for a, b in zip(run.weights(), resumed.weights(), strict=True):
-            assert torch.equal(a, b)
+        resumed = Run("copies", make)
+        resumed.load(*saved[1]).train(own, range(5, 9))
+        assert_close(run, resumed, atol=0)
         assert_alike(resumed)
 
 
-@check
+@check("copies")
 def resume_on_another_number_of_ranks() -> None:
+    data = {"alone": batch, "copies": own}
     for make in EXACT.values():
-        straight = Run(make, alone=True).train(batch, range(9))
-        for first, second in ((True, False), (False, True)):
-            run = Run(make, alone=first).train(batch if first else own, range(5))
-            resumed = Run(make, alone=second)
-            resumed.module.load_state_dict(run.module.state_dict())
-            resumed.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-            resumed.train(batch if second else own, range(5, 9))
-            assert_close(resumed, straight)
-    alone = Run(SAMPLED["KFACSGD"], alone=True).train(batch, range(3))
-    run = Run(SAMPLED["KFACSGD"])
-    run.optimizer.load_state_dict(alone.optimizer.state_dict())
-    run.module.load_state_dict(alone.module.state_dict())
-    states = [run.optimizer._sampler().get_state()]
-    dist.broadcast(first := states[0].clone(), 0)
-    assert torch.equal(first, states[0]) == (dist.get_rank() == 0)
+        straight = alone(make).train(batch, range(9))
+        for first, second in (("alone", "copies"), ("copies", "alone")):
+            run, resumed = Run(first, make).train(data[first], range(5)), Run(second, make)
+            resumed.load(run.module.state_dict(), copy.deepcopy(run.optimizer.state_dict()))
+            assert_close(resumed.train(data[second], range(5, 9)), straight)
+    one, run = alone(SAMPLED["KFACSGD"]).train(batch, range(3)), Run("copies", SAMPLED["KFACSGD"])
+    run.load(one.module.state_dict(), one.optimizer.state_dict())
+    state = run.optimizer._sampler().get_state()
+    assert torch.equal(of_first_rank(state), state) == (dist.get_rank() == 0)
 
 
-# ------------------------------------------------------------------------------------------- what happens to one rank
+@check("shards")
+def resumption_by_get_and_set_state_dict() -> None:
+    for flat in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        first, second = (Run("shards", EXACT["KFACAdamW"], by_layers=True) for _ in range(2))
+        first.train(own, range(5))
+        model, state = copy.deepcopy(get_state_dict(first.model, first.optimizer, options=options))
+        set_state_dict(second.model, second.optimizer, model_state_dict=model, optim_state_dict=state, options=options)
+        assert_close(first.train(own, range(5, 8)), second.train(own, range(5, 8)), atol=0)
 
 
-@check
-def a_gradient_that_is_not_finite_on_one_rank() -> None:
-    run = Run(EXACT["KFACSGD"]).train(own, range(3))
-    before = run.weights()
+def load_from(folder: str, run: Run, **options: Any) -> Run:
+    state = {"model": run.model.state_dict(), "optimizer": state_to_load(run.optimizer, folder)}
+    dcp.load(state, checkpoint_id=folder, **options)
+    return run.load(state["model"], state["optimizer"])
+
+
+def folder_of_all() -> str:
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, 0)
+    return folder[0]
+
+
+@check("shards")
+def checkpoints_resume_on_another_number_of_ranks() -> None:
+    for name in ("KFACSGD", "EKFACSGD", "KFACAdamW"):
+        folder, straight = folder_of_all(), alone(EXACT[name]).train(batch, range(4))
+        first = Run("shards", EXACT[name], by_layers=True).train(own, range(4))
+        dcp.save({"model": first.model.state_dict(), "optimizer": first.optimizer.state_dict()}, checkpoint_id=folder)
+        several = load_from(folder, Run("shards", EXACT[name]))
+        one = load_from(folder, alone(EXACT[name]), no_dist=True)
+        assert several.optimizer.coverage() == one.optimizer.coverage() == straight.optimizer.coverage()
+        straight.train(batch, range(4, 8))
+        assert_close(one.train(batch, range(4, 8)), straight)
+        assert_close(several.train(own, range(4, 8)), straight)
+        # from one process to several
+        again = Run("shards", EXACT[name], by_layers=True)
+        for p, q in zip(again.model.parameters(), straight.module.parameters(), strict=True):
+            p.detach().copy_(distribute_tensor(q.detach(), p.device_mesh, p.placements))
+        again.optimizer.load_state_dict(copy.deepcopy(straight.optimizer.state_dict()))
+        assert again.optimizer.coverage() == straight.optimizer.coverage()
+        assert_close(again.train(own, range(8, 10)), straight.train(batch, range(8, 10)))
+        saved = [again.optimizer.state_dict()]
+        dist.broadcast_object_list(saved, 0)
+        with raises("the state of another rank", "state_to_load") if dist.get_rank() else nullcontext():
+            several.optimizer.load_state_dict(saved[0])
+
+
+def saved_by_all_but_one(make: Callable[..., Any], state_of: Callable[[Run], dict[str, Any]]) -> str:
+    """The folder of a checkpoint of four steps that all ranks but the last took together."""
+    size, folder = dist.get_world_size() - 1, folder_of_all()
+    mesh = DeviceMesh("cpu", list(range(size)))
+    if dist.get_rank() < size:
+        first = Run("shards", make, mesh=mesh)
+        first.train(lambda step: tuple(x[dist.get_rank() :: size] for x in batch(step)), range(4))
+        dcp.save(state_of(first), checkpoint_id=folder, process_group=mesh.get_group())
+    dist.barrier()
+    return folder
+
+
+@check("shards")
+def from_all_ranks_but_one_to_all() -> None:
+    make = EXACT["EKFACSGD"]
+    state_of = lambda run: {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}  # noqa: E731
+    run = load_from(saved_by_all_but_one(make, state_of), Run("shards", make, by_layers=True))
+    assert_close(run.train(own, range(4, 8)), alone(make).train(batch, range(8)))
+
+
+@check("shards")
+def from_some_ranks_to_all_by_get_and_set_state_dict() -> None:
+    make = EXACT["KFACAdamW"]
+    folder = saved_by_all_but_one(
+        make, lambda run: dict(zip(("model", "optimizer"), get_state_dict(run.model, run.optimizer), strict=True))
+    )
+    run = Run("shards", make, by_layers=True)
+    into = {"model": run.model.state_dict(), "optimizer": state_to_load(run.optimizer, folder)}
+    dcp.load(into, checkpoint_id=folder)
+    model, optimizer, options = into["model"], into["optimizer"], StateDictOptions(strict=False)
+    set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options)
+    assert_close(run.train(own, range(4, 8)), alone(make).train(batch, range(8)))
+
+
+# ---------------------------------------------------------------------------------------- what happens to one rank
+
+
+@check("copies", "shards")
+def a_gradient_that_is_not_finite_on_one_rank(kind: str) -> None:
+    run = Run(kind, EXACT["KFACSGD"], by_layers=True).train(own, range(3))
+    before = weights(run)
     x, y = own(3)
-    if dist.get_rank() == 1:
-        x = x * torch.inf
-    run.backward(x, y)
+    run.backward(lambda: run.loss(x * torch.inf if dist.get_rank() else x, y))
     with raises("not finite"):
         run.optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(run.weights(), before, strict=True))
-    assert_alike(run.train(own, range(4, 8)))
+    assert all(torch.equal(a, b) for a, b in zip(weights(run), before, strict=True))
+    run.train(own, range(4, 8))
+    assert all(values.isfinite().all() for values in weights(run))
+    if kind == "copies":
+        assert_alike(run)
 
 
-@check
+@check("copies")
 def curvature_that_is_not_finite_on_one_rank() -> None:
-    run = Run(EXACT["KFACSGD"]).train(own, range(2))
-    run.optimizer.zero_grad()
-    with run.optimizer.curvature():
-        x, y = own(2)
-        run.lossfunc(run.model(x), y).backward()
+    run = Run("copies", EXACT["KFACSGD"]).train(own, range(2))
+    weight = run.module[5].weight
+    run.backward(lambda: run.loss(*own(2)))
     if dist.get_rank() == 1:
-        run.optimizer._accumulation.since_last_step.curvature[run.module[5].weight].sums[0][0, 0] = torch.nan
-    factors = [f.clone() for f in run.optimizer.state[run.module[5].weight]["factors"]]
+        run.optimizer._accumulation.since_last_step.curvature[weight].sums[0][0, 0] = torch.nan
+    factors = [f.clone() for f in run.optimizer.state[weight]["factors"]]
     run.optimizer.step()
-    assert all(
-        torch.equal(a, b) for a, b in zip(run.optimizer.state[run.module[5].weight]["factors"], factors, strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(run.optimizer.state[weight]["factors"], factors, strict=True))
     assert_alike(run.train(own, range(3, 6)))
 
 
-@check
+@check("copies")
 def nothing_received() -> None:
-    run = Run(EXACT["KFACSGD"])
-    stranger = extend(network())
+    run, stranger = Run("copies", EXACT["KFACSGD"]), extend(network())
     x, y = own(0)
-    for strangers in (range(dist.get_world_size()), [1]):
+
+    def plain() -> None:
         run.optimizer.zero_grad()
-        run.lossfunc(run.model(x), y).backward()
+        run.loss(x, y).backward()
+
+    for strangers in (range(dist.get_world_size()), [1]):
+        plain()
         with run.optimizer.curvature():
             run.lossfunc((stranger if dist.get_rank() in strangers else run.module)(x), y).backward()
         with raises("none of this optimizer"):
             run.optimizer.step()
-    run.backward(x[:0], y[:0])
+    run.backward(lambda: run.loss(x[:0], y[:0]))
     with raises("no parameter of this optimizer received curvature"):
         run.optimizer.step()
-    run.optimizer.zero_grad()
-    run.lossfunc(run.model(x), y).backward()
+    plain()
     with raises("no curvature was computed so far", "optimizer.curvature()"):
         run.optimizer.step()
     assert_alike(run.train(own, range(3)))
 
 
-@check
+@check("shards")
+def steps_without_curvature() -> None:
+    run = Run("shards", EXACT["KFACSGD"])
+    with backpack():
+        run.backward(lambda: run.loss(*own(0)))
+    before = weights(run)
+    with warned() as said:
+        run.optimizer.step()
+    assert ["takes plain gradients" in message for message in said] == [True]
+    assert not any(torch.equal(p, old) for p, old in zip(weights(run), before, strict=True))
+    run.train(own, range(2))
+    assert "none" not in run.optimizer.coverage().values()
+
+
+@check("copies")
 def ranks_in_different_states() -> None:
-    run = Run(EXACT["KFACSGD"]).train(own, range(5))
+    run, fresh, one = (
+        Run("copies", EXACT["KFACSGD"]).train(own, range(5)),
+        *(Run("copies", EXACT["KFACSGD"]) for _ in "ab"),
+    )
     state = copy.deepcopy(run.optimizer.state_dict())
     assert min(state["param_groups"][0]["run"]["due"]) > 5
-    fresh = Run(EXACT["KFACSGD"])
     if dist.get_rank() == 0:
         fresh.optimizer.load_state_dict(state)
-    fresh.backward(*own(5))
+    fresh.backward(lambda: fresh.loss(*own(5)))
     with raises("not in the same state", "load the same checkpoint", "process_group"):
         fresh.optimizer.step()
-    one = Run(EXACT["KFACSGD"])
-    one.backward(*own(0))
+    one.backward(lambda: one.loss(*own(0)))
     if dist.get_rank() == 1:
         one.module.zero_grad()
     with raises("not in the same state", "'gradients'"):
         one.optimizer.step()
 
 
-@check
+@check("copies")
 def rates_and_parameters_that_differ() -> None:
+    make = lambda p: KFACSGD(p, lr=0.1 if dist.get_rank() else 0.2, fisher="exact")  # noqa: E731
     with raises("not in the same state", "'lr': [0.1]" if dist.get_rank() else "'lr': [0.2]"):
-        Run(lambda p: KFACSGD(p, lr=0.1 if dist.get_rank() else 0.2, fisher="exact")).train(own, range(3))
-    drifting = Run(EXACT["KFACSGD"])
+        Run("copies", make).train(own, range(3))
+    run = Run("copies", EXACT["KFACSGD"])
     with raises("the ranks' parameters differ", "DistributedDataParallel"):
-        for step in range(6):
-            x, y = own(step)
-            drifting.optimizer.zero_grad()
-            with drifting.optimizer.curvature():
-                drifting.lossfunc(drifting.module(x), y).backward()
-            drifting.optimizer.step()
+        run.train(own, range(6), lambda x, y: run.lossfunc(run.module(x), y))
 
 
-@check
+@check("copies")
 def a_rank_that_leaves_out_a_step() -> None:
     """All may, as they do where a scaler finds an overflow."""
-    run = Run(lambda p: KFACSGD(p, fisher="exact", curvature_every=1))
+    run = Run("copies", lambda p: KFACSGD(p, fisher="exact", curvature_every=1))
     for step in range(4):
-        run.backward(*own(step))
+        run.backward(lambda step=step: run.loss(*own(step)))
         if step != 1:
             run.optimizer.step()
     assert_alike(run)
-    run.backward(*own(4))
+    run.backward(lambda: run.loss(*own(4)))
     with raises("not in the same state", f"'step': {3 if dist.get_rank() else ''}"):
         if dist.get_rank() == 0:
             run.optimizer.zero_grad()
@@ -822,10 +1174,10 @@ def a_rank_that_leaves_out_a_step() -> None:
             run.optimizer.step()
 
 
-@check
+@check("copies")
 def parameters_of_different_kinds() -> None:
-    run = Run(EXACT["KFACSGD"])
-    run.backward(*own(0))
+    run = Run("copies", EXACT["KFACSGD"])
+    run.backward(lambda: run.loss(*own(0)))
     curvature = run.optimizer._accumulation.since_last_step.curvature[run.module[7].weight]
     if dist.get_rank() == 1:
         curvature.sums, curvature.of_input = [curvature.sums[0]], None
@@ -834,26 +1186,57 @@ def parameters_of_different_kinds() -> None:
     assert_alike(run.train(own, range(2)))
 
 
-@check
+@check("copies")
 def groups() -> None:
     rank = dist.get_rank()
-    run = Run(EXACT["KFACSGD"], alone=True).train(batch, range(rank, 4))  # not equally often
-    twin = copy.deepcopy(run.optimizer)
-    assert twin.process_group is None
+    run = alone(EXACT["KFACSGD"]).train(batch, range(rank, 4))  # not equally often
+    assert copy.deepcopy(run.optimizer).process_group is None
     for ranks in ([0, 1], [1]):
         group = dist.new_group(ranks)
         if rank in ranks:
-            together = Run(EXACT["KFACSGD"], process_group=group)
+            together = Run("copies", EXACT["KFACSGD"], process_group=group)
             together.optimizer.process_group = group
             size, start = len(ranks), ranks.index(rank)
             together.train(lambda step: tuple(each[start::size] for each in batch(step)), range(5))  # noqa: B023
-            assert_close(together, Run(EXACT["KFACSGD"], alone=True).train(batch, range(5)))
+            assert_close(together, alone(EXACT["KFACSGD"]).train(batch, range(5)))
 
 
-# --------------------------------------------------------------------------------------------------- sharded parameters
+# ------------------------------------------------------------------------------------------------ what is refused
 
 
-@check
+@check("shards")
+def what_is_refused() -> None:
+    run = Run("shards", EXACT["KFACSGD"]).train(own, range(1))
+    x, y = own(1)
+    for extension in (BatchGrad(), KFAC()):
+        with raises("fully_shard", "DistributedDataParallel", "sharded over ranks"), backpack(extension):
+            cross_entropy(run.model(x), y).backward()
+    assert not any(hasattr(p, "grad_batch") or hasattr(p, "kfac") for p in run.model.parameters())
+    if hasattr(run.model, "reset_iter_state"):
+        run.model.reset_iter_state()
+    new = Run("shards", EXACT["KFACSGD"])
+    loss = new.loss(x, y)
+    new.model[0].stride = (1, 1) if dist.get_rank() else (2, 2)
+    with warned() as said:
+        loss.backward()
+    why = "an attribute of the module was changed" if dist.get_rank() else "refused on another rank"
+    assert any("takes plain gradients" in message and why in message for message in said)
+    new.model[0].stride = (2, 2)
+    new.train(own, range(2))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with raises("is not sharded, but other parameters are"):
+        KFACSGD([nn.Parameter(torch.ones(2)), *run.model.parameters()])
+    if dist.get_world_size() == 2:
+        single = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        for group, said in ((None, "process_group is None"), (single, "set optimizer.process_group")):
+            other = KFACSGD(shard(network(), mesh=mesh).parameters())
+            other.process_group = group
+            with raises(said):
+                other.step()
+    run.train(own, range(1, 3))
+
+
+@check("copies")
 def sharded_parameters_are_refused() -> None:
     words = ("fully_shard", "DistributedDataParallel", "sharded over ranks")
     lossfunc, mesh = extend(nn.MSELoss()), init_device_mesh("cpu", (dist.get_world_size(),))
@@ -882,12 +1265,12 @@ def sharded_parameters_are_refused() -> None:
         HessianFree(layers[1].parameters())
 
 
-def main(checks: dict[str, Callable[[], None]], path: str, *names: str) -> None:
+def main(path: str, *names: str) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=3))
     results: dict[str, str] = {}
-    for name in names or checks:
+    for name in names or CHECKS:
         try:
-            checks[name]()
+            CHECKS[name]()
             results[name] = ""
         except BaseException:
             results[name] = traceback.format_exc()
@@ -896,3 +1279,9 @@ def main(checks: dict[str, Callable[[], None]], path: str, *names: str) -> None:
         if results[name]:
             os._exit(1)  # the other ranks may wait for this one
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    # as where samples are looked for in vain
+    warnings.simplefilter("error", CurvoptWarning)
+    main(*sys.argv[1:])

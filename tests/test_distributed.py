@@ -1,6 +1,6 @@
 """Several processes take the step of one, with copies of the model and with models that ``fully_shard`` divides.
 
-``torchrun`` runs the checks of ``distributed_worker.py`` and ``sharded_worker.py``.
+``torchrun`` runs the checks of ``distributed_worker.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
-from sharded_worker import ALL
+from distributed_worker import CHECKS
 
 from curvopt.distributed import divide
 
@@ -22,24 +22,24 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 #: On four ranks slices are uneven, some are empty, and a mesh has two dimensions.
 OF_FOUR = [
-    "parts_of_a_batch_are_the_batch",
-    "unequal_and_empty_batches",
-    "from_all_ranks_but_one_to_all",
-    "from_some_ranks_to_all_by_get_and_set_state_dict",
-    "replicas_of_shards",
-    "replicated unequal_and_empty_batches",
-    "replicated parameters_that_some_ranks_do_not_use",
-    "replicated each_matrix_is_factored_on_one_rank",
-    "replicated groups",
+    "shards parts_of_a_batch_are_the_batch",
+    "shards unequal_and_empty_batches",
+    "shards from_all_ranks_but_one_to_all",
+    "shards from_some_ranks_to_all_by_get_and_set_state_dict",
+    "shards replicas_of_shards",
+    "copies unequal_and_empty_batches",
+    "copies parameters_that_some_ranks_do_not_use",
+    "copies each_matrix_is_factored_on_one_rank",
+    "copies groups",
 ]
-OF_TWO = [name for name in ALL if not name.startswith(("from_all_ranks", "from_some_ranks"))]
+OF_TWO = [name for name in CHECKS if not name.startswith(("shards from_all_ranks", "shards from_some_ranks"))]
 
 
 @pytest.mark.slow(reason="processes that train wait for each other, dozens of times")
 @pytest.mark.parametrize(("ranks", "checks"), [(2, OF_TWO), (4, OF_FOUR)], ids=["two", "four"])
 def test_ranks_together(ranks: int, checks: list[str], tmp_path: Path) -> None:
     """All in one run, as processes take longer to start than to train."""
-    worker = Path(__file__).with_name("sharded_worker.py")
+    worker = Path(__file__).with_name("distributed_worker.py")
     path = os.pathsep.join([str(worker.parents[1]), os.environ.get("PYTHONPATH", "")])
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(worker)]
     done = subprocess.run(
