@@ -174,19 +174,6 @@ def test_a_loss_of_ones_own():
     check(mlp(), extend(Cubes(), loss=True), torch.randn(3, 4), torch.zeros(3, 3), [KFLR(), DiagGGNMC()], raises=True)
 
 
-def test_shared_positions_and_reused_modules():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.inner(torch.tanh(self.inner(x))).mean(1))
-
-    fields = [BatchGrad(), KFLR(), KFAC(approx="reduce"), HMP(), GGNMP()]
-    check(Twice(), nn.CrossEntropyLoss(), *batch(3, 2, 4), fields, raises=True)
-
-
 def test_images_with_channels_last():
     model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Tanh(), nn.Conv2d(2, 3, 2), nn.AvgPool2d(3), nn.Flatten())
     model, (x, y) = model.to(memory_format=torch.channels_last), batch(3, 2, 6, 6)
@@ -252,23 +239,26 @@ def test_what_cannot_be_checked_is_refused(monkeypatch):
         def update(self, total: None, chunk: Chunk) -> Tensor:
             return chunk.jacobian.norms2()
 
-    with pytest.raises(CurvoptError, match="no definition of 'own' is known"):
-        check(mlp(), nn.CrossEntropyLoss(), x, y, [Own()])
-    with pytest.raises(CurvoptError, match="got no extensions"):
-        check(mlp(), nn.CrossEntropyLoss(), x, y, [])
-    with pytest.raises(CurvoptError, match="one tensor as the model's input, got tuple"):
-        check(mlp(), nn.CrossEntropyLoss(), (x, x), y, [KFAC()])
-    with pytest.raises(CurvoptError, match="one tensor as the model's output, got tuple; wrap"):
-        check(nn.LSTM(4, 3), lambda z, y: nn.functional.mse_loss(z[0], y), x[None], torch.zeros(1, 3, 3), [BatchGrad()])
-    with pytest.raises(CurvoptError, match="no parameter that requires a gradient"):
-        check(mlp().requires_grad_(False), nn.CrossEntropyLoss(), x, y, [BatchGrad()])
-    with pytest.raises(CurvoptError, match=r"the loss has shape \[3\].*reduction='mean' or 'sum'"):
-        check(mlp(), nn.CrossEntropyLoss(reduction="none"), x, y, [BatchGrad()])
-    with pytest.raises(CurvoptError, match=r"1 \(BatchNorm1d\) mixes the samples in train mode; call model.eval"):
-        check(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), nn.CrossEntropyLoss(), x, y, [KFAC()])
+    ce, lstm, grad = nn.CrossEntropyLoss(), nn.LSTM(4, 3), [BatchGrad()]
+    first_output = lambda z, y: F.mse_loss(z[0], y)  # noqa: E731
+    norm = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    for arguments, message in (
+        ((mlp(), ce, x, y, [Own()]), "no definition of 'own' is known"),
+        ((mlp(), ce, x, y, []), "got no extensions"),
+        ((mlp(), ce, (x, x), y, [KFAC()]), "one tensor as the model's input, got tuple"),
+        (
+            (lstm, first_output, x[None], torch.zeros(1, 3, 3), grad),
+            "one tensor as the model's output, got tuple; wrap",
+        ),
+        ((mlp().requires_grad_(False), ce, x, y, grad), "no parameter that requires a gradient"),
+        ((mlp(), nn.CrossEntropyLoss(reduction="none"), x, y, grad), r"has shape \[3\].*reduction='mean' or 'sum'"),
+        ((norm, ce, x, y, [KFAC()]), r"1 \(BatchNorm1d\) mixes the samples in train mode; call model.eval"),
+    ):
+        with pytest.raises(CurvoptError, match=message):
+            check(*arguments)
+    monkeypatch.setattr("curvopt.testing.checking.JACOBIAN_LIMIT", 100)
     with pytest.raises(CurvoptError, match=r"samples, a smaller network"):
-        monkeypatch.setattr("curvopt.testing.checking.JACOBIAN_LIMIT", 100)
-        check(mlp(), nn.CrossEntropyLoss(), x, y, [DiagGGNExact()])
+        check(mlp(), ce, x, y, [DiagGGNExact()])
 
 
 def test_a_model_that_changes_with_every_forward_is_refused():
