@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import curvopt
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
@@ -49,15 +48,6 @@ def test_messages_have_at_most_three_sentences():
     assert not long, "\n".join(f"{where}: {text}" for where, text in long.items())
 
 
-def small() -> nn.Linear:
-    return extend(nn.Linear(4, 3))
-
-
-class OnePerSample(nn.Module):
-    def forward(self, z, t):
-        return ((z - t) ** 2).sum(1)
-
-
 def test_batch_norm_without_running_statistics_is_not_told_to_go_to_eval_mode():
     norm = nn.BatchNorm1d(5, track_running_stats=False)
     model = extend(nn.Sequential(nn.Linear(4, 5), norm, nn.Linear(5, 3))).eval()
@@ -70,7 +60,7 @@ def test_batch_norm_without_running_statistics_is_not_told_to_go_to_eval_mode():
 @pytest.mark.parametrize("loss", [F.cross_entropy, lambda z, y: F.mse_loss(z, torch.ones_like(z))])
 @pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact, DiagHessian])
 def test_batch_norm_in_the_loss_mixes_the_samples_of_all_layers(extension, loss):
-    model = small()
+    model = extend(nn.Linear(4, 3))
     with pytest.raises(CurvoptError, match="independent samples"), backpack(extension()):
         loss(F.batch_norm(model(X), None, None, training=True), Y).backward()
     with backpack(KFAC()):
@@ -81,7 +71,11 @@ def test_batch_norm_in_the_loss_mixes_the_samples_of_all_layers(extension, loss)
 
 
 def test_an_own_loss_with_a_number_for_each_sample_is_read_off_the_graph():
-    model, loss = small().double(), extend(OnePerSample(), loss=True)
+    class OnePerSample(nn.Module):
+        def forward(self, z, t):
+            return ((z - t) ** 2).sum(1)
+
+    model, loss = extend(nn.Linear(4, 3)).double(), extend(OnePerSample(), loss=True)
     x, t = X.double(), torch.zeros(5, 3, dtype=torch.float64)
     with backpack(DiagGGNExact()):
         loss(model(x), t).mean().backward()
@@ -91,22 +85,15 @@ def test_an_own_loss_with_a_number_for_each_sample_is_read_off_the_graph():
     torch.testing.assert_close(found, model.weight.diag_ggn_exact)
 
 
-def test_a_reentrant_checkpoint_names_the_other_kind():
-    net = extend(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)))
-    with pytest.raises(CurvoptError, match="use_reentrant=False"), backpack(BatchGrad()):
-        F.cross_entropy(net[2](checkpoint(net[1], net[0](X), use_reentrant=True)), Y).backward()
-
-
 @pytest.mark.parametrize("vocabulary", [10, 200])
 def test_many_columns_are_announced(vocabulary):
     model = extend(nn.Sequential(nn.Embedding(vocabulary, 2), nn.Linear(2, vocabulary)))
     ids = torch.randint(vocabulary, (1, 8))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CurvoptWarning)
-        with backpack(DiagGGNExact()):
-            F.cross_entropy(model(ids).transpose(1, 2), ids).backward()
-        with backpack(DiagGGNMC()):
-            F.cross_entropy(model(ids).transpose(1, 2), ids).backward()
+        for extension in (DiagGGNExact(), DiagGGNMC()):
+            with backpack(extension):
+                F.cross_entropy(model(ids).transpose(1, 2), ids).backward()
     said = [str(warning.message) for warning in caught]
     assert [f"{8 * (vocabulary - 1):,} columns" in message for message in said] == [True] * (vocabulary > 100)
 
