@@ -92,12 +92,9 @@ def test_product_of_factors_that_are_not_square(columns: tuple[int, ...]) -> Non
     torch.testing.assert_close(kfac_mat_prod(factors)(x), kfacs_to_mat(factors) @ x)
 
 
-def test_product_refuses_other_sizes() -> None:
+def test_product_refuses_other_sizes_and_another_precision() -> None:
     with pytest.raises(ValueError, match=r"12 rows, got \(11,\)"):
         kfac_mat_prod([psd(3), psd(4)])(torch.ones(11, dtype=torch.float64))
-
-
-def test_product_refuses_another_precision() -> None:
     with pytest.raises(RuntimeError, match="dtype|scalar type"):
         kfac_mat_prod([psd(3), psd(4)])(torch.ones(12))
 
@@ -132,13 +129,6 @@ def test_pi_damping_splits_the_damping_by_the_mean_eigenvalues(name: str) -> Non
         return factor.mean() if factor.ndim == 1 else torch.linalg.eigvalsh(factor).mean(-1)
 
     torch.testing.assert_close(shift_a / mean_eigenvalue(a), shift_b / mean_eigenvalue(b))
-
-
-@pytest.mark.parametrize("name", ["weight", "embedding", "grouped"])
-def test_scale_may_move_from_one_factor_to_the_other(name: str) -> None:
-    b, a = FACTORS[name]()
-    damped = [inv_kfacs(pair, pi_damping(pair, 0.1)) for pair in ([b, a], [b * 7, a / 7])]
-    torch.testing.assert_close(kfacs_to_mat(damped[0]), kfacs_to_mat(damped[1]))
 
 
 def test_pi_damping_of_dead_factors_is_finite() -> None:
@@ -259,11 +249,6 @@ def test_inverses_without_shift_are_pseudo_inverses(rank: int, dtype: torch.dtyp
     torch.testing.assert_close(inv_kfacs([matrix])[0].double(), expected, rtol=tolerance, atol=tolerance)
     diagonal = torch.tensor([0.0, 2.0, 0.5], dtype=dtype) * rank
     assert torch.equal(inv_kfacs([diagonal])[0], torch.linalg.pinv(torch.diag(diagonal)).diagonal())
-
-
-def test_singular_without_shift_is_finite() -> None:
-    for factor in (psd(6, rank=2), torch.tensor([0.0, 1.0], dtype=torch.float64), torch.zeros(3, 3)):
-        assert inv_kfacs([factor])[0].isfinite().all()
 
 
 @pytest.mark.parametrize("name", FACTORS)
