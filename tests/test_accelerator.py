@@ -21,9 +21,8 @@ FILES = (
 ABSENT = "sparse or large_vocabulary or flash_attention or packed or two_processes or autocast"
 #: ... tests that are long or whose subject is another one (statistics, memory, ways to call), ...
 LEFT_OUT = (
-    "every_quantity or sampled or retained or grows or survives or copies or in_half_precision or more_samples or "
-    "averaged_factors_of or other_ways or nothing_replaced or number_of_columns or fields_of_nets or closures or "
-    "options_that"
+    "every_quantity or sampled or retained or grows or survives or in_half_precision or averaged_factors_of or "
+    "other_ways or number_of_columns or fields_of_nets or closures or options_that"
 )
 #: ... and of the tests of optimizers the few that are about numbers; their steps are in `on_device.py`.
 OF_OPTIMIZERS = (
