@@ -14,31 +14,18 @@ from typing import Any
 
 import matplotlib.image
 import numpy as np
-import PIL.Image
 import pytest
+import torch
 
 from experiments.config import Config
 from experiments.metrics import read_metrics
 from experiments.optimizers import OPTIMIZERS, OptimizerConfig
 from experiments.train import train
+from experiments.training import Training
 
 REPOSITORY = Path(__file__).parents[1]
 EPOCHS = 3
 RESUMED = {"schedule": "cosine", "warmup": 5, "augment": True}  # settings that a resumed run has to find again
-
-
-@pytest.fixture
-def pictures() -> None:
-    """Named by tests that look at the pictures of a training."""
-
-
-@pytest.fixture(autouse=True)
-def pictures_only_where_looked_at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw nothing elsewhere: pictures take a second for each run."""
-    if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("experiments.plots.plot_curves", lambda runs, title, out: out.touch())
-        monkeypatch.setattr("experiments.plots.plot_layers", lambda rows, title, out: out.touch())
-        monkeypatch.setattr("experiments.tracking._heat_map", lambda rows: PIL.Image.new("RGB", (2, 2)))
 
 
 def run(out: Path, optimizer: str | OptimizerConfig = "sgd", **settings) -> Path:
@@ -125,3 +112,15 @@ def wandb_run(out: Path) -> tuple[str, dict[int, dict[str, Any]], list[Any]]:
             row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             history[row["_step"]] = row
     return name, history, records
+
+
+def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C when so many steps are done."""
+    whole = Training.step
+
+    def interrupted(self: Training, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
+        if self.done == step:
+            raise KeyboardInterrupt
+        return whole(self, x, y)
+
+    monkeypatch.setattr(Training, "step", interrupted)

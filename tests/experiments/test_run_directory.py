@@ -17,8 +17,7 @@ from training_runs import (
     RESUMED,
     curve,
     environment,
-    pictures,  # noqa: F401
-    pictures_only_where_looked_at,  # noqa: F401
+    interrupt_at,
     run,
     wandb_run,
 )
@@ -27,7 +26,6 @@ from experiments import checkpoints
 from experiments.config import Config, SettingsError
 from experiments.optimizers import OPTIMIZERS
 from experiments.train import main, train
-from experiments.training import Training
 
 KILLED = """
 import io, os, signal, sys, torch
@@ -84,14 +82,7 @@ def test_every_optimizer_goes_on_bit_for_bit(optimizer: str, tmp_path: Path, mon
         **RESUMED,
     )
     train(replace(config, out=tmp_path / "whole"))
-    step = Training.step
-
-    def interrupted(self: Training, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
-        if self.done == 8:
-            raise KeyboardInterrupt
-        return step(self, x, y)
-
-    monkeypatch.setattr(Training, "step", interrupted)
+    interrupt_at(8, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         train(replace(config, out=tmp_path / "stopped", save_every=3))
     monkeypatch.undo()
@@ -204,14 +195,7 @@ def test_a_broken_checkpoint_does_not_take_the_place_of_the_one_before(tmp_path:
 def test_an_interrupted_run_speaks_of_a_checkpoint_only_if_there_is_one(
     at: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Training.step
-
-    def interrupted(self: Training, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
-        if self.done == at:
-            raise KeyboardInterrupt
-        return step(self, x, y)
-
-    monkeypatch.setattr(Training, "step", interrupted)
+    interrupt_at(at, monkeypatch)
     arguments = ["--problem", "digits-mlp", "--save-every", "5", "--wandb", "disabled", "--out", str(tmp_path), "sgd"]
     monkeypatch.setattr("sys.argv", ["train", *arguments])
     with pytest.raises(SystemExit, match=message):

@@ -14,8 +14,6 @@ import torch
 import yaml
 from training_runs import (
     environment,
-    pictures,  # noqa: F401
-    pictures_only_where_looked_at,  # noqa: F401
     require_picture,
     run,
 )

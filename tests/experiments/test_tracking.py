@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from training_runs import (
     command,
-    pictures,  # noqa: F401
-    pictures_only_where_looked_at,  # noqa: F401
     run,
     wandb_run,
 )

@@ -15,8 +15,6 @@ from training_runs import (
     EPOCHS,
     command,
     losses,
-    pictures,  # noqa: F401
-    pictures_only_where_looked_at,  # noqa: F401
     require_picture,
     run,
 )
