@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from compat.clients import importing
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
@@ -168,40 +169,32 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-@pytest.mark.parametrize("name", ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"])
-def test_quantities_of_gradients_go_through_batch_norm(name: str):
-    extension, model = (
-        getattr(imported("extensions"), name)(),
-        extend(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))),
-    )
-    with pytest.warns(curvopt.CurvoptWarning, match="row n's part of the gradient"), imported().backpack(extension):
-        model(torch.randn(4, 3)).square().sum().backward()
-    assert hasattr(model[0].weight, extension.savefield)
+def test_quantities_of_gradients_go_through_batch_norm():
+    for name in ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"):
+        extension = getattr(imported("extensions"), name)()
+        model = extend(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+        with pytest.warns(curvopt.CurvoptWarning, match="row n's part of the gradient"), imported().backpack(extension):
+            model(torch.randn(4, 3)).square().sum().backward()
+        assert hasattr(model[0].weight, extension.savefield)
 
 
-@pytest.mark.parametrize("name", ["GGNMP", "HMP"])
-def test_products_are_those_of_the_whole_batch_where_batch_norm_mixes_it(name: str):
+def test_products_are_those_of_the_whole_batch_where_batch_norm_mixes_it():
     from backpack import backpack
+    from backpack.extensions import GGNMP, HMP, BatchDiagGGNExact
     from backpack.hessianfree.ggnvp import ggn_vector_product_from_plist, hessian_vector_product
 
     model = extend(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double())
-    x, y, extension = torch.randn(5, 3).double(), torch.arange(5) % 3, getattr(imported("extensions"), name)()
-    with backpack(extension):
-        nn.functional.cross_entropy(model(x), y).backward()
+    x, y = torch.randn(5, 3).double(), torch.arange(5) % 3
+    with backpack(GGNMP(), HMP()):
+        F.cross_entropy(model(x), y).backward()
     for p in model.parameters():
         v, outputs = torch.randn_like(p), model(x)
-        loss = nn.functional.cross_entropy(outputs, y)
-        products = {
-            "GGNMP": lambda loss=loss, z=outputs, p=p, v=v: ggn_vector_product_from_plist(loss, z, [p], [v]),
-            "HMP": lambda loss=loss, p=p, v=v: hessian_vector_product(loss, [p], [v]),
-        }
-        assert_close(getattr(p, extension.savefield)(v), products[name]()[0])
-    with pytest.raises(curvopt.CurvoptError, match="batch norm mixes"), backpack(extension, *_also()):
-        nn.functional.cross_entropy(model(x), y).backward()
-
-
-def _also() -> list[Any]:
-    return [imported("extensions").BatchDiagGGNExact()]
+        loss = F.cross_entropy(outputs, y)
+        assert_close(p.ggnmp(v), ggn_vector_product_from_plist(loss, outputs, [p], [v])[0])
+        assert_close(p.hmp(v), hessian_vector_product(loss, [p], [v])[0])
+    for product in (GGNMP(), HMP()):
+        with pytest.raises(curvopt.CurvoptError, match="batch norm mixes"), backpack(product, BatchDiagGGNExact()):
+            F.cross_entropy(model(x), y).backward()
 
 
 @pytest.mark.parametrize(
@@ -232,13 +225,8 @@ def test_extensions_of_ones_own():
 # ----------------------------------------------------------------------------------------------- the import by itself
 
 
-def run(*lines: str, path: Path | None = None) -> subprocess.CompletedProcess:
-    command = [
-        sys.executable,
-        "-c",
-        "\n".join([f"import sys; sys.path.insert(0, {str(path)!r})"] * bool(path) + [*lines]),
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def run(*lines: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
 
 
 def test_the_import_serves_and_may_be_repeated():
@@ -255,7 +243,7 @@ def test_the_import_serves_and_may_be_repeated():
 def test_the_import_says_if_it_comes_too_late(tmp_path: Path):
     (tmp_path / "backpack").mkdir()
     (tmp_path / "backpack" / "__init__.py").touch()
-    done = run("import backpack, curvopt.as_backpack", path=tmp_path)
+    done = run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})", "import backpack, curvopt.as_backpack")
     assert "ImportError: curvopt.as_backpack: backpack was imported before, from" in done.stderr
     assert str(tmp_path) in done.stderr
 
@@ -295,7 +283,7 @@ def test_what_is_refused_is_an_error_of_backpacks_kind():
     model = extend(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
     for kind in (NotImplementedError, curvopt.CurvoptError):
         with pytest.raises(kind, match=r"1 \(LayerNorm\): kfra is defined"), backpack(KFRA()):
-            nn.functional.mse_loss(model(torch.randn(3, 2)), torch.zeros(3, 2)).backward()
+            F.mse_loss(model(torch.randn(3, 2)), torch.zeros(3, 2)).backward()
     with pytest.raises(ZeroDivisionError), backpack(KFRA()):
         1 / 0  # noqa: B018
 
@@ -344,12 +332,16 @@ def test_modules_compute_what_they_are_called():
     from backpack.custom_module.scale_module import ScaleModule
     from backpack.custom_module.slicing import Slicing
 
+    class Second(nn.Module):
+        def forward(self, *inputs: Tensor) -> Tensor:
+            return inputs[1]
+
     x = torch.randn(2, 3, 4)
     f, g = nn.Linear(4, 4), nn.Tanh()
     for module, expected in (
         (Parallel(f, g), f(x) + g(x)),
-        (Parallel(f, g, merge_module=ReduceTupleOfArguments(1)), g(x)),
-        (Pad([1, 2], value=3.0), nn.functional.pad(x, [1, 2], value=3.0)),
+        (Parallel(f, g, merge_module=Second()), g(x)),
+        (Pad([1, 2], value=3.0), F.pad(x, [1, 2], value=3.0)),
         (Permute(0, 2, 1), x.permute(0, 2, 1)),
         (Permute(1, 2, init_transpose=True), x.transpose(1, 2)),
         (ScaleModule(0.5), x / 2),
@@ -358,15 +350,6 @@ def test_modules_compute_what_they_are_called():
     ):
         assert_close(module(x), expected)
     assert ReduceTuple(1)((x, 3)) == 3 and torch.equal(SumModule()(x, x, x), 3 * x)
-
-
-class ReduceTupleOfArguments(nn.Module):
-    def __init__(self, index: int):
-        super().__init__()
-        self.index = index
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return args[self.index]
 
 
 def test_modules_refuse_what_backpack_refuses():
