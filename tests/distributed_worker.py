@@ -120,6 +120,10 @@ def shard(model: nn.Module, by_layers: bool = False, **options: Any) -> nn.Modul
     return fully_shard(model, **options)
 
 
+#: What is done in which order before a training: a model is extended, wrapped, or attached to its optimizer.
+ORDER = {"alone": "extend", "copies": "extend wrap", "shards": "wrap attach"}
+
+
 class Run:
     """A model and its optimizer: in this process ``alone``, or on all ranks, which have ``copies`` or ``shards`` of it.
 
@@ -132,25 +136,30 @@ class Run:
         make: Callable[..., Any],
         net: Callable[[], nn.Module] = network,
         by_layers: bool = False,
+        order: str = "",
         **options: Any,
     ) -> None:
-        self.kind, self.lossfunc = kind, nn.CrossEntropyLoss()
+        self.order, self.lossfunc, self.backwards = order or ORDER[kind], nn.CrossEntropyLoss(), 0
         self.module = self.model = net()
-        if kind == "shards":
-            shard(self.model, by_layers, **options)
-        else:
-            extend(self.module), extend(self.lossfunc)
-        if kind == "copies":
-            self.model = DistributedDataParallel(self.module, **options)
-        self.optimizer = make(self.model.parameters())
-        if kind == "shards":
-            self.optimizer.attach(self.model, self.lossfunc)
+        self.optimizer: Any = None
+        for action in self.order.split():
+            if action == "extend":
+                extend(self.model), extend(self.lossfunc)
+            elif action == "attach":
+                self.optimizer = make(self.model.parameters())
+                self.optimizer.attach(self.model, self.lossfunc)
+            elif kind == "copies":
+                self.model = DistributedDataParallel(self.module, **options)
+            else:
+                shard(self.model, by_layers, **options)
+        if self.optimizer is None:
+            self.optimizer = make(self.model.parameters())
         if kind == "alone":
             self.optimizer.process_group = None
 
     def context(self) -> AbstractContextManager[Any]:
         """In which backwards compute curvature; those of an attached model do so by themselves."""
-        return nullcontext() if self.kind == "shards" else self.optimizer.curvature()
+        return nullcontext() if "attach" in self.order else self.optimizer.curvature()
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.lossfunc(self.model(x), y)
@@ -160,7 +169,8 @@ class Run:
         return cross_entropy(self.model(x), y, reduction="sum") * (dist.get_world_size() / 60)
 
     def backward(self, *losses: Callable[[], Tensor]) -> None:
-        self.optimizer.zero_grad()
+        self.backwards += 1
+        self.optimizer.zero_grad(set_to_none=self.backwards % 2 == 0)
         with self.context():
             for loss in losses:
                 loss().backward()
@@ -458,47 +468,17 @@ def options_of_ddp_and_orders_of_extend() -> None:
         {"static_graph": True, "find_unused_parameters": True, "gradient_as_bucket_view": True},
         {"gradient_as_bucket_view": True, "broadcast_buffers": False},
     ):
-        for order in ("extend first", "extend after", "attach"):
-            model = network()
-            if order == "extend first":
-                extend(model)
-            ddp, lossfunc = DistributedDataParallel(model, **options), nn.CrossEntropyLoss()
-            optimizer = EXACT["KFACSGD"](ddp.parameters())
-            if order == "extend after":
-                extend(ddp), extend(lossfunc)
-            if order == "attach":
-                optimizer.attach(ddp, lossfunc)
-            for step in range(5):
-                x, y = own(step)
-                optimizer.zero_grad(set_to_none=step % 2 == 0)
-                with optimizer.curvature() if order != "attach" else nullcontext():
-                    lossfunc(ddp(x).flatten(1), y).backward()
-                optimizer.step()
-            assert_close(model, one)
+        for order in ("extend wrap", "wrap extend", "wrap attach"):
+            run = Run("copies", EXACT["KFACSGD"], order=order, **options)
+            run.train(own, range(5), lambda x, y: run.lossfunc(run.model(x).flatten(1), y))  # noqa: B023
+            assert_close(run, one)
 
 
 @check("shards")
 def extended_or_attached_before() -> None:
     one = alone(EXACT["KFACSGD"]).train(batch, range(5))
-    for order in ("extend", "attach"):
-        model, lossfunc = network(), nn.CrossEntropyLoss()
-        optimizer = EXACT["KFACSGD"](model.parameters())
-        if order == "attach":
-            optimizer.attach(model, lossfunc)
-        else:
-            extend(model), extend(lossfunc)
-        shard(model, by_layers=True)
-        if order == "extend":
-            optimizer = EXACT["KFACSGD"](model.parameters())
-        for step in range(5):
-            x, y = own(step)
-            optimizer.zero_grad()
-            model.zero_grad()
-            loss = lossfunc(model(x), y)
-            with optimizer.curvature():
-                loss.backward()
-            optimizer.step()
-        assert_close(model, one)
+    for order in ("extend wrap", "attach wrap"):
+        assert_close(Run("shards", EXACT["KFACSGD"], by_layers=True, order=order).train(own, range(5)), one)
 
 
 @check("shards")
