@@ -61,47 +61,6 @@ def test_the_plain_loop_is_the_loop_with_the_context(make: Callable) -> None:
     assert_equal(plain.weights(), with_context.train(8).weights())
 
 
-def test_functional_losses_need_no_lossfunc() -> None:
-    options = {"fisher": "exact", "dtype": torch.float64}
-    run, other = Run(KFACSGD, **options), attached(KFACSGD, **options)  # pyright: ignore[reportArgumentType]
-    run.optimizer.attach(run.model)
-    for step in range(3):
-        run.optimizer.zero_grad()
-        x, y = run.data(step)
-        nn.functional.cross_entropy(run.model(x), y).backward()
-        run.optimizer.step()
-    train(other, range(3))
-    assert_close(run.weights(), other.weights())
-
-
-def test_a_closure() -> None:
-    plain, closed = attached(KFACSGD), attached(KFACSGD)
-    train(plain, range(5))
-    for step in range(5):
-
-        def closure(step: int = step) -> Tensor:
-            closed.optimizer.zero_grad()
-            loss = closed.loss(step)
-            loss.backward()
-            return loss
-
-        closed.optimizer.step(closure)
-    assert_equal(plain.weights(), closed.weights())
-
-
-@exact_optimizer
-def test_gradient_accumulation(make: Callable) -> None:
-    whole, halves = (attached(make, cnn, dtype=torch.float64) for _ in range(2))
-    train(whole, range(3))
-    for step in range(3):
-        x, y = halves.data(step)
-        halves.optimizer.zero_grad()
-        for part in (slice(None, 32), slice(32, None)):
-            (halves.lossfunc(halves.model(x[part]), y[part]) / 2).backward()
-        halves.optimizer.step()
-    assert_close(whole.weights(), halves.weights())
-
-
 class Tasks(nn.Module):
     """Three heads on a body."""
 
@@ -222,21 +181,6 @@ def test_the_scaler_is_kept_when_modules_are_attached_again() -> None:
             scaler.step(each.optimizer)
             scaler.update()
     assert_equal(run.weights(), again.weights())
-
-
-def test_a_lossfunc_that_is_no_module_is_refused() -> None:
-    model = extend(nn.Linear(5, 3))
-    optimizer = KFACSGD(model.parameters())
-    with pytest.raises(TypeError, match="expected a torch.nn.Module, got function"):
-        optimizer.attach(model, nn.functional.cross_entropy)  # pyright: ignore[reportArgumentType]
-
-    def closure() -> Tensor:  # collects, as if there had been no attach()
-        loss = nn.functional.cross_entropy(model(torch.ones(4, 5)), torch.arange(4) % 3)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert "none" not in optimizer.coverage().values()
 
 
 def test_a_backward_without_curvature_says_what_to_do_and_steps() -> None:
@@ -604,11 +548,9 @@ class ByFunctions(Mixed):
             h = F.linear(x, layer.weight)
             if self.gather == "sparse":
                 x = torch.sparse.mm(self.sparse, h).tanh()
-            elif self.gather == "largest":
+            else:
                 to = self.ends[0][:, None].expand(-1, 6)
                 x = h.new_zeros(20, 6).scatter_reduce(0, to, h[self.ends[1]], "amax", include_self=False)
-            else:
-                x = h.new_zeros(20, 6).index_add(0, self.ends[0], h.index_select(0, self.ends[1])).tanh()
             x = x + layer.bias
         return x
 
@@ -627,25 +569,6 @@ class Spectral(nn.Module):
         return self.last(torch.fft.irfft(h, n=4, dim=1).mean(1))
 
 
-def warnings_of_two_steps(model: nn.Module, x: Tensor, batch_axis: int | None = None) -> tuple[KFACAdamW, str]:
-    optimizer, y = KFACAdamW(model.parameters()), torch.randint(6, (20,))
-    optimizer.attach(model, batch_axis=batch_axis)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", CurvoptWarning)
-        for _ in range(2):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    return optimizer, " ".join(str(w.message) for w in said)
-
-
-@pytest.mark.parametrize("gather", ["sum", "largest", "sparse"])
-def test_rows_that_functions_mix_are_one_sample_where_that_is_declared(gather: str) -> None:
-    optimizer, said = warnings_of_two_steps(ByFunctions(gather), torch.randn(20, 6))
-    assert not said
-    assert list(optimizer.coverage().values())[2] == "kronecker"
-
-
 class Table(nn.Module):
     """Rows of a table that a graph has smoothed, as recommenders use."""
 
@@ -657,20 +580,30 @@ class Table(nn.Module):
         return torch.sparse.mm(self.graph, self.table.weight)[rows]
 
 
-@pytest.mark.parametrize("kind", ["spectral", "normed", "table"])
-def test_what_would_cost_much_by_rows_has_the_curvature_of_one_sample(kind: str) -> None:
-    """Operations without a rule, and weights that are computed from parameters."""
-    normed = nn.utils.parametrizations.weight_norm
-    if kind == "normed":
-        model = nn.Sequential(normed(nn.Linear(6, 60)), nn.Tanh(), normed(nn.Linear(60, 6)))
-    else:
-        model = Spectral() if kind == "spectral" else Table()
-    x = torch.randint(50, (20,)) if kind == "table" else torch.randn(20, 6)
-    optimizer, said = warnings_of_two_steps(model, x)
-    assert not said
+def normed(width: int = 60) -> nn.Module:
+    """Weights that are computed from parameters."""
+    layers = nn.Linear(6, width), nn.Linear(width, 6)
+    first, last = map(nn.utils.parametrizations.weight_norm, layers)
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+@pytest.mark.parametrize(
+    "make", [partial(ByFunctions, "largest"), partial(ByFunctions, "sparse"), Spectral, normed, Table]
+)
+def test_what_has_no_rows_or_would_cost_much_by_rows_is_one_sample_where_that_is_declared(make: Callable) -> None:
+    model, y = make(), torch.randint(6, (20,))
+    x = torch.randint(50, (20,)) if make is Table else torch.randn(20, 6)
+    optimizer = KFACAdamW(model.parameters())
+    optimizer.attach(model, batch_axis=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvoptWarning)
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
     assert "none" not in optimizer.coverage().values()
     with backpack(BatchGrad()):
-        F.cross_entropy(model(x), torch.zeros(20, dtype=torch.long)).backward()
+        F.cross_entropy(model(x), y).backward()
     assert {len(p.grad_batch) for p in model.parameters()} == {1}
 
 
@@ -703,89 +636,50 @@ def test_a_model_that_returns_a_loss_of_all_pairs_is_one_sample(make: Callable) 
     assert losses[-1] < losses[0]
 
 
-def test_a_small_computed_weight_goes_by_rows() -> None:
-    """Also where it has as many rows as the batch."""
-    normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 20))
-    _, said = warnings_of_two_steps(nn.Sequential(normed, nn.Tanh(), nn.Linear(20, 6)), torch.randn(20, 6), 0)
-    assert not said
+def empirical(seeded: torch.Generator) -> Extension:
+    extension = KFACEmpirical()
+    extension.columns = Empirical(seeded)
+    return extension
 
 
-def test_a_generator_is_one_sample_with_its_discriminator() -> None:
-    """Else the loss would have two numbers of samples."""
-    normed = nn.utils.parametrizations.spectral_norm
-    critic = nn.Sequential(normed(nn.Linear(6, 60)), nn.ReLU(), normed(nn.Linear(60, 60)), nn.ReLU(), nn.Linear(60, 1))
-    generator = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 6))
-    optimizers = [KFACSGD(model.parameters(), curvature_every=1) for model in (critic, generator)]
-    optimizers[0].attach(critic, batch_axis=None)
-    optimizers[1].attach(generator)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", CurvoptWarning)
-        for _ in range(3):
-            fake = generator(torch.randn(20, 4))
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            ((1 - critic(torch.randn(20, 6))).relu().mean() + (1 + critic(fake.detach())).relu().mean()).backward()
-            optimizers[0].step()
-            optimizers[1].zero_grad()
-            (-critic(fake).tanh().mean()).backward()
-            optimizers[1].step()
-    assert not said
-    for optimizer in optimizers:
-        assert "none" not in optimizer.coverage().values()
-
-
-def test_sampled_curvature_of_one_sample_averages_to_that_of_rows() -> None:
-    """Products of different rows average to zero, as their targets are drawn independently."""
-    normed = nn.utils.parametrizations.weight_norm
-    net = extend(nn.Sequential(normed(nn.Linear(6, 5)), nn.Tanh(), normed(nn.Linear(5, 4))).double())
-    x, y, seeded = torch.randn(12, 6, dtype=torch.float64), torch.randint(4, (12,)), generator(0)
-
-    def curvature(extension: Extension, one: bool) -> list[Tensor]:
-        context = backpack(extension)
-        context.request = replace(context.request, as_one_sample=one)
-        with context:
-            F.cross_entropy(net(x), y).backward()
-        return [getattr(p, extension.field) for p in net.parameters()]
-
-    expected = curvature(DiagGGNExact(), one=False)
-    draws = [curvature(DiagGGNMC(1, seeded), one=True) for _ in range(300)]
-    for index, diagonal in enumerate(expected):
-        found = torch.stack([draw[index] for draw in draws])
-        error = (found.mean(0) - diagonal).norm()
-        assert error < 4 * (found.var(0).sum() / len(draws)).sqrt()
-        assert error < 0.2 * diagonal.norm()
+def powers(z: Tensor, y: Tensor) -> Tensor:
+    return ((z - y) ** 2 + (z - y) ** 4).mean()
 
 
 @pytest.mark.parametrize(
-    ("loss", "kind"), [("square", "factors"), ("fourth power", "factors"), ("fourth power", "diagonal")]
+    ("net", "lossfunc", "of_rows", "of_one"),
+    [
+        (partial(normed, 5), F.cross_entropy, DiagGGNExact, lambda seeded: DiagGGNMC(1, seeded)),
+        (Mixed, F.mse_loss, KFACEmpirical, empirical),
+        (Mixed, powers, KFACEmpirical, empirical),
+        (Mixed, powers, GradientDiagonal, RowDiagonal),
+    ],
+    ids=["sampled", "empirical, square", "empirical, fourth power", "diagonal, fourth power"],
 )
-def test_empirical_curvature_of_one_sample_averages_to_that_of_rows(loss: str, kind: str) -> None:
-    """Products of the gradients of different rows average to zero by random signs."""
+def test_curvature_of_one_sample_averages_to_that_of_rows(
+    net: Callable, lossfunc: Callable, of_rows: Callable, of_one: Callable
+) -> None:
+    """Products of different rows average to zero, by targets that are drawn independently, or by random signs."""
+    model, seeded = extend(net().double()), generator(0)
     x, y = torch.randn(20, 6, dtype=torch.float64), torch.randn(20, 6, dtype=torch.float64)
-    net = extend(Mixed().double())
-    lossfunc = {"square": F.mse_loss, "fourth power": lambda z, y: ((z - y) ** 2 + (z - y) ** 4).mean()}[loss]
+    target = y.argmax(1) if lossfunc is F.cross_entropy else y
 
     def curvature(extension: Extension, one: bool) -> list[Tensor]:
         context = backpack(extension)
         context.request = replace(context.request, as_one_sample=one)
         with warnings.catch_warnings(), context:
             warnings.simplefilter("ignore", CurvoptWarning)
-            lossfunc(net(x), y).backward()
-        found = [getattr(p, extension.field) for p in net.parameters()]
-        return [each[0] if kind == "factors" else each for each in found]
+            lossfunc(model(x), target).backward()
+        found = [getattr(p, extension.field) for p in model.parameters()]
+        return [each[0] if isinstance(each, list) else each for each in found]
 
-    seeded = generator(0)
-    if kind == "factors":
-        rows, extension = curvature(KFACEmpirical(), one=False), KFACEmpirical()
-        extension.columns = Empirical(seeded)
-    else:
-        rows, extension = curvature(GradientDiagonal(), one=False), RowDiagonal(seeded)
-    draws = [curvature(extension, one=True) for _ in range(300)]
-    for index, expected in enumerate(rows):
+    expected, rounding = curvature(of_rows(), one=False), 0 if lossfunc is F.cross_entropy else 1e-9
+    draws = [curvature(of_one(seeded), one=True) for _ in range(300)]
+    for index, field in enumerate(expected):
         found = torch.stack([draw[index] for draw in draws])
-        error = (found.mean(0) - expected).norm()
-        assert error < 4 * (found.var(0).sum() / len(draws)).sqrt() + 1e-9
-        assert error < 0.2 * expected.norm()
+        error = (found.mean(0) - field).norm()
+        assert error < 4 * (found.var(0).sum() / len(draws)).sqrt() + rounding
+        assert error < 0.2 * field.norm()
 
 
 def test_losses_without_a_ggn_take_one_sample_too(monkeypatch: pytest.MonkeyPatch) -> None:
