@@ -76,6 +76,16 @@ def fields(make: Callable[[], nn.Module], loss: Loss, extensions: list[type] | N
     return found
 
 
+def entropy(z: Tensor) -> Tensor:
+    logs = z.log_softmax(1)
+    return -(logs.exp() * logs).sum(1).mean()
+
+
+def focal(z: Tensor, y: Tensor) -> Tensor:
+    logs = z.log_softmax(1).gather(1, y[:, None])
+    return -((1 - logs.exp()) ** 2 * logs).mean()
+
+
 POSITIONS = torch.stack([Y, 2 - Y], 1)
 
 #: Losses that are known however they are written, and others that keep samples apart and are convex; the options of
@@ -104,6 +114,9 @@ LOSSES: dict[str, Loss] = {
     "mean": lambda z: z.mean(),
     "huber": lambda z: F.huber_loss(z, REAL),
     "beside a penalty": lambda z: F.cross_entropy(z, Y) + 0.1 * z.square().mean(),
+    "beside an entropy": lambda z: F.nll_loss(z.log_softmax(1), Y) - 0.1 * entropy(0.3 * z),
+    "kl beside an entropy": lambda z: F.kl_div(z.log_softmax(1), REAL, reduction="batchmean") - 0.1 * entropy(0.3 * z),
+    "focal": lambda z: focal(0.3 * z, Y),
     **{  # what nodes saved is computed again, and can be had once in each backward
         f"checkpointed {name}": lambda z, loss=loss: checkpoint(loss, z, use_reentrant=False)
         for name, loss in {

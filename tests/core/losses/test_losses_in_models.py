@@ -1,10 +1,14 @@
-"""Models that return their losses, penalties on weights, matrices of pairs: the fields are those of plain programs."""
+"""Models that return their losses, losses of several models, penalties on weights, matrices of pairs."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import Problem
+from checks import check
+from reference import Reference
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -12,11 +16,6 @@ from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.extensions import BatchGrad, DiagGGNExact, DiagHessian, KFACEmpirical, Variance
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*sample by sample", "ignore:.*in the loss by another path")
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
 
 
 def fields(model: nn.Module, run: Callable[[], Tensor], *extensions: type) -> dict[str, Tensor]:
@@ -32,59 +31,6 @@ def fields(model: nn.Module, run: Callable[[], Tensor], *extensions: type) -> di
 
 
 # ------------------------------------------------------------------------------------------- losses inside of the model
-
-
-def choose(logs: Tensor, y: Tensor) -> Tensor:
-    return logs.gather(1, y[:, None]).squeeze(1)
-
-
-CLASSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cross_entropy": F.cross_entropy,
-    "of each sample": lambda z, y: (F.cross_entropy(z, y, reduction="none") * torch.tensor([1.0, 2, 0, 1])).mean(),
-    "gathered": lambda z, y: -choose(z.log_softmax(1), y).mean(),
-    "indexed": lambda z, y: -z.log_softmax(1)[torch.arange(4), y].sum() / 4,
-    "by hand": lambda z, y: (z.logsumexp(1) - choose(z, y)).mean(),
-    "bce": lambda z, y: F.binary_cross_entropy_with_logits(z, F.one_hot(y, 3).double(), reduction="none").sum(1).mean(),
-    "softplus": lambda z, y: F.softplus((1 - 2.0 * F.one_hot(y, 3)) * z).mean(),
-    "log1p": lambda z, y: ((1 - 2.0 * F.one_hot(y, 3)) * z).exp().log1p().mean(),
-    "of probabilities": lambda z, y: -choose(z.softmax(1).log(), y).mean(),
-    "poisson": lambda z, y: F.poisson_nll_loss(z, y[:, None].double().expand_as(z)),
-    "divergence": lambda z, y: -0.5 * (1 + z - z.exp()).sum(1).mean(),
-    "product": lambda z, y: (0.5 * (z - y[:, None]) * (z - y[:, None])).mean(),
-    "form": lambda z, y: ((z - 1) @ torch.tensor([[2.0, 1, 0], [1, 3, 0], [0, 0, 1]]).to(z) * (z - 1)).sum(1).mean(),
-    "root": lambda z, y: ((z - y[:, None]).square() + 0.1).sqrt().mean(),
-    "focal": lambda z, y: -((1 - choose(z.softmax(1), y)) ** 2 * choose(z.log_softmax(1), y)).mean(),
-    "bce by hand": lambda z, y: -(0.3 * z.sigmoid().log() + 0.7 * (1 - z.sigmoid()).log()).mean(),
-}
-BOXES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "smooth_l1": F.smooth_l1_loss,
-    "huber of each": lambda b, t: (F.huber_loss(b, t, reduction="none") * torch.tensor([[1.0], [0], [1], [2]])).mean(),
-}
-
-
-class Detector(nn.Module):
-    def __init__(self, classes: str, boxes: str, inside: bool):
-        super().__init__()
-        self.label, self.box, self.inside = nn.Linear(5, 3), nn.Linear(5, 4), inside
-        self.loss = lambda z, b, y, t: CLASSES[classes](z, y) + BOXES[boxes](b, t)
-
-    def forward(self, x: Tensor, y: Tensor, t: Tensor):
-        outputs = self.label(x), self.box(x)
-        return self.loss(*outputs, y, t) if self.inside else outputs
-
-
-@pytest.mark.parametrize("boxes", BOXES)
-@pytest.mark.parametrize("classes", CLASSES)
-def test_a_model_that_returns_a_sum_of_losses(classes: str, boxes: str) -> None:
-    model, returns = (extend(Detector(classes, boxes, inside).double()) for inside in (False, True))
-    returns.load_state_dict(model.state_dict())
-    x, y, t = torch.randn(4, 5).double(), torch.tensor([0, 2, 1, 1]), torch.randn(4, 4).double()
-    kinds = BatchGrad, DiagGGNExact, DiagHessian
-    found = fields(returns, lambda: returns(x, y, t), *kinds)
-    expected = fields(model, lambda: model.loss(*model(x, y, t), y, t), *kinds)
-    for name, value in expected.items():
-        assert value.any()
-        assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
 class Steps(nn.Module):
@@ -105,50 +51,6 @@ def test_losses_of_steps_are_no_samples() -> None:
     for name, p in model.named_parameters():
         rows = [torch.autograd.grad(model(x[n : n + 1], y[n : n + 1]) / 4, p)[0] for n in range(4)]
         assert_close(found[f"{name} grad_batch 0"], torch.stack(rows))
-
-
-class LogProbabilities(Detector):
-    def forward(self, x: Tensor, y: Tensor, t: Tensor):
-        z, b = super().forward(x, y, t)
-        return z.log_softmax(1), b
-
-
-@pytest.mark.parametrize("boxes", [*BOXES, "mse"])
-def test_a_model_that_returns_log_probabilities(boxes: str) -> None:
-    """Its Gauss-Newton matrix does not depend on a further term."""
-    model = extend(LogProbabilities("gathered", "smooth_l1", False).double())
-    x, y, t = torch.randn(4, 5).double(), torch.tensor([0, 2, 1, 1]), torch.randn(4, 4).double()
-    found = []
-    for second in (BOXES.get(boxes, F.mse_loss), lambda b, t: 0 * b.sum()):
-        with backpack(DiagGGNExact(), DiagHessian()):
-            logs, b = model(x, y, t)
-            (F.nll_loss(logs, y) + second(b, t)).backward()
-        found.append((model.label.weight.diag_ggn_exact, model.label.weight.diag_h))
-    assert found[0][0].any()
-    assert_close(*found)
-
-
-class InTwoOrders(nn.Module):
-    def __init__(self, inside: bool):
-        super().__init__()
-        self.net, self.inside = nn.Linear(5, 3), inside
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        z = self.net(x)
-        return self.loss(z, y) if self.inside else z
-
-    def loss(self, z: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(z, y) + F.cross_entropy(z[[2, 0, 3, 1]], y) / 2
-
-
-def test_rows_in_two_orders_in_the_loss_of_a_model() -> None:
-    model, returns = (extend(InTwoOrders(inside).double()) for inside in (False, True))
-    returns.load_state_dict(model.state_dict())
-    x, y = torch.randn(4, 5).double(), torch.tensor([0, 2, 1, 1])
-    kinds = BatchGrad, DiagGGNExact, DiagHessian, KFACEmpirical
-    found = fields(returns, lambda: returns(x, y), *kinds)
-    for name, value in fields(model, lambda: model.loss(model(x, y), y), *kinds).items():
-        assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
 class Codebook(nn.Module):
@@ -184,7 +86,7 @@ def test_a_term_that_a_model_returns_beside_its_output() -> None:
 class LossBeside(nn.Module):
     """Returns its loss beside outputs, as models of transformers do."""
 
-    def __init__(self, *names: str):
+    def __init__(self, names: set[str]):
         super().__init__()
         self.body, self.last, self.names = nn.Linear(5, 4), nn.Linear(4, 3), names
 
@@ -192,13 +94,13 @@ class LossBeside(nn.Module):
         h = self.body(x).tanh()
         z = self.last(h)
         outputs = {"loss": F.cross_entropy(z, y), "hidden": h, "logits": z, "probs": z.softmax(1)}
-        return {name: outputs[name] for name in self.names}
+        return {name: value for name, value in outputs.items() if name in self.names}
 
 
 @pytest.mark.parametrize("more", ["probs", "hidden", "logits"])
-@pytest.mark.parametrize("others", [(), ("logits",), ("hidden",), ("logits", "hidden", "probs")], ids="-".join)
-def test_a_loss_beside_outputs_that_enter_another_term(more: str, others: tuple[str, ...]) -> None:
-    model = extend(LossBeside("loss", more, *others).double())
+@pytest.mark.parametrize("others", [set(), {"logits", "hidden", "probs"}], ids=["alone", "beside others"])
+def test_a_loss_beside_outputs_that_enter_another_term(more: str, others: set[str]) -> None:
+    model = extend(LossBeside({"loss", more} | others).double())
     x, y = torch.randn(4, 5).double(), torch.tensor([0, 2, 1, 1])
 
     def loss(n: slice = slice(None)) -> Tensor:
@@ -219,11 +121,8 @@ class Experts(nn.Module):
 
     def __init__(self, inside: bool):
         super().__init__()
-        self.route, self.experts, self.inside = (
-            nn.Linear(5, 4),
-            nn.ModuleList(nn.Linear(5, 3) for _ in range(4)),
-            inside,
-        )
+        self.route, self.inside = nn.Linear(5, 4), inside
+        self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(4))
 
     def forward(self, x: Tensor, y: Tensor):
         p = self.route(x).softmax(1)
@@ -263,14 +162,90 @@ def test_parameters_of_the_shape_of_a_single_sample() -> None:
         assert_close(found[f"{name} grad_batch 0"][0], p.grad)
 
 
+# ------------------------------------------------------------------------------------------- losses of several models
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def test_a_known_loss_behind_another_is_split_at_its_own_input() -> None:
+    model, x, y, teacher = extend(net()), torch.randn(6, 5).double(), torch.arange(6) % 3, torch.randn(6, 3).double()
+
+    def of(*losses: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        def run() -> Tensor:
+            logs = model(x).log_softmax(1)
+            return sum(loss(logs) for loss in losses)
+
+        return fields(model, run, DiagGGNExact, DiagHessian)
+
+    losses = (lambda logs: F.nll_loss(logs, y)), (lambda logs: F.mse_loss(logs, teacher.log_softmax(1)))
+    first, second = map(of, losses)
+    assert_close(of(*losses), {name: first[name] + second[name] for name in first})
+    assert all(value.any() for value in (first | second).values())
+
+
+def test_losses_of_two_models_one_behind_the_other() -> None:
+    first, second, x, y = (
+        extend(net()),
+        extend(nn.Linear(3, 2).double()),
+        torch.randn(6, 5).double(),
+        torch.arange(6) % 3,
+    )
+
+    def loss() -> Tensor:
+        logs = first(x).log_softmax(1)
+        return F.nll_loss(logs, y) + F.mse_loss(second(logs), torch.ones(6, 2).double())
+
+    model = nn.ModuleList([first, second])
+    found = fields(model, loss, DiagGGNExact, DiagHessian)
+    for name, p in model.named_parameters():
+        (slope,) = torch.autograd.grad(loss(), p, create_graph=True)
+        diagonal = [torch.autograd.grad(s, p, retain_graph=True)[0].flatten()[i] for i, s in enumerate(slope.flatten())]
+        assert_close(found[f"{name} diag_h 0"].flatten(), torch.stack(diagonal))
+
+
+class Learned(nn.Module):
+    """Log-cosh with a scale of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return (self.scale * z - F.one_hot(y, 3)).cosh().log().mean()
+
+
+def test_a_loss_with_a_parameter_is_a_model_that_returns_its_loss() -> None:
+    model, lossfunc, x, y = net(), Learned(), torch.randn(6, 5).double(), torch.arange(6) % 3
+    ref, problem = Reference(copy.deepcopy(model), x, lambda z: Learned()(z, y)), Problem(extend(model), x, y, lossfunc)
+    extend(lossfunc)
+    with backpack(DiagGGNExact(), DiagHessian()):
+        problem.loss().backward()
+    check(problem, ref, DiagGGNExact)
+    check(problem, ref, DiagHessian)
+
+
+class Score(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.net(x).gather(1, y[:, None]).mean()
+
+
+def test_a_ggn_of_zero_is_said() -> None:
+    model = extend(Score())
+    with pytest.warns(CurvoptWarning, match=r"diag_ggn_exact: .*linear in the network's output.*let the model return"):
+        with backpack(DiagGGNExact()):
+            model(torch.randn(6, 5), torch.arange(6) % 3).backward()
+
+
 # ------------------------------------------------------------------------------------------------ penalties on weights
 
 PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
-    "scaled": lambda p: (0.1 * p**2).sum(),
-    "root": lambda p: (p * 0.3).square().sum(),
-    "distance": lambda p: (p - torch.full_like(p, 0.1)).square().sum(),
     "importance": lambda p: (torch.full_like(p, 2.0) * (p - 0.1) ** 2).sum(),
-    "mask": lambda p: (p * torch.ones_like(p)).abs().sum(),
     "groups": lambda p: p.norm(dim=-1).sum(),
     "orthogonality": lambda p: (p @ p.T - torch.eye(4, dtype=p.dtype)).square().sum() if p.dim() == 2 else p.sum(),
 }
@@ -290,22 +265,14 @@ class Returns(nn.Module):
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_rows_of_weights_in_a_penalty_are_no_samples(penalty: str, inside: bool) -> None:
     """Though there are as many of them as samples."""
-    x = torch.randn(4, 5).double()
-    if inside:
-        plain, model = extend(Returns(None).double()), extend(Returns(PENALTIES[penalty]).double())
-        runs = lambda: plain(x), lambda: model(x)  # noqa: E731
-    else:
-        plain, model = extend(Returns(None).double()), extend(nn.Linear(5, 4).double())
-        parameters = list(model.parameters())
-        runs = (  # noqa: E731
-            lambda: plain(x),
-            lambda: F.mse_loss(model(x), torch.zeros_like(x[:, :4])) + sum(map(PENALTIES[penalty], parameters)),
-        )
-    model.load_state_dict(plain.state_dict() if inside else plain.net.state_dict())
-    kinds = BatchGrad, DiagGGNExact, KFACEmpirical
-    expected, found = fields(plain, runs[0], *kinds), fields(model, runs[1], *kinds)
-    for name, value in expected.items():
-        assert_close(found[name if inside else name.removeprefix("net.")], value)
+    x, kinds = torch.randn(4, 5).double(), (BatchGrad, DiagGGNExact, KFACEmpirical)
+    plain, model = (extend(Returns(PENALTIES[penalty] if within else None).double()) for within in (False, inside))
+    model.load_state_dict(plain.state_dict())
+
+    def loss() -> Tensor:
+        return model(x) if inside else model(x) + sum(map(PENALTIES[penalty], model.parameters()))
+
+    assert_close(fields(model, loss, *kinds), fields(plain, lambda: plain(x), *kinds))
 
 
 # --------------------------------------------------------------------------------------------------- matrices of pairs
