@@ -88,34 +88,35 @@ FIRST_CELL = f"""try:
 except ImportError:
     %pip install -q 'curvopt-for-pytorch[experiments] @ {SOURCE}'"""
 
-#: The examples in the order in which they are shown; others follow.
-STORIES = [
-    "plot_individual_gradients",
-    "plot_all_quantities",
-    "plot_kfac_training",
-    "plot_finetuning",
-    "plot_diagonal_ggn_by_hand",
-    "plot_cg_newton",
-    "plot_gradient_noise_scale",
-    "plot_laplace",
-    "plot_mislabelled",
-    "plot_influence",
-    "plot_pruning",
-    "plot_continual_learning",
-    "plot_private_training",
-    "plot_reinforcement_learning",
-    "plot_pinn",
-    "plot_vae",
-    "plot_gradient_of_variance",
-    "plot_trace_estimation",
-    "plot_jacobians",
-    "plot_resnet",
-    "plot_rnn",
-    "plot_transformer",
-    "plot_custom_module",
-    "plot_extension_hook",
-    "plot_subsampling",
-]
+#: The examples in the order in which they are shown; others follow. Beside them the axes of the
+#: first figure that are in the picture of the gallery.
+STORIES = {
+    "plot_individual_gradients": (0, 1, 2),
+    "plot_all_quantities": (0, 4),
+    "plot_kfac_training": (0,),
+    "plot_finetuning": (0,),
+    "plot_diagonal_ggn_by_hand": (0,),
+    "plot_cg_newton": (0,),
+    "plot_gradient_noise_scale": (1,),
+    "plot_laplace": (0,),
+    "plot_mislabelled": (0,),
+    "plot_influence": (0, 1, 5),
+    "plot_pruning": (0,),
+    "plot_continual_learning": (0,),
+    "plot_private_training": (1,),
+    "plot_reinforcement_learning": (0,),
+    "plot_pinn": (0,),
+    "plot_vae": (0,),
+    "plot_gradient_of_variance": (0,),
+    "plot_trace_estimation": (0,),
+    "plot_jacobians": (0, 1),
+    "plot_resnet": (0,),
+    "plot_rnn": (1,),
+    "plot_transformer": (0,),
+    "plot_custom_module": (0,),
+    "plot_extension_hook": (0,),
+    "plot_subsampling": (0,),
+}
 
 
 class StoryOrder:
@@ -126,7 +127,7 @@ class StoryOrder:
 
     def __call__(self, file: str) -> tuple[int, str]:
         name = file.removesuffix(".py")
-        return STORIES.index(name) if name in STORIES else len(STORIES), name
+        return [*STORIES, name].index(name), name
 
 
 def reset(gallery_conf: dict[str, Any], name: str) -> None:
@@ -142,10 +143,50 @@ def reset(gallery_conf: dict[str, Any], name: str) -> None:
     )
 
 
+def draw_thumbnail(figure: Any, kept: tuple[int, ...], path: str) -> None:
+    """Draw some axes of a figure side by side, without text, at the size of the gallery."""
+    from matplotlib.text import Text
+
+    axes = [figure.axes[i] for i in kept]
+    for other in set(figure.axes) - set(axes):
+        figure.delaxes(other)
+    for text in figure.findobj(Text):
+        text.set_visible(False)
+    figure.set_layout_engine("none")
+    figure.set_size_inches(2, 1.4)
+    for i, panel in enumerate(axes):
+        panel.set_position((i / len(axes) + 0.03, 0.05, 1 / len(axes) - 0.06, 0.9))
+        panel.set_anchor("C")
+        panel.tick_params(which="both", length=0)
+    for legend in [*figure.legends, *(panel.get_legend() for panel in axes)]:
+        if legend is not None:
+            legend.remove()
+    figure.savefig(path, dpi=200)
+
+
+def scrape(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
+    """Take the figures of a block; number 1 of an example is its picture in the gallery."""
+    import matplotlib.pyplot as plt
+    from sphinx_gallery.scrapers import matplotlib_scraper
+
+    figures, paths = (
+        [plt.figure(number) for number in plt.get_fignums()],
+        block_vars["image_path_iterator"],
+    )
+    thumbnail = next(paths) if figures and not len(paths) else None
+    shown = matplotlib_scraper(block, block_vars, gallery_conf)
+    if thumbnail:
+        draw_thumbnail(
+            figures[0], STORIES.get(Path(block_vars["src_file"]).stem, (0,)), thumbnail
+        )
+    return shown
+
+
 sphinx_gallery_conf = {
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",
     "filename_pattern": r"/plot_",
+    "image_scrapers": (scrape,),
     "within_subsection_order": StoryOrder,
     "reset_modules": ("matplotlib", reset),
     "abort_on_example_error": True,

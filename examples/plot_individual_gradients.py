@@ -29,7 +29,8 @@ for _ in range(60):
 
 # %%
 # Inside of the context every parameter gets ``grad_batch``, ``[N, *p]``, besides ``grad``. Its terms carry the 1/N of
-# the mean, so they sum to ``grad``. Who needs norms only asks for ``BatchL2Grad``, which never forms the gradients.
+# the mean, so they sum to ``grad``. If you need the norms alone, ask for ``BatchL2Grad``, which never forms the
+# gradients.
 optimizer.zero_grad()
 with backpack(BatchGrad(), BatchL2Grad()):
     lossfunc(model(x), y).backward()
@@ -39,19 +40,19 @@ for name, p in model.named_parameters():
     assert torch.allclose(p.grad_batch.flatten(1).square().sum(1), p.batch_l2, rtol=1e-3)
 
 # %%
-# The sum of the squared norms over all parameters ranks the images. Most pull hardly at all; the few that do are those
-# which people would hesitate at, too.
+# The sum of the squared norms over all parameters ranks the images. Most pull hardly at all; the few that do would make
+# people hesitate, too.
 norms = sum(p.batch_l2 for p in model.parameters()).sqrt() * len(x)
 order = norms.argsort(descending=True)
 
-figure = plt.figure(figsize=(5, 5.6))
-above, below = figure.subfigures(2, 1)
-axes = above.subplots()
-axes.hist(norms, bins=50, log=True)
-axes.set(xlabel="norm of the individual gradient", ylabel="images")
+figure, panels = plt.subplots(2, 5, figsize=(5, 2.8))
 predicted = model(x).argmax(1)
-for ax, i in zip(below.subplots(2, 5).flat, order[:10].tolist(), strict=True):
+for ax, i in zip(panels.flat, order[:10].tolist(), strict=True):
     ax.imshow(images[i].reshape(8, 8), cmap="gray_r")
     ax.set_title(f"a {y[i]}, taken\nfor a {predicted[i]}", fontsize=9)
     ax.axis("off")
+
+figure, axes = plt.subplots()
+axes.hist(norms, bins=50, log=True)
+axes.set(xlabel="norm of the individual gradient", ylabel="images")
 plt.show()
