@@ -38,7 +38,7 @@ torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
 x, y = torch.from_numpy(images[:100]).float() / 16, torch.from_numpy(labels[:100])
 model = extend(nn.Sequential(nn.Linear(64, 16), nn.Sigmoid(), nn.Linear(16, 10)))
-lossfunc = extend(nn.CrossEntropyLoss())
+lossfunc = nn.CrossEntropyLoss()
 extensions = [
     BatchGrad(),
     BatchL2Grad(),

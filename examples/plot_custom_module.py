@@ -56,7 +56,7 @@ check(small, nn.CrossEntropyLoss(), torch.randn(4, 6), torch.arange(4) % 3, fiel
 
 x, y = load_one_batch_mnist(64, flat=True)
 model = extend(nn.Sequential(LowRank(784, 32, 8), RadialBasis(32, 100), nn.Linear(100, 10)))
-lossfunc = extend(nn.CrossEntropyLoss())
+lossfunc = nn.CrossEntropyLoss()
 with backpack(KFLR()):
     lossfunc(model(x), y).backward()
 for name, p in model.named_parameters():

@@ -40,7 +40,7 @@ class DiagonalGGN(torch.optim.Optimizer):
 
 
 def train(make_optimizer, lr: float, steps: int = 200) -> list[float]:
-    model, lossfunc = extend(nn.Linear(30, 2)), extend(nn.CrossEntropyLoss())
+    model, lossfunc = extend(nn.Linear(30, 2)), nn.CrossEntropyLoss()
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     optimizer = make_optimizer(model.parameters(), lr=lr)

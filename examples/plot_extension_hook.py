@@ -20,7 +20,7 @@ images, y = load_one_batch_mnist(256)
 x = nn.functional.avg_pool2d(images, 2).flatten(1)  # 14 x 14
 widths = [196, 128, 128, 128, 128, 128, 128, 10]
 layers = [layer for i, o in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(i, o), nn.ReLU())]
-model, lossfunc = extend(nn.Sequential(*layers[:-1])), extend(nn.CrossEntropyLoss())
+model, lossfunc = extend(nn.Sequential(*layers[:-1])), nn.CrossEntropyLoss()
 
 
 class Meter:

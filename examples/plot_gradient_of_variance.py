@@ -24,7 +24,7 @@ torch.manual_seed(0)
 N = 50
 x = torch.randn(N, 1)
 y = 2 * x + 0.5 * torch.randn(N, 1)
-line, squared_error = extend(nn.Linear(1, 1, bias=False)), extend(nn.MSELoss())
+line, squared_error = extend(nn.Linear(1, 1, bias=False)), nn.MSELoss()
 with backpack(Variance()):
     squared_error(line(x), y).backward(create_graph=True)
 (by_autograd,) = torch.autograd.grad(line.weight.variance.sum(), line.weight)
@@ -54,7 +54,7 @@ def cnn() -> nn.Module:
 def train(make, penalty: float, steps: int = 40) -> tuple[list[float], list[float]]:
     torch.manual_seed(1)
     x, y = load_one_batch_mnist(64)
-    model, lossfunc = extend(make()), extend(nn.CrossEntropyLoss())
+    model, lossfunc = extend(make()), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, variances = [], []
     for _ in range(steps):

@@ -20,7 +20,7 @@ torch.manual_seed(0)
 images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
 x, y = images.float() / 16, labels
 model = extend(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
-lossfunc = extend(nn.CrossEntropyLoss())
+lossfunc = nn.CrossEntropyLoss()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 for _ in range(60):
     optimizer.zero_grad()

@@ -32,7 +32,7 @@ for _ in range(300):
 # %%
 # The posterior's precision is the curvature of the summed loss plus that of the prior, ``B ⊗ A + prior I``. The exact
 # Kronecker factors come from one backward pass; in their eigenbases the sum is diagonal.
-lossfunc = extend(nn.CrossEntropyLoss(reduction="sum"))
+lossfunc = nn.CrossEntropyLoss(reduction="sum")
 with backpack(KFLR()):
     lossfunc(head(body(x[train])), y[train]).backward()
 (b, Q), (a, U) = (torch.linalg.eigh(factor) for factor in head.weight.kflr)

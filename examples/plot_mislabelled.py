@@ -39,7 +39,7 @@ print(f"clean images that are read correctly: {(model(clean_x).argmax(1) == clea
 # %%
 # The gradient of the clean images, then those of the training images with the curvature. For each parameter, the
 # inverse of the factors is multiplied by the former, and the product with the latter is the influence.
-extend(model), extend(lossfunc)
+extend(model)
 clean = torch.autograd.grad(lossfunc(model(clean_x), clean_y), list(model.parameters()))
 with backpack(BatchGrad(), KFLR()):
     lossfunc(model(train_x), train_y).backward()

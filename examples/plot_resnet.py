@@ -48,7 +48,7 @@ class ResNet(nn.Module):
 # are no individual gradients, and asking for them is an error that says so.
 torch.manual_seed(0)
 images, labels = load_one_batch_mnist(1500)
-model, lossfunc = extend(ResNet()), extend(nn.CrossEntropyLoss())
+model, lossfunc = extend(ResNet()), nn.CrossEntropyLoss()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 for chosen in torch.randperm(len(images)).split(100):
     optimizer.zero_grad()

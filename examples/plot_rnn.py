@@ -30,7 +30,7 @@ class Reader(nn.Module):
         return self.head(outputs[:, -1])
 
 
-model, lossfunc = extend(Reader()), extend(nn.CrossEntropyLoss())
+model, lossfunc = extend(Reader()), nn.CrossEntropyLoss()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
 
 # %%

@@ -23,7 +23,7 @@ model = extend(
         nn.Conv2d(1, 4, 5, stride=3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 16), nn.ReLU(), nn.Linear(16, 10)
     )
 )
-lossfunc = extend(nn.CrossEntropyLoss())
+lossfunc = nn.CrossEntropyLoss()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 for _ in range(10):
     optimizer.zero_grad()

@@ -20,7 +20,7 @@ torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
 x, y = torch.from_numpy(images[:200]).float() / 16, torch.from_numpy(labels[:200])
 model = extend(nn.Sequential(nn.Linear(64, 24), nn.Sigmoid(), nn.Linear(24, 10)))
-lossfunc = extend(nn.CrossEntropyLoss())
+lossfunc = nn.CrossEntropyLoss()
 params = list(model.parameters())
 
 # %%

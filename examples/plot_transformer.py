@@ -53,7 +53,7 @@ class CharacterModel(nn.Module):
 # %%
 # Trained to guess the next character, from random passages:
 torch.manual_seed(0)
-model, lossfunc = extend(CharacterModel()), extend(nn.CrossEntropyLoss())
+model, lossfunc = extend(CharacterModel()), nn.CrossEntropyLoss()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
 

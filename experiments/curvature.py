@@ -15,9 +15,9 @@ from curvopt.extensions import KFAC, DiagGGNMC, Variance
 LARGEST_FACTOR = 1024  # rows; the eigenvalues of larger ones would take seconds
 
 
-def extended_copy(model: nn.Module, lossfunc: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Copies in evaluation mode to take curvature of: the training keeps its own, its hooks and its randomness."""
-    return extend(copy.deepcopy(model).eval()), extend(copy.deepcopy(lossfunc))
+def extended_copy(model: nn.Module) -> nn.Module:
+    """A copy in evaluation mode to take curvature of: the training keeps its own, its hooks and its randomness."""
+    return extend(copy.deepcopy(model).eval())
 
 
 def layer_statistics(
@@ -39,7 +39,7 @@ def layer_statistics(
         largest (factors of more than ``LARGEST_FACTOR`` rows are cut to blocks). Then the logarithms of all
         eigenvalues, under ``<letter>/<parameter>``.
     """
-    model, lossfunc = extended_copy(model, lossfunc)
+    model = extended_copy(model)
     generator = torch.Generator(x.device).manual_seed(0)  # leaves the training's alone
     kfac = KFAC(mc_samples, generator=generator, max_factor_size=LARGEST_FACTOR)
     with backpack(kfac, DiagGGNMC(mc_samples, generator), Variance()):

@@ -95,7 +95,7 @@ def _spread(given: Data, samples: int) -> tuple[Tensor, Tensor]:
 
 def sample_norms(model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Norm of each sample's own gradient over all parameters ``[N]``, and the outputs of the network."""
-    model, lossfunc = extended_copy(model, lossfunc)
+    model = extended_copy(model)
     z = model(x)
     with backpack(BatchL2Grad()):
         lossfunc(z, y).backward()
@@ -106,7 +106,7 @@ def sample_norms(model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Tensor) ->
 
 def hessian_diagonal(model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """Diagonal of the Hessian of the mean loss, by parameter."""
-    model, lossfunc = extended_copy(model, lossfunc)
+    model = extended_copy(model)
     with sdpa_kernel(SDPBackend.MATH), backpack(DiagHessian()):  # other kernels have no second derivative
         lossfunc(model(x), y).backward()
     parameters: list[tuple[str, Any]] = [(name, p) for name, p in model.named_parameters() if p.grad is not None]

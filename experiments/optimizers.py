@@ -16,7 +16,6 @@ import tyro
 from torch import Tensor, nn
 
 import curvopt.optim
-from curvopt import extend
 from curvopt.optim import KFACPreconditioner
 from experiments.problems import PROBLEMS
 
@@ -101,10 +100,7 @@ class OptimizerConfig:
 def attach(optimizer: torch.optim.Optimizer, model: nn.Module, lossfunc: nn.Module, scaler: Any = None) -> None:
     """Let an optimizer of curvopt see the curvature of the model; others need nothing."""
     for part in optimizer.parts if isinstance(optimizer, InTurn) else [optimizer]:
-        if isinstance(part, curvopt.optim.HessianFree):
-            extend(model)
-            extend(lossfunc)
-        elif hasattr(part, "attach"):
+        if hasattr(part, "attach"):
             part.attach(model, lossfunc, scaler)  # pyright: ignore[reportAttributeAccessIssue]
 
 
