@@ -2,7 +2,7 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from curvopt import extend
 from curvopt.core.backward.checks import may_be_one_sample
 from curvopt.core.backward.context import ListenedBackward, Request
 from curvopt.core.backward.intercept import attach
-from curvopt.core.losses.roots import NotCurved
+from curvopt.core.losses.roots import MonteCarlo, NotCurved
 from curvopt.core.record import extended_model, outside_of_graphs, owned_parameters
 from curvopt.distributed import Ranks, is_sharded, refuse_sharded, serving
 from curvopt.errors import CurvoptError
@@ -76,7 +76,7 @@ class Listening:
         # not where the loss itself has no curvature, or takes one number
         of_rows = not (isinstance(error, NotCurved) or request.as_one_sample)
         if of_rows and may_be_one_sample(request.extensions):
-            return replace(request, as_one_sample=True)
+            return replace(request, extensions=optimizer._of_one_sample(request.extensions), as_one_sample=True)
         if not self.extensions or of_rows:
             optimizer._progress["empirical"] = 1
             one_sample = of_rows or not isinstance(self.refusal, NotCurved)
@@ -130,6 +130,9 @@ class CurvatureCollector(OverRanks, ABC):
     """
 
     _loss_reduction: Literal["mean", "sum"] | None = None
+    #: How many times more vectors are drawn of a batch that is one sample: several where steps divide by the curvature
+    #: without a bound, or by squares of the vectors themselves.
+    _draws_of_one_sample = 1
 
     @abstractmethod
     def _extensions(self) -> list[Any]:
@@ -142,6 +145,13 @@ class CurvatureCollector(OverRanks, ABC):
             one_sample: whether the batch is one sample.
         """
         return []
+
+    def _of_one_sample(self, extensions: Sequence[Any]) -> tuple[Any, ...]:
+        """The extensions for a batch that is one sample, which draw several vectors for it."""
+        for extension in extensions:
+            if isinstance(columns := extension.columns, MonteCarlo):
+                extension.columns = replace(columns, samples=self._draws_of_one_sample * columns.samples)
+        return tuple(extensions)
 
     def _has_no_rows(self) -> bool:
         """Whether a batch of the model is one sample, as it was extended so."""
@@ -283,8 +293,9 @@ class CurvatureCollector(OverRanks, ABC):
         self._knows_scale = loss_scale is not None or self._scaler is not None
         scale = loss_scale if loss_scale is not None else 1.0 if self._scaler is None else self._scaler.get_scale()
         sharding, alone = self._sharding(), self._ranks() is None
+        extensions = self._extensions()
         request = Request(
-            tuple(self._extensions()),
+            self._of_one_sample(extensions) if self._has_no_rows() else tuple(extensions),
             counted=frozenset(self._params()),
             maximized=bool(self.param_groups[0].get("maximize", False)),
             loss_reduction=self._loss_reduction,

@@ -53,7 +53,8 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
             a step is at most ``lr * rms_clip / (1 - momentum)``, 0.003 with the defaults; that of Adam is at most about
             ``lr``. Without any curvature, gradients of all parameters together are scaled to it, also up.
         curvature_every: steps between refreshes of the diagonal, reached gradually from 1.
-        mc_samples: samples per datum for ``curvature="diag_ggn_mc"``, drawn from a generator of the optimizer.
+        mc_samples: samples per datum for ``curvature="diag_ggn_mc"``, drawn from a generator of the optimizer;
+            eight times as many where the batch is one sample.
         weight_decay: decoupled: ``p *= 1 - lr * weight_decay``.
         dampening: as in SGD.
         nesterov: as in SGD.
@@ -66,6 +67,8 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
     Raises:
         ValueError: an option is out of its range.
     """
+
+    _draws_of_one_sample = 8
 
     def __init__(
         self,

@@ -65,7 +65,8 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
         fisher: ``"mc"`` samples the Fisher matrix, ``"exact"`` sweeps one vector per output (KFLR), ``"empirical"``
             takes the targets of the data for samples.
         approx: how shared positions enter the factors, see `curvopt.extensions.KFAC`.
-        mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the preconditioner.
+        mc_samples: samples per datum for ``fisher="mc"``, drawn from a generator of the preconditioner;
+            eight times as many where the batch is one sample.
         max_factor_size: larger factors are cut down to blocks on their diagonal, which cost less and need fewer
             samples; ``None`` for whole ones.
         **attached: ``batch_axis``, ``lossfunc``, ``scaler``, ``gradient_scale`` and ``loss_reduction``, as for
@@ -77,6 +78,7 @@ class KFACPreconditioner(Kronecker, FactoredInverse, _NoStep):
     """
 
     _restores_gradients = False
+    _draws_of_one_sample = 8
 
     def __init__(
         self,

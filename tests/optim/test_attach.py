@@ -512,8 +512,11 @@ class Adjacency(Mixed):
 
 @pytest.mark.parametrize("net", [Mixed, Neighbours, Adjacency])
 @pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
-def test_a_batch_is_one_sample_where_that_is_declared(make: Callable, net: type[Mixed]) -> None:
+def test_a_batch_is_one_sample_where_that_is_declared(
+    make: Callable, net: type[Mixed], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As if the model were called with a batch of one."""
+    monkeypatch.setattr(DiagonalNewton, "_draws_of_one_sample", 1)  # as many as for a row
     x, y, finals = torch.randn(20, 6, dtype=torch.float64), torch.randint(6, (20,)), []
     for one in (False, True):
         torch.manual_seed(0)

@@ -18,7 +18,7 @@ from benchmarks.workflows import OPTIMIZERS, WORKFLOWS, adamw, train
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.core.backward.context import Request
 from curvopt.extensions import KFAC, DiagGGNExact, DiagHessian, KFACEmpirical
-from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
+from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
 from curvopt.optim.collector import Listening
 
 by_adamw = functools.cache(lambda name: train(name, adamw))
@@ -58,8 +58,9 @@ def test_rows_that_a_model_is_called_with_one_by_one_are_one_sample(kind: Callab
 
 
 @pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
-def test_a_call_without_a_batch_axis_is_one_sample(kind: Callable) -> None:
+def test_a_call_without_a_batch_axis_is_one_sample(kind: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of a later call are samples again."""
+    monkeypatch.setattr(DiagonalNewton, "_draws_of_one_sample", 1)  # as many as for a row
 
     def trained(*rows: int | slice) -> list[Tensor]:
         model, optimizer = attached(kind)
@@ -718,3 +719,18 @@ def test_gradients_that_the_loop_divides_are_those_of_the_mean(kind: Callable, c
             torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-5, atol=1e-6)
     ends = [lossfunc(net(x), target) for net in (model, plain)]
     torch.testing.assert_close(*ends, rtol=0.02, atol=0.0)  # their samples are drawn in other parts
+
+
+@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+@pytest.mark.parametrize("start", ["CLIP, which returns the matrix of pairs", "SimCLR with its loss inside", "Diff"])
+def test_a_preconditioner_draws_several_vectors_of_a_batch_that_is_one_sample(start: str) -> None:
+    """A single one leaves directions without curvature, in which steps have no bound."""
+
+    def preconditioned(model: nn.Module) -> torch.optim.Optimizer:
+        preconditioner, optimizer = KFACPreconditioner(model), torch.optim.SGD(model.parameters(), 0.1)
+        optimizer.register_step_pre_hook(lambda *_: preconditioner.step())
+        return optimizer
+
+    (name,) = (name for name in WORKFLOWS if name.startswith(start))
+    first, end = train(name, preconditioned, steps=20)
+    assert end < first / 2
