@@ -111,8 +111,6 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
         matrix = torch.Size((O, I))
         outer = Outer(left, right, matrix)
         in_use = Outer(left, layer.patches or right, matrix)
-        if I >= costs.SYMMETRIC_BLOCK:
-            yield Case("symmetric products by blocks", f"{where} F={I}", "by_blocks", (True, False), outer.input_factor)
         if layer.patches is not None:
             yield Case("moments by rows", f"{where} S={S} I={I}", "by_rows", (True, False), in_use.input_factor)
             numbers = tuple(dict.fromkeys((1, min(8, N), N)))
@@ -130,9 +128,6 @@ def cases_of_layers(problem: str) -> Iterator[Case]:
             tuple(dict.fromkeys((1, min(8, N), N))),
             partial(chunks, left, layer.patches or right, matrix, 1),
         )
-        if layer.patches is not None:
-            call = partial(chunks, left, layer.patches, matrix, 1)
-            yield Case("patches one by one", f"{where} {shape}", "one_by_one", (True, False), call)
         for V in (1, PROBLEMS[problem].classes):
             if N * pairs * (O + I) < LARGEST and V <= 100:
                 call = partial(chunks, left, right, matrix, V)

@@ -320,10 +320,10 @@ def second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) ->
 
     If F is more than ``limit``, blocks on its diagonal, ``[G, K, b, b]``, the last padded with zeros.
     """
-    N, G, S, F = rows.shape
+    F = rows.shape[-1]
     limit = limit if limit is not None and F > limit else None
     if limit is None and not torch.is_grad_enabled():
-        return moment_of_parts(in_parts(rows), N * S, scale)
+        return moment_of_parts(in_parts(rows), scale)
     flat = by_feature(rows)
     flat = flat if scale == 1 else flat * scale**0.5  # before the product: half precision ends at 65504
     if limit is not None:
@@ -348,21 +348,16 @@ def in_parts(rows: Tensor) -> Sequence[Tensor]:
     return [rows] if _are_sorted(rows) else rows.split(costs.rows_at_once(S, G * F, rows.device.type))
 
 
-def moment_of_parts(parts: Iterable[Tensor], R: int, scale: float) -> Tensor:
-    """The second moment of parts of the samples, which have R positions in all."""
-    moments, dtype, F, block = None, None, 0, 0
+def moment_of_parts(parts: Iterable[Tensor], scale: float) -> Tensor:
+    """The second moment of parts of the samples."""
+    moments, dtype = None, None
     for part in parts:
         x = by_feature(part)
         if moments is None:
             dtype, (G, F, _) = x.dtype, x.shape
-            block = min(costs.SYMMETRIC_BLOCK, -(-F // 2)) if costs.by_blocks(F, R, x.device.type) else F
             moments = widened(x.new_zeros(G, F, F))
-        for i in range(0, F, block):  # what is below the diagonal follows
-            add_product(moments[:, i : i + block, i:], x[:, i : i + block], x[:, i:].mT, scale)
+        add_product(moments, x, x.mT, scale)
     assert moments is not None
-    for i in range(0, F - block, block):
-        j = i + block
-        moments[:, j:, i:j] = moments[:, i:j, j:].mT
     return cast(ungrouped(moments), dtype)
 
 

@@ -24,9 +24,6 @@ CACHED_ENTRIES = 1 << 20
 #: Activation entries that columns swept together may hold: together wins on small nets, one by one on large ones.
 SWEEP_ENTRIES = {"cpu": 1 << 20, "accelerator": 1 << 28}
 
-#: Rows of a symmetric product that are computed at once.
-SYMMETRIC_BLOCK = 192
-
 #: Rows that are put together at once for a second moment, and their entries, at least.
 MOMENT_ROWS, MOMENT_ENTRIES = 1 << 10, {"cpu": 1 << 20, "accelerator": 1 << 26}
 
@@ -50,17 +47,6 @@ def samples_at_once(entries: int, N: int, device: str) -> int:
     samples = max(1, _limit(CHUNK_ENTRIES, device) // max(entries, 1))
     # on a CPU a few calls cost less than the temporary of a few large samples
     return samples if samples >= 8 or device != "cpu" else 1
-
-
-def one_by_one(rows: int, patches: int, device: str) -> bool:
-    """Whether to multiply patches sample by sample, which are read where the input is then, not put together.
-
-    Args:
-        rows: how many of their entries are in a product.
-        patches: entries of one sample's.
-        device: type of the device.
-    """
-    return device == "cpu" and rows >= 24 and patches >= 1 << 16  # else calls and narrow products cost more
 
 
 def samples_in_cache(entries: int, device: str) -> int:
@@ -115,10 +101,3 @@ def by_rows(F: int, K: int, R: int, row: int, device: str) -> bool:
     """
     by_rows = K * R + K * (K - 1) // 2 * row + 3 * ENTRY * K * K  # sums are put together in the end
     return device == "cpu" and F * F * by_rows + K * K * CALLS < 0.55 * K * K * F * F * R
-
-
-def by_blocks(F: int, K: int, device: str) -> bool:
-    """Whether a symmetric product of ``[F, K]`` is worth computing block by block, above the diagonal only."""
-    if device != "cpu":
-        return False  # blocks leave most of an accelerator idle
-    return F * F * (K - 2 * ENTRY) >= 1 << 23  # entries below are copied column by column, and calls cost something

@@ -201,25 +201,14 @@ def products_are_those_of_views(
         assert "whole" not in vars(jacobian._right)
 
 
-@pytest.mark.parametrize("channels", [16, 64])
-def test_small_products_of_convolutions_do_not_put_all_patches_together(channels: int):
-    conv = extend(nn.Conv2d(channels, channels, 3))
-    z = conv(torch.randn(4, channels, 25, 25))
-    use = z.grad_fn.metadata[KEY][0][0]
-    with torch.no_grad():
-        squares = rule_for(conv).jac_t(use, [torch.randn(1, *z.shape)], ["weight"], 4)["weight"].squares()
-    assert squares.shape == conv.weight.shape and 4 * squares.numel() < costs.CACHED_ENTRIES
-    assert "whole" not in vars(use.cache["right"])
-
-
-@pytest.mark.parametrize("by", ["by_blocks", "by_rows"])
+@pytest.mark.parametrize("by_rows", [True, False])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
-def test_second_moments_in_half_precision(half: torch.dtype, groups: int, by: str, monkeypatch: pytest.MonkeyPatch):
+def test_second_moments_in_half_precision(
+    half: torch.dtype, groups: int, by_rows: bool, monkeypatch: pytest.MonkeyPatch
+):
     """Of many parts, of which each would vanish in the sum of the others, and over more positions than float16 has."""
-    for choice in ("by_blocks", "by_rows"):
-        monkeypatch.setattr(costs, choice, lambda *sizes, choice=choice: choice == by)
-    monkeypatch.setattr(costs, "SYMMETRIC_BLOCK", 7)
+    monkeypatch.setattr(costs, "by_rows", lambda *sizes: by_rows)
     monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: 1)
     conv, x = nn.Conv2d(2 * groups, 4, 3, padding=1, groups=groups), torch.randn(1200, 2 * groups, 8, 8).to(half)
     right = rule_for(conv).unfold(conv, x).used_once()
@@ -289,16 +278,6 @@ def test_exact_diagonals_of_columns_one_by_one(monkeypatch: pytest.MonkeyPatch):
     assert_same(diagonals(), expected)
 
 
-@pytest.mark.parametrize("G", [1, 3])
-def test_symmetric_products_by_blocks(G: int, monkeypatch: pytest.MonkeyPatch):
-    jacobian = outer(2, 4, 7, 8, G)
-    expected = [jacobian.output_factor(), jacobian.input_factor()]
-    monkeypatch.setattr(costs, "SYMMETRIC_BLOCK", 3)
-    monkeypatch.setattr(costs, "by_blocks", lambda *sizes: True)
-    with torch.no_grad():
-        assert_same([jacobian.output_factor(), jacobian.input_factor()], expected)
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_of_sides_of_any_layout(transposed: bool):
     """Gradients of sums are expanded, those of slices lie apart."""
@@ -319,11 +298,9 @@ def test_products_of_sides_of_any_layout(transposed: bool):
 
 
 @pytest.mark.parametrize("step", [1, 3, 99])
-@pytest.mark.parametrize("blocks", [False, True])
-def test_second_moments_of_positions(step: int, blocks: bool, monkeypatch: pytest.MonkeyPatch):
+def test_second_moments_of_positions(step: int, monkeypatch: pytest.MonkeyPatch):
     """A few samples at a time."""
-    monkeypatch.setattr(costs, "samples_at_once", lambda *args: step)
-    monkeypatch.setattr(costs, "by_blocks", lambda *sizes: blocks)
+    monkeypatch.setattr(costs, "rows_at_once", lambda *args: step)
     for jacobian in (outer(2, 4, 3, 2), outer(1, 3, 3, 2, 2)):
         expected = torch.einsum("vngso,vngsp->gop", jacobian.left, jacobian.left)
         with torch.no_grad():
