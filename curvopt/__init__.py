@@ -1,5 +1,6 @@
 """Second-order information in one backward pass, and torch.optim optimizers that live on it."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -43,10 +44,12 @@ else:  # a type checker that sees __getattr__ takes every name for an attribute
         """Import a public module when it is first looked up."""
         if name in _MODULES:
             return import_module(f"{__name__}.{name}")
-        if not name.startswith("_"):
-            for module in ("optim", "extensions"):
-                if hasattr(import_module(f"{__name__}.{module}"), name):
-                    raise ImportError(f"{name} is in curvopt.{module}; write `from curvopt.{module} import {name}`.")
+        for module in () if name.startswith("_") else ("optim", "extensions"):
+            if hasattr(import_module(f"{__name__}.{module}"), name):
+                # `from curvopt import` asks by importlib, and replaces the text of an AttributeError
+                imports = sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
+                error = ImportError if imports else AttributeError
+                raise error(f"{name} is in curvopt.{module}; write `from curvopt.{module} import {name}`.")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():

@@ -24,7 +24,11 @@ assert "curvopt.optim" not in sys.modules, "the optimizers were imported before 
 for name in dir(curvopt):
     getattr(curvopt, name)
 curvopt.optim.KFACSGD, curvopt.extensions.KFAC, curvopt.testing.check, curvopt.hessianfree.R_op
-assert not hasattr(curvopt, "optimizers")
+assert not hasattr(curvopt, "optimizers") and not hasattr(curvopt, "KFACAdamW")
+try:
+    from curvopt import KFACAdamW
+except ImportError as error:
+    assert "write `from curvopt.optim import KFACAdamW`" in str(error), error
 assert "curvopt.as_backpack" not in sys.modules
 """
 
