@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks
 from torch.utils._pytree import tree_map_only
 
+from curvopt.core.layers.rule import Rule, rule_for
 from curvopt.core.pytorch_workarounds import forget_compiled_code
 from curvopt.core.record import (
     Model,
@@ -88,9 +90,9 @@ class Recorder:
             model_call.end(self.path, describe(self.path, module), args, kwargs, given)
         if not any(nodes):
             return None
-        ruled = self._has_rule(module)
-        if ruled:
-            call = ModuleCall(self.path, model_call, module, args, kwargs, outputs, traced)
+        rule = self._rule_for(module)
+        if rule is not None:
+            call = ModuleCall(self.path, model_call, module, rule, args, kwargs, outputs, traced)
             if len(outputs) > 1:
                 # an output may be computed from another: hand out copies, so that what arrives there comes from outside
                 # (no views: changed in place, they would take the record out of the graph)
@@ -105,15 +107,18 @@ class Recorder:
             for out, node in zip(outputs, nodes, strict=True):
                 if node is not None:
                     _record(node, model_call, 0, out.output_nr)
-        return output if ruled and len(outputs) > 1 else None
+        return output if rule is not None and len(outputs) > 1 else None
 
-    def _has_rule(self, module: nn.Module) -> bool:
-        """Whether a rule is known for the module; else its parameters are found in the graph, by their names."""
-        owned = module._parameters or owned_parameters(module)
-        if not owned or ModuleCall.rule_for(module) is not None:
-            return bool(owned)
-        note_parameters(module, self.path, self.model, again=False)  # of a copy, or added since
-        return False
+    def _rule_for(self, module: nn.Module) -> Rule | None:
+        """The rule of the module; without one its parameters are found in the graph, by their names."""
+        if not (module._parameters or owned_parameters(module)):
+            return None
+        # hooks that come first may have changed the output
+        is_first = isinstance(next(iter(module._forward_hooks.values())), Recorder) and not _global_forward_hooks
+        rule = rule_for(module) if is_first else None
+        if rule is None:
+            note_parameters(module, self.path, self.model, again=False)  # of a copy, or added since
+        return rule
 
 
 def _recorder_of(module: nn.Module) -> Recorder | None:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +49,10 @@ from curvopt.core.record import (
     samples_first,
     samples_of,
 )
+from curvopt.core.samples.axes import Samples
 from curvopt.core.samples.layout import Layout, axis_of
 from curvopt.distributed import refuse_sharded
 from curvopt.errors import CurvoptError, CurvoptWarning
-
-if TYPE_CHECKING:
-    from curvopt.core.samples.samples import Samples
-
 
 R = TypeVar("R")
 Operand = tuple[Node, int]  # an operation, and the position of one of its operands

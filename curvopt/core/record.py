@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from operator import is_
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,6 @@ from curvopt.core.pytorch_workarounds import (
     saves_tensors_as_they_are,
 )
 from curvopt.errors import CurvoptError, CurvoptWarning
-
-if TYPE_CHECKING:
-    from curvopt.core.layers.rule import Rule
 
 
 class _Recording(threading.local):
@@ -338,20 +335,29 @@ class ModuleCall:
         "versions",
     )
 
-    #: Set by `curvopt.core.layers.rule`, which knows modules, as this file does not.
-    rule_for: ClassVar[Callable[[nn.Module], Rule | None]]
-
     def __init__(
         self,
         path: str,
         model_call: ModelCall | None,
         module: nn.Module,
+        rule: Any,
         args: tuple,
         kwargs: dict[str, Any],
         outputs: Sequence[Tensor],
         traced: bool = False,
     ):
-        """Record the arguments, and the shapes of ``outputs``; the call is ``traced`` in code that was compiled."""
+        """Record the arguments, and the shapes of ``outputs``.
+
+        Args:
+            path: of the module in the model.
+            model_call: the call of the model.
+            module: the layer.
+            rule: its `curvopt.core.layers.rule.Rule`.
+            args: of the call, by position.
+            kwargs: of the call, by name.
+            outputs: of the call.
+            traced: whether the call was in code that was compiled.
+        """
         inputs = _tensors((args, kwargs)) if kwargs or len(args) != 1 else _tensors(args[0])
         self.path, self.model_call, self.module, self.kwargs = path, model_call, module, kwargs
         self.boundary = frozenset([leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None])
@@ -361,10 +367,8 @@ class ModuleCall:
         self.seen = tuple(module._parameters.values())  # torch.func.functional_call puts others in their place
         self.shapes = tuple([out.shape for out in outputs])
         self.cache: dict[str, Any] = {}  # what several columns and quantities share; emptied after each backward
-        rule = ModuleCall.rule_for(module)
-        assert rule is not None
         self.rule = rule
-        self.settings, self.training = _settings(module, self.rule), module.training
+        self.settings, self.training = _settings(module, rule), module.training
         #: How the steps came before the samples, where these were put first (see `samples_first`).
         self.steps: Steps | None = None
         # an in-place forward: the input is gone, and holding the output would be a cycle (of several, copies are handed
@@ -550,7 +554,7 @@ class TermCall:
         self.parameters, self.weight, self.boundary = parameters, weight, frozenset()
 
 
-def _settings(module: nn.Module, rule: Rule) -> list[Any]:
+def _settings(module: nn.Module, rule: Any) -> list[Any]:
     """Numbers, flags and names among a module's attributes that its rule may read."""
     if rule.reads is not None:
         return [getattr(module, name) for name in rule.reads]

@@ -36,7 +36,8 @@ from curvopt.core.products.base import Chunk, Dense
 from curvopt.core.products.sums import PulledBack, combine
 from curvopt.core.pytorch_workarounds import running_backward, without_reductions
 from curvopt.core.record import Model, extended_model, extended_name, extended_parameters
-from curvopt.core.samples.samples import Samples, locate
+from curvopt.core.samples.axes import Samples
+from curvopt.core.samples.samples import locate
 from curvopt.core.vjp import NodeVjp, listen, pull_each
 from curvopt.errors import CurvoptError
 from curvopt.extensions.base import Extension, naming_fields

@@ -15,15 +15,20 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.backward.backward_pass import LocatedGraph
-from curvopt.core.graph import BackwardGraph, CallInGraph, leaves_behind, records_behind
+from curvopt.core.graph import (
+    BackwardGraph,
+    CallInGraph,
+    leaves_behind,
+    records_behind,
+)
 from curvopt.core.layers.computed import PerSampleRule, SharedCallRule
 from curvopt.core.losses.roots import Averaged, Empirical, Gradient, Hessian, MonteCarlo
 from curvopt.core.nodes import leads_to, name_of, saved, shape_of
 from curvopt.core.operations import BATCH_NORMS, TIME_FIRST
 from curvopt.core.pytorch_workarounds import WRONG_THREE_TIMES, WRONG_TWICE, Wrong
 from curvopt.core.record import ModuleCall, extended_model, records_of
+from curvopt.core.samples.axes import Samples
 from curvopt.core.samples.layout import Layout
-from curvopt.core.samples.samples import Samples
 from curvopt.core.vjp import is_own_backward
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions.base import Extension, fields_of, fields_that, naming_fields

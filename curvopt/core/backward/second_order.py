@@ -48,8 +48,8 @@ from curvopt.core.losses.roots import (
 )
 from curvopt.core.nodes import Edge, is_compiled, leads_to, leaf_of, name_of, operation, shape_of, walk
 from curvopt.core.products.base import cast, widened
+from curvopt.core.samples.axes import Samples
 from curvopt.core.samples.layout import Layout, axis_of, labels_along
-from curvopt.core.samples.samples import Samples
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions.base import Extension, fields_of, fields_that, naming_fields
 

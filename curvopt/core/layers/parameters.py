@@ -35,8 +35,8 @@ from curvopt.core.layers.operations import (
 from curvopt.core.layers.rule import AffineRule, Rule
 from curvopt.core.nodes import Edge, is_complex, leaf_of, metadata, outputs_of, shape_of
 from curvopt.core.record import extended_name, extended_owner
+from curvopt.core.samples.axes import Samples
 from curvopt.core.samples.layout import Layout
-from curvopt.core.samples.samples import Samples
 
 
 class EntryPoint(NamedTuple):

@@ -21,9 +21,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.nn.modules.module import _global_forward_hooks
 
-from curvopt.core.extend import Recorder
 from curvopt.core.products.base import Dense, Jacobian, cast
 from curvopt.core.products.outer import Outer, Patches, by_sample
 from curvopt.core.record import ModuleCall, owned_parameters
@@ -134,27 +132,12 @@ def rule_for(module: nn.Module) -> Rule | None:
     # asked in every forward, so remembered by all that the answer depends on
     own = type(module)
     kind = (own, own.forward, getattr(own, "_conv_forward", None), *module._parameters, *module._modules)
-    if _is_patched(module):
+    if "forward" in vars(module) or "_conv_forward" in vars(module):  # put there by a user
         return None
     if kind not in _rule_of_kind:
         _rule_of_kind[kind] = _find_rule(module)
     rule = _rule_of_kind[kind]
     return rule if rule is not None and rule.fits(module) else None
-
-
-ModuleCall.rule_for = rule_for
-
-
-def _is_patched(module: nn.Module) -> bool:
-    """Whether something other than the forward of its type decides the output of a module."""
-    hooks = module._forward_hooks
-    first = next(iter(hooks.values())) if hooks else None
-    return (
-        "forward" in vars(module)
-        or "_conv_forward" in vars(module)
-        or not (first is None or isinstance(first, Recorder))
-        or bool(_global_forward_hooks)  # which come before all others
-    )
 
 
 def _find_rule(module: nn.Module) -> Rule | None:

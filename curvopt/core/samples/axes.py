@@ -15,13 +15,14 @@ holds for every batch, also where a gate is zero at first.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from math import gcd, prod
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.nodes import Edge, consumers_first, leaf_of, operation, outputs_of, shape_of
 from curvopt.core.operations import OPERATIONS, UNKNOWN_OPERATION
@@ -36,6 +37,7 @@ from curvopt.core.samples.layout import (
     axis_of,
     completed,
     labelled,
+    labels_along,
     merged,
 )
 from curvopt.core.samples.probe import probe_operands
@@ -240,3 +242,41 @@ def _pairs(one: Layout, other: Layout) -> Iterable[tuple[int, int]] | None:
     by_row = torch.tensor(rows)[entries // one.after % one.rows]
     by_sample = torch.tensor(samples)[entries // other.after % other.rows]
     return [tuple(pair) for pair in torch.stack([by_row, by_sample], 1).unique(dim=0).tolist()]  # type: ignore[misc]
+
+
+Heads = dict[Edge, Layout]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The place of the samples of some models.
+
+    Attributes:
+        N: number of samples.
+        heads: outputs of the models, or of operations with parameters, whose rows are the samples; what each sample
+            feeds from there on is its part of the loss.
+        axes: the batch axis of all tensors behind them.
+        appended: whether the rows of several calls of different lengths were appended to one batch.
+        is_one_sample: whether all rows of a batch are one sample.
+    """
+
+    N: int
+    heads: Mapping[Edge, Layout]
+    axes: BatchAxes
+    appended: bool = False
+    is_one_sample: bool = False
+
+    def rows_of(self, edge: GradientEdge) -> list[int] | None:
+        """The sample of each row (along axis 0) of a tensor before or behind the heads.
+
+        ``None`` where it is not known, or one row depends on several samples.
+        """
+        key = edge.node, edge.output_nr
+        shape = shape_of(*key)
+        layout = self.axes.layouts.get(key)
+        if isinstance(layout, Layout):
+            axis = axis_of(shape, layout)
+            return None if axis is None or axis.index else list(labels_along(layout, axis))
+        if key in self.axes.layouts:
+            return None
+        return samples_of_rows(key, self.heads)

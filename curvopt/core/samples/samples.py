@@ -17,18 +17,18 @@ discriminator has 12; models with equal numbers share a `Samples`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from curvopt.core.nodes import Edge, leads_further_to, leaf_of, name_of, outputs_of, shape_of, walk
 from curvopt.core.record import Model, ModelCall, extended_model, extended_owner
 from curvopt.core.samples.axes import (
-    BatchAxes,
+    Heads,
+    Samples,
     axis_of_head,
     divides_parameters,
     is_along_second,
@@ -36,48 +36,11 @@ from curvopt.core.samples.axes import (
     propagate_batch_axis,
     samples_of_rows,
 )
-from curvopt.core.samples.layout import UNUSED, Axis, Layout, axis_of, labelled, labels_along
+from curvopt.core.samples.layout import UNUSED, Axis, Layout, axis_of, labelled
 from curvopt.errors import CurvoptError
 
 if TYPE_CHECKING:
     from curvopt.core.graph import BackwardGraph
-
-Heads = dict[Edge, Layout]
-
-
-@dataclass(frozen=True)
-class Samples:
-    """The place of the samples of some models.
-
-    Attributes:
-        N: number of samples.
-        heads: outputs of the models, or of operations with parameters, whose rows are the samples; what each sample
-            feeds from there on is its part of the loss.
-        axes: the batch axis of all tensors behind them.
-        appended: whether the rows of several calls of different lengths were appended to one batch.
-        is_one_sample: whether all rows of a batch are one sample.
-    """
-
-    N: int
-    heads: Mapping[Edge, Layout]
-    axes: BatchAxes
-    appended: bool = False
-    is_one_sample: bool = False
-
-    def rows_of(self, edge: GradientEdge) -> list[int] | None:
-        """The sample of each row (along axis 0) of a tensor before or behind the heads.
-
-        ``None`` where it is not known, or one row depends on several samples.
-        """
-        key = edge.node, edge.output_nr
-        shape = shape_of(*key)
-        layout = self.axes.layouts.get(key)
-        if isinstance(layout, Layout):
-            axis = axis_of(shape, layout)
-            return None if axis is None or axis.index else list(labels_along(layout, axis))
-        if key in self.axes.layouts:
-            return None
-        return samples_of_rows(key, self.heads)
 
 
 def locate(graph: BackwardGraph, as_one_sample: bool = False) -> dict[Model | None, Samples]:
