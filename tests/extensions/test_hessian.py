@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.utils import parametrizations
 
 from curvopt import backpack, extend
-from curvopt.core.graph import operations
+from curvopt.core import operations
 from curvopt.core.nodes import walk
 from curvopt.core.nonlinear import nonlinear_operations
 from curvopt.core.record import records_of
