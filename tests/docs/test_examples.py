@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -76,3 +78,27 @@ def test_examples_are_titled_stories():
     for example in EXAMPLES:
         title, underline, *_ = (ast.get_docstring(ast.parse(example.read_text())) or "").splitlines()
         assert underline == "=" * len(title), example.name
+
+
+@pytest.mark.slow(reason="three runs of processes that train together")
+def test_a_gpt_that_ranks_divide_is_resumed_by_another_number_of_ranks(tmp_path: Path):
+    def losses(ranks: int, steps: int, folder: str) -> list[str]:
+        options = "--save-every 2 --log-every 1 --dim 16 --depth 1 --length 16 --batch 12 --dtype float32".split()
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [str(ROOT / "examples" / "train_gpt_on_ranks.py"), "--steps", str(steps), "--folder", folder]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            [sys.executable, *command, *options],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+        return re.findall(r"step \d+: loss [\d.]+", done.stdout)
+
+    whole = losses(2, 4, "whole")
+    assert losses(2, 2, "two") == whole[:2]
+    (resumed, *_) = losses(1, 4, "two")
+    assert resumed == whole[2]
