@@ -581,15 +581,10 @@ CASES = [
         Case(f"conv2d-{name}", lambda make=make: cnn(make(), 4), normal(3, 2, 6, 5))
         for name, make in {
             "plain": lambda: nn.Conv2d(2, 4, 3),
-            "stride-padding": lambda: nn.Conv2d(2, 4, (3, 2), stride=2, padding=1),
-            "dilation": lambda: nn.Conv2d(2, 4, 2, dilation=(2, 3)),
             "groups": lambda: nn.Conv2d(2, 4, 3, padding=1, groups=2),
             "circular": lambda: nn.Conv2d(2, 4, 3, padding=(1, 2), padding_mode="circular"),
             "reflect": lambda: nn.Conv2d(2, 4, 3, padding=2, padding_mode="reflect", stride=2),
-            "replicate": lambda: nn.Conv2d(2, 4, 3, padding=1, padding_mode="replicate", groups=2),
-            "same": lambda: nn.Conv2d(2, 4, (2, 3), padding="same", dilation=(1, 2)),
             "same-circular": lambda: nn.Conv2d(2, 4, 2, padding="same", padding_mode="circular"),
-            "valid": lambda: nn.Conv2d(2, 4, 3, padding="valid", bias=False),
             "one-for-all": lambda: nn.Conv2d(2, 4, 3, stride=(2,), padding=(1,), dilation=(2,)),
             "numbers-assigned": lambda: changed(nn.Conv2d(2, 4, (2, 3)), stride=2, padding=1, dilation=2),
             "same-assigned": lambda: changed(nn.Conv2d(2, 4, (3, 2), padding=1), padding="same", dilation=(2, 1)),
