@@ -15,9 +15,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -105,7 +104,7 @@ class ComputedWeightRule(Rule):
     def __init__(self, rule: Rule, p: nn.Parameter, source: GradientEdge | None, start: int | None = None):
         """Keep them, and read what nodes saved: while the graph is passed, checkpoints give that out only once."""
         self.rule, self.p, self.source, self.start = rule, p, source, start
-        self._way = [] if source is None else way_back(source, p)
+        self.way = [] if source is None else way_back(source, p)
 
     @cached_property
     def linear(self) -> bool:  # type: ignore[override]
@@ -113,8 +112,7 @@ class ComputedWeightRule(Rule):
 
     @cached_property
     def pulls_back(self) -> bool:  # type: ignore[override]
-        whole = self._way and self._way[-1].operand is None
-        return not (self.source is None or whole or is_by_entry(self.source, self.p))
+        return not (self.source is None or self.way or is_by_entry(self.source, self.p))
 
     def takes_steps(self, call: ModuleCall, how: Literal["axis", "rows"]) -> bool:
         return self.rule.takes_steps(call, how)
@@ -124,11 +122,12 @@ class ComputedWeightRule(Rule):
 
     def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         jacobian, source = self.rule.jac_t(call, grads, ["weight"], N)["weight"], self.source
-        if source is not None and isinstance(jacobian, Outer):
+        if self.way and isinstance(jacobian, Outer):
             if "sides" not in call.cache:
-                call.cache["sides"] = Sides(source, jacobian).along(self._way)
-            sides = call.cache["sides"]
-            jacobian, source = sides(jacobian), sides.source
+                sides = Sides(jacobian)
+                call.cache["sides"] = sides if sides.go(self.way) else None
+            if call.cache["sides"] is not None:
+                jacobian, source = call.cache["sides"](jacobian), None
         if self.start is not None and isinstance(jacobian, Outer):
             others = self.start, len(self.p) - self.start - jacobian.O
             jacobian = jacobian.with_sides(F.pad(jacobian.left, others), None, self.p.shape, False)
@@ -283,25 +282,23 @@ class Passed(NamedTuple):
     """An operation on the way from a weight back to a parameter.
 
     Attributes:
-        operand: where its operand was computed; ``None`` for the parameter.
-        shape: shape of that.
-        what: its kind: a product (the position, and the other matrix), a scaling, or a view.
+        shape: shape of its operand.
+        what: its kind: a product (the position of the operand, and the other matrix), a scaling, or a view.
     """
 
-    operand: GradientEdge | None
     shape: torch.Size
     what: tuple[int, Tensor] | Broadcast | Tensor
 
 
 def way_back(source: GradientEdge, p: nn.Parameter) -> list[Passed]:
-    """The operations from a weight back to the parameter, as far as these are one after the other, and known."""
+    """The operations from a weight back to the parameter; none if these are not one after the other, and known."""
     path: list[Passed] = []
-    between, at = nodes_between(source.node, p), source
-    while at is not None:
-        node = at.node
+    between: set[Node] = nodes_between(source.node, p)
+    node, nr = source.node, source.output_nr
+    while leaf_of(node) is not p:
         positions = [i for i, (below, _) in enumerate(node.next_functions) if below in between]
         if len(positions) != 1:
-            break
+            return []
         (position,) = positions
         below: Any = node.next_functions[position]
         shape, what = shape_of(*below), None
@@ -310,172 +307,104 @@ def way_back(source: GradientEdge, p: nn.Parameter) -> list[Passed]:
         elif name_of(node) == "CloneBackward0":
             what = torch.empty(shape, device="meta")
         elif not broadcasts(node):
-            what = viewed(node, at.output_nr, torch.empty(shape, device="meta"))
+            what = viewed(node, nr, torch.empty(shape, device="meta"))
             what = what if what is None or what.numel() == shape.numel() else None
         elif shape == shape_of(node):
             what = broadcast_of(node, position)
         if what is None:
-            break
-        at = None if leaf_of(below[0]) is p else GradientEdge(*below)
-        path.append(Passed(at, shape, what))
+            return []
+        path.append(Passed(shape, what))
+        node, nr = below
     return path
 
 
 class Sides:
-    """The way from a weight back to the parameter, as far as it acts on the sides of outer products by themselves.
+    """How operations between a weight and a parameter act on the two sides of the weight's outer products.
 
-    Numbers, factors that are one for a whole row or column, products with other matrices, and views do; so does what
-    moves the entries of rows, or of columns, alone.
+    Entry ``[o, i]``, of which o belongs to the left side, has the number ``o I + i``, which goes back with it. Known
+    are factors of whole rows or columns, products of matrices, and moves of entries.
 
     Args:
-        source: where the weight was computed.
         outer: products with respect to the weight.
-
-    Attributes:
-        source: where the rest was computed; ``None`` if nothing is left.
     """
 
-    def __init__(self, source: GradientEdge, outer: Outer):
+    def __init__(self, outer: Outer):
         """Begin at the weight."""
-        self.source: GradientEdge | None = source
-        self._shape, self._transposed, self._sizes = outer.shape, outer.transposed, [outer.O, outer.I]
-        self._has_groups = outer.G > 1
-        self._steps: tuple[list[Step], list[Step]] = [], []
+        self.sizes, self.shape, self.transposed = [outer.O, outer.I], outer.shape, outer.transposed
+        self.numbers = self._numbers(outer.transposed).reshape(outer.shape) if outer.G == 1 else None
+        self.steps: tuple[list[Step], list[Step]] = [], []
         self._right, self._one = None, outer.left.new_ones(())
 
-    def along(self, path: Sequence[Passed]) -> Sides:
-        """Go the operations from the weight on, as far as they act on the sides by themselves. Returns itself."""
-        if self._move(path):
-            return self
-        for passed in path:
-            if not self._pass(passed):
-                break
-            self.source = passed.operand
-        return self
+    def go(self, path: Sequence[Passed]) -> bool:
+        """Go the operations back to the parameter; whether all of them act on the sides by themselves."""
+        return self.numbers is not None and all(self._pass(*passed) for passed in path) and self._arrive()
 
     def __call__(self, outer: Outer) -> Outer:
-        """The products with respect to where the rest of the path begins."""
-        left = _apply(self._steps[0], outer.left)
-        if self._steps[1] and self._right is None:
-            self._right = _apply(self._steps[1], outer.right)
-        return outer.with_sides(left, self._right, self._shape, self._transposed)
+        """The products with respect to the parameter."""
+        if self.steps[1] and self._right is None:
+            self._right = reduce(lambda side, step: step[0](side, step[1]), self.steps[1], outer.right)
+        left = reduce(lambda side, step: step[0](side, step[1]), self.steps[0], outer.left)
+        return outer.with_sides(left, self._right, self.shape, self.transposed)
 
-    def _move(self, path: Sequence[Passed]) -> bool:
-        """Remember in which order the sides have the entries of the parameter, if the path does nothing but move these.
+    def _numbers(self, transposed: bool) -> Tensor:
+        """Those of a matrix ``[O, I]`` or ``[I, O]``."""
+        numbers = torch.arange(prod(self.sizes), device="cpu").view(self.sizes)
+        return numbers.mT if transposed else numbers
 
-        ``torch.einsum`` copies a weight whose axes it sums over in another order.
-        """
-        if self._has_groups or not path or path[-1].operand is not None:
-            return False
-        pieces = [_Piece(self._sizes[side], side, 1) for side in self._sides]
-        axes = _in_axes(pieces, self._shape)
-        for _, shape, what in path:
-            if axes is None or not isinstance(what, Tensor) or what.numel() != prod(shape):
-                return False
-            moved = sorted(range(what.dim()), key=what.stride, reverse=True)
-            axes = _in_axes([piece for axis in moved for piece in axes[axis]], shape)
-        if axes is None:
-            return False
-        pieces = [piece for axis in axes for piece in axis]
-        order = [side for side, _ in itertools.groupby(piece.side for piece in pieces)]
-        if len(order) > 2:
-            return False
-        for side in (0, 1):
-            own = [piece for piece in pieces if piece.side == side]
-            if own != sorted(own, key=lambda piece: piece.stride, reverse=True):
-                places = torch.zeros(1, dtype=torch.long, device=self._one.device)
-                for length, _, stride in own:
-                    steps = torch.arange(length, device=places.device) * stride
-                    places = (places[:, None] + steps).flatten()
-                self._steps[side].append((_in_order, places))
-        self._shape, self.source, (O, I) = path[-1].shape, None, self._sizes  # noqa: E741
-        self._transposed = order == [1, 0] if len(order) == 2 else self._shape[0] == I != O
-        return True
-
-    def _pass(self, passed: Passed) -> bool:
-        """Remember how an operation acts on the sides, if it does."""
-        what = passed.what
+    def _pass(self, shape: torch.Size, what: tuple[int, Tensor] | Broadcast | Tensor) -> bool:
+        """Remember how an operation acts on the sides; whether it does."""
+        assert self.numbers is not None
         if isinstance(what, Broadcast):
-            return self._pass_factor(what)
+            return self._scale(self._one * what.scale if what.factor is None else what.factor(*what.args) * what.scale)
         if isinstance(what, Tensor):
-            if what.shape != self._shape:
-                return False
-            # the transpose of a single row has the order of the row in memory
-            row = 1 in what.shape and passed.shape != what.shape and list(passed.shape) == [*what.shape[::-1]]
-            swapped = row or not what.is_contiguous()
-            if swapped and not (self._is_matrix and what.mT.is_contiguous()):
-                return False
-            self._transposed = self._transposed != swapped
-        elif self._is_matrix:
-            position, other = what
-            # a matrix that is multiplied from the right acts on the side of the columns
-            side, other = self._sides[1 - position], other if position else other.mT
-            self._steps[side].append((torch.matmul, other))
-            self._sizes[side] = other.shape[1]
-        else:
+            numbers = torch.empty(shape, dtype=torch.long, device="cpu")
+            numbers.as_strided(what.shape, what.stride()).copy_(self.numbers)
+            self.numbers = numbers
+            return True
+        position, other = what
+        transposed = next((t for t in (False, True) if torch.equal(self.numbers, self._numbers(t))), None)
+        if transposed is None:
             return False
-        self._shape = passed.shape
+        # a matrix that is multiplied from the right acts on the side of the columns
+        side = int((position == 0) != transposed)
+        self.steps[side].append((torch.matmul, (other if position else other.mT).to(self._one)))
+        self.sizes[side] = shape[1 - position]
+        self.numbers = self._numbers(transposed)
         return True
 
-    def _pass_factor(self, found: Broadcast) -> bool:
-        factor = found.scale * (self._one if found.factor is None else found.factor(*found.args))
-        lengths = [*[1] * (len(self._shape) - factor.dim()), *factor.shape]
-        rows, columns = self._sides
+    def _scale(self, factor: Tensor) -> bool:
+        """Remember a factor, if its entries belong to those of one side."""
+        assert self.numbers is not None
         if factor.numel() == 1:
-            side, factor = 0, factor.reshape(())
-        elif self._has_groups or self._shape[0] != self._sizes[rows]:
-            return False
-        elif lengths[0] == factor.numel():
-            side, factor = rows, factor.flatten()
-        elif lengths[0] == 1:
-            side, factor = columns, factor.expand(1, *self._shape[1:]).flatten()
-        else:
-            return False
-        self._steps[side].append((torch.mul, factor))
-        return True
+            self.steps[0].append((torch.mul, factor.flatten().to(self._one)))
+            return True
+        entries = torch.arange(factor.numel(), device="cpu").view(factor.shape).expand(self.numbers.shape)
+        entries = torch.empty(prod(self.sizes), dtype=torch.long, device="cpu").scatter_(
+            0, self.numbers.flatten(), entries.flatten()
+        )
+        entries = entries.view(self.sizes)
+        for side in (0, 1):
+            of_side = entries.select(1 - side, 0)
+            if torch.equal(entries, of_side.unsqueeze(1 - side).expand(self.sizes)):
+                self.steps[side].append((torch.mul, factor.flatten()[of_side.to(factor.device)].to(self._one)))
+                return True
+        return False
 
-    @property
-    def _sides(self) -> tuple[int, int]:
-        """The sides, 0 for the left one, of the first axis and of the others."""
-        return (1, 0) if self._transposed else (0, 1)
-
-    @property
-    def _is_matrix(self) -> bool:
-        return not self._has_groups and list(self._shape) == [self._sizes[side] for side in self._sides]
-
-
-class _Piece(NamedTuple):
-    """A part of an axis: its length, the side of an outer product to which it belongs, and the stride there."""
-
-    length: int
-    side: int
-    stride: int
-
-
-def _in_axes(pieces: Sequence[_Piece], shape: Sequence[int]) -> list[list[_Piece]] | None:
-    """Pieces put together, and split, to axes of some lengths; ``None`` where they cannot be."""
-    rest = [piece for piece in pieces if piece.length > 1][::-1]
-    axes: list[list[_Piece]] = []
-    for length in shape:
-        axes.append([])
-        while length > 1:
-            n, side, stride = rest.pop()
-            if n > length:
-                if n % length:
-                    return None
-                rest.append(_Piece(n // length, side, stride))
-                n, stride = length, stride * (n // length)
-            if length % n:
-                return None
-            axes[-1].append(_Piece(n, side, stride))
-            length //= n  # noqa: PLW2901 - what is left of it
-    return axes
-
-
-def _apply(steps: Sequence[Step], side: Tensor) -> Tensor:
-    for multiply, other in steps:
-        side = multiply(side, other.to(side) if other.is_floating_point() else other)
-    return side
+    def _arrive(self) -> bool:
+        """Put the sides in the order of the parameter's entries; whether its axes belong to one side each."""
+        assert self.numbers is not None
+        (O, I), self.shape = self.sizes, self.numbers.shape  # noqa: E741
+        likely = self.shape[0] == I != O
+        for transposed in (likely, not likely):
+            numbers = self.numbers.reshape(I, O).mT if transposed else self.numbers.reshape(O, I)
+            rows, columns = numbers[:, 0] // I, numbers[0] % I
+            if torch.equal(numbers, rows[:, None] * I + columns):
+                for steps, order in zip(self.steps, (rows, columns), strict=True):
+                    if not torch.equal(order, torch.arange(len(order), device="cpu")):
+                        steps.append((_in_order, order.to(self._one.device)))
+                self.transposed = transposed
+                return True
+        return False
 
 
 def _in_order(side: Tensor, order: Tensor) -> Tensor:

@@ -16,14 +16,14 @@ torch.Size([4, 1, 1, 3])
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn.modules import _functions
 
 from curvopt.core.layers.affine import Conv, ConvTranspose, Product
@@ -72,15 +72,18 @@ class ParameterCall(ModuleCall):
         return self._owner
 
 
-def seen_of(p: nn.Parameter, passed: Iterable[Edge]) -> Tensor | None:
-    """The view of a parameter behind some operations, without values: strides and offset identify the entries.
-
-    ``None`` if that is not a view of it.
-    """
-    seen: Tensor | None = torch.empty(p.shape, device="meta")
-    for node, output_nr in passed:
-        seen = None if seen is None else viewed(node, output_nr, seen)
-    return seen
+def view_of(operand: GradientEdge) -> tuple[GradientEdge, Tensor]:
+    """The tensor of which an operand is a view, and that view without values: strides and offset tell the entries."""
+    edges: list[Edge] = [(operand.node, operand.output_nr)]
+    while name_of(edges[-1][0]) in _VIEWS | _MOVES:
+        edges.append(edges[-1][0].next_functions[0])  # type: ignore[arg-type]
+    base = edges.pop()
+    seen = torch.empty(shape_of(*base), device="meta")
+    while edges:
+        edge = edges.pop()
+        view = viewed(*edge, seen)
+        base, seen = (edge, torch.empty(shape_of(*edge), device="meta")) if view is None else (base, view)
+    return GradientEdge(*base), seen
 
 
 def viewed(node: Node, output_nr: int, x: Tensor) -> Tensor | None:
@@ -108,6 +111,7 @@ def viewed(node: Node, output_nr: int, x: Tensor) -> Tensor | None:
         return None
 
 
+_MOVES = frozenset(f"{name}Backward0" for name in ("Split", "SplitWithSizes", "Slice", "T", "Transpose", "Permute"))
 _VIEWS = frozenset(
     [
         *(f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias")),

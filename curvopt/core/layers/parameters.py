@@ -29,8 +29,8 @@ from curvopt.core.layers.operations import (
     is_layer,
     layer_call,
     product_in_cell,
-    seen_of,
     shape_among,
+    view_of,
 )
 from curvopt.core.layers.rule import AffineRule, Rule
 from curvopt.core.nodes import Edge, is_complex, leaf_of, metadata, outputs_of, shape_of
@@ -46,13 +46,11 @@ class EntryPoint(NamedTuple):
         node: of the operation.
         output_nr: which output has the samples.
         position: of the operand.
-        passed: outputs of operations between the parameter and this one, if each has one operand only; else ``None``.
     """
 
     node: Node
     output_nr: int
     position: int
-    passed: tuple[Edge, ...] | None
 
     @property
     def operand(self) -> GradientEdge:
@@ -61,7 +59,7 @@ class EntryPoint(NamedTuple):
 
 
 def find_entry_points(
-    operands: Sequence[Operand], graph: BackwardGraph, layouts: Mapping[Edge, object], alone: bool = True
+    operands: Sequence[Operand], graph: BackwardGraph, layouts: Mapping[Edge, object]
 ) -> tuple[list[EntryPoint], bool]:
     """The first operations with samples on the paths to the heads, and whether there are paths around the heads.
 
@@ -69,50 +67,21 @@ def find_entry_points(
         operands: operations, and the positions of operands, to start with.
         graph: the graph.
         layouts: of all tensors behind the heads.
-        alone: whether these operands are the parameter itself.
     """
-    found: list[tuple[Node, int, Operand]] = []
-    around = False
-    before: dict[Operand, list[tuple[Operand, int] | None]] = {
-        operand: [None] for operand in operands
-    }  # what leads to it
-    stack = list(before)
+    entries, around = list[EntryPoint](), False
+    stack, seen = list(operands), set(operands)
     while stack:
-        operand = stack.pop()
-        node = operand[0]
-        outputs = [(node, nr) for nr in range(len(outputs_of(node)))]
-        behind = [edge for edge in outputs if edge in layouts]
+        node, position = stack.pop()
+        behind = [edge for nr in range(len(outputs_of(node))) if (edge := (node, nr)) in layouts]
         around = around or not behind
         for edge in behind:
             if isinstance(layouts[edge], Layout):
-                found.append((*edge, operand))
+                entries.append(EntryPoint(*edge, position))
                 continue
-            for user in graph.users.get(edge, ()):
-                if user in graph.inside:
-                    continue
-                if user not in before:
-                    stack.append(user)
-                before.setdefault(user, []).append((operand, edge[1]))
-    entries = [
-        EntryPoint(node, nr, operand[1], _passed(operand, before) if alone else None) for node, nr, operand in found
-    ]
+            following = [user for user in graph.users.get(edge, ()) if user not in graph.inside and user not in seen]
+            seen.update(following)
+            stack += following
     return entries, around
-
-
-def _passed(
-    operand: Operand, before: Mapping[Operand, Sequence[tuple[Operand, int] | None]]
-) -> tuple[Edge, ...] | None:
-    """The outputs of operations before one, if there is one path only, and each of them has one operand."""
-    passed: list[Edge] = []
-    while len(before[operand]) == 1:
-        (come,) = before[operand]
-        if come is None:
-            return tuple(reversed(passed))
-        operand, output_nr = come
-        if sum(below is not None for below, _ in operand[0].next_functions) > 1:
-            return None
-        passed.append((operand[0], output_nr))
-    return None
 
 
 def parameter_calls(p: nn.Parameter, entries: Iterable[EntryPoint], location: Samples) -> Iterator[CallInGraph]:
@@ -148,7 +117,7 @@ def _operation(
         owner: the module.
         itself: the operand is ``p``, wherever it comes from.
     """
-    node, nr, position, _ = entry
+    node, nr, position = entry
     edges = {0: GradientEdge(node, nr)}
     if nr == 0 and not is_complex(node):
         try:
@@ -174,21 +143,25 @@ def _layer(
     p: nn.Parameter, entry: EntryPoint, path: str, owner: nn.Module, itself: bool
 ) -> tuple[ParameterCall, Rule] | None:
     """The operation as a layer with the operand as its weight."""
-    node, _, position, passed = entry
+    node, _, position = entry
     if not is_layer(node):
         return None
-    source, operand, shape = None, entry.operand, p.shape
-    seen = seen_of(p, ()) if itself else None if passed is None else seen_of(p, passed)
-    call = None if seen is None else layer_call(node, position, seen, shape)
-    if call is None and not itself:
-        shape = shape_of(operand.node, operand.output_nr)
-        source, seen = operand, torch.empty(shape, device="meta")
-        call = layer_call(node, position, seen, shape)
-    if call is None or seen is None:
+    source, seen = view_of(entry.operand)
+    of_p = itself or leaf_of(source.node) is p
+    shape = p.shape if of_p else shape_of(source.node, source.output_nr)
+    seen = torch.empty(shape, device="meta") if itself else seen
+    call = layer_call(node, position, seen, shape)
+    if not itself and (call is None or (call.start is not None and not of_p)):
+        source, of_p, shape = entry.operand, False, shape_of(entry.operand.node, entry.operand.output_nr)
+        call = layer_call(node, position, torch.empty(shape, device="meta"), shape)
+    if call is None:
         return None
-    whole = source is None and call.start is None
-    call.module._parameters["weight"] = p if whole else nn.Parameter(seen, requires_grad=False)
-    rule = call.rule if whole and p.dim() > 1 else ComputedWeightRule(call.rule, p, source, call.start)
+    whole = of_p and call.start is None
+    weight = seen if call.start is not None else torch.empty(shape, device="meta")
+    call.module._parameters["weight"] = p if whole else nn.Parameter(weight, requires_grad=False)
+    rule = (
+        call.rule if whole and p.dim() > 1 else ComputedWeightRule(call.rule, p, None if of_p else source, call.start)
+    )
     return ParameterCall(path, call.module, (call.input,), shape_of(node), owner), rule
 
 
@@ -196,7 +169,7 @@ def _broadcast(
     p: nn.Parameter, entry: EntryPoint, path: str, owner: nn.Module, itself: bool
 ) -> tuple[ParameterCall, Rule] | None:
     """The operation as one that repeats the operand for the samples."""
-    node, _, position, _ = entry
+    node, _, position = entry
     if not broadcasts(node):
         return None
     operand = entry.operand
@@ -240,7 +213,7 @@ def shared_call(found: CallInGraph, graph: BackwardGraph, location: Samples) -> 
     operands = [
         operand for edge in found.edges.values() for operand in graph.users.get((edge.node, edge.output_nr), ())
     ]
-    entries, _ = find_entry_points(operands, graph, location.axes.layouts, alone=False)
+    entries, _ = find_entry_points(operands, graph, location.axes.layouts)
     operands = []
     for entry in entries:
         like = metadata(entry.operand.node, entry.operand.output_nr)
