@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
 
 from curvopt import CurvoptError, backpack, extend, extensions
-from curvopt.core.backward import residuals
 from curvopt.core.backward.backward_pass import BackwardPass
+from curvopt.core.backward.residuals import Residuals
 from curvopt.core.graph import CallInGraph
 from curvopt.core.layers.computed import SharedCallRule
 from curvopt.core.layers.operations import ParameterCall
@@ -336,7 +336,7 @@ def way_of(call: CallInGraph) -> str:
 def observed() -> Iterator[dict[nn.Parameter, set[str]]]:
     """How the quantities of each parameter are computed, while this is open."""
     ways: dict[nn.Parameter, set[str]] = defaultdict(set)
-    begin, differentiate = BackwardPass.before_backward, residuals._by_double_backward
+    begin, differentiate = BackwardPass.before_backward, Residuals._differentiate
 
     def observed_begin(run: BackwardPass, *args: Any) -> BackwardPass:
         for call in run.calls:
@@ -344,15 +344,13 @@ def observed() -> Iterator[dict[nn.Parameter, set[str]]]:
                 ways[p].add(way_of(call))
         return begin(run, *args)
 
-    def observed_differentiate(
-        run: BackwardPass, loss: Any, slope: Tensor, parameters: list[nn.Parameter], *args: Any
-    ) -> None:
-        ways.update((p, {"double backward"}) for p in parameters)
-        differentiate(run, loss, slope, parameters, *args)
+    def observed_differentiate(self: Residuals, *args: Any) -> None:
+        ways.update((p, {"double backward"}) for p in self.direct)
+        differentiate(self, *args)
 
     with (
         mock.patch.object(BackwardPass, "before_backward", observed_begin),
-        mock.patch.object(residuals, "_by_double_backward", observed_differentiate),
+        mock.patch.object(Residuals, "_differentiate", observed_differentiate),
     ):
         yield ways
 

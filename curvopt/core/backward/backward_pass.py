@@ -1,19 +1,20 @@
 """One backward pass of the user and the quantities that are computed along with it.
 
-`backpack` has read, located and checked the request before. The other four stages are here: **factor** the loss Hessian
-into columns, **pull back** the columns to the outputs of all calls with parameters, **reduce** them there, by the rule
-of the call and the extension, and **finish**: set the fields and call the hook::
+Its stages are here in the order in which they run, but for the checks of a request (`curvopt.core.backward.checks`)
+and the columns of the loss Hessian (`curvopt.core.backward.second_order`): **read** the graph, **locate** the samples
+in it, **pull back** vectors to the outputs of all calls with parameters, **reduce** them there, by the rule of the call
+and the extension, and **finish**: set the fields and call the hook::
 
-    before_backward ─► second_order ─► sweep ─► update ─► _complete       columns of the loss Hessian
-    listen, the user's backward ─► _gradient ─► update ─► _complete       the user's own gradient
+    read_and_locate ─► before_backward ─► sweep ─► update ─► _complete          columns of the loss Hessian
+                       listen, the user's backward ─► update ─► _complete       the gradient
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -28,14 +29,14 @@ from curvopt.core.backward.module_io import showing
 from curvopt.core.graph import BackwardGraph, CallInGraph, operands_among, read_graph
 from curvopt.core.layers.operations import ParameterCall
 from curvopt.core.layers.parameters import find_entry_points, join_biases, parameter_calls, shared_call
-from curvopt.core.losses.any import Reduction, loss_weight
-from curvopt.core.losses.roots import Gradient
+from curvopt.core.losses.any import LARGEST_BLOCK, Reduction, loss_weight
+from curvopt.core.losses.roots import Columns, Gradient
 from curvopt.core.nodes import Edge, walk
 from curvopt.core.products import costs
-from curvopt.core.products.base import Chunk, Dense
+from curvopt.core.products.base import Chunk, Dense, Jacobian
 from curvopt.core.products.sums import PulledBack, combine
 from curvopt.core.pytorch_workarounds import running_backward, without_reductions
-from curvopt.core.record import Model, extended_model, extended_name, extended_parameters
+from curvopt.core.record import Model, ModuleCall, extended_model, extended_name, extended_parameters
 from curvopt.core.samples.axes import Samples
 from curvopt.core.samples.samples import locate
 from curvopt.core.vjp import NodeVjp, listen, pull_each
@@ -60,11 +61,6 @@ def set_columns_per_sweep(columns: int | None) -> None:
     _columns_per_sweep = columns
 
 
-def columns_per_sweep() -> int | None:
-    """The number that was set."""
-    return _columns_per_sweep
-
-
 @dataclass
 class LocatedGraph:
     """The graph of one backward pass, with its calls and samples.
@@ -72,6 +68,7 @@ class LocatedGraph:
     Attributes:
         graph: the graph.
         locations: where the samples are, by model.
+        distinct_locations: each of these once: models with equal numbers of samples share one.
         calls: the calls that have parameters.
         owners: for each parameter the call that counts for messages and hooks, and its name there.
         outside: names of parameters that enter the loss around the heads, by an added term or as a weight of losses:
@@ -80,14 +77,10 @@ class LocatedGraph:
 
     graph: BackwardGraph
     locations: dict[Model | None, Samples] = field(default_factory=dict)
+    distinct_locations: list[Samples] = field(default_factory=list)
     calls: list[CallInGraph] = field(default_factory=list)
     owners: dict[nn.Parameter, tuple[CallInGraph, str]] = field(default_factory=dict)
     outside: list[str] = field(default_factory=list)
-
-    @property
-    def distinct_locations(self) -> list[Samples]:
-        """The locations, each once: models with equal numbers of samples share one."""
-        return list({id(location): location for location in self.locations.values()}.values())
 
     @property
     def N(self) -> int:
@@ -108,11 +101,10 @@ class LocatedGraph:
         return extended_name(p) or f"{call.call.path}.{name}".lstrip(".")
 
     def location_of(self, model: Model | None) -> Samples | None:
-        """The samples of a model; those of the only other one where it was not called itself."""
+        """The samples of a model; where it was not called itself, the only samples there are."""
         if model in self.locations:
             return self.locations[model]
-        others = self.distinct_locations
-        return others[0] if len(others) == 1 else None
+        return self.distinct_locations[0] if len(self.distinct_locations) == 1 else None
 
 
 def read_and_locate(roots: Sequence[Node], as_one_sample: bool = False) -> LocatedGraph:
@@ -126,6 +118,7 @@ def read_and_locate(roots: Sequence[Node], as_one_sample: bool = False) -> Locat
     if not graph.operands and not any(found.parameters for found in graph.module_calls.values()):
         return located
     located.locations = locate(graph, as_one_sample)
+    located.distinct_locations = list({id(location): location for location in located.locations.values()}.values())
     for found in graph.module_calls.values():
         if not found.parameters:
             continue
@@ -197,102 +190,118 @@ class Backward(NamedTuple):
     batched: bool
 
 
-class BackwardPass:
-    """Reduces the vectors that arrive at the calls of one backward pass, and sets the fields.
+@dataclass(frozen=True)
+class Request:
+    """What is asked for in a backward.
 
-    A parameter is reduced as soon as the vectors have arrived at all of its calls.
+    Attributes:
+        extensions: without any, the backward runs as it is.
+        counted: the parameters of the optimizer that asks: only losses that reach one of them count in the weight of
+            the loss, whatever is added; ``None`` for a user, for whom all losses count.
+        maximized: whether what is differentiated is maximised: second-order quantities are those of minus it.
+        loss_reduction: how losses of no known kind are reduced over the samples.
+        largest_block: how many outputs of a sample such a loss may couple.
+        as_one_sample: whether each batch is one sample, whatever `extend` was told.
+        skips_empty: whether backwards of empty batches are let through, without fields; else they are refused.
+    """
+
+    extensions: tuple[Extension, ...] = ()
+    counted: frozenset[Tensor] | None = None
+    maximized: bool = False
+    loss_reduction: Reduction = None
+    largest_block: int = LARGEST_BLOCK
+    as_one_sample: bool = False
+    skips_empty: bool = False
+
+
+class BackwardPass:
+    """Pulls vectors back to the calls of one backward, reduces them there, and sets the fields.
 
     Args:
-        extensions: the active extensions.
+        request: what is asked for.
         extension_hook: called with each module whose fields are complete.
         located: the graph of this backward, with its calls and samples.
         how: how autograd was called.
-        loss_reduction: how losses of no known kind are reduced over the samples, see `loss_weight`.
+
+    Attributes:
+        weight: how many means over single predictions the scalar is, see `curvopt.core.losses.any.loss_weight`; for
+            second-order quantities, and first-order ones that add up.
+        variables: the largest number of variables of a prediction, see `curvopt.core.losses.roots.LossCurvature`.
+        totals: the reduced columns so far.
+        done: the fields that are set.
+        regularizers: the weights of regularizers, times the gradients that arrive at them.
     """
 
     def __init__(
         self,
-        extensions: Sequence[Extension],
+        request: Request,
         extension_hook: Callable[[nn.Module], None] | None,
         located: LocatedGraph,
         how: Backward,
-        loss_reduction: Reduction = None,
     ):
-        self.extensions, self.extension_hook, self.located = extensions, extension_hook, located
-        self.how, self.calls = how, located.calls
-        self.first_order = [e for e in extensions if isinstance(e.columns, Gradient)]
-        self.calls_of = Counter(p for call in self.calls for p in call.parameters.values())
-        self.parts: dict[nn.Parameter, list[Chunk]] = {}
+        self.request, self.extensions, self.extension_hook = request, request.extensions, extension_hook
+        self.located, self.how, self.calls = located, how, located.calls
+        self.roots = [GradientEdge(*edge) for edge in how.roots]
+        self.first_order = [e for e in self.extensions if isinstance(e.columns, Gradient)]
+        self.device = next(iter(located.owners)).device.type if located.owners else "cpu"
+        # whether inputs are needed for the first chunk of columns only
+        self.reads_inputs_once = all([e.reads_inputs_once for e in self.extensions])
         self.totals: dict[tuple[nn.Parameter, Extension], Any] = {}
-        #: The weights of regularizers, times the gradients that arrive at them.
-        self.terms: dict[nn.Parameter, Tensor] = {}
+        self.regularizers: dict[nn.Parameter, Tensor] = {}
         self.done: dict[nn.Parameter, set[Extension]] = {}
         self.hooked: set[nn.Module] = set()
-        self.loss_reduction: Reduction = loss_reduction
-        #: How many means over single predictions the scalar is, see `SecondOrder`. For second-order quantities, and
-        #: first-order ones that add up.
         self.weight: Tensor | float = 0.0
-        #: The largest number of variables of a prediction (see `SecondOrder`).
         self.variables = 1
+        self._gradient: Sweep | None = None
         self._task: int | None = None
-
-    @cached_property
-    def device(self) -> str:
-        """Type of the device of the parameters."""
-        return next(iter(self.located.owners)).device.type if self.located.owners else "cpu"
 
     # Before the user's backward
 
-    def before_backward(self, second: Callable[[], None] | None) -> BackwardPass:
-        """Factor, pull back and reduce: all that needs no gradient of the user's backward. Returns itself.
+    def before_backward(self, second_order: Callable[[], None] | None) -> BackwardPass:
+        """All that needs no gradient of the user's backward. Returns itself.
 
         Args:
-            second: computes the second-order quantities, if there are any.
+            second_order: has columns of the loss Hessian swept, if a quantity needs that.
         """
-        graph = self.located.graph
-        if second is None and not (graph.terms or any([e.adds_up for e in self.first_order])):
+        terms = self.located.graph.terms
+        adds_up = any([e.adds_up for e in self.first_order])
+        if second_order is None and not (terms or adds_up):
             return self
-        with self._own_computation():
-            arrived = self._arrived(graph.terms.values())
-            for term, edge in graph.terms.items():
-                if (grad := arrived.get(edge)) is not None:
-                    for p in term.parameters:
-                        self.terms[p] = self.terms.get(p, 0) + grad * term.weight
-            if second is not None:
-                second()
-            elif any(e.adds_up for e in self.first_order):
-                edges, N = [GradientEdge(*edge) for edge in self.how.roots], self.located.N
-                self.weight = loss_weight(edges, list(self.how.roots.values()), N, self.loss_reduction)
+        with self._computing():
+            if terms:
+                arrived = NodeVjp.between(self.roots, list(terms.values()))(list(self.how.roots.values()))
+                for term, grad in zip(terms, arrived, strict=True):
+                    if grad is not None:
+                        for p in term.parameters:
+                            self.regularizers[p] = self.regularizers.get(p, 0) + grad * term.weight
+            if second_order is not None:
+                second_order()
+            elif adds_up:
+                grads = list(self.how.roots.values())
+                self.weight = loss_weight(self.roots, grads, self.located.N, self.request.loss_reduction)
             for p, extension in list(self.totals):
                 self._complete(p, extension)
         return self
 
-    def _arrived(self, edges: Iterable[GradientEdge]) -> dict[GradientEdge, Tensor]:
-        """The gradients that arrive at some edges, of which none is behind another; edges without one are left out."""
-        wanted = list(dict.fromkeys(edges))
-        if not wanted:
-            return {}
-        vjp = NodeVjp.between([GradientEdge(*edge) for edge in self.how.roots], wanted)
-        found = zip(wanted, vjp(list(self.how.roots.values())), strict=True)
-        return {edge: grad for edge, grad in found if grad is not None}
-
-    @contextlib.contextmanager
-    def _own_computation(self) -> Iterator[None]:
+    def _computing(self) -> AbstractContextManager[Any]:
         """Inside, numbers have the precision of the parameters, and a graph is built if the backward builds one."""
-        with torch.set_grad_enabled(self.how.create_graph), contextlib.ExitStack() as stack:
-            if self.located.graph.static_models:
-                stack.enter_context(without_reductions(self.located.graph.static_models))
-            if torch.is_autocast_enabled(self.device):
-                stack.enter_context(torch.autocast(self.device, enabled=False))
-            yield
+        models, is_autocast = self.located.graph.static_models, torch.is_autocast_enabled(self.device)
+        if not models and not is_autocast:
+            return torch.set_grad_enabled(self.how.create_graph)
+        stack = ExitStack()
+        stack.enter_context(torch.set_grad_enabled(self.how.create_graph))
+        if models:
+            stack.enter_context(without_reductions(models))
+        stack.enter_context(torch.autocast(self.device, enabled=False))
+        return stack
 
     def remove_earlier_fields(self, first: bool) -> None:
         """At the first backward in a context, remove fields of other forward passes of the models that take part."""
         for model in {model for p in self.located.owners if (model := extended_model(p)) is not None}:
             forwards = {call.forward for call, _ in self.located.graph.model_calls if call.model is model}
-            others = [e for e in self.extensions if forwards.isdisjoint(model.forwards.get(e.field, ()))]
-            for p in extended_parameters([model]) if first and others else ():
-                for extension in others:
+            earlier = [e for e in self.extensions if forwards.isdisjoint(model.forwards.get(e.field, ()))]
+            for p in extended_parameters([model]) if first and earlier else ():
+                for extension in earlier:
                     if extension not in self.done.get(p, ()):  # type: ignore[call-overload]
                         vars(p).pop(extension.field, None)
             model.forwards |= dict.fromkeys([e.field for e in self.extensions], forwards)
@@ -301,48 +310,44 @@ class BackwardPass:
 
     def sweep(
         self,
-        edges: Sequence[GradientEdge],
-        vectors: Sequence[Tensor],
-        weights: Tensor | None,
+        columns: Columns,
         extensions: Sequence[Extension],
         skip: Collection[CallInGraph | nn.Parameter] = (),
-        columns: int | None = None,
+        total: int | None = None,
         last: bool = False,
     ) -> None:
-        """Pull vectors ``[v, *z]`` back to all calls and update the totals of their parameters.
+        """Pull columns back to all calls, and update the totals of their parameters.
 
         Args:
-            edges: the edges at which the vectors start, such as outputs of the network.
-            vectors: one tensor for each edge.
-            weights: of the vectors in sums of squares, ``[v, N]``; ``None`` for ones.
+            columns: where they start, such as outputs of the network, and their weights in sums of squares.
             extensions: whose totals are updated.
             skip: calls and parameters that are left out.
-            columns: number of columns of the whole sweep.
-            last: no vectors follow, so tensors that vectors share may be freed.
+            total: number of columns of all sweeps for these extensions.
+            last: no columns follow, so tensors that columns share may be freed.
         """
         calls = [call for call in self.calls if call not in skip] if skip else self.calls
-        sweep = Sweep(self, extensions, calls, skip, weights, columns, last)
-        targets = [call.edges[index] for call, index in sweep.places]
-        pull_each(edges, targets, vectors, sweep.arrived, len(vectors[0]) > 1 or self.chunk_size > 1)
+        outputs = [(call, index) for call in calls for index in call.edges]
+        sweep = Sweep(self, extensions, self.calls_of, skip, columns.weights, total, last)
+        targets = [call.edges[index] for call, index in outputs]
+        together = len(columns.vectors[0]) > 1 or self.chunk_size > 1
+        pull_each(columns.edges, targets, columns.vectors, lambda i, grad: sweep.arrived(*outputs[i], grad), together)
         sweep.finish()
 
-    def jacobians(self, call: CallInGraph, grads: list[Tensor | None], last: bool) -> Iterator[Chunk]:
-        """The Jacobian products of the parameters of a call with the vectors at its outputs, as chunks."""
-        try:
-            jacobians = call.jac_t(grads)
-        except CurvoptError as error:
-            raise naming_fields(self.extensions, error) from error
-        if last:
-            call.call.cache.clear()  # patches go with the Jacobians, layer by layer
-        for name in list(jacobians):
-            jacobian = jacobians.pop(name)
-            jacobian = jacobian.with_own_patches() if self.reads_inputs_once else jacobian
-            yield Chunk(call.parameters[name], jacobian, (call.call,))
+    @cached_property
+    def calls_of(self) -> Counter[nn.Parameter]:
+        """Number of calls of each parameter."""
+        return Counter([p for call in self.calls for p in call.parameters.values()])
+
+    def has_several_sources(self, p: nn.Parameter) -> bool:
+        """Whether calls use a parameter itself and weights that are computed from it, or several such weights."""
+        uses = [call.rule for call in self.calls if any(q is p for q in call.parameters.values())]
+        return len({getattr(rule, "source", None) for rule in uses}) > 1
 
     @cached_property
-    def reads_inputs_once(self) -> bool:
-        """Whether inputs are needed for the first chunk of columns only."""
-        return all(e.reads_inputs_once for e in self.extensions)
+    def chunk_size(self) -> int:
+        """Columns to sweep together, from the activations that one column fills."""
+        entries = sum([prod(shape) for call in self.calls for shape in call.call.shapes])
+        return _columns_per_sweep or costs.columns_at_once(entries, self.device)
 
     def update(self, chunk: Chunk, extensions: Sequence[Extension]) -> None:
         """Add a chunk to the totals of its parameter."""
@@ -352,82 +357,39 @@ class BackwardPass:
                 vars(p).pop(extension.field, None)  # frees an earlier field before the new one is formed
             self.totals[p, extension] = extension.update(self.totals.get((p, extension)), chunk)
 
-    @cached_property
-    def chunk_size(self) -> int:
-        """Columns to sweep together, from the activations that one column fills."""
-        entries = sum(prod(shape) for call in self.calls for shape in call.call.shapes)
-        return columns_per_sweep() or costs.columns_at_once(entries, self.device)
-
     # In the user's backward
 
     def listen(self) -> list[RemovableHandle]:
-        """For first-order quantities, have `_gradient` called with the gradient of each output of a call."""
+        """For first-order quantities, take the gradient of each output of a call as a column."""
         if not self.first_order:
             return []
+        outputs = Counter([p for call in self.calls for p in call.parameters.values() for _ in call.edges])
+        self._gradient = Sweep(self, self.first_order, outputs, last=True, of_gradient=True)
         return [
-            listen(edge, partial(self._gradient, call, index))
+            listen(edge, partial(self._arrived, call, index))
             for call in self.calls
             for index, edge in call.edges.items()
         ]
 
-    @cached_property
-    def _gradients_of(self) -> Counter[nn.Parameter]:
-        """Number of output gradients that have to arrive before a parameter is reduced."""
-        found: Counter[nn.Parameter] = Counter()
-        for call in self.calls:
-            for p in call.parameters.values():
-                found[p] += len(call.edges)
-        return found
-
-    @cached_property
-    def _sources_of(self) -> Mapping[nn.Parameter, set[object]]:
-        """The weights that calls use: the parameter itself (``None``), or an edge where one is computed from it."""
-        found: dict[nn.Parameter, set[object]] = {}
-        for call in self.calls:
-            for p in call.parameters.values():
-                found.setdefault(p, set()).add(getattr(call.rule, "source", None))
-        return found
-
-    def _gradient(self, call: CallInGraph, index: int, grad: Tensor) -> None:
-        """The gradient of one output of a call: reduce it, or keep it until the parameter's other calls have theirs."""
+    def _arrived(self, call: CallInGraph, index: int, grad: Tensor) -> None:
         task = running_backward()
         self._task = task if self._task is None else self._task
-        if task != self._task:
-            return  # of a backward that was started inside of this one
-        grads = [grad.unsqueeze(0) if i == index else None for i in range(len(call.call.shapes))]
-        with self._own_computation():
-            for chunk in self.jacobians(call, grads, last=True):
-                p = chunk.parameter
-                if isinstance(chunk.jacobian, PulledBack) and len(self._sources_of[p]) > 1:
-                    # the graph behind one source may be freed before the others have theirs
-                    chunk = replace(chunk, jacobian=chunk.jacobian.settled())
-                parts = self.parts.setdefault(p, [])
-                parts.append(chunk)
-                if len(parts) == self._gradients_of[p]:
-                    self._reduce_gradient(p)
-
-    def _reduce_gradient(self, p: nn.Parameter) -> None:
-        chunk = combined(self.parts.pop(p))
-        if p in self.terms:
-            N = chunk.jacobian.N
-            share = (self.terms[p] * p / N).expand(1, N, *p.shape)
-            chunk = replace(chunk, jacobian=combine([chunk.jacobian, Dense(share)]))
-        self.update(chunk, self.first_order)
-        for extension in self.first_order:
-            self._complete(p, extension)
+        if task == self._task and self._gradient is not None:  # not of a backward that was started inside of this one
+            with self._computing():
+                self._gradient.arrived(call, index, grad.unsqueeze(0))
 
     # Finish
 
     def finish(self) -> None:
         """The backward is over: reduce the rest, and free everything shared."""
-        with self._own_computation() if self.parts else contextlib.nullcontext():
-            for p in list(self.parts):
-                if not self.how.to_some_inputs or len(self.parts[p]) == self._gradients_of[p]:
-                    self._reduce_gradient(p)
+        if self._gradient is not None and self._gradient.parts and not self.how.to_some_inputs:
+            with self._computing():
+                self._gradient.finish()
         self.release()
 
     def release(self) -> None:
-        """Drop what calls cached for this backward."""
+        """Drop what calls cached for this backward, and the gradient."""
+        self._gradient = None
         for call in self.calls:
             call.call.cache.clear()
 
@@ -435,89 +397,113 @@ class BackwardPass:
         """Take back the fields that a failed backward has set."""
         for p, extensions in self.done.items():
             for extension in extensions:
-                if hasattr(p, extension.field):
-                    delattr(p, extension.field)
+                vars(p).pop(extension.field, None)
         self.release()
 
     def _complete(self, p: nn.Parameter, extension: Extension) -> None:
-        """Set one field; call the extension hook once all fields of a module's own parameters are there."""
+        """Set one field; call the extension hook once all fields of the parameters of a module are there."""
         total = self.totals.pop((p, extension))
-        if p in self.terms and extension not in self.first_order:
-            total = extension.regularize(total, self.terms[p], p, self.located.owners[p][0].location.N)
+        call, _ = self.located.owners[p]
+        if p in self.regularizers and not isinstance(extension.columns, Gradient):
+            total = extension.regularize(total, self.regularizers[p], p, call.location.N)
         setattr(p, extension.field, extension.finish(total))
         self.done.setdefault(p, set()).add(extension)
-        if self.extension_hook is None or (module := self.located.owners[p][0].call.owner) in self.hooked:
+        if self.extension_hook is None or (module := call.call.owner) in self.hooked:
             return
         wanted = {q for call in self.calls if call.call.owner is module for q in call.parameters.values()}
         if all(len(self.done.get(q, ())) == len(self.extensions) for q in wanted):
             self.hooked.add(module)
             calls = (call.call for call in self.calls if call.call.module is module)
             found = next((call for call in calls if not isinstance(call, ParameterCall) and call.is_held), None)
-            shown = None if found is None else showing(module, found)
-            with contextlib.nullcontext() if shown is None else shown:
+            with nullcontext() if found is None else showing(module, found):
                 self.extension_hook(module)
 
 
 @dataclass
 class Sweep:
-    """The vectors of one sweep, and the Jacobians that are not reduced yet.
+    """Columns on their way through a backward, and Jacobians of parameters that columns reach by further calls.
+
+    ::
+
+        columns [v, N, C] ──► last layer ──► rule ──► Chunk ──► extension.update
+                                  │
+                                  └──► first layer ──► rule ──► Chunk ──► extension.update
+
+    The Jacobians of all calls that share a parameter are combined first.
 
     Attributes:
         run: the backward whose totals are updated.
-        extensions: those whose totals they are.
-        calls: where the vectors go to.
+        extensions: whose totals they are.
+        expected: how many Jacobians make one of each parameter.
         skip: parameters that are left out.
-        weights: of the vectors in sums of squares, ``[v, N]``; ``None`` for ones.
-        columns: number of columns of all sweeps for these extensions.
-        last: no vectors follow, so tensors that vectors share may be freed.
-        waiting: vectors at the outputs of calls that have other outputs without vectors so far.
+        weights: of the columns in sums of squares, ``[v, N]``; ``None`` for ones.
+        total: number of columns of all sweeps for these extensions.
+        last: no columns follow, so tensors that columns share may be freed.
+        of_gradient: the column is the gradient of the user's backward, which frees the graph behind it: each output of
+            a call is reduced by itself. Else a call is reduced when columns have arrived at all of its outputs.
+        waiting: columns at the outputs of calls that wait for further ones.
         parts: Jacobians of single calls, by parameter.
     """
 
     run: BackwardPass
     extensions: Sequence[Extension]
-    calls: Sequence[CallInGraph]
+    expected: Mapping[nn.Parameter, int]
     skip: Collection[CallInGraph | nn.Parameter] = ()
     weights: Tensor | None = None
-    columns: int | None = None
+    total: int | None = None
     last: bool = False
+    of_gradient: bool = False
     waiting: dict[CallInGraph, list[Tensor | None]] = field(default_factory=dict)
-    parts: dict[nn.Parameter, list[Chunk]] = field(default_factory=dict)
+    parts: dict[nn.Parameter, list[tuple[ModuleCall, Jacobian]]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.places = [(call, index) for call in self.calls for index in call.edges]
-
-    def arrived(self, i: int, grad: Tensor) -> None:
-        """Vectors ``[v, *out]`` have arrived at one of the places; reduce the call if all its outputs have some."""
-        call, index = self.places[i]
-        grads = self.waiting.setdefault(call, [None] * len(call.call.shapes))
+    def arrived(self, call: CallInGraph, index: int, grad: Tensor) -> None:
+        """Columns ``[v, *out]`` have arrived at an output of a call."""
+        grads: list[Tensor | None] = self.waiting.pop(call, [None] * len(call.call.shapes))
         grads[index] = grad
-        if len(call.edges) == 1 or sum([grad is not None for grad in grads]) == len(call.edges):
-            self._reduce(call)
+        if self.of_gradient or len(call.edges) == 1 or sum([g is not None for g in grads]) == len(call.edges):
+            self._reduce(call, grads)
+        else:
+            self.waiting[call] = grads
 
-    def finish(self) -> None:
-        """Reduce the rest: no other vectors arrive."""
-        for call in list(self.waiting):
-            self._reduce(call)
-        for p in list(self.parts):
-            self._update(p)
-
-    def _reduce(self, call: CallInGraph) -> None:
-        for chunk in self.run.jacobians(call, self.waiting.pop(call), self.last):
-            p = chunk.parameter
-            if p not in self.skip:
-                self.parts.setdefault(p, []).append(chunk)
-                del chunk
-                if len(self.parts[p]) == self.run.calls_of[p]:
-                    self._update(p)
+    def _reduce(self, call: CallInGraph, grads: list[Tensor | None]) -> None:
+        try:
+            jacobians = call.jac_t(grads)
+        except CurvoptError as error:
+            raise naming_fields(self.run.extensions, error) from error
+        if self.last:
+            call.call.cache.clear()  # patches go with the Jacobians, layer by layer
+        for name in list(jacobians):
+            p, jacobian = call.parameters[name], jacobians.pop(name)
+            if p in self.skip:
+                continue
+            if self.run.reads_inputs_once:
+                jacobian = jacobian.with_own_patches()
+            if self.of_gradient and isinstance(jacobian, PulledBack) and self.run.has_several_sources(p):
+                jacobian = jacobian.settled()  # the graph behind it may be freed before the next Jacobian is there
+            parts = self.parts.setdefault(p, [])
+            parts.append((call.call, jacobian))
+            del jacobian
+            if len(parts) == self.expected[p]:
+                self._update(p)
 
     def _update(self, p: nn.Parameter) -> None:
-        self.run.update(combined(self.parts.pop(p), self.weights, self.columns), self.extensions)
+        parts, run = self.parts.pop(p), self.run
+        calls, jacobians = tuple([call for call, _ in parts]), [jacobian for _, jacobian in parts]
+        del parts
+        jacobian = jacobians[0] if len(jacobians) == 1 else combine(jacobians)
+        del jacobians
+        if self.of_gradient and p in run.regularizers:
+            share = run.regularizers[p] * p / jacobian.N
+            jacobian = combine([jacobian, Dense(share.expand(1, jacobian.N, *p.shape))])
+        if self.weights is not None:
+            jacobian = jacobian.with_weights(self.weights.to(p))
+        run.update(Chunk(p, jacobian, calls, self.total), self.extensions)
+        for extension in self.extensions if self.of_gradient else ():
+            run._complete(p, extension)
 
-
-def combined(chunks: Sequence[Chunk], weights: Tensor | None = None, num_columns: int | None = None) -> Chunk:
-    """One chunk for all calls that share a parameter."""
-    p, jacobian = chunks[0].parameter, combine([chunk.jacobian for chunk in chunks])
-    if weights is not None:
-        jacobian = jacobian.with_weights(weights.to(p))
-    return Chunk(p, jacobian, tuple([call for chunk in chunks for call in chunk.calls]), num_columns)
+    def finish(self) -> None:
+        """No further columns arrive: reduce the rest."""
+        for call in list(self.waiting):
+            self._reduce(call, self.waiting.pop(call))
+        for p in list(self.parts):
+            self._update(p)

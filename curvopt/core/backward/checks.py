@@ -9,25 +9,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.backward.backward_pass import LocatedGraph
 from curvopt.core.graph import (
-    BackwardGraph,
     CallInGraph,
     leaves_behind,
     records_behind,
 )
 from curvopt.core.layers.computed import PerSampleRule, SharedCallRule
 from curvopt.core.losses.roots import Averaged, Empirical, Gradient, Hessian, MonteCarlo
-from curvopt.core.nodes import leads_to, name_of, saved, shape_of
+from curvopt.core.nodes import leads_further_to, name_of, saved, shape_of
 from curvopt.core.operations import BATCH_NORMS, TIME_FIRST
-from curvopt.core.pytorch_workarounds import WRONG_THREE_TIMES, WRONG_TWICE, Wrong
+from curvopt.core.pytorch_workarounds import WRONG_THREE_TIMES, WRONG_TWICE, Wrong, lone_biases
 from curvopt.core.record import ModuleCall, extended_model, records_of
-from curvopt.core.samples.axes import Samples
 from curvopt.core.samples.layout import Layout
 from curvopt.core.vjp import is_own_backward
 from curvopt.errors import CurvoptError, CurvoptWarning
@@ -78,12 +76,22 @@ class MixedSamples(CurvoptError):
 
 def _check_norms(extensions: Sequence[Extension], located: LocatedGraph) -> None:
     """Refuse quantities of independent samples that a batch norm mixes, or warn of what is taken for them."""
-    locations = located.distinct_locations if extensions else []
-    everywhere = {id(location) for location in locations if norms_in_loss(located, location)}
-    mixed = [call for call in located.calls if extensions and (id(call.location) in everywhere or is_mixed(call))]
+    norms = [n for n in located.graph.of(BATCH_NORMS) if n.next_functions and saved(n, "training", True)]
+    mixing, mixed = list[Node](), list[CallInGraph]()
+    for location in located.distinct_locations if extensions else ():
+        heads = {node for node, _ in location.heads}
+        where = {edge for edge, x in location.axes.layouts.items() if isinstance(x, Layout) and x.mixed}
+        # past an output of the models; that of a single image is an instance norm
+        past_heads = [n for n in norms if shape_of(n)[0] > 1 and leads_further_to(n, heads)]
+        mixing += past_heads + [n for n in norms if not where.isdisjoint(n.next_functions)]
+        calls = [call for call in located.calls if call.location is location]
+        edges = [{(edge.node, edge.output_nr) for edge in call.edges.values()} for call in calls]
+        mixed += [call for call, at in zip(calls, edges, strict=True) if past_heads or not where.isdisjoint(at)]
     if not mixed:
         return
-    norm, in_eval_mode = mixing_norm(located)
+    records = [record for norm in mixing[:1] for record, *_ in records_of(norm) if isinstance(record, ModuleCall)]
+    norm = records[0].describe() if records else name_of(mixing[0]) if mixing else "a batch norm"
+    in_eval_mode = bool(records) and not records[0].training
     refused = [e for e in extensions if not e.through_batch_norm]
     if not refused:
         warnings.warn(
@@ -194,6 +202,31 @@ def check_derivatives(extensions: Sequence[Extension], located: LocatedGraph, ed
                 refuse_wrong(located, wrong, edge.node, what, "call backward without create_graph")
 
 
+def check_second_derivatives(
+    extensions: Sequence[Extension],
+    located: LocatedGraph,
+    edges: Sequence[GradientEdge],
+    direct: Collection[nn.Parameter],
+) -> None:
+    """Refuse Hessians for which PyTorch has wrong second derivatives.
+
+    Args:
+        extensions: whose they are.
+        located: the graph.
+        edges: where the parts of the loss have their inputs.
+        direct: the parameters whose gradients are differentiated once more.
+    """
+    what = f"{fields_of(extensions)} cannot be had"
+    for edge in edges:
+        refuse_wrong(located, WRONG_TWICE, edge.node, what, "use a GGN quantity")
+    dropped = leaves_behind([bias for edge in edges for bias in lone_biases(edge.node)]) if direct else set()
+    for p in dropped.intersection(direct):
+        raise CurvoptError(
+            f"{located.name(p)}: PyTorch's second derivative of norms with a bias and no weight is wrong, so {what}; "
+            "add the bias by `+`, or use a GGN quantity."
+        )
+
+
 def refuse_wrong(located: LocatedGraph, wrong: Wrong, root: Node, what: str, remedy: str) -> None:
     """Refuse where a derivative is needed that PyTorch computes wrongly."""
     behind = leaves_behind(wrong.nodes([root]))
@@ -224,38 +257,6 @@ def check_inner_backward(roots: list[Node], extensions: Sequence[Extension]) -> 
             "`with backpack():` in a hook."
         )
         raise naming_fields(extensions, error) if extensions else error
-
-
-def mixing_norm(located: LocatedGraph) -> tuple[str, bool]:
-    """A batch norm that mixes samples: a description, and whether the module is in eval mode."""
-    found = [node for location in located.distinct_locations for node in norms_in_loss(located, location)]
-    for node in _training_norms(located.graph):
-        edges = [(following, nr) for following, nr in node.next_functions if following is not None]
-        layouts = [location.axes.layouts.get(edge) for edge in edges for location in located.distinct_locations]
-        if any(isinstance(x, Layout) and x.mixed for x in layouts):
-            found.append(node)
-    if not found:
-        return "a batch norm", False
-    call = next((call for call, *_ in records_of(found[0]) if isinstance(call, ModuleCall)), None)
-    return (name_of(found[0]), False) if call is None else (call.describe(), not call.training)
-
-
-def norms_in_loss(located: LocatedGraph, location: Samples) -> list[Node]:
-    """Train-mode batch norms between an output of the models of a location and the scalar, or a further output."""
-    heads = {node for node, _ in location.heads}
-    norms = [node for node in _training_norms(located.graph) if shape_of(node)[0] > 1]  # one image: an instance norm
-    return [norm for norm in norms if any(below and leads_to(below, heads) for below, _ in norm.next_functions)]
-
-
-def _training_norms(graph: BackwardGraph) -> list[Node]:
-    return [node for node in graph.of(BATCH_NORMS) if node.next_functions and saved(node, "training", True)]
-
-
-def is_mixed(call: CallInGraph) -> bool:
-    """Whether a train-mode batch norm between a call and the heads mixes samples."""
-    layouts = call.location.axes.layouts
-    found = [layouts.get((edge.node, edge.output_nr)) for edge in call.edges.values()]
-    return any(isinstance(layout, Layout) and layout.mixed for layout in found)
 
 
 def _warn_of_cost(located: LocatedGraph) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -18,40 +17,15 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
-from curvopt.core.backward.backward_pass import Backward, BackwardPass, read_and_locate
+from curvopt.core.backward.backward_pass import Backward, BackwardPass, Request, read_and_locate
 from curvopt.core.backward.checks import check_derivatives, check_request
 from curvopt.core.backward.intercept import Context
 from curvopt.core.backward.second_order import SecondOrder
 from curvopt.core.graph import leaves_behind
-from curvopt.core.losses.any import LARGEST_BLOCK, Reduction
 from curvopt.core.losses.roots import Gradient, Hessian
 from curvopt.core.samples.samples import EmptyBatch
 from curvopt.errors import CurvoptError
 from curvopt.extensions.base import Extension, fields_of, naming_fields
-
-
-@dataclass(frozen=True)
-class Request:
-    """What an optimizer asks for in a backward.
-
-    Attributes:
-        extensions: without any, the backward runs as it is.
-        counted: the optimizer's parameters: only losses that reach one of them count in the weight of the loss,
-            whatever is added; ``None`` if all losses count.
-        maximized: whether what is differentiated is maximised: second-order quantities are those of minus it.
-        loss_reduction: how losses of no known kind are reduced over the samples.
-        largest_block: how many outputs of a sample such a loss may couple.
-        as_one_sample: whether each batch is one sample, whatever `extend` was told.
-        skips_empty: whether backwards of empty batches are let through, without fields; else they are refused.
-    """
-
-    extensions: tuple[Extension, ...] = ()
-    counted: frozenset[Tensor] | None = None
-    maximized: bool = False
-    loss_reduction: Reduction = None
-    largest_block: int = LARGEST_BLOCK
-    as_one_sample: bool = False
-    skips_empty: bool = False
 
 
 class Listener(Protocol):
@@ -198,19 +172,15 @@ class backpack(Context):  # noqa: N801 - the name users of BackPACK know
         check_request(extensions, located)
         if how.create_graph and request.counted is None:  # nobody differentiates what optimizers take
             check_derivatives(extensions, located, [GradientEdge(node, nr) for node, nr in how.roots])
-        return BackwardPass(extensions, self.extension_hook, located, how, request.loss_reduction)
+        return BackwardPass(request, self.extension_hook, located, how)
 
     def _attempt(self, how: Backward, request: Request) -> BackwardPass | None:
         """Prepare the pass, and compute the second-order fields."""
         self._pass = run = self._prepare(how, request)
         if run is None:
             return None
-        second_order = [e for e in request.extensions if not isinstance(e.columns, Gradient)]
-        second = None
-        if second_order:
-            given = request.counted, request.loss_reduction, request.largest_block
-            second = SecondOrder(run, second_order, *given)
-        return run.before_backward(None if second is None else second.compute)
+        needs_second_order = not all(isinstance(e.columns, Gradient) for e in request.extensions)
+        return run.before_backward(SecondOrder(run).compute if needs_second_order else None)
 
     def _begin(self, how: Backward) -> BackwardPass | None:
         """As `_attempt`; after an error of curvopt again, with what the listener asks for: in later backwards, too."""

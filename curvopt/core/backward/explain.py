@@ -129,7 +129,7 @@ def _terms(root: Edge, located: LocatedGraph) -> list[str]:
     terms = terms_of([root], located)
     rows = [f"{loss.describe()}, split at {list(loss.input.shape)} {name_of(loss.edge.node)}" for loss in terms.known]
     if terms.nonlinear:
-        rows.append(f"the rest ({', '.join(terms.others)}), split at the predictions by double backward")
+        rows.append(f"the rest ({', '.join(terms.nonlinear_names)}), split at the predictions by double backward")
     if terms.ends:
         rows.append(f"linear, without curvature, in {', '.join(dict.fromkeys(map(_tensor, terms.ends)))}")
     return rows or ["none that depends on a prediction"]

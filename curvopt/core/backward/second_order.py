@@ -1,7 +1,7 @@
 """Second-order quantities of a backward: the Hessian of the loss is factored into columns, which are pulled back.
 
-What is differentiated is a sum: known terms (`curvopt.core.losses.known`), which have a root in closed form at their
-input, and a remainder, whose root comes from double backward (`curvopt.core.losses.any`)::
+What is differentiated is a sum of parts: known terms (`curvopt.core.losses.known`), which have a root in closed form at
+their input, and a remainder, whose root comes from double backward (`curvopt.core.losses.any`)::
 
     cross_entropy(z, y) + 0.1 * huber(a, t)     a known term at z, and a remainder at a
     mse(z.sigmoid(), t)                         a known term, at z.sigmoid()
@@ -20,9 +20,8 @@ operation with parameters computes. Columns of the cross-entropy of outputs ``[N
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,27 +30,29 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.backward.backward_pass import BackwardPass, LocatedGraph
 from curvopt.core.backward.checks import warn_of_columns
 from curvopt.core.backward.kfra import kfra_jacobians
-from curvopt.core.backward.residuals import sweep_residuals
-from curvopt.core.losses.any import GenericLoss, Head, Reduction
-from curvopt.core.losses.known import KnownLoss, Terms, find_terms
+from curvopt.core.backward.residuals import Residuals
+from curvopt.core.losses.any import GenericLoss, Head, loss_weight, new_like
+from curvopt.core.losses.known import FactoredLoss, KnownLoss, Terms, find_terms
 from curvopt.core.losses.roots import (
     Averaged,
-    Diagonal,
+    Columns,
     Empirical,
     Exact,
+    Gradient,
     Hessian,
-    LossCurvature,
     MonteCarlo,
     NotConvex,
     NotCurved,
     ranks_of,
 )
 from curvopt.core.nodes import Edge, is_compiled, leads_to, leaf_of, name_of, operation, shape_of, walk
-from curvopt.core.products.base import cast, widened
+from curvopt.core.products.base import widened
 from curvopt.core.samples.axes import Samples
 from curvopt.core.samples.layout import Layout, axis_of, labels_along
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions.base import Extension, fields_of, fields_that, naming_fields
+
+Part = FactoredLoss | GenericLoss
 
 
 def terms_of(roots: Sequence[Edge], located: LocatedGraph) -> Terms:
@@ -76,51 +77,25 @@ def terms_of(roots: Sequence[Edge], located: LocatedGraph) -> Terms:
         )
 
     terms = find_terms(roots, ends, predictions)
-    terms.keep(has_rows_of_samples)
+    terms.join([loss for loss in terms.known if not has_rows_of_samples(loss)])
     return terms
 
 
-class Factored(NamedTuple):
-    """A known term, and its Hessian in its input."""
-
-    loss: KnownLoss
-    curvature: LossCurvature
-
-
 class SecondOrder:
-    """The second-order quantities of one backward, and the parts of what is differentiated.
+    """The second-order quantities of one backward.
 
     Args:
-        run: pulls columns back.
-        extensions: the active ones of second order.
-        counted: losses that reach none of these parameters do not count in the weight; ``None`` if all do.
-        reduction: how losses of no known kind are reduced over the samples, see `loss_weight`.
-        largest_block: how many outputs of a sample the remainder may couple.
-
-    Attributes:
-        weight: sum of the factors that the losses of single predictions have in the scalar (see
-            `LossCurvature.weights`): 1 for a mean, N for a sum over N.
-        variables: the largest number of variables of a prediction (see `LossCurvature.variables`).
+        run: the backward, which pulls columns back.
 
     Raises:
         CurvoptError: where the quantities cannot be had.
     """
 
-    def __init__(
-        self,
-        run: BackwardPass,
-        extensions: Sequence[Extension],
-        counted: frozenset[Tensor] | None = None,
-        reduction: Reduction = None,
-        largest_block: int | None = None,
-    ):
-        self.run, self.extensions, self.counted = run, extensions, counted
-        self.located, self.how = located, how = run.located, run.how
-        self.reduction: Reduction = reduction
-        self.largest_block = largest_block
-        self.weight: Tensor | float = 0.0
-        self.variables = 1
-        self.terms = terms_of(list(how.roots), located)
+    def __init__(self, run: BackwardPass):
+        self.run, self.located, self.request = run, run.located, run.request
+        self.extensions = [e for e in run.extensions if not isinstance(e.columns, Gradient)]
+        self.is_for_optimizer = self.request.counted is not None
+        self.terms = terms_of(list(run.how.roots), self.located)
         for loss in self.terms.known:
             if loss.input.dim() == 0:
                 raise NotCurved(
@@ -128,110 +103,32 @@ class SecondOrder:
                     "row for each sample; give the loss the outputs of all samples, not their mean (of a single "
                     "sample, unsqueeze(0) output and target)."
                 )
-        self.remainder: GenericLoss | None = None
-        if self.terms.nonlinear or (self.terms.ends and self._needs_linear_parts):
-            self.remainder = self._generic(self.terms.nonlinear, self.terms.known)
-
-    @property
-    def _needs_linear_parts(self) -> bool:
-        """Whether a quantity needs the gradient of a part that is linear in outputs of calls."""
-        kinds = [e.columns for e in self.extensions]
-        return self.counted is not None or any(isinstance(columns, (Hessian, Empirical)) for columns in kinds)
-
-    def _generic(self, nonlinear: Sequence[Node], known: Sequence[KnownLoss]) -> GenericLoss:
-        """The scalar less some known terms, which is a nonlinear function behind some nodes.
-
-        Raises:
-            CurvoptError: where second-order quantities of it cannot be had.
-        """
-        names = dict.fromkeys(self.terms.others + [loss.describe() for loss in self.terms.known if loss not in known])
-        what = f"{fields_of(self.extensions)}: a part of the loss is of no known kind ({', '.join(names) or 'linear'})"
-        locations = self.located.distinct_locations
-        causes = {
-            "several models with different numbers of samples": len(locations) > 1,
-            "derivatives of fields (create_graph=True)": self.creates_graph,
-            "KFRA": any(isinstance(e.columns, Averaged) for e in self.extensions),
-        }
-        for cause, applies in causes.items():
-            if applies:
-                raise CurvoptError(
-                    f"{what}, where {cause} cannot be had; use a known loss such as nn.CrossEntropyLoss, or an "
-                    "empirical quantity."
-                )
-        (location,) = locations
-        edges = self._first_behind(nonlinear, location)
-        heads = [_head(edge, location, what) for edge in edges]
-        curved = [e for e in self.extensions if not isinstance(e.columns, Empirical)]
-        last = {node for node, _ in edges}
-        if curved and any(is_compiled(node) for node in walk(list(nonlinear), last=last) if node not in last):
-            raise CurvoptError(
-                f"{what}, and a part of it was compiled by torch.compile, which has no second derivative; compute the "
-                "loss outside of what torch.compile compiles, or use an empirical quantity (KFACEmpirical)."
-            )
-        # the rows of which the loss is a mean
-        rows = max([shape_of(*edge)[0] for edge in edges], default=1) if location.is_one_sample else location.N
-        return GenericLoss(
-            [GradientEdge(*edge) for edge in self.how.roots],
-            list(self.how.roots.values()),
-            heads,
-            rows,
-            self.reduction,
-            self.largest_block,
-            known,
-            [GradientEdge(*edge) for edge in self.terms.ends if edge not in edges],
+        # of a part that is linear in outputs of calls the gradient is needed, if anything
+        needs_slopes = self.is_for_optimizer or any(
+            isinstance(e.columns, (Hessian, Empirical)) for e in self.extensions
         )
-
-    @cached_property
-    def creates_graph(self) -> bool:
-        """Whether fields may be differentiated; nobody differentiates what optimizers take."""
-        return self.how.create_graph and self.counted is None
-
-    def _first_behind(self, nonlinear: Iterable[Node], location: Samples) -> list[Edge]:
-        """The first tensors behind some operations that a model returns, or an operation with parameters computes."""
-        calls = [*self.located.calls, *self.located.graph.module_calls.values()]
-        ends = {(edge.node, edge.output_nr) for call in calls for edge in call.edges.values()} | set(location.heads)
-        found: dict[Edge, None] = {}
-        stack = [below for node in nonlinear for below in node.next_functions]
-        seen = set(stack)
-        while stack:
-            edge = stack.pop()
-            if edge[0] is None or leaf_of(edge[0]) is not None:
-                continue
-            if edge in ends:
-                found[edge] = None  # type: ignore[index]
-                continue
-            new = [below for below in edge[0].next_functions if below not in seen]
-            seen.update(new)
-            stack += new
-        return list(found)
-
-    # Pull back
+        self.remainder: GenericLoss | None = None
+        if self.terms.nonlinear or (self.terms.ends and needs_slopes):
+            self.remainder = self._remainder()
 
     def compute(self) -> None:
-        """Pull back the columns of all parts."""
-        run = self.run
-        self.terms.receive(list(self.how.roots.values()))
-        factored, negative = list[Factored](), dict[KnownLoss, NotConvex]()
-        for loss in self.terms.known:
-            try:
-                factored.append(self._factor(loss))
-            except NotConvex as error:  # with the rest it may be convex, and has a Hessian in any case
-                negative[loss] = error
-        if negative:
-            self.terms.keep(lambda loss: loss not in negative)
-            try:
-                self.remainder = self._generic(self.terms.nonlinear, self.terms.known)
-            except CurvoptError:
-                raise naming_fields(self.extensions, next(iter(negative.values()))) from None
+        """Pull back the columns of all parts.
+
+        Raises:
+            CurvoptError: where the quantities cannot be had.
+        """
+        self.terms.receive(list(self.run.how.roots.values()))
+        self.negative: NotConvex | None = None
         try:
-            factored = self._joined(factored)
-            self._pull_back(run, factored)
-            run.weight, run.variables = self.weight, self.variables
+            known = self._known()
+            self._weigh(known)
+            self._refuse_linear(known)
+            self._pull_back([*known, *([] if self.remainder is None else [self.remainder])])
         except CurvoptError as error:
-            if isinstance(error, NotConvex) and negative:
-                error = next(iter(negative.values()))
-            if isinstance(error, NotCurved) and self.counted is not None:
-                raise error from None  # an optimizer takes another quantity: its users know no fields
+            if isinstance(error, NotConvex) and self.negative is not None:
+                error = self.negative
+            if isinstance(error, NotCurved) and self.is_for_optimizer:
+                raise error from None  # it takes another quantity: its users know no fields
             raise naming_fields(self.extensions, error) from error
         except RuntimeError as error:
             if "donated buffers" not in str(error):
@@ -242,127 +139,147 @@ class SecondOrder:
                 "donated_buffer = False in PyTorch's functorch configuration before it is compiled."
             ) from error
 
-    @cached_property
-    def whole(self) -> GenericLoss:
-        """All of the scalar as one loss of no known kind."""
-        return self._generic([*self.terms.nonlinear, *(loss.node for loss in self.terms.known)], ())
+    # Parts
 
-    def _factor(self, loss: KnownLoss) -> Factored:
-        curvature = loss.curvature()
-        if any(isinstance(e.columns, Exact) and e.columns.by_entries for e in self.extensions):
-            curvature = curvature.by_entries()
-        assert curvature.weights is not None
-        if not self._is_uncounted(loss):
-            self.weight = self.weight + curvature.weights.detach().sum()
-            self.variables = max(self.variables, curvature.variables)
-        return Factored(loss, curvature)
+    def _known(self) -> list[FactoredLoss]:
+        """The known terms with their Hessians. The remainder takes those without a root, and makes up for it.
 
-    def _joined(self, factored: list[Factored]) -> list[Factored]:
-        """Take known terms at predictions of the remainder for a part of it where that makes it convex.
-
-        So a cross-entropy less an entropy has the Gauss-Newton matrix that it has as one function of the logits.
+        So does a remainder that is not convex with the terms at its predictions: a cross-entropy less an entropy has
+        the Gauss-Newton matrix that it has as one function of the logits.
         """
-        if self.remainder is None or not any(isinstance(e.columns, (Exact, MonteCarlo)) for e in self.extensions):
-            return factored
-        if all(isinstance(e.columns, Hessian) for e in self.extensions):
-            return factored
-        try:
-            self.remainder.check_definite()
-        except NotConvex:
+        by_entries = any(isinstance(e.columns, Exact) and e.columns.by_entries for e in self.extensions)
+        known = list[FactoredLoss]()
+        for loss in self.terms.known:
+            try:
+                known.append(FactoredLoss(loss, by_entries))
+            except NotConvex as error:
+                self.negative = self.negative or error
+        for each in known:
+            if not self._is_uncounted(each.loss):
+                self.run.weight = self.run.weight + each.weights.detach().sum()
+                self.run.variables = max(self.run.variables, each.variables)
+        if self.negative is not None:
+            factored = {each.loss for each in known}
+            try:
+                self._join([loss for loss in self.terms.known if loss not in factored])
+            except CurvoptError:
+                raise self.negative from None
+        if self.remainder is not None and self._of_ggn() and not self.remainder.is_definite:
             heads = {(head.edge.node, head.edge.output_nr) for head in self.remainder.heads}
-            at_heads = {f.loss for f in factored if (f.loss.edge.node, f.loss.edge.output_nr) in heads}
-            if at_heads:
-                self.terms.keep(lambda loss: loss not in at_heads)
-                self.remainder = self._generic(self.terms.nonlinear, self.terms.known)
-        return [f for f in factored if f.loss in self.terms.known]
+            self._join([x.loss for x in known if (x.loss.edge.node, x.loss.edge.output_nr) in heads])
+        return [each for each in known if each.loss in self.terms.known]
+
+    def _of_ggn(self) -> list[Extension]:
+        """The extensions that need a convex loss."""
+        curved = [e for e in self.extensions if isinstance(e.columns, (Exact, MonteCarlo))]
+        return [e for e in curved if not isinstance(e.columns, Hessian)]
+
+    def _join(self, losses: Collection[KnownLoss]) -> None:
+        """Make known terms a part of the remainder."""
+        if losses:
+            self.terms.join(losses)
+            self.remainder = self._remainder()
+
+    def _remainder(self) -> GenericLoss:
+        """The scalar less the known terms.
+
+        Raises:
+            CurvoptError: where second-order quantities of it cannot be had.
+        """
+        what = (
+            f"{fields_of(self.extensions)}: a part of the loss is of no known kind "
+            f"({', '.join(self.terms.nonlinear_names) or 'linear'})"
+        )
+        locations = self.located.distinct_locations
+        causes = {
+            "several models with different numbers of samples": len(locations) > 1,
+            "derivatives of fields (create_graph=True)": self.run.how.create_graph and not self.is_for_optimizer,
+            "KFRA": any(isinstance(e.columns, Averaged) for e in self.extensions),
+        }
+        for cause, applies in causes.items():
+            if applies:
+                raise CurvoptError(
+                    f"{what}, where {cause} cannot be had; use a known loss such as nn.CrossEntropyLoss, or an "
+                    "empirical quantity."
+                )
+        (location,) = locations
+        edges = self._predictions(self.terms.nonlinear)
+        heads = [_head(edge, location, what) for edge in edges]
+        curved = [e for e in self.extensions if not isinstance(e.columns, Empirical)]
+        last = {node for node, _ in edges}
+        if curved and any(is_compiled(node) for node in walk(self.terms.nonlinear, last=last) if node not in last):
+            raise CurvoptError(
+                f"{what}, and a part of it was compiled by torch.compile, which has no second derivative; compute the "
+                "loss outside of what torch.compile compiles, or use an empirical quantity (KFACEmpirical)."
+            )
+        return GenericLoss(
+            self.run.roots,
+            list(self.run.how.roots.values()),
+            heads,
+            location.N,
+            self.request.loss_reduction,
+            self.request.largest_block,
+            self.terms.known,
+            [GradientEdge(*edge) for edge in self.terms.ends if edge not in edges],
+            self._rows(edges),
+        )
+
+    def _predictions(self, nonlinear: Iterable[Node]) -> list[Edge]:
+        """The first tensors behind some operations that a model returns, or an operation with parameters computes."""
+        calls = [*self.located.calls, *self.located.graph.module_calls.values()]
+        ends = {(edge.node, edge.output_nr) for call in calls for edge in call.edges.values()}
+        ends |= {edge for location in self.located.distinct_locations for edge in location.heads}
+        found: dict[Edge, None] = {}
+        stack: list[Any] = [below for node in nonlinear for below in node.next_functions]
+        seen = set(stack)
+        while stack:
+            edge = stack.pop()
+            if edge[0] is None or leaf_of(edge[0]) is not None:
+                continue
+            if edge in ends:
+                found[edge] = None
+                continue
+            new = [below for below in edge[0].next_functions if below not in seen]
+            seen.update(new)
+            stack += new
+        return list(found)
+
+    def _rows(self, edges: Iterable[Edge]) -> int:
+        """The number of rows of which the loss may be a mean."""
+        (location,) = self.located.distinct_locations
+        return max([shape_of(*edge)[0] for edge in edges], default=1) if location.is_one_sample else location.N
+
+    # How many means the scalar is
+
+    def _weigh(self, known: Sequence[FactoredLoss]) -> None:
+        """The weight of what is written by hand is that of the whole: its factors do not tell it term by term."""
+        squares = any(each.loss.is_square for each in known) and len(self.located.distinct_locations) == 1
+        squares = squares and (self.is_for_optimizer or not self.run.how.create_graph)
+        #: The factor of the loss of a row, if it is one for all.
+        self.of_row: Tensor | None = None
+        if squares or self.remainder is not None:
+            rows = self._rows(self._predictions([*self.terms.nonlinear, *(each.loss.node for each in known)]))
+            grads = [grad.detach() for grad in self.run.how.roots.values()]
+            self.run.weight = loss_weight(self.run.roots, grads, rows, self.request.loss_reduction)
+            self.of_row = self.run.weight / rows
 
     def _is_uncounted(self, loss: KnownLoss) -> bool:
         """Whether a term of a sum reaches none of the parameters that count."""
-        leaves = self.located.graph.leaves.values()
-        if self.counted is None or len(self.terms.known) == 1 or self.counted.issuperset(leaves):
+        counted = self.request.counted
+        if counted is None or len(self.terms.known) == 1 or counted.issuperset(self.located.graph.leaves.values()):
             return False
-        return not any(leaf_of(node) in self.counted for node in walk([loss.edge.node]))
+        return not any(leaf_of(node) in counted for node in walk([loss.edge.node]))
 
-    def _pull_back(self, run: BackwardPass, factored: Sequence[Factored]) -> None:
-        remainder, edges = self.remainder, [each.loss.edge for each in factored]
-        # of what is written by hand the whole says how many means it is
-        by_hand = any(loss.is_square for loss in self.terms.known) and len(self.located.distinct_locations) == 1
-        by_hand = (by_hand and not self.creates_graph) or remainder is not None
-        if by_hand:
-            self.weight = self.whole.weight
-        self._say_linear(factored)
-        by_columns = self._by_columns
-        remaining = len(by_columns) + sum(isinstance(e.columns, Hessian) for e in self.extensions)
-        for columns, extensions in by_columns.items():
-            remaining -= 1
-            last = remaining == 0 and not run.first_order and remainder is None
-            if isinstance(columns, Exact):
-                self._exact(run, factored, extensions, last)
-                if remainder is not None:
-                    _exact_remainder(run, remainder, extensions)
-            elif isinstance(columns, MonteCarlo):
-                drawn = [cast(self._sampled(columns, each), each.loss.input.dtype) for each in factored]
-                if remainder is not None:
-                    drawn += self._sampled_remainder(columns, remainder)
-                _sweep_chunks(run, edges + (remainder.edges if remainder else []), drawn, extensions, last)
-            elif isinstance(columns, Empirical) and by_hand:
-                whole = self.whole
-                vectors = [self._signed(columns, each) for each in _empirical_of_any_loss(whole)]
-                if columns.scaled:
-                    vectors = list(map(_scaled, vectors, whole.sample(1, columns.generator)))
-                _sweep_chunks(run, whole.edges, vectors, extensions, last)
-            elif isinstance(columns, Empirical):
-                vectors = [cast(self._signed(columns, _empirical(each)), each.loss.input.dtype) for each in factored]
-                if columns.scaled:
-                    vectors = list(map(_scaled, vectors, [_drawn(each, columns) for each in factored]))
-                _sweep_chunks(run, edges, vectors, extensions, last)
-            else:
-                for loss, curvature in factored:
-                    for chunk in kfra_jacobians(loss.edge, curvature, run.calls, run.calls[0].location.N):
-                        run.update(chunk, extensions)
-        slopes: list[Tensor] = []
-        for hessian, extensions in self._by_residuals.items():
-            slopes = slopes or [each.loss.slope().to(each.loss.input.dtype) for each in factored]
-            more = (remainder.edges, remainder.slope) if remainder is not None else ([], [])
-            sweep_residuals(run, edges + more[0], slopes + more[1], hessian.modify, extensions)
-        self._fill_with_zeros(run)
-
-    def _fill_with_zeros(self, run: BackwardPass) -> None:
-        """Parameters on which the scalar depends linearly alone have fields, too."""
-        parameters = {p for call in run.calls for p in call.parameters.values()}
-        ends = [GradientEdge(*edge) for edge in self.terms.ends]
-        for extension in self.extensions if ends else ():
-            there = {p for p in parameters if (p, extension) in run.totals}
-            if len(there) < len(parameters):
-                zeros = [Head(edge, 1).new().unsqueeze(0) for edge in ends]
-                run.sweep(ends, zeros, None, [extension], there)
-
-    @property
-    def _by_columns(self) -> dict[Any, list[Extension]]:
-        """Extensions that share sweeps: those of the Hessian have the columns of the GGN, too."""
-        groups: dict[Any, list[Extension]] = {}
-        for extension in self.extensions:
-            columns = extension.columns
-            groups.setdefault(Exact() if isinstance(columns, Exact) else columns, []).append(extension)
-        return groups
-
-    @property
-    def _by_residuals(self) -> dict[Hessian, list[Extension]]:
-        """Extensions that share residuals."""
-        kinds = dict.fromkeys(e.columns for e in self.extensions if isinstance(e.columns, Hessian))
-        return {kind: [e for e in self.extensions if e.columns == kind] for kind in kinds}
-
-    def _say_linear(self, factored: Sequence[Factored]) -> None:
+    def _refuse_linear(self, known: Sequence[FactoredLoss]) -> None:
         """Refuse a loss that is linear in the network's output where an optimizer wants its curvature, else warn."""
-        # for optimizers also extensions of the Hessian
-        of_hessian = Hessian if self.counted is None else ()
-        curved = [e for e in self.extensions if isinstance(e.columns, (Exact, MonteCarlo))]
-        ggn = [e for e in curved if not isinstance(e.columns, of_hessian)]
+        ggn = self._of_ggn()
+        if self.is_for_optimizer:
+            ggn = [e for e in self.extensions if isinstance(e.columns, (Exact, MonteCarlo))]
         if not ggn:
             return
         scaled = {node for node, _ in self.terms.ends if operation(node) in ("DIV", "MUL")}
         outputs = {node for _, (node, _) in self.located.graph.model_calls}
-        for node in walk([node for node, _ in self.how.roots], last=outputs) if scaled else ():
+        for node in walk([node for node, _ in self.run.how.roots], last=outputs) if scaled else ():
             if node in scaled and node not in outputs:
                 raise NotCurved(
                     f"The loss is linear in what {name_of(node)} scales by a parameter, such as the error of a "
@@ -370,19 +287,11 @@ class SecondOrder:
                     "curvopt.prediction, or use KFACEmpirical."
                 )
         if self.remainder is not None:
-            self.variables = max(self.variables, self.remainder.variables)
-        elif self.terms.ends and not factored:
-            return self._refuse_linear(ggn, "the loss")
-        if self.remainder is not None and factored:
-            return None  # one of them may be curved
-        if self.remainder is not None and self.remainder.is_linear:
-            return self._refuse_linear(ggn, self.remainder.name)
-        if factored and self.remainder is None and all(map(_is_linear, factored)):
-            return self._refuse_linear(ggn, factored[0].loss.describe())
-        return None
-
-    def _refuse_linear(self, ggn: Sequence[Extension], name: str) -> None:
-        if self.counted is not None:
+            self.run.variables = max(self.run.variables, self.remainder.variables)
+        if known or not (self.terms.ends if self.remainder is None else self.remainder.is_linear):
+            return
+        name = "the loss" if self.remainder is None else self.remainder.name
+        if self.is_for_optimizer:
             raise NotCurved(f"{name}: it is linear in the network's output, so it has no curvature; use KFACEmpirical.")
         warnings.warn(
             f"{fields_of(ggn)}: {name} is linear in the network's output, so the GGN is zero. Where a model "
@@ -391,46 +300,96 @@ class SecondOrder:
             stacklevel=2,
         )
 
-    def _exact(
-        self, run: BackwardPass, factored: Sequence[Factored], extensions: Sequence[Extension], last: bool
-    ) -> None:
-        locations = self.located.distinct_locations
-        for loss, curvature in factored:
-            for location in locations:
-                samples = location.rows_of(loss.edge)
-                ranks = list(range(len(loss.input))) if samples is None else ranks_of(samples)
-                columns = Exact()
-                left = total = columns.total(curvature, ranks)
-                warn_of_columns(extensions, total)
-                skip = {call for call in run.calls if call.location is not location} if len(locations) > 1 else ()
-                final = last and len(factored) == len(locations) == 1
-                for chunk in columns.chunks(curvature, run.chunk_size, ranks):
-                    left -= len(chunk)
-                    vectors = cast(chunk, loss.input.dtype)
-                    run.sweep([loss.edge], [vectors], None, extensions, skip, total, final and left == 0)
+    # Pull back
 
-    def _sampled(self, columns: MonteCarlo, each: Factored) -> Tensor:
-        """Random columns ``[V, ...]``; for optimizers with the gradient of outputs in which the loss is linear."""
-        drawn = columns.draw(each.curvature)
-        if self.counted is None or not isinstance(each.curvature, Diagonal):  # no other kind has outputs without any
+    def _pull_back(self, parts: Sequence[Part]) -> None:
+        run = self.run
+        groups: dict[Any, list[Extension]] = {}  # that share sweeps; the Hessian has the columns of the GGN, too
+        for extension in self.extensions:
+            kind = Exact() if isinstance(extension.columns, Exact) else extension.columns
+            groups.setdefault(kind, []).append(extension)
+        hessians = dict.fromkeys([e.columns for e in self.extensions if isinstance(e.columns, Hessian)])
+        for i, (kind, extensions) in enumerate(groups.items()):
+            last = i == len(groups) - 1 and not hessians and not run.first_order and self.remainder is None
+            if isinstance(kind, Exact):
+                for part in parts:
+                    if isinstance(part, FactoredLoss):
+                        self._sweep_root(part, extensions, last and len(parts) == 1)
+                    else:
+                        self._sweep_blocks(part, extensions)
+            elif isinstance(kind, Averaged):
+                for part in (part for part in parts if isinstance(part, FactoredLoss)):
+                    N = self.located.distinct_locations[0].N
+                    for chunk in kfra_jacobians(part.loss.edge, part.curvature, run.calls, N):
+                        run.update(chunk, extensions)
+            else:
+                vectors = [vector for part in parts for vector in self._vectors(part, kind)]
+                edges = [edge for part in parts for edge in part.edges]
+                total = len(vectors[0]) if vectors else 0
+                for start in range(0, total, run.chunk_size):
+                    chunk = Columns(edges, [v[start : start + run.chunk_size] for v in vectors])
+                    run.sweep(chunk, extensions, (), total, last and start + run.chunk_size >= total)
+        if hessians:
+            edges = [edge for part in parts for edge in part.edges]
+            residuals = Residuals(run, edges, [slope for part in parts for slope in part.slopes])
+            for hessian in hessians:
+                residuals.add([e for e in self.extensions if e.columns == hessian], hessian.modify)
+        self._fill_with_zeros()
+
+    def _fill_with_zeros(self) -> None:
+        """Parameters on which the scalar depends linearly alone have fields, too."""
+        run, ends = self.run, [GradientEdge(*edge) for edge in self.terms.ends]
+        for extension in self.extensions if ends else ():
+            there = {p for p in run.calls_of if (p, extension) in run.totals}
+            if len(there) < len(run.calls_of):
+                run.sweep(Columns(ends, [new_like(edge).unsqueeze(0) for edge in ends]), [extension], there)
+
+    def _sweep_root(self, part: FactoredLoss, extensions: Sequence[Extension], last: bool) -> None:
+        """All columns of a known term; rows of a sample have columns of their own."""
+        run, locations = self.run, self.located.distinct_locations
+        for location in locations:
+            samples = location.rows_of(part.edges[0])
+            ranks = list(range(len(part.loss.input))) if samples is None else ranks_of(samples)
+            left = total = part.curvature.columns * (max(ranks, default=0) + 1)
+            warn_of_columns(extensions, total)
+            skip = {call for call in run.calls if call.location is not location} if len(locations) > 1 else ()
+            for columns in part.root(run.chunk_size, ranks):
+                left -= len(columns.vectors[0])
+                run.sweep(columns, extensions, skip, total, last and len(locations) == 1 and left == 0)
+
+    def _sweep_blocks(self, part: GenericLoss, extensions: Sequence[Extension]) -> None:
+        """All columns of the remainder, with signs for the Hessian."""
+        warn_of_columns(extensions, part.num_columns)
+        signed = all(isinstance(e.columns, Hessian) for e in extensions)
+        for columns in (part.signed if signed else part.root)(self.run.chunk_size):
+            self.run.sweep(columns, extensions, (), part.num_columns)
+
+    def _vectors(self, part: Part, kind: MonteCarlo | Empirical) -> list[Tensor]:
+        """The columns ``[V, *z]`` of a part at each of its edges."""
+        if isinstance(kind, Empirical):
+            weights = part.weights if self.of_row is None else self.of_row
+            gradients = self._gradients(part, weights, kind.generator)
+            return list(map(_scaled, gradients, part.typical(kind.generator))) if kind.scaled else gradients
+        drawn = [column / kind.samples**0.5 for column in part.sample(kind.samples, kind.generator)]
+        if not (self.is_for_optimizer and part.may_be_flat):
             return drawn
-        return _or_slopes(drawn, self._signed(columns, _empirical(each)))
+        # outputs in which the loss is linear, as boxes in an L1 loss, have the gradient
+        gradients = self._gradients(part, part.weights, kind.generator)
+        pairs = zip(drawn, gradients, strict=True)
+        return [torch.where((s == 0).all(0), g.to(s) / kind.samples**0.5, s) for s, g in pairs]
 
-    def _sampled_remainder(self, columns: MonteCarlo, remainder: GenericLoss) -> list[Tensor]:
-        drawn = [v / columns.samples**0.5 for v in remainder.sample(columns.samples, columns.generator)]
-        if self.counted is None:
-            return drawn
-        slopes = [self._signed(columns, each) for each in _empirical_of_any_loss(remainder)]
-        return list(map(_or_slopes, drawn, slopes))
-
-    def _signed(self, columns: Empirical | MonteCarlo, column: Tensor) -> Tensor:
-        """A column ``[1, rows, ...]`` with random signs of the rows, where these are no samples."""
-        one = any(location.is_one_sample for location in self.located.distinct_locations)
-        if columns.generator is None or not one:
-            return column
-        bits = torch.randint(2, column.shape[1:2], generator=columns.generator, device=columns.generator.device)
-        signs = (2 * bits - 1).to(column)
-        return column * signs.view(1, -1, *[1] * (column.dim() - 2))
+    def _gradients(self, part: Part, weights: Tensor, generator: torch.Generator | None) -> list[Tensor]:
+        """Gradients of single predictions, ``[1, rows, ...]``; with random signs where rows are no samples."""
+        # a prediction that weighs nothing has no gradient, either
+        factor = 1 / weights.clamp(min=torch.finfo(weights.dtype).tiny).sqrt()
+        gradients = [(slope * factor.to(slope.device)).unsqueeze(0) for slope in part.slopes]
+        if generator is None or not any(location.is_one_sample for location in self.located.distinct_locations):
+            return gradients
+        signed = []
+        for g in gradients:
+            bits = torch.randint(2, g.shape[1:2], generator=generator, device=generator.device)
+            signed.append(g * (2 * bits - 1).to(g).view(1, -1, *[1] * (g.dim() - 2)))
+        return signed
 
 
 def _head(edge: Edge, location: Samples, what: str) -> Head:
@@ -449,63 +408,8 @@ def _head(edge: Edge, location: Samples, what: str) -> Head:
     )
 
 
-def _is_linear(each: Factored) -> bool:
-    """Whether the Hessian is zero and the gradient is not."""
-    curvature = each.curvature
-    return type(curvature) is Diagonal and not curvature.diagonal.any() and bool(each.loss.slope().any())
-
-
-def _exact_remainder(run: BackwardPass, remainder: GenericLoss, extensions: Sequence[Extension]) -> None:
-    warn_of_columns(extensions, remainder.num_columns)
-    signed = all(isinstance(e.columns, Hessian) for e in extensions)
-    for heads, vectors, weights in (remainder.signed if signed else remainder.root)(run.chunk_size):
-        head, edges = remainder.heads[heads[0]], [remainder.heads[i].edge for i in heads]
-        if weights is not None and head.labels is not None:  # a head that has some of the samples
-            labels = weights.new_tensor(head.labels, dtype=torch.long)
-            weights = weights.new_zeros(len(weights), remainder.N).index_copy(1, labels, weights)  # noqa: PLW2901
-        run.sweep(edges, vectors, weights, extensions, (), remainder.num_columns)
-
-
-def _empirical(each: Factored) -> Tensor:
-    weights = each.curvature.weights
-    assert weights is not None
-    # a prediction that weighs nothing has no gradient, either
-    factors = 1 / weights.clamp(min=torch.finfo(weights.dtype).tiny).sqrt()
-    return (each.loss.slope() * factors).unsqueeze(0)
-
-
-def _empirical_of_any_loss(loss: GenericLoss) -> list[Tensor]:
-    weight = (loss.weight / loss.N).clamp(min=torch.finfo(loss.weight.dtype).tiny).sqrt()
-    return [(slope / weight.to(slope.device)).unsqueeze(0) for slope in loss.slope]
-
-
-def _or_slopes(drawn: Tensor, empirical: Tensor) -> Tensor:
-    """Columns ``[V, ...]``, with the gradient of outputs in which the loss is linear, as of boxes by an L1 loss."""
-    return torch.where((drawn == 0).all(0), empirical.to(drawn) / len(drawn) ** 0.5, drawn)
-
-
-def _drawn(each: Factored, columns: Empirical) -> Tensor:
-    """A vector with the mean square of columns at drawn targets."""
-    curvature = each.curvature
-    return curvature.diagonal if isinstance(curvature, Diagonal) else curvature.sample(1, columns.generator)
-
-
-def _scaled(column: Tensor, drawn: Tensor) -> Tensor:
+def _scaled(column: Tensor, typical: Tensor) -> Tensor:
     """A column with the mean square of another one, and its own where that has none."""
-    drawn = torch.where(drawn == 0, column.to(drawn), drawn)
+    typical = torch.where(typical == 0, column.to(typical), typical)
     size = widened(column).norm().clamp(min=torch.finfo(torch.float32).tiny)
-    return column * (widened(drawn).norm() / size).to(column)
-
-
-def _sweep_chunks(
-    run: BackwardPass,
-    edges: Sequence[GradientEdge],
-    vectors: Sequence[Tensor],
-    extensions: Sequence[Extension],
-    last: bool,
-) -> None:
-    """Pull back columns of all parts together."""
-    total = len(vectors[0]) if vectors else 0
-    for start in range(0, total, run.chunk_size):
-        part = [v[start : start + run.chunk_size] for v in vectors]
-        run.sweep(edges, part, None, extensions, (), total, last and start + run.chunk_size >= total)
+    return column * (widened(typical).norm() / size).to(column)

@@ -4,11 +4,16 @@ Nothing has to be known about the loss. The graph between the *heads* z (outputs
 
     loss = (z.logsumexp(1) - z[torch.arange(N), y]).mean()
     curvature = GenericLoss([get_gradient_edge(loss)], [torch.ones(())], [Head(get_gradient_edge(z), N)], N)
-    for heads, (s,), weights in curvature.root(size=10):  # columns s, [10, N, C]
+    for edges, (s,), weights in curvature.root(size=10):  # columns s, [10, N, C]
         H = H + torch.einsum("vnc,vnd->ncd", s, s)  # the Hessian of each sample
 
-It has to be block-diagonal over the samples. Random products find out whether its blocks are smaller still: one for
-each entry, or one for each position of a sample (a pixel, a token). Then C products give all blocks C x C.
+It has to be block-diagonal over the samples. Products with random vectors find out which entries of a sample it
+couples, so that one product gives a column of all blocks::
+
+    (z - t).square().sum()             single entries
+    cross_entropy(z [N, C, T], y)      the C entries of each position: blocks C x C
+    log_softmax over all of a sample   all entries of a sample
+    z.mean(0).square().sum()           entries of several samples: an error
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.linear_algebra import eigh
 from curvopt.core.losses.known import KnownLoss
-from curvopt.core.losses.roots import NotConvex
+from curvopt.core.losses.roots import Columns, NotConvex
 from curvopt.core.nodes import metadata, name_of, saved, shape_of, walk
 from curvopt.core.record import records_of
 from curvopt.core.vjp import NodeVjp, call_node
@@ -82,7 +87,7 @@ class Head(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """Entries of some heads arranged as ``[N, P, C]``, to speak of one block C x C for each sample and position.
+    """Entries of some heads arranged as ``[N, P, C]``: one block C x C for each sample and position.
 
     Attributes:
         heads: the heads, by their indices.
@@ -130,43 +135,28 @@ class Probe:
         heads: the outputs of the network.
         product: products with the Hessian.
         seed: of the random numbers; PyTorch's own generator is left alone.
+        margin: by which the estimate of rounding errors is multiplied.
 
     Attributes:
-        vectors: a random vector at each head.
-        images: their products.
         rounding: bound on rounding errors of products, if operations cancel the largest numbers on the way.
-        noise: estimate of them, root mean square for each head, times a margin.
+        noise: estimate of them, root mean square for each head, times the margin.
         finite: whether all products are.
-        unit: the largest entry of a product, 1 if all are zero.
     """
 
-    vectors: list[Tensor]
-    images: list[Tensor]
-    rounding: Tensor
-    noise: Tensor
-    finite: bool
-    unit: Tensor
-
-    def __init__(self, heads: list[Head], product: Product, seed: int):
-        """Begin without products."""
+    def __init__(self, heads: Sequence[Head], product: Product, seed: int, margin: float):
+        """Take the products."""
         self.heads, self.product = dict(enumerate(heads)), product
         self.generator = torch.Generator(heads[0].new().device).manual_seed(seed)
-
-    @classmethod
-    def of(cls, heads: list[Head], product: Product, seed: int, margin: float) -> Probe:
-        """Take the products."""
-        probe = cls(heads, product, seed)
-        probe.vectors = [head.new(torch.randn, generator=probe.generator) for head in heads]
-        rounding = [probe.vectors[0].new_zeros(())]
-        probe.images = product(probe.vectors, rounding)
-        probe.rounding = 10 * torch.stack(rounding).amax()
-        largest = torch.stack([image.abs().amax() for image in probe.images]).amax()
-        probe.finite, probe.unit = bool(largest.isfinite()), torch.where(largest > 0, largest, 1)
+        self.vectors = [head.new(torch.randn, generator=self.generator) for head in heads]
+        rounding = [self.vectors[0].new_zeros(())]
+        self.images = product(self.vectors, rounding)
+        self.rounding = 10 * torch.stack(rounding).amax()
+        largest = torch.stack([image.abs().amax() for image in self.images]).amax()
+        self.finite, self.unit = bool(largest.isfinite()), torch.where(largest > 0, largest, 1)
         c = 1.37  # rounds otherwise than 1
-        again = product([c * v for v in probe.vectors])
-        noise = probe._rms([h / c - i for h, i in zip(again, probe.images, strict=True)])
-        probe.noise = margin * torch.maximum(noise, torch.finfo(noise.dtype).eps * probe._rms(probe.images))
-        return probe
+        again = product([c * v for v in self.vectors])
+        noise = self._rms([h / c - i for h, i in zip(again, self.images, strict=True)])
+        self.noise = margin * torch.maximum(noise, torch.finfo(noise.dtype).eps * self._rms(self.images))
 
     def _rms(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.stack([(t / self.unit).square().mean().sqrt() * self.unit for t in tensors])
@@ -228,20 +218,6 @@ def _arrangements(heads: dict[int, Head]) -> list[Cells]:
     return sorted(cells, key=lambda c: c.shape[2])
 
 
-class Columns(NamedTuple):
-    """Columns at some heads together; they are zero at all others.
-
-    Attributes:
-        heads: indices of the heads.
-        vectors: ``[v, *z.shape]`` for each of them.
-        weights: of each column for each sample, ``[v, N]``: 1, 0 or -1; ``None`` where all are 1.
-    """
-
-    heads: list[int]
-    vectors: list[Tensor]
-    weights: Tensor | None
-
-
 class Blocks(NamedTuple):
     """Blocks of the Hessian in eigenvectors, those of largest absolute eigenvalues first.
 
@@ -282,7 +258,14 @@ class GenericLoss:
         largest_block: number of entries of a sample's outputs that it may couple.
         known: terms of the scalars that are left out.
         ends: tensors of which the rest is a linear function.
+        rows: number of rows of which the loss may be a mean, if these are no samples.
+
+    Attributes:
+        edges: where the heads and the ends come from.
+        may_be_flat: whether the scalar may be linear in entries there.
     """
+
+    may_be_flat = True
 
     def __init__(
         self,
@@ -291,20 +274,16 @@ class GenericLoss:
         heads: Sequence[Head],
         N: int,
         reduction: Reduction = None,
-        largest_block: int | None = None,
+        largest_block: int = LARGEST_BLOCK,
         known: Sequence[KnownLoss] = (),
         ends: Sequence[GradientEdge] = (),
+        rows: int | None = None,
     ):
-        self.N, self.largest_block = N, LARGEST_BLOCK if largest_block is None else largest_block
+        self.N, self.rows, self.largest_block = N, rows or N, largest_block
         self.reduction: Reduction = reduction
         self.roots, self.grads, self.heads = roots, [grad.detach() for grad in grads], list(heads)
-        self.known, self.ends = known, list(ends)
+        self.known, self.ends, self.edges = known, ends, [*(head.edge for head in heads), *ends]
         self.name = f"the loss ({', '.join(name_of(root.node) for root in roots)})"
-
-    @property
-    def edges(self) -> list[GradientEdge]:
-        """Where the heads and the ends come from."""
-        return [head.edge for head in self.heads] + self.ends
 
     @cached_property
     def _vjp(self) -> NodeVjp:
@@ -317,16 +296,21 @@ class GenericLoss:
         return [*self.grads, *(-loss.grad.detach() for loss in self.known)]
 
     @cached_property
-    def slope(self) -> list[Tensor]:
-        """Gradient of the loss at each head and each end, in float32 at least."""
+    def slopes(self) -> list[Tensor]:
+        """Gradient of the loss at each edge, in float32 at least."""
         with torch.no_grad():
-            slope = self._vjp(self._vectors)
-        return [_new(edge) if grad is None else grad for edge, grad in zip(self.edges, slope, strict=True)]
+            slopes = self._vjp(self._vectors)
+        return [new_like(edge) if grad is None else grad for edge, grad in zip(self.edges, slopes, strict=True)]
 
     @cached_property
     def weight(self) -> Tensor:
         """How many means over the samples the loss is, ``[]``, see `loss_weight`."""
-        return loss_weight(self.roots, self.grads, self.N, self.reduction)
+        return loss_weight(self.roots, self.grads, self.rows, self.reduction)
+
+    @property
+    def weights(self) -> Tensor:
+        """The factor of the loss of a row, ``[]``."""
+        return self.weight / self.rows
 
     @property
     def num_columns(self) -> int:
@@ -350,7 +334,15 @@ class GenericLoss:
             for p, r in (chunk.T for chunk in blocks.columns.split(size)):
                 columns = root.new_zeros(len(p), *cells.shape)
                 columns[torch.arange(len(p), device=p.device), :, p] = root[p, r]
-                yield Columns(list(cells.heads), list(cells.scatter(columns).values()), values.sign()[:, p, r].T)
+                heads, weights = list(cells.heads.values()), values.sign()[:, p, r].T
+                if heads[0].labels is not None:  # it may have a part of the samples
+                    labels = torch.tensor(heads[0].labels, device=weights.device)
+                    weights = weights.new_zeros(len(weights), self.N).index_copy(1, labels, weights)
+                yield Columns([head.edge for head in heads], list(cells.scatter(columns).values()), weights)
+
+    def typical(self, generator: torch.Generator | None) -> list[Tensor]:
+        """A column at each edge with the mean square of random ones."""
+        return self.sample(1, generator)
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> list[Tensor]:
         """Independent random columns ``[samples, *z.shape]`` at each head, with ``E[s s^T] = H``: a root times signs.
@@ -365,19 +357,24 @@ class GenericLoss:
         for cells, values, vectors, _ in self.blocks:
             signs = values.new_empty(samples, *values.shape).bernoulli_(0.5, generator=generator) * 2 - 1
             drawn |= cells.scatter(torch.einsum("npcr,mnpr->mnpc", vectors, signs * values.clamp(min=0).sqrt()))
-        zeros = (_new(edge).expand(samples, *shape_of(edge.node, edge.output_nr)) for edge in self.ends)
+        zeros = (new_like(edge).expand(samples, *shape_of(edge.node, edge.output_nr)) for edge in self.ends)
         return [*(drawn[i] for i in range(len(self.heads))), *zeros]
 
     @property
     def variables(self) -> int:
         """Number of variables of a prediction, see `LossCurvature`: entries of z that have blocks of their own."""
         shapes = (blocks.cells.shape for blocks in self.blocks)
-        return max((N * P // self.N for N, P, C in shapes if C == 1), default=1)
+        return max((N * P // self.rows for N, P, C in shapes if C == 1), default=1)
 
     @cached_property
     def is_linear(self) -> bool:
         """Whether the Hessian is zero and the gradient is not: of hinge losses, of a critic's score."""
-        return not any(blocks.values.any() for blocks in self.blocks) and any(slope.any() for slope in self.slope)
+        return not any(blocks.values.any() for blocks in self.blocks) and any(slope.any() for slope in self.slopes)
+
+    @cached_property
+    def is_definite(self) -> bool:
+        """Whether the Hessian has no negative eigenvalue."""
+        return not any((blocks.values < -blocks.tolerance).any() for blocks in self.blocks)
 
     def check_definite(self) -> None:
         """Raise where there is no Gauss-Newton matrix.
@@ -385,7 +382,7 @@ class GenericLoss:
         Raises:
             CurvoptError: if the Hessian is indefinite, and as `blocks`.
         """
-        if any((blocks.values < -blocks.tolerance).any() for blocks in self.blocks):
+        if not self.is_definite:
             smallest = min(float(blocks.values.min()) for blocks in self.blocks)
             raise NotConvex(
                 f"{self.name}: its Hessian in the network's output is indefinite (it has the eigenvalue "
@@ -405,7 +402,7 @@ class GenericLoss:
         product = self._product()
         margin = 4 if self._vjp.eps > 1e-4 else 30
         for seed in range(3):  # so that rounding errors are not taken for coupling by accident
-            probe = Probe.of(self.heads, product, seed, margin * 2**seed)
+            probe = Probe(self.heads, product, seed, margin * 2**seed)
             cells = probe.cells()
             if cells is not None:
                 break
@@ -414,7 +411,7 @@ class GenericLoss:
                 f"{self.name}: it couples samples (its Hessian in the network's output has entries between them), but "
                 "second-order quantities need a sum or mean over samples; use KFACEmpirical or first-order quantities."
             )
-        if not probe.finite and all(slope.isfinite().all() for slope in self.slope):  # else the network diverged
+        if not probe.finite and all(slope.isfinite().all() for slope in self.slopes):  # else the network diverged
             raise CurvoptError(f"{self.name}: its Hessian in the network's output is not finite; use KFACEmpirical.")
         for N, P, C in (each.shape for each in cells):
             if C > self.largest_block or N * P * C**2 > ENTRIES:
@@ -486,7 +483,8 @@ class GenericLoss:
         )
 
 
-def _new(edge: GradientEdge) -> Tensor:
+def new_like(edge: GradientEdge) -> Tensor:
+    """Zeros like the tensor at an edge, in float32 at least."""
     return Head(edge, 1).new()
 
 
@@ -512,30 +510,31 @@ def _factor(root: GradientEdge, grad: Tensor, N: int, reduction: Reduction) -> T
     if grad.dim():
         return grad.new_ones(())
     found: list[Tensor] = []
-    # an operation, the products of constants from the scalar down to it, and the product at the first addition
-    terms: list[tuple[Node, list[Tensor], Tensor | None]] = [(root.node, [grad], None)]
+    # an operation, the product of constants from the scalar down to it, that before the last constant, and that at the
+    # first addition
+    terms: list[tuple[Node, Tensor, Tensor, Tensor | None]] = [(root.node, grad, grad, None)]
     while terms:
-        node, factors, at_addition = terms.pop()
+        node, factor, before, at_addition = terms.pop()
         kind, operands = name_of(node), []
         if kind in ("MulBackward0", "DivBackward0", "NegBackward0", *ADDITIONS) and not metadata(node).shape:
-            grads = zip(node.next_functions, call_node(node, factors[-1:]), strict=True)
+            grads = zip(node.next_functions, call_node(node, [factor]), strict=True)
             operands = [(edge[0], g) for edge, g in grads if edge[0] is not None and g is not None]
         if kind in ADDITIONS and operands and reduction is None:
-            at_addition = factors[-1] if at_addition is None else at_addition
-            terms += [(below, [*factors[:-1], g], at_addition) for below, g in operands]
+            at_addition = factor if at_addition is None else at_addition
+            terms += [(below, g, g if before is factor else before, at_addition) for below, g in operands]
         elif kind not in ADDITIONS and len(operands) == 1 and node.next_functions[0][0] is not None:
-            terms.append((operands[0][0], [*factors, operands[0][1]], at_addition))  # c / loss is not linear
+            terms.append((operands[0][0], operands[0][1], factor, at_addition))  # c / loss is not linear
         else:
-            before, own = abs(factors[max(len(factors) - 2, 0)]), abs(factors[-1])
+            mean, total = abs(before), abs(factor)
             if reduction is None and _is_sum_over(node, N):  # the last constant may make it a mean again
-                means = torch.where(own * N <= before, before, own * N)
+                mean = torch.where(total * N <= mean, mean, total * N)
             elif at_addition is not None:
-                means = abs(at_addition)
+                mean = abs(at_addition)
             elif kind.startswith("SumBackward") and reduction != "sum":
-                means = torch.where(own < before, before, own)
+                mean = torch.where(total < mean, mean, total)
             else:
-                means = own
-            found.append(means)
+                mean = total
+            found.append(mean)
     return torch.stack(found).amax()
 
 

@@ -10,7 +10,7 @@ treated likewise.
 >>> z = 1 * torch.ones(4, 3, requires_grad=True)  # the output of a network
 >>> scalar = 2 * torch.nn.functional.cross_entropy(z, torch.tensor([0, 1, 2, 0])) + z.exp().mean()
 >>> terms = find_terms([(scalar.grad_fn, 0)], {z.grad_fn})
->>> [loss.describe() for loss in terms.known], terms.others
+>>> [loss.describe() for loss in terms.known], terms.nonlinear_names
 (['the cross-entropy (LogSoftmaxBackward0)'], ['ExpBackward0'])
 >>> terms.receive([torch.tensor(1.0)])
 >>> curvature = terms.known[0].curvature()
@@ -20,15 +20,16 @@ treated likewise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.losses.roots import Bernoulli, Diagonal, LossCurvature, Softmax, root_of_weights
+from curvopt.core.losses.roots import Bernoulli, Columns, Diagonal, LossCurvature, Softmax, root_of_weights
 from curvopt.core.nodes import (
     Edge,
     Saved,
@@ -43,7 +44,7 @@ from curvopt.core.nodes import (
     walk,
 )
 from curvopt.core.operations import BATCH_NORMS, LINEAR, MULTILINEAR
-from curvopt.core.products.base import widened
+from curvopt.core.products.base import cast, widened
 from curvopt.core.record import TermCall, records_of
 from curvopt.core.vjp import NodeVjp, pull
 from curvopt.errors import CurvoptError
@@ -95,6 +96,62 @@ class KnownLoss:
         weight, build = _KINDS[operation(self.node)][1](Saved(self.node), self.grad)
         rounding = 1e3 * torch.finfo(weight.dtype).eps * self.grad.abs().max()
         return build(root_of_weights(weight, self.describe(), rounding))
+
+
+class FactoredLoss:
+    """A known term with its Hessian in its input: a part of the scalar, as is a `GenericLoss`.
+
+    Args:
+        loss: the term.
+        by_entries: whether the root has a column for each entry of the input, though it needs fewer.
+
+    Attributes:
+        curvature: the Hessian.
+        edges: where the input comes from.
+        weights: the factor of the loss of each prediction, see `LossCurvature`.
+        variables: the number of variables of a prediction.
+        may_be_flat: whether the scalar may be linear in entries of the input.
+
+    Raises:
+        NotConvex: if the loss weighs entries negatively.
+    """
+
+    def __init__(self, loss: KnownLoss, by_entries: bool):
+        curvature = loss.curvature()
+        self.loss, self.edges = loss, [loss.edge]
+        self.curvature = curvature.by_entries() if by_entries else curvature
+        assert curvature.weights is not None
+        self.weights, self.variables = curvature.weights, curvature.variables
+        self.may_be_flat = isinstance(curvature, Diagonal)
+
+    @cached_property
+    def slopes(self) -> list[Tensor]:
+        """Gradient of the term at each edge."""
+        return [self.loss.slope()]
+
+    def root(self, size: int, ranks: Sequence[int]) -> Iterator[Columns]:
+        """Columns of the exact root, at most ``size`` at a time.
+
+        Args:
+            size: columns at a time.
+            ranks: of each row of z its number among those of its sample; rows of equal rank share columns.
+        """
+        rows = max(ranks, default=0) + 1
+        for rank in range(rows):
+            for start in range(0, self.curvature.columns, size):
+                columns = self.curvature.root(start, min(start + size, self.curvature.columns))
+                if rows > 1:
+                    of_rank = torch.tensor([r == rank for r in ranks], device=columns.device)
+                    columns = columns * of_rank.view(1, -1, *[1] * (columns.dim() - 2))
+                yield Columns(self.edges, [cast(columns, self.loss.input.dtype)])
+
+    def sample(self, samples: int, generator: torch.Generator | None) -> list[Tensor]:
+        """Random columns ``[samples, *z]`` at each edge, see `LossCurvature.sample`."""
+        return [self.curvature.sample(samples, generator)]
+
+    def typical(self, generator: torch.Generator | None) -> list[Tensor]:
+        """A column at each edge with the mean square of random ones."""
+        return [self.curvature.diagonal] if isinstance(self.curvature, Diagonal) else self.sample(1, generator)
 
 
 Kind = tuple[Tensor, Callable[[Tensor], LossCurvature]]
@@ -184,14 +241,14 @@ class Terms:
     linear: set[Node] = field(default_factory=set)
 
     @property
-    def others(self) -> list[str]:
+    def nonlinear_names(self) -> list[str]:
         """Names of the outermost operations of the remainder."""
         return list(dict.fromkeys(map(name_of, self.nonlinear)))
 
-    def keep(self, kept: Callable[[KnownLoss], bool]) -> None:
-        """Make the known terms for which this is false a part of the remainder."""
-        self.nonlinear += [loss.node for loss in self.known if not kept(loss)]
-        self.known = [loss for loss in self.known if kept(loss)]
+    def join(self, losses: Collection[KnownLoss]) -> None:
+        """Make known terms a part of the remainder."""
+        self.nonlinear += [loss.node for loss in losses]
+        self.known = [loss for loss in self.known if loss not in losses]
 
     def receive(self, grads: Sequence[Tensor]) -> None:
         """Set what arrives at the known terms from the gradients of the roots; drop those at which nothing does."""

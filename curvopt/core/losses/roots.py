@@ -1,4 +1,4 @@
-"""Hessians of losses in the output z of the network, factored sample by sample: protocols and the usual kinds.
+"""Hessians of losses in the output z of the network, factored sample by sample, and the columns that travel backwards.
 
 >>> p = torch.tensor([[0.5, 0.3, 0.2]])  # of one sample
 >>> S = Softmax(p, mass=torch.ones(1)).root(0, 2)[:, 0]  # two columns
@@ -9,18 +9,33 @@ True
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from curvopt.errors import CurvoptError
 
 Modify = Literal["clip", "abs"] | None
+
+
+class Columns(NamedTuple):
+    """Columns at several edges together, where they begin to travel backwards.
+
+    Attributes:
+        edges: the edges.
+        vectors: ``[v, *z]`` at each of them.
+        weights: of each column in sums of squares, for each sample, ``[v, N]``; ``None`` where all are 1.
+    """
+
+    edges: Sequence[GradientEdge]
+    vectors: Sequence[Tensor]
+    weights: Tensor | None = None
 
 
 class LossCurvature(ABC):
@@ -229,27 +244,6 @@ class Exact:
 
     by_entries: bool = field(default=False, kw_only=True)
 
-    def total(self, loss: LossCurvature, ranks: Sequence[int]) -> int:
-        """Number of columns."""
-        return loss.columns * (max(ranks, default=0) + 1)
-
-    def chunks(self, loss: LossCurvature, size: int, ranks: Sequence[int]) -> Iterator[Tensor]:
-        """Columns ``[v, *z.shape]``, at most ``size`` at a time.
-
-        Args:
-            loss: the curvature.
-            size: columns at a time.
-            ranks: of each row of z its number among those of its sample; rows of equal rank share columns.
-        """
-        rows = max(ranks, default=0) + 1
-        for rank in range(rows):
-            for start in range(0, loss.columns, size):
-                columns = loss.root(start, min(start + size, loss.columns))
-                if rows > 1:
-                    own = torch.tensor([r == rank for r in ranks], device=columns.device)
-                    columns = columns * own.view(1, -1, *[1] * (columns.dim() - 2))
-                yield columns
-
 
 @dataclass(frozen=True)
 class Hessian(Exact):
@@ -278,10 +272,6 @@ class MonteCarlo:
         """Refuse a number that is no number of samples."""
         if not isinstance(self.samples, int) or self.samples < 1:
             raise ValueError(f"mc_samples: expected a positive integer, got {self.samples!r}.")
-
-    def draw(self, loss: LossCurvature) -> Tensor:
-        """Columns ``[samples, *z.shape]``, all drawn at once so that chunks of them change nothing."""
-        return loss.sample(self.samples, self.generator) / self.samples**0.5
 
 
 @dataclass(frozen=True)

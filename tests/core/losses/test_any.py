@@ -137,9 +137,9 @@ def dense(f, outputs, heads):
 def together(columns, heads):
     """Columns of all heads ``[v, N, D]``."""
     found = []
-    for indices, vectors, weights in columns:
-        parts = dict(zip(indices, vectors, strict=True))
-        all_of = [by_sample(parts.get(i, h.new().expand(len(vectors[0]), *h.shape)), h) for i, h in enumerate(heads)]
+    for edges, vectors, weights in columns:
+        parts = dict(zip(edges, vectors, strict=True))
+        all_of = [by_sample(parts.get(h.edge, h.new().expand(len(vectors[0]), *h.shape)), h) for h in heads]
         found.append((torch.cat(all_of, 2), torch.ones(len(vectors[0]), N) if weights is None else weights))
     return torch.cat([c for c, _ in found]), torch.cat([w for _, w in found]).double()
 
@@ -162,7 +162,7 @@ def test_gradients_and_columns_are_those_of_the_dense_hessian(name):
     outputs, heads = heads_of(shapes)
     loss = f(*outputs)
     curvature = generic(3 * loss, heads, torch.tensor(0.5, dtype=torch.float64))
-    for slope, z in zip(curvature.slope, outputs, strict=True):
+    for slope, z in zip(curvature.slopes, outputs, strict=True):
         torch.testing.assert_close(slope, 1.5 * torch.autograd.grad(loss, z, retain_graph=True)[0])
     blocks = assert_is_dense_hessian(curvature, f, outputs, heads, 1.5)
     assert max(b.cells.shape[2] for b in curvature.blocks) == size
@@ -182,7 +182,7 @@ def test_losses_that_couple_samples_are_refused(name):
     f, shapes = COUPLED[name]
     outputs, heads = heads_of(shapes)
     curvature = generic(f(*outputs), heads)
-    assert [s.shape for s in curvature.slope] == [z.shape for z in outputs]
+    assert [s.shape for s in curvature.slopes] == [z.shape for z in outputs]
     for ask in (lambda: curvature.root(size=3), lambda: list(curvature.signed(3)), lambda: curvature.sample(1)):
         with pytest.raises(CurvoptError, match="couples samples.*KFACEmpirical"):
             ask()
@@ -232,7 +232,7 @@ def test_heads_with_rows_of_their_own():
     heads = [Head(get_gradient_edge(a), 6), Head(get_gradient_edge(b), 4)]
     curvature = generic(a.logsumexp(1).mean() + b.logsumexp(1).sum() / 9, heads)
     for i, (z, scale) in enumerate([(a, 1 / 6), (b, 1 / 9)]):
-        vectors = torch.cat([columns.vectors[0] for columns in curvature.root(2) if columns.heads == [i]])
+        vectors = torch.cat([columns.vectors[0] for columns in curvature.root(2) if columns.edges == [heads[i].edge]])
         p = z.softmax(1)
         H = scale * (torch.diag_embed(p) - p[:, :, None] * p[:, None])
         torch.testing.assert_close(torch.einsum("vnc,vnd->ncd", vectors, vectors), H)
@@ -245,7 +245,7 @@ def test_random_columns_average_to_the_hessian():
     outputs, heads = heads_of(shapes)
     curvature = generic(f(*outputs), heads)
     seeded = generator(0)
-    columns, _ = together([([0, 1], curvature.sample(2000, seeded), None)], heads)
+    columns, _ = together([([h.edge for h in heads], curvature.sample(2000, seeded), None)], heads)
     products = torch.einsum("vnd,vne->vnde", columns, columns)
     H = dense(f, outputs, heads)
     error = products.mean(0) - torch.stack([H[n, :, n] for n in range(N)])
@@ -268,7 +268,7 @@ def test_hooks_do_not_run_and_random_numbers_are_left_alone():
     loss = p.log().square().mean() + module(z, Y)
     state = torch.get_rng_state()
     curvature = generic(loss, heads)
-    assert curvature.slope and curvature.num_columns and list(curvature.signed(2))
+    assert curvature.slopes and curvature.num_columns and list(curvature.signed(2))
     assert not runs and torch.equal(torch.get_rng_state(), state)
     loss.backward()
     assert sorted(runs) == ["before node", "inside", "module", "node", "output"]

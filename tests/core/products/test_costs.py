@@ -421,7 +421,7 @@ def test_groups_share_the_calls_for_second_moments(conv: type[nn.Module]) -> Non
 
 def forget_last(self: BackwardPass, sweep: Callable, *args: object, **options: object) -> None:
     """A sweep that does not know that it is the last, which would have it clear the caches."""
-    sweep(self, *args[:6], **options)
+    sweep(self, *args[:4])
 
 
 @pytest.mark.parametrize(("extensions", "kept"), [((KFLR(),), False), ((KFLR(), DiagGGNExact()), True)])
