@@ -15,30 +15,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import pandas as pd
 import tyro
 
-from experiments.config import Config, DataName, DivergedError, ProblemName, SettingsError
-from experiments.data import DEFAULT_ROOT, DataError
 from experiments.metrics import evaluations, read_metrics
-from experiments.optimizers import OPTIMIZERS
-from experiments.plots import markdown, plot_curves
 from experiments.problems import PROBLEMS
-from experiments.run_directory import is_finished, require_free
-from experiments.tracking import Mode
+from experiments.settings import (
+    OPTIMIZERS_IN_WORDS,
+    DataName,
+    DivergedError,
+    Mode,
+    ProblemName,
+    Settings,
+    SettingsError,
+)
 from experiments.train import train
 
 if TYPE_CHECKING:
+    import pandas as pd
+
+    from experiments.config import Config
+
     OptimizerName = str
 else:
-    OptimizerName = Literal[tuple(OPTIMIZERS)]
+    OptimizerName = Literal[tuple(OPTIMIZERS_IN_WORDS)]
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Which runs to compare."""
 
-    problem: ProblemName = Config.problem
+    problem: ProblemName = Settings.problem
     """Data set and model to train."""
     optimizers: tuple[OptimizerName, ...] = ("sgd", "adamw", "kfac-sgd")
     """Optimizers to compare."""
@@ -50,14 +56,14 @@ class Comparison:
     """Passes over the training set; without it those of the problem."""
     batch_size: int | None = None
     """Samples per step; without it those of the problem."""
-    device: str = Config.device
-    """Where to train: cpu, cuda, cuda:1, mps ..."""
+    device: str | None = None
+    """Where to train: cpu, cuda, cuda:1, mps ...; without it cuda where there is a GPU, else cpu."""
     data: DataName | None = None
     """Another data set than the problem's."""
     npz: Path | None = None
     """Your own arrays: a NumPy archive of x_train, y_train, x_test, y_test."""
-    data_root: Path = DEFAULT_ROOT
-    """Folder where data sets are looked for and cached."""
+    data_root: Path | None = None
+    """Folder where data sets are looked for and cached; without it curvopt in the cache of the user."""
     download: bool = False
     """Download the data set if it is not there."""
     overwrite: bool = False
@@ -67,8 +73,11 @@ class Comparison:
     wandb: Mode | None = None
     """Whether to log to wandb; without it online if a key is configured, else offline."""
 
-    def runs(self) -> dict[str, list[Config]]:
+    def runs(self) -> "dict[str, list[Config]]":
         """The runs, under the label of their optimizer."""
+        from experiments.config import Config  # imports PyTorch, which help does without
+        from experiments.optimizers import OPTIMIZERS
+
         runs: dict[str, list[Config]] = {}
         for name in self.optimizers:
             for seed in self.seeds:
@@ -98,6 +107,9 @@ def compare(comparison: Comparison) -> str:
         SettingsError: a setting is out of its range, or there are runs with other settings.
         DataError: the data set is absent or corrupt.
     """
+    from experiments.plots import plot_curves
+    from experiments.run_directory import is_finished, require_free
+
     if not (comparison.optimizers and comparison.seeds):
         raise SettingsError("--optimizers and --seeds need at least one each")
     runs = comparison.runs()
@@ -142,6 +154,10 @@ def table(rows: Sequence[dict], labels: Sequence[str], seeds: int, target: float
         seeds: the number of runs that each optimizer started.
         target: loss over the training set to reach.
     """
+    import pandas as pd
+
+    from experiments.plots import markdown
+
     columns = ["optimizer", "run", "step", "time/training", "train/loss", "test/loss", "test/accuracy"]
     frame = pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(columns[2:], float))
     arrivals = frame[frame["train/loss"] <= target].groupby(["optimizer", "run"]).first()
@@ -167,7 +183,7 @@ def table(rows: Sequence[dict], labels: Sequence[str], seeds: int, target: float
     return markdown(pd.DataFrame(lines))
 
 
-def _mean(values: pd.Series, digits: int) -> str:
+def _mean(values: "pd.Series", digits: int) -> str:
     if values.empty:
         return "–"
     spread = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
@@ -183,6 +199,8 @@ def main() -> None:
         description=__doc__,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
+    from experiments.data import DataError
+
     try:
         result = compare(comparison)
     except (SettingsError, DataError, OSError) as error:

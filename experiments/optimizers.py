@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import curvopt.optim
 from curvopt.optim import KFACPreconditioner
 from experiments.problems import PROBLEMS
+from experiments.settings import OPTIMIZERS_IN_WORDS
 
 # SparseAdam needs sparse gradients; Muon and KFACPreconditioner are offered together with a second optimizer, below.
 _EXCLUDED = (torch.optim.Optimizer, torch.optim.SparseAdam, torch.optim.Muon, KFACPreconditioner)
@@ -26,14 +27,7 @@ _UNUSED = ("maximize", "differentiable", "capturable")
 _PROBLEM = "problem"  # in place of an option that the problem sets; None is a value of its own
 
 
-# What an optimizer is and its options are, in words; others by the first sentence of their docstrings.
-_IN_WORDS = {
-    "kfac-sgd": "SGD with momentum whose gradients are multiplied by inverse Kronecker factors of the curvature",
-    "ekfac-sgd": "KFACSGD with the best diagonal in the eigenvectors of the factors",
-    "kfac-adamw": "AdamW in the coordinates of the eigenvectors of the Kronecker factors",
-    "diagonal-newton": "SGD with momentum whose gradients are divided by a diagonal of the curvature",
-    "hessian-free": "Newton steps by conjugate gradients, for large batches",
-}
+# What options are, in words; others by the first sentence of their docstrings.
 _OPTIONS_IN_WORDS = {
     "base": "the optimizer behind it: SGD with momentum 0.9, AdamW or Muon",
     "damping": "what is added to the curvature, which is that of the mean loss, before it is inverted",
@@ -230,8 +224,7 @@ def _config(kind: type[torch.optim.Optimizer], name: str) -> type[OptimizerConfi
             hint, default = Union[hint, Literal["problem"]], _PROBLEM  # noqa: UP007
         options.append((option, Annotated[hint, tyro.conf.arg(help=text)], field(default=default)))
     config = make_dataclass(f"{kind.__name__}Config", options, bases=(OptimizerConfig,), frozen=True)
-    first = docstring_parser.parse(kind.__doc__ or "").short_description or ""
-    config.__doc__ = _IN_WORDS.get(name, first.replace("`", "").removeprefix("Implements ").removeprefix("the "))
+    config.__doc__ = OPTIMIZERS_IN_WORDS.get(name, kind.__name__)
     config.name, config.kind = name, kind
     config.__module__ = __name__
     return config

@@ -6,9 +6,10 @@ import os
 from typing import Any
 
 from experiments import checkpoints
-from experiments.config import Config, SettingsError
+from experiments.config import Config
 from experiments.metrics import evaluations, read_metrics
 from experiments.problems import PROBLEMS
+from experiments.settings import SettingsError
 from experiments.tracking import Tracker, default_mode
 
 

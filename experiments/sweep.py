@@ -26,11 +26,12 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from tqdm import tqdm
 
 from curvopt import CurvoptError
-from experiments.config import Config, DivergedError, SettingsError, check_least, parse
+from experiments.config import Config, check_least, parse
 from experiments.data import DataError
 from experiments.metrics import evaluations, read_metrics
 from experiments.plots import markdown, plot_sweep
 from experiments.run_directory import is_finished
+from experiments.settings import DivergedError, SettingsError
 from experiments.train import train
 
 #: Numbers that the last evaluation of a run has.

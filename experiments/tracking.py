@@ -5,13 +5,12 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from experiments.curvature import network_statistics
+from experiments.settings import Mode
 
 logger = logging.getLogger(__name__)
-
-Mode = Literal["online", "offline", "disabled"]
 
 _PATIENCE = 20.0  # seconds that a server may take to answer at the start, and to receive the rest at the end
 #: The charts of a run's page, which fit one screen. Other numbers are there for charts that a user adds.

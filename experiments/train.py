@@ -19,20 +19,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from tqdm import tqdm
 
-from curvopt import CurvoptError
-from experiments import checkpoints
-from experiments.config import Config, DivergedError, SettingsError, parse
-from experiments.data import DataError
-from experiments.run_directory import RunDirectory, require_free, saved_state
+from experiments.settings import DivergedError, SettingsError, show_help
 
 if TYPE_CHECKING:
+    from experiments.config import Config
+    from experiments.run_directory import RunDirectory
     from experiments.training import Training
 
 
-def train(config: Config) -> Path:
+def train(config: "Config") -> Path:
     """Trains as configured.
 
     Returns:
@@ -43,7 +40,8 @@ def train(config: Config) -> Path:
         SettingsError: a setting is out of its range, or the run directory holds another run.
         DataError: the data set is absent or corrupt.
     """
-    from experiments.training import Training  # only here: accelerate is slow to import
+    from experiments.run_directory import RunDirectory, require_free, saved_state  # only here: slow to import
+    from experiments.training import Training
 
     config = config.resolved()
     assert config.out is not None
@@ -70,7 +68,7 @@ def train(config: Config) -> Path:
     return config.out
 
 
-def _run(training: "Training", output: RunDirectory | None) -> None:
+def _run(training: "Training", output: "RunDirectory | None") -> None:
     config = training.config
     assert config.epochs is not None
     name = f"{config.problem} {config.optimizer.name}"
@@ -95,7 +93,7 @@ def _run(training: "Training", output: RunDirectory | None) -> None:
                         output.save(state)
 
 
-def _evaluate(training: "Training", output: RunDirectory | None, epoch: int) -> str:
+def _evaluate(training: "Training", output: "RunDirectory | None", epoch: int) -> str:
     row, every = training.evaluate(), training.config.layers_every
     if output is not None:
         finite = math.isfinite(row["train/loss"])
@@ -115,6 +113,14 @@ def _require_finite(loss: float, training: "Training") -> None:
 
 def main() -> None:
     """The command line."""
+    show_help(sys.argv[1:], __doc__ or "")
+    from torch import distributed
+
+    from curvopt import CurvoptError
+    from experiments import checkpoints
+    from experiments.config import parse
+    from experiments.data import DataError
+
     logging.basicConfig(format="%(levelname)s: %(message)s")
     config = parse(description=__doc__ or "")
     first = os.environ.get("RANK", "0") == "0"
@@ -131,8 +137,8 @@ def main() -> None:
             sys.exit("interrupted; the same command with --resume goes on from the last checkpoint")
         sys.exit("interrupted before there was a checkpoint; --save-every N writes one every N steps")
     finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

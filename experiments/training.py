@@ -24,11 +24,12 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DistributedSampler
 
 from curvopt import CurvoptError
-from experiments.config import Config, DivergedError, SettingsError
+from experiments.config import Config
 from experiments.curvature import layer_statistics
 from experiments.data import DATASETS, Split, augmented
 from experiments.optimizers import attach
 from experiments.problems import PROBLEMS
+from experiments.settings import DivergedError, SettingsError
 
 _PRECISION = {"off": "no", "bf16": "bf16", "fp16": "fp16"}
 _LAYER_SAMPLES = 128  # that curvature per layer is taken of

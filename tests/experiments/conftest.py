@@ -15,6 +15,6 @@ def pictures() -> None:
 def pictures_only_where_looked_at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw nothing elsewhere: pictures take a second for each run."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("experiments.plots.plot_curves", lambda runs, title, out: out.touch())
+        monkeypatch.setattr("experiments.plots.plot_curves", lambda runs, title, out, *target: out.touch())
         monkeypatch.setattr("experiments.plots.plot_layers", lambda rows, title, out: out.touch())
         monkeypatch.setattr("experiments.tracking._heat_map", lambda rows: PIL.Image.new("RGB", (2, 2)))

@@ -23,8 +23,9 @@ from training_runs import (
 )
 
 from experiments import checkpoints
-from experiments.config import Config, SettingsError
+from experiments.config import Config
 from experiments.optimizers import OPTIMIZERS
+from experiments.settings import SettingsError
 from experiments.train import main, train
 
 KILLED = """

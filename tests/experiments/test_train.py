@@ -21,12 +21,13 @@ from training_runs import (
 
 from curvopt.optim import KFACPreconditioner
 from experiments import data
-from experiments.config import Config, SettingsError, parse
+from experiments.config import Config, parse
 from experiments.metrics import evaluations, read_metrics
 from experiments.optimizers import OPTIMIZERS
 from experiments.problems import PROBLEMS
+from experiments.settings import DivergedError, SettingsError
 from experiments.train import main, train
-from experiments.training import DivergedError, evaluate
+from experiments.training import evaluate
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
