@@ -1,7 +1,7 @@
 """All quantities from one backward pass
 =====================================
 
-One backward pass can carry every extension. Those that pull back the same vectors share them: the exact quantities
+One backward pass can carry every extension. Extensions that pull back the same vectors share them: the exact quantities
 together cost one sweep, and so do the sampled ones.
 """
 

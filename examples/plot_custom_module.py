@@ -2,8 +2,8 @@
 ==============================
 
 Any ``nn.Module`` with parameters works as it is. Matrix products, convolutions, scales and the like are found in the
-graph, whoever calls them; a module that does anything else is differentiated sample by sample. A rule is a few lines
-that make that faster, and its test is that it changes nothing.
+graph, wherever they are called; a module that does anything else is differentiated sample by sample. A rule is a few
+lines that make that faster, and its test is that it changes nothing.
 """
 
 # %%

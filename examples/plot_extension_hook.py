@@ -1,9 +1,9 @@
 """Saving memory: use quantities as they come
 ==========================================
 
-Individual gradients of a batch of N take N times the memory of the parameters. But who only wants a statistic of them
-need not hold all layers at once: ``extension_hook`` is called with each module as soon as its fields are complete, and
-may condense and delete them while the backward pass goes on to the next layer.
+Individual gradients of a batch of N take N times the memory of the parameters. If you want a statistic of them alone,
+you need not hold all layers at once: ``extension_hook`` is called with each module as soon as its fields are complete,
+and may condense and delete them while the backward pass goes on to the next layer.
 """
 
 # %%

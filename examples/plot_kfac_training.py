@@ -2,8 +2,7 @@
 ========================================
 
 ``KFACSGD`` is ``torch.optim.SGD`` on gradients that were multiplied by the inverse of a Kronecker-factored curvature
-matrix. The training loop does not change: ``attach`` lets the optimizer watch the backward passes of a model and its
-loss.
+matrix. The training loop does not change: the optimizer takes the model, whose backward passes it watches.
 """
 
 # %%
@@ -51,8 +50,7 @@ for lr in (0.01, 0.03, 0.1):
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     curves[f"SGD, lr {lr:g}"] = train(model, nn.CrossEntropyLoss(), optimizer)
 model, lossfunc = make_model(), nn.CrossEntropyLoss()
-optimizer = KFACSGD(model.parameters())
-optimizer.attach(model, lossfunc)
+optimizer = KFACSGD(model)
 curves["KFACSGD"] = train(model, lossfunc, optimizer)
 
 # %%

@@ -95,20 +95,13 @@ def train(make, seed: int) -> list[float]:
 
 
 # %%
-# ``attach`` is all that ``KFACSGD`` needs: the training loop is that of AdamW. Its settings are the defaults, but for
-# the learning rate, which is higher as the network is small and the rate falls to zero. AdamW gets two learning rates.
-
-
-def kfac(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = KFACSGD(model.parameters(), lr=0.3)
-    optimizer.attach(model)
-    return optimizer
-
-
+# ``KFACSGD`` takes the model in place of its parameters; the training loop is that of AdamW. The settings are the
+# defaults, but for the learning rate, which is higher as the network is small and the rate falls to zero. AdamW gets
+# two learning rates.
 runs = {
     "AdamW, lr 0.003": ("C1", lambda model: torch.optim.AdamW(model.parameters(), lr=0.003)),
     "AdamW, lr 0.03": ("C3", lambda model: torch.optim.AdamW(model.parameters(), lr=0.03)),
-    "KFACSGD": ("C0", kfac),
+    "KFACSGD": ("C0", lambda model: KFACSGD(model, lr=0.3)),
 }
 figure, ax = plt.subplots(figsize=(5, 4))
 thousands = torch.arange(1, UPDATES + 1) * CARTS * STEPS / 1000
