@@ -460,7 +460,6 @@ def samples_that_are_not_known_on_all_or_some_ranks() -> None:
 
 @check("copies")
 def options_of_ddp_and_orders_of_extend() -> None:
-    one = alone(EXACT["KFACSGD"]).train(batch, range(5))
     for options in (
         {},
         {"find_unused_parameters": True},
@@ -470,15 +469,15 @@ def options_of_ddp_and_orders_of_extend() -> None:
     ):
         for order in ("extend wrap", "wrap extend", "wrap attach"):
             run = Run("copies", EXACT["KFACSGD"], order=order, **options)
-            run.train(own, range(5), lambda x, y: run.lossfunc(run.model(x).flatten(1), y))  # noqa: B023
-            assert_close(run, one)
+            loss = lambda x, y: run.lossfunc(run.model(x).flatten(1), y)  # noqa: B023, E731
+            assert_same_steps(run, alone(EXACT["KFACSGD"]), 5, loss=loss)
 
 
 @check("shards")
 def extended_or_attached_before() -> None:
-    one = alone(EXACT["KFACSGD"]).train(batch, range(5))
     for order in ("extend wrap", "attach wrap"):
-        assert_close(Run("shards", EXACT["KFACSGD"], by_layers=True, order=order).train(own, range(5)), one)
+        run = Run("shards", EXACT["KFACSGD"], by_layers=True, order=order)
+        assert_same_steps(run, alone(EXACT["KFACSGD"]), 5)
 
 
 @check("shards")
@@ -488,10 +487,9 @@ def options_of_fully_shard() -> None:
     def columns(p: nn.Parameter) -> Shard:
         return Shard(1 if p.ndim > 1 and p.shape[1] % size == 0 else 0)
 
-    one = alone(EXACT["KFACSGD"]).train(batch, range(4))
     for options in ({"reshard_after_forward": False}, {"reshard_after_forward": True, "shard_placement_fn": columns}):
-        run = Run("shards", EXACT["KFACSGD"], by_layers=True, **options).train(own, range(4))
-        assert_close(run, one)
+        run = Run("shards", EXACT["KFACSGD"], by_layers=True, **options)
+        assert_same_steps(run, alone(EXACT["KFACSGD"]), 4)
         with torch.no_grad():
             run.model(own(0)[0])
         run.optimizer.attach(run.model)
@@ -500,10 +498,10 @@ def options_of_fully_shard() -> None:
 @check("shards")
 def replicas_of_shards() -> None:
     size = dist.get_world_size()
-    one = alone(EXACT["EKFACSGD"]).train(batch, range(6))
     for shape in {(size, 1), (size // 2, 2)}:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        assert_close(Run("shards", EXACT["EKFACSGD"], by_layers=True, mesh=mesh).train(own, range(6)), one)
+        run = Run("shards", EXACT["EKFACSGD"], by_layers=True, mesh=mesh)
+        assert_same_steps(run, alone(EXACT["EKFACSGD"]), 6)
 
 
 class Blocks(nn.Module):
@@ -536,11 +534,8 @@ def blocks_with_checkpoints_and_frozen_layers() -> None:
             fully_shard(block)
         return net
 
-    one, runs = alone(make, Blocks), [Run("shards", make, net) for net in (Blocks, by_blocks)]
-    for step in range(4):
-        one.train(batch, range(step, step + 1))
-        for run in runs:
-            assert_close(run.train(own, range(step, step + 1)), one)
+    for net in (Blocks, by_blocks):
+        assert_same_steps(Run("shards", make, net), alone(make, Blocks), 4)
 
 
 class Tied(nn.Module):
@@ -560,8 +555,7 @@ class Tied(nn.Module):
 @check("shards")
 def tied_weights_and_unused_layers() -> None:
     for name in ("KFACSGD", "EKFACSGD"):
-        run = Run("shards", EXACT[name], Tied).train(own, range(4))
-        assert_close(run, alone(EXACT[name], Tied).train(batch, range(4)))
+        assert_same_steps(Run("shards", EXACT[name], Tied), alone(EXACT[name], Tied), 4)
 
 
 @check("shards")
@@ -704,10 +698,9 @@ class WithLoss(nn.Module):
 @check("copies")
 def loss_inside_of_the_model() -> None:
     for name in ("KFACSGD", "DiagonalNewton hessian"):
-        one = alone(EXACT[name]).train(batch, range(4))
         for options in ({"find_unused_parameters": True}, {"static_graph": True}):
             run = Run("copies", EXACT[name], WithLoss, **options)
-            assert_close(run.train(own, range(4), run.model), one)
+            assert_same_steps(run, alone(EXACT[name]), 4, loss=run.model)
 
 
 # ----------------------------------------------------------------------------------------------- losses, bytes, samples

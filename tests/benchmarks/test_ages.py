@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,24 +11,18 @@ import pytest
 from benchmarks import ages
 
 
-def git(folder: Path, *command: str) -> str:
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    return subprocess.run(["git", *identity, *command], cwd=folder, check=True, capture_output=True, text=True).stdout
-
-
 def test_changes_of_the_package_since_a_measurement_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    git: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = tmp_path / "benchmarks" / "results"
     (tmp_path / "curvopt").mkdir()
     results.mkdir(parents=True)
-    git(tmp_path, "init", "-q")
     commits = []
     for number, file in enumerate(["curvopt/a.py", "curvopt/a.py", "readme", "curvopt/a.py"]):
         (tmp_path / file).write_text(str(number))
-        git(tmp_path, "add", "-A")
-        git(tmp_path, "commit", "-qm", str(number))
-        commits.append(git(tmp_path, "rev-parse", "--short", "HEAD").strip())
+        git("add", "-A")
+        git("commit", "-qm", str(number))
+        commits.append(git("rev-parse", "--short", "HEAD").strip())
 
     def write(*of: str) -> None:
         rows = {f"Q{i}": {"curvopt": {"commit": c, "date": "2030-01-02T03:04"}} for i, c in enumerate(of)}

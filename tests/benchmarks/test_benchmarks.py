@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -163,19 +162,13 @@ def allocate(mib):
     return timing.peak_memory()
 
 
-def test_results_are_of_a_commit_unless_code_was_changed(tmp_path, monkeypatch):
-    def git(*command):
-        who = ("-c", "user.name=me", "-c", "user.email=me@example.org")
-        subprocess.run(["git", *who, *command], cwd=tmp_path, check=True, capture_output=True)
-
-    files = [
-        tmp_path / name for name in ("benchmarks/timing.py", "benchmarks/results/a.json", "docs/a.md", "README.md")
-    ]
+def test_results_are_of_a_commit_unless_code_was_changed(git, tmp_path, monkeypatch):
+    names = ("benchmarks/timing.py", "benchmarks/results/a.json", "docs/a.md", "README.md")
+    files = [tmp_path / name for name in names]
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("before")
     monkeypatch.setattr(timing, "__file__", str(files[0]))
-    git("init")
     git("add", ".")
     git("commit", "-m", "all")
     for path in files[::-1]:
@@ -427,18 +420,8 @@ def test_quantities_on_cuda():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_benchmark_on_cuda(monkeypatch, tmp_path):
-    options = (
-        "--device",
-        "cuda",
-        "--package",
-        "curvopt",
-        "--rounds",
-        2,
-        "--out",
-        tmp_path,
-        "--figure",
-        tmp_path / "f.png",
-    )
+    options = "--device cuda --package curvopt --rounds 2".split()
+    options += ["--out", tmp_path, "--figure", tmp_path / "f.png"]
     command(monkeypatch, quantities, "--problem", "tiny", "--quantity", "BatchGrad", "KFLR", *options)
     written = json.loads((tmp_path / "quantities-tiny.json").read_text())
     assert written["machine"]["device"] != "cpu"
