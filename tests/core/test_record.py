@@ -152,28 +152,6 @@ def test_gradient_penalty_of_convolutions(convolution: Callable[[], nn.Module]):
         torch.testing.assert_close(p.diag_ggn_exact, 2 / len(row) * torch.stack(row).square().sum(0))
 
 
-def test_slopes_of_the_network_in_the_loss_inside_of_the_context():
-    """As in physics-informed networks: a gradient by the input reaches no parameter, and brings no fields."""
-    model, (x, _) = extend(Net(lambda m, x: m.first(x))), data()
-    x.requires_grad_()
-
-    def loss() -> Tensor:
-        (slopes,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return F.mse_loss(slopes, torch.ones_like(slopes))
-
-    outside = loss()
-    with backpack(DiagGGNExact(), BatchGrad()):
-        outside.backward()
-    expected = [(p.diag_ggn_exact, p.grad_batch) for p in (model.first.weight, model.last.weight)]
-    assert not hasattr(model.last.bias, "grad_batch")
-    model.zero_grad()
-    with backpack(DiagGGNExact(), BatchGrad()):
-        loss().backward()
-    found = [(p.diag_ggn_exact, p.grad_batch) for p in (model.first.weight, model.last.weight)]
-    torch.testing.assert_close(found, expected)
-    assert not hasattr(model.last.bias, "grad_batch")
-
-
 class Times(torch.autograd.Function):
     """A product that keeps things where autograd's own nodes have something else."""
 
@@ -246,19 +224,12 @@ def same_or_refused(model: nn.Module, x: Tensor, y: Tensor, lossfunc: nn.Module)
     return True
 
 
-@pytest.mark.parametrize("changed", [nn.Conv2d, nn.CrossEntropyLoss, ()])
+@pytest.mark.parametrize("changed", [nn.Conv2d, ()])
 def test_hooks_for_all_modules(changed: Any):
     """They come before all others, and may change what a module gives."""
-    model, x, y = convolutions()
-    lossfunc = extend(nn.CrossEntropyLoss())
     hook = register_module_forward_hook(lambda module, _, out: out.sin() if isinstance(module, changed) else None)
     try:
-        if changed is nn.CrossEntropyLoss:
-            with contextlib.suppress(CurvoptError), backpack(DiagGGNExact()):
-                lossfunc(extend(model)(x), y).backward()
-                pytest.fail("the curvature of another loss")
-        else:
-            assert same_or_refused(model, x, y, lossfunc)
+        assert same_or_refused(*convolutions(), nn.CrossEntropyLoss())
     finally:
         hook.remove()
 
@@ -325,15 +296,6 @@ def test_the_mode_is_that_of_the_forward_pass(name: str):
         losses.sum().backward()
     for p, gradients in zip(model.parameters(), zip(*expected, strict=True), strict=True):
         torch.testing.assert_close(p.grad_batch, torch.stack(gradients))
-
-
-def test_network_in_the_second_argument_of_a_loss():
-    model, (x, _), found = extend(Net(lambda m, x: m.first(x))), data(), []
-    for swapped in (False, True):
-        with backpack(DiagGGNExact()):
-            extend(nn.MSELoss())(*(x, model(x))[:: 1 if swapped else -1]).backward()
-        found.append(model.first.weight.diag_ggn_exact)
-    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("extension", [DiagHessian, DiagGGNExact, KFAC])
