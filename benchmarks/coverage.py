@@ -29,7 +29,6 @@ from curvopt import CurvoptError, backpack, extend, extensions
 from curvopt.core.backward.backward_pass import BackwardPass
 from curvopt.core.backward.residuals import Residuals
 from curvopt.core.graph import CallInGraph
-from curvopt.core.layers.computed import SharedCallRule
 from curvopt.core.layers.operations import ParameterCall
 
 N, C = 2, 3  # samples and classes
@@ -327,7 +326,7 @@ def build(layer: Layer, make: Callable[[], nn.Module]) -> tuple[Net, Sequence[Te
 
 def way_of(call: CallInGraph) -> str:
     """How the Jacobians of a call's parameters are computed."""
-    if isinstance(call.samples, dict) or isinstance(call.rule, SharedCallRule):
+    if isinstance(call.samples, dict):
         return "sample by sample"
     return "operations" if isinstance(call.call, ParameterCall) else "rule"
 

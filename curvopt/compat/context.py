@@ -13,7 +13,7 @@ from torch import nn
 import curvopt
 from curvopt.core.backward.backward_pass import Backward, BackwardPass
 from curvopt.core.backward.checks import MixedSamples
-from curvopt.core.backward.context import Request
+from curvopt.core.backward.backward_pass import Request
 from curvopt.extensions import GGNMP, HMP, Extension
 
 

@@ -29,7 +29,7 @@ from optimizer_cases import (
 from torch import Tensor, nn
 
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
-from curvopt.core.layers.computed import PerSampleRule, SharedCallRule
+from curvopt.core.layers.computed import PerSampleRule
 from curvopt.core.losses.roots import Empirical
 from curvopt.extensions import KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, KFACEmpirical
 from curvopt.extensions.base import Extension
@@ -688,7 +688,6 @@ def test_curvature_of_one_sample_averages_to_that_of_rows(
 def test_losses_without_a_ggn_take_one_sample_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is computed sample by sample then."""
     monkeypatch.setattr(PerSampleRule, "jac_t", None)
-    monkeypatch.setattr(SharedCallRule, "jac_t", None)
     for make in (KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton):
         x, y, model = torch.randn(20, 6), torch.randn(20, 6), Neighbours()
         optimizer = make(model.parameters(), curvature_every=1)

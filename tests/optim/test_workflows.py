@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workflows import OPTIMIZERS, WORKFLOWS, adamw, train
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
-from curvopt.core.backward.context import Request
+from curvopt.core.backward.backward_pass import Request
 from curvopt.extensions import KFAC, DiagGGNExact, DiagHessian, KFACEmpirical
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
 from curvopt.optim.collector import Listening

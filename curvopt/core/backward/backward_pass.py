@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from curvopt.core.backward.module_io import showing
 from curvopt.core.graph import BackwardGraph, CallInGraph, operands_among, read_graph
 from curvopt.core.layers.operations import ParameterCall
-from curvopt.core.layers.parameters import find_entry_points, join_biases, parameter_calls, shared_call
+from curvopt.core.layers.parameters import find_entry_points, join_biases, parameter_calls
 from curvopt.core.losses.any import LARGEST_BLOCK, Reduction, loss_weight
 from curvopt.core.losses.roots import Columns, Gradient
 from curvopt.core.nodes import Edge, walk
@@ -129,8 +129,6 @@ def read_and_locate(roots: Sequence[Node], as_one_sample: bool = False) -> Locat
             located.calls.append(found)
         elif any((edge.node, edge.output_nr) in location.axes.layouts for edge in found.edges.values()):
             _leave_to_operations(found, graph)
-            if found.parameters:
-                located.calls.append(shared_call(found, graph, location))
         else:
             raise CurvoptError(
                 f"{found.call.describe()}: the loss depends on it by a path around the outputs of the model (a term "
@@ -154,13 +152,12 @@ def read_and_locate(roots: Sequence[Node], as_one_sample: bool = False) -> Locat
 
 
 def _leave_to_operations(found: CallInGraph, graph: BackwardGraph) -> None:
-    """Take parameters from a shared call that are also in its input: behind it, both paths count as one."""
-    ends = [edge.node for edge in found.edges.values()]
-    behind = set(walk(ends)) if any(p in graph.operands for p in found.parameters.values()) else ()
-    for name, p in list(found.parameters.items()):
-        if any(node in behind for node, _ in graph.operands.get(p, ())):
-            del found.parameters[name]
-            graph.operands[p] += operands_among(walk(ends, found.call.boundary), {p})
+    """Read the operations of a call whose output all samples share one by one, as those outside of modules."""
+    nodes = walk([edge.node for edge in found.edges.values()], found.call.boundary)
+    for operand, p in operands_among(nodes, set(found.parameters.values())).items():
+        if operand not in graph.operands.setdefault(p, []):
+            graph.operands[p].append(operand)
+    found.parameters = {}
 
 
 def _no_samples(what: str) -> CurvoptError:

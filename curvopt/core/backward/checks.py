@@ -20,7 +20,7 @@ from curvopt.core.graph import (
     leaves_behind,
     records_behind,
 )
-from curvopt.core.layers.computed import PerSampleRule, SharedCallRule
+from curvopt.core.layers.computed import PerSampleRule
 from curvopt.core.losses.roots import Averaged, Empirical, Gradient, Hessian, MonteCarlo
 from curvopt.core.nodes import leads_further_to, name_of, saved, shape_of
 from curvopt.core.operations import BATCH_NORMS, TIME_FIRST
@@ -261,7 +261,7 @@ def check_inner_backward(roots: list[Node], extensions: Sequence[Extension]) -> 
 
 def _warn_of_cost(located: LocatedGraph) -> None:
     """Say once for each model where quantities are computed sample by sample, if these cost most."""
-    slow = [call for call in located.calls if isinstance(call.samples, dict) or isinstance(call.rule, SharedCallRule)]
+    slow = [call for call in located.calls if isinstance(call.samples, dict)]
     fast = sum(shape.numel() for call in located.calls if call not in slow for shape in call.call.shapes)
     slow = [call for call in slow if call.location.N > 1]
     if sum(call.location.N * _entries(call) for call in slow) <= fast:
@@ -284,5 +284,4 @@ def _warn_of_cost(located: LocatedGraph) -> None:
 
 def _entries(call: CallInGraph) -> int:
     """Number of entries of the outputs of a call."""
-    shapes = call.rule.call.shapes if isinstance(call.rule, SharedCallRule) else call.call.shapes
-    return sum(shape.numel() for shape in shapes)
+    return sum(shape.numel() for shape in call.call.shapes)

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from curvopt.core.backward.backward_pass import LocatedGraph, read_and_locate
 from curvopt.core.backward.second_order import terms_of
 from curvopt.core.graph import CallInGraph
-from curvopt.core.layers.computed import PerSampleRule, SharedCallRule
+from curvopt.core.layers.computed import PerSampleRule
 from curvopt.core.layers.embedding import Embedding
 from curvopt.core.layers.recurrent import Recurrent
 from curvopt.core.layers.rule import AffineRule
@@ -174,8 +174,6 @@ def _parameters(located: LocatedGraph) -> dict[str, str]:
 
 def _how(call: CallInGraph) -> str:
     where = call.call.describe()
-    if isinstance(call.rule, SharedCallRule):
-        return f"{where}: sample by sample, as all samples share its output"
     if isinstance(call.rule, PerSampleRule):
         return f"{where}: sample by sample, as the operation has no rule"
     if isinstance(call.samples, dict):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.graph import BackwardGraph, CallInGraph, Operand
-from curvopt.core.layers.computed import BroadcastRule, ComputedWeightRule, PerSampleRule, SharedCallRule
+from curvopt.core.layers.computed import BroadcastRule, ComputedWeightRule, PerSampleRule
 from curvopt.core.layers.operations import (
     Broadcast,
     ParameterCall,
@@ -33,14 +33,14 @@ from curvopt.core.layers.operations import (
     view_of,
 )
 from curvopt.core.layers.rule import AffineRule, Rule
-from curvopt.core.nodes import Edge, is_complex, leaf_of, metadata, outputs_of, shape_of
+from curvopt.core.nodes import Edge, is_complex, leaf_of, outputs_of, shape_of
 from curvopt.core.record import extended_name, extended_owner
 from curvopt.core.samples.axes import Samples
 from curvopt.core.samples.layout import Layout
 
 
 class EntryPoint(NamedTuple):
-    """An operation whose output has samples, and an operand of it that comes from a parameter or a shared call.
+    """An operation whose output has samples, and an operand of it that comes from a parameter.
 
     Attributes:
         node: of the operation.
@@ -104,24 +104,21 @@ def parameter_calls(p: nn.Parameter, entries: Iterable[EntryPoint], location: Sa
         yield call
 
 
-def _operation(
-    p: nn.Parameter, entry: EntryPoint, location: Samples, path: str, owner: nn.Module, itself: bool = False
-) -> CallInGraph:
+def _operation(p: nn.Parameter, entry: EntryPoint, location: Samples, path: str, owner: nn.Module) -> CallInGraph:
     """The call of an operation on a parameter.
 
     Args:
-        p: the parameter, or a stand-in for the operand.
+        p: the parameter.
         entry: the operation.
         location: of its samples.
         path: of the module, for messages.
         owner: the module.
-        itself: the operand is ``p``, wherever it comes from.
     """
     node, nr, position = entry
     edges = {0: GradientEdge(node, nr)}
     if nr == 0 and not is_complex(node):
         try:
-            found = _layer(p, entry, path, owner, itself) or _broadcast(p, entry, path, owner, itself)
+            found = _layer(p, entry, path, owner) or _broadcast(p, entry, path, owner)
         except RuntimeError:  # a part of the graph that is gone
             found = None
         if found is not None:
@@ -131,7 +128,7 @@ def _operation(
                 return call
     call = CallInGraph(
         ParameterCall(path, nn.Module(), (), shape_of(node, nr), owner),
-        PerSampleRule(node, nr, position, None if itself else p),
+        PerSampleRule(node, nr, position, p),
         {"weight": p},
         edges,
     )
@@ -139,19 +136,16 @@ def _operation(
     return call
 
 
-def _layer(
-    p: nn.Parameter, entry: EntryPoint, path: str, owner: nn.Module, itself: bool
-) -> tuple[ParameterCall, Rule] | None:
+def _layer(p: nn.Parameter, entry: EntryPoint, path: str, owner: nn.Module) -> tuple[ParameterCall, Rule] | None:
     """The operation as a layer with the operand as its weight."""
     node, _, position = entry
     if not is_layer(node):
         return None
     source, seen = view_of(entry.operand)
-    of_p = itself or leaf_of(source.node) is p
+    of_p = leaf_of(source.node) is p
     shape = p.shape if of_p else shape_of(source.node, source.output_nr)
-    seen = torch.empty(shape, device="meta") if itself else seen
     call = layer_call(node, position, seen, shape)
-    if not itself and (call is None or (call.start is not None and not of_p)):
+    if call is None or (call.start is not None and not of_p):
         source, of_p, shape = entry.operand, False, shape_of(entry.operand.node, entry.operand.output_nr)
         call = layer_call(node, position, torch.empty(shape, device="meta"), shape)
     if call is None:
@@ -165,15 +159,13 @@ def _layer(
     return ParameterCall(path, call.module, (call.input,), shape_of(node), owner), rule
 
 
-def _broadcast(
-    p: nn.Parameter, entry: EntryPoint, path: str, owner: nn.Module, itself: bool
-) -> tuple[ParameterCall, Rule] | None:
+def _broadcast(p: nn.Parameter, entry: EntryPoint, path: str, owner: nn.Module) -> tuple[ParameterCall, Rule] | None:
     """The operation as one that repeats the operand for the samples."""
     node, _, position = entry
     if not broadcasts(node):
         return None
     operand = entry.operand
-    source = None if itself or leaf_of(operand.node) is p else operand
+    source = None if leaf_of(operand.node) is p else operand
     shape, out = shape_among(node, shape_of(operand.node, operand.output_nr)), shape_of(node)
     sizes = [1] * (len(out) - len(shape)) + list(shape)
     if len(sizes) > len(out) or any(a not in (1, b) for a, b in zip(sizes, out, strict=True)):
@@ -206,23 +198,3 @@ def join_biases(calls: list[CallInGraph]) -> list[CallInGraph]:
                 continue
         joined.append(call)
     return joined
-
-
-def shared_call(found: CallInGraph, graph: BackwardGraph, location: Samples) -> CallInGraph:
-    """A call of a module whose output all samples share, computed from the operations that combine it with samples."""
-    operands = [
-        operand for edge in found.edges.values() for operand in graph.users.get((edge.node, edge.output_nr), ())
-    ]
-    entries, _ = find_entry_points(operands, graph, location.axes.layouts)
-    operands = []
-    for entry in entries:
-        like = metadata(entry.operand.node, entry.operand.output_nr)
-        stand_in = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device="meta"), requires_grad=False)
-        operands.append(_operation(stand_in, entry, location, found.call.path, found.call.owner, itself=True))
-    call = ParameterCall(found.call.path, found.call.module, (), torch.Size(), found.call.owner)
-    call.shapes = tuple([operand.call.shapes[0] for operand in operands])
-    edges = {i: operand.edges[0] for i, operand in enumerate(operands)}
-    rule = SharedCallRule(found.rule, found.call, found.edges, operands, [entry.operand for entry in entries])
-    result = CallInGraph(call, rule, found.parameters, edges)
-    result.location, result.samples = location, "first"
-    return result
