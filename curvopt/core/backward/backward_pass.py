@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
-from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.backward.module_io import showing
 from curvopt.core.graph import BackwardGraph, CallInGraph, operands_among, read_graph
@@ -356,17 +355,16 @@ class BackwardPass:
 
     # In the user's backward
 
-    def listen(self) -> list[RemovableHandle]:
-        """For first-order quantities, take the gradient of each output of a call as a column."""
-        if not self.first_order:
-            return []
-        outputs = Counter([p for call in self.calls for p in call.parameters.values() for _ in call.edges])
-        self._gradient = Sweep(self, self.first_order, outputs, last=True, of_gradient=True)
-        return [
-            listen(edge, partial(self._arrived, call, index))
-            for call in self.calls
-            for index, edge in call.edges.items()
-        ]
+    def listening(self) -> ExitStack:
+        """Inside, the gradient of each output of a call is taken as a column, for first-order quantities."""
+        hooks = ExitStack()
+        if self.first_order:
+            outputs = Counter([p for call in self.calls for p in call.parameters.values() for _ in call.edges])
+            self._gradient = Sweep(self, self.first_order, outputs, last=True, of_gradient=True)
+            for call in self.calls:
+                for index, edge in call.edges.items():
+                    hooks.callback(listen(edge, partial(self._arrived, call, index)).remove)
+        return hooks
 
     def _arrived(self, call: CallInGraph, index: int, grad: Tensor) -> None:
         task = running_backward()

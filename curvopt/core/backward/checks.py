@@ -21,7 +21,7 @@ from curvopt.core.graph import (
     records_behind,
 )
 from curvopt.core.layers.computed import PerSampleRule
-from curvopt.core.losses.roots import Averaged, Empirical, Gradient, Hessian, MonteCarlo
+from curvopt.core.losses.roots import Averaged, Empirical, Exact, Gradient, Hessian, MonteCarlo
 from curvopt.core.nodes import leads_further_to, name_of, saved, shape_of
 from curvopt.core.operations import BATCH_NORMS, TIME_FIRST
 from curvopt.core.pytorch_workarounds import WRONG_THREE_TIMES, WRONG_TWICE, Wrong, lone_biases
@@ -57,7 +57,7 @@ def check_request(extensions: Sequence[Extension], located: LocatedGraph) -> Non
             "alone, say) goes inside of `with backpack():`. A torch.utils.checkpoint of the whole model needs "
             "use_reentrant=False."
         )
-    _warn_of_cost(located)
+    _warn_of_cost(extensions, located)
     _check_samples(extensions, located)
     if located.outside:
         warnings.warn(
@@ -191,15 +191,14 @@ def warn_of_columns(extensions: Sequence[Extension], columns: int) -> None:
         )
 
 
-def check_derivatives(extensions: Sequence[Extension], located: LocatedGraph, edges: Iterable[GradientEdge]) -> None:
+def check_derivatives(extensions: Sequence[Extension], located: LocatedGraph, roots: Sequence[GradientEdge]) -> None:
     """Refuse to build a graph of fields by which they would be differentiated wrongly."""
     of_hessian = [e for e in extensions if isinstance(e.columns, Hessian)]
-    others = [e for e in extensions if e not in of_hessian]
-    for edge in edges:
-        for wrong, some in ((WRONG_TWICE, others), (WRONG_THREE_TIMES, of_hessian)):
-            if some:
-                what = f"{fields_of(some)} cannot be differentiated"
-                refuse_wrong(located, wrong, edge.node, what, "call backward without create_graph")
+    of_gradient = [e for e in extensions if e not in of_hessian]
+    for wrong, refused in ((WRONG_TWICE, of_gradient), (WRONG_THREE_TIMES, of_hessian)):
+        if refused:
+            what = f"{fields_of(refused)} cannot be differentiated"
+            _refuse_wrong(located, wrong, roots, what, "call backward without create_graph")
 
 
 def check_second_derivatives(
@@ -217,8 +216,7 @@ def check_second_derivatives(
         direct: the parameters whose gradients are differentiated once more.
     """
     what = f"{fields_of(extensions)} cannot be had"
-    for edge in edges:
-        refuse_wrong(located, WRONG_TWICE, edge.node, what, "use a GGN quantity")
+    _refuse_wrong(located, WRONG_TWICE, edges, what, "use a GGN quantity")
     dropped = leaves_behind([bias for edge in edges for bias in lone_biases(edge.node)]) if direct else set()
     for p in dropped.intersection(direct):
         raise CurvoptError(
@@ -227,9 +225,9 @@ def check_second_derivatives(
         )
 
 
-def refuse_wrong(located: LocatedGraph, wrong: Wrong, root: Node, what: str, remedy: str) -> None:
+def _refuse_wrong(located: LocatedGraph, wrong: Wrong, edges: Sequence[GradientEdge], what: str, remedy: str) -> None:
     """Refuse where a derivative is needed that PyTorch computes wrongly."""
-    behind = leaves_behind(wrong.nodes([root]))
+    behind = leaves_behind(wrong.nodes([edge.node for edge in edges]))
     for p in located.owners:
         if p in behind:
             raise CurvoptError(
@@ -259,27 +257,43 @@ def check_inner_backward(roots: list[Node], extensions: Sequence[Extension]) -> 
         raise naming_fields(extensions, error) if extensions else error
 
 
-def _warn_of_cost(located: LocatedGraph) -> None:
-    """Say once for each model where quantities are computed sample by sample, if these cost most."""
+def _warn_of_cost(extensions: Sequence[Extension], located: LocatedGraph) -> None:
+    """Say once for each model what makes quantities slow, if that takes most of the time."""
     slow = [call for call in located.calls if isinstance(call.samples, dict)]
     fast = sum(shape.numel() for call in located.calls if call not in slow for shape in call.call.shapes)
     slow = [call for call in slow if call.location.N > 1]
-    if sum(call.location.N * _entries(call) for call in slow) <= fast:
-        return
-    for call in sorted(slow, key=_entries, reverse=True):
-        model = extended_model(next(iter(call.parameters.values())))
-        N = call.location.N
-        layout = "an operation that is not known" if isinstance(call.rule, PerSampleRule) else "its output"
-        message = (
-            f"{call.call.describe()}: {layout} does not hold the {N} samples along one axis, so its quantities are "
-            f"computed sample by sample, at up to {N} times the cost. If the samples are along another axis, say "
-            "extend(model, batch_axis=1); if rows are no samples, as in a graph, batch_axis=None. "
-            "print(curvopt.explain(loss)) shows where the axis is lost."
+    if sum(call.location.N * _entries(call) for call in slow) > fast:
+        for call in sorted(slow, key=_entries, reverse=True):
+            N, what = (
+                call.location.N,
+                "an operation that is not known" if isinstance(call.rule, PerSampleRule) else "its output",
+            )
+            _warn_once(
+                call,
+                f"{what} does not hold the {N} samples along one axis, so its quantities are computed sample by "
+                f"sample, at up to {N} times the cost. If the samples are along another axis, say extend(model, "
+                "batch_axis=1); if rows are no samples, as in a graph, batch_axis=None. "
+                "print(curvopt.explain(loss)) shows where the axis is lost.",
+            )
+    exact = [e for e in extensions if isinstance(e.columns, Exact)]
+    computed = [call for call in located.calls if exact and call.rule.pulls_back and call.location.N > 1]
+    weights = [sum(p.numel() for p in call.parameters.values()) for call in computed]
+    if computed and 2 * sum(weights) > sum(p.numel() for p in located.owners):
+        call = computed[weights.index(max(weights))]
+        _warn_once(
+            call,
+            "its weight is computed from a parameter by operations that mix entries, as a norm or a softmax does, so "
+            f"{fields_that(exact, 'pull')} the product of each sample with each column back through them, at several "
+            "times the cost; DiagGGNMC draws one column at random.",
         )
-        if model is None:
-            warnings.warn(message, CurvoptWarning, stacklevel=2)
-        else:
-            model.warn_of_cost(message)
+
+
+def _warn_once(call: CallInGraph, why: str) -> None:
+    model, message = extended_model(next(iter(call.parameters.values()))), f"{call.call.describe()}: {why}"
+    if model is None:
+        warnings.warn(message, CurvoptWarning, stacklevel=2)
+    else:
+        model.warn_of_cost(message)
 
 
 def _entries(call: CallInGraph) -> int:

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.backward.backward_pass import Backward, BackwardPass, Request, read_and_locate
 from curvopt.core.backward.checks import check_derivatives, check_request
@@ -132,16 +131,6 @@ class backpack(Context):  # noqa: N801 - the name users of BackPACK know
         self._kernels.close()
         self._abandon()
 
-    def _finish(self, finished: BackwardPass) -> None:
-        finished.finish()
-        self._pass = None
-        self.loss_weight = self.loss_weight + finished.weight
-        if self.listener is not None:
-            self.listener.finished(finished.weight, finished.variables)
-        if self.debug:
-            for p, extensions in finished.done.items():
-                print(f"curvopt: {finished.located.name(p)}: {', '.join(sorted(e.field for e in extensions))}")
-
     def _abandon(self) -> None:
         if self._pass is not None:
             self._pass.undo()
@@ -171,7 +160,7 @@ class backpack(Context):  # noqa: N801 - the name users of BackPACK know
             )
         check_request(extensions, located)
         if how.create_graph and request.counted is None:  # nobody differentiates what optimizers take
-            check_derivatives(extensions, located, [GradientEdge(node, nr) for node, nr in how.roots])
+            check_derivatives(extensions, located, [GradientEdge(*edge) for edge in how.roots])
         return BackwardPass(request, self.extension_hook, located, how)
 
     def _attempt(self, how: Backward, request: Request) -> BackwardPass | None:
@@ -206,24 +195,26 @@ class backpack(Context):  # noqa: N801 - the name users of BackPACK know
             leaves = leaves_behind([node for node, _ in how.roots])
             if not (how.accumulates and self.listener.wanted(leaves)):
                 return call()
-        prepared = self._begin(how)
-        if prepared is None:
+        run = self._begin(how)
+        if run is None:
             return call()  # a gradient of something else
-        handles = list[RemovableHandle]()
         try:
-            prepared.remove_earlier_fields(self._is_first)
+            run.remove_earlier_fields(self._is_first)
             self._is_first = False
-            # not in the forward: a model that is extended but not asked should cost nothing
-            handles += prepared.listen()
-            result = call()
-            self._finish(prepared)
-            return result
+            with run.listening():  # not in the forward: a model that is extended but not asked should cost nothing
+                result = call()
+                run.finish()
+            self._pass = None
+            self.loss_weight = self.loss_weight + run.weight
+            if self.listener is not None:
+                self.listener.finished(run.weight, run.variables)
         except BaseException:
             self._abandon()
             raise
-        finally:
-            for handle in handles:
-                handle.remove()
+        if self.debug:
+            for p, extensions in run.done.items():
+                print(f"curvopt: {run.located.name(p)}: {', '.join(sorted(e.field for e in extensions))}")
+        return result
 
 
 class ListenedBackward(backpack):

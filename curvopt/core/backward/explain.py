@@ -179,7 +179,7 @@ def _how(call: CallInGraph) -> str:
     if isinstance(call.samples, dict):
         return f"{where}: sample by sample, as no axis of its output has the samples (batch_axis=1, or None?)"
     if call.rule.pulls_back:
-        return f"{where}: dense, as its weight is computed from the parameter"
+        return f"{where}: dense, product by product, as its weight is computed from the parameter"
     if isinstance(call.rule, (AffineRule, Recurrent, Embedding)):
         return f"{where}: factors"
     return f"{where}: dense"

@@ -63,30 +63,15 @@ class Context(ABC):
         listeners().remove(self)
 
 
-class _Together:
-    """Several contexts for one backward: those of attached optimizers, then one of the user."""
-
-    def __init__(self, contexts: list[Context]):
-        self.contexts = contexts
-
-    def __enter__(self) -> None:
-        listeners().append(self)
-
-    def __exit__(self, *_: object) -> None:
-        listeners().remove(self)
-
-
 def _active_contexts() -> list[Context]:
     """The contexts with extensions that take part now."""
     found = listeners()
     top = found[-1] if found else None
-    contexts = top.contexts if isinstance(top, _Together) else [top]
+    contexts = top if isinstance(top, tuple) else (top,)
     return [context for context in contexts if isinstance(context, Context) and context.extensions]
 
 
 _run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined] # what every way into autograd ends in
-
-
 _watching, _lock = 0, threading.RLock()
 
 
@@ -186,7 +171,9 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
             # attached optimizers first: they take their fields off, and leave those of the user
             contexts = [*_observing(stack, lambda: set(inputs) if inputs else leaves_behind(roots)), *contexts]
             if len(contexts) > 1:
-                stack.enter_context(_Together(contexts))
+                together = tuple(contexts)  # of attached optimizers, then one of the user, for one backward
+                listeners().append(together)
+                stack.callback(listeners().remove, together)
         if contexts and args[2]:
             # backward(create_graph=True) is what one asks for here; fields hold no reference to .grad
             stack.enter_context(warnings.catch_warnings())

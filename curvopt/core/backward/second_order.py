@@ -253,11 +253,10 @@ class SecondOrder:
 
     def _weigh(self, known: Sequence[FactoredLoss]) -> None:
         """The weight of what is written by hand is that of the whole: its factors do not tell it term by term."""
-        squares = any(each.loss.is_square for each in known) and len(self.located.distinct_locations) == 1
-        squares = squares and (self.is_for_optimizer or not self.run.how.create_graph)
+        by_hand = self.remainder is not None or any(each.loss.is_square for each in known)
         #: The factor of the loss of a row, if it is one for all.
         self.of_row: Tensor | None = None
-        if squares or self.remainder is not None:
+        if by_hand and len(self.located.distinct_locations) == 1:
             rows = self._rows(self._predictions([*self.terms.nonlinear, *(each.loss.node for each in known)]))
             grads = [grad.detach() for grad in self.run.how.roots.values()]
             self.run.weight = loss_weight(self.run.roots, grads, rows, self.request.loss_reduction)
@@ -323,7 +322,7 @@ class SecondOrder:
                     for chunk in kfra_jacobians(part.loss.edge, part.curvature, run.calls, N):
                         run.update(chunk, extensions)
             else:
-                vectors = [vector for part in parts for vector in self._vectors(part, kind)]
+                vectors = self._vectors(parts, kind)
                 edges = [edge for part in parts for edge in part.edges]
                 total = len(vectors[0]) if vectors else 0
                 for start in range(0, total, run.chunk_size):
@@ -364,32 +363,44 @@ class SecondOrder:
         for columns in (part.signed if signed else part.root)(self.run.chunk_size):
             self.run.sweep(columns, extensions, (), part.num_columns)
 
-    def _vectors(self, part: Part, kind: MonteCarlo | Empirical) -> list[Tensor]:
-        """The columns ``[V, *z]`` of a part at each of its edges."""
-        if isinstance(kind, Empirical):
-            weights = part.weights if self.of_row is None else self.of_row
-            gradients = self._gradients(part, weights, kind.generator)
-            return list(map(_scaled, gradients, part.typical(kind.generator))) if kind.scaled else gradients
-        drawn = [column / kind.samples**0.5 for column in part.sample(kind.samples, kind.generator)]
-        if not (self.is_for_optimizer and part.may_be_flat):
-            return drawn
-        # outputs in which the loss is linear, as boxes in an L1 loss, have the gradient
-        gradients = self._gradients(part, part.weights, kind.generator)
-        pairs = zip(drawn, gradients, strict=True)
-        return [torch.where((s == 0).all(0), g.to(s) / kind.samples**0.5, s) for s, g in pairs]
+    def _vectors(self, parts: Sequence[Part], kind: MonteCarlo | Empirical) -> list[Tensor]:
+        """The columns ``[V, *z]`` at each edge of each part."""
+        vectors, signs = list[Tensor](), dict[int, Tensor]()
+        for part in parts:
+            if isinstance(kind, Empirical):
+                gradients = self._gradients(part, part.weights if self.of_row is None else self.of_row, kind, signs)
+                found = map(_scaled, gradients, part.typical(kind.generator)) if kind.scaled else gradients
+            else:
+                found = [column / kind.samples**0.5 for column in part.sample(kind.samples, kind.generator)]
+                if self.is_for_optimizer and part.may_be_flat:
+                    # outputs in which the loss is linear, as boxes in an L1 loss, have the gradient
+                    pairs = zip(found, self._gradients(part, part.weights, kind, signs), strict=True)
+                    found = [torch.where((s == 0).all(0), g.to(s) / kind.samples**0.5, s) for s, g in pairs]
+            vectors += found
+        return vectors
 
-    def _gradients(self, part: Part, weights: Tensor, generator: torch.Generator | None) -> list[Tensor]:
-        """Gradients of single predictions, ``[1, rows, ...]``; with random signs where rows are no samples."""
+    def _gradients(
+        self, part: Part, weights: Tensor, kind: MonteCarlo | Empirical, signs: dict[int, Tensor]
+    ) -> list[Tensor]:
+        """Gradients of single predictions, ``[1, rows, ...]``, with random signs where rows are no samples.
+
+        Args:
+            part: the part.
+            weights: the factor of the loss of each prediction.
+            kind: has the generator of the signs.
+            signs: by number of rows; all parts share them, as the products of different parts of a row count.
+        """
         # a prediction that weighs nothing has no gradient, either
         factor = 1 / weights.clamp(min=torch.finfo(weights.dtype).tiny).sqrt()
         gradients = [(slope * factor.to(slope.device)).unsqueeze(0) for slope in part.slopes]
-        if generator is None or not any(location.is_one_sample for location in self.located.distinct_locations):
+        if kind.generator is None or not any(location.is_one_sample for location in self.located.distinct_locations):
             return gradients
-        signed = []
-        for g in gradients:
-            bits = torch.randint(2, g.shape[1:2], generator=generator, device=generator.device)
-            signed.append(g * (2 * bits - 1).to(g).view(1, -1, *[1] * (g.dim() - 2)))
-        return signed
+        for i, g in enumerate(gradients):
+            if g.shape[1] not in signs:
+                bits = torch.randint(2, g.shape[1:2], generator=kind.generator, device=kind.generator.device)
+                signs[g.shape[1]] = 2 * bits - 1
+            gradients[i] = g * signs[g.shape[1]].to(g).view(1, -1, *[1] * (g.dim() - 2))
+        return gradients
 
 
 def _head(edge: Edge, location: Samples, what: str) -> Head:

@@ -375,3 +375,23 @@ def test_a_reentrant_checkpoint_of_the_whole_model():
     it.lossfunc(checkpoint(it.model, it.x, use_reentrant=True), it.y).backward()
     with pytest.warns(CurvoptWarning, match="takes plain gradients.*use_reentrant=False"):
         optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "extension", "is_slow"),
+    [("softmax", DiagGGNExact(), True), ("softmax", DiagGGNMC(), False), ("plain", DiagGGNExact(), False)],
+    ids=["exact", "sampled", "plain"],
+)
+def test_weights_that_are_computed_are_said_to_be_slow(
+    kind: str, extension: Extension, is_slow: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    class Computed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight.softmax(1) if kind == "softmax" else self.weight)
+
+    given = problem(nn.Sequential(Computed(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    for _ in range(2):
+        with backpack(extension):
+            given.loss().backward()
+    said = [str(warning.message) for warning in recwarn if "mix entries" in str(warning.message)]
+    assert len(said) == is_slow and all(text.startswith("0 (Computed)") and "diag_ggn_exact" in text for text in said)
