@@ -475,10 +475,9 @@ class Sweep:
                 jacobian = jacobian.with_own_patches()
             if self.of_gradient and isinstance(jacobian, PulledBack) and self.run.has_several_sources(p):
                 jacobian = jacobian.settled()  # the graph behind it may be freed before the next Jacobian is there
-            parts = self.parts.setdefault(p, [])
-            parts.append((call.call, jacobian))
-            del jacobian
-            if len(parts) == self.expected[p]:
+            self.parts.setdefault(p, []).append((call.call, jacobian))
+            del jacobian  # so that nothing keeps it while a combined one is reduced
+            if len(self.parts[p]) == self.expected[p]:
                 self._update(p)
 
     def _update(self, p: nn.Parameter) -> None:

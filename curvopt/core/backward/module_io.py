@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,41 +26,37 @@ def showing(module: nn.Module, call: ModuleCall) -> Iterator[None]:
 
     Names that the module has itself are left alone. There is no output where random numbers were drawn for it.
     """
-    attributes, buffers = vars(module), module._buffers
-    taken = {*attributes, *buffers, *module._parameters, *module._modules}
-    inputs = {f"input{i}": _input(x) for i, x in enumerate(call.args) if f"input{i}" not in taken}
-    attributes.update(inputs)
-    if "output" not in taken and not (call.training and getattr(module, "dropout", 0)):
-        attributes["_buffers"] = _WithOutput(buffers, cache(lambda: _output(module, call, buffers)))
+    buffers = module._buffers
+    values: dict[str, Callable[[], Any]] = {f"input{i}": partial(_input, x) for i, x in enumerate(call.args)}
+    if not (call.training and getattr(module, "dropout", 0)):
+        values["output"] = cache(lambda: _output(module, call, buffers))
+    # attributes and parameters are found before buffers, submodules after them
+    values = {name: value for name, value in values.items() if name not in buffers and name not in module._modules}
+    shown = _Shown(buffers, values)
+    vars(module)["_buffers"] = shown
     try:
         yield
     finally:
-        for name in inputs:
-            attributes.pop(name, None)
-        if module._buffers is not buffers:
-            after = dict(module._buffers)
-            buffers.clear()
-            buffers.update(after)
-            attributes["_buffers"] = buffers
+        buffers.clear()
+        buffers.update(shown)
+        vars(module)["_buffers"] = buffers
 
 
-class _WithOutput(dict[str, Any]):
-    """The buffers of a module, where it finds its output when it is asked for it. That is not listed among them."""
+class _Shown(dict[str, Any]):
+    """The buffers of a module, where it finds more when it is asked for an attribute. That is not listed among them."""
 
-    def __init__(self, buffers: dict[str, Any], output: Callable[[], Any]):
+    def __init__(self, buffers: dict[str, Any], values: dict[str, Callable[[], Any]]):
         super().__init__(buffers)
-        self._output: Callable[[], Any] | None = output
+        self._values = values
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or (name == "output" and self._output is not None)
+        return name in self._values or super().__contains__(name)
 
-    def __missing__(self, name: str) -> Any:
-        return self._output() if self._output is not None else None
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]() if name in self._values else super().__getitem__(name)
 
     def __delitem__(self, name: str) -> None:
-        if name == "output":
-            self._output = None
-        else:
+        if self._values.pop(name, None) is None:
             super().__delitem__(name)
 
 

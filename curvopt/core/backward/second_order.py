@@ -217,11 +217,10 @@ class SecondOrder:
             list(self.run.how.roots.values()),
             heads,
             location.N,
-            self.request.loss_reduction,
             self.request.largest_block,
             self.terms.known,
             [GradientEdge(*edge) for edge in self.terms.ends if edge not in edges],
-            self._rows(edges),
+            self._rows(self.terms.nonlinear),
         )
 
     def _predictions(self, nonlinear: Iterable[Node]) -> list[Edge]:
@@ -244,10 +243,12 @@ class SecondOrder:
             stack += new
         return list(found)
 
-    def _rows(self, edges: Iterable[Edge]) -> int:
-        """The number of rows of which the loss may be a mean."""
+    def _rows(self, nonlinear: Iterable[Node]) -> int:
+        """The number of rows of which a function behind some operations may be a mean."""
         (location,) = self.located.distinct_locations
-        return max([shape_of(*edge)[0] for edge in edges], default=1) if location.is_one_sample else location.N
+        if not location.is_one_sample:
+            return location.N
+        return max([shape_of(*edge)[0] for edge in self._predictions(nonlinear)], default=1)
 
     # How many means the scalar is
 
@@ -257,7 +258,7 @@ class SecondOrder:
         #: The factor of the loss of a row, if it is one for all.
         self.of_row: Tensor | None = None
         if by_hand and len(self.located.distinct_locations) == 1:
-            rows = self._rows(self._predictions([*self.terms.nonlinear, *(each.loss.node for each in known)]))
+            rows = self._rows([*self.terms.nonlinear, *(each.loss.node for each in known)])
             grads = [grad.detach() for grad in self.run.how.roots.values()]
             self.run.weight = loss_weight(self.run.roots, grads, rows, self.request.loss_reduction)
             self.of_row = self.run.weight / rows
@@ -368,28 +369,27 @@ class SecondOrder:
         vectors, signs = list[Tensor](), dict[int, Tensor]()
         for part in parts:
             if isinstance(kind, Empirical):
-                gradients = self._gradients(part, part.weights if self.of_row is None else self.of_row, kind, signs)
+                gradients = self._gradients(part, kind, signs)
                 found = map(_scaled, gradients, part.typical(kind.generator)) if kind.scaled else gradients
             else:
                 found = [column / kind.samples**0.5 for column in part.sample(kind.samples, kind.generator)]
                 if self.is_for_optimizer and part.may_be_flat:
                     # outputs in which the loss is linear, as boxes in an L1 loss, have the gradient
-                    pairs = zip(found, self._gradients(part, part.weights, kind, signs), strict=True)
+                    pairs = zip(found, self._gradients(part, kind, signs), strict=True)
                     found = [torch.where((s == 0).all(0), g.to(s) / kind.samples**0.5, s) for s, g in pairs]
             vectors += found
         return vectors
 
-    def _gradients(
-        self, part: Part, weights: Tensor, kind: MonteCarlo | Empirical, signs: dict[int, Tensor]
-    ) -> list[Tensor]:
+    def _gradients(self, part: Part, kind: MonteCarlo | Empirical, signs: dict[int, Tensor]) -> list[Tensor]:
         """Gradients of single predictions, ``[1, rows, ...]``, with random signs where rows are no samples.
 
         Args:
             part: the part.
-            weights: the factor of the loss of each prediction.
             kind: has the generator of the signs.
             signs: by number of rows; all parts share them, as the products of different parts of a row count.
         """
+        weights = self.of_row if self.of_row is not None or isinstance(part, GenericLoss) else part.weights
+        assert weights is not None  # beside a remainder
         # a prediction that weighs nothing has no gradient, either
         factor = 1 / weights.clamp(min=torch.finfo(weights.dtype).tiny).sqrt()
         gradients = [(slope * factor.to(slope.device)).unsqueeze(0) for slope in part.slopes]

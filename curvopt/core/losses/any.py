@@ -254,11 +254,10 @@ class GenericLoss:
         grads: the gradient of each.
         heads: the outputs of the network.
         N: number of samples of the whole batch.
-        reduction: how the loss is reduced over the samples, see `loss_weight`.
         largest_block: number of entries of a sample's outputs that it may couple.
         known: terms of the scalars that are left out.
         ends: tensors of which the rest is a linear function.
-        rows: number of rows of which the loss may be a mean, if these are no samples.
+        rows: number of predictions, if these are no samples.
 
     Attributes:
         edges: where the heads and the ends come from.
@@ -273,14 +272,12 @@ class GenericLoss:
         grads: Sequence[Tensor],
         heads: Sequence[Head],
         N: int,
-        reduction: Reduction = None,
         largest_block: int = LARGEST_BLOCK,
         known: Sequence[KnownLoss] = (),
         ends: Sequence[GradientEdge] = (),
         rows: int | None = None,
     ):
         self.N, self.rows, self.largest_block = N, rows or N, largest_block
-        self.reduction: Reduction = reduction
         self.roots, self.grads, self.heads = roots, [grad.detach() for grad in grads], list(heads)
         self.known, self.ends, self.edges = known, ends, [*(head.edge for head in heads), *ends]
         self.name = f"the loss ({', '.join(name_of(root.node) for root in roots)})"
@@ -301,16 +298,6 @@ class GenericLoss:
         with torch.no_grad():
             slopes = self._vjp(self._vectors)
         return [new_like(edge) if grad is None else grad for edge, grad in zip(self.edges, slopes, strict=True)]
-
-    @cached_property
-    def weight(self) -> Tensor:
-        """How many means over the samples the loss is, ``[]``, see `loss_weight`."""
-        return loss_weight(self.roots, self.grads, self.rows, self.reduction)
-
-    @property
-    def weights(self) -> Tensor:
-        """The factor of the loss of a row, ``[]``."""
-        return self.weight / self.rows
 
     @property
     def num_columns(self) -> int:
