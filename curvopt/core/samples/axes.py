@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.nodes import Edge, consumers_first, leaf_of, operation, outputs_of, shape_of
+from curvopt.core.nodes import Edge, consumers_first, leaf_of, operation, shape_of
 from curvopt.core.operations import OPERATIONS, UNKNOWN_OPERATION
 from curvopt.core.record import ModuleCall, records_of
 from curvopt.core.samples.layout import (
@@ -36,7 +36,6 @@ from curvopt.core.samples.layout import (
     as_mixed,
     axis_of,
     completed,
-    labelled,
     labels_along,
     merged,
 )
@@ -88,23 +87,28 @@ def propagate_batch_axis(
     """
     layouts: dict[Edge, AnyLayout] = dict(heads)
     arrived: dict[Edge, AnyLayout] = {}
+    waiting: dict[Node, list[int]] = {}  # outputs that have a layout, of nodes that the walk has not met
+    for node, nr in heads:
+        waiting.setdefault(node, []).append(nr)
     order = consumers_first([node for node, _ in heads], {node for node, _ in last}) if order is None else order
     for node in order:
-        for nr in range(len(outputs_of(node))):
-            edge = node, nr
-            if edge not in layouts or (edge in last and edge not in heads):
-                continue
-            layout, operands = layouts[edge], node.next_functions
+        for nr in waiting.pop(node, ()):
+            layout, operands = layouts[node, nr], node.next_functions
             if isinstance(layout, Layout):
                 found = operand_layouts(node, nr, layout, N)
             else:
                 found = [layout] * len(operands)
-            for operand, own in zip(operands, found, strict=True):
-                if N == 1 and operand[0] is not None and _is_of_sample(own, operand[0], parameters):
-                    own = Layout(1, 1, prod(shape_of(*operand)))  # noqa: PLW2901
-                if operand[0] is not None:
-                    known = arrived if operand in heads else layouts
-                    known[operand] = merged(known[operand], own, N) if operand in known else own  # type: ignore[index,assignment]
+            for operand, below in zip(operands, found, strict=True):
+                if operand[0] is None:
+                    continue
+                if N == 1 and _is_of_sample(below, operand[0], parameters):
+                    below = Layout(1, 1, prod(shape_of(*operand)))  # noqa: PLW2901
+                known = arrived if operand in heads else layouts
+                if operand in known:
+                    below = merged(known[operand], below, N)  # type: ignore[index] # noqa: PLW2901
+                elif known is layouts and operand not in last:
+                    waiting.setdefault(operand[0], []).append(operand[1])
+                known[operand] = below  # type: ignore[index]
     for edge, layout in layouts.items() if complete else ():
         if isinstance(layout, Layout) and layout.labels is not None:
             layouts[edge] = completed(layout, N)
@@ -148,47 +152,9 @@ def _is_recorded_batch_norm(node: Node) -> bool:
     return any(norm.training or norm.module.running_mean is None for norm in norms)
 
 
-def axis_of_head(edge: Edge, rows: int, axis: int) -> int | None:
-    """The batch axis of an output: where the first axis fits besides, the one along which more is located.
-
-    So may the second one of ``[N, N, ...]``, of as many steps as samples, if operations mix the entries of the first.
-    """
-    shape = shape_of(*edge)
-    fit = [i for i in dict.fromkeys((axis, 0)) if len(shape) > i and shape[i] == rows]
-    if fit == [1] and len(shape) == 2 and shape[0] % rows == 0:
-        if divides_parameters(edge, 1, rows):
-            return None  # flattened, with N features
-    if fit == [0] and len(shape) > 2 and is_along_second(edge, rows):
-        first = propagate_batch_axis({edge: labelled(shape, 0, range(rows), rows, False)}, rows).layouts
-        fit = [0, 1] if UNKNOWN in first.values() else [0]
-    if len(fit) < 2:
-        return fit[0] if fit else None
-
-    def located(i: int) -> int:
-        layouts = propagate_batch_axis({edge: labelled(shape, i, range(rows), rows, False)}, rows).layouts
-        return sum(isinstance(layout, Layout) for layout in layouts.values())
-
-    return max(fit, key=located)
-
-
-def is_along_second(edge: Edge, N: int, known: Mapping[Edge, Layout] | None = None) -> bool:
-    """Whether an output is ``[T, N, ...]``, as layers with the time first, or `torch.vmap` over nets, return it.
-
-    It is not if entries of parameters were those of samples then, as of ``[K, N]`` with N features.
-    """
-    return shape_of(*edge)[1:2] == (N,) and _of_parameters(edge, 1, N, known) == {None}
-
-
-def divides_parameters(edge: Edge, axis: int, N: int) -> bool:
-    """Whether entries of parameters would be those of single samples, if these were along an axis of an output."""
-    return any(isinstance(layout, Layout) for layout in _of_parameters(edge, axis, N))
-
-
-def _of_parameters(edge: Edge, axis: int, N: int, known: Mapping[Edge, Layout] | None = None) -> set[AnyLayout]:
-    """The layouts that the parameters behind a tensor have, if its samples are along an axis."""
-    head = labelled(shape_of(*edge), axis, range(N), N, False)
-    layouts = propagate_batch_axis({edge: head}, N, known or {}, complete=False).layouts
-    return {own for (node, _), own in layouts.items() if isinstance(leaf_of(node), nn.Parameter)}
+def layouts_of_parameters(axes: BatchAxes) -> set[AnyLayout]:
+    """The layouts of parameters: ``None``, unless entries of a parameter are those of single samples."""
+    return {layout for (node, _), layout in axes.layouts.items() if isinstance(leaf_of(node), nn.Parameter)}
 
 
 def samples_of_rows(edge: Edge, known: Mapping[Edge, Layout]) -> list[int] | None:
