@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from curvopt.core.layers.rule import Rule, no_batch_axis
 from curvopt.core.nodes import (
     Edge,
+    by_operation,
     consumers_first,
     is_sink,
     leaf_of,
@@ -47,7 +48,6 @@ from curvopt.core.record import (
     records_of,
     rows_by_sample,
     samples_first,
-    samples_of,
 )
 from curvopt.core.samples.axes import Samples
 from curvopt.core.samples.layout import Layout, axis_of
@@ -56,7 +56,6 @@ from curvopt.errors import CurvoptError, CurvoptWarning
 
 R = TypeVar("R")
 Operand = tuple[Node, int]  # an operation, and the position of one of its operands
-_Where = Literal["first", "axis", "rows", "none"] | tuple[int, ...] | None
 
 
 class CallInGraph:
@@ -69,8 +68,8 @@ class CallInGraph:
         edges: where the gradients of its outputs arrive, by the number of the output.
         location: the samples of its model.
         samples: where they are for the rule: on the axis that it expects (``"first"``), behind steps (see
-            `record.steps`), or elsewhere: then the layouts of the outputs, by which single samples are given
-            to the rule one by one.
+            `curvopt.core.record.samples_first`), or elsewhere: then the layouts of the outputs, by which samples are
+            given to the rule one by one.
     """
 
     location: Samples
@@ -111,41 +110,38 @@ class CallInGraph:
                 found[index] = layout
             elif key in location.axes.layouts:
                 return False
-        operands: set[_Where] = {self._samples(index, layout) for index, layout in found.items()}
-        operand = next(iter(operands)) if len(operands) == 1 else None
-        if isinstance(operand, tuple):  # the sample of each row
-            edge = next(iter(self.edges.values()))  # parameters may be stand-ins without a device
-            device = metadata(edge.node, edge.output_nr).device
-            self.samples = rows_by_sample(operand, location.N, device)
-        else:
-            self.samples = found if operand is None else operand
+        where: list[Literal["first"] | Steps | None] = [self._samples(index, layout) for index, layout in found.items()]
+        first = where[0] if len(set(where)) == 1 else None
+        self.samples = found if first is None else first
         return bool(found)
 
-    def _samples(self, index: int, layout: Layout) -> _Where:
-        """The place of the samples of an output, for the rule; ``None`` where the rule cannot take them."""
+    def _samples(self, index: int, layout: Layout) -> Literal["first"] | Steps | None:
+        """Where the rule finds the samples of an output; ``None`` where it cannot take them."""
         if self.rule.sample_by_sample:
             return None
         if self.single:
             return "none"
-        edge, wanted = self.edges[index], self.rule.output_axis(self.call, index)
+        N, edge, wanted = self.location.N, self.edges[index], self.rule.output_axis(self.call, index)
         shape = shape_of(edge.node, edge.output_nr)
         axis = axis_of(shape, layout)
-        if self.location.N == 1 and isinstance(wanted, int) and wanted < len(shape) and shape[wanted] == 1:
+        if N == 1 and isinstance(wanted, int) and wanted < len(shape) and shape[wanted] == 1:
             return "first"
-        if isinstance(wanted, Tensor):
-            if (int(wanted.max()) + 1) % self.location.N:
-                return None
-            return "first" if layout.labels == tuple(samples_of(wanted, self.location.N).tolist()) else None
+        if isinstance(wanted, Tensor):  # packed sequences, of which each sample has as many
+            sequences = int(wanted.max()) + 1
+            alike = sequences % N == 0 and layout.labels == tuple((wanted // (sequences // N)).tolist())
+            return "first" if alike else None
         if axis is None or wanted is None:
             return None
-        if layout.labels is not None:
-            by_rows = axis == (0, 1, 1) and wanted == 0 and len(self.edges) == 1
-            return layout.labels if by_rows and self.rule.takes_steps(self.call, "rows") else None
-        if axis[:2] == (wanted, 1):
+        if layout.labels is None and axis[:2] == (wanted, 1):
             return "first"
-        how: Literal["axis", "rows"] = "axis" if axis.index else "rows"
-        steps = wanted == 0 and (axis == (1, 1, 1) or (axis.index == 0 and axis.after == 1))
-        return how if steps and len(self.edges) == 1 and self.rule.takes_steps(self.call, how) else None
+        how: Literal["axis", "rows"] = "axis" if axis == (1, 1, 1) and layout.labels is None else "rows"
+        fits = how == "axis" or (axis.index == 0 and axis.after == 1)
+        if wanted != 0 or not fits or len(self.edges) > 1 or not self.rule.takes_steps(self.call, how):
+            return None
+        if layout.labels is None:
+            return how
+        device = metadata(edge.node, edge.output_nr).device  # parameters may be stand-ins without one
+        return rows_by_sample(layout.labels, N, device) if axis.before == 1 else None
 
     def jac_t(self, grads: list[Tensor | None]) -> dict[str, Jacobian]:
         """Jacobian products of the parameters, by their names, with vectors ``[V, *out]`` at the outputs."""
@@ -165,8 +161,8 @@ class CallInGraph:
             if isinstance(samples, RowsBySample):
                 return {name: jacobian.with_lengths(samples.lengths) for name, jacobian in jacobians.items()}
             return jacobians
-        alone = [None if g is None else apart(g, samples[i], N) for i, g in enumerate(grads)]
-        jacobians = self.rule.jac_t(call, alone, names, 1)
+        by_sample = [None if g is None else apart(g, samples[i], N) for i, g in enumerate(grads)]
+        jacobians = self.rule.jac_t(call, by_sample, names, 1)
         return {name: from_single_samples(jacobian, N) for name, jacobian in jacobians.items()}
 
 
@@ -174,8 +170,8 @@ def apart(vectors: Tensor, layout: Layout, N: int) -> Tensor:
     """Vectors ``[V, *out]``, each once for every sample and zero for the others: ``[V N, *out]``."""
     flat = vectors.reshape(len(vectors), 1, layout.before, layout.rows, layout.after)
     labels = torch.tensor(range(N) if layout.labels is None else layout.labels, device=vectors.device)
-    own = (labels == torch.arange(N, device=vectors.device)[:, None]).to(vectors.dtype)
-    return (flat * own[None, :, None, :, None]).reshape(len(vectors) * N, *vectors.shape[1:])
+    kept = (labels == torch.arange(N, device=vectors.device)[:, None]).to(vectors.dtype)
+    return (flat * kept[None, :, None, :, None]).reshape(len(vectors) * N, *vectors.shape[1:])
 
 
 @dataclass
@@ -219,9 +215,15 @@ class BackwardGraph:
         outputs = range(len(outputs_of(node)))
         return [user for nr in outputs for user in self.users.get((node, nr), ())]
 
+    def operands_among(self, nodes: Collection[Node], parameters: Iterable[Tensor]) -> dict[Operand, Any]:
+        """How parameters enter some nodes: operands, and the parameter that each is."""
+        ends = {leaf: node for node, leaf in self.leaves.items()}
+        users = {p: self.users.get((ends[p], 0), ()) for p in parameters if p in ends}
+        return {user: p for p, using in users.items() for user in using if user[0] in nodes}
+
     @cached_property
     def of_parameters_alone(self) -> set[Node]:
-        """The nodes that depend on parameters and on constants like them, as ``p - old`` does, but not on data.
+        """The nodes that depend on parameters and on constants of equal shape, as ``p - old`` does, but not on data.
 
         As far as operands tell: a choice of rows, as by an embedding, is one by data.
         """
@@ -231,28 +233,15 @@ class BackwardGraph:
             if operands and found.issuperset([below for below, _ in operands]):
                 kind = OPERATIONS.get(operation(node), UNKNOWN_OPERATION).batch_axis
                 by_entry = kind == "elementwise" and shape_of(node) in [shape_of(*operand) for operand in operands]
-                alone = len(operands) == len(node.next_functions)
-                if by_entry or (alone and kind not in ("embedding", "gather", "index", "index_select")):
+                without_data = len(operands) == len(node.next_functions)
+                if by_entry or (without_data and kind not in ("embedding", "gather", "index", "index_select")):
                     found.add(node)
-        return found
-
-    @cached_property
-    def of_parameters(self) -> set[Node]:
-        """The nodes behind which all leaves are parameters, whatever constants take part."""
-        found = {node for node, leaf in self.leaves.items() if isinstance(leaf, nn.Parameter)}
-        for node in reversed(self.nodes):
-            operands = [below for below, _ in node.next_functions if below is not None]
-            if operands and found.issuperset(operands):
-                found.add(node)
         return found
 
     @cached_property
     def by_operation(self) -> dict[str, list[Node]]:
         """The nodes of each operation."""
-        found: dict[str, list[Node]] = {}
-        for node in self.nodes:
-            found.setdefault(operation(node), []).append(node)
-        return found
+        return by_operation(self.nodes)
 
     def of(self, operations: Iterable[str]) -> list[Node]:
         """The nodes of some operations."""
@@ -281,7 +270,8 @@ def read_graph(roots: Sequence[Node]) -> BackwardGraph:
             "torch.utils.checkpoint with use_reentrant=True starts a backward inside of the backward, whose layers "
             "cannot be seen; use use_reentrant=False."
         )
-    graph.leaves = {node: leaf for node in graph.nodes if (leaf := leaf_of(node)) is not None}
+    ends = [node for node in graph.nodes if not node.next_functions]
+    graph.leaves = {node: leaf for node in ends if (leaf := leaf_of(node)) is not None}
     for node in graph.nodes:
         if not node.metadata:  # type: ignore[attr-defined]
             continue
@@ -299,16 +289,16 @@ def read_graph(roots: Sequence[Node]) -> BackwardGraph:
                 found.edges[index] = GradientEdge(node, output_nr)
     inside, outside = set[Operand](), dict[Operand, nn.Parameter]()
     for found in graph.module_calls.values():
-        nodes = list(walk(found.nodes, found.call.boundary))
-        operands = _find_parameters(found, nodes)
+        nodes = set(walk(found.nodes, found.call.boundary))
+        operands = _find_parameters(found, nodes, graph)
         inside.update(operands)
         if found.parameters:
-            outside |= _used_outside(found, set(nodes), operands, graph)
+            outside |= _used_outside(found, nodes, operands, graph)
     for term, edge in graph.terms.items():
-        inside.update(operands_among(walk([edge.node]), set(term.parameters)))
+        inside.update(graph.operands_among(set(walk([edge.node])), term.parameters))
     for node, p in graph.leaves.items():
         if isinstance(p, nn.Parameter) and p.requires_grad and p.numel():
-            entering = [operand for operand in graph.users_of(node) if operand not in inside]
+            entering = [operand for operand in graph.users.get((node, 0), ()) if operand not in inside]
             name = extended_name(p) if entering else None
             if name is not None:
                 if p.is_complex():
@@ -322,24 +312,24 @@ def read_graph(roots: Sequence[Node]) -> BackwardGraph:
     return graph
 
 
-def _find_parameters(found: CallInGraph, nodes: Iterable[Node]) -> dict[Operand, nn.Parameter]:
+def _find_parameters(found: CallInGraph, nodes: set[Node], graph: BackwardGraph) -> dict[Operand, nn.Parameter]:
     """Set the parameters of a call of a module; return how they enter its nodes, between its outputs and inputs."""
     call = found.call
     call.check_settings()
-    own = {
+    trained = {
         name: p
         for name, p in owned_parameters(call.module).items()
         if p.requires_grad and p.numel() and not any([p is x for x in call.given])
     }
-    refuse_sharded((call.describe(), f"'{name}'", p) for name, p in own.items())
-    for name, p in own.items():
+    refuse_sharded((call.describe(), f"'{name}'", p) for name, p in trained.items())
+    for name, p in trained.items():
         if p.is_complex():
             raise CurvoptError(f"{call.describe()}: parameter '{name}' is complex; use two real ones.")
         if p.is_meta:
             raise CurvoptError(f"{call.describe()}: parameter '{name}' is on the meta device; give it numbers first.")
-    operands = operands_among(nodes, set(own.values()))
+    operands = graph.operands_among(nodes, trained.values())
     entering = set(operands.values())
-    found.parameters = {name: p for name, p in own.items() if p in entering}
+    found.parameters = {name: p for name, p in trained.items() if p in entering}
     if found.parameters:
         call.check_inputs()
     return operands
@@ -360,23 +350,12 @@ def _used_outside(
     ]
     if not shared:
         return {}
-    own = set(found.parameters.values())
-    if not (graph.of_parameters_alone.issuperset(shared) and own.issuperset(leaves_behind(shared))):
+    parameters = set(found.parameters.values())
+    if not (graph.of_parameters_alone.issuperset(shared) and parameters.issuperset(leaves_behind(shared))):
         found.parameters = {}
         return operands
     graph.inside.update(user for node in shared for user in graph.users_of(node) if user[0] in nodes)
-    return operands_among(walk(shared, found.call.boundary), own)
-
-
-def operands_among(nodes: Iterable[Node], parameters: set[nn.Parameter]) -> dict[Operand, nn.Parameter]:
-    """How parameters enter some nodes."""
-    operands: dict[Operand, nn.Parameter] = {}
-    for node in nodes:
-        for position, (below, _) in enumerate(node.next_functions):
-            p = leaf_of(below)
-            if p is not None and p in parameters:
-                operands[node, position] = p
-    return operands
+    return graph.operands_among(set(walk(shared, found.call.boundary)), parameters)
 
 
 def leaves_behind(roots: Sequence[Node]) -> set[Tensor]:

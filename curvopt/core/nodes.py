@@ -26,7 +26,15 @@ _IDENTITIES = ("BackwardHookFunctionBackward", "RegisterPostBackwardFunctionBack
 
 def operation(node: Node) -> str:
     """Upper-case name of the operation a node differentiates, e.g. ``TANH``; functions of users keep a small letter."""
-    return _operation(name_of(node), isinstance(node, BackwardCFunction))
+    return _operation(type(node).name(node), isinstance(node, BackwardCFunction))
+
+
+def by_operation(nodes: Iterable[Node]) -> dict[str, list[Node]]:
+    """The nodes of each operation."""
+    found: dict[str, list[Node]] = {}
+    for node in nodes:
+        found.setdefault(_operation(type(node).name(node), isinstance(node, BackwardCFunction)), []).append(node)
+    return found
 
 
 @cache
@@ -112,6 +120,12 @@ def signed(number: int) -> int:
 def shape_of(node: Any, nr: int = 0) -> torch.Size:
     """Shape of an output of a node."""
     return torch.Size(node._input_metadata[nr].shape)
+
+
+def operand_shapes(node: Any) -> list[torch.Size | None]:
+    """Shapes of the operands of a node, ``None`` for constants."""
+    operands = node.next_functions
+    return [None if below is None else torch.Size(below._input_metadata[nr].shape) for below, nr in operands]
 
 
 def is_complex(node: Any, nr: int = 0) -> bool:

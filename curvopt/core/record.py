@@ -253,11 +253,6 @@ def extended_owner(p: Tensor) -> nn.Module:
     return nn.Module() if owner is None else owner
 
 
-def samples_of(sequences: Tensor, N: int) -> Tensor:
-    """The sample of each row of packed sequences, of which each has as many, one after the other."""
-    return sequences // ((int(sequences.max()) + 1) // N)
-
-
 class RowsBySample(NamedTuple):
     """Rows that belong to samples in any order: of packed sequences, or of appended batches of different lengths.
 

@@ -25,7 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.backward.module_io import showing
-from curvopt.core.graph import BackwardGraph, CallInGraph, operands_among, read_graph
+from curvopt.core.graph import BackwardGraph, CallInGraph, read_graph
 from curvopt.core.layers.operations import ParameterCall
 from curvopt.core.layers.parameters import find_entry_points, join_biases, parameter_calls
 from curvopt.core.losses.any import LARGEST_BLOCK, Reduction, loss_weight
@@ -152,8 +152,8 @@ def read_and_locate(roots: Sequence[Node], as_one_sample: bool = False) -> Locat
 
 def _leave_to_operations(found: CallInGraph, graph: BackwardGraph) -> None:
     """Read the operations of a call whose output all samples share one by one, as those outside of modules."""
-    nodes = walk([edge.node for edge in found.edges.values()], found.call.boundary)
-    for operand, p in operands_among(nodes, set(found.parameters.values())).items():
+    nodes = set(walk([edge.node for edge in found.edges.values()], found.call.boundary))
+    for operand, p in graph.operands_among(nodes, found.parameters.values()).items():
         if operand not in graph.operands.setdefault(p, []):
             graph.operands[p].append(operand)
     found.parameters = {}

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.autograd.graph import Node
 
-from curvopt.core.nodes import shape_of, signed
+from curvopt.core.nodes import operand_shapes, signed
 
 #: Label of a row from which nothing leads to the heads.
 UNUSED = -1
@@ -166,11 +166,13 @@ def as_mixed(layout: AnyLayout) -> AnyLayout:
 class OperationCall:
     """An operation with one of its outputs, which has the samples along an axis."""
 
-    __slots__ = ("N", "axis", "layout", "node", "output_nr", "shape")
+    __slots__ = ("N", "axis", "layout", "node", "operands", "output_nr", "shape")
 
     def __init__(self, node: Node, output_nr: int, shape: Sequence[int], layout: Layout, axis: Axis, N: int):
         self.node, self.output_nr, self.shape = node, output_nr, shape
         self.layout, self.axis, self.N = layout, axis, N
+        #: Shapes of the operands, ``None`` for constants.
+        self.operands = operand_shapes(node)
 
     def saved(self, name: str) -> Any:
         """A number or numbers that the node saved."""
@@ -179,11 +181,6 @@ class OperationCall:
     def dim(self, of: int, name: str = "dim") -> int:
         """An axis that the node saved, of a tensor with so many."""
         return signed(self.saved(name)) % max(of, 1)
-
-    @property
-    def operands(self) -> list[torch.Size | None]:
-        """Shapes of the operands, ``None`` for constants."""
-        return [None if below is None else shape_of(below, nr) for below, nr in self.node.next_functions]
 
     @property
     def unknown(self) -> list[AnyLayout]:
