@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 import curvopt
-from curvopt.core.backward.backward_pass import Backward, BackwardPass
+from curvopt.core.backward.backward_pass import Backward, BackwardPass, Request
 from curvopt.core.backward.checks import MixedSamples
-from curvopt.core.backward.backward_pass import Request
 from curvopt.extensions import GGNMP, HMP, Extension
 
 

@@ -64,13 +64,6 @@ def forget_compiled_code() -> None:
         torch.compiler.reset()
 
 
-def vmap_of_autograd(single: Callable[..., Any]) -> Callable[..., Any]:
-    """The vmap of ``is_grads_batched=True``: that of ``torch.func`` gives wrong numbers for the backward of cdist."""
-    from torch._vmap_internals import _vmap
-
-    return _vmap(single, 0, 0, allow_none_pass_through=True)
-
-
 @contextmanager
 def without_reductions(models: Iterable[DistributedDataParallel]) -> Iterator[None]:
     """Backwards inside start no reduction of gradients by models with a static graph."""
@@ -93,7 +86,7 @@ class Wrong(NamedTuple):
     instead: str
 
     def nodes(self, roots: list[Node], boundary: frozenset = frozenset()) -> list[Node]:
-        """The nodes of that name behind some nodes."""
+        """The nodes of that name behind the roots."""
         return [node for node in walk(roots, boundary) if name_of(node) == self.name]
 
 
@@ -121,7 +114,7 @@ def lone_biases(root: Node, boundary: frozenset = frozenset()) -> list[Node]:
 def wrong_together(outputs: Sequence[GradientEdge | Tensor]) -> bool:
     """Whether several vectors at once may be pulled back wrongly: by PyTorch's batch norm of one image on a CPU.
 
-    It mistakes some strides of a batch of vectors in channels-last layout. An instance norm is one of one image, too.
+    It mistakes strides of a batch of vectors in channels-last layout. An instance norm is one of one image, too.
     """
     roots = [out.node if isinstance(out, GradientEdge) else out.grad_fn for out in outputs]
     for node in walk([root for root in roots if root is not None]):

@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from curvopt.core.nodes import Edge, leads_further_to, metadata, name_of, outputs_of, shape_of
-from curvopt.core.pytorch_workarounds import running_backward, vmap_of_autograd, wrong_together
+from curvopt.core.pytorch_workarounds import running_backward, wrong_together
 
 
 class _Listeners(threading.local):
@@ -40,13 +40,14 @@ class _Listeners(threading.local):
 
 
 _of_thread = _Listeners()
-_running: dict[object, list[Any]] = {}  # those of backwards that run, of any thread, the last one last
+_running: dict[object, list[Any]] = {}  # listeners of backwards that run, of any thread, the last one last
 
 
 def listeners() -> list[Any]:
     """The contexts that take part in backwards, innermost last, and an `OwnBackward` while it pulls back itself.
 
-    Those that this thread has opened. The threads that autograd has for a GPU go by those of the backward that runs.
+    A thread has the contexts that it has opened. The threads that autograd has for a GPU have the contexts of the
+    backward that runs.
     """
     found = _of_thread.all
     if found or not _running or not isinstance(threading.current_thread(), threading._DummyThread):
@@ -68,7 +69,7 @@ def carried() -> Iterator[None]:
 class OwnBackward:
     """Marks the backward passes that the engine itself runs: it is last among `listeners`, so no context takes part.
 
-    A function that is written in Python may start one of its own, which adds the engine's vectors to ``.grad``.
+    A function that is written in Python may start a further one, which adds the engine's vectors to ``.grad``.
 
     Attributes:
         grads: ``.grad`` before, and a copy of it, by leaf.
@@ -98,15 +99,15 @@ def is_own_backward() -> bool:
 
 @contextmanager
 def own_backward() -> Iterator[OwnBackward]:
-    """Backward passes inside are the engine's own: no listener takes part in them."""
+    """No listener takes part in backward passes inside."""
     engine = OwnBackward()
-    own = _of_thread.all
-    own.append(engine)
+    listening = _of_thread.all
+    listening.append(engine)
     try:
         with carried():
             yield engine
     finally:
-        own.remove(engine)
+        listening.remove(engine)
         engine.restore()
 
 
@@ -134,7 +135,7 @@ def pull(
 ) -> list[Tensor | None]:
     """Pull vectors ``[v, *output]`` back to the inputs, ``[v, *input]`` each; ``None`` where nothing arrives.
 
-    Builds a graph of its own exactly if gradients are enabled, and leaves the network's graph alive.
+    Builds a graph exactly if gradients are enabled, and leaves the network's graph alive.
     """
     create_graph, V = torch.is_grad_enabled(), vectors[0].shape[0]
     with own_backward() as engine:
@@ -227,7 +228,7 @@ class NodeVjp:
 
     Attributes:
         nodes: all nodes on paths from the outputs that do not pass an input.
-        order: those that lead to an input, in the order in which vectors pass them.
+        order: nodes that lead to an input, in the order in which vectors pass them.
     """
 
     def __init__(self, outputs: Sequence[Edge], inputs: dict[Edge, int]):
@@ -242,7 +243,7 @@ class NodeVjp:
         inputs: Sequence[GradientEdge],
         through: Collection[Node] | None = None,
     ) -> NodeVjp:
-        """Read the graph between two sets of edges; with ``through`` the paths of these nodes alone."""
+        """Read the graph between two sets of edges; with ``through`` only paths of these nodes."""
         vjp = cls(
             [(edge.node, edge.output_nr) for edge in outputs],
             {(edge.node, edge.output_nr): i for i, edge in enumerate(inputs)},
@@ -312,7 +313,7 @@ class NodeVjp:
 
 
 def call_node(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients at the operands of an operation, from those at its outputs.
+    """The gradients at the operands of an operation, from the gradients at its outputs.
 
     Casts do not round to the precision that was cast from.
     """
@@ -326,7 +327,7 @@ def call_node(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         found = found if isinstance(found, Sequence) else [found]
         pairs = zip(found, node.next_functions, strict=False)
         if runs and any(grad is None and below is not None for grad, (below, _) in pairs):
-            # the node leaves out what the running backward does not need, if that is one to some inputs only
+            # the node leaves out what the running backward does not need, if that is one to a few inputs only
             found = _by_engine(node, grads)
     return [
         # as autograd's engine does for an operand that was repeated
@@ -354,7 +355,7 @@ def _applied(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
 def _by_engine(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Call a node while a backward runs.
 
-    Called directly, a function that is written in Python may free what it saved (those of ``torch.compile`` do). Hooks
+    Called directly, a function that is written in Python may free what it saved (as compiled ones do). Hooks
     of its operands run.
     """
     outputs = [GradientEdge(node, nr) for nr, grad in enumerate(grads) if grad is not None]
@@ -370,46 +371,20 @@ def _by_engine(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]
     return [arrived.get(edge) if first[edge] == i else None for i, edge in enumerate(node.next_functions)]
 
 
-def pull_together(node: Node, output_nr: int, position: int, vectors: Tensor) -> Tensor | None:
+def pull_through(node: Node, output_nr: int, position: int, vectors: Tensor) -> Tensor | None:
     """Pull vectors ``[v, *output]`` through one operation to one of its operands, ``[v, *operand]``."""
-    outputs = len(outputs_of(node))
-
-    def single(vector: Tensor) -> Tensor | None:
-        return call_node(node, [vector if nr == output_nr else None for nr in range(outputs)])[position]
-
-    return _together(single, vectors, not isinstance(node, BackwardCFunction))
+    outputs = range(len(outputs_of(node)))
+    return _stacked([call_node(node, [v if nr == output_nr else None for nr in outputs])[position] for v in vectors])
 
 
 def pull_to_leaf(source: GradientEdge, leaf: Tensor, vectors: Tensor) -> Tensor | None:
     """Pull vectors ``[v, *source]`` back to a leaf, ``[v, *leaf]``, past its hooks; ``None`` if nothing arrives."""
     vjp = NodeVjp.between([source], [get_gradient_edge(leaf)])
-
-    def single(vector: Tensor) -> Tensor | None:
-        (found,) = vjp([vector])
-        return None if found is None else found.to(leaf.dtype)
-
-    return _together(single, vectors, not any(isinstance(node, BackwardCFunction) for node in vjp.order))
+    found = _stacked([vjp([vector])[0] for vector in vectors])
+    return None if found is None else found.to(leaf.dtype)
 
 
-def _together(single: Callable[[Tensor], Tensor | None], vectors: Tensor, batched: bool) -> Tensor | None:
-    if batched and not torch.is_anomaly_enabled():
-        try:
-            (found,) = vmap_of_autograd(lambda vector: (single(vector),))(vectors)  # alone it could not be None
-            if found is None or _is_linear(single, vectors, found):
-                return found
-        except (RuntimeError, ValueError):  # vmap cannot enter an operation
-            pass
-    found = [single(vector) for vector in vectors]
-    return None if found[0] is None else torch.stack([x for x in found if x is not None])
-
-
-def _is_linear(single: Callable[[Tensor], Tensor | None], vectors: Tensor, found: Tensor) -> bool:
-    """Whether products that were computed together have the sum that they should: some batching rules are wrong."""
-    sizes = found.detach().abs().reshape(len(found), -1).amax(1).clamp(min=torch.finfo(found.dtype).tiny)
-    weights = torch.randn(len(vectors), device="cpu", generator=torch.Generator().manual_seed(0)).to(sizes) / sizes
-    of_sum = single(torch.tensordot(weights.to(vectors), vectors, 1))
-    sum_of = torch.tensordot(weights.to(found), found, 1)
-    if of_sum is None or not of_sum.numel():
-        return True
-    tolerance = torch.finfo(found.dtype).eps ** 0.5 * of_sum.abs().max()
-    return not bool(((sum_of - of_sum).abs() > tolerance).any())
+def _stacked(found: Sequence[Tensor | None]) -> Tensor | None:
+    """Results of several vectors, which arrive all or not at all."""
+    arrived = [vector for vector in found if vector is not None]
+    return torch.stack(arrived) if arrived else None

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from curvopt import extend
+from curvopt.core.backward.backward_pass import Request
 from curvopt.core.backward.checks import may_be_one_sample
 from curvopt.core.backward.context import ListenedBackward
-from curvopt.core.backward.backward_pass import Request
 from curvopt.core.backward.intercept import attach
 from curvopt.core.losses.roots import MonteCarlo, NotCurved
 from curvopt.core.record import extended_model, outside_of_graphs, owned_parameters

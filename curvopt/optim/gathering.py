@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from curvopt.core.backward.context import ListenedBackward, Listener
 from curvopt.core.backward.backward_pass import Request
+from curvopt.core.backward.context import ListenedBackward, Listener
 from curvopt.core.extend import remember_parameters
 from curvopt.core.losses.roots import NotCurved
 from curvopt.core.record import extended_name

@@ -75,23 +75,6 @@ def test_second_derivatives_drop_a_bias_without_a_weight(norm: str):
     assert not torch.allclose(found, expected, rtol=1e-4)
 
 
-def test_the_vmap_of_autograd_is_right_for_cdist_where_that_of_torch_func_is_wrong():
-    x, y = torch.randn(3, 4, **DOUBLE).requires_grad_(), torch.randn(5, 4, **DOUBLE)
-    node, vectors = torch.cdist(x, y).grad_fn, torch.randn(2, 3, 5, **DOUBLE)
-
-    def single(vector: Tensor) -> Tensor:
-        found = node(vector)
-        return found[0] if isinstance(found, tuple) else found
-
-    expected = torch.stack([single(vector) for vector in vectors])
-    torch.testing.assert_close(pytorch_workarounds.vmap_of_autograd(single)(vectors), expected)
-    try:
-        found = torch.func.vmap(single)(vectors)
-    except RuntimeError:
-        return
-    assert not torch.allclose(found, expected)
-
-
 def test_several_vectors_through_a_batch_norm_of_one_image_are_wrong():
     """Before a convolution in channels-last layout."""
     inner = nn.Conv2d(2, 4, 3).double().to(memory_format=torch.channels_last)

@@ -34,7 +34,7 @@ from curvopt.core.products.base import Dense, Jacobian
 from curvopt.core.products.outer import Outer
 from curvopt.core.products.sums import PulledBack, Scaled
 from curvopt.core.record import ModuleCall
-from curvopt.core.vjp import pull, pull_to_leaf, pull_together
+from curvopt.core.vjp import pull, pull_through, pull_to_leaf
 
 
 class BroadcastRule(Rule):
@@ -156,7 +156,7 @@ class PerSampleRule(Rule):
         (grad,) = grads
         assert grad is not None
         at = metadata(self.node, self.output_nr)
-        values = pull_together(self.node, self.output_nr, self.position, grad.to(at.dtype))
+        values = pull_through(self.node, self.output_nr, self.position, grad.to(at.dtype))
         shape = shape_of(self.edge.node, self.edge.output_nr)
         below = metadata(self.edge.node, self.edge.output_nr)
         if values is None:

@@ -885,48 +885,6 @@ def test_prelu_of_a_parameter(slopes: int):
     check_fields(nn.Sequential(OwnPReLU(slopes), nn.Flatten()).double(), normal(N, 3, 3).abs())
 
 
-class Determinant(nn.Module):
-    """Of a matrix of bilinear forms: its batching rule in PyTorch is wrong in a backward, in every sample."""
-
-    def __init__(self):
-        super().__init__()
-        self.forms = nn.Parameter(torch.randn(4, 3, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.det(F.bilinear(x, x, self.forms).view(-1, 2, 2)).unsqueeze(1)
-
-
-class BesideLargeOnes(Determinant):
-    """Beside another parameter, whose gradients are larger."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.full((1,), 2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.hypot(super().forward(x), self.bias)
-
-
-@pytest.mark.parametrize("kind", [Determinant, BesideLargeOnes])
-@pytest.mark.parametrize("seed", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_batching_rules_are_not_trusted_in_samples_of_small_gradients(dtype: torch.dtype, seed: int, kind: type):
-    torch.manual_seed(seed)
-    model, x, y = extend(kind().to(dtype)), torch.randn(4, 3, dtype=dtype), torch.randn(4, 1, dtype=dtype)
-    weights = torch.tensor([1, 1e-4, 1e-6, 0], dtype=dtype)
-    if kind is BesideLargeOnes:
-        x, weights = x * torch.tensor([1, 0.1, 0.03, 0.01], dtype=dtype)[:, None], torch.ones(4, dtype=dtype)
-
-    def losses(rows: slice) -> Tensor:
-        return F.mse_loss(model(x[rows]), y[rows], reduction="none").sum(1) * weights[rows]
-
-    expected = [torch.autograd.grad(losses(slice(n, n + 1)), model.forms)[0] for n in range(4)]
-    with backpack(BatchGrad()):
-        losses(slice(None)).sum().backward()
-    for found, gradient in zip(model.forms.grad_batch, expected, strict=True):
-        assert_close(found, gradient, atol=1e-5 * float(gradient.abs().max()), rtol=0)
-
-
 @pytest.mark.parametrize(
     "norm", [nn.RMSNorm(4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.PReLU(), nn.BatchNorm1d(4).eval()], ids=str
 )
