@@ -43,7 +43,7 @@ class Recorder:
     Args:
         path: of the module in the model.
         model: the model.
-        owns: whether the module has parameters of its own.
+        owns: whether the module has parameters itself, not only in layers inside of it.
         begins: whether `begin` runs before the forward; a layer deep in a model needs none, as it calls no other.
     """
 
@@ -52,7 +52,7 @@ class Recorder:
 
     @property
     def __name__(self) -> str:
-        """Asked for by ``torch.jit.script`` alone, which would compile the hook."""
+        """Only ``torch.jit.script`` asks for it, which would compile the hook."""
         raise AttributeError(
             f"torch.jit.script: {self.path or self.model.name} is extended, and hooks that record calls cannot be "
             "compiled; script a model before it is extended, or use torch.compile."
@@ -161,7 +161,7 @@ def extend(
         debug: print each module that is recorded.
         use_converter: accepted for programs written for BackPACK and needed for nothing: functional code, residual
             connections and reused modules work as they are.
-        loss: accepted for losses of one's own and needed for nothing.
+        loss: accepted for losses by hand and needed for nothing.
         batch_axis: axis of the model's inputs and outputs that counts the samples. ``None`` where rows are no samples,
             as in a graph: the batch is one sample. The default leaves an extended model as it is.
 
@@ -181,22 +181,22 @@ def extend(
     model, is_new = _model_of(module, batch_axis), False
     for path, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule) or not any(owned_parameters(part) for part in child.modules()):
-            continue  # activations, nn.NLLLoss, a user's own loss: read off the graph, as functions are
+            continue  # activations, nn.NLLLoss, a user's loss: read off the graph, as functions are
         held = isinstance(child, (nn.ParameterList, nn.ParameterDict))
         if "parametrizations" in path.split(".") or (held and child is not module):
             continue  # used through the module that holds them
         recorder = _recorder_of(child)
-        own = model if recorder is None or recorder.model.size <= model.size else recorder.model
-        note_parameters(child, path, own)
+        larger = model if recorder is None or recorder.model.size <= model.size else recorder.model
+        note_parameters(child, path, larger)
         owns = bool(owned_parameters(child))
         if recorder is not None:
-            recorder.model, recorder.owns = own, owns
+            recorder.model, recorder.owns = larger, owns
             continue
         begins = "." not in path or any(True for _ in child.children())
-        recorder, is_new = Recorder(path, own, owns, begins), True
+        recorder, is_new = Recorder(path, larger, owns, begins), True
         if begins:
             child.register_forward_pre_hook(recorder.begin, prepend=True)
-        # first of all hooks: operations of the others are read off the graph
+        # first of all hooks: operations of other hooks are read off the graph
         child.register_forward_hook(recorder, with_kwargs=True, prepend=True, always_call=begins)
         if debug and owns:
             print(f"curvopt: extended {describe(path, child)}")
@@ -210,7 +210,7 @@ def prediction(z: Tensor) -> Tensor:
 
     Predictions are the outputs of models, if nobody says otherwise. Where a model returns its loss, they are what its
     last operations with parameters compute. Mark what is meant where that is something else: the residual of a PINN
-    whose loss is no square, say, or a probability from which a model computes a loss of its own.
+    whose loss is no square, say, or a probability from which a model computes a loss that curvopt does not know.
 
     ::
 

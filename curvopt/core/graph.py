@@ -95,7 +95,7 @@ class CallInGraph:
         return list(dict.fromkeys([edge.node for edge in self.edges.values()]))
 
     def locate(self, location: Samples) -> bool:
-        """Find out where the samples are; whether all outputs that lead to the heads have some."""
+        """Find out where the samples are; whether all outputs that lead to the heads have samples."""
         self.location = location
         found: dict[int, Layout] = {}
         for index, edge in self.edges.items():
@@ -167,7 +167,7 @@ class CallInGraph:
 
 
 def apart(vectors: Tensor, layout: Layout, N: int) -> Tensor:
-    """Vectors ``[V, *out]``, each once for every sample and zero for the others: ``[V N, *out]``."""
+    """Vectors ``[V, *out]``, each once for every sample and zero elsewhere: ``[V N, *out]``."""
     flat = vectors.reshape(len(vectors), 1, layout.before, layout.rows, layout.after)
     labels = torch.tensor(range(N) if layout.labels is None else layout.labels, device=vectors.device)
     kept = (labels == torch.arange(N, device=vectors.device)[:, None]).to(vectors.dtype)
@@ -180,14 +180,14 @@ class BackwardGraph:
 
     Attributes:
         roots: nodes of the tensors that are differentiated.
-        nodes: all nodes, each after those that use its outputs.
+        nodes: all nodes, each after the nodes that use its outputs.
         leaves: tensors whose gradients are accumulated, by the nodes that do it.
         module_calls: calls of modules that have a rule, of frozen ones, too.
         model_calls: outputs of model calls.
         predictions: tensors that users have marked as predictions.
         terms: regularizers, and where their gradients arrive.
         operands: by parameter of an extended model, how it enters the graph outside of `module_calls`.
-        inside: operations of `module_calls` that share operands with others.
+        inside: operations of `module_calls` that share operands with operations outside.
     """
 
     roots: list[Node]
@@ -216,13 +216,13 @@ class BackwardGraph:
         return [user for nr in outputs for user in self.users.get((node, nr), ())]
 
     def operands_among(self, nodes: Collection[Node], parameters: Iterable[Tensor]) -> dict[Operand, Any]:
-        """How parameters enter some nodes: operands, and the parameter that each is."""
+        """How parameters enter a set of nodes: operands, and the parameter that each is."""
         ends = {leaf: node for node, leaf in self.leaves.items()}
         users = {p: self.users.get((ends[p], 0), ()) for p in parameters if p in ends}
         return {user: p for p, using in users.items() for user in using if user[0] in nodes}
 
     @cached_property
-    def of_parameters_alone(self) -> set[Node]:
+    def free_of_data(self) -> set[Node]:
         """The nodes that depend on parameters and on constants of equal shape, as ``p - old`` does, but not on data.
 
         As far as operands tell: a choice of rows, as by an embedding, is one by data.
@@ -244,7 +244,7 @@ class BackwardGraph:
         return by_operation(self.nodes)
 
     def of(self, operations: Iterable[str]) -> list[Node]:
-        """The nodes of some operations."""
+        """The nodes of operations with these names."""
         return [node for name in operations for node in self.by_operation.get(name, ())]
 
     @cached_property
@@ -351,7 +351,7 @@ def _used_outside(
     if not shared:
         return {}
     parameters = set(found.parameters.values())
-    if not (graph.of_parameters_alone.issuperset(shared) and parameters.issuperset(leaves_behind(shared))):
+    if not (graph.free_of_data.issuperset(shared) and parameters.issuperset(leaves_behind(shared))):
         found.parameters = {}
         return operands
     graph.inside.update(user for node in shared for user in graph.users_of(node) if user[0] in nodes)
@@ -359,12 +359,12 @@ def _used_outside(
 
 
 def leaves_behind(roots: Sequence[Node]) -> set[Tensor]:
-    """All leaf tensors that a backward from some nodes reaches."""
+    """All leaf tensors that a backward from the roots reaches."""
     return {leaf for leaf in map(leaf_of, walk(list(roots))) if leaf is not None}
 
 
 def records_behind(roots: list[Node], kind: type[R]) -> Iterator[tuple[R, GradientEdge]]:
-    """The records of a kind behind some nodes, and where their gradients arrive."""
+    """The records of a kind behind the roots, and where their gradients arrive."""
     for node in walk(roots):
         for record, _, output_nr in records_of(node):
             if isinstance(record, kind):

@@ -48,7 +48,7 @@ def eigh_of_blocks(batch: Tensor) -> tuple[Tensor, Tensor]:
 def with_rest_apart(batch: Tensor) -> tuple[Tensor, Tensor | None]:
     """Blocks whose rows beyond the matrix have the largest eigenvalues, and which rows these are, if there may be any.
 
-    So they stay at the end, and no eigenvector mixes them with others.
+    So they stay at the end, and no eigenvector mixes them with other rows.
     """
     if batch.ndim < 5:
         return batch, None

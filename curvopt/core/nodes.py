@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-#: PyTorch's own functions: for full backward hooks of modules, for inputs of modules that are sharded, and for outputs
-#: of modules in a ``DistributedDataParallel``.
+#: PyTorch's functions in Python: for full backward hooks of modules, for inputs of modules that are sharded, and for
+#: outputs of modules in a ``DistributedDataParallel``.
 _IDENTITIES = ("BackwardHookFunctionBackward", "RegisterPostBackwardFunctionBackward", "_DDPSinkBackward")
 
 
@@ -47,7 +47,7 @@ def _operation(name: str, in_python: bool) -> str:
 
 
 def name_of(node: Node) -> str:
-    """The name of a node, whose own attribute of that name is a user's if it is a user's function."""
+    """The name of a node; ``node.name`` may be an attribute of a user's function."""
     return type(node).name(node)
 
 
@@ -80,12 +80,12 @@ def walk(roots: list[Node], boundary: frozenset = frozenset(), last: Collection[
 
 
 def leads_to(root: Node, targets: Collection[Node]) -> bool:
-    """Whether any of some nodes is reachable from ``root``, or is it."""
+    """Whether any of the targets is reachable from ``root``, or is it."""
     return root in targets or leads_further_to(root, targets)
 
 
 def leads_further_to(root: Node, targets: Collection[Node]) -> bool:
-    """Whether any of some nodes is reachable from ``root``; the nearest come first."""
+    """Whether any of the targets is reachable from ``root``; the nearest come first."""
     nodes, seen = [root], {root}
     for node in nodes:
         for following, _ in node.next_functions:
@@ -134,7 +134,7 @@ def is_complex(node: Any, nr: int = 0) -> bool:
 
 
 def precisions(nodes: list[Node]) -> set[torch.dtype]:
-    """The floating dtypes behind some nodes: under autocast others than those of parameters and outputs."""
+    """The floating dtypes behind nodes: under autocast not only the dtypes of parameters and outputs."""
     return {
         metadata.dtype
         for node in walk(nodes)

@@ -28,7 +28,7 @@ class Residual(NamedTuple):
 
 
 def nonlinear_operations(roots: Sequence[GradientEdge], calls: set[Node]) -> list[Residual]:
-    """The operations between some edges and the outputs of calls that add a residual.
+    """The operations between the roots and the outputs of calls that add a residual.
 
     Args:
         roots: where the network's outputs come from.

@@ -35,7 +35,7 @@ class RandomState:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Random numbers inside are those that were drawn after this state; outside nothing changes."""
+        """Inside, the random numbers that were drawn after this state are drawn again; outside nothing changes."""
         kind = self._devices[0].type if self._devices else "cuda"
         with torch.random.fork_rng(self._devices, device_type=kind):
             torch.set_rng_state(self._of_cpu)

@@ -92,8 +92,8 @@ class Model:
             sample.
         size: number of its modules.
         has_warned: whether the model's users were warned of the cost of quantities that are computed sample by sample.
-        forward: number of the running forward pass; one that calls modules by themselves ends when one of them, or of
-            those that it contains, is called again.
+        forward: number of the running forward pass; one that calls single modules ends when one of them, or a module
+            inside of it, is called again.
         called: paths of the modules that were called in it.
         forwards: by field, the forward passes that the fields on parameters are of.
     """
@@ -133,7 +133,7 @@ class ModelCall:
         self.forward = model.forward
 
     def end(self, path: str, name: str, args: tuple, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Note the path of the module, and the arguments, among which are some tensors."""
+        """Note the path of the module, and the arguments, among which are tensors."""
         model, at = self.model, f"{path}." if path else ""
         if any([at.startswith(called) or called.startswith(at) for called in model.called]):
             model.forward, model.called = model.forward + 1, set()
@@ -197,7 +197,7 @@ def running_call() -> ModelCall | None:
 
 
 def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that a module's own forward uses: its own, and those of containers that have no forward.
+    """Parameters that the forward of a module uses: of the module, and of containers that have no forward.
 
     Names are relative to the module, e.g. ``weight``, ``parametrizations.weight.original0``, ``scales.0``.
     """
@@ -223,7 +223,7 @@ def note_parameters(module: nn.Module, path: str, model: Model, again: bool = Tr
         module: the module.
         path: of it in the model.
         model: the model.
-        again: also those that are noted already, perhaps for another module.
+        again: also parameters that are noted already, perhaps for another module.
     """
     for name, p in owned_parameters(module).items():
         if again or p not in _extended:
@@ -242,7 +242,7 @@ def extended_model(p: Tensor) -> Model | None:
 
 
 def extended_parameters(models: Collection[Model | None]) -> list[Tensor]:
-    """The parameters of some extended models."""
+    """The parameters of extended models."""
     with _lock:
         return [p for p, (_, _, model) in _extended.items() if model in models]
 
@@ -283,7 +283,7 @@ def rows_by_sample(samples: tuple[int, ...], N: int, device: torch.device) -> Ro
     return RowsBySample(at, there, torch.tensor(lengths, device="cpu"), longest)
 
 
-#: How steps come before samples: along an axis of their own, or in rows, all samples of a step after each other, where
+#: How steps come before samples: along an axis, or in rows, all samples of a step after each other, where
 #: sequences may have ended. Of a single sample there may be no axis at all.
 Steps = Literal["axis", "rows", "none"] | RowsBySample
 
@@ -302,6 +302,9 @@ def samples_first(N: int, steps: Steps, x: Tensor, axis: int = 0) -> Tensor:
 
 
 KEY = "curvopt"
+
+
+_LOW = frozenset([torch.float16, torch.bfloat16])
 
 
 class ModuleCall:
@@ -357,9 +360,9 @@ class ModuleCall:
         self.path, self.model_call, self.module, self.kwargs = path, model_call, module, kwargs
         self.boundary = frozenset([leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None])
         leaves = [leaf for leaf in inputs if leaf.grad_fn is None and leaf.requires_grad]
-        #: Its own parameters among the inputs: the graph does not show which of their uses are inputs.
+        #: Parameters of the module among the inputs: the graph does not show which of their uses are inputs.
         self.given = tuple([p for p in module.parameters() if any([p is leaf for leaf in leaves])]) if leaves else ()
-        self.seen = tuple(module._parameters.values())  # torch.func.functional_call puts others in their place
+        self.seen = tuple(module._parameters.values())  # torch.func.functional_call exchanges them
         self.shapes = tuple([out.shape for out in outputs])
         self.cache: dict[str, Any] = {}  # what several columns and quantities share; emptied after each backward
         self.rule = rule
@@ -447,10 +450,11 @@ class ModuleCall:
 
     def in_precision(self, dtype: torch.dtype) -> ModuleCall:
         """This call on inputs of at least the precision of ``dtype`` (autocast feeds modules lower ones)."""
-        low = (torch.float16, torch.bfloat16)
-        if dtype in low or not any([x.dtype in low for x in self.tensors]):
+        if "is_low" not in self.cache:
+            self.cache["is_low"] = not _LOW.isdisjoint([x.dtype for x in self.tensors])
+        if dtype in _LOW or not self.cache["is_low"]:
             return self
-        return self._with_inputs(lambda x: x.to(dtype) if x.dtype in low else x)
+        return self._with_inputs(lambda x: x.to(dtype) if x.dtype in _LOW else x)
 
     def batched(self) -> ModuleCall:
         """This call of a single sample, as one of a batch."""
@@ -488,7 +492,7 @@ class ModuleCall:
             )
 
     def check_inputs(self) -> None:
-        """Raise if an input changed since the forward or is nested, or the call had other parameters than its own."""
+        """Raise if an input changed since the forward or is nested, or if `check_parameters` does."""
         self.check_parameters()
         inputs = self.tensors
         if any([x.is_nested for x in inputs]):
@@ -500,14 +504,14 @@ class ModuleCall:
             raise self.modified()
 
     def check_parameters(self) -> None:
-        """Raise if the call had other parameters than those of the module."""
-        own = self.module._parameters
-        if not all(map(is_, self.seen, own.values())):
-            name = next(name for name, seen in zip(own, self.seen, strict=True) if seen is not own[name])
+        """Raise if the call had other parameters than the module has."""
+        now = self.module._parameters
+        if not all(map(is_, self.seen, now.values())):
+            name = next(name for name, seen in zip(now, self.seen, strict=True) if seen is not now[name])
             raise CurvoptError(
-                f"{self.describe()} was called with another '{name}' than its own parameter "
-                "(torch.func.functional_call? fully_shard?); call it with its own, so that quantities can be put "
-                "on it. In several processes, train with DistributedDataParallel, which does not shard parameters."
+                f"{self.describe()} was called with another '{name}' than its parameter (torch.func.functional_call? "
+                "fully_shard?); call it with its parameters, so that quantities can be put on them. In several "
+                "processes, train with DistributedDataParallel, which does not shard parameters."
             )
 
     def modified(self) -> CurvoptError:

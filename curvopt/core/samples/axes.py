@@ -8,8 +8,8 @@ forward pass gives each operand of each operation its layout, by one rule for ea
     view [N, T, d']       entries keep their order: Layout(1, N, T d')
     transpose(0, 1)       Layout(T, N, d')
 
-An entry in row n of its layout reaches the heads of sample n alone. The values of tensors do not matter, so the answer
-holds for every batch, also where a gate is zero at first.
+An entry in row n of its layout reaches only rows of sample n in the heads. The values of tensors do not matter, so the
+answer holds for every batch, also where a gate is zero at first.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BatchAxes(NamedTuple):
     Attributes:
         N: number of samples.
         layouts: of each output of a node between the heads and the leaves.
-        arrived: of heads from which other heads are computed, the layouts that these others give them.
+        arrived: for heads from which other heads are computed, the layouts that the other heads give them.
     """
 
     N: int
@@ -57,7 +57,7 @@ class BatchAxes(NamedTuple):
     arrived: Mapping[Edge, AnyLayout]
 
     def mixing(self) -> Iterator[tuple[Edge, bool]]:
-        """Heads that have other samples by another head than their own: it mixes them, or transposes them (True)."""
+        """Heads whose samples another head mixes, or transposes (True)."""
         for head, found in self.arrived.items() if self.N > 1 else ():
             if not isinstance(merged(found, self.layouts[head], self.N), Layout):
                 yield head, isinstance(found, Layout)
@@ -82,8 +82,8 @@ def propagate_batch_axis(
         N: number of samples.
         last: outputs at which the walk stops.
         complete: assign rows that lead to no head to samples, too, so that their layouts need no labels if possible.
-        order: the nodes of the graph, each after those that use its outputs, if they are known.
-        parameters: the nodes that depend on parameters alone, if they are known; all others belong to a single sample.
+        order: the nodes of the graph, each after the nodes that use its outputs, if they are known.
+        parameters: the nodes without data behind them, if they are known; all other nodes belong to a single sample.
     """
     layouts: dict[Edge, AnyLayout] = dict(heads)
     arrived: dict[Edge, AnyLayout] = {}
@@ -133,7 +133,7 @@ def operand_layouts(node: Node, output_nr: int, layout: Layout, N: int) -> list[
     axis = axis_of(shape, layout)
     if rule is None and axis is not None and _is_recorded_batch_norm(node):
         call = OperationCall(node, output_nr, shape, layout, axis, N)
-        return [as_mixed(call.at(own, axis.index)) if own == shape else None for own in call.operands]
+        return [as_mixed(call.at(each, axis.index)) if each == shape else None for each in call.operands]
     if rule is None or axis is None:
         return probe_operands(node, output_nr, layout, N)
     return rule(OperationCall(node, output_nr, shape, layout, axis, N))
@@ -153,7 +153,7 @@ def _is_recorded_batch_norm(node: Node) -> bool:
 
 
 def layouts_of_parameters(axes: BatchAxes) -> set[AnyLayout]:
-    """The layouts of parameters: ``None``, unless entries of a parameter are those of single samples."""
+    """The layouts of parameters: ``None``, unless entries of a parameter belong to single samples."""
     return {layout for (node, _), layout in axes.layouts.items() if isinstance(leaf_of(node), nn.Parameter)}
 
 
@@ -178,7 +178,7 @@ def samples_of_rows(edge: Edge, known: Mapping[Edge, Layout]) -> list[int] | Non
 
 
 def matched(axes: BatchAxes, known: Mapping[Edge, Layout]) -> dict[int, int] | None:
-    """The sample that each row belongs to, from the layouts that both have of some tensors."""
+    """The sample that each row belongs to, from tensors that have a layout by rows and one by samples."""
     samples: dict[int, int] = {}
     met = [other for other in known if other in axes.layouts]
     for other in met:
@@ -215,7 +215,7 @@ Heads = dict[Edge, Layout]
 
 @dataclass(frozen=True)
 class Samples:
-    """The place of the samples of some models.
+    """Where the samples of models are.
 
     Attributes:
         N: number of samples.

@@ -117,7 +117,7 @@ def completed(layout: Layout, N: int) -> Layout:
     length = len(labels)
     patterns = [[j // (length // N) for j in range(length)], [j % N for j in range(length)]] if length % N == 0 else []
     for pattern in patterns:
-        if all(label in (UNUSED, own) for label, own in zip(labels, pattern, strict=True)):
+        if all(label in (UNUSED, sample) for label, sample in zip(labels, pattern, strict=True)):
             return labelled((layout.before, length, layout.after), 1, pattern, N, layout.mixed)
     return layout._replace(labels=tuple([max(label, 0) for label in labels]))
 
@@ -129,7 +129,7 @@ def merged(one: AnyLayout, other: AnyLayout, N: int) -> AnyLayout:
     if not (isinstance(one, Layout) and isinstance(other, Layout)):
         if N == 1:
             return one if isinstance(one, Layout) else other
-        return UNKNOWN  # one operation uses the rows of single samples, the other one those of all
+        return UNKNOWN  # one operation uses the rows of single samples, the other one all rows
     mixed = one.mixed or other.mixed
     if N == 1 or one[:4] == other[:4]:
         return one._replace(mixed=mixed)
@@ -198,18 +198,18 @@ class OperationCall:
         return along(shape, self.axis._replace(index=index), self.layout)
 
     def broadcast(self, shape: torch.Size | None) -> AnyLayout:
-        """The layout of an operand whose last axes are those of the output; ``None`` if it is repeated."""
+        """The layout of an operand whose last axes are the output's; ``None`` if it is repeated."""
         index = self.axis.index - len(self.shape) + len(shape or ())
         if shape is None or index < 0 or shape[index] != self.shape[self.axis.index]:
             return None
         return self.at(shape, index)
 
     def labelled(self, shape: torch.Size | None, index: int, labels: Sequence[int]) -> AnyLayout:
-        """The layout of an operand whose entries along an axis belong to some samples."""
+        """The layout of an operand whose entries along an axis belong to the samples ``labels``."""
         return None if shape is None else labelled(shape, index, labels, self.N, self.layout.mixed)
 
     def placed(self, shape: torch.Size, index: int, labels: Sequence[int], places: Iterable[int]) -> AnyLayout:
-        """The layout of an operand of which some entries along an axis are picked, for the samples ``labels``."""
+        """The layout of an operand of which entries along an axis are picked, for the samples ``labels``."""
         found = [UNUSED] * shape[index]
         for label, place in zip(labels, places, strict=True):
             if found[place] not in (UNUSED, label):

@@ -1,7 +1,7 @@
 """The batch axis behind an operation that no rule knows, found by random vectors in every backward pass.
 
-A random vector at the output is pulled back to the operands, and again with each sample scaled by a power of two of its
-own, which rounds nothing. An operand whose entries come back scaled by the factors of their samples keeps them apart.
+A random vector at the output is pulled back to the operands, and again with each sample scaled by another power of
+two, which rounds nothing. An operand whose entries come back scaled by the factors of their samples keeps them apart.
 
 >>> x = torch.ones(2, 3, requires_grad=True)
 >>> probe_operands(x.cumsum(1).grad_fn, 0, Layout(1, 2, 3), N=2)
@@ -63,7 +63,7 @@ def _base(eps: float) -> int:
 def _scales(samples: Tensor, base: int, N: int) -> list[Tensor]:
     """For each digit of the samples' numbers, two to its power.
 
-    Rows that are not used count as one more sample, so that an operand which mixes them with others is found.
+    Rows that are not used count as one more sample, so that an operand which mixes them with rows in use is found.
     """
     samples = torch.where(samples == UNUSED, N, samples)
     scales = [2.0 ** (samples % base)]
@@ -81,7 +81,7 @@ def _layout_of(values: Sequence[Tensor], eps: float, N: int, mixed: bool) -> Lay
     """The axis whose entries have come back scaled by the factors of one sample each.
 
     Args:
-        values: without factors, and with those of each digit.
+        values: without factors, and with the factors of each digit.
         eps: rounding at the output.
         N: number of samples.
         mixed: whether a batch norm has mixed them.
@@ -96,9 +96,9 @@ def _layout_of(values: Sequence[Tensor], eps: float, N: int, mixed: bool) -> Lay
     digits = [(b / torch.where(known, a, 1)).abs().log2().round() for b in scaled]
     found = sum(digit * base**i for i, digit in enumerate(digits))
     for axis in range(a.dim()):
-        others = [i for i in range(a.dim()) if i != axis]
+        across = [i for i in range(a.dim()) if i != axis]
         low = torch.where(known, found, torch.inf)
-        low = low.amin(others) if others else low
+        low = low.amin(across) if across else low
         labels = torch.where((low >= 0) & (low < N), low, UNUSED)
         factors = _scales(labels.clamp(min=0).view([-1 if i == axis else 1 for i in range(a.dim())]), base, N)
         kept = [(b / f - a).abs() <= relative * size + noise * size.max() for b, f in zip(scaled, factors, strict=True)]

@@ -50,9 +50,9 @@ def _picked(indices: Sequence[Tensor | None]) -> tuple[int, int, list[tuple[int,
     given = [(i, x) for i, x in enumerate(indices) if x is not None]
     if not given or [i for i, _ in given] != list(range(given[0][0], given[0][0] + len(given))):
         return None
-    (first, x), *others = given
+    (first, x), *further = given
     if x.dtype == torch.bool:
-        return None if others else (first, x.dim(), [(first, x.dim(), x.flatten().nonzero()[:, 0].tolist())])
+        return None if further else (first, x.dim(), [(first, x.dim(), x.flatten().nonzero()[:, 0].tolist())])
     if any(each.dim() != 1 or each.dtype == torch.bool or len(each) != len(x) for _, each in given):
         return None
     return first, len(given), [(i, 1, each.tolist()) for i, each in given]
@@ -68,14 +68,14 @@ def index_select(call: OperationCall) -> list[AnyLayout]:
 
 
 def index_put(call: OperationCall) -> list[AnyLayout]:
-    """Rows that are written, and those that are kept."""
-    (own, values), picked = call.operands, _picked(call.saved("indices"))
+    """Rows that are written, and rows that are kept."""
+    (written, values), picked = call.operands, _picked(call.saved("indices"))
     if picked is None or picked[0] != 0:
         return call.unknown
-    _, count, ((_, merged_axes, places), *others) = picked
-    if others or call.axis.index >= max(count, merged_axes):
+    _, count, ((_, merged_axes, places), *further) = picked
+    if further or call.axis.index >= max(count, merged_axes):
         return call.unknown
-    found: list[AnyLayout] = [call.at(own, call.axis.index), None]
+    found: list[AnyLayout] = [call.at(written, call.axis.index), None]
     if values is not None:
         if len(values) != len(call.shape) - merged_axes + 1 or values[0] != len(places):
             return call.unknown  # repeated for the rows
@@ -86,7 +86,7 @@ def index_put(call: OperationCall) -> list[AnyLayout]:
 
 
 def index_add(call: OperationCall) -> list[AnyLayout]:
-    """Rows that are added to others."""
+    """Rows that are added to the rows of another tensor."""
     shapes, index = call.operands, call.axis.index
     if index != call.dim(len(call.shape)):
         return [call.at(shape, index) for shape in shapes]

@@ -12,8 +12,8 @@
     [M, ...]     M < N rows on which all heads agree, as of graphs or molecules, are the samples
     else         a named error
 
-Each extended model has its own N, so a generator may have 6 where the discriminator has 12. Models with equal N share
-their `Samples`. Calls of one model with different N have their rows one after the other.
+A generator may have 6 samples where the discriminator has 12. Models with equal N share their `Samples`. Calls of one
+model with different N have their rows one after the other.
 
 >>> from curvopt import extend
 >>> from curvopt.core.graph import read_graph
@@ -78,7 +78,7 @@ def locate(graph: BackwardGraph, as_one_sample: bool = False) -> dict[Model | No
         if len(heads_of) > 1:  # what a model gets from another one is located through the other
             met = set(walk(graph.roots, last={node for node, _ in heads}))
             heads = {edge: layout for edge, layout in heads.items() if edge[0] in met}
-        parameters = graph.of_parameters_alone if N == 1 else None
+        parameters = graph.free_of_data if N == 1 else None
         axes = propagate_batch_axis(heads, N, order=graph.nodes, parameters=parameters)
         _check_computed([edge for model in heads_of for edge in computed.get(model, ())], axes)
         samples.update(dict.fromkeys(heads_of, Samples(N, heads, axes, appended, one)))
@@ -88,21 +88,21 @@ def locate(graph: BackwardGraph, as_one_sample: bool = False) -> dict[Model | No
 def _computed_with_parameters(graph: BackwardGraph) -> dict[Model | None, list[Edge]]:
     """The heads past the outputs of models: marked ones, and the first tensors that operations with parameters compute.
 
-    Operations on parameters alone, as in a weight decay, are passed over.
+    Operations without data, as in a weight decay, are passed over.
     """
     outputs = {edge for _, edge in graph.model_calls if shape_of(*edge)}
     ends = {node for node, _ in outputs if len(outputs_of(node)) == 1}
     between = [node for node in walk(graph.roots, last=ends) if node not in ends]
     found: dict[Model | None, list[Edge]] = {}
     if not any([node in graph.leaves or node.metadata for node in between]):  # type: ignore[attr-defined]
-        return found  # nearly always: data and outputs of models alone
+        return found  # nearly always: only data and outputs of models
     layers = {(edge.node, edge.output_nr) for layer in graph.module_calls.values() for edge in layer.edges.values()}
     marked = {node for node, _ in graph.predictions}
     stack: list[Edge] = [(node, 0) for node in graph.roots]
     seen = set(stack)
     while stack:
         edge = stack.pop()
-        node, parameters = edge[0], graph.of_parameters_alone
+        node, parameters = edge[0], graph.free_of_data
         computing: list[Node] = []  # nodes behind which the parameters are that compute this tensor
         if edge in graph.predictions:
             computing = [node]
@@ -165,7 +165,7 @@ class _Batch:
         owners = [extended_owner(p) for p in graph.operands if extended_model(p) is model]
         #: Code that calls no module with data. A model that was called where nothing is recorded is none.
         self.is_functional = not has_samples and all(type(owner).forward is nn.Module.forward for owner in owners)
-        # modules that are called with parameters alone give no predictions
+        # modules that are called with parameters only give no predictions
         self.outputs = [] if computed and not has_samples else [output for output in outputs if shape_of(*output[1])]
         ends = {edge[0] for _, edge in self.outputs}
         met = set(walk(graph.roots, last=ends | {node for node, _ in graph.predictions})) if ends else set()
@@ -203,8 +203,8 @@ class _Batch:
         N = self._pooled_rows(numbers[0]) or numbers[0]
         if N == 1 < len(lengths):
             raise CurvoptError(
-                f"{self.calls[0].name} was called {len(lengths)} times with one row each, so that each call has one "
-                "sample of its own; stack the rows and call it once, or say that the calls are one sample by "
+                f"{self.calls[0].name} was called {len(lengths)} times with one row each, so that each call has "
+                "another sample; stack the rows and call it once, or say that the calls are one sample by "
                 "extend(model, batch_axis=None)."
             )
         return N, False, self._heads(dict.fromkeys(lengths, range(N)), N)
@@ -226,7 +226,7 @@ class _Batch:
         for _, edge in self.heads:
             axes = propagate_batch_axis({edge: labelled(shape_of(*edge), 0, range(M), M, False)}, M, complete=False)
             if any(isinstance(layout, Layout) for layout in layouts_of_parameters(axes)):
-                return None  # entries of parameters would be those of samples: columns of a mean over the batch
+                return None  # entries of parameters would belong to samples: columns of a mean over the batch
         return M
 
     def _heads(self, rows: Mapping[ModelCall, range], N: int) -> Heads:
@@ -267,7 +267,7 @@ class _Batch:
         return heads
 
     def _layout(self, edge: Edge, samples: range, N: int, located: Heads | None = None) -> Layout | None:
-        """The layout of a tensor with rows for some samples, ``None`` where none is proven.
+        """The layout of a tensor with rows for ``samples``, ``None`` where no layout is proven.
 
         Args:
             edge: the tensor.
