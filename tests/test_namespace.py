@@ -1,4 +1,4 @@
-"""``import curvopt`` is enough, for a program and for a type checker."""
+"""``import curvopt`` is enough, for a program and for a type checker; `fields.py`."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -81,3 +82,10 @@ def test_links_of_the_pages_beside_the_readme():
     for page in ("CONTRIBUTING.md", "SECURITY.md"):
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / page).read_text()):
             assert (ROOT / target).exists(), f"{page}: {target} does not exist"
+
+
+def test_tests_name_files_that_there_are():
+    """Where the path of a test does not say what it tests, its first lines do."""
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        for name in re.findall(r"`([\w/]+\.py)`", ast.get_docstring(ast.parse(file.read_text())) or ""):
+            assert any((ROOT / folder / name).exists() for folder in ("curvopt", "tests")), f"{file.name}: {name}"

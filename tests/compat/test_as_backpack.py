@@ -1,4 +1,4 @@
-"""`import backpack` served by curvopt: its names, its small behaviours, and what it refuses."""
+"""`import backpack` served by curvopt (`as_backpack.py`): its names, its small behaviours, and what it refuses."""
 
 from __future__ import annotations
 

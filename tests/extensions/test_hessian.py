@@ -1,4 +1,7 @@
-"""Quantities of the Hessian and products with curvature matrices equal their dense references."""
+"""Quantities of the Hessian and products with curvature matrices equal their dense references.
+
+Tests of `extensions/hessian.py`, `core/backward/second_order.py`, `core/backward/residuals.py`, `core/nonlinear.py`.
+"""
 
 from __future__ import annotations
 
