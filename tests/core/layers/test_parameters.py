@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -213,10 +212,11 @@ PRODUCTS: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tupl
     "features first": (lambda m, h: (m.p @ h.flatten(0, 1).T).T.view_as(h) + m.q, (4, 4), ()),
     "sequence first": (lambda m, h: (h.transpose(0, 1) @ m.p + m.q).transpose(0, 1), (4, 4), (4,)),
     "two layers": (lambda m, h: torch.tanh(h @ m.p) @ m.q, (4, 12), (12, 4)),
+    "one repeated entry": (lambda m, h: h @ (2 * m.p).expand(16).view(4, 4) + m.q, (1,), ()),
 }
 USES: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
     "scale and shift": (lambda m, h: h * m.p + m.q, (4,), (4,)),
-    "from the left": (lambda m, h: m.q - m.p * h, (4,), (1, TOKENS, 1)),
+    "subtracted": (lambda m, h: m.q - m.p * h, (4,), (1, TOKENS, 1)),
     "multiples": (lambda m, h: torch.sub(torch.add(h, m.p, alpha=2), m.q, alpha=0.5), (4,), ()),
     "in place": (in_place, (4,), (TOKENS, 4)),
     "class token and positions": (class_token, (1, 1, 4), (1, TOKENS + 1, 4)),
@@ -233,7 +233,7 @@ USES: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tuple[in
     "bias of distances": (windows, (2 * TOKENS - 1, 1), ()),
     "samples trade places": (lambda m, h: (h.flip(0) * m.p).roll(1, 0) + m.q, (4,), (4,)),
     "samples mix": (lambda m, h: (h - h.mean(0)) * m.p + m.q, (4,), (4,)),
-    "sequence first": (lambda m, h: (h.transpose(0, 1) * m.p + m.q).transpose(0, 1), (4,), (TOKENS, 1, 4)),
+    "scaled, sequence first": (lambda m, h: (h.transpose(0, 1) * m.p + m.q).transpose(0, 1), (4,), (TOKENS, 1, 4)),
     "statistics of the batch": (lambda m, h: (h - (h.detach() * m.p).mean(0)) * m.q, (4,), (4,)),
     "power": (lambda m, h: (h * m.p).abs().add(1) ** m.q, (4,), (4,)),
     "base": (lambda m, h: h + m.p.exp() ** h.tanh() * m.q.abs() ** h.abs(), (4,), (TOKENS, 1)),
@@ -247,10 +247,56 @@ USES: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tuple[in
 }
 
 
+def recurrent(m: Own, h: Tensor) -> Tensor:
+    """From a state that is learned."""
+    states = [m.q[0].expand(len(h), 4)]
+    for x in h.unbind(1):
+        states.append(torch.tanh(x + states[-1] @ m.p))
+    return torch.stack(states[1:], 1)
+
+
+#: what is done with p, which gets two factors (but for positions, which no data chooses), and q, and their shapes
+OF_ANY_SIZE: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
+    "learned state": (recurrent, (4, 4), (1, 4)),
+    "learned queries": (
+        lambda m, h: (F.linear(m.q.expand(len(h), -1, -1), m.p) @ h.mT).softmax(-1) @ h,
+        (4, 4),
+        (1, TOKENS, 4),
+    ),
+    "experts": (
+        lambda m, h: torch.bmm(torch.tanh(torch.bmm(h.flatten(0, 1).expand(2, -1, -1), m.q)), m.p).sum(0).view_as(h),
+        (2, 3, 4),
+        (2, 4, 3),
+    ),
+    "heads of inputs and outputs": (
+        lambda m, h: torch.einsum("nthd,hdo->nto", torch.tanh(torch.einsum("ntf,fhd->nthd", h, m.p)), m.q),
+        (4, 2, 3),
+        (2, 3, 4),
+    ),
+    "positions and a scale": (
+        lambda m, h: h * m.q + F.embedding(torch.arange(TOKENS, device=h.device), m.p),
+        (TOKENS, 4),
+        (4,),
+    ),
+    "centres": (
+        lambda m, h: (-(h.unsqueeze(2) - m.q).square().sum(3)).exp() @ m.p,
+        (3, 4),
+        (3, 4),
+    ),
+    "looked up by the data": (
+        lambda m, h: torch.tanh(F.embedding(h.detach().argmax(2), m.q) @ m.p) + h,
+        (4, 4),
+        (4, 4),
+    ),
+}
+TABLE = USES | PRODUCTS | OF_ANY_SIZE
+assert len(TABLE) == len(USES) + len(PRODUCTS) + len(OF_ANY_SIZE), "names must differ"
+
+
 @pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize(("name", "on_data"), [(name, i % 2 == 1) for i, name in enumerate(USES | PRODUCTS)])
+@pytest.mark.parametrize(("name", "on_data"), [(name, i % 2 == 1) for i, name in enumerate(TABLE)])
 def test_quantities_equal_the_dense_reference(name: str, on_data: bool):
-    use, shape, other = (USES | PRODUCTS)[name]
+    use, shape, other = TABLE[name]
     model = partial(Own, use, shape, other, on_data)
     check_all(extended(Case("", model, normal(N, TOKENS, 4), cross_entropy(), labels)))
     problem = extended(Case("", model, normal(N, TOKENS, 4), cross_entropy(), labels))
@@ -381,44 +427,6 @@ def test_rows_of_a_packed_weight_have_its_two_factors():
         torch.testing.assert_close(model.p.grad_batch, models[0].p.grad_batch)
         parts = torch.block_diag(B[:3, :3], B[3:4, 3:4], B[4:, 4:])
         torch.testing.assert_close(model.p.kflr, [parts, A])
-
-
-class LayersForSome(nn.Module):
-    """Layers that see the samples that are sent to them."""
-
-    def __init__(self, experts: list[nn.Module]):
-        super().__init__()
-        self.first, self.experts, self.last = nn.Linear(4, 4), nn.ModuleList(experts), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
-        x, out = torch.tanh(self.first(x)), x.new_zeros(len(x), 4)
-        for i, expert in enumerate(self.experts):
-            rows = (experts == i).nonzero()[:, 0]
-            out = out.index_add(0, rows, expert(x[rows]))
-        return self.last(torch.tanh(out))
-
-
-@pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("call", [F.linear, lambda x, W, b: x @ W.T + b], ids=["linear", "matmul"])
-@pytest.mark.parametrize("counts", [(3, 2, 1), (4, 2, 0), (1, 1, 4)], ids=str)
-def test_factors_of_experts_do_not_depend_on_how_many_samples_they_see(
-    counts: tuple[int, ...], call: Callable[[Tensor, Tensor, Tensor], Tensor]
-):
-    torch.manual_seed(0)
-    layers = [nn.Linear(4, 4) for _ in counts]
-    model = LayersForSome(layers).double()
-    functional = copy.deepcopy(model)
-    functional.experts = nn.ModuleList([Layer(layer, call) for layer in layers])
-    x, y = torch.randn(6, 4).double(), torch.randint(2, (6,))
-    experts = torch.arange(3).repeat_interleave(torch.tensor(counts))
-    for each in (model, functional):
-        extend(each)
-        torch.manual_seed(1)
-        with backpack(KFLR(), KFAC()):
-            F.cross_entropy(each(x, experts), y).backward()
-    for layer, own in zip(model.experts, functional.experts, strict=True):
-        for mine, its in ((own.W, layer.weight), (own.b, layer.bias)):
-            torch.testing.assert_close([*mine.kflr, *mine.kfac], [*its.kflr, *its.kfac])
 
 
 #: In which what was computed is pulled back to a parameter, or is multiplied entry by entry.
@@ -556,7 +564,7 @@ def test_factors_of_parameters_of_three_axes(name: str):
     torch.testing.assert_close(product, kfacs_to_mat(factors) @ v)
 
 
-@pytest.mark.parametrize("name", OF_THREE_AXES)
+@pytest.mark.parametrize("name", ["heads of outputs", "a matrix for each head"])
 def test_optimizers_of_parameters_of_three_axes(name: str):
     equation, shape = OF_THREE_AXES[name]
     inputs = (2, 2) if equation[:4] in ("nthd", "nthi") else (4,)
@@ -622,74 +630,19 @@ def test_modules_that_are_called_with_sparse_tensors():
     torch.testing.assert_close(model.W.grad_batch, expected)
 
 
-def recurrent(m: Own, h: Tensor) -> Tensor:
-    """From a state that is learned."""
-    states = [m.q[0].expand(len(h), 4)]
-    for x in h.unbind(1):
-        states.append(torch.tanh(x + states[-1] @ m.p))
-    return torch.stack(states[1:], 1)
-
-
-#: what is done with p, which gets two factors (but for positions, which no data chooses), and q, and their shapes
-OF_ANY_SIZE: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
-    "learned state": (recurrent, (4, 4), (1, 4)),
-    "learned queries": (
-        lambda m, h: (F.linear(m.q.expand(len(h), -1, -1), m.p) @ h.mT).softmax(-1) @ h,
-        (4, 4),
-        (1, TOKENS, 4),
-    ),
-    "experts": (
-        lambda m, h: torch.bmm(torch.tanh(torch.bmm(h.flatten(0, 1).expand(2, -1, -1), m.q)), m.p).sum(0).view_as(h),
-        (2, 3, 4),
-        (2, 4, 3),
-    ),
-    "heads": (
-        lambda m, h: torch.einsum("nthd,hdo->nto", torch.tanh(torch.einsum("ntf,fhd->nthd", h, m.p)), m.q),
-        (4, 2, 3),
-        (2, 3, 4),
-    ),
-    "positions": (
-        lambda m, h: h * m.q + F.embedding(torch.arange(TOKENS, device=h.device), m.p),
-        (TOKENS, 4),
-        (4,),
-    ),
-    "centres": (
-        lambda m, h: (-(h.unsqueeze(2) - m.q).square().sum(3)).exp() @ m.p,
-        (3, 4),
-        (3, 4),
-    ),
-    "looked up by the data": (
-        lambda m, h: torch.tanh(F.embedding(h.detach().argmax(2), m.q) @ m.p) + h,
-        (4, 4),
-        (4, 4),
-    ),
-}
-
-
-@pytest.mark.parametrize("on_data", [False, True])
-@pytest.mark.parametrize("name", OF_ANY_SIZE)
-def test_factors_have_the_same_form_for_batches_of_any_size(name: str, on_data: bool):
-    use, shape, other = OF_ANY_SIZE[name]
-    model = extend(Own(use, shape, other, on_data))
-    for size in (7, TOKENS, 2):
-        x = torch.randn(size, TOKENS, 4, requires_grad=size == 2)
-        with backpack(KFLR()):
-            F.cross_entropy(model(x), torch.zeros(size, dtype=torch.long)).backward()
-        assert len(model.p.kflr) == (1 if name == "positions" else 2)
-    check_all(
-        extended(Case("", partial(Own, use, shape, other, on_data), normal(N, TOKENS, 4), cross_entropy(), labels))
-    )
-
-
 @pytest.mark.filterwarnings("ignore:.*curvature of several forms")
 @pytest.mark.parametrize("name", OF_ANY_SIZE)
-def test_optimizers_go_on_with_a_batch_of_one_sample(name: str):
+def test_factors_have_the_same_form_for_batches_of_any_size(name: str):
+    """Also for one sample, where an optimizer goes on, whatever it takes."""
     model = extend(Own(*OF_ANY_SIZE[name]))
     optimizer = KFACSGD(model.parameters(), lr=1e-3)
-    for size in (2, 1):
-        with optimizer.curvature():
-            F.cross_entropy(model(torch.randn(size, TOKENS, 4)), torch.zeros(size, dtype=torch.long)).backward()
+    for size in (7, TOKENS, 2, 1):
+        for context in (backpack(KFLR()), optimizer.curvature()):
+            optimizer.zero_grad()
+            with context:
+                F.cross_entropy(model(torch.randn(size, TOKENS, 4)), torch.zeros(size, dtype=torch.long)).backward()
         optimizer.step()
+        assert len(model.p.kflr) == (1 if name.startswith("positions") else 2) or size == 1
 
 
 @pytest.mark.parametrize("perturbed", [False, True])
@@ -706,38 +659,32 @@ def test_a_functional_batch_norm_of_inputs_that_require_a_gradient(perturbed: bo
 
 
 class Distances(nn.Module):
-    """A bias for every distance between tokens, as Swin has it in a module that is called with nothing, or a number."""
+    """A bias for every distance between tokens, as Swin has it in a module that is called with nothing."""
 
-    def __init__(self, number: bool):
+    def __init__(self):
         super().__init__()
-        self.table, self.number = nn.Parameter(torch.randn(2 * TOKENS - 1)), number
+        self.table = nn.Parameter(torch.randn(2 * TOKENS - 1))
 
-    def forward(self, samples: int = 0) -> Tensor:
+    def forward(self) -> Tensor:
         steps = torch.arange(TOKENS, device=self.table.device)
-        table = self.table[steps.unsqueeze(1) - steps + TOKENS - 1]
-        return table.expand(samples, -1, -1) if self.number else table
+        return self.table[steps.unsqueeze(1) - steps + TOKENS - 1]
 
 
 class Apart(nn.Module):
-    """Meets the table of a module that is called without samples, and that of an embedding that is not called."""
+    """Meets the table of a module that is called without samples."""
 
-    def __init__(self, use: Callable[[Tensor, Tensor], Tensor], number: bool = False, project: bool = False):
+    def __init__(self):
         super().__init__()
-        self.distances, self.embedding, self.project = Distances(number), nn.Embedding(TOKENS + 1, 4), project
-        self.first, self.head, self.use = nn.Linear(4, 4), nn.Linear(4, 2), use
+        self.distances, self.first, self.head = Distances(), nn.Linear(4, 4), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        h, positions = self.first(x), self.embedding.weight[:TOKENS]
-        bias = self.distances(len(x)) if self.distances.number else self.distances()
-        scores = self.use(h @ h.mT, bias)
-        if self.project:
-            scores = scores + h @ self.first(positions).T
-        return self.head(scores.softmax(-1) @ self.use(h, positions)).flatten(1)
+        h = self.first(x)
+        return self.head(torch.logaddexp(h @ h.mT, self.distances()).softmax(-1) @ h).flatten(1)
 
 
 @pytest.mark.filterwarnings("ignore:.*sample by sample")
 def test_hooks_of_parameters_in_unknown_operations_see_the_gradient_alone():
-    model, x = extend(Apart(torch.logaddexp)).double(), torch.randn(N, TOKENS, 4).double()
+    model, x = extend(Apart()).double(), torch.randn(N, TOKENS, 4).double()
     y, table, seen = torch.randint(2, (N,)), model.distances.table, []
     alone = [torch.autograd.grad(F.cross_entropy(model(x[n, None]), y[n, None]) / N, table)[0] for n in range(N)]
     table.register_hook(lambda grad: (seen.append(grad), 2 * grad)[1])
@@ -745,30 +692,6 @@ def test_hooks_of_parameters_in_unknown_operations_see_the_gradient_alone():
         F.cross_entropy(model(x), y).backward()
     torch.testing.assert_close(table.grad_batch, torch.stack(alone))
     torch.testing.assert_close(seen, [sum(alone)])
-
-
-class Passing(nn.Module):
-    """Hands on a second argument as it came, as attention does with a bias that all layers share."""
-
-    def __init__(self):
-        super().__init__()
-        self.p = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.logaddexp(x + bias, self.p), bias
-
-
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
-        self.layers = nn.ModuleList([Passing(), Passing()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = self.first(x)
-        for layer in self.layers:
-            x, bias = layer(x, bias)
-        return self.head(x + bias)
 
 
 class Hypernetwork(nn.Module):
@@ -795,11 +718,6 @@ def test_weights_that_modules_compute_from_parameters(twice: bool, samples: int,
         check_all(extended(Case("", partial(Hypernetwork, twice), normal(samples, 4), cross_entropy(), labels)))
     finally:
         set_columns_per_sweep(None)
-
-
-def test_a_weight_of_one_repeated_entry():
-    use = lambda model, h: h @ (2 * model.p).expand(16).view(4, 4) + model.q  # noqa: E731
-    check_all(extended(Case("", partial(Own, use, (1,)), normal(N, 4), cross_entropy(), labels)))
 
 
 class Prototypes(nn.Module):
