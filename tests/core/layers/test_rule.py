@@ -443,11 +443,6 @@ def test_dropout_between_layers_of_which_some_are_frozen(trained: str):
         assert_close(p.diag_h.flatten(), torch.stack(rows))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_recurrent_with_as_many_steps_as_samples(kind):
-    check(one(lambda: kind(2, 2), N, N, 2, axes=(1,) * (3 if kind is nn.LSTM else 2)))
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     kinds_and_options([nn.RNNCell, nn.LSTMCell, nn.GRUCell], [{}, {"bias": False}, {"nonlinearity": "relu"}]),
@@ -566,21 +561,6 @@ def biased(shape: tuple[int, ...]) -> nn.Module:
     return module
 
 
-class OwnForEach(nn.Module):
-    """Something unknown with rows of their own for two samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.Parameter(torch.rand(2, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([torch.logaddexp(a, b) for a, b in zip(x.split(1), self.rows, strict=True)])
-
-
-def test_a_parameter_with_a_row_for_each_sample():
-    check_fields(OwnForEach().double(), normal(2, 4))
-
-
 def old_weight_norm() -> nn.Module:
     with pytest.warns(FutureWarning):
         return nn.utils.weight_norm(nn.Linear(4, 3).double())
@@ -604,14 +584,6 @@ def test_modules_without_a_rule(call: Call):
     module = call.make().double()
     assert rule_for(module) is None
     check_fields(nn.Sequential(module, nn.Flatten()), *call.inputs())
-
-
-def test_old_weight_norm_keeps_its_weight():
-    module = extend(old_weight_norm())
-    weight = module.weight
-    with backpack(BatchGrad()):
-        module(normal(N, 4)).square().sum().backward()
-    assert module.weight is not weight and module.weight_v.grad_batch.shape == (N, 3, 4)  # computed once a forward
 
 
 # ------------------------------------------------------------------------------------------- reductions of random sizes
@@ -686,63 +658,15 @@ class Take(nn.Module):
         return outputs
 
 
-class Transposed(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(0, 1)
-
-
-class Stepping(nn.Module):
-    """A cell that is called once per time step."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.GRUCell(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = None
-        for step in x.unbind(1):
-            h = self.cell(step, h)
-        return h
-
-
-class Decoding(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerDecoderLayer(4, 2, 5, dropout=0.0, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, torch.tanh(x.flip(1)))
-
-
 NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "embedding": (lambda: nn.Sequential(nn.Embedding(6, 3, padding_idx=0), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)),
-                  lambda: words(N, 4, largest=6)),
-    "bag": (lambda: nn.Sequential(nn.EmbeddingBag(6, 3), nn.Tanh(), nn.Linear(3, 3)), lambda: words(N, 4)),
     "decoder": (lambda: nn.Sequential(nn.ConvTranspose2d(2, 4, 3, 2, 1, 1, groups=2), nn.PReLU(4), nn.GroupNorm(2, 4),
                                       nn.ConvTranspose2d(4, 2, 2, dilation=2), nn.Flatten()),
                 lambda: normal(N, 2, 2, 3)),
     "recurrent": (lambda: nn.Sequential(nn.LSTM(4, 3, 2, bidirectional=True, batch_first=True), Take(0), nn.RMSNorm(6),
                                         nn.GRU(6, 3, batch_first=True), Take(1, 0), nn.Linear(3, 3)),
                   lambda: normal(N, 4, 4)),
-    "sequence-first": (lambda: nn.Sequential(Transposed(), nn.RNN(4, 3), Take(1, 0), nn.Linear(3, 3)),
-                       lambda: normal(N, 4, 4)),
-    "cell": (lambda: nn.Sequential(Stepping(), nn.LayerNorm(4), nn.Linear(4, 3)), lambda: normal(N, 3, 4)),
     "attention": (lambda: nn.Sequential(ATTENTION["no_weights"](), nn.Linear(16, 3)), lambda: normal(N, 4, 4)),
-    "encoder-layer": (lambda: nn.Sequential(nn.TransformerEncoderLayer(4, 2, 5, 0.0, batch_first=True), nn.Flatten()),
-                      lambda: normal(N, 2, 4)),
-    "encoder-eval": (lambda: nn.Sequential(nn.TransformerEncoder(nn.TransformerEncoderLayer(
-        4, 2, 5, batch_first=True, norm_first=True), 2, enable_nested_tensor=False), nn.Flatten()).eval(),
-                     lambda: normal(N, 2, 4)),
-    "decoder-layer": (lambda: nn.Sequential(Decoding(), nn.Flatten()), lambda: normal(N, 2, 4)),
-    "weight-norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), Lists(),
-                                          parametrizations.orthogonal(nn.Linear(4, 3))), lambda: normal(N, 3)),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NETS)
-def test_fields_of_nets(name: str):
-    make, make_input = NETS[name]
-    check_fields(make().double(), make_input())
 
 
 def check_fields(model: nn.Module, x: Tensor) -> None:
@@ -774,7 +698,7 @@ def check_fields(model: nn.Module, x: Tensor) -> None:
             assert_close(p.kflr[0], 2 * flat.T @ flat)
 
 
-@pytest.mark.parametrize("name", ["recurrent", "attention", "decoder"])
+@pytest.mark.parametrize("name", NETS)
 def test_fields_can_be_differentiated(name: str):
     """Under create_graph the gradient of a field's sum is that of the same sum from plain autograd."""
     make, make_input = NETS[name]
