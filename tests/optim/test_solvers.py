@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import assert_same
-from optimizer_cases import SGD_LIKE, Run, Tokens, assert_close, cnn, mlp, numbers
+from optimizer_cases import Run, Tokens, assert_close, cnn, mlp, numbers
 from torch import Tensor, nn
 
-from curvopt import backpack, extend
+from curvopt import backpack
 from curvopt.extensions import SqrtGGNExact
 from curvopt.kroneckers import eigenbases, kfac_mat_prod, kfacs_to_mat, kron_diagonal, renewed_bases, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
@@ -298,40 +298,6 @@ def test_preconditioner_by_a_hook_and_in_front_of_muon() -> None:
     twin.load_state_dict(preconditioner.state_dict())
     for part in ("state", "run"):
         torch.testing.assert_close(numbers(twin)[part], numbers(preconditioner)[part], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("make", [SGD_LIKE[n] for n in SGD_LIKE if n.endswith("exact")])
-@pytest.mark.parametrize("how", ["sum", "accumulated without division", "scaled", "scaled and unscaled"])
-def test_damping_and_clip_mean_the_same_whatever_the_scale_of_the_loss(make, how: str) -> None:
-    plain, other = Run(make, cnn, **DOUBLE), Run(make, cnn, reduction="sum" if how == "sum" else "mean", **DOUBLE)
-    plain.train(4)
-    for step in range(4):
-        other.optimizer.zero_grad()
-        scale = 4.0 if "scaled" in how else 1.0
-        for _ in range(2 if "accumulated" in how else 1):
-            with other.optimizer.curvature(loss_scale=scale if "unscaled" in how else 1.0):
-                (scale * other.loss(step)).backward()
-        if "unscaled" in how:
-            for p in other.model.parameters():
-                p.grad /= scale
-        other.optimizer.step()
-    assert_close(plain.weights(), other.weights())
-
-
-@pytest.mark.parametrize("loss", [nn.MSELoss, nn.BCEWithLogitsLoss])
-def test_damping_means_the_same_for_means_over_entries_and_sums(loss: type[nn.Module]) -> None:
-    results = []
-    for reduction, factor in (("mean", 1.0), ("sum", 1 / 16), ("sum", 1.0)):
-        torch.manual_seed(0)
-        model = extend(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double())
-        x, y = torch.randn(16, 5).double(), torch.rand(16, 3).double()
-        optimizer = KFACSGD(model.parameters(), fisher="exact")
-        optimizer.attach(model)
-        (factor * loss(reduction=reduction)(model(x), y)).backward()
-        optimizer.step()
-        results.append([p.detach() for p in model.parameters()])
-    assert_close(results[0], results[1])
-    assert_close(results[0], results[2])
 
 
 @pytest.mark.parametrize("half", [16, 40])
