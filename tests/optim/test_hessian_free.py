@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cases import Lambda
+from optimizer_cases import checkpoint, digits, mlp
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.testing import assert_close
@@ -65,15 +66,15 @@ class Problem:
     def __init__(self, train: bool = False, extended: bool = True):
         self.model = Tied().to(float64).train(train)
         self.x, self.y = torch.randn(6, 4, dtype=float64), torch.randint(4, (6,))
-        self.cross_entropy, self.mse = nn.CrossEntropyLoss(), nn.MSELoss(reduction="sum")
         self.regularizer = L2Regularizer([self.model.block.weight], 0.2)
         if extended:
-            extend(self.model), extend(self.cross_entropy), extend(self.mse)
+            extend(self.model)
         self.parameters = list(self.model.parameters())
 
     def losses(self, *outputs: Tensor) -> Tensor:
         logits, hidden = outputs
-        return 3 * self.cross_entropy(logits, self.y) + 0.5 * self.mse(hidden, torch.ones_like(hidden))
+        squares = F.mse_loss(hidden, torch.ones_like(hidden), reduction="sum")
+        return 3 * F.cross_entropy(logits, self.y) + 0.5 * squares
 
     def loss(self) -> Tensor:
         return self.losses(*self.model(self.x)) + 2 * self.regularizer()
@@ -113,13 +114,6 @@ def matrix_of(model: QuadraticModel) -> Tensor:
     return torch.stack([flat(model.product(split(row, like))) for row in eye])
 
 
-def checkpoint(optimizer: torch.optim.Optimizer) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    return file
-
-
 # ------------------------------------------------------------------------------------------------------ the mathematics
 
 
@@ -140,25 +134,6 @@ def test_weight_counts_mean_losses(extended: bool) -> None:
     assert model_of(problem.loss, problem.parameters).weight == pytest.approx(3 + 0.5 * len(problem.x))
 
 
-class Wrapped(nn.Module):
-    """A loss that calls another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = extend(nn.CrossEntropyLoss())
-
-    def forward(self, z: Tensor, y: Tensor) -> Tensor:
-        return self.inner(z, y)
-
-
-def test_of_nested_losses_one_counts() -> None:
-    net, x, y = nn.Linear(3, 4).to(float64), torch.randn(5, 3, dtype=float64), torch.randint(4, (5,))
-    parameters, wrapped = list(net.parameters()), extend(Wrapped(), loss=True)
-    models = [model_of(lambda f=f: f(net(x), y), parameters) for f in (F.cross_entropy, wrapped)]
-    assert models[0].weight == pytest.approx(models[1].weight)
-    assert_close(matrix_of(models[0]), matrix_of(models[1]))
-
-
 def test_a_full_solve_without_damping_is_the_newton_step() -> None:
     A, b = torch.randn(20, 5, dtype=float64), torch.randn(20, 3, dtype=float64)
     model = nn.Linear(5, 3, bias=False).to(float64)
@@ -171,13 +146,8 @@ def test_a_full_solve_without_damping_is_the_newton_step() -> None:
 
 
 def test_a_linear_loss_is_curved_by_weight_decay_alone() -> None:
-    class Weighted(nn.Module):
-        def forward(self, z: Tensor, weights: Tensor) -> Tensor:
-            return (z * weights).sum()
-
     net, x, weights = nn.Linear(3, 2).to(float64), torch.randn(5, 3, dtype=float64), torch.randn(5, 2, dtype=float64)
-    lossfunc = extend(Weighted(), loss=True)
-    HessianFree(net.parameters(), damping=0.0, weight_decay=0.5).step(lambda: lossfunc(net(x), weights))
+    HessianFree(net.parameters(), damping=0.0, weight_decay=0.5).step(lambda: (net(x) * weights).sum())
     assert_close(net.weight.detach(), -2 * weights.T @ x)
     assert_close(net.bias.detach(), -2 * weights.sum(0))
 
@@ -328,8 +298,6 @@ def test_reduction_ratio_compares_with_the_undamped_model() -> None:
 
 
 def test_cg_starts_at_the_decayed_solution_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    from curvopt.optim import hessian_free
-
     starts: list[Any] = []
     solutions: list[Tensor] = []
 
@@ -357,21 +325,13 @@ def test_cg_starts_at_the_decayed_solution_before(monkeypatch: pytest.MonkeyPatc
 # ------------------------------------------------------------------------------------------------------------- training
 
 
-def digits(samples: int) -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import load_digits  # spawned processes do without
-
-    images, labels = load_digits(return_X_y=True)
-    return torch.tensor(images[:samples], dtype=torch.float32).div(16), torch.tensor(labels[:samples])
-
-
-def mlp() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    x, y = digits(900)
-    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10))
-    return model, lambda model: F.cross_entropy(model(x), y)
+def classifier() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    x, y = (each[:900] for each in digits())
+    return mlp(), lambda model: F.cross_entropy(model(x), y)
 
 
 def autoencoder() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    x, _ = digits(400)
+    x = digits()[0][:400].flatten(1)
     sizes = [64, 40, 28, 18, 10, 4, 10, 18, 28, 40, 64]
     layers = [layer for sizes in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(*sizes), nn.Tanh())]
     return nn.Sequential(*layers[:-1]), lambda model: F.binary_cross_entropy_with_logits(model(x), x)
@@ -400,12 +360,14 @@ def train(
     return loss_of(model).item(), cost
 
 
-@pytest.mark.parametrize(("problem", "steps", "floor", "factor"), [(mlp, 20, 0.0, 0.3), (autoencoder, 8, None, 0.85)])
+@pytest.mark.parametrize(
+    ("problem", "steps", "floor", "factor"), [(classifier, 20, 0.0, 0.3), (autoencoder, 8, None, 0.85)]
+)
 def test_gets_further_than_sgd_by_as_many_gradients(
     problem: Callable, steps: int, floor: float | None, factor: float
 ) -> None:
     if floor is None:  # the entropy of the grey images
-        x, _ = digits(400)
+        x = digits()[0][:400]
         floor = F.binary_cross_entropy(x, x).item()
     loss, cost = train(problem, HessianFree, steps)
     baseline = min(
@@ -932,8 +894,8 @@ def test_jacobians_are_compared_up_to_rounding_near_a_minimum() -> None:
     model, y = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randint(4, (64,))
     nn.init.constant_(model[0].bias, -1000.0)  # no unit is active
     optimizer = HessianFree(model.parameters(), damping=0.0)
-    for _ in range(20):
-        optimizer.step(lambda: F.cross_entropy(model(torch.ones(64, 10)), y))
+    losses = [optimizer.step(lambda: F.cross_entropy(model(torch.ones(64, 10)), y)) for _ in range(20)]
+    assert losses[-1] < losses[0]
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -989,15 +951,6 @@ def flash_attention(x: Tensor) -> Tensor:
         return attention(x)
 
 
-class Apply(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(
     ("function", "match"),
@@ -1010,7 +963,7 @@ class Apply(nn.Module):
 def test_operations_without_second_derivative_are_refused(function: Callable, match: str, last: bool) -> None:
     def net(function: Callable) -> nn.Module:
         layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8)]
-        return nn.Sequential(*layers, Apply(function), *([] if last else [nn.Linear(8, 4)]))
+        return nn.Sequential(*layers, Lambda(function), *([] if last else [nn.Linear(8, 4)]))
 
     small = Small(lambda: net(function))
     refuses(small, small.closure, match)
