@@ -97,17 +97,6 @@ def test_without_samples_gradients_are_taken_as_they_are_until_a_backward_has_so
     assert "none" not in optimizer.coverage().values()
 
 
-def test_reentrant_checkpoints_of_layers_do_not_stop_a_training() -> None:
-    model, optimizer = attached(KFACAdamW)
-    with pytest.warns(CurvoptWarning, match="takes plain gradients.*use_reentrant=False"):
-        for _ in range(30):
-            optimizer.zero_grad()
-            loss = without_samples(model)
-            loss.backward()
-            optimizer.step()
-    assert loss.item() < 0.5
-
-
 class Reversible(torch.autograd.Function):
     """``x + layer(x)``, computed again in a backward of its own, as in a RevNet."""
 
@@ -441,19 +430,6 @@ def test_a_last_batch_of_one_prediction_changes_no_other(kind: Callable) -> None
         assert bool(optimizer._progress["empirical"]) == (n == 1)
 
 
-@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
-@pytest.mark.filterwarnings("ignore:.*empirical quantity for such batches")
-def test_extended_losses_that_are_linear_take_the_steps_of_functions(kind: Callable) -> None:
-    ends = []
-    for lossfunc in (extend(nn.L1Loss()), F.l1_loss):
-        model, optimizer = attached(kind)
-        for _ in range(5):
-            step(model, optimizer, lambda z, lossfunc=lossfunc: lossfunc(z, t))
-        ends.append([p.detach().clone() for p in model.parameters()])
-    for a, b in zip(*ends, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 @pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, functools.partial(DiagonalNewton, rms_clip=None)])
 @pytest.mark.parametrize("scale", [1.0, 7.0])
 def test_empirical_curvature_and_steps_are_those_of_a_mean_loss(kind: Callable, scale: float) -> None:
@@ -492,23 +468,6 @@ def test_the_empirical_factors_are_those_of_the_samples_gradients() -> None:
     torch.testing.assert_close(A, hidden.mT @ hidden / 32)
 
 
-def test_the_batch_axis_is_passed_on() -> None:
-    weights = []
-    for axis in (0, 1):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
-        optimizer = KFACSGD(model.parameters())
-        optimizer.attach(model, batch_axis=axis)
-        data, labels = torch.randn(6, 5, 8).double(), torch.randint(3, (6, 5))
-        for _ in range(3):
-            optimizer.zero_grad()
-            out = model(data if axis == 0 else data.transpose(0, 1))
-            F.cross_entropy((out if axis == 0 else out.transpose(0, 1)).flatten(0, 1), labels.flatten()).backward()
-            optimizer.step()
-        weights.append([p.detach() for p in model.parameters()])
-    torch.testing.assert_close(*weights)
-
-
 @pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW])
 def test_heads_that_take_turns_are_refreshed_by_their_own_steps(kind: Callable) -> None:
     torch.manual_seed(0)
@@ -517,7 +476,7 @@ def test_heads_that_take_turns_are_refreshed_by_their_own_steps(kind: Callable) 
     optimizer = kind(model.parameters(), curvature_every=5)
     optimizer.attach(model)
     last, seen = [0] * 4, [0.0] * 4
-    for i in range(200):
+    for i in range(100):
         optimizer.zero_grad()
         F.cross_entropy(heads[i % 4](trunk(x.float())), y).backward()
         optimizer.step()
@@ -525,7 +484,7 @@ def test_heads_that_take_turns_are_refreshed_by_their_own_steps(kind: Callable) 
             factors = optimizer.state[head.weight].get("factors")  # pyright: ignore[reportArgumentType]
             if factors and float(factors[0].norm()) != seen[at]:
                 last[at], seen[at] = i, float(factors[0].norm())
-    assert min(last) >= 200 - 2 * 4 * 5, last
+    assert min(last) >= 100 - 2 * 4 * 5, last
 
 
 def test_a_refresh_that_is_overdue_warns_once() -> None:
@@ -695,30 +654,6 @@ def test_what_a_mask_freezes_stays(kind: Callable, by_hook: bool) -> None:
             optimizer.load_state_dict(state)
     moved = (weight.detach() - before) != 0
     assert torch.equal(moved, mask.bool())
-
-
-@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, DiagonalNewton])
-@pytest.mark.parametrize("scale", [32, 1024])
-@pytest.mark.parametrize("classes", [True, False])
-def test_gradients_that_the_loop_divides_are_those_of_the_mean(kind: Callable, classes: bool, scale: int) -> None:
-    """A sum over tokens and their number, or a static scale of the loss, in place and not, of one part or two."""
-    (model, optimizer), (plain, other) = attached(kind), attached(kind)
-    optimizer.attach(model, gradient_scale=1 / scale)
-    lossfunc, target = (F.cross_entropy, y) if classes else (F.mse_loss, t)
-    for i in range(6):
-        optimizer.zero_grad()
-        for part in (slice(0, 12), slice(12, 32)) if i % 2 else (slice(0, 32),):
-            loss = lossfunc(model(x[part]), target[part], reduction="sum")
-            (scale * loss / (32 if classes else 96)).backward()
-        for p in model.parameters():
-            assert p.grad is not None
-            p.grad = p.grad / scale if i < 3 else p.grad.mul_(1 / scale)
-        optimizer.step()
-        step(plain, other, lambda z: lossfunc(z, target))
-        if i == 0:
-            torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-5, atol=1e-6)
-    ends = [lossfunc(net(x), target) for net in (model, plain)]
-    torch.testing.assert_close(*ends, rtol=0.02, atol=0.0)  # their samples are drawn in other parts
 
 
 @pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
