@@ -194,10 +194,6 @@ def test_a_scaler_skips_a_batch_that_is_not_finite(lossfunc: nn.Module, poison: 
     assert model.weight.isfinite().all()
 
 
-def test_attached_is_the_same():
-    assert_equal(*(train(KFACSGD, cnn, torch.float16, 2.0**10, attach=attach).weights() for attach in (False, True)))
-
-
 @pytest.mark.parametrize("attach", [False, True])
 @pytest.mark.parametrize("known", [False, True], ids=["first step", "later"])
 @exact_optimizer

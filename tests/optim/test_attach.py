@@ -33,7 +33,7 @@ from curvopt.core.layers.computed import PerSampleRule
 from curvopt.core.losses.roots import Empirical
 from curvopt.extensions import KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, KFACEmpirical
 from curvopt.extensions.base import Extension
-from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
+from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 from curvopt.optim.empirical import GradientDiagonal, RowDiagonal
 
 
@@ -388,26 +388,6 @@ def test_an_error_of_one_context_leaves_nothing_of_the_others() -> None:
     assert all(not vars(p) for p in run.model.parameters())
     assert not run.optimizer._accumulation.since_last_step.curvature
     train(run, range(2))
-
-
-def test_a_preconditioner() -> None:
-    def run(attach: bool) -> list[Tensor]:
-        run = Run(torch.optim.AdamW, lr=0.01)
-        preconditioner = KFACPreconditioner(run.model)
-        if attach:
-            preconditioner.attach(run.model)
-        for step in range(6):
-            run.optimizer.zero_grad()
-            if attach:
-                run.loss(step).backward()
-            else:
-                with preconditioner.curvature():
-                    run.loss(step).backward()
-            preconditioner.step()
-            run.optimizer.step()
-        return run.weights()
-
-    assert_equal(run(True), run(False))
 
 
 # ---------------------------------------------------------------------------------------------------------- batch axis

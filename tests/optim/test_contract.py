@@ -403,25 +403,6 @@ def test_where_there_is_no_curvature_at_all_steps_are_those_of_gradients(make: C
     assert_close([p.detach() for p in model.parameters()], [p - 0.1 for p in before])
 
 
-@exact_optimizer
-def test_a_single_parameter_takes_the_steps_that_it_takes_beside_others(make: Callable) -> None:
-    x, y, weights = torch.randn(16, 4).double(), torch.arange(16) % 3, []
-    for alone in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 3, bias=False)).double()
-        if not alone:
-            model.register_parameter("empty", nn.Parameter(torch.zeros(0, 4, dtype=torch.float64)))
-        optimizer = make(model.parameters())
-        optimizer.attach(model)
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
-            (loss if alone else loss + model.empty.sum()).backward()
-            optimizer.step()
-        weights.append(model[0].weight.detach())
-    torch.testing.assert_close(*weights)
-
-
 @pytest.mark.parametrize("name", ["KFACSGD", "EKFACSGD"])
 @pytest.mark.parametrize("several", [False, True])
 def test_the_fisher_matrix_is_chosen_by_the_variables_of_a_prediction(name: str, several: bool) -> None:
@@ -1315,31 +1296,3 @@ def test_closures_may_open_contexts_themselves(attached: bool) -> None:
     assert_equal(plain.weights(), run.weights())
     assert plain.optimizer.metrics() == run.optimizer.metrics()
     assert all(hasattr(p, "grad_batch") for p in run.model.parameters()) == attached
-
-
-@pytest.mark.parametrize("seed", [2, 4, 6])
-def test_a_diagonal_bounds_steps_where_there_is_no_curvature(seed: int) -> None:
-    torch.manual_seed(1)
-    x = torch.randn(6, 2)
-    y = x.sum(1, keepdim=True).sin()
-    torch.manual_seed(seed)
-    centres, output = nn.Parameter(3 * torch.randn(5, 2)), nn.Parameter(torch.randn(5, 1) / 10)
-
-    class Radial(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.centres, self.widths, self.output = centres, nn.Parameter(torch.zeros(5)), output
-
-        def forward(self, x: Tensor) -> Tensor:
-            squares = (x.unsqueeze(1) - self.centres).square().sum(2)
-            return (-squares * self.widths.exp()).exp() @ self.output
-
-    model, lossfunc = Radial(), nn.MSELoss()
-    optimizer = DiagonalNewton(model.parameters(), curvature="diag_ggn_exact", damping=0.001, rms_clip=0.1)
-    optimizer.attach(model, lossfunc)
-    for _ in range(100):
-        optimizer.zero_grad()
-        loss = lossfunc(model(x), y)
-        loss.backward()
-        optimizer.step()
-        assert 0.001 * optimizer.metrics()["step_norm"] ** 2 < 0.1 * 1.01
