@@ -1,4 +1,9 @@
-"""A wandb run beside ``metrics.jsonl``; a training never fails by it and never waits for it."""
+"""A wandb run beside ``metrics.jsonl``; a training never fails by it and never waits for it.
+
+wandb is called directly: the tracker of accelerate hands the arguments of ``wandb.init`` and the rows on as they are,
+so all that is here would stay (offline where no server answers, one run for a training that is resumed, the charts, the
+artifacts). ``wandb.watch`` draws a histogram for each parameter; the heat map shows all layers at once.
+"""
 
 import io
 import logging
