@@ -186,7 +186,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",
     "filename_pattern": r"/plot_",
-    "ignore_pattern": r"/train_",  # programs for torchrun
+    "ignore_pattern": r"^train_",  # programs for torchrun
     "image_scrapers": (scrape,),
     "within_subsection_order": StoryOrder,
     "reset_modules": ("matplotlib", reset),
