@@ -8,7 +8,7 @@ are those of its copy.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +20,7 @@ from torch import Tensor, distributions, einsum, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from curvopt import extend
+from curvopt import extend, prediction
 
 N, INPUTS, WIDTH = 4, 3, 4
 
@@ -263,7 +263,12 @@ BETWEEN: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
     "sigmoid": (False, torch.sigmoid),
     "tanh": (False, torch.tanh),
     "normalize": (False, lambda z: F.normalize(z, dim=1)),
+    "tanh of a half": (False, lambda z: z[: len(z) // 2].tanh()),
+    "sigmoid of rows": (False, lambda z: z[[2, 0]].sigmoid()),
 }
+#: The same, where the user says that the result is the prediction.
+MARKED = {f"prediction {name}": BETWEEN[name][1] for name in ("scale", "sigmoid", "tanh", "normalize")}
+BETWEEN |= {name: (False, lambda z, of=of: prediction(of(z))) for name, of in MARKED.items()}
 
 
 @dataclass
@@ -286,7 +291,7 @@ class Term:
     @property
     def is_definite(self) -> bool:
         """Whether it has a Gauss-Newton matrix that is a sum over samples."""
-        linear = BETWEEN[self.between][0] or self.loss.known
+        linear = BETWEEN[self.between][0] or self.loss.known or self.between in MARKED
         return self.loss.convex and not self.loss.coupled and linear
 
 
@@ -425,13 +430,15 @@ PLOTS = {
 }
 
 
-def terms_of(rng: random.Random, heads: Sequence[Tensor], number: int, plain: bool) -> list[Term]:
+def terms_of(rng: random.Random, heads: Sequence[Tensor], number: int, plain: bool, may_mark: bool) -> list[Term]:
     """Random terms of heads; all of them have Gauss-Newton matrices if ``plain``."""
     found: list[Term] = []
+    functions = [name for name in BETWEEN if may_mark or name not in MARKED]
     while len(found) < number:
-        head, between = rng.randrange(len(heads)), rng.choice([*BETWEEN, *["identity"] * 6])
+        head, between = rng.randrange(len(heads)), rng.choice([*functions, *["identity"] * 6])
         z = heads[head]
-        if between not in ("identity", "scale", "sigmoid", "tanh") and (z.dim() < 2 or z.shape[1] < 2 or len(z) < 4):
+        of_rows = between.split()[-1] in ("identity", "scale", "sigmoid", "tanh")
+        if not of_rows and (z.dim() < 2 or z.shape[1] < 2 or len(z) < 4):
             continue
         at = BETWEEN[between][1](z)
         if at.dim() < 2 or at.shape[1] < 2:
@@ -471,19 +478,38 @@ def program(seed: int, plot: str | None = None, plain: bool = False) -> Program:
         name = plot or rng.choice(list(PLOTS))
         models, data, run = PLOTS[name](rng)
         heads = [z.detach() for z in run(plainly, *data)]
-        terms = terms_of(rng, heads, rng.choice([1, 2, 2, 3]), plain)
+        may_mark = name not in ("gan", "parts", "molecules")  # refused: samples are those of several models, or pooled
+        terms = terms_of(rng, heads, rng.choice([1, 2, 2, 3]), plain, may_mark)
         if name in ("two_nets", "twice") and rng.random() < 0.4:
             joint = Loss(lambda a, b: (a - b).square().sum(1).mean())
             terms.append(Term("distance of heads", 1.0, (0, 1), "identity", joint))
     return Program(name, models, data, run, terms)
 
 
-def one_loss(name: str, kind: str = "linear", beside: str | None = None) -> Program:
-    """A net whose last layer is of a kind, with a loss, and maybe another one of the same head."""
+def smooth(seed: int) -> Program:
+    """A plain program in which nothing but ``tanh`` and ``sigmoid`` is nonlinear between parameters and losses."""
+    rng = random.Random(seed)
+    with seeded(seed):
+        kinds = ["linear", "pruned", "functional", "masked", "matmul", "scaled", "lora"]
+        net = Net(rng.choice(["mlp", "deep", "residual", "direct"]), [(rng.choice(kinds), 3) for _ in range(2)])
+        x = torch.randn(N, INPUTS)
+        heads, terms = [z.detach() for z in net(x)], list[Term]()
+        while len(terms) < 2:
+            (term,) = terms_of(rng, heads, 1, True, True)
+            if "normalize" not in term.between and not (
+                term.loss.at and term.name in ("variance", "Brier", "Brier, nearly met")
+            ):
+                terms.append(term)
+    return Program("smooth", [net], (x,), lambda call, x: heads_of(call(net, x)), terms)
+
+
+def one_loss(name: str, kind: str = "linear", beside: str | None = None, between: str = "identity") -> Program:
+    """A net whose last layer is of a kind, with a loss behind a function, and maybe another one of the same head."""
     with seeded(0):
         net, x = Net("mlp", [(kind, 3)]), torch.randn(N, INPUTS)
-        table = losses(N, 3)
-    terms = [Term(each, 1.0, (0,), "identity", table[each]) for each in (name, beside) if each]
+        tables = {each: losses(*BETWEEN[each][1](net(x)).shape) for each in (between, "identity")}
+    terms = [Term(name, 1.0, (0,), between, tables[between][name])]
+    terms += [Term(beside, 1.0, (0,), "identity", tables["identity"][beside])] if beside else []
     return Program("one_loss", [net], (x,), lambda call, x: [call(net, x)], terms)
 
 
@@ -513,6 +539,30 @@ class Copies:
         if isinstance(outputs[0], tuple):
             return tuple(torch.cat(each) for each in zip(*outputs, strict=True))
         return torch.cat(outputs)
+
+
+def split(term: Term, heads: Sequence[Tensor]) -> tuple[list[Tensor], Callable[..., Tensor]]:
+    """The tensors at which a term is split, and the rest of it as a function of these."""
+    if term.loss.known:
+        first, rest = term.loss.at or ((lambda z: z), term.loss.of)
+        return [first(z) for z in term.inputs(heads)], lambda z: term.weight * rest(z)
+    if term.between in MARKED:
+        return term.inputs(heads), lambda z: term.weight * term.loss.of(z)
+
+    def of(*z: Tensor) -> Tensor:
+        return term.value([z[term.heads.index(i)] if i in term.heads else each for i, each in enumerate(heads)])
+
+    return [heads[i] for i in term.heads], of
+
+
+def dense_hessian(of: Callable[..., Tensor], at: Sequence[Tensor]) -> Tensor:
+    """The Hessian of a function of some tensors, in all their entries."""
+    sizes = [z.numel() for z in at]
+
+    def flat(v: Tensor) -> Tensor:
+        return of(*(part.view(z.shape) for part, z in zip(v.split(sizes), at, strict=True)))
+
+    return torch.autograd.functional.hessian(flat, torch.cat([z.detach().flatten() for z in at]))
 
 
 @dataclass
@@ -560,25 +610,8 @@ class Reference:
         """The Hessian of each term where it is split, and the Jacobians there."""
         found = []
         for term in self.program.terms:
-            if term.loss.known:
-                first, rest = term.loss.at or ((lambda z: z), term.loss.of)
-                at = [first(z) for z in term.inputs(self.heads)]
-                of = lambda z, term=term, rest=rest: term.weight * rest(z)  # noqa: E731
-            else:
-                at = [self.heads[i] for i in term.heads]
-
-                def of(*z: Tensor, term: Term = term) -> Tensor:
-                    heads: list[Any] = list(self.heads)
-                    for i, each in zip(term.heads, z, strict=True):
-                        heads[i] = each
-                    return term.value(heads)
-
-            sizes = [z.numel() for z in at]
-
-            def flat(v: Tensor, of: Callable = of, at: list[Tensor] = at, sizes: list[int] = sizes) -> Tensor:
-                return of(*(part.view(z.shape) for part, z in zip(v.split(sizes), at, strict=True)))
-
-            H = torch.autograd.functional.hessian(flat, torch.cat([z.detach().flatten() for z in at]))
+            at, of = split(term, self.heads)
+            H = dense_hessian(of, at)
             found.append((H, self._rows(torch.cat([z.flatten() for z in at]))))
         return found
 
@@ -607,3 +640,80 @@ class Reference:
             blocks = torch.stack(rows, 1)
             found[name] = blocks.sum(0), blocks
         return found
+
+
+#: Layers that multiply their input by a parameter itself.
+MULTIPLIES = ("linear", "functional", "matmul")
+
+
+class Recorded:
+    """The inputs and outputs of a program's layers, and the values of its ``tanh`` and ``sigmoid``, in one run.
+
+    Each output has a change of zero added, ``[rows, O]``, so that derivatives by it are those at the rows of one call.
+    """
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.inputs: dict[str, list[Tensor]] = {}
+        self.changes: dict[str, list[Tensor]] = {}
+        handles = []
+        for name, p in program.parameters().items():
+            owner = program.models[int(name.split(".")[0])].get_submodule(".".join(name.split(".")[1:-1]))
+            of_itself = type(owner) is nn.Linear and not parametrize.is_parametrized(owner) and "_orig" not in name
+            if p.dim() == 2 and (of_itself or getattr(owner, "kind", "") in MULTIPLIES):
+                handles.append(owner.register_forward_hook(lambda _, x, z, name=name: self._called(name, x[0], z)))
+        self.heads = program.heads()
+        for handle in handles:
+            handle.remove()
+
+    def _called(self, name: str, x: Tensor, z: Tensor) -> Tensor:
+        self.inputs.setdefault(name, []).append(x.detach())
+        self.changes.setdefault(name, []).append(torch.zeros_like(z).requires_grad_())
+        return z + self.changes[name][-1]
+
+    def reaching(self, name: str, term: Term) -> list[int]:
+        """The calls of a layer to which a term has a path."""
+        value = term.value(self.heads)
+        found = torch.autograd.grad(value, self.changes[name], retain_graph=True, allow_unused=True)
+        return [i for i, g in enumerate(found) if g is not None]
+
+    def input_factor(self, name: str, calls: Iterable[int]) -> Tensor:
+        """The mean over all rows of ``x x^T``."""
+        x = torch.cat([self.inputs[name][i] for i in calls])
+        return x.T @ x / len(x)
+
+    def output_factor(self, name: str) -> Tensor:
+        """The sum over terms and rows of ``J^T H J``, of the outputs of the layer at a row."""
+        parts = []
+        for term in self.program.terms:
+            at, of = split(term, self.heads)
+            H = dense_hessian(of, at)
+            for change in self.changes[name]:
+                entries = torch.cat([z.flatten() for z in at])
+                rows = [torch.autograd.grad(e, change, retain_graph=True, materialize_grads=True)[0] for e in entries]
+                J = torch.stack(rows)  # [entries, rows, O]
+                parts.append(einsum("crp,cd,drq->pq", J, H, J))
+        return total(parts)
+
+    def empirical_factor(self, name: str, term: Term, of_entries: bool) -> Tensor:
+        """The sum over rows of ``s s^T / w``, of the gradients s by the layer's output, of a loss of weight w a row."""
+        value, (at,) = term.value(self.heads), term.inputs(self.heads)
+        slopes = torch.autograd.grad(value, self.changes[name], retain_graph=True, materialize_grads=True)
+        weight = term.weight / (at.numel() if of_entries else len(at))
+        return total([g.T @ g for g in slopes]) / weight
+
+
+def activations(run: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[str, Tensor, Tensor]]]:
+    """What a function returns, and the kind, inputs and outputs of its ``tanh`` and ``sigmoid``."""
+    found = []
+
+    class Listens(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = f(*args, **(kwargs or {}))
+            kind = getattr(f, "__name__", "")
+            if kind in ("tanh", "sigmoid") and result.requires_grad:
+                found.append((kind, args[0], result))
+            return result
+
+    with Listens():
+        return run(), found

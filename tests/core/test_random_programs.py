@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,12 @@ OTHERS: list[type[Extension]] = [KFLR, KFACEmpirical, PCHMP]
 
 #: What is refused by name: a loss by hand where models have several numbers of samples.
 NUMBERS = "several models with different numbers of samples"
+
+#: Plots in which layers are called with rows of the data, and losses that are means over rows, or over all entries: the
+#: loss of a row is their sum then.
+FACTORED = ("one_net", "two_nets", "halves", "twice", "gan")
+MEANS = ("cross_entropy", "nll_loss", "log_softmax by hand", "kl_div", "CrossEntropyLoss", "mse_loss, rows")
+MEANS_OF_ENTRIES = ("mse_loss", "bce", "Bernoulli")
 
 Fields = dict[str, list[Tensor]]
 Loss = Callable[[], Tensor]
@@ -220,6 +227,66 @@ def test_the_ggn_of_a_sum_is_the_sum(seeds: Iterable[int]) -> None:
             assert_close({name: found[name] for name in names}, summed, kind.__name__, seed, program)
 
 
+@blocks(2200, 2260, 10)
+def test_kronecker_factors_equal_their_definitions(seeds: Iterable[int]) -> None:
+    """Of layers that multiply their input by a parameter: sums and means over the rows of all calls."""
+    compared = 0
+    for seed in seeds:
+        program = extended(seed, plot=FACTORED[seed % len(FACTORED)], plain=True)
+        (term,), parameters = (program.terms[:1] if seed % 2 else program.terms[-1:]), program.parameters()
+        for kind, terms in ((KFLR, program.terms), (KFACEmpirical, [term])):
+            found = fields_or_refusals(parameters, partial(program.loss, terms), [kind])[kind]
+            recorded = random_programs.Recorded(replace(program, terms=terms))
+            for name in recorded.inputs if not isinstance(found, CurvoptError) else ():
+                reaching = [recorded.reaching(name, each) for each in terms]
+                if name not in found or len(found[name]) != 2:
+                    continue
+                B, A = found[name]
+                if kind is KFLR:
+                    expected = recorded.output_factor(name)
+                elif term.name not in (*MEANS, *MEANS_OF_ENTRIES):
+                    continue
+                else:
+                    expected = recorded.empirical_factor(name, term, term.name in MEANS_OF_ENTRIES)
+                assert_close({name: [B]}, {name: [expected]}, kind.__name__, "B", seed, program)
+                if all(calls == reaching[0] for calls in reaching):
+                    expected = recorded.input_factor(name, reaching[0])
+                    assert_close({name: [A]}, {name: [expected]}, kind.__name__, "A", seed, program)
+                compared += 1
+    assert compared > len(seeds)
+
+
+@blocks(2300, 2360, 10)
+def test_pchmp_equals_its_definition(seeds: Iterable[int]) -> None:
+    """The Gauss-Newton matrix, and the positive part of what each ``tanh`` and ``sigmoid`` adds."""
+    compared = 0
+    for seed in seeds:
+        program = random_programs.smooth(seed)
+        for model in program.models:
+            extend(model)
+        reference, parameters = Reference(program), program.parameters()
+        loss, found = random_programs.activations(program.loss)
+        expected = {name: reference.ggn(name) for name in reference.names}
+        for kind, a, b in found:
+            (slope,) = torch.autograd.grad(loss, b, retain_graph=True)
+            second = -2 * b * (1 - b * b) if kind == "tanh" else b * (1 - b) * (1 - 2 * b)
+            weights = (slope * second).flatten().clamp(min=0)
+            rows = [
+                torch.autograd.grad(e, list(parameters.values()), retain_graph=True, materialize_grads=True)
+                for e in a.flatten()
+            ]
+            for i, name in enumerate(parameters):
+                J = torch.stack([row[i].flatten() for row in rows])
+                expected[name] = expected[name] + torch.einsum("ap,a,aq->pq", J, weights, J)
+        field = fields_or_refusals(parameters, program.loss, [PCHMP])[PCHMP]
+        if isinstance(field, CurvoptError):
+            assert "used once and enter linearly" in str(field), (seed, str(program), field)
+            continue
+        assert_close(field, {name: [value.detach()] for name, value in expected.items()}, seed, program)
+        compared += 1
+    assert compared > len(seeds) / 2
+
+
 @blocks(2500, 2512, 6)
 def test_sampled_quantities_have_the_exact_ones_for_a_mean(seeds: Iterable[int]) -> None:
     for seed in seeds:
@@ -319,6 +386,14 @@ def test_linear_losses_of_each_layer(kind: str) -> None:
     for name in ("l1_loss", "hinge", "score", "weighted"):
         for beside in (None, "cross_entropy", "squares"):
             check_definitions(random_programs.one_loss(name, kind, beside), refused=False)
+
+
+@pytest.mark.parametrize("between", random_programs.BETWEEN)
+def test_losses_behind_each_function(between: str) -> None:
+    for name in ("mse_loss", "cross_entropy", "squares", "log-cosh"):
+        made = partial(random_programs.one_loss, name, between=between)
+        check_definitions(made(), refused=not made().terms[0].is_definite)
+        check_definitions(made(beside="score"), refused=not made().terms[0].is_definite)
 
 
 def apart(rng: random.Random, program: Program) -> tuple[str, Loss]:

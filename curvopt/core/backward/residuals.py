@@ -70,7 +70,7 @@ class Residuals:
         layout = location.axes.layouts.get((edge.node, edge.output_nr))
         if (edge.node, edge.output_nr) not in location.axes.layouts:  # between the heads and the loss
             rows = location.rows_of(edge) if shape_of(edge.node, edge.output_nr) else None
-            return rows is not None and rows == [j // max(len(rows) // location.N, 1) for j in range(len(rows))]
+            return rows is not None and rows == [n for n in range(location.N) for _ in range(len(rows) // location.N)]
         return isinstance(layout, Layout) and layout.before == 1 and layout.labels is None
 
     def add(self, extensions: Sequence[Extension], modify: Modify) -> None:

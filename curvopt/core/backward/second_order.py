@@ -278,7 +278,8 @@ class SecondOrder:
         if not ggn:
             return
         scaled = {node for node, _ in self.terms.ends if operation(node) in ("DIV", "MUL")}
-        outputs = {node for _, (node, _) in self.located.graph.model_calls}
+        graph = self.located.graph
+        outputs = {node for node, _ in graph.predictions.union(edge for _, edge in graph.model_calls)}
         for node in walk([node for node, _ in self.run.how.roots], last=outputs) if scaled else ():
             if node in scaled and node not in outputs:
                 raise NotCurved(
