@@ -1,7 +1,7 @@
 """What another version of the package computes otherwise: fields, and the everyday loops of `benchmarks.workflows`.
 
 python -m benchmarks.compare_versions --old CHECKOUT                 compare a checkout with this one
-python -m benchmarks.compare_versions --old CHECKOUT --only fields   some three minutes on one core; loops take five
+python -m benchmarks.compare_versions --old CHECKOUT --only fields   some three minutes on one core; loops take seven
 python -m benchmarks.compare_versions --old CHECKOUT --filter conv   programs with "conv" in their names
 
 Both versions run the programs of this checkout, each in a process of its own that uses the public names of the package

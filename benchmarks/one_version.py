@@ -47,6 +47,10 @@ class Computed:
     sampled: bool
 
 
+#: Of the loops, whose numbers are means over them: a single draw says little.
+SEEDS = range(3)
+
+
 @dataclass
 class Loop:
     """The numbers of a loop, and what it warned of."""
@@ -262,18 +266,21 @@ def all_loops(curvopt: ModuleType, steps: int) -> Iterator[tuple[str, Callable[[
     }
     optimizers["KFACPreconditioner"] = preconditioned
 
+    def numbers(loop: Callable, make: Callable, seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        return [float(number) for number, _ in zip(loop(make), range(steps), strict=False)]
+
     def results(loop: Callable) -> Iterator[tuple[str, Failed | Loop]]:
         for name, make in optimizers.items():
-            torch.manual_seed(0)
             try:
                 with warnings.catch_warnings(record=True) as warned:
                     warnings.simplefilter("always")
-                    numbers = [float(number) for number, _ in zip(loop(make), range(steps), strict=False)]
+                    runs = [numbers(loop, make, seed) for seed in SEEDS]
             except Exception as error:
                 yield name, Failed.by(error, curvopt)
             else:
                 texts = [str(w.message) for w in warned if issubclass(w.category, curvopt.CurvoptWarning)]
-                yield name, Loop(numbers, texts)
+                yield name, Loop([sum(each) / len(runs) for each in zip(*runs, strict=True)], texts)
 
     for name, loop in WORKFLOWS.items():
         yield name, partial(results, loop)
