@@ -264,10 +264,8 @@ def _warn_of_cost(extensions: Sequence[Extension], located: LocatedGraph) -> Non
     slow = [call for call in slow if call.location.N > 1]
     if sum(call.location.N * _entries(call) for call in slow) > fast:
         for call in sorted(slow, key=_entries, reverse=True):
-            N, what = (
-                call.location.N,
-                "an operation that is not known" if isinstance(call.rule, PerSampleRule) else "its output",
-            )
+            what = "an operation that is not known" if isinstance(call.rule, PerSampleRule) else "its output"
+            N = call.location.N
             _warn_once(
                 call,
                 f"{what} does not hold the {N} samples along one axis, so its quantities are computed sample by "
