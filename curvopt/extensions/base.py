@@ -35,7 +35,7 @@ class Extension(ABC):
     #: Whether a first-order quantity takes row n's part of the gradient for sample n's gradient where samples mix.
     through_batch_norm: bool = False
 
-    #: Whether a first-order quantity is the sum of those of parts of the batch.
+    #: Whether a first-order quantity is the sum of that of parts of the batch.
     adds_up: ClassVar[bool] = False
 
     #: Indices of the samples that are kept, as of a list: negative ones count from the end; ``None`` for all.

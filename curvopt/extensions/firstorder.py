@@ -44,7 +44,7 @@ class BatchGrad(_OfGradients):
 
     def update(self, total: None, chunk: Chunk) -> Tensor:
         values = chunk.jacobian.select(self.subsampling).dense()[0]
-        # those of a bias are a view of the output's gradient, which other layers may share
+        # values of a bias are a view of the output's gradient, which other layers may share
         return values.clone() if isinstance(chunk.jacobian, Dense) else values
 
 

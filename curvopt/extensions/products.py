@@ -49,8 +49,8 @@ class _Identity:
     def __init__(self, weight: Tensor, shape: torch.Size):
         self.weight, self.shape = weight, shape
 
-    def joined(self, others: Sequence[Any]) -> Sequence[Any]:
-        return [self, *others]
+    def joined(self, rest: Sequence[Any]) -> Sequence[Any]:
+        return [self, *rest]
 
     def matmul(self, directions: Tensor) -> Tensor:
         return self.weight * directions
@@ -76,7 +76,7 @@ class _Product(Extension):
         return {**total, "identity": [_Identity(weight, p.shape)]}
 
     def finish(self, total: dict[Any, list[Any]]) -> BlockProduct:
-        return BlockProduct([each for first, *others in total.values() for each in first.joined(others)])
+        return BlockProduct([each for first, *rest in total.values() for each in first.joined(rest)])
 
 
 class GGNMP(_Product):

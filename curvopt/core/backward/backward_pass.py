@@ -88,7 +88,7 @@ class LocatedGraph:
 
     @property
     def may_reach_parameters(self) -> bool:
-        """Whether parameters are among the leaves, or functions that are written in Python, which may hide some."""
+        """Whether parameters are among the leaves, or functions that are written in Python, which may hide any."""
         custom = any(isinstance(node, BackwardCFunction) for node in self.graph.nodes)
         return custom or any(isinstance(leaf, nn.Parameter) for leaf in self.graph.leaves.values())
 
@@ -107,7 +107,7 @@ class LocatedGraph:
 
 
 def read_and_locate(roots: Sequence[Node], as_one_sample: bool = False) -> LocatedGraph:
-    """Read the graph behind some nodes, and find out where the samples are in it, see `locate`.
+    """Read the graph behind nodes, and find out where the samples are in it, see `locate`.
 
     Raises:
         CurvoptError: where that is not clear, or the results would be wrong.
@@ -151,7 +151,7 @@ def read_and_locate(roots: Sequence[Node], as_one_sample: bool = False) -> Locat
 
 
 def _leave_to_operations(found: CallInGraph, graph: BackwardGraph) -> None:
-    """Read the operations of a call whose output all samples share one by one, as those outside of modules."""
+    """Read the operations of a call whose output all samples share one by one, as operations outside of modules."""
     nodes = set(walk([edge.node for edge in found.edges.values()], found.call.boundary))
     for operand, p in graph.operands_among(nodes, found.parameters.values()).items():
         if operand not in graph.operands.setdefault(p, []):
@@ -175,7 +175,7 @@ class Backward(NamedTuple):
         roots: outputs of nodes that are differentiated, with the gradients that were passed in.
         accumulates: whether gradients are accumulated in leaves.
         to_some_inputs: whether it was given inputs, so that it may not reach all calls of a parameter.
-        create_graph: whether it builds a graph of its own, so that fields can be differentiated.
+        create_graph: whether it builds a graph, so that fields can be differentiated.
         batched: whether several vectors are pulled back at once (``is_grads_batched=True``).
     """
 
@@ -194,7 +194,7 @@ class Request:
         extensions: without any, the backward runs as it is.
         counted: the parameters of the optimizer that asks: only losses that reach one of them count in the weight of
             the loss, whatever is added; ``None`` for a user, for whom all losses count.
-        maximized: whether what is differentiated is maximised: second-order quantities are those of minus it.
+        maximized: whether what is differentiated is maximised: second-order quantities are of its negative.
         loss_reduction: how losses of no known kind are reduced over the samples.
         largest_block: how many outputs of a sample such a loss may couple.
         as_one_sample: whether each batch is one sample, whatever `extend` was told.

@@ -247,8 +247,8 @@ def check_inner_backward(roots: list[Node], extensions: Sequence[Extension]) -> 
     Raises:
         CurvoptError: if there are such layers.
     """
-    own = is_own_backward() and any(isinstance(leaf, nn.Parameter) for leaf in leaves_behind(roots))
-    if own or (extensions and any(records_behind(roots, ModuleCall))):
+    of_engine = is_own_backward() and any(isinstance(leaf, nn.Parameter) for leaf in leaves_behind(roots))
+    if of_engine or (extensions and any(records_behind(roots, ModuleCall))):
         error = CurvoptError(
             "an extended module was used in a backward that was started inside of another one, by a hook, or by a "
             "function that computes layers again; use torch.utils.checkpoint with use_reentrant=False, and "

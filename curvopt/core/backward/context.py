@@ -72,13 +72,13 @@ class backpack(Context):  # noqa: N801 - the name users of BackPACK know
         *extensions: instances of `curvopt.extensions`; none is allowed and computes nothing.
         extension_hook: called as ``extension_hook(module)`` as soon as all fields of a module's parameters are
             complete; it may use and delete them, so that not all layers' quantities are in memory at once. Called once
-            in a backward for each module whose own parameters have fields, not for losses, containers and layers
+            in a backward for each module whose parameters have fields, not for losses, containers and layers
             without parameters. Inside, ``module.input0`` (``input1``, ...) and ``module.output`` are what a layer that
             has a rule was called with and gave, detached unless the backward creates a graph. Gradients are disabled,
             as in all hooks of a backward; another backward goes inside of ``torch.enable_grad()``.
         debug: print which field is set on which parameter.
         retain_graph: accepted for programs written for BackPACK and needed for nothing: quantities that outlive the
-            backward (matrix products) own what they need.
+            backward (matrix products) hold what they need.
 
     Raises:
         TypeError: for an extension class instead of an instance, or something that is no extension.
@@ -118,7 +118,7 @@ class backpack(Context):  # noqa: N801 - the name users of BackPACK know
     def __enter__(self) -> backpack:
         """Activate the extensions."""
         if any(isinstance(extension.columns, Hessian) for extension in self.extensions):
-            self._kernels.enter_context(sdpa_kernel(SDPBackend.MATH))  # the others have no second derivative
+            self._kernels.enter_context(sdpa_kernel(SDPBackend.MATH))  # other kernels have no second derivative
         self._is_first = True
         super().__enter__()
         return self

@@ -120,7 +120,7 @@ def _samples(located: LocatedGraph) -> list[str]:
         if location.is_one_sample:
             where = "as batch_axis=None makes a batch one sample"
         elif location.appended:
-            where += ", those of several calls one after the other"
+            where += ", the samples of several calls one after the other"
         rows.append(f"{'functional code' if model is None else model.name}: {location.N}, {where}")
     return rows
 

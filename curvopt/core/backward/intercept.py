@@ -118,17 +118,17 @@ def engine(run: Callable[..., Any], listening: bool) -> Iterator[None]:
 
 
 class Observer(Protocol):
-    """Somebody with a context for backwards that others start."""
+    """An optimizer with a context for backwards of users."""
 
     def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> AbstractContextManager[Any] | None:
-        """The context to run a backward in that will reach some parameters; ``None`` to let it run as it is."""
+        """The context to run a backward in that will reach parameters; ``None`` to let it run as it is."""
 
 
 _observers: weakref.WeakKeyDictionary[Observer, None] = weakref.WeakKeyDictionary()  # in the order of attach()
 
 
 def attach(observer: Observer, *modules: nn.Module | None) -> None:
-    """Extend modules; from now on, ask ``observer`` for a context for every backward, but for those in an empty one."""
+    """Extend modules; from now on, ask ``observer`` for a context for each backward that is in no empty one."""
     for module in modules:
         if module is not None:
             extend(module)
@@ -152,13 +152,13 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
     roots = [node for node in nodes if node is not None]
     accumulates, inputs = kwargs.get("accumulate_grad", False), args[3]
     contexts = _active_contexts()
-    own = is_own_backward() and accumulates  # of a function that is written in Python
-    if own or running_backward() != -1:  # of a hook inside a backward
+    of_engine = is_own_backward() and accumulates  # of a function that is written in Python
+    if of_engine or running_backward() != -1:  # of a hook inside a backward
         if accumulates:
-            asked = [context for context in listeners() if isinstance(context, Context)][-1:] if own else contexts
+            asked = [context for context in listeners() if isinstance(context, Context)][-1:] if of_engine else contexts
             wanted = [e for context in asked if context.listener is None for e in context.extensions]
             check_inner_backward(roots, wanted)
-            if own:
+            if of_engine:
                 listeners()[-1].keep(leaves_behind(roots))
         return call()
     if not roots or (inputs and not any(_is_parameter(x) for x in inputs)):  # of slopes, say, that the loss is made of
@@ -168,7 +168,7 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
         if accumulates and (contexts or not listeners()):
-            # attached optimizers first: they take their fields off, and leave those of the user
+            # attached optimizers first: they take their fields off, and leave fields of the user
             contexts = [*_observing(stack, lambda: set(inputs) if inputs else leaves_behind(roots)), *contexts]
             if len(contexts) > 1:
                 together = tuple(contexts)  # of attached optimizers, then one of the user, for one backward

@@ -62,7 +62,7 @@ def kfra_jacobians(
             entry.call.cache.clear()  # its patches, as the positions of one sample
             jacobians = entry.rule.jac_t(entry.call, [vectors], list(entry.parameters), 1)
             entry.call.cache.clear()
-            for name, jacobian in jacobians.items():  # a second call has inputs of its own
+            for name, jacobian in jacobians.items():  # a second call has other inputs
                 yield Chunk(entry.parameters[name], jacobian, (entry.call,))
         if not left:
             return

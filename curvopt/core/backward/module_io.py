@@ -24,7 +24,7 @@ from curvopt.core.record import ModuleCall, disable
 def showing(module: nn.Module, call: ModuleCall) -> Iterator[None]:
     """Inside, ``input0``, ``input1``, ... are the arguments, ``output`` is the first result, without its graph.
 
-    Names that the module has itself are left alone. There is no output where random numbers were drawn for it.
+    Names that the module has itself are kept. There is no output where random numbers were drawn for it.
     """
     buffers = module._buffers
     values: dict[str, Callable[[], Any]] = {f"input{i}": partial(_input, x) for i, x in enumerate(call.args)}

@@ -166,7 +166,7 @@ def _mask(rows: Sequence[int], sample: int, like: Tensor) -> Tensor:
 
 
 def _hessian(slopes: Sequence[Tensor], edges: Sequence[GradientEdge], p: nn.Parameter, size: int) -> Tensor:
-    """The Hessian ``[P, P]`` of one parameter of what has these slopes at some edges."""
+    """The Hessian ``[P, P]`` of one parameter of what has these slopes at edges."""
     with torch.enable_grad():
         (gradient,) = pull(edges, [p], [slope.unsqueeze(0) for slope in slopes])
         gradient = None if gradient is None else gradient[0]
@@ -195,7 +195,7 @@ def residual_columns(residual: Residual, grads: list[Tensor], N: int, size: int,
     # stay within the operation: an input may depend on another, and the gradient (under create_graph) on all of them
     borders = [edge.node for edge in residual.inputs] + [grad.grad_fn for grad in grads]
     with torch.enable_grad(), cut(borders):
-        # the operation's own backward at a fixed gradient, as a function of the operation's inputs
+        # the backward of the operation at a fixed gradient, as a function of the operation's inputs
         outputs = [GradientEdge(residual.node, nr) for nr in residual.outputs]
         pulled = pull(outputs, residual.inputs, [grad.unsqueeze(0) for grad in grads])
         found = [(e, p[0]) for e, p in zip(residual.inputs, pulled, strict=True) if p is not None and p.requires_grad]

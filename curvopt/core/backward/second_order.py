@@ -142,7 +142,7 @@ class SecondOrder:
     # Parts
 
     def _known(self) -> list[FactoredLoss]:
-        """The known terms with their Hessians. The remainder takes those without a root, and makes up for it.
+        """The known terms with their Hessians. The remainder takes terms without a root, and makes up for it.
 
         So does a remainder that is not convex with the terms at its predictions: a cross-entropy less an entropy has
         the Gauss-Newton matrix that it has as one function of the logits.
@@ -224,7 +224,7 @@ class SecondOrder:
         )
 
     def _predictions(self, nonlinear: Iterable[Node]) -> list[Edge]:
-        """The first tensors behind some operations that a model returns, or an operation with parameters computes."""
+        """The first tensors behind operations that a model returns, or an operation with parameters computes."""
         calls = [*self.located.calls, *self.located.graph.module_calls.values()]
         ends = {(edge.node, edge.output_nr) for call in calls for edge in call.edges.values()}
         ends |= {edge for location in self.located.distinct_locations for edge in location.heads}
@@ -244,7 +244,7 @@ class SecondOrder:
         return list(found)
 
     def _rows(self, nonlinear: Iterable[Node]) -> int:
-        """The number of rows of which a function behind some operations may be a mean."""
+        """The number of rows of which a function behind operations may be a mean."""
         (location,) = self.located.distinct_locations
         if not location.is_one_sample:
             return location.N
@@ -338,7 +338,7 @@ class SecondOrder:
         self._fill_with_zeros()
 
     def _fill_with_zeros(self) -> None:
-        """Parameters on which the scalar depends linearly alone have fields, too."""
+        """Parameters on which the scalar depends only linearly have fields, too."""
         run, ends = self.run, [GradientEdge(*edge) for edge in self.terms.ends]
         for extension in self.extensions if ends else ():
             there = {p for p in run.calls_of if (p, extension) in run.totals}
@@ -346,7 +346,7 @@ class SecondOrder:
                 run.sweep(Columns(ends, [new_like(edge).unsqueeze(0) for edge in ends]), [extension], there)
 
     def _sweep_root(self, part: FactoredLoss, extensions: Sequence[Extension], last: bool) -> None:
-        """All columns of a known term; rows of a sample have columns of their own."""
+        """All columns of a known term; rows of a sample have separate columns."""
         run, locations = self.run, self.located.distinct_locations
         for location in locations:
             samples = location.rows_of(part.edges[0])
@@ -421,7 +421,7 @@ def _head(edge: Edge, location: Samples, what: str) -> Head:
 
 
 def _scaled(column: Tensor, typical: Tensor) -> Tensor:
-    """A column with the mean square of another one, and its own where that has none."""
+    """A column with the mean square of another one, and the column itself where that has none."""
     typical = torch.where(typical == 0, column.to(typical), typical)
     size = widened(column).norm().clamp(min=torch.finfo(torch.float32).tiny)
     return column * (widened(typical).norm() / size).to(column)

@@ -1,4 +1,4 @@
-"""Hessian of any loss in the outputs of the network, by double backward between these outputs and the scalar alone.
+"""Hessian of any loss in the outputs of the network, by double backward between these outputs and the scalar.
 
 Nothing has to be known about the loss. The graph between the *heads* z (outputs of the network) and the scalar tells::
 
@@ -87,7 +87,7 @@ class Head(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """Entries of some heads arranged as ``[N, P, C]``: one block C x C for each sample and position.
+    """Entries of heads arranged as ``[N, P, C]``: one block C x C for each sample and position.
 
     Attributes:
         heads: the heads, by their indices.
@@ -128,13 +128,13 @@ class Cells(NamedTuple):
 class Probe:
     """Products of the Hessian with random vectors, which show its structure.
 
-    If and (almost surely) only if ``H`` has no entries between some cells, ``H (s v) = s (H v)`` for a random vector
-    ``v`` and a random factor ``s`` for each cell. Rounding errors are those of ``H (c v) = c (H v)``.
+    If and (almost surely) only if ``H`` has no entries between cells, ``H (s v) = s (H v)`` for a random vector
+    ``v`` and a random factor ``s`` for each cell. Rounding errors show in ``H (c v) = c (H v)``.
 
     Args:
         heads: the outputs of the network.
         product: products with the Hessian.
-        seed: of the random numbers; PyTorch's own generator is left alone.
+        seed: of the random numbers; PyTorch's generator is not touched.
         margin: by which the estimate of rounding errors is multiplied.
 
     Attributes:
@@ -162,7 +162,7 @@ class Probe:
         return torch.stack([(t / self.unit).square().mean().sqrt() * self.unit for t in tensors])
 
     def _apart(self, cells: Sequence[Cells]) -> list[bool]:
-        """For each head, whether its entries have nothing to do with those of cells other than their own."""
+        """For each head, whether its entries have nothing to do with entries of other cells."""
         factors = dict(enumerate(map(torch.ones_like, self.vectors)))
         for each in cells:
             v, (N, P, C) = self.vectors[next(iter(each.heads))], each.shape
@@ -198,15 +198,15 @@ class Probe:
         apart = self._apart([*whole.values()]) if len(indices) > 1 else [True] * len(self.heads)
         groups = [{i} for i in indices if apart[i]]
         for i in (i for i in indices if not apart[i]):
-            alone = self._apart([whole[i]])
-            group = {i, *(j for j in indices if not alone[j] and self.heads[j].samples == self.heads[i].samples)}
+            apart_from = self._apart([whole[i]])
+            group = {i, *(j for j in indices if not apart_from[j] and self.heads[j].samples == self.heads[i].samples)}
             linked = [other for other in groups if other & group]
             groups = [*(other for other in groups if other not in linked), group.union(*linked)]
         return groups
 
 
 def _arrangements(heads: dict[int, Head]) -> list[Cells]:
-    """Cells of some heads together, small ones first: positions are along all axes, all but one, or none."""
+    """Cells of heads together, small ones first: positions are along all axes, all but one, or none."""
     options: list[dict[tuple[int, ...], list[tuple[int, ...]]]] = []
     for head in heads.values():
         options.append({})
@@ -219,7 +219,7 @@ def _arrangements(heads: dict[int, Head]) -> list[Cells]:
 
 
 class Blocks(NamedTuple):
-    """Blocks of the Hessian in eigenvectors, those of largest absolute eigenvalues first.
+    """Blocks of the Hessian in eigenvectors, of largest absolute eigenvalues first.
 
     Attributes:
         cells: which entries they are of.
@@ -235,7 +235,7 @@ class Blocks(NamedTuple):
 
     @property
     def columns(self) -> Tensor:
-        """Position and rank of each column that is nonzero for some sample, ``[V, 2]``, at least one."""
+        """Position and rank of each column that is nonzero for any sample, ``[V, 2]``, at least one."""
         size = self.values.abs()
         rounding = 10 * size.shape[2] * torch.finfo(size.dtype).eps * size.amax(2, keepdim=True)
         nonzero = ((size != 0) & ~(size < rounding)).any(0).nonzero()
@@ -349,7 +349,7 @@ class GenericLoss:
 
     @property
     def variables(self) -> int:
-        """Number of variables of a prediction, see `LossCurvature`: entries of z that have blocks of their own."""
+        """Number of variables of a prediction, see `LossCurvature`: entries of z that have separate blocks."""
         shapes = (blocks.cells.shape for blocks in self.blocks)
         return max((N * P // self.rows for N, P, C in shapes if C == 1), default=1)
 
@@ -450,11 +450,11 @@ class GenericLoss:
         twice = NodeVjp.between(edges, [head.edge for head in self.heads])
         if any(name_of(node) == "torch::autograd::Error" for node in twice.nodes):
             raise self._not_twice("a function in it is marked with once_differentiable")
-        own = {*self._vjp.order, *(head.edge.node for head in self.heads)}
+        inside = {*self._vjp.order, *(head.edge.node for head in self.heads)}
 
         def product(vectors: Sequence[Tensor], rounding: list[Tensor] | None = None) -> list[Tensor]:
             def arrived(node: Node, grad: Tensor) -> None:
-                if rounding is not None and node in own and grad.numel() > 1:
+                if rounding is not None and node in inside and grad.numel() > 1:
                     rounding.append(torch.finfo(grad.dtype).eps * grad.abs().amax().to(vectors[0]))
 
             with torch.no_grad():

@@ -56,7 +56,7 @@ class KnownLoss:
     Attributes:
         node: the operation's node.
         edge: where its input z comes from.
-        grad: the gradient that arrives at the operation by linear operations alone.
+        grad: the gradient that arrives at the operation by linear operations.
     """
 
     grad: Tensor
@@ -134,7 +134,7 @@ class FactoredLoss:
 
         Args:
             size: columns at a time.
-            ranks: of each row of z its number among those of its sample; rows of equal rank share columns.
+            ranks: of each row of z its number among the rows of its sample; rows of equal rank share columns.
         """
         rows = max(ranks, default=0) + 1
         for rank in range(rows):
@@ -251,7 +251,7 @@ class Terms:
         self.known = [loss for loss in self.known if loss not in losses]
 
     def receive(self, grads: Sequence[Tensor]) -> None:
-        """Set what arrives at the known terms from the gradients of the roots; drop those at which nothing does."""
+        """Set what arrives at the known terms from the gradients of the roots; drop terms at which nothing arrives."""
         edges = [GradientEdge(loss.node, 0) for loss in self.known]
         arrived = NodeVjp.between([GradientEdge(*root) for root in self.roots], edges, self.linear)(grads)
         for loss, grad in zip(self.known, arrived, strict=True):
@@ -285,7 +285,7 @@ def find_terms(roots: Sequence[Edge], ends: Collection[Node], predictions: Colle
         edge, predicted = stack.pop()
         node, predicted = edge[0], predicted or edge in predictions
         if leaf_of(node) is not None or any(isinstance(record, TermCall) for record, *_ in records_of(node)):
-            continue  # parameters alone: no sample's loss
+            continue  # only parameters: no sample's loss
         if node in ends:
             terms.ends.append(edge)
             continue
@@ -296,7 +296,7 @@ def find_terms(roots: Sequence[Edge], ends: Collection[Node], predictions: Colle
             continue
         operands = [below for below, _ in node.next_functions if below is not None]
         kind = operation(node)
-        if kind in _ONE_OPERAND and len(operands) > 1:  # a weight that is learned is a constant for all others
+        if kind in _ONE_OPERAND and len(operands) > 1:  # a learned weight is a constant for all other parameters
             operands = [below for below in operands if leads_to(below, ends)]
         one = len(operands) <= 1 and not (kind == "DIV" and node.next_functions[0][0] not in operands)
         if kind not in _LINEAR or (kind in _ONE_OPERAND and not one):

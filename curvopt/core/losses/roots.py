@@ -41,7 +41,7 @@ class Columns(NamedTuple):
 class LossCurvature(ABC):
     """Hessian of a loss in the network's output z, factored sample by sample."""
 
-    #: The factor that each independent prediction's own loss (the sum over its entries of z) has in the loss, 1/N for a
+    #: The factor that each independent prediction's loss (the sum over its entries of z) has in the loss, 1/N for a
     #: mean over N of them; broadcastable to z.
     weights: Tensor | None = None
     #: Number of variables that are predicted for one of them: its entries of z, but one for a choice among classes.
@@ -123,7 +123,7 @@ class Softmax(LossCurvature):
     reduction (Kunstner et al. 2019 on the samples, "MC Fisher").
 
     ``u = sqrt(p)`` is of length 1 and there is no curvature along it: ``diag(u) (1 - u u^T) diag(u)``. A reflection
-    maps u to a unit vector, that of the likeliest class, so that its column vanishes and nothing cancels in others.
+    maps u to a unit vector, that of the likeliest class, so that its column vanishes and nothing cancels elsewhere.
 
     Args:
         p: probabilities, like ``z``.
@@ -215,7 +215,7 @@ def root_of_weights(weight: Tensor, what: str, rounding: Tensor | float = 0.0) -
     """The root of the weights of a loss' entries; of what rounding makes negative, zero.
 
     Raises:
-        NotConvex: if some are negative.
+        NotConvex: if any is negative.
     """
     if bool((weight < -rounding).any()):
         raise NotConvex(
@@ -276,7 +276,7 @@ class MonteCarlo:
 
 @dataclass(frozen=True)
 class Empirical:
-    """One column: each prediction's own gradient, at the target that it has.
+    """One column: the gradient of each prediction, at the target that it has.
 
     Args:
         generator: source of random signs of the rows where a batch counts as one sample, so that products of different
@@ -295,7 +295,7 @@ class Averaged:
 
 
 def ranks_of(samples: Sequence[int]) -> list[int]:
-    """The number of each row among those of its sample."""
+    """The number of each row among the rows of its sample."""
     seen: dict[int, int] = {}
     ranks = []
     for sample in samples:
