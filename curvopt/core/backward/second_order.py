@@ -228,19 +228,13 @@ class SecondOrder:
         calls = [*self.located.calls, *self.located.graph.module_calls.values()]
         ends = {(edge.node, edge.output_nr) for call in calls for edge in call.edges.values()}
         ends |= {edge for location in self.located.distinct_locations for edge in location.heads}
-        found: dict[Edge, None] = {}
-        stack: list[Any] = [below for node in nonlinear for below in node.next_functions]
-        seen = set(stack)
-        while stack:
-            edge = stack.pop()
-            if edge[0] is None or leaf_of(edge[0]) is not None:
-                continue
-            if edge in ends:
-                found[edge] = None
-                continue
-            new = [below for below in edge[0].next_functions if below not in seen]
-            seen.update(new)
-            stack += new
+        found, passed = dict[Edge, None](), set(nonlinear)
+        for node in self.located.graph.nodes:  # each after the operations that use it
+            for edge in node.next_functions if node in passed else ():
+                if edge in ends:
+                    found[edge] = None  # type: ignore[index]
+                elif edge[0] is not None:
+                    passed.add(edge[0])
         return list(found)
 
     def _rows(self, nonlinear: Iterable[Node]) -> int:
@@ -304,7 +298,7 @@ class SecondOrder:
     # Pull back
 
     def _pull_back(self, parts: Sequence[Part]) -> None:
-        run = self.run
+        run, edges = self.run, [edge for part in parts for edge in part.edges]
         groups: dict[Any, list[Extension]] = {}  # that share sweeps; the Hessian has the columns of the GGN, too
         for extension in self.extensions:
             kind = Exact() if isinstance(extension.columns, Exact) else extension.columns
@@ -316,8 +310,11 @@ class SecondOrder:
                 for part in parts:
                     if isinstance(part, FactoredLoss):
                         self._sweep_root(part, extensions, last and len(parts) == 1)
-                    else:
-                        self._sweep_blocks(part, extensions)
+                        continue
+                    warn_of_columns(extensions, part.num_columns)
+                    signed = all(isinstance(e.columns, Hessian) for e in extensions)
+                    for columns in (part.signed if signed else part.root)(run.chunk_size):
+                        run.sweep(columns, extensions, (), part.num_columns)
             elif isinstance(kind, Averaged):
                 for part in (part for part in parts if isinstance(part, FactoredLoss)):
                     N = self.located.distinct_locations[0].N
@@ -325,13 +322,11 @@ class SecondOrder:
                         run.update(chunk, extensions)
             else:
                 vectors = self._vectors(parts, kind)
-                edges = [edge for part in parts for edge in part.edges]
                 total = len(vectors[0]) if vectors else 0
                 for start in range(0, total, run.chunk_size):
                     chunk = Columns(edges, [v[start : start + run.chunk_size] for v in vectors])
                     run.sweep(chunk, extensions, (), total, last and start + run.chunk_size >= total)
         if hessians:
-            edges = [edge for part in parts for edge in part.edges]
             residuals = Residuals(run, edges, [slope for part in parts for slope in part.slopes])
             for hessian in hessians:
                 residuals.add([e for e in self.extensions if e.columns == hessian], hessian.modify)
@@ -357,13 +352,6 @@ class SecondOrder:
             for columns in part.root(run.chunk_size, ranks):
                 left -= len(columns.vectors[0])
                 run.sweep(columns, extensions, skip, total, last and len(locations) == 1 and left == 0)
-
-    def _sweep_blocks(self, part: GenericLoss, extensions: Sequence[Extension]) -> None:
-        """All columns of the remainder, with signs for the Hessian."""
-        warn_of_columns(extensions, part.num_columns)
-        signed = all(isinstance(e.columns, Hessian) for e in extensions)
-        for columns in (part.signed if signed else part.root)(self.run.chunk_size):
-            self.run.sweep(columns, extensions, (), part.num_columns)
 
     def _vectors(self, parts: Sequence[Part], kind: MonteCarlo | Empirical) -> list[Tensor]:
         """The columns ``[V, *z]`` at each edge of each part."""
