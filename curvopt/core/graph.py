@@ -89,7 +89,7 @@ class CallInGraph:
         """Whether it is a call on a single sample without a batch axis."""
         return self.rule.is_single(self.call)
 
-    @property
+    @cached_property
     def nodes(self) -> list[Node]:
         """The nodes of its outputs."""
         return list(dict.fromkeys([edge.node for edge in self.edges.values()]))

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -66,17 +66,18 @@ def is_compiled(node: Node) -> bool:
     return name_of(node).startswith("CompiledFunction")
 
 
-def walk(roots: list[Node], boundary: frozenset = frozenset(), last: Collection[Node] = ()) -> Iterator[Node]:
+def walk(roots: list[Node], boundary: frozenset = frozenset(), last: Collection[Node] = ()) -> list[Node]:
     """Every node reachable from ``roots``, once; none of ``boundary`` or behind it, none behind ``last``."""
     stack = [root for root in dict.fromkeys(roots) if root not in boundary]
-    seen = set(stack)
+    seen, found = set(stack), list[Node]()
     while stack:
         node = stack.pop()
-        yield node
+        found.append(node)
         for following, _ in () if node in last else node.next_functions:
             if following is not None and following not in seen and following not in boundary:
                 seen.add(following)
                 stack.append(following)
+    return found
 
 
 def leads_to(root: Node, targets: Collection[Node]) -> bool:

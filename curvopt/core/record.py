@@ -456,12 +456,6 @@ class ModuleCall:
             return self
         return self._with_inputs(lambda x: x.to(dtype) if x.dtype in _LOW else x)
 
-    def batched(self) -> ModuleCall:
-        """This call of a single sample, as one of a batch."""
-        call = self._with_inputs(lambda x: x.unsqueeze(0))
-        call.shapes = tuple([torch.Size([1, *shape]) for shape in self.shapes])
-        return call
-
     def _with_inputs(self, changed: Callable[[Tensor], Tensor]) -> ModuleCall:
         """A copy with other tensors among its arguments."""
         call, args = copy.copy(self), self.args
