@@ -16,7 +16,7 @@ from benchmarks.problems import Problem
 from curvopt import backpack, extend
 from curvopt.extensions import KFAC, BatchGrad, DiagGGNExact, DiagGGNMC
 from curvopt.kroneckers import eigenbases
-from curvopt.optim import solvers
+from curvopt.optim import solve
 
 #: Relative error of float64 that is rounding.
 ROUNDING = 1e-8
@@ -68,7 +68,7 @@ def optimizer_compared(make: Callable[..., Any], problem: Problem, device: str, 
             return first, float(task.lossfunc(task.model(task.x), task.y))
 
     result: Result = {}
-    as_on_cpu = mock.patch.object(solvers, "renewed_bases", lambda factors, _: eigenbases(factors))
+    as_on_cpu = mock.patch.object(solve, "renewed_bases", lambda factors, _: eigenbases(factors))
     with guarded(result), as_on_cpu:
         (first, last), (_, found) = losses("cpu"), losses(device)
         error = abs(found - last) / abs(first - last)

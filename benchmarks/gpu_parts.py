@@ -249,7 +249,7 @@ def step_cell(task: Task, name: str, effort: Effort, steps: int = 20, seconds: f
                 optimizer.step()
 
         def refreshes() -> list[int]:
-            return [vars(each)["_progress"]["due"] for each in optimizers if "_progress" in vars(each)]
+            return [vars(each)["_run"].due for each in optimizers if "_run" in vars(each)]
 
         times: dict[bool, list[float]] = {False: [], True: []}
         memory: Result = {}

@@ -28,7 +28,7 @@ it had.
 
 ``optimizer.process_group`` chooses other ranks than all, or with ``None`` a process on its own.
 ``optimizer.communication_dtype = torch.bfloat16`` sends curvature by halves of matrices and in fewer bits, see
-`curvopt.optim.over_ranks.OverRanks.communication_dtype`.
+`curvopt.optim.step.CurvatureOptimizer.communication_dtype`.
 
 Where ``fully_shard`` divides the parameters, each has one owner, see `curvopt.optim.sharding`.
 """

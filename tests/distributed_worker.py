@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
@@ -229,8 +230,7 @@ def assert_moved(run: Run) -> None:
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """In its state."""
-    lists = (v if isinstance(v, list) else [v] for state in optimizer.state.values() for v in state.values())
-    return [tensor for tensors in lists for tensor in tensors if isinstance(tensor, Tensor)]
+    return tree_leaves(optimizer.state_dict()["state"])
 
 
 def of_first_rank(tensor: Tensor) -> Tensor:
@@ -592,7 +592,7 @@ def mixed_precision() -> None:
         losses.append(cross_entropy(run.model(x.float()).float(), y).item())
         run.train(lambda step: (own(step)[0].float(), own(step)[1]), range(step, step + 1))
     assert losses[-1] < 0.9 * losses[0]
-    assert all(f.dtype == torch.float32 for state in run.optimizer.state.values() for f in state["factors"])
+    assert all(f.dtype == torch.float32 for state in run.optimizer.state.values() for f in state["curvature"].factors)
 
 
 @check("shards")
@@ -806,7 +806,7 @@ def communication_dtypes(kind: str) -> None:
                 run.train(own, range(2))  # in the second step, sharded eigenbases go to all ranks
             sent[dtype] = sum(sizes)
         plain, halves, rounded = (
-            [f for state in run.optimizer.state.values() for f in state["factors"]] for run in runs.values()
+            [f for state in run.optimizer.state.values() for f in state["curvature"].factors] for run in runs.values()
         )
         differences = []
         for f, same, low in zip(plain, halves, rounded, strict=True):
@@ -878,13 +878,13 @@ def the_ladder_counts_on_all_ranks() -> None:
     run = Run("copies", EXACT["KFACSGD"]).train(own, range(2))
     former: dict[Tensor, list[Tensor]] = {}
     for p in run.module.parameters():
-        former[p] = run.optimizer.state[p]["inverses"]
+        former[p] = run.optimizer.state[p]["curvature"].inverses
         if p.ndim == 1:
-            run.optimizer.state[p]["factors"][0].fill_(torch.nan)
+            run.optimizer.state[p]["curvature"].factors[0].fill_(torch.nan)
     run.train(own, range(2, 3))
     assert run.optimizer.metrics()["fallbacks"] == 4
     for p, inverses in former.items():
-        for old, new in zip(inverses, run.optimizer.state[p]["inverses"], strict=True):
+        for old, new in zip(inverses, run.optimizer.state[p]["curvature"].inverses, strict=True):
             assert torch.equal(old, new) == (p.ndim == 1)
             assert torch.equal(of_first_rank(new), new)
 
@@ -911,7 +911,7 @@ def ranks_draw_samples_of_their_own() -> None:
     for step in range(2):  # before and after the ranks have met
         torch.manual_seed(0)
         run.backward(lambda: run.loss(*batch(0)))
-        drawn = [c.sums[0] for c in run.optimizer._accumulation.since_last_step.curvature.values()]
+        drawn = [c.sums[0] for c in run.optimizer._curvature.collected.curvature.values()]
         same = [torch.equal(tensor, of_first_rank(tensor)) for tensor in drawn]
         assert not any(same) or dist.get_rank() == 0, (step, same)
         run.optimizer.step()
@@ -945,7 +945,7 @@ def resume_on_another_number_of_ranks() -> None:
             assert_close(resumed.train(data[second], range(5, 9)), straight)
     one, run = alone(SAMPLED["KFACSGD"]).train(batch, range(3)), Run("copies", SAMPLED["KFACSGD"])
     run.load(one.module.state_dict(), one.optimizer.state_dict())
-    state = run.optimizer._sampler().get_state()
+    state = run.optimizer._curvature.sampler().get_state()
     assert torch.equal(of_first_rank(state), state) == (dist.get_rank() == 0)
 
 
@@ -1055,10 +1055,11 @@ def curvature_that_is_not_finite_on_one_rank() -> None:
     weight = run.module[5].weight
     run.backward(lambda: run.loss(*own(2)))
     if dist.get_rank() == 1:
-        run.optimizer._accumulation.since_last_step.curvature[weight].sums[0][0, 0] = torch.nan
-    factors = [f.clone() for f in run.optimizer.state[weight]["factors"]]
+        run.optimizer._curvature.collected.curvature[weight].sums[0][0, 0] = torch.nan
+    factors = [f.clone() for f in run.optimizer.state[weight]["curvature"].factors]
     run.optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(run.optimizer.state[weight]["factors"], factors, strict=True))
+    kept = run.optimizer.state[weight]["curvature"]
+    assert all(torch.equal(a, b) for a, b in zip(kept.factors, factors, strict=True))
     assert_alike(run.train(own, range(3, 6)))
 
 
@@ -1151,7 +1152,7 @@ def a_rank_that_leaves_out_a_step() -> None:
 def parameters_of_different_kinds() -> None:
     run = Run("copies", EXACT["KFACSGD"])
     run.backward(lambda: run.loss(*own(0)))
-    curvature = run.optimizer._accumulation.since_last_step.curvature[run.module[7].weight]
+    curvature = run.optimizer._curvature.collected.curvature[run.module[7].weight]
     if dist.get_rank() == 1:
         curvature.sums, curvature.of_input = [curvature.sums[0]], None
     with raises("parameter 0.6 has", "same modules on every rank"):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from curvopt import extend
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
-from curvopt.optim.curvature_optimizer import CurvatureOptimizer
+from curvopt.optim.step import CurvatureOptimizer
 
 #: Optimizers that take the step of SGD on preconditioned gradients.
 SGD_LIKE: dict[str, Callable[..., CurvatureOptimizer]] = {

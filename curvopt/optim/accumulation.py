@@ -1,15 +1,13 @@
-"""Curvature between backward and step: collected in one backward, summed over several, averaged over steps."""
+"""Curvature between backward and step: of one backward, summed over several, averaged over steps."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvopt.core.products.base import widened
-from curvopt.distributed import Ranks, own_part
+from curvopt.distributed import own_part
 from curvopt.errors import CurvoptError
 
 
@@ -63,7 +61,7 @@ def are_alike(known: Sequence[Tensor], new: Sequence[Tensor]) -> bool:
 
 
 @dataclass
-class Curvature:
+class Sums:
     """The curvature of one parameter, summed over backwards.
 
     Attributes:
@@ -76,10 +74,10 @@ class Curvature:
     of_input: int | None
     weight: Tensor
 
-    def add(self, other: "Curvature") -> None:
-        """Add those of other backwards."""
-        self.sums = [a + b for a, b in zip(self.sums, other.sums, strict=True)]
-        self.weight = self.weight + other.weight
+    def add(self, later: "Sums") -> None:
+        """Add those of later backwards."""
+        self.sums = [a + b for a, b in zip(self.sums, later.sums, strict=True)]
+        self.weight = self.weight + later.weight
 
     def mean(self, weight: Tensor) -> list[Tensor]:
         """The curvature of a loss of weight 1, if these are those of losses of weight ``weight`` in all."""
@@ -95,15 +93,15 @@ _ZERO = torch.zeros((), device="cpu")  # never changed in place
 
 @dataclass
 class Collected:
-    """The curvature that some backwards have computed, and the weight of their losses.
+    """The curvature that backwards have computed, and the weight of their losses.
 
     Attributes:
         curvature: by parameter.
         weight: of the losses that were differentiated.
         step_weight: that weight in units of the gradients that reach ``step()`` (without the scale of a
             ``GradScaler``).
-        foreign: number of parameters of other optimizers that received curvature where none of ours did; -1 if some of
-            ours did, or if there was no backward at all.
+        foreign: number of parameters of other optimizers that received curvature where none of ours did; -1 if ours
+            did, or if there was no backward at all.
         variables: largest number of variables of a prediction, see `curvopt.core.losses.roots.LossCurvature`.
         mixed: parameters whose curvature had several forms; the first one is kept.
         was_due: whether any backward was asked for curvature.
@@ -111,9 +109,11 @@ class Collected:
         refused: whether a backward had no curvature where there is none so far.
         partial: whether the weights lack the loss of a backward, none of whose parameters was due, or which had no
             curvature.
+        ages: in a step, by parameter: how many steps it has taken since its last refresh.
+        refreshed: in a step, whether curvature of any parameter was accepted, on any rank.
     """
 
-    curvature: dict[Tensor, Curvature] = field(default_factory=dict)
+    curvature: dict[Tensor, Sums] = field(default_factory=dict)
     weight: Tensor = _ZERO
     step_weight: Tensor = _ZERO
     foreign: int = -1
@@ -123,23 +123,25 @@ class Collected:
     versions: list[int] = field(default_factory=list)
     refused: bool = False
     partial: bool = False
+    ages: dict[Tensor, int] = field(default_factory=dict)
+    refreshed: bool = False
 
-    def add(self, other: "Collected") -> None:
+    def add(self, later: "Collected") -> None:
         """Add the curvature of later backwards."""
-        self.foreign = max(self.foreign, other.foreign)
-        self.variables, self.refused = max(self.variables, other.variables), self.refused or other.refused
-        self.partial |= other.partial
-        self.versions, self.was_due = other.versions, self.was_due or other.was_due
-        self.mixed |= other.mixed
-        for param, curvature in other.curvature.items():
+        self.foreign = max(self.foreign, later.foreign)
+        self.variables, self.refused = max(self.variables, later.variables), self.refused or later.refused
+        self.partial |= later.partial
+        self.versions, self.was_due = later.versions, self.was_due or later.was_due
+        self.mixed |= later.mixed
+        for param, curvature in later.curvature.items():
             if param not in self.curvature:
                 self.curvature[param] = curvature
             elif are_alike(self.curvature[param].sums, curvature.sums):
                 self.curvature[param].add(curvature)
             else:
                 self.mixed.add(param)
-        self.weight = self.weight.to(other.weight) + other.weight
-        self.step_weight = self.step_weight.to(other.step_weight) + other.step_weight
+        self.weight = self.weight.to(later.weight) + later.weight
+        self.step_weight = self.step_weight.to(later.step_weight) + later.step_weight
 
     def forms(self, params: Sequence[Tensor]) -> dict[int, Any]:
         """Shapes, dtype and index of the input's factor, by index of a parameter that has curvature."""
@@ -149,129 +151,21 @@ class Collected:
             for i, c in found.items()
         }
 
-    def mean(
-        self, forms: dict[int, Any], params: Sequence[Tensor], ranks: Ranks, chosen: torch.dtype | None
-    ) -> "Collected":
-        """The mean over the ranks, some of which have nothing for some parameters.
 
-        Args:
-            forms: of all ranks, see `forms`.
-            params: the parameters.
-            ranks: the ranks.
-            chosen: dtype in which curvature is sent, see `curvopt.optim.over_ranks.OverRanks.communication_dtype`.
-        """
-        device = params[0].device
-        # of one dtype, whatever that of the losses: a rank may have none
-        weights = [w.to(device, torch.float64) for w in (self.weight, self.step_weight)]
-        sums: list[Tensor] = []
-        for i, (shapes, dtype, of_input) in forms.items():
-            zeros = [torch.zeros(shape, dtype=getattr(torch, dtype), device=params[i].device) for shape in shapes]
-            own = self.curvature.get(params[i], Curvature(zeros, of_input, torch.zeros((), device=params[i].device)))
-            sums += own.sums
-            weights.append(own.weight.to(torch.float64))
-        weight, step_weight, *of_params = ranks.mean(weights)
-        result = Collected({}, weight, step_weight, variables=self.variables)
-        means = iter(ranks.mean(sums, chosen))
-        for (i, (shapes, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
-            result.curvature[params[i]] = Curvature([next(means) for _ in shapes], of_input, mean_weight)
-        return result
+def have_gradients(params: Iterable[Tensor]) -> bool:
+    """Whether any parameter has a gradient."""
+    return any(param.grad is not None for param in params)
 
 
-class Accumulation:
-    """Sums over the backwards between two steps.
+def versions(params: Iterable[Tensor]) -> list[int]:
+    """Of all gradients: how often each was changed in place."""
+    return [own_part(param.grad)._version for param in params if param.grad is not None]
 
-    Attributes:
-        this_backward: factors of a parameter and the index of the input's, while a backward runs.
-        this_context: of the backwards in the present ``curvature()``, ``None`` outside of one.
-        since_last_step: of the finished ``curvature()`` since the last step.
-        foreign: number of parameters of other optimizers that received curvature in the present ``curvature()``.
-        unneeded: whether a backward in it was left alone on purpose.
-    """
 
-    def __init__(self) -> None:
-        self.this_backward: dict[Tensor, tuple[list[Tensor], int | None]] = {}
-        self.this_context: Collected | None = None
-        self.since_last_step = Collected()
-        self.foreign, self.unneeded = 0, False
-
-    @contextmanager
-    def context(self, who: str | None) -> Iterator[None]:
-        """Sum over the backwards inside, and keep the sums for the step unless the block raises.
-
-        Args:
-            who: name of the optimizer that has to receive curvature; ``None`` if it may stay without.
-
-        Raises:
-            CurvoptError: if it does not.
-        """
-        self.this_context, self.foreign, self.unneeded = Collected(), 0, False
-        try:
-            yield
-            if not self.this_context.curvature and not self.unneeded:
-                if who is not None:
-                    raise nothing_received(who, self.foreign)
-                self.this_context.foreign = self.foreign
-            self.this_context.partial, self.this_context.was_due = self.unneeded, True
-            self.since_last_step.add(self.this_context)
-        finally:
-            self.this_context = None
-            self.this_backward.clear()
-
-    @torch.no_grad()
-    def end_backward(
-        self,
-        weight: Tensor | float,
-        variables: int,
-        loss_scale: float | Tensor,
-        empirical: bool,
-    ) -> None:
-        """Weigh the factors of the backward that has ended, and add them to those of the context.
-
-        Args:
-            weight: of its loss.
-            variables: of a prediction.
-            loss_scale: factor of the loss that the gradients of the step do not have.
-            empirical: whether the factors are of the gradients of this backward, see `curvopt.optim.empirical`.
-        """
-        factors, self.this_backward = self.this_backward, {}
-        if self.this_context is None or not factors:
-            return
-        weight = widened(torch.as_tensor(weight, device=next(iter(factors)).device))
-        collected = Collected({}, weight, weight / loss_scale, variables=variables)
-        for param, (tensors, of_input) in factors.items():
-            if empirical:
-                least = torch.finfo(weight.dtype).tiny
-                tensors = [t if i == of_input else t / weight.clamp(min=least).to(t) for i, t in enumerate(tensors)]
-            if of_input is not None:
-                tensors[of_input] = tensors[of_input] * weight.to(tensors[of_input])
-            collected.curvature[param] = Curvature(tensors, of_input, weight)
-        self.this_context.add(collected)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether there is curvature for the next step."""
-        return bool(self.since_last_step.curvature or (self.this_context and self.this_context.curvature))
-
-    def drop_discarded(self, has_gradients: bool, are_zero: Callable[[], bool], versions: list[int]) -> bool:
-        """Before a backward: drop the curvature whose gradients were discarded since, or set to zero.
-
-        Returns:
-            Whether a step was left out for which there was some.
-        """
-        context = self.this_context
-        last = context if context is not None and context.curvature else self.since_last_step
-        if not has_gradients or (last.curvature and versions != last.versions and are_zero()):
-            left_out = self.since_last_step.was_due
-            self.since_last_step, self.this_context = Collected(), Collected()
-            return left_out
-        return False
-
-    def drop(self) -> bool:
-        """Drop all curvature that was collected since the last step; whether it was due for one that was left out."""
-        left_out, self.since_last_step = self.since_last_step.was_due, Collected()
-        if self.this_context is not None:
-            self.this_context = Collected()
-        return left_out
+def are_zero(params: Iterable[Tensor]) -> bool:
+    """Whether no gradient (or shard of one) has an entry but zeros: usually the first has one."""
+    grads = [own_part(param.grad) for param in params if param.grad is not None]
+    return not any(grad.layout != torch.strided or grad.any() for grad in grads)
 
 
 def nothing_received(who: str, foreign: int) -> CurvoptError:
@@ -286,19 +180,3 @@ def nothing_received(who: str, foreign: int) -> CurvoptError:
         f"{who}.curvature(): no parameter of this optimizer received curvature. Run loss.backward() inside the block, "
         f"with the optimizer built of the model, {who}(model), or with extend(model) called before the forward pass."
     )
-
-
-def has_gradients(params: Iterable[Tensor]) -> bool:
-    """Whether any parameter has a gradient."""
-    return any(param.grad is not None for param in params)
-
-
-def versions(params: Iterable[Tensor]) -> list[int]:
-    """Of all gradients: how often each was changed in place."""
-    return [own_part(param.grad)._version for param in params if param.grad is not None]
-
-
-def are_zero(params: Iterable[Tensor]) -> bool:
-    """Whether no gradient (or shard of one) has an entry but zeros: usually the first has one."""
-    grads = [own_part(param.grad) for param in params if param.grad is not None]
-    return not any(grad.layout != torch.strided or grad.any() for grad in grads)

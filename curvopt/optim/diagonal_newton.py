@@ -7,12 +7,61 @@ from torch import Tensor
 
 from curvopt.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
 from curvopt.optim.accumulation import pop_field
+from curvopt.optim.curvature import Curvature, Quantity, Taken
 from curvopt.optim.empirical import GradientDiagonal, RowDiagonal
 from curvopt.optim.options import Attached
-from curvopt.optim.solvers import FactoredInverse
+from curvopt.optim.solve import Inverse
+from curvopt.optim.state import ParameterCurvature, Run
+from curvopt.optim.step import CurvatureOptimizer
+
+Kind = Literal["diag_ggn_mc", "diag_ggn_exact", "diag_h"]
 
 
-class DiagonalNewton(FactoredInverse, torch.optim.SGD):
+class CurvatureDiagonal(Quantity):
+    """A diagonal, without negative entries.
+
+    Args:
+        kind: which one.
+        modify: what becomes of negative entries.
+        mc_samples: samples per datum.
+    """
+
+    draws_of_one_sample = 8
+
+    def __init__(self, kind: Kind, modify: Literal["abs", "clip"], mc_samples: int):
+        if kind not in ("diag_ggn_mc", "diag_ggn_exact", "diag_h"):
+            raise ValueError(f'curvature must be "diag_ggn_mc", "diag_ggn_exact" or "diag_h", got {kind!r}')
+        if modify not in ("abs", "clip"):
+            raise ValueError(f'modify must be "abs" or "clip", got {modify!r}')
+        DiagGGNMC(mc_samples)  # checks it
+        self.kind, self.modify, self.mc_samples = kind, modify, mc_samples
+        self.options = {"curvature": kind, "modify": modify, "mc_samples": mc_samples}
+
+    def extensions(self, curvature: Curvature) -> list[Any]:
+        """The extension of its kind."""
+        if self.kind == "diag_ggn_mc":
+            return [DiagGGNMC(self.mc_samples, curvature.sampler())]
+        return [DiagGGNExact() if self.kind == "diag_ggn_exact" else DiagHessian()]
+
+    def empirical(self, curvature: Curvature, one_sample: bool) -> list[Any]:
+        """Of the samples' gradients, or the rows' with random signs."""
+        return [RowDiagonal(curvature.sampler()) if one_sample else GradientDiagonal()]
+
+    def take(self, param: Tensor, run: Run) -> Taken | None:
+        """The diagonal as a vector."""
+        diagonal = pop_field(param, "gradient_diagonal" if run.empirical else self.kind)
+        return None if diagonal is None else ([diagonal.reshape(-1)], None)
+
+    def average(self, param: Tensor, kept: ParameterCurvature, new: list[Tensor], decay: float) -> None:
+        """After the sum over backwards, whose parts of the batch may have other signs."""
+        (diagonal,) = new
+        diagonal = diagonal.abs() if self.modify == "abs" else diagonal.clamp(min=0)
+        if kept.factors is None:  # of one batch: small entries say little
+            diagonal = torch.maximum(diagonal, diagonal.mean())
+        super().average(param, kept, [diagonal], decay)
+
+
+class DiagonalNewton(CurvatureOptimizer, torch.optim.SGD):
     """SGD with momentum whose gradients are divided by the curvature along each single weight.
 
     This is the cheapest curvature, one number for each weight, and the crudest: it ignores how weights act together
@@ -76,7 +125,7 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         lr: float | Tensor = 0.04,
         momentum: float = 0.8,
         *,
-        curvature: Literal["diag_ggn_mc", "diag_ggn_exact", "diag_h"] = "diag_ggn_mc",
+        curvature: Kind = "diag_ggn_mc",
         modify: Literal["abs", "clip"] = "abs",
         damping: float = 0.001,
         ema: float = 0.995,
@@ -91,23 +140,19 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
         foreach: bool | None = None,
         **attached: Unpack[Attached],
     ) -> None:
-        if curvature not in ("diag_ggn_mc", "diag_ggn_exact", "diag_h"):
-            raise ValueError(f'curvature must be "diag_ggn_mc", "diag_ggn_exact" or "diag_h", got {curvature!r}')
-        if modify not in ("abs", "clip"):
-            raise ValueError(f'modify must be "abs" or "clip", got {modify!r}')
-        DiagGGNMC(mc_samples)  # checks it
-        self._options = {"curvature": curvature, "modify": modify, "mc_samples": mc_samples}
-        self._configure(
-            attached,
-            damping=damping,
-            ema=ema,
-            rms_clip=rms_clip,
-            curvature_every=curvature_every,
-            inverse_every=1,
-            on_nonfinite=on_nonfinite,
-        )
         super().__init__(
             params,
+            CurvatureDiagonal(curvature, modify, mc_samples),
+            Inverse(),
+            {
+                "damping": damping,
+                "ema": ema,
+                "rms_clip": rms_clip,
+                "curvature_every": curvature_every,
+                "inverse_every": 1,
+                "on_nonfinite": on_nonfinite,
+            },
+            attached,
             lr=lr,
             momentum=momentum,
             dampening=dampening,
@@ -116,23 +161,3 @@ class DiagonalNewton(FactoredInverse, torch.optim.SGD):
             maximize=maximize,
             foreach=foreach,
         )
-
-    def _extensions(self) -> list[Any]:
-        if self._options["curvature"] == "diag_ggn_mc":
-            return [DiagGGNMC(self._options["mc_samples"], self._sampler())]
-        return [DiagGGNExact() if self._options["curvature"] == "diag_ggn_exact" else DiagHessian()]
-
-    def _empirical_extensions(self, one_sample: bool) -> list[Any]:
-        return [RowDiagonal(self._sampler()) if one_sample else GradientDiagonal()]
-
-    def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
-        diagonal = pop_field(param, "gradient_diagonal" if self._progress["empirical"] else self._options["curvature"])
-        return None if diagonal is None else ([diagonal.reshape(-1)], None)
-
-    def _average(self, param: Tensor, new: list[Tensor], decay: float) -> None:
-        # after the sum over backwards, whose parts of the batch may have other signs
-        (diagonal,) = new
-        diagonal = diagonal.abs() if self._options["modify"] == "abs" else diagonal.clamp(min=0)
-        if "factors" not in self.state[param]:  # of one batch: small entries say little
-            diagonal = torch.maximum(diagonal, diagonal.mean())
-        super()._average(param, [diagonal], decay)

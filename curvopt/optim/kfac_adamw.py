@@ -8,14 +8,60 @@ from torch import Tensor
 from curvopt.core.products.base import Approx, widened
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.accumulation import LARGEST_JUMP
-from curvopt.optim.kronecker import Fisher, Kronecker
+from curvopt.optim.curvature import Taken
+from curvopt.optim.kfac import Fisher, Kronecker
 from curvopt.optim.options import Attached, check_count
-from curvopt.optim.solvers import Eigenbasis, basis_changes, squared, transposed
+from curvopt.optim.ranks import Alone
+from curvopt.optim.solve import Eigenbasis, basis_changes, squared, transposed
 from curvopt.optim.stacks import Stack, by_parameter
+from curvopt.optim.state import Run, curvature_of
+from curvopt.optim.step import CurvatureOptimizer, Joined
 from curvopt.optim.step_size import WIDE, cosine, moments
 
 
-class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
+class KroneckerOfMatrices(Kronecker):
+    """Kronecker factors of matrices; vectors have diagonals, and so keep their coordinates."""
+
+    def take(self, param: Tensor, run: Run) -> Taken | None:
+        """The diagonal of a vector's dense factor."""
+        taken = super().take(param, run)
+        if taken is None or param.ndim > 1 or taken[0][0].ndim < 2:
+            return taken
+        (factor,), of_input = taken
+        return [kron_diagonal([factor.diagonal(dim1=-2, dim2=-1)], sizes_of([factor], param.shape))], of_input
+
+
+class MomentsInEigenbasis(Eigenbasis):
+    """Keeps the moments of AdamW in the eigenbasis."""
+
+    def forget(self, state: dict[str, Any], shape: torch.Size) -> None:
+        """Moments are those of the parameter again."""
+        kept = curvature_of(state)
+        if kept.bases and kept.factors:
+            _change_moments(state, kept.bases, sizes_of(kept.factors, shape))
+        super().forget(state, shape)
+
+    def change_basis(
+        self, state: dict[str, Any], shape: torch.Size, old: list[Tensor], spectra: list[Tensor | None]
+    ) -> None:
+        """Transform the moments."""
+        kept = curvature_of(state)
+        assert kept.bases is not None and kept.factors is not None
+        change = basis_changes(kept.bases, old) if old else transposed(kept.bases)
+        _change_moments(state, change, sizes_of(kept.factors, shape))
+
+
+def _change_moments(state: dict[str, Any], change: list[Tensor], sizes: list[int]) -> None:
+    """Transform the moments of AdamW to other coordinates."""
+    of_squares = squared(change)
+    for name, matrices in (("exp_avg", change), ("exp_avg_sq", of_squares), ("max_exp_avg_sq", of_squares)):
+        if name in state:
+            value = state[name]
+            flat = value.reshape(-1).to(matrices[0].dtype)
+            state[name] = kfac_mat_prod(matrices, sizes)(flat).reshape(value.shape).to(value.dtype)
+
+
+class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
     """AdamW in coordinates in which parameters of a layer no longer act together.
 
     Adam divides each coordinate by the root of its mean squared gradient, as if no other coordinate moved. Along the
@@ -113,15 +159,19 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
     ) -> None:
         if not isinstance(cautious, bool):
             raise TypeError(f"cautious must be True or False, got {cautious!r}")
-        self._configure_factors(fisher=fisher, approx=approx, mc_samples=mc_samples, max_factor_size=max_factor_size)
         if wide is not None:
             check_count("wide", wide)
-        self._options |= {"cautious": cautious, "wide": wide}
-        self._configure(
-            attached, ema=ema, curvature_every=curvature_every, inverse_every=inverse_every, on_nonfinite=on_nonfinite
-        )
         super().__init__(
             params,
+            KroneckerOfMatrices(fisher, approx, mc_samples, max_factor_size, cautious=cautious, wide=wide),
+            MomentsInEigenbasis(),
+            {
+                "ema": ema,
+                "curvature_every": curvature_every,
+                "inverse_every": inverse_every,
+                "on_nonfinite": on_nonfinite,
+            },
+            attached,
             lr=lr,
             betas=betas,
             eps=eps,
@@ -131,43 +181,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
             foreach=foreach,
         )
 
-    def _take(self, param: Tensor) -> tuple[list[Tensor], int | None] | None:
-        taken = super()._take(param)
-        if taken is None or param.ndim > 1 or taken[0][0].ndim < 2:
-            return taken
-        (factor,), of_input = taken
-        return [kron_diagonal([factor.diagonal(dim1=-2, dim2=-1)], sizes_of([factor], param.shape))], of_input
-
-    def _forget(self, param: Tensor) -> None:
-        state = self.state[param]
-        if state.get("bases"):
-            self._change_moments(state, state["bases"], sizes_of(state["factors"], param.shape))
-        super()._forget(param)
-
-    def _change_basis(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
-        state = self.state[param]
-        new, sizes = state["bases"], sizes_of(state["factors"], param.shape)
-        change = basis_changes(new, old) if old else transposed(new)
-        self._change_moments(state, change, sizes)
-
-    def _change_moments(self, state: dict[str, Any], change: list[Tensor], sizes: list[int]) -> None:
-        """Transform the moments of AdamW to other coordinates."""
-        for name, matrices in (
-            ("exp_avg", change),
-            ("exp_avg_sq", squared(change)),
-            ("max_exp_avg_sq", squared(change)),
-        ):
-            if name in state:
-                state[name] = self._product(matrices, sizes, state[name])
-
-    @staticmethod
-    def _product(matrices: list[Tensor], sizes: list[int], value: Tensor) -> Tensor:
-        flat = value.reshape(-1).to(matrices[0].dtype)
-        return kfac_mat_prod(matrices, sizes)(flat).reshape(value.shape).to(value.dtype)
-
-    def _precondition(
-        self, grads: dict[Tensor, Tensor], joined: list[tuple[int, Stack, Tensor]]
-    ) -> dict[Tensor, Tensor]:
+    def _precondition(self, ranks: Alone, grads: dict[Tensor, Tensor], joined: Joined) -> dict[Tensor, Tensor]:
         """The gradients in the eigenbasis."""
         self._rotated = [(stack, stack.product(flat, transposed=True)) for _, stack, flat in joined]
         for i, (stack, flat) in zip((i for i, *_ in joined), self._rotated, strict=True):
@@ -192,7 +206,7 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
         factors = torch.where(usual > 0, LARGEST_JUMP * usual / norms, 1.0).clamp(max=1.0)
         torch._foreach_mul_(pieces, factors.unbind())  # pyright: ignore[reportPrivateImportUsage]
 
-    def _take_torch_step(self, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
+    def _move(self, ranks: Alone, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
         """The step of AdamW from zero in the eigenbasis, taken from where the parameters are."""
         params, sums = list(grads), torch.zeros(3, device=self._device())
         if params:
@@ -200,28 +214,28 @@ class KFACAdamW(Kronecker, Eigenbasis, torch.optim.AdamW):
             after = [stack.join() for stack in stacks]
             try:
                 torch._foreach_zero_(params)  # pyright: ignore[reportPrivateImportUsage]
-                super()._take_torch_step(grads, update)
+                super()._move(ranks, grads, update)
                 steps = [widened(stack.join()) for stack in stacks]
-                if self._options["cautious"]:
+                if self._quantity.options["cautious"]:
                     for step, (_, grad), maximized in zip(steps, self._rotated, self._maximized, strict=True):
                         product = step * grad
                         step *= product.ge_(0) if maximized else product.le_(0)
                 for stack, step in zip(stacks, steps, strict=True):
-                    for piece, more in stack.wide(step, self._options["wide"]):
+                    for piece, more in stack.wide(step, self._quantity.options["wide"]):
                         piece *= more**-0.5
                 moved = [stack.product(step) for stack, step in zip(stacks, steps, strict=True)]
-                for stack, flat, own in zip(stacks, after, moved, strict=True):
-                    self._hold_masked(stack, own, grads)
-                    flat += own.to(flat.dtype)
+                for stack, flat, change in zip(stacks, after, moved, strict=True):
+                    self._hold_masked(stack, change, grads)
+                    flat += change.to(flat.dtype)
             finally:
                 for stack, flat in zip(stacks, after, strict=True):
                     torch._foreach_copy_(stack.params, stack.split(flat))  # pyright: ignore[reportPrivateImportUsage]
             sums = moments([(step, grad) for step, (_, grad) in zip(steps, self._rotated, strict=True)])
             self._rotated = []
-        ug, uu, gg = self._over_ranks(sums)
-        self._metrics |= {
+        ug, uu, gg = ranks.over_owners(sums)
+        self._run.metrics |= {
             "step_norm": uu.sqrt(),
-            "grad_norm": gg.sqrt() / self._progress["step_weight"].to(gg),
+            "grad_norm": gg.sqrt() / self._run.step_weight.to(gg),
             "cosine": cosine(-ug, uu, gg),
         }
 

@@ -1,10 +1,15 @@
 """Checks of the options of optimizers: their types and ranges."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict
 
+import torch
 from torch import Tensor, nn
+
+from curvopt.distributed import is_sharded, refuse_sharded
+from curvopt.errors import CurvoptError
+from curvopt.optim.reports import parameter_names
 
 #: The options that say how large the damping is.
 DAMPINGS = ("damping", "relative_damping")
@@ -141,3 +146,62 @@ def parameters_of(params: Any, lossfunc: nn.Module | None = None) -> Any:
         more = {f"lossfunc.{name}": p for name, p in lossfunc.named_parameters() if p not in known}
         named |= more
     return list(named.items())
+
+
+def check_new_group(optimizer: torch.optim.Optimizer, check_shards: Callable[[], Any] | None = None) -> None:
+    """Refuse sharded and complex parameters; the param group that was added last is taken out again.
+
+    Args:
+        optimizer: the optimizer.
+        check_shards: refuses shards that the optimizer cannot gather; ``None`` if it can gather none.
+
+    Raises:
+        CurvoptError: if there is one.
+    """
+    who, names = type(optimizer).__name__, parameter_names(optimizer.param_groups)
+    try:
+        refuse_sharded((who, name, p) for p, name in names.items() if check_shards is None or not is_sharded(p))
+        if check_shards is not None:
+            check_mixed(who, names)
+            check_shards()
+        for p, name in names.items():
+            if p.is_complex():
+                raise CurvoptError(f"{name}: {who} got a complex parameter; use two real ones.")
+    except CurvoptError:
+        optimizer.param_groups.pop()
+        raise
+
+
+def check_mixed(who: str, names: Mapping[Tensor, str]) -> None:
+    """Refuse sharded parameters together with others.
+
+    Raises:
+        CurvoptError: if there are both.
+    """
+    plain = [name for p, name in names.items() if not is_sharded(p)]
+    if plain and len(plain) < len(names):
+        raise CurvoptError(
+            f"{who}: {plain[0]} is not sharded, but other parameters are; call fully_shard for the whole model after "
+            "its layers, or give it to another optimizer."
+        )
+
+
+def check_schedules(who: str, rms_clip: float | None, groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse options that were set out of their range after the constructor; comparisons with nan are false.
+
+    Raises:
+        CurvoptError: if there is one.
+    """
+    options = [("rms_clip", rms_clip, rms_clip is None or rms_clip > 0, "positive or None")]
+    for i, group in enumerate(groups):
+        dampings = {name: group[name] for name in DAMPINGS if group.get(name) is not None}
+        options += [
+            *((f"{name} of param group {i}", value, value >= 0, "at least 0") for name, value in dampings.items()),
+            (f"ema of param group {i}", group["ema"], 0 <= group["ema"] < 1, "in [0, 1)"),
+        ]
+    for name, value, valid, range_ in options:
+        if not valid:
+            raise CurvoptError(
+                f"{who}.step(): {name} is {value}, but must be {range_}; look for the code that changes it "
+                "(a schedule?). Parameters and state are unchanged."
+            )

@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from curvopt.optim.state import curvature_of
 
-def parameter_names(groups: Sequence[dict[str, Any]]) -> dict[Tensor, str]:
+
+def parameter_names(groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, str]:
     """Names of the parameters: those that were given, else ``group.index``; by name and group where names repeat."""
     names: dict[Tensor, tuple[str, int]] = {}
     for i, group in enumerate(groups):
@@ -23,7 +25,7 @@ def coverage(
     """By name of a parameter, the form of the curvature that its state holds, and whether that is empirical."""
     kinds = {}
     for param, name in names.items():
-        factors = states[param].get("factors", []) if param in states else []
+        factors = (curvature_of(states[param]).factors if param in states else None) or []
         kind = kind_of(factors[0].ndim if factors else 0, len(factors) > 1)
         kinds[name] = f"empirical {kind}" if empirical and factors else kind
     return kinds

@@ -13,6 +13,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from curvopt.core.products.base import cast
 from curvopt.kroneckers import kfac_mat_prod, sizes_of
+from curvopt.optim.state import ParameterCurvature, curvature_of
 from curvopt.optim.step_size import WIDE, excess, rms_clip_factor
 
 Product = Callable[[Tensor], Tensor]
@@ -109,7 +110,7 @@ class Stacks:
     """The stacks of some parameters; made again where a list in the state is another one than before.
 
     Args:
-        name: of the lists in the state. They become views of the stacks, so that no memory is needed twice.
+        name: of the lists in `ParameterCurvature`. They become views of the stacks, so that no memory is needed twice.
     """
 
     def __init__(self, name: str) -> None:
@@ -119,36 +120,36 @@ class Stacks:
 
     def of(self, params: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> list[Stack]:
         """The stacks of parameters by their state."""
-        own = [states[param] for param in params]
-        lists = [state.get(self.name) for state in own]
+        kept = [curvature_of(states[param]) for param in params]
+        lists = [getattr(each, self.name) for each in kept]
         if len(lists) != len(self._lists) or not all(map(is_, lists, self._lists)):
             kinds: dict[Any, list[Part]] = defaultdict(list)
             for chosen in _of_one_form(params, lists):
                 first = params[chosen[0]]
-                kinds[first.device, first.dtype].append(self._part(chosen, params, own))
+                kinds[first.device, first.dtype].append(self._part(chosen, params, kept))
             self._parts = [*kinds.values()]
-            self._lists = [state.get(self.name) for state in own]
+            self._lists = [getattr(each, self.name) for each in kept]
         return [Stack([params[i] for part in parts for i in part.chosen], parts) for parts in self._parts]
 
-    def _part(self, chosen: list[int], params: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> Part:
-        lists: list[list[Tensor]] = [list(states[i].get(self.name) or []) for i in chosen]
+    def _part(self, chosen: list[int], params: Sequence[Tensor], kept: Sequence[ParameterCurvature]) -> Part:
+        lists: list[list[Tensor]] = [list(getattr(kept[i], self.name) or []) for i in chosen]
         first, numel = lists[0], sum(params[i].numel() for i in chosen)
-        inputs = [_inputs(params[i].shape, own) for i, own in zip(chosen, lists, strict=True)]
+        inputs = [_inputs(params[i].shape, factors) for i, factors in zip(chosen, lists, strict=True)]
         if not first or not numel:
             return Part(chosen, numel, inputs, (lambda flat: flat, lambda flat: flat))
         factors, sizes = first, sizes_of(first, params[chosen[0]].shape)
         if first[0].ndim == 0:  # multiples of the identity
-            diagonals = [own[0].expand(params[i].numel()) for i, own in zip(chosen, lists, strict=True)]
+            diagonals = [numbers[0].expand(params[i].numel()) for i, numbers in zip(chosen, lists, strict=True)]
             factors, sizes = [torch.cat(diagonals)], [numel]
         elif len(chosen) > 1:
             factors = []
             for i, factor in enumerate(first):
-                parts = [own[i] if factor.ndim != 2 else own[i].unsqueeze(0) for own in lists]
+                parts = [each[i] if factor.ndim != 2 else each[i].unsqueeze(0) for each in lists]
                 factors.append(torch.cat(parts))
-                for own, view in zip(lists, factors[-1].split(list(map(len, parts))), strict=True):
-                    own[i] = view if factor.ndim != 2 else view[0]
-            for i, own in zip(chosen, lists, strict=True):
-                states[i][self.name] = own
+                for each, view in zip(lists, factors[-1].split(list(map(len, parts))), strict=True):
+                    each[i] = view if factor.ndim != 2 else view[0]
+            for i, views in zip(chosen, lists, strict=True):
+                setattr(kept[i], self.name, views)
             sizes = sizes if factors[0].ndim > 1 else [numel]
         transposed = [factor if factor.ndim < 2 else factor.mT for factor in factors]
         return Part(chosen, numel, inputs, (kfac_mat_prod(factors, sizes), kfac_mat_prod(transposed, sizes)))

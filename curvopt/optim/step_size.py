@@ -1,6 +1,6 @@
 """How long a step may be: the damping, and the bound on its root mean square."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, TypeVar
 
@@ -76,3 +76,11 @@ def by_device(items: Iterable[T]) -> dict[torch.device, list[T]]:
         first: Any = item[0] if isinstance(item, tuple) else item
         found.setdefault(first.device, []).append(item)
     return found
+
+
+def decay_weights(groups: Iterable[Mapping[str, Any]], moved: Container[Tensor]) -> None:
+    """Decoupled weight decay of the parameters that take a step."""
+    for group in groups:
+        decay = group.get("weight_decay", 0)
+        if decay != 0 and (decayed := [param for param in group["params"] if param in moved]):
+            torch._foreach_mul_(decayed, 1 - group["lr"] * decay)  # pyright: ignore[reportPrivateImportUsage]

@@ -241,7 +241,9 @@ def test_a_model_in_bfloat16(make: Callable):
     start = run.full_loss()
     run.train(25)
     assert run.full_loss() < start / 2
-    assert {factor.dtype for state in run.optimizer.state.values() for factor in state["factors"]} == {torch.float32}
+    assert {factor.dtype for state in run.optimizer.state.values() for factor in state["curvature"].factors} == {
+        torch.float32
+    }
 
 
 @pytest.mark.parametrize("told", ["no", "by attach", "by context", "no, but it is disabled"])
@@ -295,7 +297,7 @@ def test_a_preconditioner_leaves_an_overflow_to_the_scaler(known: bool):
             assert_equal(run.weights(), weights)
         scaler.update()
     else:
-        assert scaler.get_scale() < 2.0**26 and 0 < preconditioner._progress["step"] < 12
+        assert scaler.get_scale() < 2.0**26 and 0 < preconditioner._run.step < 12
         assert all(weight.isfinite().all() for weight in run.weights())
 
 
@@ -317,7 +319,5 @@ def test_a_scale_beyond_the_range_of_float16_reaches_no_column():
     with run.optimizer.curvature(loss_scale=2.0**16):
         (2.0**16 * loss).backward()
     assert all(
-        factor.isfinite().all()
-        for c in run.optimizer._accumulation.since_last_step.curvature.values()
-        for factor in c.sums
+        factor.isfinite().all() for c in run.optimizer._curvature.collected.curvature.values() for factor in c.sums
     )

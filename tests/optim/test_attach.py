@@ -34,6 +34,7 @@ from curvopt.core.losses.roots import Empirical
 from curvopt.extensions import KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, KFACEmpirical
 from curvopt.extensions.base import Extension
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
+from curvopt.optim.diagonal_newton import CurvatureDiagonal
 from curvopt.optim.empirical import GradientDiagonal, RowDiagonal
 
 
@@ -107,7 +108,9 @@ def test_accumulation_that_begins_with_a_gradient_of_zeros(make: Callable, reset
     factors = []
     for run in (whole, halves):
         run.optimizer.step()
-        factors.append([factor for p in run.model.parameters() for factor in run.optimizer.state[p]["factors"]])
+        factors.append(
+            [factor for p in run.model.parameters() for factor in run.optimizer.state[p]["curvature"].factors]
+        )
         assert float(run.optimizer.state_dict()["param_groups"][0]["run"]["step_weight"]) == pytest.approx(1)
     assert_close(*factors)
 
@@ -139,7 +142,7 @@ def test_gradients_that_the_model_discards_take_their_curvature_along() -> None:
 
 def test_other_calls_into_autograd_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     run = attached(KFACSGD)
-    monkeypatch.setattr(run.optimizer, "_extensions", lambda: pytest.fail("curvature was computed"))
+    monkeypatch.setattr(run.optimizer._quantity, "extensions", lambda _: pytest.fail("curvature was computed"))
     x = run.x[:4].clone().requires_grad_()
     torch.autograd.grad(run.lossfunc(run.model(x), run.y[:4]), list(run.model.parameters()))
     run.lossfunc(run.model(x), run.y[:4]).backward(inputs=[x])  # an attack on the input
@@ -217,7 +220,7 @@ def test_backwards_without_curvature_are_left_alone_where_errors_say() -> None:
 def test_backwards_that_are_refused_later_leave_the_curvature_as_it_is() -> None:
     run = attached(KFACSGD, cnn, reduction="sum")
     train(run, range(2))
-    before = copy.deepcopy([run.optimizer.state[p]["factors"] for p in run.model.parameters()])
+    before = copy.deepcopy([run.optimizer.state[p]["curvature"].factors for p in run.model.parameters()])
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for refused in (lambda: run.lossfunc(run.model(run.x[:0]), run.y[:0]), lambda: run.model[0].weight.sum()) * 2:
@@ -225,7 +228,7 @@ def test_backwards_that_are_refused_later_leave_the_curvature_as_it_is() -> None
             refused().backward()
             run.optimizer.step()
     assert ["goes on with the curvature it has" in str(each.message) for each in said] == [True]
-    after = [run.optimizer.state[p]["factors"] for p in run.model.parameters()]
+    after = [run.optimizer.state[p]["curvature"].factors for p in run.model.parameters()]
     torch.testing.assert_close(before, after, rtol=0, atol=0)
 
 
@@ -251,11 +254,11 @@ def test_copies_are_attached(duplicate: Callable) -> None:
     run = attached(KFACSGD, curvature_every=3)
     train(run, range(5))
     twin = duplicate(run)
-    before = [factor.clone() for factor in twin.optimizer.state[twin.model[1].weight]["factors"]]
+    before = [factor.clone() for factor in twin.optimizer.state[twin.model[1].weight]["curvature"].factors]
     train(run, range(5, 10))
     train(twin, range(5, 10))
     assert_equal(run.weights(), twin.weights())
-    assert not torch.equal(before[0], twin.optimizer.state[twin.model[1].weight]["factors"][0])
+    assert not torch.equal(before[0], twin.optimizer.state[twin.model[1].weight]["curvature"].factors[0])
 
 
 # ----------------------------------------------------------------------------------------------- several, and others
@@ -302,7 +305,7 @@ def test_a_generator_and_its_critic(zero: str) -> None:
     weights, optimizers = gan(True, zero)
     assert_equal(weights, gan(False, zero)[0])
     for optimizer in optimizers:
-        assert min(optimizer._progress["due"]) >= 12 and set(optimizer.coverage().values()) == {
+        assert min(optimizer._run.due) >= 12 and set(optimizer.coverage().values()) == {
             "kronecker",
             "dense",
         }
@@ -386,7 +389,7 @@ def test_an_error_of_one_context_leaves_nothing_of_the_others() -> None:
     with pytest.raises(CurvoptError, match="grad_batch needs independent samples"), backpack(BatchGrad()):
         run.loss(0).backward()
     assert all(not vars(p) for p in run.model.parameters())
-    assert not run.optimizer._accumulation.since_last_step.curvature
+    assert not run.optimizer._curvature.collected.curvature
     train(run, range(2))
 
 
@@ -496,7 +499,7 @@ def test_a_batch_is_one_sample_where_that_is_declared(
     make: Callable, net: type[Mixed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the model were called with a batch of one."""
-    monkeypatch.setattr(DiagonalNewton, "_draws_of_one_sample", 1)  # as many as for a row
+    monkeypatch.setattr(CurvatureDiagonal, "draws_of_one_sample", 1)  # as many as for a row
     x, y, finals = torch.randn(20, 6, dtype=torch.float64), torch.randint(6, (20,)), []
     for one in (False, True):
         torch.manual_seed(0)

@@ -41,9 +41,8 @@ from curvopt.extensions import KFLR, BatchGrad, DiagGGNExact
 from curvopt.kroneckers import kfacs_to_mat
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 from curvopt.optim.accumulation import ema_update, number
-from curvopt.optim.checkpoint import unpacked
-from curvopt.optim.clocks import annealed_interval
-from curvopt.optim.curvature_optimizer import CurvatureOptimizer
+from curvopt.optim.curvature import Quantity, annealed_interval
+from curvopt.optim.state import curvature_of, unpacked
 from curvopt.optim.step_size import damping_of, excess, rms_clip_factor
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -85,7 +84,7 @@ def test_kfac_step_is_the_dense_solve() -> None:
     gradients = [p.grad.clone() for p in run.model.parameters()]
     run.optimizer.step()
     for p, old, gradient in zip(run.model.parameters(), before, gradients, strict=True):
-        factors = run.optimizer.state[p]["factors"]
+        factors = run.optimizer.state[p]["curvature"].factors
         dims = [factor.shape[-1] for factor in factors]
         solution = []
         pieces = gradient.reshape(2 if factors[0].ndim == 3 else 1, -1)
@@ -117,7 +116,7 @@ def test_diagonal_step_is_the_elementwise_quotient() -> None:
     run.backward(0)
     run.optimizer.step()
     for p, old in zip(run.model.parameters(), before, strict=True):
-        (h,) = run.optimizer.state[p]["factors"]
+        (h,) = run.optimizer.state[p]["curvature"].factors
         torch.testing.assert_close(old - p.detach(), p.grad / (h.view_as(p) + 0.3))
 
 
@@ -129,11 +128,11 @@ def test_small_entries_of_the_first_diagonal_are_raised_to_its_mean_and_of_no_la
         seen.append([p.diag_ggn_exact.flatten() for p in run.model.parameters()])
         run.train(range(step, step + 1))
         if step == 0:
-            first = [run.optimizer.state[p]["factors"][0].clone() for p in run.model.parameters()]
+            first = [run.optimizer.state[p]["curvature"].factors[0].clone() for p in run.model.parameters()]
     for p, one, two, start in zip(run.model.parameters(), *seen, first, strict=True):
         assert (one < one.mean()).any() and (two < two.mean()).any()
         torch.testing.assert_close(start, torch.maximum(one, one.mean()))
-        torch.testing.assert_close(run.optimizer.state[p]["factors"][0], (start / 2 + two) / 1.5)
+        torch.testing.assert_close(run.optimizer.state[p]["curvature"].factors[0], (start / 2 + two) / 1.5)
 
 
 def test_the_exact_factors_are_those_of_the_extension() -> None:
@@ -148,7 +147,7 @@ def test_the_exact_factors_are_those_of_the_extension() -> None:
         run.train(1)
         for p, field in zip(run.model.parameters(), fields, strict=True):
             expected = field if isinstance(field, list) else [field.reshape(-1).clamp(min=field.mean())]
-            assert_close(run.optimizer.state[p]["factors"], expected)
+            assert_close(run.optimizer.state[p]["curvature"].factors, expected)
 
 
 def test_values_count_less_with_their_age_in_steps() -> None:
@@ -165,12 +164,12 @@ def test_averages_forget_by_the_steps_of_each_parameter(name: str, monkeypatch: 
     """One that rests forgets nothing, and a resumed run forgets alike."""
     decays: dict[str, list[float]] = {}
 
-    def average(optimizer: Any, param: Tensor, new: Any, decay: float) -> None:
-        decays.setdefault(optimizer._names()[param], []).append(decay)
-        plain(optimizer, param, new, decay)
+    def average(quantity: Any, param: Tensor, kept: Any, new: Any, decay: float) -> None:
+        decays.setdefault(str(param.shape), []).append(decay)
+        plain(quantity, param, kept, new, decay)
 
-    plain = CurvatureOptimizer._average
-    monkeypatch.setattr(CurvatureOptimizer, "_average", average)
+    plain = Quantity.average
+    monkeypatch.setattr(Quantity, "average", average)
     run = Run(OPTIMIZERS[name], ema=0.5, curvature_every=4).train(3)
     resting, *_, trained = run.model.parameters()
     resting.requires_grad_(False)
@@ -178,9 +177,8 @@ def test_averages_forget_by_the_steps_of_each_parameter(name: str, monkeypatch: 
     run.train(range(3, 13))
     resting.requires_grad_(True)
     run.train(range(13, 15))
-    names = run.optimizer._names()
-    assert decays[names[resting]] == [0.5**age for age in (1, 1, 1, 2)]  # in its steps 0, 1, 2 and 4
-    assert decays[names[trained]] == [0.5**age for age in (1, 1, 1, 2, 4, 4, 2)]
+    assert decays[str(resting.shape)] == [0.5**age for age in (1, 1, 1, 2)]  # in its steps 0, 1, 2 and 4
+    assert decays[str(trained.shape)] == [0.5**age for age in (1, 1, 1, 2, 4, 4, 2)]
 
 
 def test_numbers_of_the_state_are_on_the_cpu_whatever_the_default_device() -> None:
@@ -240,9 +238,10 @@ def test_step_is_the_sgd_step_on_the_preconditioned_gradient(make: Callable, nes
         run.train(range(step, step + 1))
         for p, q in zip(run.model.parameters(), twin, strict=True):
             (stack,) = run.optimizer._stacks_of([p])
-            product = run.optimizer._solve(stack, p.grad.reshape(-1), run.optimizer.param_groups[0]).view_as(p)
+            given = run.optimizer.param_groups[0], run.optimizer.state, run.optimizer._run.mean_curvature
+            product = run.optimizer._solver.solve(stack, p.grad.reshape(-1), *given).view_as(p)
             product, moves = product * (p.grad != 0), (p.grad != 0).sum()
-            weight = run.optimizer._progress["step_weight"]
+            weight = run.optimizer._run.step_weight
             rms = (product.square().sum() * excess(p[0].numel() if p.ndim > 1 else 1) / moves).sqrt() / weight
             q.grad = product / weight * rms_clip_factor(rms.square(), run.optimizer.rms_clip)
         sgd.step()
@@ -345,10 +344,12 @@ def test_relative_damping_is_in_units_of_the_smaller_mean_curvature(make: Callab
     """Of a parameter and of all; steps are those of these absolute dampings."""
     options: dict[str, Any] = {"dtype": torch.float64, "rms_clip": None, "fisher": "exact"}
     relative = Run(make, relative_damping=3.0, **options).train(1)
-    blocks = [kfacs_to_mat(relative.optimizer.state[p]["factors"]).diagonal() for p in relative.model.parameters()]
+    blocks = [
+        kfacs_to_mat(relative.optimizer.state[p]["curvature"].factors).diagonal() for p in relative.model.parameters()
+    ]
     own, of_all = [float(block.mean()) for block in blocks], float(torch.cat(blocks).mean())
     assert min(own) < of_all < max(own)
-    assert float(relative.optimizer._progress["mean_curvature"]) == pytest.approx(of_all)
+    assert float(relative.optimizer._run.mean_curvature) == pytest.approx(of_all)
     assert float(relative.optimizer.metrics()["damping"]) == pytest.approx(3.0 * of_all)
 
     def by_parameter(params: Iterable[Tensor], **options: Any) -> torch.optim.Optimizer:
@@ -384,7 +385,7 @@ def test_damping_of_a_parameter_without_curvature_is_that_of_all(make: Callable)
     nn.init.constant_(run.model[1].bias, -100.0)  # dead units
     before = run.weights()
     run.train(1)
-    assert not any(factor.any() for factor in run.optimizer.state[run.model[1].bias]["factors"])
+    assert not any(factor.any() for factor in run.optimizer.state[run.model[1].bias]["curvature"].factors)
     assert all(torch.isfinite(weight).all() for weight in run.weights())
     moved = [bool((a != b).any()) for a, b in zip(run.weights(), before, strict=True)]
     assert moved == [False, False, False, True]  # the second weight sees zeros alone
@@ -414,7 +415,7 @@ def test_the_fisher_matrix_is_chosen_by_the_variables_of_a_prediction(name: str,
         model, lossfunc = extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))).double(), nn.MSELoss()
         optimizer = OPTIMIZERS[name](model.parameters(), fisher=None, curvature_every=2)
         optimizer.attach(model, lossfunc)
-        optimizer._progress["several"] = several if known else None
+        optimizer._run.several = several if known else None
         for step in range(5):
             if step == 3:
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -463,8 +464,9 @@ def test_curvature_is_computed_when_due_and_costs_nothing_otherwise(
 ) -> None:
     run = Run(make, curvature_every=4)
     computed: list[int] = []
-    original = type(run.optimizer)._extensions
-    monkeypatch.setattr(type(run.optimizer), "_extensions", lambda self: computed.append(step) or original(self))
+    quantity = type(run.optimizer._quantity)
+    original = quantity.extensions
+    monkeypatch.setattr(quantity, "extensions", lambda *args: computed.append(step) or original(*args))
     for step in range(24):
         run.train(range(step, step + 1))
     expected, due = [], 0
@@ -479,9 +481,9 @@ def test_inverses_follow_their_own_interval() -> None:
     p = next(run.model.parameters())
     changed = []
     for step in range(40):
-        before = run.optimizer.state[p].get("inverses")
+        before = curvature_of(run.optimizer.state[p]).inverses
         run.train(range(step, step + 1))
-        if run.optimizer.state[p]["inverses"] is not before:
+        if run.optimizer.state[p]["curvature"].inverses is not before:
             changed.append(step)
     assert changed[:4] == [0, 1, 2, 4] and {b - a for a, b in zip(changed[-3:], changed[-2:], strict=False)} == {5}
 
@@ -491,7 +493,7 @@ def test_a_parameter_that_is_new_is_solved_for_at_once_and_no_other_again(kind: 
     run = Run(lambda params, **options: kind(list(params)[2:], **options), mlp, curvature_every=1, inverse_every=100)
     run.train(40)
     renewed, renew = [], run.optimizer._renew
-    run.optimizer._renew = lambda: [renewed.append(run.optimizer._progress["step"]), renew()]
+    run.optimizer._renew = lambda ranks: [renewed.append(run.optimizer._run.step), renew(ranks)]
     run.train(range(40, 43))
     assert renewed == []
     run.optimizer.add_param_group({"params": list(run.model.parameters())[:2]})
@@ -555,7 +557,9 @@ def test_a_run_goes_on_in_another_precision(make: Callable, dtypes: tuple[torch.
     second.optimizer.load_state_dict(torch.load(checkpoint(first.optimizer), weights_only=True))
     losses = [run.train(range(5, 12)).full_loss() for run in (first, second)]  # of other samples, where these are drawn
     assert losses[0] == pytest.approx(losses[1], rel=0.2)
-    assert all(t.dtype == dtypes[1] for p in second.model.parameters() for t in second.optimizer.state[p]["factors"])
+    assert all(
+        t.dtype == dtypes[1] for p in second.model.parameters() for t in second.optimizer.state[p]["curvature"].factors
+    )
 
 
 @pytest.mark.parametrize("steps", [4, 5])
@@ -563,7 +567,7 @@ def test_a_run_goes_on_in_another_precision(make: Callable, dtypes: tuple[torch.
 def test_a_model_that_changes_its_precision_says_what_to_do(name: str, steps: int) -> None:
     """Whether the next step refreshes the curvature or not."""
     run = Run(OPTIMIZERS[name]).train(steps)
-    assert run.optimizer._due(None) == (steps == 4)
+    assert run.optimizer._curvature.is_due() == (steps == 4)
     run.model.double()
     run.x = run.x.double()
     before = run.weights()
@@ -592,9 +596,8 @@ def test_resumption_by_checkpoints_that_are_loaded_into_tensors(make: Callable, 
     dcp.save({"state": first.optimizer.state_dict()["state"]}, checkpoint_id=tmp_path, no_dist=True)
     into = {"state": second.optimizer.state_dict()["state"]}
     dcp.load(into, checkpoint_id=tmp_path, no_dist=True)
-    for p, q in zip(first.model.parameters(), second.model.parameters(), strict=True):
-        torch.testing.assert_close(first.optimizer.state[p], second.optimizer.state[q], rtol=0, atol=0)
     state = first.optimizer.state_dict()
+    torch.testing.assert_close(state["state"], second.optimizer.state_dict()["state"], rtol=0, atol=0)
     for values in state["state"].values():  # as written before they were tensors
         ours = values["curvature"]
         ours |= {name: float(ours[name]) for name in ("ema_weight", "scales_weight") if name in ours}
@@ -632,8 +635,9 @@ def test_states_of_earlier_versions_are_loaded(make: Callable) -> None:
     second.model.load_state_dict(first.model.state_dict())
     state = copy.deepcopy(first.optimizer.state_dict())
     for values in state["state"].values():
-        values |= unpacked(values)
+        curvature = vars(unpacked(values))
         del values["curvature"]
+        values |= {name: value for name, value in curvature.items() if value is not None}
     state["curvature"] = state["param_groups"][0].pop("run")
     second.optimizer.load_state_dict(state)
     assert_equal(first.train(range(7, 12)).weights(), second.train(range(7, 12)).weights())
@@ -660,12 +664,17 @@ def test_hooks_see_and_change_all_of_a_checkpoint(make: Callable) -> None:
             lambda _, state: state.update(own="run" in state["param_groups"][0])
         )
     second.optimizer.register_load_state_dict_pre_hook(reverse)
-    second.optimizer.register_load_state_dict_post_hook(lambda optimizer: seen.append(optimizer._progress["step"]))
+    second.optimizer.register_load_state_dict_post_hook(lambda optimizer: seen.append(optimizer._run.step))
     second.model.load_state_dict(first.model.state_dict())
     second.optimizer.load_state_dict(first.optimizer.state_dict())
     assert seen == [5]
     for p, q in zip(first.model.parameters(), second.model.parameters(), strict=True):
-        torch.testing.assert_close(first.optimizer.state[p], second.optimizer.state[q], rtol=0, atol=0)
+        states = [
+            {**state, **vars(state["curvature"])} for state in (first.optimizer.state[p], second.optimizer.state[q])
+        ]
+        assert states[0].pop("curvature") and states[1].pop("curvature")
+        present = [{name: value for name, value in state.items() if value is not None} for state in states]
+        torch.testing.assert_close(*present, rtol=0, atol=0)
 
 
 @every_optimizer
@@ -702,7 +711,7 @@ def test_state_of_other_shapes_is_refused(make: Callable) -> None:
             continue  # a diagonal is flat
         with pytest.raises(CurvoptError, match=r"0\.0 has shape \[\d+, \d+\], but curvature of another one"):
             other.optimizer.load_state_dict(state)
-        assert not other.optimizer.state and other.optimizer._progress["step"] == 0
+        assert not other.optimizer.state and other.optimizer._run.step == 0
 
 
 @every_optimizer
@@ -767,7 +776,7 @@ def test_curvature_goes_with_gradients_that_are_reset(how: str, set_to_none: boo
 @every_optimizer
 def test_curvature_that_is_not_finite_never_enters(make: Callable, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(make, ema=0.5).train(2)
-    before = [[f.clone() for f in run.optimizer.state[p]["factors"]] for p in run.model.parameters()]
+    before = [[f.clone() for f in run.optimizer.state[p]["curvature"].factors] for p in run.model.parameters()]
     run.optimizer.zero_grad()
     with run.optimizer.curvature(loss_scale=0.0):
         run.loss(2).backward()
@@ -775,9 +784,9 @@ def test_curvature_that_is_not_finite_never_enters(make: Callable, caplog: pytes
         run.optimizer.step()
     assert "not finite" in caplog.text
     for p, factors in zip(run.model.parameters(), before, strict=True):
-        assert_equal(run.optimizer.state[p]["factors"], factors)
+        assert_equal(run.optimizer.state[p]["curvature"].factors, factors)
     run.train(range(3, 4))  # due again at once, and taken
-    assert not torch.equal(run.optimizer.state[p]["factors"][0], before[-1][0])
+    assert not torch.equal(run.optimizer.state[p]["curvature"].factors[0], before[-1][0])
 
 
 @every_optimizer
@@ -797,7 +806,7 @@ def test_batches_without_targets_change_nothing(
     backward(run, ignored=True)
     run.optimizer.step()
     assert_equal(run.weights(), before)
-    run.optimizer._samples.draws = 0
+    run.optimizer._run.sampler = run.optimizer._run.sampler[0], 0
     for step in range(2):
         for each in (run, plain):
             each.optimizer.zero_grad()
@@ -862,7 +871,7 @@ def test_an_exception_drops_the_curvature_of_its_context(make: Callable) -> None
     with pytest.raises(KeyError), hit.optimizer.curvature():
         hit.loss(7).backward()
         raise KeyError
-    hit.optimizer._samples.draws = 0
+    hit.optimizer._run.sampler = hit.optimizer._run.sampler[0], 0
     hit.optimizer.zero_grad()
     assert_equal(clean.train(3).weights(), hit.train(3).weights())
 
@@ -936,7 +945,7 @@ def test_coverage_and_a_parameter_without_curvature() -> None:
     }
     curvature, count = 0.0, 0
     for p in model.body.parameters():
-        curvature += kfacs_to_mat(optimizer.state[p]["factors"]).trace()
+        curvature += kfacs_to_mat(optimizer.state[p]["curvature"].factors).trace()
         count += p.numel()
     for p, old in zip(model.head.parameters(), before[2:], strict=True):
         torch.testing.assert_close(old - p.detach(), p.grad / (curvature / count + 0.05))
@@ -964,7 +973,7 @@ def test_every_kind_of_factor_trains(make: Callable) -> None:
     if isinstance(run.optimizer, KFACSGD):
         kinds = list(run.optimizer.coverage().values())
         assert kinds == ["kronecker", "dense", "dense", "kronecker", "dense", "kronecker", "dense"]
-        assert run.optimizer.state[run.model.embed.weight]["factors"][0].ndim == 1
+        assert run.optimizer.state[run.model.embed.weight]["curvature"].factors[0].ndim == 1
 
 
 @every_optimizer
@@ -1041,7 +1050,7 @@ def test_a_weight_of_two_kinds_of_use_trains(make: Callable, accumulated: bool) 
                 lossfunc(model(x), y).backward()
             if not accumulated:
                 optimizer.step()
-                sizes.append([factor.ndim for factor in optimizer.state[model.table.weight]["factors"]])
+                sizes.append([factor.ndim for factor in optimizer.state[model.table.weight]["curvature"].factors])
         optimizer.step()
     assert len(said) == 1
     assert sizes == ([] if accumulated else [[2, 2], [1, 2], [2, 2]])
@@ -1052,10 +1061,10 @@ def test_moments_are_those_of_the_parameter_again_where_curvature_begins_anew() 
     run = Run(KFACAdamW, dtype=torch.float64).train(3)
     p = run.model[3].weight
     state = run.optimizer.state[p]
-    (left, right), moment = state["bases"], state["exp_avg"].clone()
+    (left, right), moment = state["curvature"].bases, state["exp_avg"].clone()
     run.optimizer._forget(p)
     torch.testing.assert_close(state["exp_avg"], left @ moment @ right.mT)
-    assert "bases" not in state and "factors" not in state
+    assert state["curvature"].bases is None and state["curvature"].factors is None
 
 
 @pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, KFACAdamW])
@@ -1113,7 +1122,7 @@ def test_state_of_other_options_begins_anew() -> None:
     run.optimizer.load_state_dict(state)
     with pytest.warns(CurvoptWarning, match="several forms"):
         run.train(1)
-    assert run.optimizer.state[run.model[1].weight]["factors"][0].ndim == 4
+    assert run.optimizer.state[run.model[1].weight]["curvature"].factors[0].ndim == 4
 
 
 @every_optimizer
@@ -1176,15 +1185,15 @@ def test_a_parameter_that_is_unfrozen_does_not_wait_for_the_interval(make: Calla
     run.optimizer.inverse_every = 100
     weight = run.model[1].weight.requires_grad_(False)
     run.train(20)
-    state = run.optimizer.state[weight]
-    made = "inverses" if "inverses" in state else "bases"
-    assert "factors" not in state and not any(tensor.ndim for tensor in state[made])
+    kept, field = curvature_of(run.optimizer.state[weight]), run.optimizer._solver.field
+    assert kept.factors is None and not any(tensor.ndim for tensor in getattr(kept, field))
     weight.requires_grad_(True)
     for step in range(2):
         run.backward(step)
         run.optimizer.step()
-        assert ("factors" in state) == bool(state[made] and state[made][0].ndim)
-    assert "factors" in state
+        made = getattr(kept, field)
+        assert (kept.factors is not None) == bool(made and made[0].ndim)
+    assert kept.factors is not None
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -1198,7 +1207,7 @@ def test_unfreezing_the_first_layer_does_not_raise_the_loss(kind: Callable, seed
     for param in frozen:
         param.requires_grad_(True)
     worst = max(run.train(range(step, step + 1)).full_loss() for step in range(40, 60))
-    assert worst < 1.3 * before and all("factors" in run.optimizer.state[param] for param in frozen)
+    assert worst < 1.3 * before and all(curvature_of(run.optimizer.state[param]).factors for param in frozen)
 
 
 @sgd_like
@@ -1218,7 +1227,7 @@ def test_metrics(make: Callable) -> None:
     whole = torch.cat([(a - b).flatten() for a, b in zip(free.weights(), before, strict=True)])
     assert metrics["clip_factor"] == pytest.approx((moved.norm() / whole.norm()).item(), rel=1e-3)
     assert metrics["clip_factor"] < 0.9 and float(free.optimizer.metrics()["clip_factor"]) == pytest.approx(1)
-    damping = damping_of(run.optimizer.param_groups[0], run.optimizer._progress["mean_curvature"])
+    damping = damping_of(run.optimizer.param_groups[0], run.optimizer._run.mean_curvature)
     assert metrics["damping"] == float(damping) and metrics.get("fallbacks", 0) == 0
 
 

@@ -169,7 +169,7 @@ def accelerated(accelerator: Any, steps: int, clip: float, resume: Path | None =
         accelerator.load_state(str(resume))
         loader = accelerator.skip_first_batches(loader, 5 * accelerator.gradient_accumulation_steps)
     for x, y in loader:
-        if optimizer._progress["step"] == steps:
+        if optimizer._run.step == steps:
             break
         with accelerator.accumulate(model):
             loss = nn.functional.cross_entropy(model(x), y)

@@ -23,11 +23,12 @@ from torch.utils._pytree import tree_leaves
 from curvopt import CurvoptError, L2Regularizer, backpack, extend
 from curvopt.extensions import DiagGGNExact
 from curvopt.hessianfree import Solution
-from curvopt.optim import KFACSGD, HessianFree, hessian_free
+from curvopt.optim import KFACSGD, HessianFree
 from curvopt.optim.closures import Closure
-from curvopt.optim.objective import Objective
-from curvopt.optim.quadratic_model import Differentiated, QuadraticModel
-from curvopt.optim.truncated_newton import backtrack, levenberg_marquardt, line_search, solve
+from curvopt.optim.hessian_free import optimizer as hessian_free
+from curvopt.optim.hessian_free.objective import Objective
+from curvopt.optim.hessian_free.quadratic_model import Differentiated, QuadraticModel
+from curvopt.optim.hessian_free.truncated_newton import backtrack, levenberg_marquardt, line_search, solve
 
 float64 = torch.float64
 

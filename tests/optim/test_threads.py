@@ -39,7 +39,7 @@ def data(seed: int) -> tuple[nn.Module, Iterator[tuple[Tensor, Tensor]], torch.G
 def attached(kind: Callable, seed: int) -> list[Tensor]:
     model, batches, _ = data(seed)
     optimizer = kind(model, curvature_every=2)
-    optimizer._samples.seed = seed
+    optimizer._run.sampler = seed, 0
     for x, y in batches:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()

@@ -19,7 +19,9 @@ from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.core.backward.backward_pass import Request
 from curvopt.extensions import KFAC, DiagGGNExact, DiagHessian, KFACEmpirical
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
-from curvopt.optim.collector import Listening
+from curvopt.optim.curvature import Listening
+from curvopt.optim.diagonal_newton import CurvatureDiagonal
+from curvopt.optim.state import curvature_of
 
 by_adamw = functools.cache(lambda name: train(name, adamw))
 
@@ -60,7 +62,7 @@ def test_rows_that_a_model_is_called_with_one_by_one_are_one_sample(kind: Callab
 @pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
 def test_a_call_without_a_batch_axis_is_one_sample(kind: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of a later call are samples again."""
-    monkeypatch.setattr(DiagonalNewton, "_draws_of_one_sample", 1)  # as many as for a row
+    monkeypatch.setattr(CurvatureDiagonal, "draws_of_one_sample", 1)  # as many as for a row
 
     def trained(*rows: int | slice) -> list[Tensor]:
         model, optimizer = attached(kind)
@@ -248,7 +250,7 @@ def test_where_no_backward_has_curvature_it_is_tried_less_and_less_often(monkeyp
     tried, climb = set[int](), Listening.refused
 
     def refused(listener: Listening, error: CurvoptError, request: Request) -> Request | None:
-        tried.add(optimizer._progress["step"])
+        tried.add(optimizer._run.step)
         return climb(listener, error, request)
 
     monkeypatch.setattr(Listening, "refused", refused)
@@ -427,7 +429,7 @@ def test_a_last_batch_of_one_prediction_changes_no_other(kind: Callable) -> None
         optimizer.zero_grad()
         F.mse_loss(model(x[:n])[:, 0].squeeze(), t[:n, 0].squeeze()).backward()
         optimizer.step()
-        assert bool(optimizer._progress["empirical"]) == (n == 1)
+        assert bool(optimizer._run.empirical) == (n == 1)
 
 
 @pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, functools.partial(DiagonalNewton, rms_clip=None)])
@@ -463,7 +465,7 @@ def test_the_empirical_factors_are_those_of_the_samples_gradients() -> None:
     z = other(x)
     (slope,) = torch.autograd.grad(WITHOUT["negative weights"](z) * 32, z)
     hidden = other[1](other[0](x))
-    B, A = optimizer.state[model[2].weight]["factors"]
+    B, A = optimizer.state[model[2].weight]["curvature"].factors
     torch.testing.assert_close(B, slope.mT @ slope / 32)
     torch.testing.assert_close(A, hidden.mT @ hidden / 32)
 
@@ -481,7 +483,7 @@ def test_heads_that_take_turns_are_refreshed_by_their_own_steps(kind: Callable) 
         F.cross_entropy(heads[i % 4](trunk(x.float())), y).backward()
         optimizer.step()
         for head, at in zip(heads, range(4), strict=True):
-            factors = optimizer.state[head.weight].get("factors")  # pyright: ignore[reportArgumentType]
+            factors = curvature_of(optimizer.state[head.weight]).factors  # pyright: ignore[reportArgumentType]
             if factors and float(factors[0].norm()) != seen[at]:
                 last[at], seen[at] = i, float(factors[0].norm())
     assert min(last) >= 100 - 2 * 4 * 5, last
@@ -621,9 +623,9 @@ def test_outputs_in_which_the_loss_is_linear_have_the_curvature_of_their_gradien
         (F.cross_entropy(z, y) + loss).backward()
         optimizer.step()
     squares = torch.full((2,), (5 / 2) ** 2, dtype=torch.float64)  # of 5 / 2 sign(b - t)
-    factor = optimizer.state[boxes.bias]["factors"][0]
+    factor = optimizer.state[boxes.bias]["curvature"].factors[0]
     torch.testing.assert_close(factor if factor.dim() == 1 else factor.diagonal(dim1=-2, dim2=-1).flatten(), squares)
-    assert optimizer.state[classes.bias]["factors"][0].any()
+    assert optimizer.state[classes.bias]["curvature"].factors[0].any()
 
 
 @pytest.mark.parametrize(

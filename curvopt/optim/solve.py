@@ -1,14 +1,13 @@
 """Solving with averaged curvature: by inverses of the factors, or in their eigenbasis."""
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvopt.core.products.base import widened
-from curvopt.distributed import share
 from curvopt.kroneckers import (
     damped_inverses,
     eigenbases,
@@ -17,130 +16,167 @@ from curvopt.kroneckers import (
     pi_damping,
     renewed_bases,
 )
-from curvopt.optim.curvature_optimizer import CurvatureOptimizer
+from curvopt.optim.ranks import Alone
 from curvopt.optim.stacks import Stack
+from curvopt.optim.state import CURVATURE, ParameterCurvature, curvature_of
 from curvopt.optim.step_size import damping_of, dampings_of
 
+#: The states of a torch optimizer by parameter.
+States = Mapping[Tensor, dict[str, Any]]
 
-class FactoredInverse(CurvatureOptimizer):
+
+class Solver(ABC):
+    """Solves with averaged curvature. It keeps nothing: what it makes stands in the states of the parameters."""
+
+    #: The field of `ParameterCurvature` with the lists that a step multiplies by.
+    field: str
+
+    @abstractmethod
+    def renew(
+        self, groups: Sequence[Mapping[str, Any]], states: States, names: Mapping[Tensor, str], ranks: Alone
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Prepare `solve` by the averaged factors of all parameters, together.
+
+        Args:
+            groups: the param groups.
+            states: of the parameters.
+            names: of the parameters, for messages.
+            ranks: that share the work.
+
+        Returns:
+            The mean curvature of all parameters, and metrics.
+        """
+
+    def solve(
+        self, stack: Stack, grad: Tensor, group: Mapping[str, Any], states: States, mean_curvature: Tensor
+    ) -> Tensor:
+        """Preconditioned gradients ``[P]`` of the parameters of a stack, which are in one param group."""
+        return stack.product(grad)
+
+    def forget(self, state: dict[str, Any], shape: torch.Size) -> None:
+        """Drop the curvature of a parameter of some shape."""
+        state[CURVATURE] = ParameterCurvature()
+
+
+class Inverse(Solver):
     """Multiplies by inverses of factors to which the damping was added, split between them by π."""
 
-    _stacked = "inverses"
+    field = "inverses"
 
-    def _renew(self) -> None:
-        """Compute ``state["inverses"]`` of all parameters, together."""
-        names = self._names()
-        means, curvature = mean_curvatures(self)
-        self._progress["mean_curvature"] = curvature
+    def renew(
+        self, groups: Sequence[Mapping[str, Any]], states: States, names: Mapping[Tensor, str], ranks: Alone
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Compute all ``inverses``."""
+        means, curvature = mean_curvatures(names, states, ranks)
         factors, shifts, stale, labels = [], [], [], []
-        for group in self.param_groups:
+        for group in groups:
             covered = [param for param in group["params"] if param in means]
             dampings = dampings_of(group, [means[param] for param in covered], curvature)
             for param, damping in zip(covered, dampings, strict=True):
-                own, former = self.state[param]["factors"], self.state[param].get("inverses", [])
-                factors += own
-                shifts += pi_damping(own, damping)
-                stale += former if len(former) == len(own) and former[0].ndim else [None] * len(own)
-                labels += [f"{names[param]} factor {i}" for i in range(len(own))]
-        ranks, failures = self._helpers(), 0
+                kept = curvature_of(states[param])
+                new, former = kept.factors or [], kept.inverses or []
+                factors += new
+                shifts += pi_damping(new, damping)
+                stale += former if len(former) == len(new) and former[0].ndim else [None] * len(new)
+                labels += [f"{names[param]} factor {i}" for i in range(len(new))]
+        failures = 0
 
         def invert(chosen: list[int]) -> list[list[Tensor]]:
             nonlocal failures
-            own = ([column[i] for i in chosen] for column in (factors, shifts, stale, labels))
-            inverted, failures = damped_inverses(*own)
+            inverted, failures = damped_inverses(
+                *([column[i] for i in chosen] for column in (factors, shifts, stale, labels))
+            )
             return [inverted]
 
-        by_halves = self.communication_dtype is not None
-        (inverses,) = share(ranks, factors, invert, [lambda factor: factor.shape], by_halves)
-        ranks = self._ranks()
-        self._metrics["fallbacks"] = float(failures if ranks is None else ranks.sum(failures))
+        (inverses,) = ranks.share(factors, invert, [lambda factor: factor.shape], symmetric=True)
         condition = largest_condition(factors, shifts, inverses) if factors else torch.zeros(())
-        self._metrics["condition"] = self._over_ranks(condition, largest=True)
 
         results = iter(inverses)
-        for group in self.param_groups:
+        for group in groups:
             damping = damping_of(group, curvature)
             for param in group["params"]:
-                state = self.state[param]
-                if "factors" in state:
-                    state["inverses"] = [next(results) for _ in state["factors"]]
+                kept = curvature_of(states[param])
+                if kept.factors is not None:
+                    kept.inverses = [next(results) for _ in kept.factors]
                 else:
                     tiny = torch.finfo(curvature.dtype).tiny
                     scale = (curvature + damping).clamp(min=tiny).reciprocal()
-                    state["inverses"] = [scale.to(widened(param.new_empty(0)))]
+                    kept.inverses = [scale.to(widened(param.new_empty(0)))]
+        return curvature, {
+            "fallbacks": float(ranks.sum(failures)),
+            "condition": ranks.over_owners(condition, largest=True),
+        }
 
-    def _solve(self, stack: Stack, grad: Tensor, group: Mapping[str, Any]) -> Tensor:
-        return stack.product(grad)
 
-
-def mean_curvatures(optimizer: CurvatureOptimizer) -> tuple[dict[Tensor, Tensor], Tensor]:
+def mean_curvatures(params: Iterable[Tensor], states: States, ranks: Alone) -> tuple[dict[Tensor, Tensor], Tensor]:
     """Means of the curvature's diagonal: by parameter that has factors, and over all their entries.
 
     The latter is also for parameters that have none. Without any curvature, it is that of the unit matrix.
     """
-    covered = [p for p in optimizer._params() if "factors" in optimizer.state[p]]  # in an order that checkpoints keep
-    means = {p: kron_mean_diagonal(optimizer.state[p]["factors"]) for p in covered}
+    params = list(params)  # in an order that checkpoints keep
+    found = {p: curvature_of(states[p]).factors for p in params}
+    means = {p: kron_mean_diagonal(factors) for p, factors in found.items() if factors is not None}
     traces, numel = [mean * p.numel() for p, mean in means.items()], sum(p.numel() for p in means)
-    traces = traces or [torch.zeros((), dtype=torch.float64, device=optimizer._device())]
+    traces = traces or [torch.zeros((), dtype=torch.float64, device=params[0].device if params else "cpu")]
     total = torch.stack([trace.to(traces[0]) for trace in traces]).sum()
-    entries = optimizer._over_ranks(torch.tensor(float(numel), dtype=torch.float64)).to(total)
-    return means, torch.where(entries > 0, optimizer._over_ranks(total) / entries.clamp(min=1), 1.0)
+    entries = ranks.over_owners(torch.tensor(float(numel), dtype=torch.float64)).to(total)
+    return means, torch.where(entries > 0, ranks.over_owners(total) / entries.clamp(min=1), 1.0)
 
 
 #: A basis is renewed once ``‖offdiag(UᵀFU)‖ / ‖F‖`` of its factor exceeds this.
 MAX_OFF_DIAGONAL = 0.1
 
 
-class Eigenbasis(CurvatureOptimizer):
+class Eigenbasis(Solver):
     """Works in the eigenbases of factors, and renews a basis once its factor is no longer diagonal in it."""
 
-    _stacked = "bases"
+    field = "bases"
 
-    def _renew(self) -> None:
-        """Renew ``state["bases"]`` of new parameters and of factors that are no longer diagonal in theirs."""
-        names = self._names()
-        covered = [param for param in self._params() if "factors" in self.state[param]]
+    def renew(
+        self, groups: Sequence[Mapping[str, Any]], states: States, names: Mapping[Tensor, str], ranks: Alone
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Renew the ``bases`` of new parameters and of factors that are no longer diagonal in theirs."""
         factors, former, labels = [], [], []
-        for param in self._params():
-            state = self.state[param]
-            state.setdefault("bases", [])
-            for i, factor in enumerate(state.get("factors", [])):
+        for param, name in names.items():
+            kept = curvature_of(states[param])
+            kept.bases = [] if kept.bases is None else kept.bases
+            for i, factor in enumerate(kept.factors or []):
                 factors.append(factor)
-                former.append(state["bases"][i] if state["bases"] else None)
-                labels.append(f"{names[param]} factor {i}")
-        ranks = self._helpers()
-        (off_diagonals,) = share(
-            ranks, factors, lambda own: [[off_diagonal(factors[i], former[i]) for i in own]], [lambda _: ()]
+                former.append(kept.bases[i] if kept.bases else None)
+                labels.append(f"{name} factor {i}")
+        (off_diagonals,) = ranks.share(
+            factors, lambda mine: [[off_diagonal(factors[i], former[i]) for i in mine]], [lambda _: ()]
         )
         # one transfer for all
         on_device = [part.to(factors[0].device, torch.float32) for part in off_diagonals]
         parts = torch.stack(on_device).tolist() if on_device else []
         chosen = [i for i, part in enumerate(parts) if part > MAX_OFF_DIAGONAL]
-        bases, values = share(
-            ranks,
+        bases, values = ranks.share(
             [factors[i] for i in chosen],
-            lambda own: _bases(*([each[chosen[i]] for i in own] for each in (factors, former, labels))),
+            lambda mine: _bases(*([each[chosen[i]] for i in mine] for each in (factors, former, labels))),
             [lambda factor: factor.shape, lambda factor: factor.shape[:-1]],
         )
-        self._metrics["new_bases"] = float(self._over_ranks(torch.tensor(float(len(chosen)))))
-
         new = dict(zip(chosen, zip(bases, values, strict=True), strict=True))
         start = 0
-        for param in covered:
-            state = self.state[param]
-            own = range(start, start := start + len(state["factors"]))
-            if not new.keys().isdisjoint(own):
-                old = state["bases"]
-                state["bases"] = [new[i][0] if i in new else former[i] for i in own]
-                self._change_basis(param, old, [new[i][1] if i in new else None for i in own])
-        _, self._progress["mean_curvature"] = mean_curvatures(self)
+        for param in names:
+            kept = curvature_of(states[param])
+            numbers = range(start, start := start + len(kept.factors or []))
+            if not new.keys().isdisjoint(numbers):
+                old, kept.bases = kept.bases, [new[i][0] if i in new else former[i] for i in numbers]
+                spectra = [new[i][1] if i in new else None for i in numbers]
+                self.change_basis(states[param], param.shape, old or [], spectra)
+        _, curvature = mean_curvatures(names, states, ranks)
+        return curvature, {"new_bases": float(ranks.over_owners(torch.tensor(float(len(chosen)))))}
 
     @abstractmethod
-    def _change_basis(self, param: Tensor, old: list[Tensor], spectra: list[Tensor | None]) -> None:
+    def change_basis(
+        self, state: dict[str, Any], shape: torch.Size, old: list[Tensor], spectra: list[Tensor | None]
+    ) -> None:
         """Transform all state that is kept in the old bases to the new ones, or begin it if there are none.
 
         Args:
-            param: the parameter whose ``state["bases"]`` are new.
+            state: of a parameter whose bases are new.
+            shape: of the parameter.
             old: its old bases, empty at first.
             spectra: eigenvalues of the factors whose basis is new.
         """

@@ -8,7 +8,7 @@ from math import inf
 import torch
 
 from curvopt.hessianfree.cg import Product, Solution, cg
-from curvopt.optim.quadratic_model import QuadraticModel, Vector
+from curvopt.optim.hessian_free.quadratic_model import QuadraticModel, Vector
 
 
 def solve(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvopt.distributed import Ranks, mean_of
 from curvopt.optim.closures import Closure
-from curvopt.optim.quadratic_model import Differentiated, Vector
+from curvopt.optim.hessian_free.quadratic_model import Differentiated, Vector
 
 
 class Objective:

@@ -14,8 +14,8 @@ All transfers are all-to-all: a rank sends its factors, its shards, and the chan
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
 from math import prod
 from operator import is_
@@ -25,10 +25,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from curvopt.distributed import Ranks, divide
+from curvopt.core.backward.backward_pass import Request
+from curvopt.core.backward.context import Listener
+from curvopt.distributed import Ranks, divide, is_sharded, serving
 from curvopt.errors import CurvoptError
-from curvopt.optim.accumulation import Collected, Curvature, are_zero
+from curvopt.optim.accumulation import Collected, Sums, are_zero
+from curvopt.optim.options import check_mixed
+from curvopt.optim.ranks import Replicas
 from curvopt.optim.reports import kind_of
+from curvopt.optim.sharding.gathering import GatheredBackward, gathered_parameters, have_any_gradients
+from curvopt.optim.state import curvature_of
+from curvopt.optim.step_size import decay_weights
 from curvopt.utils.compression import half, half_shape, sent_dtype, whole
 
 
@@ -83,46 +90,47 @@ def layout(name: str, parameter: Any, group: dist.ProcessGroup) -> Layout:
     return Layout(last.dim, lengths, [[places[rank] for rank in row] for row in ranks])
 
 
-class Sharding:
+class Shards(Replicas):
     """The sharded parameters of an optimizer, their owners, and the transfers between owners and shards.
 
     Args:
-        who: name of the optimizer.
-        names: of the parameters, in order.
-        costs: of a step, for the parameters of each param group.
-        group: the ranks that train the model together, ``"world"`` for those of the parameters.
-        device: of the parameters.
+        optimizer: whose parameters they are.
+        kinds: of the curvature of parameters, where it is known.
 
     Attributes:
         owners: the rank that owns each parameter. It stays where param groups are added.
-        kinds: of the curvature of each parameter, once some was collected.
-        has_begun: whether a backward since the last step has computed curvature, on any rank.
-        refreshed: parameters of which curvature was last exchanged.
-        moved: parameters that had a gradient in the last step.
+        kinds: of the curvature of each parameter, once it was collected.
+        begun: whether a backward since the last step has computed curvature, on any rank.
+        received: parameters of which curvature was last exchanged.
+        stand_ins: in a step, what stands for the parameters that have a gradient and are owned.
     """
 
-    def __init__(
-        self, who: str, names: Mapping[Tensor, str], costs: Sequence[Sequence[int]], group: Any, device: torch.device
-    ):
-        if group is None:
+    def __init__(self, optimizer: Any, kinds: Mapping[Tensor, str]):
+        who, names, self.given = type(optimizer).__name__, optimizer._names(), optimizer.process_group
+        check_mixed(who, names)
+        if self.given is None:
             raise CurvoptError(
                 f"{who}.process_group is None, but the parameters are sharded over ranks; set it to their group."
             )
         mesh = next(iter(names)).device_mesh  # type: ignore[attr-defined]
         everyone = dist.group.WORLD if mesh.ndim > 1 or mesh.size() == dist.get_world_size() else mesh.get_group()
-        chosen: Any = everyone if group == "world" else group
-        ranks = Ranks(chosen, device)
-        self.given, self.params, self.ranks = group, list(names), ranks
-        self.layouts = {p: layout(name, p, ranks.group) for p, name in names.items()}
-        loads, owners = [0] * ranks.size, list[int]()
-        for each in costs:
-            shares = divide(each, ranks.size, loads)
+        chosen: Any = everyone if self.given == "world" else self.given
+        super().__init__(Ranks(chosen, optimizer._device()), optimizer.communication_dtype)
+        self.params = list(names)
+        self.layouts = {p: layout(name, p, self.ranks.group) for p, name in names.items()}
+        loads, owners = [0] * self.ranks.size, list[int]()
+        for group in optimizer.param_groups:
+            costs = [optimizer._quantity.cost(p, optimizer.inverse_every) for p in group["params"]]
+            shares = divide(costs, self.ranks.size, loads)
             owner_of = {i: rank for rank, share in enumerate(shares) for i in share}
-            owners += [owner_of[i] for i in range(len(each))]
+            owners += [owner_of[i] for i in range(len(costs))]
         self.owners = dict(zip(self.params, owners, strict=True))
-        self.kinds: dict[Tensor, str] = {}
-        self.has_begun, self.refreshed, self.moved = False, set[Tensor](), set[Tensor]()
+        self._kinds = {p: kind for p, kind in kinds.items() if p in self.owners}
+        self.begun, self.received = False, set[Tensor]()
+        self.gathered: dict[Tensor, Tensor] = {}
+        self.stand_ins: dict[Tensor, Tensor] = {}
         self.dtypes = list(dict.fromkeys(p.dtype for p in self.params))
+        self._forget_states_of_other_ranks(optimizer.state)
 
     def serves(self, params: Iterable[Tensor], group: Any) -> bool:
         """Whether these are the parameters and the group that it was made for."""
@@ -132,41 +140,88 @@ class Sharding:
 
     def owns(self, p: Tensor) -> bool:
         """Whether this rank owns a parameter."""
-        return self.owners[p] == self.ranks.rank
+        return self.owners[p] == self.rank
 
-    def forget_others(self, state: dict[Tensor, Any]) -> None:
-        """Remove the state of parameters that other ranks own."""
+    # --- the backward -------------------------------------------------------------------------------------------
+
+    def in_forward(self, params: Sequence[Tensor]) -> Mapping[Tensor, Tensor]:
+        """Also the whole parameters that were gathered."""
+        mine = {p: p for p in params}
+        return mine | {whole: p for whole, p in gathered_parameters(self.params).items() if p in mine}
+
+    def in_backward(self, lists: Mapping[Tensor, list[Tensor]]) -> Mapping[Tensor, list[Tensor]]:
+        """From all owners, by whole parameters."""
+        everywhere = self.everywhere(lists, self.dtype)
+        return {p: everywhere[shard] for p, shard in self.in_forward(self.params).items() if shard in everywhere}
+
+    def serving(self, params: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Of the optimizer's models."""
+        return serving(gathered_parameters(params))
+
+    def backward(self, request: Request, listener: Listener, hook: Callable[[Any], None]) -> AbstractContextManager:
+        """Of whole parameters."""
+        return GatheredBackward(request, listener, hook, self.ranks, self.gathered)
+
+    def begin(self, found: bool) -> None:
+        """As is found on all ranks."""
+        self.begun |= found
+
+    def has_begun(self, curvature: Any) -> bool:
+        """On all ranks, also where this one has no curvature."""
+        return self.begun
+
+    def have_gradients(self, params: Sequence[Tensor]) -> bool:
+        """Also gradients that the ranks have not added up so far."""
+        return have_any_gradients(params)
+
+    def zero_test(self, params: Sequence[Tensor]) -> Callable[[], bool]:
+        """On no rank; all ranks call it together."""
+        nonzero = self.ranks.sum(int(not are_zero(params)))
+        return lambda: nonzero == 0
+
+    # --- the state ----------------------------------------------------------------------------------------------
+
+    def _forget_states_of_other_ranks(self, states: dict[Tensor, Any]) -> None:
         for p in self.params:
             if not self.owns(p):
-                state.pop(p, None)
+                states.pop(p, None)
 
-    def kinds_by_index(self) -> dict[int, str]:
-        """The kinds of curvature, by index of a parameter, for checkpoints."""
-        return {i: self.kinds[p] for i, p in enumerate(self.params) if p in self.kinds}
+    def have_curvature(self, states: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """As the kinds tell."""
+        return bool(self._kinds)
 
-    def take_kinds(self, who: str, kinds: Mapping[int, str], state: dict[Tensor, Any]) -> None:
-        """Take over the kinds of a checkpoint, whose state has been loaded, and keep the state that this rank owns.
+    def kinds(self, names: Mapping[Tensor, str]) -> dict[str, str]:
+        """Of all parameters."""
+        return {names[p]: kind for p, kind in self._kinds.items()}
+
+    def export(self) -> dict[str, Any]:
+        """The kinds of curvature, by index of a parameter."""
+        return {"kinds": {i: self._kinds[p] for i, p in enumerate(self.params) if p in self._kinds}}
+
+    def load(self, who: str, run: Mapping[str, Any], states: dict[Tensor, dict[str, Any]]) -> None:
+        """Take over the kinds of a checkpoint, and keep the state that this rank owns.
 
         A checkpoint of one process has no kinds, but the state of all parameters.
 
         Raises:
             CurvoptError: if it has no state for a parameter that this rank owns.
         """
-        factors = {p: state[p]["factors"] for p in self.params if "factors" in state.get(p, {})}
-        self.kinds = {p: kind_of(each[0].ndim, len(each) > 1) for p, each in factors.items()}
-        self.kinds |= {self.params[int(i)]: kind for i, kind in kinds.items()}
-        self.forget_others(state)
-        missing = [p for p in self.kinds if self.owns(p) and "factors" not in state.get(p, {})]
+        found = {p: curvature_of(states[p]).factors for p in self.params if p in states}
+        factors = {p: each for p, each in found.items() if each is not None}
+        self._kinds = {p: kind_of(each[0].ndim, len(each) > 1) for p, each in factors.items()}
+        self._kinds |= {self.params[int(i)]: kind for i, kind in run.get("kinds", {}).items()}
+        self._forget_states_of_other_ranks(states)
+        missing = [p for p in self._kinds if self.owns(p) and p not in factors]
         if missing:
             raise CurvoptError(
-                f"{who}.load_state_dict(): no curvature for {len(missing)} parameters that rank {self.ranks.rank} "
-                "owns, for this is the state of another rank. Save and load with torch.distributed.checkpoint, and "
+                f"{who}.load_state_dict(): no curvature for {len(missing)} parameters that rank {self.rank} owns, for "
+                "this is the state of another rank. Save and load with torch.distributed.checkpoint, and "
                 "curvopt.optim.state_to_load for the tensors that a rank needs."
             )
 
-    # Transfers
+    # --- transfers ----------------------------------------------------------------------------------------------
 
-    def exchange(
+    def send(
         self,
         dtypes: Sequence[torch.dtype],
         outgoing: Sequence[tuple[int, Tensor]],
@@ -219,7 +274,7 @@ class Sharding:
                 owned.append(p)
                 shapes = (self._shape(p, length) for length in where.lengths)
                 incoming += [(rank, shape, p.dtype) for rank, shape in zip(senders, shapes, strict=True)]
-        parts = iter(self.exchange(self.dtypes, outgoing, incoming))
+        parts = iter(self.send(self.dtypes, outgoing, incoming))
         return {p: torch.cat([next(parts) for _ in self.layouts[p].lengths], self.layouts[p].dim) for p in owned}
 
     def slices(self, whole: Mapping[Tensor, Tensor], params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
@@ -237,32 +292,33 @@ class Sharding:
                 outgoing += [(rank, piece) for row in where.replicas for rank, piece in zip(row, pieces, strict=True)]
             length = where.lengths[where.slice_of(self.ranks.rank)]
             incoming.append((self.owners[p], self._shape(p, length), p.dtype))
-        return dict(zip(params, self.exchange(self.dtypes, outgoing, incoming), strict=True))
+        return dict(zip(params, self.send(self.dtypes, outgoing, incoming), strict=True))
 
     def _shape(self, p: Tensor, length: int) -> list[int]:
         shape = list(p.shape)
         shape[self.layouts[p].dim] = length
         return shape
 
-    def mean(self, collected: Collected, forms: Mapping[int, Any], chosen: torch.dtype | None) -> Collected:
-        """The mean of the ranks' curvature, of the parameters that this rank owns.
+    def check(self, who: str, names: Mapping[Tensor, str]) -> None:
+        """Nothing to refuse: this was done where the parameters were divided."""
 
-        Args:
-            collected: by this rank.
-            forms: shapes, dtype and index of the input's factor, by index of the parameter; of all ranks together.
-            chosen: dtype in which it is sent, see `curvopt.optim.over_ranks.OverRanks.communication_dtype`.
-        """
-        self.refreshed = {self.params[i] for i in forms}
+    def norm(self, params: Sequence[Tensor]) -> list[int]:
+        """None: each rank has shards."""
+        return [0, 0]
+
+    def mean(self, collected: Collected, forms: Mapping[int, Any], params: Sequence[Tensor]) -> Collected:
+        """Of the parameters that this rank owns."""
+        self.received, chosen = {params[i] for i in forms}, self.dtype
         device, nothing = self.ranks.device, torch.zeros(())
-        own = {i: collected.curvature.get(self.params[i]) for i in forms}
+        sums = {i: collected.curvature.get(params[i]) for i in forms}
         weights = [collected.weight, collected.step_weight]
-        weights += [nothing if each is None else each.weight for each in own.values()]
+        weights += [nothing if each is None else each.weight for each in sums.values()]
         (means,) = self.ranks.mean([torch.stack([w.to(device, torch.float64) for w in weights])])
         weight, step_weight, *of_params = means
         outgoing, incoming = [], []
         dtypes = {i: getattr(torch, name) for i, (_, name, _) in forms.items()}
         for i, (shapes, _, _) in forms.items():
-            owner, curvature, dtype = self.owners[self.params[i]], own[i], sent_dtype(dtypes[i], chosen)
+            owner, curvature, dtype = self.owners[params[i]], sums[i], sent_dtype(dtypes[i], chosen)
             zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
             for each in zeros if curvature is None else curvature.sums:
                 outgoing.append((owner, (each if chosen is None else half(each)).to(dtype)))
@@ -270,17 +326,17 @@ class Sharding:
                 sent = shapes if chosen is None else map(half_shape, shapes)
                 incoming += [(rank, shape, dtype) for shape in sent for rank in range(self.ranks.size)]
         kinds = dict.fromkeys(sent_dtype(dtype, chosen) for dtype in dtypes.values())
-        parts = iter(self.exchange([*kinds], outgoing, incoming))
+        parts = iter(self.send([*kinds], outgoing, incoming))
         for i, (shapes, _, of_input) in forms.items():
-            self.kinds[self.params[i]] = kind_of(len(shapes[0]), of_input is not None)
+            self._kinds[params[i]] = kind_of(len(shapes[0]), of_input is not None)
         result = Collected({}, weight, step_weight, variables=collected.variables)
         for (i, (shapes, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
-            p = self.params[i]
+            p = params[i]
             if self.owns(p):
                 of_ranks = ([next(parts).to(dtypes[i]) for _ in range(self.ranks.size)] for _ in shapes)
                 means = [reduce(torch.add, each) / self.ranks.size for each in of_ranks]
                 means = means if chosen is None else [*map(whole, means, shapes)]
-                result.curvature[p] = Curvature(means, of_input, mean_weight)
+                result.curvature[p] = Sums(means, of_input, mean_weight)
         return result
 
     def everywhere(
@@ -298,68 +354,102 @@ class Sharding:
             outgoing += [(rank, t) for t in sent for rank in range(self.ranks.size)]
         for rank, each in enumerate(forms):
             incoming += [(rank, shape, sent_dtype(dtype, chosen)) for form in each.values() for shape, dtype in form]
-        parts = iter(self.exchange([*dict.fromkeys(dtype for _, _, dtype in incoming)], outgoing, incoming))
+        parts = iter(self.send([*dict.fromkeys(dtype for _, _, dtype in incoming)], outgoing, incoming))
         return {
             self.params[i]: [next(parts).to(dtype) for _, dtype in form] for each in forms for i, form in each.items()
         }
 
-    # The step
+    # --- the step -----------------------------------------------------------------------------------------------
+
+    def over_owners(self, numbers: Tensor, largest: bool = False) -> Tensor:
+        """Of all owners."""
+        return self.ranks.total(numbers, largest)
+
+    def any(self, items: Sized) -> bool:
+        """On any owner."""
+        return bool(self.over_owners(torch.tensor(len(items))) > 0)
+
+    def share(self, factors: Any, work: Any, shapes: Any, symmetric: bool = False) -> Sequence[list[Tensor]]:
+        """All of it here, as no other rank has these factors."""
+        return work(list(range(len(factors))))
+
+    def refreshed(self, accepted: Mapping[Tensor, Any]) -> Set[Tensor]:
+        """On any rank."""
+        return self.received
+
+    def outside(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """None: what stands for parameters has no modules."""
+        return []
 
     @contextmanager
-    def owned(
-        self, optimizer: Any, grads: Mapping[Tensor, Any], collected: Collected
-    ) -> Iterator[dict[Tensor, Tensor]]:
-        """Inside, the optimizer has the parameters that this rank owns, whole, at zero, with their gradients.
-
-        Args:
-            optimizer: whose param groups and state are exchanged.
-            grads: gradients by parameter.
-            collected: curvature by parameter, which is given to what stands for it.
-
-        Yields:
-            What stands for the parameters that are owned.
-        """
-        self.has_begun, self.moved = False, set(grads)
-        whole = self.whole({p: grad.to_local() for p, grad in grads.items()})
-        mine = [p for p in self.params if self.owns(p)]
-        device = self.ranks.device
-        stand_ins: dict[Tensor, Tensor] = {
+    def owned(self, optimizer: Any, grads: dict[Tensor, Any], collected: Collected) -> Iterator[dict[Tensor, Tensor]]:
+        """Inside, the optimizer has the parameters that this rank owns, whole, at zero, with their gradients."""
+        self.begun = False
+        gradients = self.whole({p: grad.to_local() for p, grad in grads.items()})
+        mine, device = [p for p in self.params if self.owns(p)], self.ranks.device
+        zeros: dict[Tensor, Tensor] = {
             p: nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device)) for p in mine
         }
-        for p, grad in whole.items():
-            stand_ins[p].grad = grad
-        collected.curvature = {stand_ins[p]: each for p, each in collected.curvature.items()}
+        for p, grad in gradients.items():
+            zeros[p].grad = grad
+        collected.curvature = {zeros[p]: each for p, each in collected.curvature.items()}
+        collected.ages = {zeros[p]: age for p, age in collected.ages.items() if p in zeros}
         before = [(group["params"], group.get("param_names")) for group in optimizer.param_groups]
         state, names = optimizer.state, optimizer._names()
         try:
             for group in optimizer.param_groups:
-                kept = [p for p in group["params"] if p in stand_ins]
-                group["params"], group["param_names"] = [stand_ins[p] for p in kept], [names[p] for p in kept]
-            optimizer.state = defaultdict(dict, {stand_ins[p]: state[p] for p in mine})
-            optimizer._step_of_owner = True
-            yield {p: stand_ins[p] for p in whole}
+                kept = [p for p in group["params"] if p in zeros]
+                group["params"], group["param_names"] = [zeros[p] for p in kept], [names[p] for p in kept]
+            optimizer.state = defaultdict(dict, {zeros[p]: state[p] for p in mine})
+            self.stand_ins = {p: zeros[p] for p in gradients}
+            yield {p: p.grad for p in self.stand_ins.values() if p.grad is not None}
         finally:
-            optimizer._step_of_owner, optimizer.state = False, state
+            optimizer.state = state
             for group, (params, given) in zip(optimizer.param_groups, before, strict=True):
                 group["params"], group["param_names"] = params, given
                 if given is None:
                     del group["param_names"]
 
-    def apply(self, owned: Mapping[Tensor, Any], grads: Mapping[Tensor, Any], to_gradients: bool) -> None:
-        """Bring the step of the owners to the shards.
-
-        Args:
-            owned: what stood for the parameters that this rank owns; its values are their changes.
-            grads: shards of the gradients of all parameters.
-            to_gradients: copy the owners' gradients instead.
-        """
-        whole = {p: each.grad if to_gradients else each.detach() for p, each in owned.items()}
-        for p, change in self.slices(whole, list(grads)).items():
+    def apply(self, optimizer: Any, grads: Mapping[Tensor, Any]) -> None:
+        """The slices of each change (or of the preconditioned gradients), from their owners."""
+        to_gradients, stand_ins = not optimizer._restores_gradients, self.stand_ins
+        decay_weights(optimizer.param_groups, grads)
+        whole = {p: each.grad if to_gradients else each.detach() for p, each in stand_ins.items()}
+        for p, change in self.slices(whole, list(grads)).items():  # type: ignore[arg-type]
             if to_gradients:
                 grads[p].to_local().copy_(change)
             else:
                 p.to_local().add_(change)  # type: ignore[attr-defined]
+        self.stand_ins = {}
 
-    def are_zero(self) -> bool:
-        """Whether no rank has an entry of a gradient but zeros; all ranks call it together."""
-        return self.ranks.sum(int(not are_zero(self.params))) == 0
+
+def shards_of(optimizer: Any, known: Shards | None) -> Shards | None:
+    """The shards of an optimizer: those that are known, if its parameters are; ``None`` if none is sharded."""
+    # all or none of a group, which was checked when it was added
+    first = [group["params"][0] for group in optimizer.param_groups if group["params"]]
+    if not any(map(is_sharded, first)) and not _take_over(optimizer):
+        return None
+    if known is None or not known.serves(optimizer._params(), optimizer.process_group):
+        known = Shards(optimizer, {} if known is None else known._kinds)
+    known.dtype = optimizer.communication_dtype
+    return known
+
+
+def _take_over(optimizer: Any) -> bool:
+    """Replace the parameters of a model that was sharded after ``attach()``; whether there are any."""
+    find, names = optimizer._curvature.model
+    model = find() if names else None
+    if model is None:
+        return False
+    now = dict(model.named_parameters())
+    gathered = gathered_parameters([*now.values()])
+    shards: dict[Tensor, Any] = {p: gathered.get(now[name], now[name]) for name, p in names.items() if name in now}
+    shards = {p: shard for p, shard in shards.items() if is_sharded(shard)}
+    for group in optimizer.param_groups:
+        group["params"] = [shards.get(p, p) for p in group["params"]]
+    for p, shard in shards.items():
+        if p in optimizer.state:
+            optimizer.state[shard] = optimizer.state.pop(p)
+    if shards:
+        optimizer._curvature.model = lambda: None, {}
+    return bool(shards)

@@ -22,7 +22,7 @@ from curvopt.core.losses.roots import NotCurved
 from curvopt.core.record import extended_name
 from curvopt.distributed import Ranks, fsdp_groups, fsdp_params, fsdp_states, serving
 from curvopt.errors import CurvoptError
-from curvopt.optim.accumulation import has_gradients
+from curvopt.optim.accumulation import have_gradients
 
 
 def gathered_parameters(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
@@ -31,9 +31,9 @@ def gathered_parameters(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     return {whole: sharded for whole, sharded in pairs if whole is not None}
 
 
-def has_any_gradients(params: Iterable[Tensor]) -> bool:
+def have_any_gradients(params: Iterable[Tensor]) -> bool:
     """Whether any sharded parameter has a gradient, or a part of one that the ranks have not added up so far."""
-    if has_gradients(params):
+    if have_gradients(params):
         return True
     kept = fsdp_params(_states(params))
     whole = [getattr(each, "_unsharded_param", None) for each in kept]

@@ -4,7 +4,7 @@ Each step minimises a quadratic model of the objective f around the parameters �
 
     q(δ) = f(θ) + gᵀδ + ½ δᵀ B δ + ½ λ ‖δ‖²,        B = Jᵀ H J + weight decay,
 
-by conjugate gradients, see `curvopt.optim.quadratic_model`.
+by conjugate gradients, see `curvopt.optim.hessian_free.quadratic_model`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from curvopt.distributed import ranks_of
 from curvopt.errors import CurvoptError
 from curvopt.hessianfree.cg import dot
 from curvopt.optim.closures import Closure, without_autocast
-from curvopt.optim.objective import Objective
-from curvopt.optim.options import check_count, check_number, parameters_of
-from curvopt.optim.quadratic_model import QuadraticModel, Vector
+from curvopt.optim.hessian_free.objective import Objective
+from curvopt.optim.hessian_free.quadratic_model import QuadraticModel, Vector
+from curvopt.optim.hessian_free.truncated_newton import backtrack, levenberg_marquardt, line_search, solve
+from curvopt.optim.options import check_count, check_new_group, check_number, parameters_of
 from curvopt.optim.reports import parameter_names, shown
-from curvopt.optim.step_checks import check_new_group
-from curvopt.optim.truncated_newton import backtrack, levenberg_marquardt, line_search, solve
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,7 +104,7 @@ class HessianFree(torch.optim.Optimizer):
         ValueError: an option is out of its range.
     """
 
-    #: As in `curvopt.optim.curvature_optimizer.CurvatureOptimizer`.
+    #: As in `curvopt.optim.step.CurvatureOptimizer`.
     process_group: ProcessGroup | Literal["world"] | None = "world"
 
     def __init__(

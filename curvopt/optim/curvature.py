@@ -1,0 +1,493 @@
+"""The curvature of an optimizer's parameters: when it is due, collected in backwards, added up, averaged over steps.
+
+Each parameter is refreshed by its own steps, so that heads may take turns and layers be unfrozen. A run keeps, for each
+parameter in the order of the param groups, ``steps``: how many it has taken, ``due``: the number at which its curvature
+is refreshed next, and ``refreshed``: the number at which it was refreshed last. New parameters are due at once.
+"""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from curvopt import extend
+from curvopt.core.backward.backward_pass import Request
+from curvopt.core.backward.checks import may_be_one_sample
+from curvopt.core.backward.intercept import is_listening
+from curvopt.core.losses.roots import MonteCarlo, NotCurved
+from curvopt.core.products.base import widened
+from curvopt.core.record import extended_model, owned_parameters
+from curvopt.distributed import is_sharded, refuse_sharded
+from curvopt.errors import CurvoptError
+from curvopt.optim.accumulation import (
+    Collected,
+    Sums,
+    are_alike,
+    are_zero,
+    ema_update,
+    nothing_received,
+    number,
+    versions,
+)
+from curvopt.optim.empirical import are_of_gradients
+from curvopt.optim.ranks import Alone
+from curvopt.optim.reports import listed
+from curvopt.optim.state import ParameterCurvature, Run, curvature_of
+
+#: How many outputs of a sample an unknown loss may couple: so many products with its Hessian cost a few gradients.
+COUPLED_OUTPUTS = 32
+
+#: A factor list and what else adds up as losses do, and the index of the input's factor.
+Taken = tuple[list[Tensor], int | None]
+
+
+class Quantity(ABC):
+    """The curvature that an optimizer collects. It holds options alone: what a run has chosen stands in `Run`."""
+
+    #: Its options, which ``defaults`` and ``print`` show.
+    options: Mapping[str, Any] = {}  # noqa: RUF012
+    #: Whether the empirical quantity is the one that the optimizer is made for.
+    prefers_empirical = False
+    #: How many times more vectors are drawn of a batch that is one sample: several where steps divide by the curvature
+    #: without a bound, or by squares of the vectors themselves.
+    draws_of_one_sample = 1
+
+    @abstractmethod
+    def extensions(self, curvature: "Curvature") -> list[Any]:
+        """The extensions that compute it."""
+
+    def empirical(self, curvature: "Curvature", one_sample: bool) -> list[Any]:
+        """Extensions of the empirical quantity (see `curvopt.optim.empirical`); by default none.
+
+        Args:
+            curvature: whose parameters they are for.
+            one_sample: whether the batch is one sample.
+        """
+        return []
+
+    def of_one_sample(self, extensions: Sequence[Any]) -> tuple[Any, ...]:
+        """The extensions for a batch that is one sample, which draw several vectors for it."""
+        for extension in extensions:
+            if isinstance(columns := extension.columns, MonteCarlo):
+                extension.columns = replace(columns, samples=self.draws_of_one_sample * columns.samples)
+        return tuple(extensions)
+
+    @abstractmethod
+    def take(self, param: Tensor, run: Run) -> Taken | None:
+        """Remove the extensions' fields from a parameter.
+
+        Returns:
+            The factor list (then anything else that adds up as losses do), and the index of the input's factor;
+            ``None`` if there is none.
+        """
+
+    def settle(
+        self, accepted: dict[Tensor, list[Tensor]], collected: Collected, run: Run
+    ) -> dict[Tensor, list[Tensor]]:
+        """Choose between factors of several kinds, where there are."""
+        return accepted
+
+    def average(self, param: Tensor, kept: ParameterCurvature, new: list[Tensor], decay: float) -> None:
+        """Move a parameter's new factors into their average."""
+        if kept.factors is None:
+            kept.factors, kept.ema_weight = [factor.clone() for factor in new], number(1.0)
+        else:
+            assert kept.ema_weight is not None
+            kept.ema_weight = number(ema_update(kept.factors, float(kept.ema_weight), new, decay))
+
+    def cost(self, param: Tensor, inverse_every: int) -> int:
+        """Of the step of a parameter, for the choice of its owner."""
+        return param.numel() + 1
+
+
+class Listening:
+    """Takes curvature from the backwards of one context, by a ladder that each context climbs anew.
+
+    The curvature that was asked for, with rows as samples or else the batch as one sample; else the empirical quantity;
+    else what there is: earlier curvature, or (attached) the gradient as it is. Each is said once. The context of an
+    attached optimizer has one backward.
+
+    Args:
+        curvature: takes it.
+        ranks: of the optimizer.
+        is_wanted: whether curvature is due in a backward that reaches parameters; ``None``: in all.
+        scale: factor of the loss that gradients do not have in ``step()``.
+
+    Attributes:
+        collected: sums over the backwards of the context.
+        fields: of the present backward.
+        foreign: number of parameters of other optimizers that received curvature.
+        unneeded: whether a backward was left alone on purpose.
+    """
+
+    def __init__(
+        self, curvature: "Curvature", ranks: Alone, is_wanted: Callable[[Set[Tensor]], bool] | None, scale: Any
+    ):
+        self.curvature, self.ranks, self.is_wanted, self.scale = curvature, ranks, is_wanted, scale
+        self.collected, self.foreign, self.unneeded = Collected(), 0, False
+        self.fields: dict[Tensor, Taken] = {}
+        self.extensions: tuple[Any, ...] = ()  # the empirical ones, where the first ones were refused
+        self.refusal: CurvoptError | None = None
+        self.before, self.params = curvature.run.empirical, set(curvature.params())
+
+    def wanted(self, leaves: set[Any]) -> bool:
+        """See `curvopt.core.backward.context.Listener`."""
+        self.curvature.drop_discarded(self.ranks)
+        # where no parameter of the optimizer is reached, an error says what to do
+        reached = self.curvature.reached(leaves)
+        found = self.is_wanted is None or not reached or self.is_wanted(reached)
+        self.unneeded |= not found
+        self.ranks.begin(found)
+        if found and not self.extensions:
+            self.curvature.run.empirical = 0
+        return found
+
+    def refused(self, error: CurvoptError, request: Request) -> Request | None:
+        """See `curvopt.core.backward.context.Listener`.
+
+        Raises:
+            CurvoptError: the first refusal, if there is no curvature at all, and the optimizer is not attached.
+        """
+        curvature, run, say = self.curvature, self.curvature.run, self.curvature.optimizer._say
+        self.refusal = self.refusal or error
+        # not where the loss itself has no curvature, or takes one number
+        of_rows = not (isinstance(error, NotCurved) or request.as_one_sample)
+        if of_rows and may_be_one_sample(request.extensions):
+            extensions = curvature.quantity.of_one_sample(request.extensions)
+            return replace(request, extensions=extensions, as_one_sample=True)
+        if not self.extensions or of_rows:
+            run.empirical = 1
+            one_sample = of_rows or not isinstance(self.refusal, NotCurved)
+            one_sample_each = one_sample or curvature.has_no_rows()
+            self.extensions = tuple(curvature.quantity.empirical(curvature, one_sample_each))
+            return replace(request, extensions=self.extensions, as_one_sample=one_sample)
+        error, run.empirical = self.refusal, self.before
+        why = _in_words_of_attach(error)
+        if self.ranks.have_curvature(curvature.optimizer.state) or curvature.has_begun:
+            say("refused", f"goes on with the curvature it has, as a backward has none. {why}")
+        elif curvature.is_attached:
+            self.collected.refused = True
+            say("plain", f"takes plain gradients until a backward has curvature, as this one has none. {why}")
+        else:
+            who = curvature.who
+            raise type(error)(str(error).replace("call extend(model)", f"build {who}(model), or call extend(model)"))
+        self.unneeded = True
+        return Request()
+
+    @torch.no_grad()
+    def collect(self, module: nn.Module) -> None:
+        """Extension hook: take the fields off a module's parameters."""
+        for used in owned_parameters(module).values():
+            taken = self.curvature.quantity.take(used, self.curvature.run)
+            if taken is None:
+                continue
+            if (param := self.ranks.gathered.get(used, used)) in self.params:
+                # bfloat16 or half factors would lose the average and break the inverse
+                dtype = torch.promote_types(param.dtype, torch.float32)
+                self.fields[param] = [t.detach().to(dtype) for t in taken[0]], taken[1]
+            else:
+                self.foreign += 1
+
+    def finished(self, weight: Tensor | float, variables: int) -> None:
+        """See `curvopt.core.backward.context.Listener`."""
+        curvature = self.curvature
+        if self.refusal is not None:
+            why = _in_words_of_attach(self.refusal).split("; use ")[0].removesuffix(".")  # the rest names extensions
+            if not self.extensions:
+                curvature.optimizer._say(
+                    "one sample",
+                    f"takes a batch as one sample, which is right on average; batch_axis=None says so. {why}.",
+                )
+            elif not curvature.quantity.prefers_empirical:
+                curvature.optimizer._say("empirical", f"takes the empirical quantity for such batches. {why}.")
+        params = curvature.params()
+        self._add(weight, variables)
+        self.collected.versions = versions(params) if are_zero(params) else []
+        curvature.versions = [param._version for param in params]
+
+    @torch.no_grad()
+    def _add(self, weight: Tensor | float, variables: int) -> None:
+        """Weigh the factors of the backward that has ended, and add them to those of the context."""
+        factors, self.fields = self.fields, {}
+        if not factors:
+            return
+        weight = widened(torch.as_tensor(weight, device=next(iter(factors)).device))
+        collected = Collected({}, weight, weight / self.scale, variables=variables)
+        for param, (tensors, of_input) in factors.items():
+            if are_of_gradients(self.extensions):
+                least = torch.finfo(weight.dtype).tiny
+                tensors = [t if i == of_input else t / weight.clamp(min=least).to(t) for i, t in enumerate(tensors)]
+            if of_input is not None:
+                tensors[of_input] = tensors[of_input] * weight.to(tensors[of_input])
+            collected.curvature[param] = Sums(tensors, of_input, weight)
+        self.collected.add(collected)
+
+    def close(self) -> Collected:
+        """The sums over all backwards of the context.
+
+        Raises:
+            CurvoptError: if there is no curvature, and no other rank may have some.
+        """
+        if not self.collected.curvature and not self.unneeded:
+            if not self.ranks.meet:
+                raise nothing_received(self.curvature.who, self.foreign)
+            self.collected.foreign = self.foreign  # step() looks whether other ranks received curvature
+        self.collected.partial, self.collected.was_due = self.unneeded, True
+        return self.collected
+
+
+def _in_words_of_attach(error: CurvoptError) -> str:
+    """The text of an error of the engine, whose remedy is an argument of `attach` here."""
+    return str(error).replace("extend(model", "attach(model")
+
+
+class Curvature:
+    """The curvature of an optimizer's parameters.
+
+    Args:
+        optimizer: whose parameters they are; it is not kept alive.
+        quantity: what is collected.
+        run: counters and choices of the run.
+
+    Attributes:
+        collected: sums over the backwards since the last step.
+        is_attached: whether all backwards that reach the parameters are asked.
+        model: that the optimizer was attached to, and its parameters that are the optimizer's, by name.
+        ranks_agree: whether the ranks were found in equal states.
+        versions: of the parameters at the end of the last backward with curvature.
+        knows_scale: whether it is known by what the gradients of the loss are divided before the step.
+    """
+
+    def __init__(self, optimizer: Any, quantity: Quantity, run: Run):
+        self.optimizer: Any = weakref.proxy(optimizer)
+        self.who, self.quantity, self.run = type(optimizer).__name__, quantity, run
+        self.collected = Collected()
+        self.listening: Listening | None = None  # in a context
+        self.is_attached, self.ranks_agree, self.knows_scale = False, False, True
+        self.model: tuple[Callable[[], nn.Module | None], Mapping[str, Tensor]] = (lambda: None, {})
+        self.scaler: Any = None
+        self.gradient_scale: float | Callable[[], float] | None = None
+        self.loss_reduction: Literal["mean", "sum"] | None = None
+        self.versions: list[int] = []
+
+    def params(self) -> list[Tensor]:
+        """The optimizer's parameters."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    # --- attach -------------------------------------------------------------------------------------------------
+
+    def attach(
+        self,
+        model: Any,
+        lossfunc: Any = None,
+        scaler: Any = None,
+        gradient_scale: float | Callable[[], float] | None = None,
+        loss_reduction: Literal["mean", "sum"] | None = None,
+        batch_axis: int | None = 0,
+    ) -> None:
+        """See `curvopt.optim.step.CurvatureOptimizer.attach`."""
+        who = f"{self.who}.attach()"
+        if not isinstance(model, nn.Module):
+            got = "nothing" if model is None else type(model).__name__
+            raise TypeError(f"{who}: expected a torch.nn.Module, got {got}; write attach(model).")
+        if lossfunc is not None and not isinstance(lossfunc, nn.Module):
+            kind = getattr(lossfunc, "__name__", type(lossfunc).__name__)
+            raise TypeError(
+                f"{who}: expected a torch.nn.Module, got {type(lossfunc).__name__} {kind} as lossfunc. Losses that are "
+                "functions need none: write attach(model)."
+            )
+        ranks = self.optimizer._ranks()
+        mine = ranks.in_forward(self.params())
+        with ranks.serving(self.params()):
+            refuse_sharded((who, name, p) for name, p in model.named_parameters() if not is_sharded(p))
+        found = {name: p for name, p in model.named_parameters() if p in mine}
+        if not found:
+            raise CurvoptError(
+                f"{who}: no parameter of this optimizer belongs to this {type(model).__name__}. Attach after "
+                "everything that replaces parameters (moving to a device, wrapping), and build the optimizer from "
+                "model.parameters()."
+            )
+        extend(model, batch_axis=batch_axis)
+        self.model = weakref.ref(model), found
+        self.loss_reduction = loss_reduction or self.loss_reduction
+        self.gradient_scale = self.gradient_scale if gradient_scale is None else gradient_scale
+        self.scaler, self.is_attached = self.scaler if scaler is None else scaler, True
+
+    def has_no_rows(self) -> bool:
+        """Whether a batch of the model is one sample, as it was extended so."""
+        models = {extended_model(param) for param in self.params()}
+        return any(model is not None and model.batch_axis is None for model in models)
+
+    # --- when it is due -----------------------------------------------------------------------------------------
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is curvature for the next step."""
+        return bool(self.collected.curvature or (self.listening and self.listening.collected.curvature))
+
+    def is_due(self, reached: Set[Tensor] | None = None) -> bool:
+        """Whether a backward that reaches parameters is to compute curvature.
+
+        Args:
+            reached: the parameters; ``None`` before the forward pass, where any may be reached.
+        """
+        if not is_listening():
+            return False
+        ranks, params = self.optimizer._ranks(), self.params()
+        known = ranks.have_curvature(self.optimizer.state) or self.run.refused
+        if ranks.has_begun(self) or not known:  # one that was emptied is filled again
+            return reached is None or not reached.isdisjoint(params)
+        return self.is_overdue(params, reached, 0)
+
+    def is_overdue(self, params: list[Tensor], reached: Set[Tensor] | None, late: int) -> bool:
+        """Whether one of the parameters that are reached has been due for so many of its steps."""
+        return any(
+            steps >= due + late and param.requires_grad and (reached is None or param in reached)
+            for param, steps, due in self._clocks(params, "due")
+        )
+
+    def restart(self, refreshed: Set[Tensor], moved: Set[Tensor], every: int) -> None:
+        """Make parameters that were refreshed due again after an interval, and those that move, too."""
+        params = self.params()
+        clocks = list(self._clocks(params, "due", "refreshed"))
+        self.run.due = [
+            steps + annealed_interval(steps, every) if param in refreshed or param in moved else due
+            for param, steps, due, _ in clocks
+        ]
+        self.run.refreshed = [steps if param in refreshed else last for param, steps, _, last in clocks]
+
+    def ages(self) -> dict[Tensor, int]:
+        """How many steps each parameter has taken since its last refresh, at least 1."""
+        return {param: max(1, steps - last) for param, steps, last in self._clocks(self.params(), "refreshed")}
+
+    def tick(self, moved: Set[Tensor]) -> None:
+        """Count a step of parameters."""
+        params = self.params()
+        all_move = len(moved) == len(params)
+        self.run.steps = [steps + (all_move or param in moved) for param, steps in self._clocks(params)]
+
+    def _clocks(self, params: list[Tensor], *names: str) -> Iterator[Any]:
+        new = [0] * len(params)  # more than are needed
+        return zip(params, *([*getattr(self.run, name), *new] for name in ("steps", *names)), strict=False)
+
+    # --- collect ------------------------------------------------------------------------------------------------
+
+    def context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> Any:
+        """For a backward that is about to reach ``parameters()``: the context to run it in, or ``None``."""
+        if self.listening is not None or not self.is_due():
+            return None
+        reached = self.reached(parameters())
+        due = self.is_due(reached)
+        self.collected.partial |= bool(reached) and not due
+        return self.context(None, None) if due else None
+
+    @contextmanager
+    def context(
+        self, loss_scale: float | Tensor | None, wanted: Callable[[Set[Tensor]], bool] | None
+    ) -> Iterator[None]:
+        """Collect from the backwards inside, for whose leaves that is ``wanted``; drop it all if the block raises."""
+        if self.listening is not None or not self.is_due():
+            yield
+            return
+        optimizer = self.optimizer
+        optimizer._check_precision()
+        self.knows_scale = loss_scale is not None or self.scaler is not None
+        scale = loss_scale if loss_scale is not None else 1.0 if self.scaler is None else self.scaler.get_scale()
+        ranks = optimizer._ranks()
+        extensions = self.quantity.extensions(self)
+        request = Request(
+            self.quantity.of_one_sample(extensions) if self.has_no_rows() else tuple(extensions),
+            counted=frozenset(self.params()),
+            maximized=bool(optimizer.param_groups[0].get("maximize", False)),
+            loss_reduction=self.loss_reduction,
+            largest_block=COUPLED_OUTPUTS,
+            skips_empty=ranks.meet,
+        )
+        self.listening = listening = Listening(self, ranks, wanted, scale)
+        try:
+            with ranks.backward(request, listening, listening.collect):
+                yield
+            self.collected.add(listening.close())
+        finally:
+            self.listening = None
+
+    def reached(self, leaves: Set[Tensor]) -> Set[Tensor]:
+        """This optimizer's parameters among the leaves of a graph, or those that stand there for its shards."""
+        mine = self.optimizer._ranks().in_forward(self.params())
+        return {mine[leaf] for leaf in leaves if leaf in mine}
+
+    def sampler(self) -> torch.Generator:
+        """A generator for the Monte-Carlo samples of one backward."""
+        return self.run.generator(self.optimizer._device(), self.optimizer._ranks().rank)
+
+    def bases(self) -> Mapping[Tensor, list[Tensor]]:
+        """The eigenbases, by what a backward uses in place of the parameters."""
+        states = self.optimizer.state.items()
+        known = {p: curvature.bases for p, state in states if (curvature := curvature_of(state)).bases}
+        return self.optimizer._ranks().in_backward(known)
+
+    @torch.no_grad()
+    def drop_discarded(self, ranks: Alone) -> None:
+        """Before a backward: drop the curvature whose gradients were discarded since, or set to zero."""
+        params, listening = self.params(), self.listening
+        assert listening is not None
+        are_zeros = ranks.zero_test(params)
+        last = listening.collected if listening.collected.curvature else self.collected
+        replaced = bool(last.curvature) and versions(params) != last.versions
+        if not ranks.have_gradients(params) or (replaced and are_zeros()):
+            self.drop()
+
+    def drop(self) -> None:
+        """Drop all curvature since the last step, and tell other ranks where it was due for a step that is left out."""
+        left_out, self.collected = self.collected.was_due, Collected()
+        if self.listening is not None:
+            self.listening.collected = Collected()
+        if left_out:
+            self.optimizer._ranks().tell_of_step_left_out(self.run.step)
+
+    def factor_of_gradients(self) -> float:
+        """By what the loop multiplies gradients after the backward."""
+        factor = self.gradient_scale
+        return float(factor() if callable(factor) else 1.0 if factor is None else factor)
+
+    # --- average ------------------------------------------------------------------------------------------------
+
+    def average(
+        self, accepted: dict[Tensor, list[Tensor]], collected: Collected, forget: Callable[[Tensor], None]
+    ) -> None:
+        """Move new factors into the averages.
+
+        Args:
+            accepted: means over the loss.
+            collected: what they are of.
+            forget: drops the curvature of a parameter.
+        """
+        accepted, states = self.quantity.settle(accepted, collected, self.run), self.optimizer.state
+        known = {p: factors for p in accepted if (factors := curvature_of(states[p]).factors) is not None}
+        changed = [p for p, factors in known.items() if not are_alike(factors, accepted[p][: len(factors)])]
+        for param in changed:
+            forget(param)
+        if changed or collected.mixed:
+            names = self.optimizer._names()
+            several = [names[p] for p in (*changed, *collected.mixed) if p in names]
+            self.optimizer._say(
+                "forms",
+                f"has curvature of several forms for {listed(several)}: losses reach it through layers of different "
+                "kinds, or its layer has changed (pruned, say). Its average begins anew with each change; of several "
+                "backwards of a step the first counts.",
+            )
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p in accepted:
+                    decay = group["ema"] ** collected.ages[p]
+                    self.quantity.average(p, curvature_of(states[p]), accepted[p], decay)
+
+
+def annealed_interval(step: int, every: int) -> int:
+    """Steps until the next refresh: as many as were taken so far, at least 1 and at most ``every``."""
+    return max(1, min(every, step))

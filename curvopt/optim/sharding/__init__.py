@@ -1,0 +1,1 @@
+"""Models that ``fully_shard`` divides among ranks; imported where a parameter is sharded."""
