@@ -9,6 +9,7 @@ The hooks may be copied and pickled with the modules.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ from curvopt.core.record import (
     begin_call,
     describe,
     end_call,
+    is_skipped,
     note_parameters,
     outside_of_graphs,
     owned_parameters,
@@ -60,7 +62,7 @@ class Recorder:
 
     def begin(self, module: nn.Module, args: tuple) -> None:
         """Before the forward: a call of the module runs."""
-        if not _records():
+        if not (is_skipped() or _records()):
             return
         if torch.compiler.is_dynamo_compiling():
             outside_of_graphs(self.begin, module, args)
@@ -71,6 +73,10 @@ class Recorder:
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None, traced: bool = False
     ) -> Any:
         """Put a `ModuleCall` on the node of each output, and a `ModelCall` if the call is the outermost one."""
+        if is_skipped():
+            if self.begins:
+                end_call()
+            return None
         if not _records():
             return None
         if output is None and not isinstance(kwargs, dict):  # registered anew without them, by quantization say
@@ -79,7 +85,7 @@ class Recorder:
             return outside_of_graphs(self, module, args, kwargs, output, True)
         running = running_call()
         outermost = end_call() if self.begins else running is None
-        if not (self.owns or outermost):
+        if not (self.owns or outermost) or (running is None and not self.model.is_asked()):
             return None
         outputs = _tensors(output)
         nodes = [out.grad_fn for out in outputs]
@@ -179,6 +185,7 @@ def extend(
                 "module that it was made of (torch.compile may compile extended ones), or freeze it."
             )
     model, is_new = _model_of(module, batch_axis), False
+    model.askers = None
     for path, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule) or not any(owned_parameters(part) for part in child.modules()):
             continue  # activations, nn.NLLLoss, a user's loss: read off the graph, as functions are
@@ -203,6 +210,16 @@ def extend(
     if is_new:
         forget_compiled_code()
     return module
+
+
+def extend_for(asker: Any, module: nn.Module, batch_axis: int | None = 0) -> None:
+    """Extend a module for an optimizer: calls are recorded when it is due, unless they are anyway."""
+    before = {recorder.model: recorder.model.askers for child in module.modules() if (recorder := _recorder_of(child))}
+    extend(module, batch_axis=batch_axis)
+    if None not in before.values():
+        askers = weakref.WeakSet([asker, *(each for known in before.values() for each in known or ())])
+        for model in {recorder.model for child in module.modules() if (recorder := _recorder_of(child))}:
+            model.askers = askers
 
 
 def prediction(z: Tensor) -> Tensor:

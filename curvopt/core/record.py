@@ -37,6 +37,7 @@ from curvopt.core.pytorch_workarounds import (
     keep_compiled_backwards,
     saves_tensors_as_they_are,
 )
+from curvopt.core.vjp import listeners
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 
@@ -96,6 +97,8 @@ class Model:
             inside of it, is called again.
         called: paths of the modules that were called in it.
         forwards: by field, the forward passes that the fields on parameters are of.
+        askers: optimizers that the model was extended for; ``None`` if its calls are always recorded. Copies do.
+        was_skipped: whether its last call was not recorded, as no optimizer was due.
     """
 
     def __init__(self, name: str, batch_axis: int | None = 0, size: int = 1):
@@ -103,6 +106,17 @@ class Model:
         self.has_warned = False
         self.forward, self.called = 0, set[str]()
         self.forwards: dict[str, set[int]] = {}
+        self.askers: weakref.WeakSet[Any] | None = None
+        self.was_skipped = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which record always."""
+        return {**vars(self), "askers": None}
+
+    def is_asked(self) -> bool:
+        """Whether a call that begins is recorded: inside of `backpack`, or when an optimizer that asks is due."""
+        self.was_skipped = self.askers is not None and not (listeners() or any(a._is_due() for a in tuple(self.askers)))
+        return not self.was_skipped
 
     def warn_of_cost(self, message: str) -> None:
         """Warn, unless there was such a warning before."""
@@ -162,6 +176,7 @@ class _Running(threading.local):
         self.call: ModelCall | None = None
         self.frame: FrameType | None = None
         self.depth = 0
+        self.is_asked = True
 
 
 _running = _Running()
@@ -173,6 +188,7 @@ def begin_call(model: Model, top: bool) -> None:
         _running.depth = 0  # a call that was interrupted
     if not _running.depth:
         _running.call, _running.frame = ModelCall(model), sys._getframe(2)
+        _running.is_asked = model.is_asked()
     _running.depth += 1
 
 
@@ -194,6 +210,11 @@ def end_call() -> bool:
 def running_call() -> ModelCall | None:
     """The model call that runs now."""
     return _running.call
+
+
+def is_skipped() -> bool:
+    """Whether a model call runs that is not recorded."""
+    return not (torch.compiler.is_dynamo_compiling() or _running.is_asked) and _running.call is not None
 
 
 def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

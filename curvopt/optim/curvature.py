@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from curvopt import extend
 from curvopt.core.backward.backward_pass import Request
 from curvopt.core.backward.checks import may_be_one_sample
 from curvopt.core.backward.intercept import is_listening
+from curvopt.core.extend import extend_for
 from curvopt.core.losses.roots import MonteCarlo, NotCurved
 from curvopt.core.products.base import widened
 from curvopt.core.record import extended_model, owned_parameters
@@ -141,6 +141,8 @@ class Listening:
         # where no parameter of the optimizer is reached, an error says what to do
         reached = self.curvature.reached(leaves)
         found = self.is_wanted is None or not reached or self.is_wanted(reached)
+        # a forward pass that came before the step which made it due has no records; the next one has
+        found &= not any((model := extended_model(p)) is not None and model.was_skipped for p in reached)
         self.unneeded |= not found
         self.ranks.begin(found)
         if found and not self.extensions:
@@ -283,6 +285,7 @@ class Curvature:
 
     def attach(
         self,
+        optimizer: Any,
         model: Any,
         lossfunc: Any = None,
         scaler: Any = None,
@@ -312,7 +315,9 @@ class Curvature:
                 "everything that replaces parameters (moving to a device, wrapping), and build the optimizer from "
                 "model.parameters()."
             )
-        extend(model, batch_axis=batch_axis)
+        extend_for(optimizer, model, batch_axis)
+        if lossfunc is not None:
+            extend_for(optimizer, lossfunc)
         self.model = weakref.ref(model), found
         self.loss_reduction = loss_reduction or self.loss_reduction
         self.gradient_scale = self.gradient_scale if gradient_scale is None else gradient_scale
@@ -346,10 +351,10 @@ class Curvature:
 
     def is_overdue(self, params: list[Tensor], reached: Set[Tensor] | None, late: int) -> bool:
         """Whether one of the parameters that are reached has been due for so many of its steps."""
-        return any(
-            steps >= due + late and param.requires_grad and (reached is None or param in reached)
-            for param, steps, due in self._clocks(params, "due")
-        )
+        for param, steps, due in self._clocks(params, "due"):
+            if steps >= due + late and param.requires_grad and (reached is None or param in reached):
+                return True
+        return False
 
     def restart(self, refreshed: Set[Tensor], moved: Set[Tensor], every: int) -> None:
         """Make parameters that were refreshed due again after an interval, and those that move, too."""

@@ -239,6 +239,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         empty ``with backpack():`` are left alone. The optimizer is not kept alive by this; copies of it are attached,
         too.
 
+        The model records its calls when an optimizer that it was extended for is due, and inside of ``backpack``; a
+        model for which ``extend`` was called records always.
+
         No loss is refused: where a loss has no curvature (it is not convex, couples samples, has no second derivative,
         or is linear in a batch), the optimizer warns once and takes the empirical quantity for that batch, the second
         moments of the samples' gradients; ``coverage()`` and ``metrics()`` say so. Where it is not clear what a sample
@@ -262,13 +265,17 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         Raises:
             CurvoptError: no parameter of this optimizer belongs to the model.
         """
-        self._curvature.attach(model, lossfunc, scaler, gradient_scale, loss_reduction, batch_axis)
-        attach(self, lossfunc)
+        self._curvature.attach(self, model, lossfunc, scaler, gradient_scale, loss_reduction, batch_axis)
+        attach(self)
         self._said.clear()
 
     def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> Any:
         """See `curvopt.core.backward.intercept.Observer`."""
         return self._curvature.context_of_backward(parameters)
+
+    def _is_due(self) -> bool:
+        """See `curvopt.core.backward.intercept.Observer`."""
+        return self._curvature.is_due()
 
     def curvature(self, loss_scale: float | Tensor | None = None) -> AbstractContextManager[None]:
         """Run the backward pass in here: refreshes the curvature on steps that are due, costs nothing on the others.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable
@@ -31,11 +32,13 @@ from torch import Tensor, nn
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.core.layers.computed import PerSampleRule
 from curvopt.core.losses.roots import Empirical
+from curvopt.core.record import ModuleCall, records_of
 from curvopt.extensions import KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, KFACEmpirical
 from curvopt.extensions.base import Extension
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 from curvopt.optim.diagonal_newton import CurvatureDiagonal
 from curvopt.optim.empirical import GradientDiagonal, RowDiagonal
+from curvopt.optim.state import curvature_of
 
 
 def attached(*args: object, **options: object) -> Run:
@@ -721,3 +724,45 @@ def test_an_encoder_whose_hidden_state_has_layers_first_is_told_nothing() -> Non
                 optimizer.step()
     for optimizer in optimizers:
         assert "none" not in optimizer.coverage().values()
+
+
+def records(z: Tensor) -> bool:
+    return any(isinstance(record, ModuleCall) for record, *_ in records_of(z.grad_fn))
+
+
+def test_a_model_records_when_an_optimizer_that_it_was_extended_for_is_due() -> None:
+    model, x, y = nn.Sequential(nn.Linear(4, 3)), torch.randn(8, 4), torch.randint(3, (8,))
+    optimizers = [KFACSGD(model, curvature_every=every) for every in (4, 6)]
+    for _ in range(18):
+        due = any(optimizer._curvature.is_due() for optimizer in optimizers)
+        z = model(x)
+        assert records(z) == due
+        with backpack():
+            assert records(model(x))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        F.cross_entropy(z, y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert not records(model(x))
+    assert records(copy.deepcopy(model)(x)) and records(extend(model)(x))
+    optimizers[0].attach(model)
+    assert records(model(x))  # as the user has extended it, too
+
+
+def test_a_forward_pass_before_the_step_that_makes_it_due_is_no_error() -> None:
+    model, x, y = nn.Sequential(nn.Linear(4, 3)), torch.randn(8, 4), torch.randint(3, (8,))
+    optimizer = KFACSGD(model, curvature_every=4)
+    z, refreshed = model(x), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvoptWarning)
+        for step in range(20):
+            before = curvature_of(optimizer.state[model[0].weight]).ema_weight
+            F.cross_entropy(z, y).backward()
+            ahead = model(x)
+            optimizer.step()
+            if curvature_of(optimizer.state[model[0].weight]).ema_weight is not before:
+                refreshed.append(step)
+            optimizer.zero_grad()
+            z = ahead
+    assert refreshed[0] == 0 and max(b - a for a, b in itertools.pairwise(refreshed)) == 5

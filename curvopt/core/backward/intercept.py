@@ -25,7 +25,6 @@ from curvopt.core.backward.backward_pass import Backward
 from curvopt.core.backward.checks import (
     check_inner_backward,
 )
-from curvopt.core.extend import extend
 from curvopt.core.graph import leaves_behind
 from curvopt.core.nodes import leaf_of
 from curvopt.core.pytorch_workarounds import is_batched, running_backward
@@ -123,15 +122,16 @@ class Observer(Protocol):
     def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> AbstractContextManager[Any] | None:
         """The context to run a backward in that will reach parameters; ``None`` to let it run as it is."""
 
+    def _is_due(self) -> bool:
+        """Before a forward pass: whether a backward behind it may want a context."""
+        ...
+
 
 _observers: weakref.WeakKeyDictionary[Observer, None] = weakref.WeakKeyDictionary()  # in the order of attach()
 
 
-def attach(observer: Observer, *modules: nn.Module | None) -> None:
-    """Extend modules; from now on, ask ``observer`` for a context for each backward that is in no empty one."""
-    for module in modules:
-        if module is not None:
-            extend(module)
+def attach(observer: Observer) -> None:
+    """From now on, ask ``observer`` for a context for each backward that is in no empty one."""
     with _lock:
         if observer not in _observers:
             _observers[observer] = None
@@ -162,6 +162,8 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
                 listeners()[-1].keep(leaves_behind(roots))
         return call()
     if not roots or (inputs and not any(_is_parameter(x) for x in inputs)):  # of slopes, say, that the loss is made of
+        return call()
+    if not (contexts or (accumulates and not listeners() and any(each._is_due() for each in _all_observers()))):
         return call()
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():  # where leaves have no nodes
@@ -197,14 +199,15 @@ def _is_parameter(x: Tensor | GradientEdge) -> bool:
     return isinstance(leaf_of(x.node) if isinstance(x, GradientEdge) else x, nn.Parameter)
 
 
+def _all_observers() -> list[Observer]:
+    with _lock:
+        return list(_observers)
+
+
 def _observing(stack: ExitStack, parameters: Callable[[], set[Any]]) -> list[Any]:
     """Enter the contexts of all observers that want one; return them."""
-    if not _observers:
-        return []
     outside, parameters = len(listeners()), functools.cache(parameters)
-    with _lock:
-        observers = list(_observers)
-    for observer in observers:
+    for observer in _all_observers():
         context = observer._context_of_backward(parameters)
         if context is not None:
             stack.enter_context(context)
