@@ -35,8 +35,8 @@ from curvopt.optim.accumulation import (
     versions,
 )
 from curvopt.optim.empirical import are_of_gradients
+from curvopt.optim.options import listed
 from curvopt.optim.ranks import Alone
-from curvopt.optim.reports import listed
 from curvopt.optim.state import ParameterCurvature, Run, curvature_of
 
 #: How many outputs of a sample an unknown loss may couple: so many products with its Hessian cost a few gradients.

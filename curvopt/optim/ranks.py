@@ -17,8 +17,7 @@ from curvopt.core.record import extended_name
 from curvopt.distributed import Ranks, refuse_sharded, share
 from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import Collected, Sums, are_zero, have_gradients, nothing_received
-from curvopt.optim.options import DAMPINGS
-from curvopt.optim.reports import parameter_names
+from curvopt.optim.options import DAMPINGS, parameter_names
 from curvopt.optim.state import Run, have_curvature
 
 #: By which part of their norm parameters of ranks may differ.

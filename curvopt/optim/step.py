@@ -28,10 +28,13 @@ from curvopt.optim.options import (
     check_new_group,
     check_options,
     check_schedules,
+    coverage,
+    listed,
+    parameter_names,
     parameters_of,
+    shown,
 )
 from curvopt.optim.ranks import Alone, Replicas
-from curvopt.optim.reports import coverage, listed, parameter_names, shown
 from curvopt.optim.solve import Solver
 from curvopt.optim.stacks import Stack, Stacks, by_parameter
 from curvopt.optim.state import (

@@ -26,9 +26,8 @@ from curvopt.hessianfree import Solution
 from curvopt.optim import KFACSGD, HessianFree
 from curvopt.optim.closures import Closure
 from curvopt.optim.hessian_free import optimizer as hessian_free
-from curvopt.optim.hessian_free.objective import Objective
-from curvopt.optim.hessian_free.quadratic_model import Differentiated, QuadraticModel
-from curvopt.optim.hessian_free.truncated_newton import backtrack, levenberg_marquardt, line_search, solve
+from curvopt.optim.hessian_free.optimizer import backtrack, levenberg_marquardt, line_search, solve
+from curvopt.optim.hessian_free.quadratic_model import Differentiated, Objective, QuadraticModel
 
 float64 = torch.float64
 

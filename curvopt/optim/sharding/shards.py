@@ -30,9 +30,8 @@ from curvopt.core.backward.context import Listener
 from curvopt.distributed import Ranks, divide, is_sharded, serving
 from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import Collected, Sums, are_zero
-from curvopt.optim.options import check_mixed
+from curvopt.optim.options import check_mixed, kind_of
 from curvopt.optim.ranks import Replicas
-from curvopt.optim.reports import kind_of
 from curvopt.optim.sharding.gathering import GatheredBackward, gathered_parameters, have_any_gradients
 from curvopt.optim.state import curvature_of
 from curvopt.optim.step_size import decay_weights
