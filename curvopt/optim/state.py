@@ -81,6 +81,13 @@ def have_curvature(states: Mapping[Tensor, dict[str, Any]]) -> bool:
     return any(CURVATURE in state and state[CURVATURE].factors is not None for state in states.values())
 
 
+def unsolved(params: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> list[Tensor]:
+    """The parameters whose factors no solver has used so far."""
+    if len(states) == len(params) and all(curvature_of(each).is_solved for each in states.values()):
+        return []  # hashes of tensors are slow
+    return [param for param in params if not curvature_of(states[param]).is_solved]
+
+
 @dataclass
 class Run:
     """Counters, choices and numbers of a run that belong to no single parameter.

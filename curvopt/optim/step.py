@@ -45,6 +45,7 @@ from curvopt.optim.state import (
     exporting,
     have_curvature,
     importing,
+    unsolved,
     without_curvature,
 )
 from curvopt.optim.step_size import by_device, cosine, damping_of, decay_weights, rms_clip_factor
@@ -550,9 +551,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             curvature.average(accepted, collected, self._forget)
         elif collected.refused:
             run.refused = True
-        kept = {p: curvature_of(self.state[p]) for p in self._params()}
-        unsolved = [p for p, each in kept.items() if not each.is_solved]
-        outside = {p for p in ranks.outside(unsolved) if p in grads and kept[p].factors is None}
+        new = unsolved(self._params(), self.state)
+        outside = {p for p in ranks.outside(new) if p in grads and curvature_of(self.state[p]).factors is None}
         if outside:
             missing = listed([name for p, name in self._names().items() if p in outside])
             self._say(
@@ -561,7 +561,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 "is fine for parameters of your own; call attach(model) again where modules were added or replaced, "
                 "attach(model, loss) for those of a loss.",
             )
-        due = ranks.any(unsolved) or (run.stale and run.step >= run.next_inverse)
+        due = ranks.any(new) or (run.stale and run.step >= run.next_inverse)
         if due:
             self._renew(ranks)
             run.next_inverse = run.step + annealed_interval(run.step, self.inverse_every)
