@@ -67,25 +67,9 @@ def by_name(*names: str) -> pytest.MarkDecorator:
 
 # what KFRA is not defined for: operations that have no row per sample, several paths, other layers than affine ones
 NO_CHAIN = {
-    "mlp-tokens",
-    "mlp-two-leading-dims",
-    "residual",
-    "residual-conv",
-    "heads",
-    "attention-row-per-token",
-    "mixer",
-    "own-parameters-and-children",
-    "keyword-arguments",
-    "argument-without-batch",
-    "bilinear",
-    "subclass",
-    "prelu",
-    "batchnorm2d-eval",
-    "batchnorm1d-eval",
-    "layernorm",
-    "groupnorm",
-    "ce-smoothed-weight-ignored",
-    "ce-probabilities-weight",
+    *"mlp-tokens mlp-two-leading-dims residual residual-conv heads attention-row-per-token mixer".split(),
+    *"own-parameters-and-children keyword-arguments argument-without-batch bilinear subclass prelu".split(),
+    *"batchnorm2d-eval batchnorm1d-eval layernorm groupnorm ce-smoothed-weight-ignored ce-probabilities-weight".split(),
     *(name for name in BY_NAME if "extra-dims" in name),
     *(name for name in BY_NAME if name.startswith(("conv1d", "conv2d", "conv3d")) and name != "conv2d-segmentation"),
 }

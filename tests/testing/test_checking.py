@@ -44,27 +44,10 @@ from curvopt.kroneckers import eigenbases
 from curvopt.testing import check
 from curvopt.testing.comparison import EXPECTED
 
-ALL: list[Extension] = [
-    BatchGrad(),
-    BatchL2Grad(),
-    SumGradSquared(),
-    Variance(),
-    DiagGGNExact(),
-    DiagGGNMC(),
-    BatchDiagGGNExact(),
-    BatchDiagGGNMC(mc_samples=3),
-    SqrtGGNExact(subsampling=[2, 0]),
-    SqrtGGNMC(),
-    KFAC(approx="reduce"),
-    KFLR(approx="backpack"),
-    KFRA(),
-    KFACEmpirical(),
-    GGNMP(),
-    DiagHessian(),
-    BatchDiagHessian(),
-    HMP(),
-    PCHMP(modify="abs"),
-]
+PLAIN: list[type[Extension]] = [BatchGrad, BatchL2Grad, SumGradSquared, Variance, DiagGGNExact, DiagGGNMC, SqrtGGNMC]
+PLAIN += [BatchDiagGGNExact, KFRA, KFACEmpirical, GGNMP, DiagHessian, BatchDiagHessian, HMP]
+WITH_OPTIONS = [BatchDiagGGNMC(mc_samples=3), SqrtGGNExact(subsampling=[2, 0]), PCHMP(modify="abs")]
+ALL = [*(kind() for kind in PLAIN), *WITH_OPTIONS, KFAC(approx="reduce"), KFLR(approx="backpack")]
 OF_LINEAR = [e for e in ALL if not isinstance(e, KFRA)]  # which unfolds the second time by itself
 
 
