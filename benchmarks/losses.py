@@ -10,12 +10,14 @@ import argparse
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.everyday_losses import N, Net, losses
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
+from curvopt.core.backward.second_order import SecondOrder
 from curvopt.extensions import BatchGrad, DiagGGNExact, DiagHessian, Extension, KFACEmpirical
 
 PAGE = Path(__file__).parents[1] / "docs" / "fields.md"
@@ -32,15 +34,14 @@ def outcome(loss: Callable[[Net, Tensor], Tensor], extension: Extension) -> str:
     """How the quantity is computed, or why it is refused."""
     torch.manual_seed(1)
     model, x = extend(Net()), torch.randn(N, 5)
-    generic: list[bool] = []
+    generic, compute = [], SecondOrder.compute
 
-    def note(module: nn.Module) -> None:
-        second = context._pass.second
-        generic.append(second is not None and second.remainder is not None)
+    def note(second: SecondOrder) -> None:
+        compute(second)
+        generic.append(second.remainder is not None)
 
-    context = backpack(extension, extension_hook=note)
     try:
-        with warnings.catch_warnings(), context:
+        with mock.patch.object(SecondOrder, "compute", note), warnings.catch_warnings(), backpack(extension):
             warnings.simplefilter("ignore", CurvoptWarning)
             loss(model, x).backward()
     except CurvoptError as error:
