@@ -100,6 +100,8 @@ LOSSES: dict[str, Loss] = {
     "cross-entropy, weighted outside": lambda z: (F.cross_entropy(z, Y, reduction="none") * W[Y]).sum(),
     "squares, swapped": lambda z: F.mse_loss(REAL, z),
     "squares, reduced outside": lambda z: F.mse_loss(z, REAL, reduction="none").sum(1).mean(),
+    "squares by products": lambda z: (0.5 * (z - REAL) * (z - REAL)).mean(),
+    "squares of weighted norms": lambda z: (W[Y] * (z - REAL)[:, :1].norm(dim=1) ** 2).mean(),
     "squares of one column": lambda z: F.mse_loss(z[:, 0], REAL[:, 1]),
     "squares, broadcast": lambda z: F.mse_loss(z[:, 0], REAL[:, :1]),  # each output counts as often as there are rows
     "squares of the output and its sine": lambda z: F.mse_loss(z, z.sin()),

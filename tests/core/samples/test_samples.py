@@ -682,33 +682,6 @@ def test_two_models_of_which_the_loss_sees_both_outputs():
     assert_close(diagonals[1], diagonals[0])
 
 
-@pytest.mark.parametrize(
-    "squares",
-    [
-        lambda r: r.square().mean(),
-        lambda r: (r * r).sum() / 4,
-        lambda r: (torch.ones(4) * r.unsqueeze(1).norm(dim=1) ** 2).mean(),
-        lambda r: F.mse_loss(r, torch.zeros(4)),
-    ],
-    ids=["square", "product", "weighted norm", "known"],
-)
-@pytest.mark.parametrize("boundary", [False, True])
-def test_gauss_newton_of_residuals_of_slopes(squares: Callable[[Tensor], Tensor], boundary: bool):
-    model = extend(nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)))
-    x, edge = torch.randn(4, 1, requires_grad=True), torch.randn(4, 1)
-    weight = model[0].weight
-
-    def residuals() -> Tensor:
-        u = model(x)
-        return torch.autograd.grad(u.sum(), x, create_graph=True)[0].squeeze(1) + u.squeeze(1) ** 2
-
-    rows = [*residuals(), *(model(edge).squeeze(1) if boundary else [])]
-    expected = sum(torch.autograd.grad(r, weight, retain_graph=True)[0] ** 2 for r in rows) / 2
-    with backpack(DiagGGNExact()):
-        (squares(residuals()) + (F.mse_loss(model(edge), torch.zeros(4, 1)) if boundary else 0)).backward()
-    assert_close(weight.diag_ggn_exact, expected)
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_gauss_newton_in_what_is_marked_as_a_prediction(inside: bool):
     """The Hessian of the loss in slopes and outputs is indefinite, that in the residual is not."""
