@@ -765,22 +765,6 @@ def test_calls_that_cannot_be_answered_are_refused(module: nn.Module, inputs: tu
             out.square().sum().backward()
 
 
-@pytest.mark.parametrize("scale, kept", [(1.0, 0.0), (0.7, 0.0), (0.0, 1.0)])
-def test_samples_that_meet_by_a_parameter_at_any_value_of_it(scale: float, kept: float):
-    """At 1, or where a residual branch is closed yet, no output depends on another sample, but the derivative does."""
-
-    class Centred(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.full((3,), scale, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            mean = x.mean(0)
-            return x - (1 - kept) * mean + torch.special.xlogy(mean - kept * x, self.scale.exp())
-
-    check_fields(nn.Sequential(nn.Linear(4, 3).double(), Centred()), normal(N, 4))
-
-
 def test_rows_of_packed_data_are_samples_where_the_model_gets_them_packed():
     model = extend(nn.LSTM(2, 2).double())
     packed = pack_padded_sequence(normal(4, N, 2), torch.tensor([4, 2, 1], device="cpu"))
@@ -791,22 +775,6 @@ def test_rows_of_packed_data_are_samples_where_the_model_gets_them_packed():
     for p in model.parameters():
         rows = [torch.autograd.grad(row.square().sum(), p, retain_graph=True)[0] for row in output.data]
         assert_close(p.batch_l2, torch.stack([row.square().sum() for row in rows]))
-
-
-class OwnPReLU(nn.Module):
-    """``F.prelu`` on a parameter: its batching rule in PyTorch has been wrong for a single vector."""
-
-    def __init__(self, slopes: int):
-        super().__init__()
-        self.scale, self.slope = nn.Parameter(torch.rand(3)), nn.Parameter(torch.tensor([0.3, -0.2, 0.7])[:slopes])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.prelu(x * self.scale, self.slope)
-
-
-@pytest.mark.parametrize("slopes", [1, 3])
-def test_prelu_of_a_parameter(slopes: int):
-    check_fields(nn.Sequential(OwnPReLU(slopes), nn.Flatten()).double(), normal(N, 3, 3).abs())
 
 
 @pytest.mark.parametrize(
