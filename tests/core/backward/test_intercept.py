@@ -367,16 +367,3 @@ def test_hooks_of_users_run_as_often_as_in_a_plain_backward(quantities: type[Ext
         counts.append(ran)
     plain, ours = counts
     assert ours == plain and len(plain) > 20
-
-
-def test_a_hook_of_a_tensor_runs_once_in_a_first_backward():
-    model, seen = extend(nn.Linear(2, 3)), []
-    output = model(torch.randn(4, 2))
-
-    def register(grad: Tensor) -> None:
-        model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-
-    output.register_hook(register)
-    with backpack(BatchGrad()):
-        F.cross_entropy(output, torch.tensor([0, 2, 1, 1])).backward()
-    assert_close(seen, [model.weight.grad])
