@@ -40,8 +40,7 @@ for name, p in model.named_parameters():
     assert torch.allclose(p.grad_batch.flatten(1).square().sum(1), p.batch_l2, rtol=1e-3)
 
 # %%
-# The sum of the squared norms over all parameters ranks the images. Most pull hardly at all; the few that do would make
-# people hesitate, too.
+# The sum of the squared norms over all parameters ranks the images. The first ones would make people hesitate, too.
 norms = sum(p.batch_l2 for p in model.parameters()).sqrt() * len(x)
 order = norms.argsort(descending=True)
 
@@ -51,7 +50,10 @@ for ax, i in zip(panels.flat, order[:10].tolist(), strict=True):
     ax.imshow(images[i].reshape(8, 8), cmap="gray_r")
     ax.set_title(f"a {y[i]}, taken\nfor a {predicted[i]}", fontsize=9)
     ax.axis("off")
+plt.show()
 
+# %%
+# Most images pull hardly at all.
 figure, axes = plt.subplots()
 axes.hist(norms, bins=50, log=True)
 axes.set(xlabel="norm of the individual gradient", ylabel="images")
