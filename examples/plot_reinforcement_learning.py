@@ -115,5 +115,5 @@ ax.set(xlabel="steps of a cart, in thousands", ylabel="steps until the pole fall
 plt.show()
 
 # %%
-# Thick lines are means, thin ones single runs. ``KFACSGD`` ends between the two rates of AdamW: above the slower one,
-# below the faster one, whose runs end further apart. Three runs say little about smaller differences.
+# Thick lines are means, thin ones single runs. ``KFACSGD`` ends above the lower rate of AdamW, and about level with the
+# higher one, whose runs end further apart. Three runs say little about smaller differences.
