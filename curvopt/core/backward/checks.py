@@ -22,8 +22,8 @@ from curvopt.core.graph import (
 )
 from curvopt.core.layers.computed import PerSampleRule
 from curvopt.core.losses.roots import Averaged, Empirical, Exact, Gradient, Hessian, MonteCarlo
-from curvopt.core.nodes import leads_further_to, name_of, saved, shape_of
-from curvopt.core.operations import BATCH_NORMS, TIME_FIRST
+from curvopt.core.nodes import leads_further_to, leaf_of, name_of, operation, saved, shape_of, walk
+from curvopt.core.operations import BATCH_NORMS, LINEAR, TIME_FIRST
 from curvopt.core.pytorch_workarounds import WRONG_THREE_TIMES, WRONG_TWICE, Wrong, lone_biases
 from curvopt.core.record import ModuleCall, extended_model, records_of
 from curvopt.core.samples.layout import Layout
@@ -128,7 +128,8 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
                 raise CurvoptError(
                     f"{fields_that(refused, 'need')} independent samples, but an output of shape "
                     f"{list(shape_of(*head))} is in the loss and its samples meet on the way to another output (in a "
-                    "matrix of all pairs, or a mean over the batch?); leave one of the two out of the loss"
+                    "matrix of all pairs, or a mean over the batch?); leave one of the two out of the loss, "
+                    "mark what the loss is a function of (slopes, say) by curvopt.prediction"
                     f"{'.' if transposed else ', or use a Monte-Carlo quantity (KFAC).'}"
                 )
     apart = [e for e in extensions if e.per_sample or (isinstance(e.columns, Gradient) and not e.adds_up)]
@@ -274,7 +275,7 @@ def _warn_of_cost(extensions: Sequence[Extension], located: LocatedGraph) -> Non
                 "print(curvopt.explain(loss)) shows where the axis is lost.",
             )
     exact = [e for e in extensions if isinstance(e.columns, Exact)]
-    computed = [call for call in located.calls if exact and call.rule.pulls_back and call.location.N > 1]
+    computed = [call for call in located.calls if exact and call.location.N > 1 and _mixes_entries(call)]
     weights = [sum(p.numel() for p in call.parameters.values()) for call in computed]
     if computed and 2 * sum(weights) > sum(p.numel() for p in located.owners):
         call = computed[weights.index(max(weights))]
@@ -284,6 +285,13 @@ def _warn_of_cost(extensions: Sequence[Extension], located: LocatedGraph) -> Non
             f"{fields_that(exact, 'pull')} the product of each sample with each column back through them, at several "
             "times the cost; DiagGGNMC draws one column at random.",
         )
+
+
+def _mixes_entries(call: CallInGraph) -> bool:
+    """Whether products go back one by one to a parameter, not only to its rows, as those of a table do."""
+    source = call.rule.source
+    behind = walk([source.node]) if call.rule.pulls_back and source is not None else ()
+    return any(operation(node) not in LINEAR for node in behind if leaf_of(node) is None)
 
 
 def _warn_once(call: CallInGraph, why: str) -> None:
