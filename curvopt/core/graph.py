@@ -34,8 +34,7 @@ from curvopt.core.nodes import (
     walk,
 )
 from curvopt.core.operations import OPERATIONS, UNKNOWN_OPERATION
-from curvopt.core.products.base import Jacobian, cast
-from curvopt.core.products.sums import from_single_samples
+from curvopt.core.products.base import Dense, Jacobian, cast
 from curvopt.core.record import (
     ModelCall,
     ModuleCall,
@@ -147,7 +146,7 @@ class CallInGraph:
         """Jacobian products of the parameters, by their names, with vectors ``[V, *out]`` at the outputs."""
         N, names, samples = self.location.N, list(self.parameters), self.samples
         dtype = next(iter(self.parameters.values())).dtype
-        if not self.rule.takes_any_dtype:
+        if not self.rule.sample_by_sample:
             grads = [None if grad is None else cast(grad, dtype) for grad in grads]
         call = self.call.in_precision(dtype)
         if self.rule.reads_graph:
@@ -163,7 +162,7 @@ class CallInGraph:
             return jacobians
         by_sample = [None if g is None else apart(g, samples[i], N) for i, g in enumerate(grads)]
         jacobians = self.rule.jac_t(call, by_sample, names, 1)
-        return {name: from_single_samples(jacobian, N) for name, jacobian in jacobians.items()}
+        return {name: Dense(j.dense().flatten(0, 1).unflatten(0, (-1, N))) for name, j in jacobians.items()}
 
 
 def apart(vectors: Tensor, layout: Layout, N: int) -> Tensor:

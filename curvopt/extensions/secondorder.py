@@ -202,12 +202,6 @@ class _Kronecker(Extension):
     def update(self, total: _Factors | None, chunk: Chunk) -> _Factors:
         jacobian = chunk.jacobian
         of_B, of_A = ("reduce", "expand") if self.approx == "backpack" else (self.approx, self.approx)
-        if of_A == "reduce" and jacobian.positions_of_all:
-            raise CurvoptError(
-                f"{chunk.calls[0].describe()}: {self.field} with approx={self.approx!r} sums the positions of each "
-                "sample, but its first axis does not hold the samples one after the other; use approx='expand' or a "
-                "batch-first layout."
-            )
         B = jacobian.output_factor(of_B, self.limit)
         total = total or _Factors(jacobian.transposed, B.dtype)
         if total.B is not None and (total.B.shape, total.transposed) != (B.shape, jacobian.transposed):
@@ -215,7 +209,7 @@ class _Kronecker(Extension):
         total.B = add(total.B, widened(B))
         if chunk.calls not in total.A:
             # once for all columns; several losses may reach the parameter through different layers
-            A = jacobian.input_factor_of_calls(of_A, self.limit)
+            A = jacobian.input_factor(of_A, self.limit)
             if A is not None and self.approx == "backpack":
                 A = A * (jacobian.positions / jacobian.N)
             total.A[chunk.calls] = A

@@ -42,7 +42,7 @@ class Linear(AffineRule):
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
         if weight is None or weight.dim() < 2:
             return False
-        return bias is None or bias.shape == (weight.shape[1 if self.transposed else 0],)  # others are broadcast
+        return bias is None or bias.shape == (weight.shape[1 if self.transposed else 0],)  # other shapes are broadcast
 
     def least_dims(self, module: nn.Linear) -> int:
         return 2
@@ -91,7 +91,7 @@ def moves(module: nn.Conv2d | nn.ConvTranspose2d) -> list[Sequence[int]]:
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class Conv(Convolution):
-    """A convolution is a matrix applied to patches (im2col); groups act on their own channels."""
+    """A convolution is a matrix applied to patches (im2col); each group acts on its channels."""
 
     def unfold(self, module: nn.Conv2d, x: Tensor) -> Patches:
         return Patches(x, lambda x: rows_seen(module, self._padded(module, x)))
@@ -147,8 +147,8 @@ def rows_seen(module: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> tuple[Tensor
     """The padded input as a kernel sees it: rows ``[N, G, C, R, T]``, K and the length of a row, see `Patches`.
 
     K are the kernel's entries along the first axis, if it moves there by one: each sees what the one before sees, a row
-    further down. All R others are put beside each other, by a copy with positions last, which reads and writes whole
-    rows of the image: an order of magnitude faster than patch by patch.
+    further down. The R entries along the other axes are put beside each other, by a copy with positions last, which
+    reads and writes whole rows of the image: an order of magnitude faster than patch by patch.
     """
     sizes, strides, dilations = moves(module)
     x, dim = x.unflatten(1, (module.groups, -1)), len(sizes)

@@ -78,7 +78,7 @@ class BroadcastRule(Rule):
             sizes[:2] = sizes[1::-1]
         if sizes[0] == 1:
             values = grad.unflatten(1, (N, -1))
-        else:  # rows of its own for each sample, or for the only one
+        else:  # other rows for each sample, or for the only one
             values = grad.new_zeros(len(grad), N, *grad.shape[1:])
             for n, rows in enumerate(grad.split(grad.shape[1] // N, 1)):
                 values[:, n, n * rows.shape[1] : (n + 1) * rows.shape[1]] = rows
@@ -92,7 +92,7 @@ class ComputedWeightRule(Rule):
     """An operation with a weight that was computed from the parameter.
 
     Args:
-        rule: of the operation with a weight of its own, by the name ``weight``.
+        rule: of the operation, with a weight by the name ``weight``.
         p: the parameter.
         source: where the weight was computed; ``None`` if it is the parameter, with axes moved perhaps.
         start: the first row of the parameter that is the weight; ``None`` if all rows are.
@@ -126,8 +126,8 @@ class ComputedWeightRule(Rule):
             if call.cache["sides"] is not None:
                 jacobian, source = call.cache["sides"](jacobian), None
         if self.start is not None and isinstance(jacobian, Outer):
-            others = self.start, len(self.p) - self.start - jacobian.O
-            jacobian = jacobian.with_sides(F.pad(jacobian.left, others), None, self.p.shape, False)
+            around = self.start, len(self.p) - self.start - jacobian.O
+            jacobian = jacobian.with_sides(F.pad(jacobian.left, around), None, self.p.shape, False)
         return dict.fromkeys(names, through(call, source, self.p, jacobian))
 
 
@@ -142,7 +142,6 @@ class PerSampleRule(Rule):
     """
 
     sample_by_sample = True
-    takes_any_dtype = True
 
     def __init__(self, node: Node, output_nr: int, position: int, p: nn.Parameter):
         self.node, self.output_nr, self.position, self.p = node, output_nr, position, p
@@ -168,7 +167,7 @@ class PerSampleRule(Rule):
 
 
 def through(call: ModuleCall, source: GradientEdge | None, p: nn.Parameter, jacobian: Jacobian) -> Jacobian:
-    """Products of a parameter, from those of a tensor that was computed from it."""
+    """Products of a parameter, from the products of a tensor that was computed from it."""
     shape = (jacobian.V, jacobian.N, *p.shape)
     if source is None:
         return jacobian if isinstance(jacobian, Outer) and p.dim() > 1 else Dense(jacobian.dense().reshape(shape))
@@ -320,7 +319,7 @@ class Sides:
         return True
 
     def _scale(self, factor: Tensor) -> bool:
-        """Remember a factor, if its entries belong to those of one side."""
+        """Remember a factor, if its entries belong to one side."""
         assert self.numbers is not None
         if factor.numel() == 1:
             self.steps[0].append((torch.mul, factor.flatten().to(self._one)))

@@ -22,7 +22,7 @@ from curvopt.core.record import ModuleCall
 
 
 class ScaleRule(Rule):
-    """A weight (and bias) along some axes of the output, shared along the others."""
+    """A weight (and bias) along some axes of the output, shared along all further ones."""
 
     any_order = True
     linear = True

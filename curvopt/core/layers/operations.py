@@ -164,7 +164,7 @@ _PRODUCTS = {
 
 
 def _matrices(weight: Tensor, shape: torch.Size, from_left: bool) -> tuple[bool, bool, int | None] | None:
-    """Whether a batch of matrices is one that is repeated, and whether a parameter of some shape has O axes last.
+    """Whether a batch of matrices is one that is repeated, and whether a parameter of a shape has O axes last.
 
     Besides, the first row of the parameter that is seen, if not all of them are (packed weights).
     """
@@ -210,8 +210,8 @@ def _convolution(node: Node, position: int, weight: Tensor, shape: torch.Size) -
 def _slope_of_convolution(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:
     """The gradient by a convolution's input: a transposed one, with the same weight, of what arrived at its output."""
     saved, metadata = Saved(node), outputs_of(node)
-    alone = not any(len(of_others.shape) for of_others in metadata[1:])  # else of the gradient by its weight, too
-    if position != 2 or not alone or not weight.is_contiguous() or weight.numel() != shape.numel():
+    by_input = not any(len(further.shape) for further in metadata[1:])  # else by the weight, too
+    if position != 2 or not by_input or not weight.is_contiguous() or weight.numel() != shape.numel():
         return None
     if saved.transposed and any(a >= b for a, b in zip(saved.output_padding, saved.stride, strict=True)):
         return None  # rows that no input has painted
@@ -253,8 +253,8 @@ def _index(node: Node) -> Tensor | None:
     saved = Saved(node)
     if name_of(node) == "IndexSelectBackward0":
         return saved.index if saved.dim == 0 else None
-    x, *others = saved.indices
-    return None if x is None or others or x.dtype not in (torch.int32, torch.int64) else x
+    x, *further = saved.indices
+    return None if x is None or further or x.dtype not in (torch.int32, torch.int64) else x
 
 
 _LAYERS: dict[str, Callable[[Node, int, Tensor, torch.Size], LayerCall | None]] = {
@@ -411,7 +411,7 @@ def _standardised(x: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _normalised(x: Tensor, inverse: Tensor, shape: Sequence[int], axes: list[int]) -> Tensor:
-    """Values less their mean along some axes of another shape, times the inverse of their standard deviation."""
+    """Values less their mean along axes of another shape, times the inverse of their standard deviation."""
     x_shape, x = x.shape, x.reshape(shape)
     mean = x.mean(axes, keepdim=True)
     centred, inverse = x - mean, inverse.detach().reshape(mean.shape)

@@ -80,7 +80,7 @@ def _masks(call: ModuleCall) -> list[Tensor]:
     for node in walk(call.cache["nodes"], call.boundary):
         if operation(node) == "MUL" and node.next_functions[1][0] is None:
             mask = saved(node, "other")
-            # others are states of one time step, of zeros if that is the only one
+            # other factors are states of one time step, of zeros if that is the only one
             if mask is not None and (mask.dim() == 3 if packed is None else len(mask) == len(packed) and mask.any()):
                 found[node._sequence_nr()] = mask  # type: ignore[attr-defined]
     masks = [found[number] for number in sorted(found)]
@@ -130,19 +130,18 @@ class Recurrent(Rule):
         arrived = [(o, g.to(o.dtype)) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
         pulled = pull([o for o, _ in arrived], [site.output for site in sites], [g for _, g in arrived])
         jacobians: Jacobians = {}
+        x, lengths = arguments(call)["input"], None
+        if isinstance(x, PackedSequence):
+            lengths = steps_of(x)[0].bincount().cpu().view(N, -1).sum(1)
         for site, left in zip(sites, pulled, strict=True):
             left = site.output.new_zeros(len(arrived[0][1]), *site.output.shape) if left is None else left
             rows = left.reshape(len(left), N, 1, -1, left.shape[-1])
             if site.weight in names:
                 right = (site.input if torch.is_grad_enabled() else site.input.detach()).to(left.dtype)
                 shape = call.module.get_parameter(site.weight).shape
-                jacobians[site.weight] = Outer(rows, right.reshape(N, 1, -1, right.shape[-1]), shape)
+                jacobians[site.weight] = Outer(rows, right.reshape(N, 1, -1, right.shape[-1]), shape, lengths=lengths)
             if site.bias is not None and site.bias in names:
                 jacobians[site.bias] = Dense(rows.sum(3).flatten(2))
-        x = arguments(call)["input"]
-        if isinstance(x, PackedSequence):
-            lengths = steps_of(x)[0].bincount().cpu()
-            return {name: jacobian.with_lengths(lengths) for name, jacobian in jacobians.items()}
         return jacobians
 
     def _replay(self, call: ModuleCall, sites: list[Site]) -> Sequence[Tensor | None]:

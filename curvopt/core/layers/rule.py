@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core.products.base import Dense, Jacobian, cast
-from curvopt.core.products.outer import Outer, Patches, by_sample
+from curvopt.core.products.outer import Bias, Outer, Patches, by_sample
 from curvopt.core.record import ModuleCall, owned_parameters
 from curvopt.errors import CurvoptError
 
@@ -39,24 +39,22 @@ class Rule(ABC):
     any_order = False
     #: Whether the output is linear in the parameters (the input fixed), so that only operations after it add curvature.
     linear = False
-    #: Whether samples are given to the rule one by one, wherever they are.
+    #: Whether samples are given to the rule one by one, wherever they are, and in the type of the output.
     sample_by_sample = False
-    #: Whether vectors come in the type of the output, not in that of the parameters.
-    takes_any_dtype = False
     #: Whether ``jac_t`` needs the nodes of the outputs, which are in ``call.cache["nodes"]``.
     reads_graph = False
     #: Whether a call on a single sample without a batch axis is the same as on a batch of it.
     takes_single = False
     #: The edge at which the weight of the call was computed from the parameter: the graph behind it is needed.
     source: GradientEdge | None = None
-    #: Whether the products of that weight go back to the parameter one by one, those of each sample by themselves.
+    #: Whether the products of that weight go back to the parameter by autograd, sample by sample.
     pulls_back = False
     #: Attributes of the module that the rule reads; ``None`` for any number, flag or name among them. The mode of the
     #: forward is ``call.training``.
     reads: tuple[str, ...] | None = None
 
     def expected(self, module: Any) -> Container[str] | None:
-        """Names of the parameters that the rule knows; a module with others (parametrized weights) has none."""
+        """Names of the parameters that the rule knows; a module with further ones (parametrized weights) has none."""
         return None
 
     def fits(self, module: Any) -> bool:
@@ -130,13 +128,13 @@ def register(*types: type[nn.Module] | str) -> Callable[[type[R]], type[R]]:
 def rule_for(module: nn.Module) -> Rule | None:
     """The rule of a module: that of its type if the module still computes what its type does, else ``None``."""
     # asked in every forward, so remembered by all that the answer depends on
-    own = type(module)
-    kind = (own, own.forward, getattr(own, "_conv_forward", None), *module._parameters, *module._modules)
+    kind = type(module)
+    key = (kind, kind.forward, getattr(kind, "_conv_forward", None), *module._parameters, *module._modules)
     if "forward" in vars(module) or "_conv_forward" in vars(module):  # put there by a user
         return None
-    if kind not in _rule_of_kind:
-        _rule_of_kind[kind] = _find_rule(module)
-    rule = _rule_of_kind[kind]
+    if key not in _rule_of_kind:
+        _rule_of_kind[key] = _find_rule(module)
+    rule = _rule_of_kind[key]
     return rule if rule is not None and rule.fits(module) else None
 
 
@@ -222,6 +220,6 @@ class AffineRule(Rule):
             shape = call.module._parameters["weight"].shape  # type: ignore[union-attr]
             jacobians["weight"] = Outer(left, call.cache["right"], shape, self.transposed)
         if "bias" in names:
-            weight = jacobians.get("weight") if left.shape[2:4] == (1, 1) and not self.transposed else None
-            jacobians["bias"] = Dense(self.bias(grad, left), left_of=weight)
+            values, shared = self.bias(grad, left), left.shape[2:4] == (1, 1) and not self.transposed
+            jacobians["bias"] = Bias(values, jacobians["weight"]) if shared and jacobians else Dense(values)
         return jacobians

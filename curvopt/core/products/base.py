@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from curvopt.core.products import costs
 
 if TYPE_CHECKING:
-    from curvopt.core.products.outer import Outer
     from curvopt.core.record import ModuleCall
 
 Approx = Literal["expand", "reduce"]
@@ -45,11 +43,6 @@ class Jacobian(ABC):
     transposed = False
     #: Signed weight of every vector in the sums of squares and products, ``[V, N]``; ``None`` for ones.
     weights: Tensor | None = None
-    #: Whether every sample has the positions of the whole batch, as its call was computed sample by sample (see
-    #: `from_single_samples`). The vectors are zero at positions that belong to other samples alone.
-    of_batch = False
-    #: The Jacobians of single calls, if several were combined.
-    parts: Sequence[Jacobian] = ()
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -70,10 +63,6 @@ class Jacobian(ABC):
     @abstractmethod
     def squares_batch(self) -> Tensor:
         """Squared entries, weighted by `weights`, summed over the vectors only, ``[N, *p]``."""
-
-    def by_pairs(self, num_columns: int) -> Outer | None:
-        """Itself if squares of so many columns are cheaper by pairs of positions, else ``None``."""
-        return None
 
     def add_squares(self, total: Tensor | None, per_sample: bool) -> Tensor:
         """``total`` plus the squares, ``[*p]`` or, sample by sample, ``[N, *p]``, in at least float32."""
@@ -106,7 +95,7 @@ class Jacobian(ABC):
 
     @property
     def positions(self) -> int:
-        """Number of positions of all samples together; those of `of_batch` that have one sample each count once."""
+        """Number of positions of all samples together, of a parameter with Kronecker structure."""
         return 0
 
     @property
@@ -114,10 +103,9 @@ class Jacobian(ABC):
         """Number of samples that have positions."""
         return self.N
 
-    @property
-    def positions_of_all(self) -> bool:
-        """Whether samples have several positions that may belong to others, so that no mean over them is known."""
-        return any(part.positions_of_all for part in self.parts)
+    def with_lengths(self, lengths: Tensor) -> Self:
+        """A copy for samples with so many rows, ``[N]``, behind which zeros fill up to the longest."""
+        return self
 
     def with_weights(self, weights: Tensor | None) -> Self:
         """A copy whose vectors have weights ``[V, N]`` in sums of squares and products."""
@@ -125,30 +113,17 @@ class Jacobian(ABC):
         result.weights = weights
         return result
 
-    def with_lengths(self, lengths: Tensor) -> Self:
-        """A copy for sequences of these lengths, ``[N]``, with zeros in place of the steps that some do not have."""
-        return self
-
-    def input_factor_of_calls(self, approx: Approx = "expand", limit: int | None = None) -> Tensor | None:
-        """`input_factor` as the mean over the calls, weighted by their `positions`."""
-        if approx == "reduce" or not self.factored or not any(part.of_batch for part in self.parts):
-            return self.input_factor(approx, limit)
-        counts = [part.positions for part in self.parts]
-        factors = (part.input_factor(approx, limit) for part in self.parts)
-        means = zip(counts, factors, strict=True)
-        return reduce(add, (factor * (count / max(sum(counts), 1)) for count, factor in means if factor is not None))
-
     @abstractmethod
     def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
         """Products in other coordinates: ``(U1 ⊗ U2)^T j`` for orthogonal bases shaped as the Kronecker factors.
 
         Args:
-            bases: the columns of the first and second factor's bases, or of the only one's; those of diagonal factors
+            bases: the columns of the first and second factor's bases, or of the only one's; bases of diagonal factors
                 are the identity, whatever their entries.
         """
 
     def select(self, samples: Sequence[int] | None) -> Jacobian:
-        """The products of some samples (all for ``None``), in the order given."""
+        """The products of single samples (all for ``None``), in the order given."""
         return self if samples is None else self._selected(list(samples))
 
     def _selected(self, samples: list[int]) -> Jacobian:
@@ -174,16 +149,16 @@ class Jacobian(ABC):
             alike: such a copy for other vectors of the same calls, with which this one may share the layer's input.
         """
 
-    def joined(self, others: Sequence[Jacobian]) -> Sequence[Jacobian]:
-        """This and others, where those that share the input of a layer are one Jacobian of all their vectors."""
-        return [self, *others]
+    def joined(self, following: Sequence[Jacobian]) -> Sequence[Jacobian]:
+        """This and following ones; of a layer and with one input they are one Jacobian of all their vectors."""
+        return [self, *following]
 
     def settled(self) -> Jacobian:
         """The products, formed so that they need the network's graph no longer."""
         return self
 
     def with_own_patches(self) -> Self:
-        """A copy whose patches are formed for it alone, and go with it."""
+        """A copy with patches for one use, which go with it."""
         return self
 
     def matmul(self, directions: Tensor) -> Tensor:
@@ -197,15 +172,13 @@ class Dense(Jacobian):
 
     Args:
         values: ``[V, N, *p]``.
-        left_of: products of the layer's weight whose left side has one position and equals ``values``: squares and
-            moments of that side are computed once.
     """
 
     factored = False
 
-    def __init__(self, values: Tensor, left_of: Outer | None = None):
+    def __init__(self, values: Tensor):
         """Keep the values."""
-        self.values, self.left_of = values, left_of
+        self.values = values
         self.V, self.N = values.shape[:2]
         self.shape = values.shape[2:]
 
@@ -220,32 +193,24 @@ class Dense(Jacobian):
         return self.values.sum(1)
 
     def squares(self) -> Tensor:
-        return self._squares().sum(0)
+        return self.squares_batch().sum(0)
 
     def squares_batch(self) -> Tensor:
-        squares = self._squares()
-        return squares if self.left_of is None else squares.clone()  # others may share them
-
-    def _squares(self) -> Tensor:
-        if self.left_of is not None and self.left_of.weights is self.weights:
-            return self.left_of.output_squares.flatten(1)
         return weighted(self.values.square(), self.weights)
 
     def owned(self, alike: Jacobian | None = None) -> Jacobian:
-        return Dense(self.values).with_weights(self.weights)  # its neighbour holds the activations
+        return Dense(self.values).with_weights(self.weights)
 
     def norms2(self) -> Tensor:
-        if self.left_of is not None:
-            return self.left_of.output_norms2.clone()
-        return self.values.reshape(self.V, self.N, -1).square().sum(2)
+        return self._flat().square().sum(2)
 
     def output_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
-        flat = self.values.reshape(self.V * self.N, -1)
-        if flat.shape[1] > DENSE_BLOCK_LIMIT:
-            return flat.square().sum(0)
-        if self.left_of is None or (limit is not None and flat.shape[1] > limit):
-            return second_moment(flat[:, None, None], limit)
-        return self.left_of.output_moment()
+        if self.shape.numel() > DENSE_BLOCK_LIMIT:
+            return self._flat().square().sum((0, 1))
+        return self._moment(limit)
+
+    def _moment(self, limit: int | None) -> Tensor:
+        return second_moment(self._flat().flatten(0, 1)[:, None, None], limit)
 
     def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
         return None
@@ -264,7 +229,7 @@ class Chunk:
 
     Attributes:
         parameter: the parameter.
-        jacobian: the products, those of all calls that share the parameter combined.
+        jacobian: the products of all calls that share the parameter, combined.
         calls: these calls. Chunks of the same calls share the inputs of the layer.
         num_columns: number of columns of the whole sweep, if it is known; ``jacobian.V`` are in this chunk.
     """
@@ -397,9 +362,3 @@ def in_basis(rows: Tensor, basis: Tensor) -> Tensor:
         return torch.einsum("...gsb,gbc->...gsc", rows, basis)
     blocks = in_blocks(rows, basis.shape[-1])  # [..., G, S, K, b]
     return torch.einsum("...gskb,gkbc->...gskc", blocks, basis).flatten(-2)[..., : rows.shape[-1]]
-
-
-def are_apart(vectors: Tensor) -> bool:
-    """Whether no position of ``[V, N, S, ...]`` is reached by more than one sample."""
-    reached = (vectors != 0).flatten(3).any(3).any(0)
-    return not bool((reached.sum(0) > 1).any())

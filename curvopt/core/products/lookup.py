@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvopt.core.products.base import Approx, Jacobian, are_apart, in_basis, second_moment, weighted
+from curvopt.core.products.base import Approx, Jacobian, in_basis, second_moment, weighted
 
 
 class Lookup(Jacobian):
@@ -26,8 +26,6 @@ class Lookup(Jacobian):
         samples: the sample that picked it, ``[P]``.
         N: number of samples.
         shape: shape of the parameter.
-        of_batch: see `Jacobian`.
-        parts: see `Jacobian`.
     """
 
     transposed = True
@@ -39,11 +37,8 @@ class Lookup(Jacobian):
         samples: Tensor,
         N: int,
         shape: torch.Size,
-        of_batch: bool = False,
-        parts: Sequence[Jacobian] = (),
     ):
         """Keep the rows that were picked, the samples that picked them, and the vectors."""
-        self.of_batch, self.parts = of_batch, parts
         self.left, self.rows, self.samples, self.shape = left, rows, samples, shape
         self.V, self.N = left.shape[0], N
 
@@ -57,13 +52,8 @@ class Lookup(Jacobian):
         )
 
     @property
-    def positions_of_all(self) -> bool:
-        return super().positions_of_all or (self.of_batch and len(self.rows) > self.N)
-
-    @property
     def positions(self) -> int:
-        P = len(self.rows)
-        return P // self.N if self.of_batch and are_apart(self.left.unflatten(1, (self.N, -1))) else P
+        return len(self.rows)
 
     def sum_batch(self) -> Tensor:
         return self._scatter(self.left, 1, self.rows, self.shape[0])

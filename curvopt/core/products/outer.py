@@ -21,10 +21,10 @@ from torch import Tensor
 from curvopt.core.products import costs
 from curvopt.core.products.base import (
     Approx,
+    Dense,
     Jacobian,
     add,
     add_product,
-    are_apart,
     by_feature,
     cast,
     in_basis,
@@ -45,7 +45,7 @@ class Patches:
 
     Args:
         x: the input, ``[N, ...]``.
-        see: returns rows ``[N, G, C, R, T]`` of some samples, K, and the length of a row. A patch has the entries
+        see: returns rows ``[N, G, C, R, T]`` of the samples given, K, and the length of a row. A patch has the entries
             ``I = [C, K, R]``; entry k reads the rows shifted by k row lengths.
     """
 
@@ -92,8 +92,8 @@ class Patches:
     def moment_by_rows(self) -> Tensor | None:
         """Mean ``x x^T`` of all samples and positions, ``[G, I, I]``, by products of rows if that is cheaper.
 
-        Entries k and k + d see the rows that 0 and d see, k rows further down. So products of rows with those d further
-        down are summed once over the rows that count for every k, and by themselves for rows that some k see.
+        Entries k and k + d see the rows that 0 and d see, k rows further down. So products of rows d apart are summed
+        once over the rows that count for every k, and by themselves for rows that not every k sees.
         """
         rows, K, row = self._see(self._x[:1])
         _, G, C, R, T = rows.shape
@@ -121,7 +121,7 @@ class Patches:
         return self._changed(kept=False)
 
     def select(self, samples: list[int]) -> Patches:
-        """The patches of some samples."""
+        """The patches of single samples."""
         return self._changed(_x=self._x.unflatten(0, (len(self), self.rows))[samples].flatten(0, 1), kept=False)
 
     def by_sample(self, N: int) -> Patches:
@@ -151,9 +151,7 @@ class Outer(Jacobian):
         right: the layer's input, ``[N, G, S, I]``, as `Patches` perhaps.
         shape: shape of the parameter, a reshaped ``[G, O, I]``.
         transposed: the parameter is a reshaped ``[G, I, O]`` instead.
-        lengths: how many positions each sample has, ``[N]``, if there are zeros in place of others.
-        of_batch: see `Jacobian`.
-        parts: see `Jacobian`.
+        lengths: how many positions each sample has, ``[N]``, if zeros fill up to the longest.
     """
 
     def __init__(
@@ -163,12 +161,10 @@ class Outer(Jacobian):
         shape: torch.Size,
         transposed: bool = False,
         lengths: Tensor | None = None,
-        of_batch: bool = False,
-        parts: Sequence[Jacobian] = (),
     ):
         """Keep both sides."""
         self.left, self._right, self.shape, self.transposed = left, right, shape, transposed
-        self.lengths, self.of_batch, self.parts = lengths, of_batch, parts
+        self.lengths = lengths
         self.V, self.N, self.G, self.S, self.O = left.shape
         self.I = prod(shape) // (self.G * self.O)
         self._moment: Tensor | None = None
@@ -193,20 +189,17 @@ class Outer(Jacobian):
         return products
 
     def with_lengths(self, lengths: Tensor) -> Self:
-        steps = int(lengths.max()) * (len(lengths) // self.N)  # of all sequences of a sample
         result = copy(self)
-        of_samples = lengths if len(lengths) == self.N else lengths.view(self.N, -1).sum(1)
-        result.lengths = of_samples if steps == self.S else of_samples * (self.S // max(steps, 1))
+        result.lengths = lengths * (self.S // max(int(lengths.max()), 1))
         return result
 
     @property
-    def positions_of_all(self) -> bool:
-        return super().positions_of_all or (self.of_batch and self.S > 1)
+    def rows_of_batch(self) -> int:
+        return self.N if self.lengths is None else int((self.lengths > 0).sum())
 
     @property
     def positions(self) -> int:
-        number = self.N * self.S if self.lengths is None else int(self.lengths.sum())
-        return number // self.N if self.of_batch and are_apart(self.left.movedim(3, 2)) else number
+        return self.N * self.S if self.lengths is None else int(self.lengths.sum())
 
     def sum_batch(self) -> Tensor:
         return self._shaped(over_samples(self.left, self.right))
@@ -215,7 +208,7 @@ class Outer(Jacobian):
         return Squares().add(self).total()
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled() or self.by_pairs(1) is not None:
+        if torch.is_grad_enabled() or self.pays_by_pairs(1):
             return super().moments()
         total, squares = self._sums_by_sample(of_products=True)
         return cast(total, self.left.dtype), cast(squares, self.left.dtype)
@@ -243,10 +236,10 @@ class Outer(Jacobian):
         left = self.left.sum(3, keepdim=True) if approx == "reduce" else self.left
         return second_moment(left.flatten(0, 1), limit)
 
-    # of the left side of one position, which are those of a bias, too:
+    # of the left side of one position, which is the side of a bias, too:
 
     def output_moment(self) -> Tensor:
-        """Second moment, computed for who asks first; the others get copies."""
+        """Second moment, computed once; who asks later gets a copy."""
         if self._moment is not None:
             return self._moment.clone()
         self._moment = second_moment(self.left.flatten(0, 1))
@@ -265,16 +258,11 @@ class Outer(Jacobian):
     def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         if approx == "expand":
             factor = self._mean_square(limit)
-            return factor if self.lengths is None else factor * (self.N * self.S / max(int(self.lengths.sum()), 1))
+            return factor if self.lengths is None else factor * (self.N * self.S / max(self.positions, 1))
         rows = self.right.mean(2, keepdim=True)
         if self.lengths is not None:
             rows = rows * (self.S / self.lengths.clamp(min=1)).to(rows)[:, None, None, None]
         return second_moment(rows, limit, 1 / max(self.rows_of_batch, 1))
-
-    @property
-    def rows_of_batch(self) -> int:
-        """Number of samples that have positions."""
-        return self.N if self.lengths is None else int((self.lengths > 0).sum())
 
     def _mean_square(self, limit: int | None) -> Tensor:
         """The mean over all positions, ended sequences' included."""
@@ -348,14 +336,14 @@ class Outer(Jacobian):
         right = alike.right if isinstance(alike, Outer) else self.right.clone()
         return Outer(self.left, right, self.shape, self.transposed).with_weights(self.weights)
 
-    def joined(self, others: Sequence[Jacobian]) -> Sequence[Jacobian]:
-        sharing = [self, *(other for other in others if isinstance(other, Outer) and other._right is self._right)]
+    def joined(self, following: Sequence[Jacobian]) -> Sequence[Jacobian]:
+        sharing = [self, *(each for each in following if isinstance(each, Outer) and each._right is self._right)]
         if len(sharing) == 1:
-            return [self, *others]
+            return [self, *following]
         left = torch.cat([each.left for each in sharing])
         weights = [each.left.new_ones(each.V, each.N) if each.weights is None else each.weights for each in sharing]
         result = Outer(left, self._right, self.shape, self.transposed).with_weights(torch.cat(weights))
-        return [result, *(other for other in others if other not in sharing)]
+        return [result, *(each for each in following if each not in sharing)]
 
     def matrices(self, directions: Tensor) -> Tensor:
         """``[K, *p]`` as ``[K, 1, G, O, I]``, the inverse of `_shaped`."""
@@ -367,9 +355,10 @@ class Outer(Jacobian):
         matrices = matrices.mT if self.transposed else matrices
         return matrices.reshape(*matrices.shape[:-3], *self.shape)
 
-    def by_pairs(self, num_columns: int) -> Outer | None:
+    def pays_by_pairs(self, num_columns: int) -> bool:
+        """Whether squares of so many columns are cheaper by pairs of positions."""
         chunks = -(-num_columns // self.V)
-        return self if costs.by_pairs(num_columns, self.S, self.O, self.I, chunks) else None
+        return costs.by_pairs(num_columns, self.S, self.O, self.I, chunks)
 
     def output_pairs(self) -> Tensor:
         """Products of the left sides of all pairs of positions, summed over vectors, ``[N, G, P, O]``."""
@@ -434,7 +423,7 @@ class Outer(Jacobian):
         return [total.reshape(self.shape) for total in sums]
 
     def _by_sample(self, in_order: bool = False) -> Iterator[tuple[int, slice, Tensor]]:
-        """A vector, some samples, and their products ``[n, *]``.
+        """The number of a vector, a slice of the samples, and their products ``[n, *]``.
 
         The last axes are the parameter's, split. They are overwritten by the next ones: fresh memory costs more than
         arithmetic.
@@ -478,6 +467,37 @@ class Outer(Jacobian):
         return (right, left) if self.transposed else (left, right)
 
 
+class Bias(Dense):
+    """Products of a bias that equal the left side of its weight's, of one position: its moments are computed once.
+
+    Args:
+        values: ``[V, N, O]``.
+        weight: the products of the weight.
+    """
+
+    def __init__(self, values: Tensor, weight: Outer):
+        """Keep both."""
+        super().__init__(values)
+        self.weight = weight
+
+    def squares(self) -> Tensor:
+        return self._squares().sum(0)
+
+    def squares_batch(self) -> Tensor:
+        return self._squares().clone()  # the weight may ask for them, too
+
+    def _squares(self) -> Tensor:
+        same = self.weight.weights is self.weights
+        return self.weight.output_squares.flatten(1) if same else super().squares_batch()
+
+    def norms2(self) -> Tensor:
+        return self.weight.output_norms2.clone()
+
+    def _moment(self, limit: int | None) -> Tensor:
+        whole = limit is None or self.shape[0] <= limit
+        return self.weight.output_moment() if whole else super()._moment(limit)
+
+
 def concatenated(outers: Sequence[Outer]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Both sides with the positions of all, and how many these are."""
     left, right = torch.cat([o.left for o in outers], 3), torch.cat([o.right for o in outers], 2)
@@ -506,15 +526,14 @@ class Squares:
         self._dtype: torch.dtype | None = None
 
     def add(self, jacobian: Jacobian, num_columns: int | None = None) -> Squares:
-        """Add those of a chunk of columns, of ``num_columns`` in all."""
+        """Add the squares of a chunk of columns, of ``num_columns`` in all."""
         self._dtype = self._dtype or jacobian.like.dtype
-        outer = jacobian.by_pairs(num_columns or jacobian.V)
-        if outer is not None:
-            if self._pairs is not None and self._pairs[0].right is not outer.right:
+        if isinstance(jacobian, Outer) and jacobian.pays_by_pairs(num_columns or jacobian.V):
+            if self._pairs is not None and self._pairs[0].right is not jacobian.right:
                 self.total()
-            pairs = widened(outer.output_pairs())  # which others may share
-            self._pairs = outer, pairs if self._pairs is None else self._pairs[1] + pairs
-            self._signed = self._signed or outer.weights is not None
+            pairs = widened(jacobian.output_pairs())  # a bias may share them
+            self._pairs = jacobian, pairs if self._pairs is None else self._pairs[1] + pairs
+            self._signed = self._signed or jacobian.weights is not None
             return self
         self._value = jacobian.add_squares(self._value, self.per_sample)
         return self

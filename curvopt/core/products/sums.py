@@ -1,11 +1,11 @@
-"""Sums of products: of several calls that share a parameter, and those of weights that are computed from one.
+"""Sums of products: of several calls that share a parameter, and of weights that are computed from one.
 
 ::
 
     Slopes        layers and their derivatives by the input      both multiply the weight
     Tied          a linear layer and an embedding                no array of N times the weight
     PulledBack    a weight that is computed from the parameter   autograd pulls the products back
-    Summed        any others                                     multiplied out for a few samples at a time
+    Summed        any further ones                               multiplied out for a few samples at a time
 
 >>> left, right = torch.ones(1, 4, 1, 1, 2), torch.ones(4, 1, 1, 3)
 >>> call = Outer(left, right, torch.Size([2, 3]))
@@ -49,23 +49,10 @@ def combine(parts: Sequence[Jacobian]) -> Jacobian:
 
 
 def _kind(part: Jacobian) -> object:
-    """Equal for those whose positions can be concatenated."""
+    """Equal for products whose positions can be concatenated."""
     if isinstance(part, Outer):
         return part.transposed, part.G, part.O
     return part.source if isinstance(part, PulledBack) else type(part)
-
-
-def from_single_samples(jacobian: Jacobian, N: int) -> Jacobian:
-    """A Jacobian of V vectors and N samples, from one of one sample and ``V N`` vectors, those of N samples in turn."""
-    if isinstance(jacobian, Outer):
-        left, right = jacobian.left.flatten(0, 1).unflatten(0, (-1, N)), jacobian.right.expand(N, -1, -1, -1)
-        lengths = None if jacobian.lengths is None else jacobian.lengths.expand(N)
-        return Outer(left, right, jacobian.shape, jacobian.transposed, lengths, of_batch=True)
-    if isinstance(jacobian, Lookup):
-        rows, left = jacobian.rows, jacobian.left.unflatten(0, (-1, N)).flatten(1, 2)
-        samples = torch.arange(N, device=rows.device).repeat_interleave(len(rows))
-        return Lookup(left, rows.repeat(N), samples, N, jacobian.shape, of_batch=True)
-    return Dense(jacobian.dense().flatten(0, 1).unflatten(0, (-1, N)))
 
 
 def _concatenated(parts: Sequence[Jacobian]) -> Jacobian:
@@ -74,25 +61,25 @@ def _concatenated(parts: Sequence[Jacobian]) -> Jacobian:
         return first
     if isinstance(first, Outer):
         left, right, lengths = concatenated([part for part in parts if isinstance(part, Outer)])
-        return Outer(left, right, first.shape, first.transposed, lengths, parts=parts)
+        return Outer(left, right, first.shape, first.transposed, lengths)
     if isinstance(first, PulledBack):
         return first.of(combine([part.inner for part in parts if isinstance(part, PulledBack)]))
     if isinstance(first, Lookup):
         lookups = [part for part in parts if isinstance(part, Lookup)]
         left = torch.cat([lookup.left for lookup in lookups], 1)
         rows, samples = (torch.cat([getattr(lookup, side) for lookup in lookups]) for side in ("rows", "samples"))
-        return Lookup(left, rows, samples, first.N, first.shape, parts=parts)
+        return Lookup(left, rows, samples, first.N, first.shape)
     return Dense(Summed(parts).dense())
 
 
 class InParts(Jacobian):
-    """Products whose sums are computed from those of a few samples at a time."""
+    """Products whose sums are computed of a few samples at a time."""
 
     factored = False
 
     @abstractmethod
     def values_of(self, samples: Sequence[int]) -> Tensor:
-        """The products of some samples, ``[V, n, *p]``."""
+        """The products of single samples, ``[V, n, *p]``."""
 
     @property
     def entries(self) -> int:
@@ -100,7 +87,7 @@ class InParts(Jacobian):
         return self.V * self.shape.numel()
 
     def in_parts(self) -> Iterator[Dense]:
-        """The products of some samples after the other."""
+        """The products of a few samples after the other."""
         step = costs.samples_in_cache(self.entries, self.like.device.type)
         for n in range(0, self.N, step):
             part = Dense(self.values_of(range(n, min(n + step, self.N))))
@@ -143,7 +130,7 @@ class Summed(InParts):
     """The sum of the products of calls of different kinds: of an embedding that is also the output layer, say.
 
     Args:
-        parts: those of single calls.
+        parts: products of single calls.
     """
 
     def __init__(self, parts: Sequence[Jacobian]):
@@ -182,13 +169,13 @@ def _added(values: Sequence[Tensor]) -> Tensor:
 
 
 class Tied(Summed):
-    """The products of a linear layer and those of an embedding with one weight ``[I, D]``.
+    """The products of a linear layer and of an embedding with one weight ``[I, D]``.
 
     ``(outer + lookup)^2 = outer^2 + lookup^2 + 2 outer lookup``, where the last term has entries in picked rows only.
 
     Args:
-        outer: those of the linear layer.
-        lookup: those of the embedding, of equally many picked rows for each sample, one sample after the other.
+        outer: of the linear layer.
+        lookup: of the embedding, of equally many picked rows for each sample, one sample after the other.
     """
 
     def __init__(self, outer: Outer, lookup: Lookup):
@@ -308,8 +295,8 @@ class Slopes(Outer):
     """Products of a layer and of its slopes: derivatives by its input, which multiply its weight, too.
 
     Both are positions of the weight, but differ by orders of magnitude, so that means over all of them say little.
-    Factors are those of the nearest Kronecker product (Van Loan & Pitsianis 1993): ``B = sum_n G_n A G_n^T`` and
-    ``A = sum_n G_n^T B G_n`` in two turns for the products ``G_n`` of the samples. Of many samples some are drawn, see
+    Factors are the ones of the nearest Kronecker product (Van Loan & Pitsianis 1993): ``B = sum_n G_n A G_n^T`` and
+    ``A = sum_n G_n^T B G_n`` in two turns for the products ``G_n`` of the samples. Of many samples a part is drawn, see
     `ENOUGH_SAMPLES`. A has the trace of the second moment of the layer's inputs, ``B ⊗ A`` that of the exact block of
     all samples.
     """
@@ -321,9 +308,9 @@ class Slopes(Outer):
 
     @staticmethod
     def are(outers: Sequence[Outer]) -> bool:
-        """Whether some are slopes of the others by their input, which multiply the transposed weight, of one vector."""
+        """Whether there are layers and slopes by the input, which multiply the transposed weight, of one vector."""
         orientations = {outer.transposed for outer in outers}
-        return len(orientations) == 2 and all(outer.V == outer.G == 1 and not outer.of_batch for outer in outers)
+        return len(orientations) == 2 and all(outer.V == outer.G == 1 for outer in outers)
 
     @classmethod
     def of(cls, outers: Sequence[Outer]) -> Slopes:
@@ -332,7 +319,7 @@ class Slopes(Outer):
             Outer(o.right.unsqueeze(0), o.left[0], o.shape, False, o.lengths) if o.transposed else o for o in outers
         ]
         left, right, lengths = concatenated(sides)
-        result = cls(left, right, outers[0].shape, False, lengths, parts=sides)
+        result = cls(left, right, outers[0].shape, False, lengths)
         result._factors = {}
         inputs = [(outer.right.square().sum(), outer.positions) for outer in outers if not outer.transposed]
         result.size = torch.stack([size for size, _ in inputs]).sum() / max(sum(number for _, number in inputs), 1)
@@ -340,7 +327,7 @@ class Slopes(Outer):
 
     def output_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         """The factor of the left side, see the class, whatever ``approx``."""
-        return self._nearest(limit)[0].clone()  # others may ask for it, too
+        return self._nearest(limit)[0].clone()  # further quantities may ask for it
 
     def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
         """The factor of the right side, see the class, whatever ``approx``."""
@@ -354,11 +341,11 @@ class Slopes(Outer):
         squares = (of_left * (right @ right.mT)).sum((1, 2))  # ||G_n||^2
         several = min(self.O, self.I) > 1  # else it is exact
         enough = ENOUGH_SAMPLES if several else self.N
-        (some, share), (more, share_of_more) = _drawn(squares, enough), _drawn(squares, 2 * enough)
-        A = _moment(right[some], of_left[some] * share, limit)
+        (few, share), (more, share_of_more) = _drawn(squares, enough), _drawn(squares, 2 * enough)
+        A = _moment(right[few], of_left[few] * share, limit)
         if several:
-            B = _moment(left[some], _gram(right[some], _sized(A)) * share, limit)
-            A = _moment(right[some], _gram(left[some], _sized(B)) * share, limit)
+            B = _moment(left[few], _gram(right[few], _sized(A)) * share, limit)
+            A = _moment(right[few], _gram(left[few], _sized(B)) * share, limit)
         A = _sized(_symmetric(A), self.size)
         B = _symmetric(_moment(left[more], _gram(right[more], A) * share_of_more, limit))
         self._factors[limit] = _sized(B, squares.sum() / torch.where(self.size > 0, self.size, 1)), A
