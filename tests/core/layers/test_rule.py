@@ -22,6 +22,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
 from curvopt import backpack, extend
+from curvopt.core.products import base
 from curvopt.core.products.base import Dense, Jacobian
 from curvopt.core.products.lookup import Lookup
 from curvopt.core.products.outer import Outer
@@ -628,6 +629,9 @@ def test_dense(V, n, shape):
     check_reductions(dense)
     flat = dense.dense().flatten(2).flatten(0, 1)
     assert_close(dense.output_factor(), flat.T @ flat)
+    with pytest.MonkeyPatch.context() as patched:  # of more entries it is the diagonal
+        patched.setattr(base, "DENSE_BLOCK_LIMIT", 0)
+        assert_close(dense.output_factor(), flat.square().sum(0))
 
 
 def test_combined_uses_add_up():
