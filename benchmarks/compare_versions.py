@@ -39,8 +39,8 @@ from benchmarks.one_version import ROOT, Computed, Failed, Results, matches, rea
 BENCHMARKS = ROOT / "benchmarks"
 INTENDED = BENCHMARKS / "intended_differences.toml"
 
-#: Admitted difference of fields, in units of the largest entry.
-ROUNDING = 1e-7
+#: Admitted difference of fields, in units of the largest entry; and the least such unit, in that of all parameters.
+ROUNDING, LEAST = 1e-7, 1e-4
 #: The part of what a loop had gained that it may lose; over how many last steps is averaged.
 LOST, LAST = 0.1, 5
 
@@ -63,12 +63,14 @@ def largest_difference(old: dict[str, list[Tensor]], new: dict[str, list[Tensor]
     if old.keys() != new.keys():
         return f"fields of other parameters: only then {sorted(old.keys() - new)}, only now {sorted(new.keys() - old)}"
     worst, where = 0.0, ""
+    entries = [float(t.abs().max()) for tensors in old.values() for t in tensors if t.numel()]
+    least = max(LEAST * max(entries, default=0), 1e-9)  # of parameters without curvature there is rounding alone
     for name, before in old.items():
         after = new[name]
         if [t.shape for t in before] != [t.shape for t in after]:
             return f"{name} had the shapes {[list(t.shape) for t in before]}, has {[list(t.shape) for t in after]}"
         for a, b in zip(before, after, strict=True):
-            scale = max(float(a.abs().max()), 1e-9) if a.numel() else 1.0
+            scale = max(float(a.abs().max()), least) if a.numel() else 1.0
             error = float((a - b).abs().max()) / scale if a.numel() else 0.0
             if not error <= worst:
                 worst, where = error, name
