@@ -6,7 +6,14 @@
 [('the extended Linear', torch.Size([4, 3]))]
 
 The record is in ``grad_fn.metadata``, so it lives and dies with the graph: nothing is kept on modules or in globals.
-It must not hold the node or its output (an uncollectable cycle through C++).
+It must not hold the node or its output (an uncollectable cycle through C++). From top to bottom::
+
+    disable                        whether forward passes are recorded
+    Model, ModelCall               an extended model, and its outermost calls, which say how many samples there are
+    note_parameters, extended_...  names, modules and models of parameters
+    samples_first                  inputs in which steps come before samples, in the order that rules expect
+    ModuleCall                     a call of a layer, with its arguments
+    Prediction, TermCall           what users mark, and regularizers
 """
 
 from __future__ import annotations
