@@ -1,6 +1,6 @@
 """Several processes take the step of one, with copies of the model and with models that ``fully_shard`` divides.
 
-Tests of `distributed.py`, `optim/over_ranks.py`, `optim/gathering.py`, `optim/sharding.py`.
+Tests of `distributed.py`, `optim/ranks.py` and the folder `optim/sharding`.
 
 ``torchrun`` runs the checks of ``distributed_worker.py``.
 """

@@ -76,7 +76,10 @@ curvopt.optimizers  # ERROR
 """
 
 
-@pytest.mark.parametrize("checker", ["pyright", "mypy"])
+MYPY = pytest.param("mypy", marks=pytest.mark.slow(reason="reads the types of PyTorch anew"))
+
+
+@pytest.mark.parametrize("checker", ["pyright", MYPY])
 def test_type_checkers_know_modules_and_fields(checker: str, tmp_path: Path):
     pytest.importorskip(checker)
     program = "\n".join(re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)) + TYPED
