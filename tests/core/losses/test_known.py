@@ -187,6 +187,7 @@ def test_nothing_keeps_the_graph_alive():
         (lambda z: (z.log_softmax(1).exp() * REAL).sum(), "SumBackward0.*indefinite"),
         (lambda z: F.cross_entropy(z, z.softmax(1)), "indefinite"),
         (lambda z: -F.cross_entropy(z, Y), "negative weight"),
+        (lambda z: -1e-9 * F.cross_entropy(z, Y), "negative weight"),
         (lambda z: F.cross_entropy(z, Y) - 2 * F.mse_loss(z, REAL), "negative weight"),
         (lambda z: F.cross_entropy(z, Y, -W, reduction="sum"), "negative weight"),
         (lambda z: F.binary_cross_entropy_with_logits(z, REAL.sigmoid(), -W, reduction="sum"), "negative weight"),
