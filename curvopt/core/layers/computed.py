@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvopt.core.layers.operations import Broadcast, broadcast_of, broadcasts, viewed
+from curvopt.core.layers.operations import Broadcast, ParameterCall, broadcast_of, broadcasts, lookup_of, viewed
 from curvopt.core.layers.rule import Jacobians, Rule, tensors
 from curvopt.core.nodes import Saved, consumers_first, leaf_of, metadata, name_of, operation, shape_of, walk
 from curvopt.core.nonlinear import nonlinear_operations
@@ -50,6 +50,7 @@ class BroadcastRule(Rule):
     def __init__(self, p: nn.Parameter, source: GradientEdge | None, shape: Sequence[int], operation: Broadcast):
         """Keep them."""
         self.p, self.source, self.shape, self.operation = p, source, tuple(shape), operation
+        self.lookup = None if source is None else lookup_of(source, p)
 
     @cached_property
     def linear(self) -> bool:  # type: ignore[override]
@@ -57,7 +58,7 @@ class BroadcastRule(Rule):
 
     @cached_property
     def pulls_back(self) -> bool:  # type: ignore[override]
-        return not (self.source is None or is_by_entry(self.source, self.p))
+        return not (self.source is None or self.lookup is not None or is_by_entry(self.source, self.p))
 
     def takes_steps(self, call: ModuleCall, how: Literal["axis", "rows"]) -> bool:
         shape, axis = call.shapes[0], 1 if how == "axis" else 0
@@ -84,6 +85,13 @@ class BroadcastRule(Rule):
                 values[:, n, n * rows.shape[1] : (n + 1) * rows.shape[1]] = rows
         axes = [i for i, size in enumerate(sizes, 2) if size == 1]
         values = (values.sum(axes) if axes else values) * self.operation.scale
+        if self.lookup is not None:  # each sample picks the same rows
+            x = self.lookup.input
+            picked = ParameterCall(
+                call.path, self.lookup.module, (x.expand(N, *x.shape),), torch.Size([N, *self.shape]), call.owner
+            )
+            found = self.lookup.rule.jac_t(picked, [values.reshape(len(grad), N, *x.shape, -1)], ["weight"], N)
+            return dict.fromkeys(names, found["weight"])
         jacobian = Dense(values.reshape(len(grad), N, *self.shape))
         return dict.fromkeys(names, through(call, self.source, self.p, jacobian))
 

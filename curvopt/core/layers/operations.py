@@ -29,7 +29,7 @@ from torch.nn.modules import _functions
 from curvopt.core.layers.affine import Conv, ConvTranspose, Product
 from curvopt.core.layers.embedding import Embedding
 from curvopt.core.layers.rule import Rule
-from curvopt.core.nodes import Edge, Saved, name_of, operation, outputs_of, shape_of, signed
+from curvopt.core.nodes import Edge, Saved, leaf_of, name_of, operation, outputs_of, shape_of, signed
 from curvopt.core.operations import FUSED_CELLS
 from curvopt.core.record import ModuleCall
 
@@ -238,6 +238,18 @@ def _lookup(node: Node, position: int, weight: Tensor, shape: torch.Size) -> Lay
     module, padding = nn.Embedding(1, 1, device="meta"), saved.padding_idx
     module.padding_idx = padding if padding is not None and 0 <= padding < len(weight) else None
     return LayerCall(Embedding(), module, saved.indices)
+
+
+def lookup_of(operand: GradientEdge, p: Tensor) -> LayerCall | None:
+    """The lookup by which a shared operand picks rows of a matrix, as an embedding of positions does; else ``None``."""
+    base, seen = view_of(operand)
+    picks = _LAYERS.get(name_of(base.node)) in (_lookup, _indexed) and leaf_of(base.node.next_functions[0][0]) is p
+    if not picks or p.dim() != 2 or seen.numel() != shape_of(base.node).numel() or not seen.is_contiguous():
+        return None
+    call = layer_call(base.node, 0, torch.empty(p.shape, device="meta"), p.shape)
+    if call is not None:
+        call.module._parameters["weight"] = p  # type: ignore[assignment]
+    return call
 
 
 def _indexed(node: Node, position: int, weight: Tensor, shape: torch.Size) -> LayerCall | None:

@@ -255,7 +255,7 @@ def recurrent(m: Own, h: Tensor) -> Tensor:
     return torch.stack(states[1:], 1)
 
 
-#: what is done with p, which gets two factors (but for positions, which no data chooses), and q, and their shapes
+#: what is done with p, which gets two factors, and q, and their shapes
 OF_ANY_SIZE: dict[str, tuple[Callable[[Own, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
     "learned state": (recurrent, (4, 4), (1, 4)),
     "learned queries": (
@@ -642,7 +642,7 @@ def test_factors_have_the_same_form_for_batches_of_any_size(name: str):
             with context:
                 F.cross_entropy(model(torch.randn(size, TOKENS, 4)), torch.zeros(size, dtype=torch.long)).backward()
         optimizer.step()
-        assert len(model.p.kflr) == (1 if name.startswith("positions") else 2) or size == 1
+        assert len(model.p.kflr) == 2 or size == 1
 
 
 @pytest.mark.parametrize("perturbed", [False, True])
