@@ -7,7 +7,8 @@ python -m benchmarks.ablations --page                 write the table of docs/in
 A mechanism is a row of `MECHANISMS`: its name, and what stands in its place. Without it a loop stops; or its mean over
 the last steps changes by more than a fiftieth of what it had gained; or it warns more often, as an optimizer takes
 another quantity; or it differs a little. One whose first numbers are equal bit for bit does not have the mechanism, and
-is not run to the end. A mechanism that serves fewer than two loops, and no public network of the tests, may go.
+is not run to the end. A mechanism that serves fewer than two loops, and no public network of the tests, may go. Choices
+between equal algorithms change no loop: `benchmarks.quantities` has their times.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _whole_samples(cells: Any) -> Any:
 
 
 def _dense(lookup: Any) -> Any:
-    return lambda *args: Dense(lookup(*args).dense())
+    return lambda *args: {name: Dense(jacobian.dense()) for name, jacobian in lookup(*args).items()}
 
 
 def _rule_of_others(rule: Any) -> Any:
@@ -126,10 +127,7 @@ MECHANISMS: dict[str, dict[str, Change]] = {
     "tied weights": {
         f"{CORE}.products.sums:tied": lambda _: lambda *parts: import_module(f"{CORE}.products.sums").Summed(parts)
     },
-    "looked up rows": {f"{CORE}.layers.embedding:Lookup": _dense},
-    "second moments by rows": {f"{CORE}.products.costs:by_rows": returns(False)},
-    "norms by Gram matrices": {f"{CORE}.products.costs:by_gram": returns(False)},
-    "squares by pairs": {f"{CORE}.products.costs:by_pairs": returns(False)},
+    "looked up rows": {f"{CORE}.layers.embedding:_lookup": _dense},
     "the batch as one sample": {"curvopt.core.backward.checks:may_be_one_sample": returns(False)},
     "the empirical quantity": {"curvopt.optim.curvature:Listening.refused": _without_empirical},
 }
