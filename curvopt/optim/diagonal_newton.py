@@ -117,8 +117,6 @@ class DiagonalNewton(CurvatureOptimizer, torch.optim.SGD):
         ValueError: an option is out of its range.
     """
 
-    _draws_of_one_sample = 8
-
     def __init__(
         self,
         params: Any,

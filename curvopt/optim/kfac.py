@@ -96,8 +96,10 @@ class Kronecker(Quantity):
             return None
         of_input = None if len(factors) == 1 else 0 if factors.transposed else 1
         if chosen is None:
-            both = factors if fisher == "empirical" else pop_field(param, _FIELDS["empirical"])
-            return [*factors, both[_of_output(of_input)]], of_input
+            other = factors if fisher == "empirical" else pop_field(param, _FIELDS["empirical"])
+            # slopes have factors of a single vector, and a block of several
+            same = len(other) == len(factors)
+            return [*factors, (other if same else factors)[_of_output(of_input)]], of_input
         return list(factors), of_input
 
     def settle(

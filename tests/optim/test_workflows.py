@@ -221,6 +221,27 @@ def test_a_penalty_on_slopes_of_convolutions_has_a_backward_of_its_own(kind: Cal
 
 
 @pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+@pytest.mark.parametrize("kind", [KFACSGD, KFACAdamW, KFACPreconditioner])
+def test_slopes_have_a_block_where_several_vectors_are_drawn(kind: Callable) -> None:
+    """In place of the factors that a single vector has, also beside those of the empirical quantity."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = kind(model, mc_samples=2)
+    points, losses = torch.randn(12, 3, requires_grad=True), []
+    for _ in range(8):
+        energies = model(points)
+        (forces,) = torch.autograd.grad(energies.sum(), points, create_graph=True)
+        losses.append((energies - 1).square().mean() + (forces - 0.5).square().mean())
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+        if kind is KFACPreconditioner:
+            for p in model.parameters():
+                p.data -= 0.01 * p.grad
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
 @pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
 def test_gradients_that_no_backward_brought_are_taken_as_they_are(kind: Callable) -> None:
     """As where they are set by hand, as in Reptile, or combined, as in PCGrad; curvature begins with a backward."""
