@@ -2,7 +2,7 @@
 
 python -m benchmarks.ablations                        all mechanisms; five minutes on one core
 python -m benchmarks.ablations slopes "tied weights"  some of them
-python -m benchmarks.ablations --page                 write the table of docs/internals.md, too
+python -m benchmarks.ablations --page                 write the table of benchmarks/results/ablations.md, too
 
 A mechanism is a row of `MECHANISMS`: its name, and what stands in its place. Without it a loop stops; or its mean over
 the last steps changes by more than a fiftieth of what it had gained; or it warns more often, as an optimizer takes
@@ -35,7 +35,7 @@ from curvopt.core.samples.layout import UNKNOWN
 from curvopt.optim import KFACSGD
 
 STEPS, FIRST, LAST = 20, 4, 5
-PAGE = Path(__file__).parents[1] / "docs" / "internals.md"
+PAGE = Path(__file__).parent / "results" / "ablations.md"
 #: Part of the gain of a loop by which it may differ.
 SAME = 0.02
 

@@ -20,7 +20,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("plot_*.py"))
 plt = pytest.importorskip("matplotlib.pyplot")
 
 #: Examples that train for about ten seconds.
-LONG = ["continual_learning", "influence", "pinn", "pruning", "reinforcement_learning", "vae"]
+LONG = ["continual_learning", "finetuning", "influence", "pinn", "pruning", "reinforcement_learning", "vae"]
 
 
 @pytest.fixture(autouse=True)

@@ -191,6 +191,7 @@ def test_schedules(schedule: str, tmp_path: Path) -> None:
         assert middle == pytest.approx(0.05, rel=0.1) and after[-1] < 0.05 * after[0]
 
 
+@pytest.mark.slow(reason="processes that start and train together")
 def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
     arguments = "experiments.train --problem digits-mlp --epochs 1 --wandb disabled".split()
     optimizer = ["kfac-sgd", "--fisher", "exact"]
