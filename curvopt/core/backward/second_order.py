@@ -192,7 +192,7 @@ class SecondOrder:
         )
         locations = self.located.distinct_locations
         causes = {
-            "several models with different numbers of samples": len(locations) > 1,
+            "several models with different numbers of samples (call them with equally many rows)": len(locations) > 1,
             "derivatives of fields (create_graph=True)": self.run.how.create_graph and not self.is_for_optimizer,
             "KFRA": any(isinstance(e.columns, Averaged) for e in self.extensions),
         }
