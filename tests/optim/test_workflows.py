@@ -220,6 +220,27 @@ def test_a_penalty_on_slopes_of_convolutions_has_a_backward_of_its_own(kind: Cal
     assert "kronecker" in str(optimizer.coverage()) or kind is DiagonalNewton
 
 
+def test_a_loss_without_a_second_derivative_has_the_gradients_of_the_samples() -> None:
+    """Not those of the batch as one sample, as its outputs have the samples along their second axis."""
+    torch.manual_seed(0)
+    model, inputs, targets = nn.Linear(5, 4).double(), torch.randn(6, 3, 5).double(), torch.randint(1, 4, (3, 2))
+    lengths = torch.full((3,), 6), torch.full((3,), 2)
+
+    def losses() -> Tensor:
+        return F.ctc_loss(model(inputs).log_softmax(-1), targets, *lengths, reduction="none")
+
+    rows = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses()]
+    optimizer = DiagonalNewton(model.parameters())
+    optimizer.attach(model, batch_axis=1)
+    with pytest.warns(CurvoptWarning, match="takes the empirical quantity.*no second derivative"):
+        losses().mean().backward()
+    optimizer.step()
+    for p, gradients in zip(model.parameters(), zip(*rows, strict=True), strict=True):
+        expected = torch.stack(gradients).square().mean(0)
+        expected = torch.maximum(expected, expected.mean())  # of one batch, small entries say little
+        torch.testing.assert_close(optimizer.state[p]["curvature"].factors[0].view_as(p), expected)
+
+
 @pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
 @pytest.mark.parametrize("kind", [KFACSGD, KFACAdamW, KFACPreconditioner])
 def test_slopes_have_a_block_where_several_vectors_are_drawn(kind: Callable) -> None:

@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvopt.core.linear_algebra import eigh
 from curvopt.core.losses.known import KnownLoss
-from curvopt.core.losses.roots import Columns, NotConvex
+from curvopt.core.losses.roots import Columns, NotConvex, NotCurved
 from curvopt.core.nodes import metadata, name_of, saved, shape_of, walk
 from curvopt.core.record import records_of
 from curvopt.core.vjp import NodeVjp, call_node
@@ -464,7 +464,7 @@ class GenericLoss:
         return product
 
     def _not_twice(self, reason: str) -> CurvoptError:
-        return CurvoptError(
+        return NotCurved(
             f"{self.name}: PyTorch has no second derivative of it ({reason}); use other operations, KFACEmpirical or "
             "first-order quantities."
         )

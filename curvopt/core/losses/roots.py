@@ -204,7 +204,7 @@ def _onehot(index: Tensor, like: Tensor) -> Tensor:
 
 
 class NotCurved(CurvoptError):
-    """A loss is linear in the network's output, or gets a single number, perhaps in this batch only."""
+    """A loss is linear in the network's output, or gets a single number, or has no second derivative."""
 
 
 class NotConvex(NotCurved):
