@@ -220,13 +220,17 @@ def test_a_penalty_on_slopes_of_convolutions_has_a_backward_of_its_own(kind: Cal
     assert "kronecker" in str(optimizer.coverage()) or kind is DiagonalNewton
 
 
-def test_a_loss_without_a_second_derivative_has_the_gradients_of_the_samples() -> None:
-    """Not those of the batch as one sample, as its outputs have the samples along their second axis."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_without_a_second_derivative_has_the_gradients_of_the_samples(compiled: bool) -> None:
+    """Not those of the batch as one sample."""
     torch.manual_seed(0)
     model, inputs, targets = nn.Linear(5, 4).double(), torch.randn(6, 3, 5).double(), torch.randint(1, 4, (3, 2))
     lengths = torch.full((3,), 6), torch.full((3,), 2)
+    squares = torch.compile(lambda z: z.softmax(-1).square().sum((0, 2)), backend="aot_eager")
 
     def losses() -> Tensor:
+        if compiled:
+            return squares(model(inputs))
         return F.ctc_loss(model(inputs).log_softmax(-1), targets, *lengths, reduction="none")
 
     rows = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses()]

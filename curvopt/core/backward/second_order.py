@@ -133,7 +133,7 @@ class SecondOrder:
         except RuntimeError as error:
             if "donated buffers" not in str(error):
                 raise
-            raise CurvoptError(
+            raise NotCurved(
                 f"{fields_of(self.extensions)}: a part of the loss was compiled by torch.compile, so that its "
                 "backward runs once; compute it outside of what is compiled, or set "
                 "donated_buffer = False in PyTorch's functorch configuration before it is compiled."
@@ -208,7 +208,7 @@ class SecondOrder:
         curved = [e for e in self.extensions if not isinstance(e.columns, Empirical)]
         last = {node for node, _ in edges}
         if curved and any(is_compiled(node) for node in walk(self.terms.nonlinear, last=last) if node not in last):
-            raise CurvoptError(
+            raise NotCurved(
                 f"{what}, and a part of it was compiled by torch.compile, which has no second derivative; compute the "
                 "loss outside of what torch.compile compiles, or use an empirical quantity (KFACEmpirical)."
             )
