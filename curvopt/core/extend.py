@@ -9,7 +9,6 @@ The hooks may be copied and pickled with the modules.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, TypeVar
 
 import torch
@@ -85,7 +84,7 @@ class Recorder:
             return outside_of_graphs(self, module, args, kwargs, output, True)
         running = running_call()
         outermost = end_call() if self.begins else running is None
-        if not (self.owns or outermost) or (running is None and not self.model.is_asked()):
+        if not (self.owns or outermost) or (running is None and not self.model.decide_to_record()):
             return None
         outputs = _tensors(output)
         nodes = [out.grad_fn for out in outputs]
@@ -185,7 +184,7 @@ def extend(
                 "module that it was made of (torch.compile may compile extended ones), or freeze it."
             )
     model, is_new = _model_of(module, batch_axis), False
-    model.askers = None
+    model.on_demand = False
     for path, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule) or not any(owned_parameters(part) for part in child.modules()):
             continue  # activations, nn.NLLLoss, a user's loss: read off the graph, as functions are
@@ -212,14 +211,14 @@ def extend(
     return module
 
 
-def extend_for(asker: Any, module: nn.Module, batch_axis: int | None = 0) -> None:
-    """Extend a module for an optimizer: calls are recorded when it is due, unless they are anyway."""
-    before = {recorder.model: recorder.model.askers for child in module.modules() if (recorder := _recorder_of(child))}
+def extend_on_demand(module: nn.Module, batch_axis: int | None = 0) -> None:
+    """Extend a module for optimizers: calls are recorded while one is due, unless they are anyway."""
+    before = [recorder.model.on_demand for child in module.modules() if (recorder := _recorder_of(child))]
     extend(module, batch_axis=batch_axis)
-    if None not in before.values():
-        askers = weakref.WeakSet([asker, *(each for known in before.values() for each in known or ())])
-        for model in {recorder.model for child in module.modules() if (recorder := _recorder_of(child))}:
-            model.askers = askers
+    if all(before):
+        for child in module.modules():
+            if (recorder := _recorder_of(child)) is not None:
+                recorder.model.on_demand = True
 
 
 def prediction(z: Tensor) -> Tensor:

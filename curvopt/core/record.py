@@ -9,6 +9,7 @@ The record is in ``grad_fn.metadata``, so it lives and dies with the graph: noth
 It must not hold the node or its output (an uncollectable cycle through C++). From top to bottom::
 
     disable                        whether forward passes are recorded
+    observe, all_observers         attached optimizers
     Model, ModelCall               an extended model, and its outermost calls, which say how many samples there are
     note_parameters, extended_...  names, modules and models of parameters
     samples_first                  inputs in which steps come before samples, in the order that rules expect
@@ -26,11 +27,11 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from operator import is_
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +92,37 @@ def _records() -> bool:
     return _recording.active and torch.is_grad_enabled() and not is_written_down()
 
 
+class Observer(Protocol):
+    """An attached optimizer, with a context for backwards of users."""
+
+    def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> AbstractContextManager[Any] | None:
+        """The context to run a backward in that will reach parameters; ``None`` to let it run as it is."""
+
+    def _is_due(self) -> bool:
+        """Before a forward pass: whether a backward behind it may want a context."""
+        ...
+
+
+_lock = (
+    threading.RLock()
+)  # one thread may extend or attach while another one looks all parameters or optimizers through
+_observers: weakref.WeakKeyDictionary[Observer, None] = weakref.WeakKeyDictionary()  # in the order of attach()
+
+
+def observe(observer: Observer) -> bool:
+    """Ask an optimizer from now on; whether it was not asked before."""
+    with _lock:
+        is_new = observer not in _observers
+        _observers[observer] = None
+        return is_new
+
+
+def all_observers() -> list[Observer]:
+    """The attached optimizers."""
+    with _lock:
+        return list(_observers)
+
+
 class Model:
     """An extended model: a token that its modules share, also in copies of it.
 
@@ -104,7 +136,8 @@ class Model:
             inside of it, is called again.
         called: paths of the modules that were called in it.
         forwards: by field, the forward passes that the fields on parameters are of.
-        askers: optimizers that the model was extended for; ``None`` if its calls are always recorded. Copies do.
+        on_demand: whether calls are recorded only inside of `backpack` and while an attached optimizer is due, as only
+            optimizers have extended the model. Copies record always.
         was_skipped: whether its last call was not recorded, as no optimizer was due.
     """
 
@@ -113,16 +146,16 @@ class Model:
         self.has_warned = False
         self.forward, self.called = 0, set[str]()
         self.forwards: dict[str, set[int]] = {}
-        self.askers: weakref.WeakSet[Any] | None = None
+        self.on_demand = False
         self.was_skipped = False
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which record always."""
-        return {**vars(self), "askers": None}
+        return {**vars(self), "on_demand": False}
 
-    def is_asked(self) -> bool:
-        """Whether a call that begins is recorded: inside of `backpack`, or when an optimizer that asks is due."""
-        self.was_skipped = self.askers is not None and not (listeners() or any(a._is_due() for a in tuple(self.askers)))
+    def decide_to_record(self) -> bool:
+        """Whether a call that begins is recorded; any optimizer counts, as its backward may pass this model, too."""
+        self.was_skipped = self.on_demand and not (listeners() or any(each._is_due() for each in all_observers()))
         return not self.was_skipped
 
     def warn_of_cost(self, message: str) -> None:
@@ -183,7 +216,7 @@ class _Running(threading.local):
         self.call: ModelCall | None = None
         self.frame: FrameType | None = None
         self.depth = 0
-        self.is_asked = True
+        self.is_recorded = True
 
 
 _running = _Running()
@@ -195,7 +228,7 @@ def begin_call(model: Model, top: bool) -> None:
         _running.depth = 0  # a call that was interrupted
     if not _running.depth:
         _running.call, _running.frame = ModelCall(model), sys._getframe(2)
-        _running.is_asked = model.is_asked()
+        _running.is_recorded = model.decide_to_record()
     _running.depth += 1
 
 
@@ -221,7 +254,7 @@ def running_call() -> ModelCall | None:
 
 def is_skipped() -> bool:
     """Whether a model call runs that is not recorded."""
-    return not (torch.compiler.is_dynamo_compiling() or _running.is_asked) and _running.call is not None
+    return not (torch.compiler.is_dynamo_compiling() or _running.is_recorded) and _running.call is not None
 
 
 def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -240,7 +273,6 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 # names of the parameters of extended modules, and the modules, to notice calls that nothing recorded
 _extended = WeakIdKeyDictionary()
-_lock = threading.RLock()  # one thread may extend a model while another one looks all parameters through
 _UNKNOWN: tuple[str | None, Callable[[], nn.Module | None], Model | None] = None, lambda: None, None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from curvopt.core.backward.backward_pass import Request
 from curvopt.core.backward.checks import may_be_one_sample
 from curvopt.core.backward.intercept import is_listening
-from curvopt.core.extend import extend_for
+from curvopt.core.extend import extend_on_demand
 from curvopt.core.losses.roots import MonteCarlo, NotCurved
 from curvopt.core.products.base import widened
 from curvopt.core.record import extended_model, owned_parameters
@@ -142,7 +142,7 @@ class Listening:
         reached = self.curvature.reached(leaves)
         found = self.is_wanted is None or not reached or self.is_wanted(reached)
         # a forward pass that came before the step which made it due has no records; the next one has
-        found &= not any((model := extended_model(p)) is not None and model.was_skipped for p in reached)
+        found &= not any((model := extended_model(p)) is not None and model.was_skipped for p in {*leaves, *reached})
         self.unneeded |= not found
         self.ranks.begin(found)
         if found and not self.extensions:
@@ -159,7 +159,7 @@ class Listening:
         self.refusal = self.refusal or error
         # not where the loss itself has no curvature, or takes one number
         of_rows = not (isinstance(error, NotCurved) or request.as_one_sample)
-        if of_rows and may_be_one_sample(request.extensions):
+        if of_rows and not curvature.has_no_rows() and may_be_one_sample(request.extensions):
             extensions = curvature.quantity.of_one_sample(request.extensions)
             return replace(request, extensions=extensions, as_one_sample=True)
         if not self.extensions or of_rows:
@@ -285,7 +285,6 @@ class Curvature:
 
     def attach(
         self,
-        optimizer: Any,
         model: Any,
         lossfunc: Any = None,
         scaler: Any = None,
@@ -315,9 +314,9 @@ class Curvature:
                 "everything that replaces parameters (moving to a device, wrapping), and build the optimizer from "
                 "model.parameters()."
             )
-        extend_for(optimizer, model, batch_axis)
+        extend_on_demand(model, batch_axis)
         if lossfunc is not None:
-            extend_for(optimizer, lossfunc)
+            extend_on_demand(lossfunc)
         self.model = weakref.ref(model), found
         self.loss_reduction = loss_reduction or self.loss_reduction
         self.gradient_scale = self.gradient_scale if gradient_scale is None else gradient_scale

@@ -78,7 +78,9 @@ def curvature_of(state: dict[str, Any]) -> ParameterCurvature:
 
 def have_curvature(states: Mapping[Tensor, dict[str, Any]]) -> bool:
     """Whether any parameter has curvature."""
-    return any(CURVATURE in state and state[CURVATURE].factors is not None for state in states.values())
+    return any(
+        CURVATURE in state and state[CURVATURE].factors is not None for state in tuple(states.values())
+    )  # threads
 
 
 def unsolved(params: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> list[Tensor]:

@@ -243,8 +243,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         empty ``with backpack():`` are left alone. The optimizer is not kept alive by this; copies of it are attached,
         too.
 
-        The model records its calls when an optimizer that it was extended for is due, and inside of ``backpack``; a
-        model for which ``extend`` was called records always.
+        The model records its calls while an attached optimizer is due, and inside of ``backpack``; a model for which
+        ``extend`` was called records always.
 
         No loss is refused: where a loss has no curvature (it is not convex, couples samples, has no second derivative,
         or is linear in a batch), the optimizer warns once and takes the empirical quantity for that batch, the second
@@ -269,16 +269,16 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         Raises:
             CurvoptError: no parameter of this optimizer belongs to the model.
         """
-        self._curvature.attach(self, model, lossfunc, scaler, gradient_scale, loss_reduction, batch_axis)
+        self._curvature.attach(model, lossfunc, scaler, gradient_scale, loss_reduction, batch_axis)
         attach(self)
         self._said.clear()
 
     def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> Any:
-        """See `curvopt.core.backward.intercept.Observer`."""
+        """See `curvopt.core.record.Observer`."""
         return self._curvature.context_of_backward(parameters)
 
     def _is_due(self) -> bool:
-        """See `curvopt.core.backward.intercept.Observer`."""
+        """See `curvopt.core.record.Observer`."""
         return self._curvature.is_due()
 
     def curvature(self, loss_scale: float | Tensor | None = None) -> AbstractContextManager[None]:

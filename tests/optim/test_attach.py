@@ -731,7 +731,8 @@ def records(z: Tensor) -> bool:
     return any(isinstance(record, ModuleCall) for record, *_ in records_of(z.grad_fn))
 
 
-def test_a_model_records_when_an_optimizer_that_it_was_extended_for_is_due() -> None:
+def test_a_model_records_while_an_optimizer_is_due() -> None:
+    gc.collect()  # optimizers of other tests, which may be due
     model, x, y = nn.Sequential(nn.Linear(4, 3)), torch.randn(8, 4), torch.randint(3, (8,))
     optimizers = [KFACSGD(model, curvature_every=every) for every in (4, 6)]
     for _ in range(18):
@@ -749,6 +750,31 @@ def test_a_model_records_when_an_optimizer_that_it_was_extended_for_is_due() -> 
     assert records(copy.deepcopy(model)(x)) and records(extend(model)(x))
     optimizers[0].attach(model)
     assert records(model(x))  # as the user has extended it, too
+
+
+def test_curvature_does_not_depend_on_when_other_models_on_the_way_to_the_loss_are_due() -> None:
+    """As of a generator, whose discriminator takes more steps."""
+    found = []
+    for is_due in (True, False):
+        torch.manual_seed(0)
+        generator, critic = (nn.Sequential(nn.Linear(n, 6), nn.Tanh(), nn.Linear(6, m)) for n, m in ((3, 4), (4, 1)))
+        optimizers = [KFACSGD(model, fisher="exact") for model in (generator, critic)]
+        if not is_due:
+            critic(torch.ones(5, 4)).square().mean().backward()
+            with torch.no_grad():
+                kept = copy.deepcopy(critic.state_dict())
+                optimizers[1].step()
+                critic.load_state_dict(kept)
+            optimizers[1].zero_grad()
+            optimizers[1]._curvature.run.due = [1000] * 4
+            assert not optimizers[1]._curvature.is_due()
+        noise = torch.linspace(-1, 1, 24).view(8, 3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", CurvoptWarning)
+            (critic(generator(noise)) - 1).pow(4).mean().backward()
+            optimizers[0].step()
+        found.append([optimizers[0].state[p]["curvature"].factors for p in generator.parameters()])
+    torch.testing.assert_close(*found)
 
 
 def test_a_forward_pass_before_the_step_that_makes_it_due_is_no_error() -> None:

@@ -13,22 +13,20 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core.backward.backward_pass import Backward
-from curvopt.core.backward.checks import (
-    check_inner_backward,
-)
+from curvopt.core.backward.checks import check_inner_backward
 from curvopt.core.graph import leaves_behind
 from curvopt.core.nodes import leaf_of
 from curvopt.core.pytorch_workarounds import is_batched, running_backward
-from curvopt.core.record import outside_of_graphs
+from curvopt.core.record import Observer, all_observers, observe, outside_of_graphs
 from curvopt.core.vjp import carried, is_own_backward, listeners
 from curvopt.extensions.base import Extension
 
@@ -116,27 +114,11 @@ def engine(run: Callable[..., Any], listening: bool) -> Iterator[None]:
         _watch(-1)
 
 
-class Observer(Protocol):
-    """An optimizer with a context for backwards of users."""
-
-    def _context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> AbstractContextManager[Any] | None:
-        """The context to run a backward in that will reach parameters; ``None`` to let it run as it is."""
-
-    def _is_due(self) -> bool:
-        """Before a forward pass: whether a backward behind it may want a context."""
-        ...
-
-
-_observers: weakref.WeakKeyDictionary[Observer, None] = weakref.WeakKeyDictionary()  # in the order of attach()
-
-
 def attach(observer: Observer) -> None:
     """From now on, ask ``observer`` for a context for each backward that is in no empty one."""
-    with _lock:
-        if observer not in _observers:
-            _observers[observer] = None
-            _watch(+1)
-            weakref.finalize(observer, _watch, -1)
+    if observe(observer):
+        _watch(+1)
+        weakref.finalize(observer, _watch, -1)
 
 
 def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +145,7 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
         return call()
     if not roots or (inputs and not any(_is_parameter(x) for x in inputs)):  # of slopes, say, that the loss is made of
         return call()
-    if not (contexts or (accumulates and not listeners() and any(each._is_due() for each in _all_observers()))):
+    if not (contexts or (accumulates and not listeners() and any(each._is_due() for each in all_observers()))):
         return call()
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():  # where leaves have no nodes
@@ -199,15 +181,10 @@ def _is_parameter(x: Tensor | GradientEdge) -> bool:
     return isinstance(leaf_of(x.node) if isinstance(x, GradientEdge) else x, nn.Parameter)
 
 
-def _all_observers() -> list[Observer]:
-    with _lock:
-        return list(_observers)
-
-
 def _observing(stack: ExitStack, parameters: Callable[[], set[Any]]) -> list[Any]:
     """Enter the contexts of all observers that want one; return them."""
     outside, parameters = len(listeners()), functools.cache(parameters)
-    for observer in _all_observers():
+    for observer in all_observers():
         context = observer._context_of_backward(parameters)
         if context is not None:
             stack.enter_context(context)
