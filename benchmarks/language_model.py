@@ -11,7 +11,6 @@ defaults. Finished runs are kept by their settings, so a call goes on where anot
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import statistics
 import sysconfig
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks.optimizer_reports import costs
-from benchmarks.timing import RESULTS, machine, save
+from benchmarks.timing import RESULTS, kept, machine, save
 from curvopt.optim import EKFACSGD, KFACSGD, KFACAdamW
 
 try:
@@ -310,21 +309,13 @@ class Settings:
     """Folder for the results and the figure."""
 
 
-def kept(settings: Settings, name: str, lr: float | None, seed: int, text: Text, bar: Any) -> list[Result]:
+def rows_of(settings: Settings, name: str, lr: float | None, seed: int, text: Text, bar: Any) -> list[Result]:
     """Rows of a run, which is made unless there is one."""
-    size = SIZES[settings.size]
+    size, device = SIZES[settings.size], "cuda" if settings.size == "gpu" else "cpu"
     key = {"size": asdict(size), "name": name, "lr": lr, "seed": seed, "bytes": len(text.train)}
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
-    path = settings.cache / f"{digest}.json"
-    if not path.exists():
-        device = "cuda" if settings.size == "gpu" else "cpu"
-        rows = train(size, name, lr, seed, text, device, bar)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps({**key, "rows": rows}))
-        part.replace(path)  # never half a file
+    rows = kept(settings.cache, settings.size, key, lambda: train(size, name, lr, seed, text, device, bar))
     bar.update()
-    return json.loads(path.read_text())["rows"]
+    return rows
 
 
 def compared(settings: Settings) -> Result:
@@ -334,13 +325,13 @@ def compared(settings: Settings) -> Result:
     with tqdm(total=total, unit=" runs") as bar:
         best: dict[str, float | None] = dict.fromkeys(DEFAULTS)
         for name, (_, rates) in TUNED.items():
-            scores = {lr: _end(kept(settings, name, lr, 0, text, bar)) for lr in rates}
+            scores = {lr: _end(rows_of(settings, name, lr, 0, text, bar)) for lr in rates}
             best[name] = min(scores, key=scores.__getitem__)
             found[name] = {"tried": [[lr, score] for lr, score in scores.items()]}
         for seed in range(1, settings.seeds + 1):  # optimizers in turns, under the same conditions
             for name, lr in best.items():
                 runs = found.setdefault(name, {}).setdefault("runs", [])
-                runs.append(kept(settings, name, lr, seed, text, bar))
+                runs.append(rows_of(settings, name, lr, seed, text, bar))
                 found[name]["lr"] = lr
     return {"size": settings.size, "bytes": len(text.train), "methods": found, "machine": machine()}
 

@@ -9,8 +9,6 @@ else the machine was doing. Finished runs are kept by their settings, so a call 
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import math
 import os
 import statistics
@@ -30,7 +28,7 @@ from tqdm import tqdm
 from benchmarks.optimizer_methods import METHODS, Method
 from benchmarks.optimizer_reports import costs, draw, end, markdown, overview
 from benchmarks.optimizer_tasks import SHORT, TASKS, Task
-from benchmarks.timing import RESULTS, save
+from benchmarks.timing import RESULTS, kept, save
 from curvopt import extend
 from curvopt.optim import HessianFree
 from experiments.data import DEFAULT_ROOT, Data, Split
@@ -218,19 +216,13 @@ class Bench:
             "every": self.task.every,
             "defaults": METHODS[method].signature,
         }
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
-        path = self.settings.cache / f"{self.name}-{method.replace(' ', '')}-{digest}.json"
-        if path.exists():
-            rows = json.loads(path.read_text())["rows"]
-        else:
+
+        def measure() -> list[Result]:
             shown = ", ".join(f"{name} {value:.3g}" for name, value in options.items())
             self.bar.set_postfix_str(f"{self.name}: {method} {shown}, seed {seed}")
-            run = Run(self.task, METHODS[method], options, seed, self.data)
-            rows = run.measure()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(".part")
-            part.write_text(json.dumps({**key, "rows": rows}))
-            part.replace(path)  # never half a file
+            return Run(self.task, METHODS[method], options, seed, self.data).measure()
+
+        rows = kept(self.settings.cache, f"{self.name}-{method.replace(' ', '')}", key, measure)
         self.bar.update()
         return rows
 

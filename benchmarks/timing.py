@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import math
 import multiprocessing
@@ -237,6 +238,26 @@ def _commit() -> str:
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "..", ":!../docs", ":!results", ":!../*.md")
     return git("describe", "--always") + "-dirty" * bool(changed)
+
+
+def kept(folder: Path, name: str, key: Mapping[str, Any], measure: Callable[[], list[Any]]) -> list[Any]:
+    """Rows of a run, which is made unless the folder has one with equal settings.
+
+    Args:
+        folder: of finished runs.
+        name: with which its file begins.
+        key: settings that tell runs apart, as JSON has them.
+        measure: makes the rows.
+    """
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    path = folder / f"{name}-{digest}.json"
+    if not path.exists():
+        rows = measure()
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({**key, "rows": rows}))
+        part.replace(path)  # never half a file
+    return json.loads(path.read_text())["rows"]
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:

@@ -235,10 +235,8 @@ class KFACSGD(KroneckerSGD):
             (entries of ``param[0]``) count n / 128 times, as more of them add up in an output. The root mean square of
             a step is at most ``lr * rms_clip / (1 - momentum)``, 0.0075 with the defaults; that of Adam is at most
             about ``lr``. Without any curvature, gradients of all parameters together are scaled to it, also up.
-        curvature_every: steps between refreshes of the factors, reached gradually from 1; ``None``
-            for 20.
-        inverse_every: steps between refreshes of the inverses, reached gradually from 1; ``None``
-            for 20.
+        curvature_every: steps between refreshes of the factors, reached gradually from 1; ``None`` means 20.
+        inverse_every: steps between refreshes of the inverses, reached gradually from 1; ``None`` means 20.
         fisher: ``"empirical"`` takes each prediction's own gradient, ``"mc"`` one at a target drawn from the model,
             ``"exact"`` sweeps one vector per output (KFLR). The empirical matrix is no curvature at a minimum (Kunstner
             et al. 2019), but on the way it contains that predicted variables err together. So ``None`` takes it where
@@ -381,10 +379,8 @@ class EKFACSGD(KroneckerSGD):
             (entries of ``param[0]``) count n / 128 times, as more of them add up in an output. The root mean square of
             a step is at most ``lr * rms_clip / (1 - momentum)``, 0.0075 with the defaults; that of Adam is at most
             about ``lr``. Without any curvature, gradients of all parameters together are scaled to it, also up.
-        curvature_every: steps between refreshes of factors and scales, reached gradually from 1; ``None``
-            for 10.
-        inverse_every: steps between checks of the bases, reached gradually from 1; ``None``
-            for 10.
+        curvature_every: steps between refreshes of factors and scales, reached gradually from 1; ``None`` means 10.
+        inverse_every: steps between checks of the bases, reached gradually from 1; ``None`` means 10.
         fisher: ``"empirical"`` takes each prediction's own gradient, ``"mc"`` one at a target drawn from the model,
             ``"exact"`` sweeps one vector per output (KFLR). The empirical matrix is no curvature at a minimum (Kunstner
             et al. 2019), but on the way it contains that predicted variables err together. So ``None`` takes it where
