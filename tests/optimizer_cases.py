@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from checks import generator
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from curvopt import extend
+from curvopt import CurvoptWarning, extend
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
+from curvopt.optim.state import curvature_of
 from curvopt.optim.step import CurvatureOptimizer
 
 #: Optimizers that take the step of SGD on preconditioned gradients.
@@ -81,7 +84,10 @@ class Tokens(nn.Module):
 
 
 class Run:
-    """A model, its loss, an optimizer, and an endless stream of batches that depends on the seed alone."""
+    """A model, its loss, an optimizer, and an endless stream of batches that depends on the seed alone.
+
+    Its backwards are in ``curvature()``, or plain if the model is to be attached.
+    """
 
     def __init__(
         self,
@@ -92,6 +98,7 @@ class Run:
         dtype: torch.dtype = torch.float32,
         batch: int = 64,
         reduction: str = "mean",
+        attach: bool = False,
         **options: Any,
     ) -> None:
         torch.manual_seed(seed)
@@ -100,6 +107,9 @@ class Run:
         self.x, self.y = digits(dtype)
         self.batch, self.seed = batch, seed
         self.optimizer: Any = make(self.model.parameters(), **options)
+        self.attached = attach
+        if attach:
+            self.optimizer.attach(self.model, self.lossfunc)
 
     def data(self, step: int) -> tuple[Tensor, Tensor]:
         chosen = torch.randperm(len(self.x), generator=generator(1000 * self.seed + step))
@@ -109,18 +119,34 @@ class Run:
         x, y = self.data(step)
         return self.lossfunc(self.model(x), y)
 
-    def backward(self, step: int) -> None:
-        self.optimizer.zero_grad()
-        if isinstance(self.optimizer, CurvatureOptimizer):
-            with self.optimizer.curvature():
-                self.loss(step).backward()
-        else:
-            self.loss(step).backward()
+    def context(self) -> AbstractContextManager[Any]:
+        plain = self.attached or not isinstance(self.optimizer, CurvatureOptimizer)
+        return nullcontext() if plain else self.optimizer.curvature()
 
-    def train(self, steps: range | int) -> Run:
+    def backward(self, step: int, loss: Callable[[int], Tensor] | None = None) -> None:
+        self.optimizer.zero_grad()
+        with self.context():
+            (loss or self.loss)(step).backward()
+
+    def step(self, step: int = 0, loss: Callable[[int], Tensor] | None = None) -> None:
+        self.backward(step, loss)
+        self.optimizer.step()
+
+    def train(self, steps: range | int, loss: Callable[[int], Tensor] | None = None) -> Run:
         for step in range(steps) if isinstance(steps, int) else steps:
-            self.backward(step)
-            self.optimizer.step()
+            self.step(step, loss)
+        return self
+
+    def moves(self, step: int = 0) -> list[Tensor]:
+        """What a step adds to the weights."""
+        before = self.weights()
+        self.step(step)
+        return [new - old for new, old in zip(self.weights(), before, strict=True)]
+
+    def load(self, other: Run) -> Run:
+        """Goes on where another run is, by what a file holds of it."""
+        self.model.load_state_dict(other.model.state_dict())
+        self.optimizer.load_state_dict(torch.load(checkpoint(other.optimizer), weights_only=True))
         return self
 
     def full_loss(self) -> float:
@@ -129,6 +155,37 @@ class Run:
 
     def weights(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.model.parameters()]
+
+    def factors(self) -> list[list[Tensor]]:
+        """Those of the curvature of every parameter."""
+        return [[*curvature_of(self.optimizer.state[p]).factors] for p in self.model.parameters()]
+
+
+def covered(optimizer: Any) -> bool:
+    """Whether every parameter has curvature."""
+    return "none" not in optimizer.coverage().values()
+
+
+def descend(optimizers: Any, loss: Callable[[], Tensor], steps: int = 1) -> list[float]:
+    """The loop that knows nothing of curvature, of an optimizer or several; the losses before its steps."""
+    every, losses = optimizers if isinstance(optimizers, list) else [optimizers], []
+    for _ in range(steps):
+        for optimizer in every:
+            optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        for optimizer in every:
+            optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Whatever curvopt says is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvoptWarning)
+        yield
 
 
 def checkpoint(optimizer: torch.optim.Optimizer) -> io.BytesIO:
