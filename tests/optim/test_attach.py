@@ -22,10 +22,12 @@ from optimizer_cases import (
     assert_close,
     assert_equal,
     cnn,
+    covered,
+    descend,
     digits,
-    every_optimizer,
     exact_optimizer,
     mlp,
+    silent,
 )
 from torch import Tensor, nn
 
@@ -40,29 +42,9 @@ from curvopt.optim.diagonal_newton import CurvatureDiagonal
 from curvopt.optim.empirical import GradientDiagonal, RowDiagonal
 from curvopt.optim.state import curvature_of
 
-
-def attached(*args: object, **options: object) -> Run:
-    run = Run(*args, **options)  # pyright: ignore[reportArgumentType]
-    run.optimizer.attach(run.model, run.lossfunc)
-    return run
-
-
-def train(run: Run, steps: range) -> None:
-    """The loop that knows nothing of curvature."""
-    for step in steps:
-        run.optimizer.zero_grad()
-        run.loss(step).backward()
-        run.optimizer.step()
-
+Y = torch.arange(64) % 3
 
 # ----------------------------------------------------------------------------------------------------- one optimizer
-
-
-@every_optimizer
-def test_the_plain_loop_is_the_loop_with_the_context(make: Callable) -> None:
-    plain, with_context = attached(make, cnn, curvature_every=3), Run(make, cnn, curvature_every=3)
-    train(plain, range(8))
-    assert_equal(plain.weights(), with_context.train(8).weights())
 
 
 class Tasks(nn.Module):
@@ -78,7 +60,7 @@ class Tasks(nn.Module):
 
 @pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, DiagonalNewton])
 def test_gradients_of_two_backwards_count_as_those_also_where_one_is_due(make: Callable) -> None:
-    run = attached(make, Tasks, dtype=torch.float64, damping=1e6, rms_clip=None, momentum=0.0, lr=1.0)
+    run = Run(make, Tasks, attach=True, dtype=torch.float64, damping=1e6, rms_clip=None, momentum=0.0, lr=1.0)
     for step in range(30):
         x, y = run.data(step)
         run.optimizer.zero_grad()
@@ -95,7 +77,7 @@ def test_gradients_of_two_backwards_count_as_those_also_where_one_is_due(make: C
 @pytest.mark.filterwarnings("ignore:.*linear in the network's output")
 def test_accumulation_that_begins_with_a_gradient_of_zeros(make: Callable, reset: bool) -> None:
     """Its curvature and weight count, unless its gradient is reset, to the same zeros, before the next one."""
-    whole, halves = (attached(make, dtype=torch.float64) for _ in range(2))
+    whole, halves = (Run(make, attach=True, dtype=torch.float64) for _ in range(2))
     lossfunc = extend(Margins(), loss=True)
     with torch.no_grad():
         for run in (whole, halves):
@@ -108,22 +90,17 @@ def test_accumulation_that_begins_with_a_gradient_of_zeros(make: Callable, reset
     if reset:
         halves.model.zero_grad(set_to_none=False)
     (lossfunc(halves.model(x[8:]), y[8:]) / (1 if reset else 2)).backward()
-    factors = []
     for run in (whole, halves):
         run.optimizer.step()
-        factors.append(
-            [factor for p in run.model.parameters() for factor in run.optimizer.state[p]["curvature"].factors]
-        )
         assert float(run.optimizer.state_dict()["param_groups"][0]["run"]["step_weight"]) == pytest.approx(1)
-    assert_close(*factors)
+    torch.testing.assert_close(whole.factors(), halves.factors())
 
 
 def test_a_state_loaded_between_accumulated_backwards_leaves_what_belongs_to_the_gradients() -> None:
-    plain, loaded = (attached(KFACSGD, fisher="exact", rms_clip=None) for _ in range(2))
+    plain, loaded = (Run(KFACSGD, attach=True, fisher="exact", rms_clip=None) for _ in range(2))
     for step in range(3):
         for run in (plain, loaded):
-            run.optimizer.zero_grad()
-            (run.loss(step) / 2).backward()
+            run.backward(step, lambda step, run=run: run.loss(step) / 2)
             if run is loaded:
                 run.optimizer.load_state_dict(run.optimizer.state_dict())
             (run.loss(step) / 2).backward()
@@ -132,19 +109,17 @@ def test_a_state_loaded_between_accumulated_backwards_leaves_what_belongs_to_the
 
 
 def test_gradients_that_the_model_discards_take_their_curvature_along() -> None:
-    clean, hit = (attached(KFACSGD, fisher="exact") for _ in range(2))
-    hit.model.zero_grad()
+    clean, hit = (Run(KFACSGD, attach=True, fisher="exact") for _ in range(2))
     (1e4 * hit.loss(7)).backward()  # the step is skipped, as a GradScaler does after an overflow
     for step in range(3):
         hit.model.zero_grad()
         hit.loss(step).backward()
         hit.optimizer.step()
-    train(clean, range(3))
-    assert_equal(clean.weights(), hit.weights())
+    assert_equal(clean.train(3).weights(), hit.weights())
 
 
 def test_other_calls_into_autograd_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = attached(KFACSGD)
+    run = Run(KFACSGD, attach=True)
     monkeypatch.setattr(run.optimizer._quantity, "extensions", lambda _: pytest.fail("curvature was computed"))
     x = run.x[:4].clone().requires_grad_()
     torch.autograd.grad(run.lossfunc(run.model(x), run.y[:4]), list(run.model.parameters()))
@@ -157,16 +132,12 @@ def test_other_calls_into_autograd_are_left_alone(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("make", [KFACSGD, lambda params: DiagonalNewton(params, curvature="diag_h")])
 def test_graphs_of_gradients_are_built_though_fields_would_be_differentiated_wrongly(make: Callable) -> None:
     middle = nn.LayerNorm(8) if make is not KFACSGD else nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
-    model, x, y = (
-        nn.Sequential(nn.Linear(4, 8), middle, nn.Tanh(), nn.Linear(8, 3)),
-        torch.randn(6, 4),
-        torch.arange(6) % 3,
-    )
+    model, x, y = nn.Sequential(nn.Linear(4, 8), middle, nn.Tanh(), nn.Linear(8, 3)), torch.randn(6, 4), Y[:6]
     optimizer = make(model.parameters())
     optimizer.attach(model)
-    nn.functional.cross_entropy(model(x), y).backward(create_graph=True)
+    F.cross_entropy(model(x), y).backward(create_graph=True)
     optimizer.step()
-    assert "none" not in optimizer.coverage().values()
+    assert covered(optimizer)
 
 
 def test_a_model_without_parameters_of_the_optimizer_is_refused() -> None:
@@ -179,30 +150,29 @@ def test_the_scaler_is_kept_when_modules_are_attached_again() -> None:
     for each in (run, again):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
         each.optimizer.attach(each.model, each.lossfunc, scaler=scaler)
+        each.attached = True
         if each is again:
             again.optimizer.attach(again.model)
         for step in range(3):
-            each.optimizer.zero_grad()
-            scaler.scale(each.loss(step)).backward()
+            each.backward(step, lambda step, each=each, scaler=scaler: scaler.scale(each.loss(step)))
             scaler.step(each.optimizer)
             scaler.update()
     assert_equal(run.weights(), again.weights())
 
 
 def test_a_backward_without_curvature_says_what_to_do_and_steps() -> None:
-    run = attached(KFACSGD)
+    run = Run(KFACSGD, attach=True)
     before = run.weights()
     with pytest.warns(CurvoptWarning, match=r"takes plain gradients.*inside of `with backpack\(\):`"):
         sum(p.square().sum() for p in run.model.parameters()).backward()  # pyright: ignore[reportAttributeAccessIssue]
     run.optimizer.step()
     for old, new in zip(before, run.weights(), strict=True):
         torch.testing.assert_close(new / old, (new / old).mean().expand_as(new))  # a step along the gradient
-    train(run, range(1))
-    assert "none" not in run.optimizer.coverage().values()
+    assert covered(run.train(1).optimizer)
 
 
 def test_backwards_without_curvature_are_left_alone_where_errors_say() -> None:
-    run, plain = (attached(KFACSGD, cnn, reduction="sum", fisher="exact") for _ in range(2))
+    run, plain = (Run(KFACSGD, cnn, attach=True, reduction="sum", fisher="exact") for _ in range(2))
     for step in range(3):
         run.optimizer.zero_grad()
         penalty = run.model(run.x[:4]).mean(0).square().sum()  # of mean activations, say
@@ -215,31 +185,26 @@ def test_backwards_without_curvature_are_left_alone_where_errors_say() -> None:
                 (0 * term).backward()
         run.loss(step).backward()
         run.optimizer.step()
-    train(plain, range(3))
-    assert_equal(run.weights(), plain.weights())
+    assert_equal(run.weights(), plain.train(3).weights())
     assert "empirical" not in run.optimizer.metrics()
 
 
 def test_backwards_that_are_refused_later_leave_the_curvature_as_it_is() -> None:
-    run = attached(KFACSGD, cnn, reduction="sum")
-    train(run, range(2))
-    before = copy.deepcopy([run.optimizer.state[p]["curvature"].factors for p in run.model.parameters()])
+    run = Run(KFACSGD, cnn, attach=True, reduction="sum").train(2)
+    before = copy.deepcopy(run.factors())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for refused in (lambda: run.lossfunc(run.model(run.x[:0]), run.y[:0]), lambda: run.model[0].weight.sum()) * 2:
-            run.optimizer.zero_grad()
-            refused().backward()
-            run.optimizer.step()
+        for refused in (lambda _: run.lossfunc(run.model(run.x[:0]), run.y[:0]), lambda _: run.model[0].weight.sum()):
+            for _ in range(2):
+                run.step(0, refused)
     assert ["goes on with the curvature it has" in str(each.message) for each in said] == [True]
-    after = [run.optimizer.state[p]["curvature"].factors for p in run.model.parameters()]
-    torch.testing.assert_close(before, after, rtol=0, atol=0)
+    torch.testing.assert_close(before, run.factors(), rtol=0, atol=0)
 
 
 def test_nothing_is_watched_after_the_optimizer_is_gone() -> None:
     gc.collect()  # optimizers of other tests
     run_backward = torch.autograd._engine_run_backward  # pyright: ignore[reportAttributeAccessIssue]
-    first, second = attached(KFACSGD), attached(KFACAdamW)
-    train(first, range(1))
+    first, second = Run(KFACSGD, attach=True).train(1), Run(KFACAdamW, attach=True)
     second.optimizer.attach(second.model)
     watched = torch.autograd._engine_run_backward  # pyright: ignore[reportAttributeAccessIssue]
     assert watched is not run_backward
@@ -254,14 +219,11 @@ def test_nothing_is_watched_after_the_optimizer_is_gone() -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))])
 def test_copies_are_attached(duplicate: Callable) -> None:
-    run = attached(KFACSGD, curvature_every=3)
-    train(run, range(5))
+    run = Run(KFACSGD, attach=True, curvature_every=3).train(5)
     twin = duplicate(run)
-    before = [factor.clone() for factor in twin.optimizer.state[twin.model[1].weight]["curvature"].factors]
-    train(run, range(5, 10))
-    train(twin, range(5, 10))
-    assert_equal(run.weights(), twin.weights())
-    assert not torch.equal(before[0], twin.optimizer.state[twin.model[1].weight]["curvature"].factors[0])
+    before = twin.factors()[0][0].clone()
+    assert_equal(run.train(range(5, 10)).weights(), twin.train(range(5, 10)).weights())
+    assert not torch.equal(before, twin.factors()[0][0])
 
 
 # ----------------------------------------------------------------------------------------------- several, and others
@@ -316,35 +278,20 @@ def test_a_generator_and_its_critic(zero: str) -> None:
 
 def test_two_optimizers_share_a_model() -> None:
     """Each half trains as it does when the other half is held by an optimizer that sees the same."""
-    x, y = digits(torch.float64)
 
     def run(*optimizers_of: Callable) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = mlp().double()
-        params = list(model.parameters())
-        optimizers = [make(params[part]) for make, part in zip(optimizers_of, (slice(2), slice(2, None)), strict=True)]
+        whole = Run(torch.optim.SGD, dtype=torch.float64)
+        params, parts = list(whole.model.parameters()), (slice(2), slice(2, None))
+        optimizers = [make(params[part]) for make, part in zip(optimizers_of, parts, strict=True)]
         for optimizer in optimizers:
-            optimizer.attach(model)
+            optimizer.attach(whole.model)
         for step in range(6):
-            loss = nn.functional.cross_entropy(model(x[64 * step :][:64]), y[64 * step :][:64])
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        assert all("none" not in optimizer.coverage().values() for optimizer in optimizers)
-        return [p.detach() for p in params]
+            descend(optimizers, lambda: whole.loss(step))  # noqa: B023
+        assert all(covered(optimizer) for optimizer in optimizers)
+        return whole.weights()
 
-    def kfac(params: list[Tensor]) -> KFACSGD:
-        return KFACSGD(params, fisher="exact", rms_clip=None, lr=0.01, damping=0.05)
-
-    together = Run(KFACSGD, dtype=torch.float64, fisher="exact", rms_clip=None, lr=0.01, damping=0.05)
-    for step in range(6):
-        together.optimizer.zero_grad()
-        with together.optimizer.curvature():
-            together.lossfunc(together.model(x[64 * step :][:64]), y[64 * step :][:64]).backward()
-        together.optimizer.step()
-    assert_close(run(kfac, kfac), together.weights())
+    kfac = partial(KFACSGD, fisher="exact", rms_clip=None, lr=0.01, damping=0.05)
+    assert_close(run(kfac, kfac), Run(kfac, dtype=torch.float64).train(6).weights())
     run(EKFACSGD, lambda params: DiagonalNewton(params, curvature="diag_h"))
 
 
@@ -352,33 +299,32 @@ def test_two_optimizers_share_a_model() -> None:
 @pytest.mark.parametrize("name", ["KFACSGD exact", "EKFACSGD exact", "DiagonalNewton exact"])
 def test_models_whose_losses_are_added_up_train_as_alone(name: str, other: str) -> None:
     """Each optimizer counts the losses that reach its parameters: a factor of another one is none of its business."""
-    alone, joint, second = (attached(OPTIMIZERS[name], seed=seed, dtype=torch.float64) for seed in (0, 0, 1))
+    alone, joint, second = (Run(OPTIMIZERS[name], attach=True, seed=seed, dtype=torch.float64) for seed in (0, 0, 1))
     if other == "of torch":
         second = Run(torch.optim.SGD, seed=1, dtype=torch.float64, lr=1e-6)
-    train(alone, range(4))
     for step in range(4):
-        for run in (joint, second):
-            run.optimizer.zero_grad()
-        penalty = nn.functional.mse_loss(second.model(second.x[:64]), torch.zeros(64, 10, dtype=torch.float64))
-        (joint.loss(step) + 100 * (second.loss(step) + penalty)).backward()
-        for run in (joint, second):
-            run.optimizer.step()
-    assert_close(joint.weights(), alone.weights())
+
+        def loss(step: int = step) -> Tensor:
+            penalty = second.model(second.x[:64]).square().mean()
+            return joint.loss(step) + 100 * (second.loss(step) + penalty)
+
+        descend([joint.optimizer, second.optimizer], loss)
+    assert_close(joint.weights(), alone.train(4).weights())
     torch.testing.assert_close(joint.optimizer.metrics(), alone.optimizer.metrics())
 
 
 def test_a_context_of_the_user() -> None:
     """The user gets the fields that are asked for, of the same name even, and the optimizer its curvature."""
-    plain, watched = (attached(KFACSGD, fisher="exact", dtype=torch.float64) for _ in range(2))
-    alone = Run(KFACSGD, fisher="exact", dtype=torch.float64)
-    train(plain, range(6))
+    plain, watched, alone = (
+        Run(KFACSGD, attach=attach, fisher="exact", dtype=torch.float64) for attach in (True, True, False)
+    )
+    plain.train(6)
     for step in range(6):
         alone.model.load_state_dict(watched.model.state_dict())
         with backpack(BatchGrad(), KFLR()):
             alone.loss(step).backward()
-        watched.optimizer.zero_grad()
         with backpack(BatchGrad(), KFLR()) as context:
-            watched.loss(step).backward()
+            watched.backward(step)
         torch.testing.assert_close(context.loss_weight, torch.ones((), dtype=torch.float64))
         for p, q in zip(watched.model.parameters(), alone.model.parameters(), strict=True):
             assert_close([p.grad_batch, *p.kflr], [q.grad_batch, *q.kflr])
@@ -388,12 +334,13 @@ def test_a_context_of_the_user() -> None:
 
 
 def test_an_error_of_one_context_leaves_nothing_of_the_others() -> None:
-    run = attached(KFACSGD, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.BatchNorm1d(9), nn.Linear(9, 10)))
+    net = partial(nn.Sequential, nn.Flatten(), nn.Linear(64, 9), nn.BatchNorm1d(9), nn.Linear(9, 10))
+    run = Run(KFACSGD, net, attach=True)
     with pytest.raises(CurvoptError, match="grad_batch needs independent samples"), backpack(BatchGrad()):
         run.loss(0).backward()
     assert all(not vars(p) for p in run.model.parameters())
     assert not run.optimizer._curvature.collected.curvature
-    train(run, range(2))
+    run.train(2)
 
 
 # ---------------------------------------------------------------------------------------------------------- batch axis
@@ -418,51 +365,41 @@ class TimeFirst(nn.Module):
 @pytest.mark.parametrize("kind", ["lstm", "transformer"])
 @pytest.mark.parametrize("output", ["sequence", "flat", "pooled"])
 def test_the_batch_axis_that_is_declared_counts(kind: str, output: str) -> None:
-    x = torch.randint(9, (5, 7))
-    y = x[0] if output == "pooled" else x
-    model = TimeFirst(kind, output)
+    x, model = torch.randint(9, (5, 7)), TimeFirst(kind, output)
+    y = x[0] if output == "pooled" else x.flatten()
     optimizer = KFACAdamW(model.parameters())
     optimizer.attach(model, batch_axis=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CurvoptWarning)
-        for _ in range(2):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x).reshape(-1, 9), y.flatten()).backward()
-            optimizer.step()
-    assert "none" not in optimizer.coverage().values()
+    loss = lambda: F.cross_entropy(model(x).reshape(-1, 9), y)  # noqa: E731
+    with silent():
+        descend(optimizer, loss, 2)
+    assert covered(optimizer) and samples(model.last.bias, loss) == 7
+
+
+def samples(param: Tensor, loss: Callable[[], Tensor]) -> int:
     with backpack(BatchGrad()):
-        F.cross_entropy(model(x).reshape(-1, 9), y.flatten()).backward()
-    assert model.last.bias.grad_batch.shape == (7, 9)
+        loss().backward()
+    return len(param.grad_batch)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_without_a_declaration_the_samples_are_along_axis_0() -> None:
-    for model in (TimeFirst("lstm", "sequence"), Mixed()):
+    for model, x in ((TimeFirst("lstm", "sequence"), torch.randint(9, (5, 7))), (Mixed(), torch.randn(6, 6))):
         optimizer = KFACAdamW(model.parameters())
         optimizer.attach(model)
+        loss = lambda: model(x).square().mean()  # noqa: B023, E731
         with pytest.warns(CurvoptWarning, match="sample by sample.*batch_axis=1.*batch_axis=None"):
-            for _ in range(3):
-                optimizer.zero_grad()
-                x = torch.randn(6, 6) if isinstance(model, Mixed) else torch.randint(9, (5, 7))
-                model(x).square().mean().backward()
-                optimizer.step()
-        assert "none" not in optimizer.coverage().values()
-        with backpack(BatchGrad()):
-            model(x).square().mean().backward()
-        assert next(model.parameters()).grad_batch.shape[0] == len(x)
+            descend(optimizer, loss, 3)
+        assert covered(optimizer) and samples(next(model.parameters()), loss) == len(x)
 
 
+@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
 def test_a_batch_axis_that_is_given_later_counts() -> None:
     x, model = torch.randint(9, (5, 7)), TimeFirst("transformer", "sequence")
-    for axis, samples in ((0, 5), (1, 7), (0, 7), (None, 1)):  # 0 leaves it as it is
+    loss = lambda: F.cross_entropy(model(x).reshape(-1, 9), x.flatten())  # noqa: E731
+    for axis, count in ((0, 5), (1, 7), (0, 7), (None, 1)):  # 0 leaves it as it is
         optimizer = KFACAdamW(model.parameters())
         optimizer.attach(model, batch_axis=axis)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CurvoptWarning)
-            F.cross_entropy(model(x).reshape(-1, 9), x.flatten()).backward()
-            optimizer.step()
-            with backpack(BatchGrad()):
-                F.cross_entropy(model(x).reshape(-1, 9), x.flatten()).backward()
-        assert len(model.last.bias.grad_batch) == samples
+        descend(optimizer, loss)
+        assert samples(model.last.bias, loss) == count
 
 
 class Mixed(nn.Module):
@@ -509,18 +446,13 @@ def test_a_batch_is_one_sample_where_that_is_declared(
         model = net().double()
         optimizer = make(model.parameters(), curvature_every=2)
         optimizer.attach(model, batch_axis=0 if one else None)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", CurvoptWarning)
+        loss = lambda: F.cross_entropy(model(x[None])[0] if one else model(x), y)  # noqa: B023, E731
+        with silent():
             # the next eigenvectors of a factor of low rank are a matter of rounding
-            for _ in range(1 if make is EKFACSGD else 5):
-                optimizer.zero_grad()
-                F.cross_entropy(model(x[None])[0] if one else model(x), y).backward()
-                optimizer.step()
-        assert "none" not in optimizer.coverage().values()
+            descend(optimizer, loss, 1 if make is EKFACSGD else 5)
+        assert covered(optimizer)
         finals.append([p.detach().clone() for p in model.parameters()])
-        with backpack(BatchGrad()):
-            F.cross_entropy(model(x[None])[0] if one else model(x), y).backward()
-        assert model.first.weight.grad_batch.shape == (1, 6, 6)
+        assert samples(model.first.weight, loss) == 1
     torch.testing.assert_close(*finals)
 
 
@@ -584,16 +516,11 @@ def test_what_has_no_rows_or_would_cost_much_by_rows_is_one_sample_where_that_is
     x = torch.randint(50, (20,)) if make is Table else torch.randn(20, 6)
     optimizer = KFACAdamW(model.parameters())
     optimizer.attach(model, batch_axis=None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CurvoptWarning)
-        for _ in range(2):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    assert "none" not in optimizer.coverage().values()
-    with backpack(BatchGrad()):
-        F.cross_entropy(model(x), y).backward()
-    assert {len(p.grad_batch) for p in model.parameters()} == {1}
+    loss = lambda: F.cross_entropy(model(x), y)  # noqa: E731
+    with silent():
+        descend(optimizer, loss, 2)
+    assert covered(optimizer)
+    assert {samples(p, loss) for p in model.parameters()} == {1}
 
 
 class Twins(nn.Module):
@@ -609,20 +536,19 @@ class Twins(nn.Module):
 
 @pytest.mark.parametrize("make", [KFACSGD, KFACAdamW])
 def test_a_model_that_returns_a_loss_of_all_pairs_is_one_sample(make: Callable) -> None:
-    model, losses = Twins(), []
+    model = Twins()
     optimizer = make(model.parameters())
     optimizer.attach(model)
+
+    def loss() -> Tensor:
+        x = torch.randn(20, 6)
+        return model(x + 0.1 * torch.randn_like(x), x)
+
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", CurvoptWarning)
-        for _ in range(20):
-            x = torch.randn(20, 6)
-            losses.append(model(x + 0.1 * torch.randn_like(x), x))
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
+        losses = descend(optimizer, loss, 20)
     assert not any("sample by sample" in str(w.message) for w in said)
-    assert "none" not in optimizer.coverage().values()
-    assert losses[-1] < losses[0]
+    assert covered(optimizer) and losses[-1] < losses[0]
 
 
 def empirical(seeded: torch.Generator) -> Extension:
@@ -672,23 +598,16 @@ def test_curvature_of_one_sample_averages_to_that_of_rows(
         assert error < 0.2 * field.norm()
 
 
-def test_losses_without_a_ggn_take_one_sample_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+@pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+def test_losses_without_a_ggn_take_one_sample_too(make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is computed sample by sample then."""
     monkeypatch.setattr(PerSampleRule, "jac_t", None)
-    for make in (KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton):
-        x, y, model = torch.randn(20, 6), torch.randn(20, 6), Neighbours()
-        optimizer = make(model.parameters(), curvature_every=1)
-        optimizer.attach(model, batch_axis=None)
-        losses = []
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CurvoptWarning)
-            for _ in range(20):
-                optimizer.zero_grad()
-                losses.append((1 - (-(model(x) - y).square().sum(1) / 8).exp()).mean())
-                losses[-1].backward()
-                optimizer.step()
-        assert losses[-1] < losses[0]
-        assert all(optimizer.coverage()[name] != "none" for name in optimizer.coverage())
+    x, y, model = torch.randn(20, 6), torch.randn(20, 6), Neighbours()
+    optimizer = make(model.parameters(), curvature_every=1)
+    optimizer.attach(model, batch_axis=None)
+    losses = descend(optimizer, lambda: (1 - (-(model(x) - y).square().sum(1) / 8).exp()).mean(), 20)
+    assert losses[-1] < losses[0] and covered(optimizer)
 
 
 class Encoder(nn.Module):
@@ -696,35 +615,21 @@ class Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rnn = nn.GRU(5, 7, num_layers=2, batch_first=True)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rnn(x)
-
-
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
         self.rnn, self.out = nn.GRU(5, 7, num_layers=2, batch_first=True), nn.Linear(7, 3)
 
-    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
-        return self.out(self.rnn(x, hidden)[0])
+    def forward(self, x: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        h, state = self.rnn(x, hidden)
+        return self.out(h), state
 
 
 def test_an_encoder_whose_hidden_state_has_layers_first_is_told_nothing() -> None:
-    encoder, decoder = Encoder(), Decoder()
+    encoder, decoder = Encoder(), Encoder()
     optimizers = [KFACSGD(encoder), KFACSGD(decoder)]
     x, t, y = torch.randn(6, 4, 5), torch.randn(6, 8, 5), torch.randint(3, (6, 8))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CurvoptWarning)
-        for _ in range(3):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            F.cross_entropy(decoder(t, encoder(x)[1]).flatten(0, 1), y.flatten()).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-    for optimizer in optimizers:
-        assert "none" not in optimizer.coverage().values()
+    with silent():
+        descend(optimizers, lambda: F.cross_entropy(decoder(t, encoder(x)[1])[0].flatten(0, 1), y.flatten()), 3)
+    assert covered(optimizers[1])
+    assert [name for name, kind in optimizers[0].coverage().items() if kind == "none"] == ["out.weight", "out.bias"]
 
 
 def records(z: Tensor) -> bool:
@@ -741,11 +646,7 @@ def test_a_model_records_while_an_optimizer_is_due() -> None:
         assert records(z) == due
         with backpack():
             assert records(model(x))
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        F.cross_entropy(z, y).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        descend(optimizers, lambda: F.cross_entropy(z, y))  # noqa: B023
     assert not records(model(x))
     assert records(copy.deepcopy(model)(x)) and records(extend(model)(x))
     optimizers[0].attach(model)
@@ -769,8 +670,7 @@ def test_curvature_does_not_depend_on_when_other_models_on_the_way_to_the_loss_a
             optimizers[1]._curvature.run.due = [1000] * 4
             assert not optimizers[1]._curvature.is_due()
         noise = torch.linspace(-1, 1, 24).view(8, 3)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", CurvoptWarning)
+        with silent():
             (critic(generator(noise)) - 1).pow(4).mean().backward()
             optimizers[0].step()
         found.append([optimizers[0].state[p]["curvature"].factors for p in generator.parameters()])
@@ -781,8 +681,7 @@ def test_a_forward_pass_before_the_step_that_makes_it_due_is_no_error() -> None:
     model, x, y = nn.Sequential(nn.Linear(4, 3)), torch.randn(8, 4), torch.randint(3, (8,))
     optimizer = KFACSGD(model, curvature_every=4)
     z, refreshed = model(x), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CurvoptWarning)
+    with silent():
         for step in range(20):
             before = curvature_of(optimizer.state[model[0].weight]).ema_weight
             F.cross_entropy(z, y).backward()
