@@ -50,14 +50,6 @@ def test_losses_at_a_cost_are_interpolated_between_evaluations() -> None:
     assert reports.at_cost(run, 10) == 4.0 and reports.at_cost(run, 1000) == 1.0
 
 
-def test_long_tasks_are_five_times_as_long_with_a_rate_that_falls_to_nothing(data: Any) -> None:
-    for name, task in bench.SHORT.items():
-        assert bench.TASKS[f"{name}-long"].steps == 5 * task.steps
-    run = bench.Run(replace(TINY, cosine=True), bench.METHODS["AdamW"], {"lr": 0.1}, 0, data)
-    run.measure()
-    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
-
-
 @pytest.mark.parametrize("name", ["lstm", "pinn", "regression", "finetuning"])
 def test_every_task_is_trained(name: str) -> None:
     """Those whose data are not the user's, and that other tests do not train."""

@@ -189,13 +189,3 @@ def test_every_name_of_kfac_pytorch_is_in_the_table():
 def test_names_of_this_package_exist():
     named = {name for page in PAGES for name in re.findall(r"`(curvopt(?:\.\w+)+)", page.read_text())}
     assert len(named) > 30 and not [name for name in named if pydoc.locate(name) is None]
-
-
-def test_the_options_of_kfac_preconditioner_exist():
-    """What the table on kfac-pytorch and the page on choosing call options are options."""
-    from curvopt.optim import KFACPreconditioner
-
-    options = inspect.signature(KFACPreconditioner).parameters
-    assert {"curvature_every", "inverse_every", "damping", "ema", "rms_clip", "fisher", "max_factor_size"} <= set(
-        options
-    )

@@ -1,10 +1,6 @@
 """Problems and data of the experiments: they load, are refused where they are wrong, and every model trains."""
 
-import gzip
-import os
-import shutil
 import struct
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +12,6 @@ from curvopt.extensions import KFAC
 from experiments import data
 from experiments.data import DataError
 from experiments.problems import PROBLEMS
-
-DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of the package dataset-fashion-mnist
-CIFAR_NPZ = os.environ.get("CURVOPT_CIFAR_NPZ", "")  # 8,000 and 2,000 images, uint8 NHWC
 
 
 def random_data(name: str, samples: int = 4) -> data.Data:
@@ -159,17 +152,6 @@ def test_a_failed_download_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         data.load("cifar10", tmp_path, download=True)
 
 
-@pytest.mark.skipif(not DEBIAN.exists(), reason="the package dataset-fashion-mnist is not installed")
-def test_the_files_of_fashion_mnist(tmp_path: Path) -> None:
-    raw = tmp_path / "FashionMNIST" / "raw"
-    raw.mkdir(parents=True)
-    for file in DEBIAN.glob("*.gz"):
-        with gzip.open(file) as packed, open(raw / file.stem, "wb") as plain:
-            shutil.copyfileobj(packed, plain)
-    given = data.load("fashion-mnist", tmp_path)
-    assert given.train.x.shape == (60000, 1, 28, 28) and given.test.y.bincount().tolist() == [1000] * 10
-
-
 def archive(tmp_path: Path, **changes: np.ndarray) -> Path:
     rng = np.random.default_rng(0)
     arrays = {
@@ -227,12 +209,3 @@ def test_own_arrays_that_cannot_be_read(tmp_path: Path) -> None:
     np.savez(file, x_train=np.zeros(3))
     with pytest.raises(DataError, match="y_train, x_test, y_test missing; it holds x_train"):
         data.load_npz(file)
-
-
-@pytest.mark.skipif(not Path(CIFAR_NPZ).is_file(), reason="CURVOPT_CIFAR_NPZ names no file")
-def test_images_of_cifar_as_own_arrays() -> None:
-    given = data.load_npz(Path(CIFAR_NPZ))
-    assert given.classes == 10 and prod(given.train.x.shape[1:]) == 3 * 32 * 32
-    problem = PROBLEMS["cifar10-3c3d"]
-    z = problem.model(tuple(given.train.x.shape[1:]), given.classes)(problem.prepare(given).test.x[:5])
-    assert z.shape == (5, 10)

@@ -21,7 +21,6 @@ from training_runs import (
 from experiments import __main__ as listing
 from experiments import data
 from experiments.compare import Comparison, compare, table
-from experiments.config import parse
 from experiments.curvature import layer_statistics
 from experiments.inspect import Inspection, draw_gradients, sample_norms
 from experiments.inspect import inspect as inspect_checkpoint
@@ -45,13 +44,6 @@ def test_help_lists_problems_and_optimizers(capsys: pytest.CaptureFixture[str]) 
         assert problem.title in first and f"{problem.epochs} epochs of batches of {problem.batch_size}" in second
         assert ("not tuned" in second) == (not problem.tuned)
     assert {*OPTIMIZERS} == {*OPTIMIZERS_IN_WORDS} <= {line.split()[0] for line in text.splitlines() if line.strip()}
-
-
-@pytest.mark.parametrize("optimizer", ["kfac-sgd", "ekfac-sgd", "kfac-adamw", "diagonal-newton", "kfac-preconditioner"])
-def test_help_has_words_in_place_of_formulas(optimizer: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse([optimizer, "--help"])
-    assert not {*capsys.readouterr().out} & {*"νλΛ√⊗Σ⁻"}
 
 
 def test_the_package_lists_scripts_problems_and_optimizers(capsys: pytest.CaptureFixture[str]) -> None:

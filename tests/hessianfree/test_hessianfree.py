@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +9,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.testing import assert_close
 
-import curvopt.hessianfree
 from curvopt import CurvoptError, backpack, extend
 from curvopt.extensions import DiagGGNExact
 from curvopt.hessianfree import (
@@ -156,19 +153,6 @@ def test_vectors_of_other_shapes_are_refused(product):
         product(x.square().sum(), x, torch.ones(3))
     with pytest.raises(ValueError, match=r"L_op: ws: expected vectors of shapes \[\[\]\], got \[\[2\]\]"):
         L_op(x.square().sum(), x, torch.ones(2))
-
-
-def test_import_paths_of_backpack():
-    for path in (
-        "hvp.hessian_vector_product",
-        "ggnvp.ggn_vector_product",
-        "ggnvp.ggn_vector_product_from_plist",
-        "rop.R_op",
-        "lop.L_op",
-    ):
-        module, name = path.split(".")
-        found = importlib.import_module(f"curvopt.hessianfree.{module}")
-        assert getattr(found, name) is getattr(curvopt.hessianfree, name)
 
 
 # -------------------------------------------------------------------------------------------------- conjugate gradients
