@@ -135,6 +135,19 @@ class Lambda(nn.Module):
         return self.function(x)
 
 
+class Net(nn.Module):
+    """Modules, parameters and constants by their names, and a function of them and of the inputs."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
+
+
 class FunctionalBetween(nn.Module):
     """Nonlinear functions that are not modules."""
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import Net
 from checks import assert_same
-from optimizer_cases import Run, Tokens, assert_close, cnn, mlp, numbers
+from optimizer_cases import Run, Tokens, assert_close, cnn, descend, mlp, numbers
 from torch import Tensor, nn
 
 from curvopt import backpack
@@ -131,15 +132,8 @@ def test_kfac_adamw_is_adamw_in_the_eigenbasis_without_what_goes_uphill(
 def test_stacked_weights_have_the_inputs_of_one(shape: tuple[int, ...]) -> None:
     """The larger side of one, since nothing says which are the inputs."""
 
-    class Stacked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(shape) / 10)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.bmm(x.expand(3, *x.shape), self.weight)
-
-    model = Stacked()
+    forward = lambda net, x: torch.bmm(x.expand(3, *x.shape), net.weight)  # noqa: E731
+    model: Any = Net(forward, weight=nn.Parameter(torch.randn(shape) / 10))
     optimizer = KFACAdamW(model.parameters(), lr=0.01, eps=1e-30, cautious=False)
     optimizer.attach(model)
     before = model.weight.detach().clone()
@@ -154,11 +148,12 @@ def test_groups_that_maximise_and_minimise_together() -> None:
     optimizer = KFACAdamW([{"params": model.parameters()}, {"params": [multiplier], "maximize": True}])
     optimizer.attach(model)
     x = torch.randn(16, 3).double()
-    for _ in range(20):
-        optimizer.zero_grad()
+
+    def loss() -> Tensor:
         z = model(x)
-        (z.square().mean() + multiplier * (1 - z.detach().mean().square())).sum().backward()
-        optimizer.step()
+        return (z.square().mean() + multiplier * (1 - z.detach().mean().square())).sum()
+
+    descend(optimizer, loss, 20)
     assert 0.1 < multiplier.item()
 
 
@@ -199,50 +194,42 @@ def test_block_factors_multiply_as_block_diagonal_matrices(
     assert sizes_of(factors, (groups * shape[0], shape[1])) == list(shape)
 
 
+def blocks_of(whole: Tensor, count: int = 3) -> Tensor:
+    """The blocks ``[1, count, size, size]`` on the diagonal of a matrix, the last of which may reach over it."""
+    d, size = len(whole), -(-len(whole) // count)
+    padded = F.pad(whole, (0, count * size - d, 0, count * size - d))
+    return torch.stack([padded[i : i + size, i : i + size] for i in range(0, count * size, size)])[None]
+
+
 @pytest.mark.parametrize("d", [7, 8, 10])
 def test_eigenbases_of_blocks_keep_to_the_factor(d: int) -> None:
-    torch.manual_seed(0)
     root = torch.randn(d, 2 * d).double()
     root[1] = 0  # an input that is always zero, as what a block reaches over the factor
-    whole = root @ root.T
-    count = 3
-    size = -(-d // count)
-    padded = torch.zeros(count * size, count * size).double()
-    padded[:d, :d] = whole
-    blocks = torch.stack([padded[i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(count)])[None]
+    blocks = blocks_of(root @ root.T)
     (basis,), (values,) = eigenbases([blocks])
     U = torch.block_diag(*basis[0])[:d, :d]
     torch.testing.assert_close(U.T @ U, torch.eye(d).double())
-    masked = whole * torch.block_diag(*[torch.ones(size, size)] * count)[:d, :d]
-    torch.testing.assert_close(U @ torch.diag(kron_diagonal([values], [d])) @ U.T, masked)
+    diagonal = torch.diag(kron_diagonal([values], [d]))
+    torch.testing.assert_close(U @ diagonal @ U.T, torch.block_diag(*blocks[0])[:d, :d])
 
 
 @pytest.mark.parametrize("d", [7, 8, 10])
 def test_renewed_bases_of_blocks_keep_to_the_factor(d: int) -> None:
     """They are orthogonal and nearly diagonalise; of a factor that stays as it is, they converge."""
-    torch.manual_seed(0)
     root = torch.randn(d, 2 * d).double() * torch.logspace(0, -2, d).double()[:, None]
     root[1] = 0
-    size = -(-d // 3)
-    padded = torch.zeros(3 * size, 3 * size).double()
-
-    def factors(root: Tensor) -> list[Tensor]:
-        padded[:d, :d] = root @ root.T
-        blocks = [padded[i * size : (i + 1) * size, i * size : (i + 1) * size].clone() for i in range(3)]
-        return [torch.stack(blocks)[None], root @ root.T]
-
-    bases, _ = eigenbases(factors(root))
-    new = factors(root + 0.1 * root.roll(1, 1))
+    bases, _ = eigenbases([blocks_of(root @ root.T), root @ root.T])
+    root = root + 0.1 * root.roll(1, 1)
+    factors = [blocks_of(root @ root.T), root @ root.T]
+    spectra = [eigenbases([factor])[1][0] for factor in factors]
     for _ in range(30):
-        bases, values = renewed_bases(new, bases)
-        for basis, value, factor, (_, spectrum) in zip(
-            bases, values, new, [eigenbases([factor]) for factor in new], strict=True
-        ):
+        bases, values = renewed_bases(factors, bases)
+        for basis, value, factor, spectrum in zip(bases, values, factors, spectra, strict=True):
             torch.testing.assert_close(basis.mT @ basis, torch.eye(basis.shape[-1]).double().expand_as(basis))
-            torch.testing.assert_close(value.sum(-1), spectrum[0].sum(-1))  # of the padding, nothing
+            torch.testing.assert_close(value.sum(-1), spectrum.sum(-1))  # of the padding, nothing
             assert off_diagonal(factor, basis) < 0.1
-    for value, factor in zip(values, new, strict=True):
-        torch.testing.assert_close(value.sort().values, eigenbases([factor])[1][0].sort().values, rtol=1e-3, atol=1e-6)
+    for value, spectrum in zip(values, spectra, strict=True):
+        torch.testing.assert_close(value.sort().values, spectrum.sort().values, rtol=1e-3, atol=1e-6)
 
 
 def test_preconditioner_in_front_of_sgd_is_kfac_sgd() -> None:
@@ -251,13 +238,12 @@ def test_preconditioner_in_front_of_sgd_is_kfac_sgd() -> None:
     other = Run(lambda params, **o: torch.optim.SGD(params, lr=0.03, momentum=0.9), cnn, **DOUBLE)
     preconditioner = KFACPreconditioner(other.model, **options)
     for step in range(6):
-        other.optimizer.zero_grad()
         preconditioner.zero_grad()
         with preconditioner.curvature():
-            other.loss(step).backward()
+            other.backward(step)
         before = other.weights()
         preconditioner.step()
-        assert all(torch.equal(a, b) for a, b in zip(before, other.weights(), strict=True))
+        assert_close(before, other.weights(), rtol=0, atol=0)
         other.optimizer.step()
     assert_close(run.weights(), other.weights())
 
@@ -265,9 +251,7 @@ def test_preconditioner_in_front_of_sgd_is_kfac_sgd() -> None:
 def test_preconditioner_in_a_closure() -> None:
     runs = [Run(lambda params: torch.optim.SGD(params, lr=0.1), mlp) for _ in range(2)]
     run, other = runs
-    first, second = preconditioners = [KFACPreconditioner(each.model, fisher="exact") for each in runs]
-    for each, preconditioner in zip(runs, preconditioners, strict=True):
-        preconditioner.attach(each.model, each.lossfunc)
+    first, second = (KFACPreconditioner(each.model, lossfunc=each.lossfunc, fisher="exact") for each in runs)
     for step in range(3):
         run.backward(step)
         first.step()
@@ -311,10 +295,9 @@ def test_unequal_accumulated_batches_are_one_batch(half: int) -> None:
         whole.train(range(step, step + 1))
         x, y = parts.data(step)
         parts.optimizer.zero_grad()
-        with parts.optimizer.curvature():
-            parts.lossfunc(parts.model(x[:half]), y[:half]).backward()
-        with parts.optimizer.curvature():
-            parts.lossfunc(parts.model(x[half:]), y[half:]).backward()
+        for rows in (slice(half), slice(half, None)):
+            with parts.optimizer.curvature():
+                parts.lossfunc(parts.model(x[rows]), y[rows]).backward()
         parts.optimizer.step()
     assert_close(whole.weights(), parts.weights())
 
@@ -370,9 +353,7 @@ def test_steps_are_continuous_in_the_data(kind: Callable, sizes: tuple[int, ...]
         for _ in range(3):
             x, y = torch.randn(6, sizes[0]).double(), torch.randint(sizes[-1], (6,))
             x = x + noise * torch.randn(x.shape, dtype=x.dtype, generator=seeded)
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            descend(optimizer, lambda: F.cross_entropy(model(x), y))  # noqa: B023
         return [p.detach() for p in model.parameters()]
 
     for a, b in zip(train(0.0), train(1e-12), strict=True):

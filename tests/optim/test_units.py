@@ -100,6 +100,11 @@ def scaled_and_unscaled(loop: Loop, x: Tensor, y: Tensor) -> None:
     loop.scaler.unscale_(loop.inner or loop.optimizer)
 
 
+def scaled_in_a_context(loop: Loop, x: Tensor, y: Tensor) -> None:
+    with loop.optimizer.curvature(loop.scaler.get_scale()):
+        scaled(loop, x, y)
+
+
 #: By spelling: the argument that it needs.
 SPELLINGS: dict[Callable[[Loop, Tensor, Tensor], None], str | None] = {
     summed: None,
@@ -109,12 +114,14 @@ SPELLINGS: dict[Callable[[Loop, Tensor, Tensor], None], str | None] = {
     two_losses: None,
     seven_times: None,
     scaled: None,
+    scaled_in_a_context: None,
     scaled_and_unscaled: "scaler",
 }
 
 
 #: A scaler does not step the preconditioner.
-PAIRS = [(name, each) for name in OPTIMIZERS for each in SPELLINGS if (name, each) != ("KFACPreconditioner", scaled)]
+UNSCALED = {("KFACPreconditioner", each) for each in (scaled, scaled_in_a_context)}
+PAIRS = [(name, each) for name in OPTIMIZERS for each in SPELLINGS if (name, each) not in UNSCALED]
 
 
 @pytest.mark.parametrize(("name", "spelling"), PAIRS, ids=lambda value: getattr(value, "__name__", value))
