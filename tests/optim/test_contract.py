@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from cases import Net
 from optimizer_cases import (
     EXACT,
     OPTIMIZERS,
@@ -807,22 +808,10 @@ def test_the_loss_may_be_scaled_by_any_number(make: Callable, scale: float) -> N
     assert all(weights.isfinite().all() for weights in scaled.weights())
 
 
-class PartlyExtended(nn.Module):
-    """Only ``body`` is extended: the curvature never sees ``head``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh())
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
-
-
 def test_coverage_and_a_parameter_without_curvature() -> None:
     x, y = digits()
-    model = PartlyExtended()
-    extend(model.body)
+    body = extend(nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh()))  # the curvature never sees the head
+    model: Any = Net(lambda net, x: net.head(net.body(x)), body=body, head=nn.Linear(16, 10))
     lossfunc = extend(nn.CrossEntropyLoss())
     optimizer = KFACSGD(model.named_parameters(), momentum=0.0, rms_clip=None, lr=1.0, damping=0.05)
     assert set(optimizer.coverage().values()) == {"none"}
@@ -889,23 +878,19 @@ def test_parameters_of_no_extended_module_are_told_of_once(make: Callable) -> No
     assert list(run.optimizer.coverage().values())[-2:] != ["none", "none"]
 
 
-class TiedHeads(nn.Module):
+def tied_heads() -> Any:
     """One matrix as an embedding, and as a linear layer on what it embeds or on features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(4, 4), nn.Linear(4, 4)
-        self.head.weight = self.table.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x) if x.is_floating_point() else self.table(x)
+    forward = lambda net, x: net.head(x) if x.is_floating_point() else net.table(x)  # noqa: E731
+    net: Any = Net(forward, table=nn.Embedding(4, 4), head=nn.Linear(4, 4))
+    net.head.weight = net.table.weight
+    return net
 
 
 @pytest.mark.parametrize("accumulated", [True, False])
 @pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, KFACAdamW])
 def test_a_weight_of_two_kinds_of_use_trains(make: Callable, accumulated: bool) -> None:
     """Its curvature is that of the first backward of a step, and begins anew where another kind comes."""
-    model, lossfunc = extend(TiedHeads()), extend(nn.CrossEntropyLoss())
+    model, lossfunc = extend(tied_heads()), extend(nn.CrossEntropyLoss())
     optimizer = make(model.parameters(), fisher="exact")
     features, indices, y = torch.randn(8, 4), torch.randint(4, (8,)), torch.randint(4, (8,))
     sizes = []
