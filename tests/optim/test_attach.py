@@ -581,6 +581,23 @@ def test_curvature_of_one_sample_averages_to_that_of_rows(
         assert error < 0.2 * field.norm()
 
 
+def test_calls_with_a_row_each_have_samples_of_their_own() -> None:
+    """No product of gradients of different calls is in the empirical curvature, in no draw."""
+    model, x, weight = extend(normed(5).double()), torch.randn(7, 6).double(), torch.randn(7).double()
+
+    def diagonal(extension: Extension, one: bool, z: Callable[[], Tensor]) -> list[Tensor]:
+        context = backpack(extension)
+        context.request = replace(context.request, as_one_sample=one)
+        with warnings.catch_warnings(), context:
+            warnings.simplefilter("ignore", CurvoptWarning)
+            (weight * z().log_softmax(1)[:, 0]).sum().backward()
+        return [getattr(p, extension.field) for p in model.parameters()]
+
+    expected = diagonal(GradientDiagonal(), False, lambda: model(x))
+    of_calls = diagonal(RowDiagonal(generator(0)), True, lambda: torch.cat([model(row[None]) for row in x]))
+    assert_close(of_calls, [field / 7 for field in expected])  # times the number of samples, and not yet by the weight
+
+
 @pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
 @pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
 def test_losses_without_a_ggn_take_one_sample_too(make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,9 +323,14 @@ class SecondOrder:
             else:
                 vectors = self._vectors(parts, kind)
                 total = len(vectors[0]) if vectors else 0
-                for start in range(0, total, run.chunk_size):
-                    chunk = Columns(edges, [v[start : start + run.chunk_size] for v in vectors])
-                    run.sweep(chunk, extensions, (), total, last and start + run.chunk_size >= total)
+                groups = [list(range(len(edges)))]
+                if isinstance(kind, Empirical) and self._draws_signs(kind) and all(map(_has_one_row, vectors)):
+                    groups = [[i] for i in groups[0]]  # calls with one row each: each has another sample
+                for group in groups:
+                    for start in range(0, total, run.chunk_size):
+                        chunk = [vectors[i][start : start + run.chunk_size] for i in group]
+                        is_last = last and group is groups[-1] and start + run.chunk_size >= total
+                        run.sweep(Columns([edges[i] for i in group], chunk), extensions, (), total, is_last)
         if hessians:
             residuals = Residuals(run, edges, [slope for part in parts for slope in part.slopes])
             for hessian in hessians:
@@ -369,23 +374,28 @@ class SecondOrder:
             vectors += found
         return vectors
 
+    def _draws_signs(self, kind: MonteCarlo | Empirical) -> bool:
+        """Whether gradients have random signs by rows, as these are no samples."""
+        return kind.generator is not None and any(x.is_one_sample for x in self.located.distinct_locations)
+
     def _gradients(self, part: Part, kind: MonteCarlo | Empirical, signs: dict[int, Tensor]) -> list[Tensor]:
         """Gradients of single predictions, ``[1, rows, ...]``, with random signs where rows are no samples.
 
         Args:
             part: the part.
             kind: has the generator of the signs.
-            signs: by number of rows; all parts share them, as the products of different parts of a row count.
+            signs: by number of rows. Row n of all parts is of one sample, so they share its sign; calls with one row
+                each have samples of their own.
         """
         weights = self.of_row if self.of_row is not None or isinstance(part, GenericLoss) else part.weights
         assert weights is not None  # beside a remainder
         # a prediction that weighs nothing has no gradient, either
         factor = 1 / weights.clamp(min=torch.finfo(weights.dtype).tiny).sqrt()
         gradients = [(slope * factor.to(slope.device)).unsqueeze(0) for slope in part.slopes]
-        if kind.generator is None or not any(location.is_one_sample for location in self.located.distinct_locations):
+        if not self._draws_signs(kind):
             return gradients
         for i, g in enumerate(gradients):
-            if g.shape[1] not in signs:
+            if g.shape[1] not in signs or g.shape[1] == 1:
                 bits = torch.randint(2, g.shape[1:2], generator=kind.generator, device=kind.generator.device)
                 signs[g.shape[1]] = 2 * bits - 1
             gradients[i] = g * signs[g.shape[1]].to(g).view(1, -1, *[1] * (g.dim() - 2))
@@ -406,6 +416,10 @@ def _head(edge: Edge, location: Samples, what: str) -> Head:
         f"{what}, and an output of the model of shape {list(shape)} has the rows of a sample apart from one another "
         "along its axis; return them together, or use a known loss such as nn.CrossEntropyLoss."
     )
+
+
+def _has_one_row(vectors: Tensor) -> bool:
+    return vectors.shape[1:2].numel() == 1
 
 
 def _scaled(column: Tensor, typical: Tensor) -> Tensor:
