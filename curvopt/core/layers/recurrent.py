@@ -45,18 +45,20 @@ class Site(NamedTuple):
     bias: str | None = None
 
 
-def step(mode: str, from_input: Tensor, from_state: Tensor, state: State) -> State:
-    """One time step of a cell from its two products ``W_ih x + b_ih`` and ``W_hh h + b_hh``."""
+def step(mode: str, gates: Tensor, state: State) -> State:
+    """One time step of a cell from ``W_ih x + b_ih + W_hh h + b_hh``."""
     if mode == "LSTM":
-        i, f, g, o = (from_input + from_state).chunk(4, -1)
-        c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+        i, f, g, o = gates.chunk(4, -1)
+        c = torch.addcmul(f.sigmoid() * state[1], i.sigmoid(), g.tanh())
         return o.sigmoid() * c.tanh(), c
-    if mode == "GRU":
-        (r, z, n), (r_h, z_h, n_h) = from_input.chunk(3, -1), from_state.chunk(3, -1)
-        r, z = (r + r_h).sigmoid(), (z + z_h).sigmoid()
-        return ((1 - z) * (n + r * n_h).tanh() + z * state[0],)
-    total = from_input + from_state
-    return (total.tanh() if mode == "RNN_TANH" else total.relu(),)
+    return (gates.tanh() if mode == "RNN_TANH" else gates.relu(),)
+
+
+def gru_step(from_input: Tensor, from_state: Tensor, state: State) -> State:
+    """One time step of a GRU from ``W_ih x + b_ih`` and ``W_hh h + b_hh``."""
+    (r, z, n), (r_h, z_h, n_h) = from_input.chunk(3, -1), from_state.chunk(3, -1)
+    r, z = (r + r_h).sigmoid(), (z + z_h).sigmoid()
+    return ((1 - z) * (n + r * n_h).tanh() + z * state[0],)
 
 
 def steps_of(packed: PackedSequence) -> tuple[Tensor, Tensor]:
@@ -128,18 +130,24 @@ class Recurrent(Rule):
         sites = [site for site in sites if site.weight in names or site.bias in names]
         # autocast: the forward may have run in another precision
         arrived = [(o, g.to(o.dtype)) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
-        pulled = pull([o for o, _ in arrived], [site.output for site in sites], [g for _, g in arrived])
+        products = list({id(site.output): site.output for site in sites}.values())
+        pulled = pull([o for o, _ in arrived], products, [g for _, g in arrived])
+        of_product = {id(product): left for product, left in zip(products, pulled, strict=True)}
         jacobians: Jacobians = {}
         x, lengths = arguments(call)["input"], None
         if isinstance(x, PackedSequence):
             lengths = steps_of(x)[0].bincount().cpu().view(N, -1).sum(1)
-        for site, left in zip(sites, pulled, strict=True):
+        outers: dict[int, Outer] = {}
+        for site in sites:
+            left = of_product[id(site.output)]
             left = site.output.new_zeros(len(arrived[0][1]), *site.output.shape) if left is None else left
             rows = left.reshape(len(left), N, 1, -1, left.shape[-1])
             if site.weight in names:
                 right = (site.input if torch.is_grad_enabled() else site.input.detach()).to(left.dtype)
                 shape = call.module.get_parameter(site.weight).shape
-                jacobians[site.weight] = Outer(rows, right.reshape(N, 1, -1, right.shape[-1]), shape, lengths=lengths)
+                right, same = right.reshape(N, 1, -1, right.shape[-1]), outers.get(id(site.output))
+                outer = Outer(rows, right, shape, lengths=lengths) if same is None else same.beside(right, shape)
+                jacobians[site.weight] = outers[id(site.output)] = outer
             if site.bias is not None and site.bias in names:
                 jacobians[site.bias] = Dense(rows.sum(3).flatten(2))
         return jacobians
@@ -189,20 +197,25 @@ class Recurrent(Rule):
         """Outputs ``[N, T, H]`` and final state of one direction of one layer, whose parameters have names alike."""
         W, W_ih = module.get_parameter("weight_hh" + names), module.get_parameter("weight_ih" + names)
         b, b_ih, projection = (getattr(module, name + names, None) for name in ("bias_hh", "bias_ih", "weight_hr"))
-        from_input = F.linear(x.to(W.dtype), W_ih, b_ih)
-        sites.append(Site(x, from_input, "weight_ih" + names, "bias_ih" + names))
+        # the cells but GRU's add both products, so that equal vectors arrive at them: gates are one product
+        together = module.mode != "GRU"
+        of_input = F.linear(x.to(W.dtype), W_ih, b_ih if b is None or not together else b_ih + b)
+        of_input.requires_grad_()  # W_ih may be frozen
+        sites.append(Site(x, of_input, "weight_ih" + names, "bias_ih" + names))
         # zeros added to the products of all steps: their gradient is that of the products, in one tensor
         N, T = x.shape[:2]
-        probe = torch.zeros_like(from_input).detach().requires_grad_()
+        probe = of_input if together else torch.zeros_like(of_input).detach().requires_grad_()
         probe_hr = None if projection is None else probe.new_zeros(N, T, projection.shape[0]).requires_grad_()
-        inputs, probes = from_input.unbind(1), probe.unbind(1)
+        inputs, probes = of_input.unbind(1), probe.unbind(1)
         probes_hr = () if probe_hr is None else probe_hr.unbind(1)
         before, hidden, outputs = [state[0]] * T, [state[0]] * T, [state[0]] * T
         state = tuple(part.to(W.dtype) for part in state)
         for t in reversed(range(T)) if names.endswith("reverse") else range(T):
             before[t] = state[0]
-            from_state = F.linear(state[0], W, b) + probes[t]
-            new = step(module.mode, inputs[t], from_state, state)
+            if together:
+                new = step(module.mode, torch.addmm(inputs[t], state[0], W.mT), state)
+            else:
+                new = gru_step(inputs[t], F.linear(state[0], W, b) + probes[t], state)
             if projection is not None:
                 hidden[t] = new[0]
                 new = (F.linear(new[0], projection) + probes_hr[t], *new[1:])

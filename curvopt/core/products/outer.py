@@ -167,7 +167,8 @@ class Outer(Jacobian):
         self.lengths = lengths
         self.V, self.N, self.G, self.S, self.O = left.shape
         self.I = prod(shape) // (self.G * self.O)
-        self._moment: Tensor | None = None
+        #: Second moments of the left side, computed once: who asks later gets a copy.
+        self._moments: dict[tuple[Approx, int | None], Tensor] = {}
 
     @property
     def right(self) -> Tensor:
@@ -231,19 +232,21 @@ class Outer(Jacobian):
         return norms
 
     def output_factor(self, approx: Approx = "expand", limit: int | None = None) -> Tensor:
-        if self.S == 1 and (limit is None or self.O <= limit):
-            return self.output_moment()
-        left = self.left.sum(3, keepdim=True) if approx == "reduce" else self.left
-        return second_moment(left.flatten(0, 1), limit)
+        limit = None if limit is None or self.O <= limit else limit
+        key: tuple[Approx, int | None] = "expand" if self.S == 1 else approx, limit
+        if key in self._moments:
+            return self._moments[key].clone()
+        left = self.left.sum(3, keepdim=True) if key[0] == "reduce" else self.left
+        self._moments[key] = second_moment(left.flatten(0, 1), limit)
+        return self._moments[key]
+
+    def beside(self, right: Tensor, shape: torch.Size) -> Outer:
+        """Products of the same left side with another right one; the factors of the left side are computed once."""
+        result = Outer(self.left, right, shape, self.transposed, self.lengths)
+        result._moments = self._moments
+        return result
 
     # of the left side of one position, which is the side of a bias, too:
-
-    def output_moment(self) -> Tensor:
-        """Second moment, computed once; who asks later gets a copy."""
-        if self._moment is not None:
-            return self._moment.clone()
-        self._moment = second_moment(self.left.flatten(0, 1))
-        return self._moment
 
     @cached_property
     def output_norms2(self) -> Tensor:
@@ -494,8 +497,7 @@ class Bias(Dense):
         return self.weight.output_norms2.clone()
 
     def _moment(self, limit: int | None) -> Tensor:
-        whole = limit is None or self.shape[0] <= limit
-        return self.weight.output_moment() if whole else super()._moment(limit)
+        return self.weight.output_factor("expand", limit)
 
 
 def concatenated(outers: Sequence[Outer]) -> tuple[Tensor, Tensor, Tensor | None]:

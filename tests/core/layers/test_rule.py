@@ -425,10 +425,11 @@ def test_dropout_between_layers_of_single_packed_steps(kind):
             assert_close(p.grad_batch[n], torch.autograd.grad(out[n].square().sum(), p, retain_graph=True)[0])
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("trained", ["all", "weight_ih_l1", "weight_hh_l0"])
-def test_dropout_between_layers_of_which_some_are_frozen(trained: str):
-    """Masks before frozen layers are not in the graph, so operations are read off it."""
-    model = nn.Sequential(nn.LSTM(2, 3, 3, dropout=0.5, batch_first=True), Take(0), nn.Linear(3, 2)).double()
+def test_layers_of_which_some_are_frozen(trained: str, dropout: float):
+    """Masks of dropout before frozen layers are not in the graph, so operations are read off it."""
+    model = nn.Sequential(nn.LSTM(2, 3, 3, dropout=dropout, batch_first=True), Take(0), nn.Linear(3, 2)).double()
     for name, p in model[0].named_parameters():
         p.requires_grad_(trained in ("all", name))
     extend(model)
