@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import Case
-from checks import BY_NAME, backward, by_case, compare, extended
+from checks import BY_NAME, backward, by_case, columns_per_sweep, compare, extended
 from reference import Reference, reference
 from torch import Tensor, nn
 
 from curvopt import backpack, extend
 from curvopt.core.products import costs
-from curvopt.extensions import KFAC, KFLR, DiagGGNMC, EigenDiagonal, KFACEmpirical
+from curvopt.extensions import KFAC, KFLR, DiagGGNExact, DiagGGNMC, EigenDiagonal, KFACEmpirical
 from curvopt.kroneckers import kfacs_to_mat
 
 LOSSES = [nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss]
@@ -93,6 +93,22 @@ def are_blocks(cut: Tensor, factor: Tensor, limit: int) -> None:
         mask = torch.block_diag(*torch.ones_like(blocks))[:size, :size]
         compare(torch.block_diag(*blocks)[:size, :size], group * mask, "blocks")
         assert not torch.block_diag(*blocks)[size:].any()
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_factor_of_outputs_is_that_of_what_arrives_at_them(loss: type, scale: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    x = torch.randn(6, 5).double()
+    y = target_of(loss(), model(x).detach())
+    ref, model = Reference(model, x, lambda z: loss()(z, y)), extend(model)
+    with columns_per_sweep(1), backpack(KFLR(), DiagGGNExact()):
+        z = model(x)
+        z.register_hook(lambda grad: scale * grad)
+        loss()(z, y).backward()
+    for name, p in model.named_parameters():
+        compare(p.kflr[:1], [scale**2 * ref.kflr(name)[0]], f"{name}.kflr")
 
 
 def eigen_diagonal_is_that_of_the_rotated_matrix(case: Case) -> None:

@@ -33,6 +33,7 @@ from curvopt.core.losses.roots import Columns, Gradient
 from curvopt.core.nodes import Edge, walk
 from curvopt.core.products import costs
 from curvopt.core.products.base import Chunk, Dense, Jacobian
+from curvopt.core.products.outer import Outer
 from curvopt.core.products.sums import PulledBack, combine
 from curvopt.core.pytorch_workarounds import running_backward, without_reductions
 from curvopt.core.record import Model, ModuleCall, extended_model, extended_name, extended_parameters
@@ -323,7 +324,8 @@ class BackwardPass:
         """
         calls = [call for call in self.calls if call not in skip] if skip else self.calls
         outputs = [(call, index) for call in calls for index in call.edges]
-        sweep = Sweep(self, extensions, self.calls_of, skip, columns.weights, total, last)
+        moment = None if columns.moment is None else (columns.vectors[0], columns.moment)
+        sweep = Sweep(self, extensions, self.calls_of, skip, columns.weights, total, last, moment=moment)
         targets = [call.edges[index] for call, index in outputs]
         together = len(columns.vectors[0]) > 1 or self.chunk_size > 1
         pull_each(columns.edges, targets, columns.vectors, lambda i, grad: sweep.arrived(*outputs[i], grad), together)
@@ -436,6 +438,7 @@ class Sweep:
         last: no columns follow, so tensors that columns share may be freed.
         of_gradient: the column is the gradient of the user's backward, which frees the graph behind it: each output of
             a call is reduced by itself. Else a call is reduced when columns have arrived at all of its outputs.
+        moment: the columns and a function for their second moment, see `Outer.known_moment`.
         waiting: columns at the outputs of calls that wait for further ones.
         parts: Jacobians of single calls, by parameter.
     """
@@ -448,6 +451,7 @@ class Sweep:
     total: int | None = None
     last: bool = False
     of_gradient: bool = False
+    moment: tuple[Tensor, Callable[[], Tensor]] | None = None
     waiting: dict[CallInGraph, list[Tensor | None]] = field(default_factory=dict)
     parts: dict[nn.Parameter, list[tuple[ModuleCall, Jacobian]]] = field(default_factory=dict)
 
@@ -467,6 +471,8 @@ class Sweep:
             raise naming_fields(self.run.extensions, error) from error
         if self.last:
             call.call.cache.clear()  # patches go with the Jacobians, layer by layer
+        if isinstance(weight := jacobians.get("weight"), Outer):
+            weight.known_moment = self.moment
         for name in list(jacobians):
             p, jacobian = call.parameters[name], jacobians.pop(name)
             if p in self.skip:

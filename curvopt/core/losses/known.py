@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -136,14 +136,21 @@ class FactoredLoss:
             size: columns at a time.
             ranks: of each row of z its number among the rows of its sample; rows of equal rank share columns.
         """
-        rows = max(ranks, default=0) + 1
+        rows, total = max(ranks, default=0) + 1, self.curvature.columns
+        in_closed_form = rows == 1 and self.loss.input.dim() == 2
         for rank in range(rows):
-            for start in range(0, self.curvature.columns, size):
-                columns = self.curvature.root(start, min(start + size, self.curvature.columns))
+            for start in range(0, total, size):
+                columns = self.curvature.root(start, min(start + size, total))
                 if rows > 1:
                     of_rank = torch.tensor([r == rank for r in ranks], device=columns.device)
                     columns = columns * of_rank.view(1, -1, *[1] * (columns.dim() - 2))
-                yield Columns(self.edges, [cast(columns, self.loss.input.dtype)])
+                moment = partial(self._moment, start) if in_closed_form else None
+                yield Columns(self.edges, [cast(columns, self.loss.input.dtype)], moment=moment)
+
+    def _moment(self, start: int) -> Tensor:
+        """The moment of all columns for the first ones, zeros for further ones."""
+        nothing = widened(self.loss.input.new_zeros(())).expand(2 * self.loss.input.shape[1:])
+        return self.curvature.moment if start == 0 else nothing
 
     def sample(self, samples: int, generator: torch.Generator | None) -> list[Tensor]:
         """Random columns ``[samples, *z]`` at each edge, see `LossCurvature.sample`."""

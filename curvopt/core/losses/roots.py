@@ -9,7 +9,7 @@ True
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -31,11 +31,14 @@ class Columns(NamedTuple):
         edges: the edges.
         vectors: ``[v, *z]`` at each of them.
         weights: of each column in sums of squares, for each sample, ``[v, N]``; ``None`` where all are 1.
+        moment: computes a matrix ``[C, C]`` for columns ``[v, N, C]``. The matrices of all columns of a root add up to
+            ``sum s s^T`` over columns and samples. ``None`` where only the columns tell.
     """
 
     edges: Sequence[GradientEdge]
     vectors: Sequence[Tensor]
     weights: Tensor | None = None
+    moment: Callable[[], Tensor] | None = None
 
 
 class LossCurvature(ABC):
@@ -55,6 +58,11 @@ class LossCurvature(ABC):
     @abstractmethod
     def root(self, start: int, stop: int) -> Tensor:
         """Columns ``start`` to ``stop`` of the exact root S, ``[stop - start, *z.shape]``."""
+
+    @property
+    @abstractmethod
+    def moment(self) -> Tensor:
+        """``sum_n S_n S_n^T`` in closed form, ``[C, C]``, for z ``[N, C]``."""
 
     def by_entries(self) -> LossCurvature:
         """The curvature with the usual root, a column for every entry of z, where `root` has fewer."""
@@ -91,6 +99,10 @@ class Diagonal(LossCurvature):
         columns = flat.new_zeros(stop - start, *flat.shape)
         columns[index, :, start + index] = flat[:, start:stop].T
         return columns.reshape(-1, *self.diagonal.shape)
+
+    @property
+    def moment(self) -> Tensor:
+        return self.diagonal.square().sum(0).diag()
 
     def sample(self, samples: int, generator: torch.Generator | None) -> Tensor:
         return self.diagonal * _normal(self.diagonal, (samples, *self.diagonal.shape), generator)
@@ -168,6 +180,13 @@ class Softmax(LossCurvature):
         columns = vectors.new_zeros(*vectors.shape, p.shape[1])
         columns[index - start, :, :, position] = vectors
         return columns.unflatten(3, self.p.shape[2:]).movedim(2, self.dim + 1)
+
+    @property
+    def moment(self) -> Tensor:
+        between = (self.mass.square() * self.p).mT @ self.p
+        between = between - between.diagonal().diag()
+        # rows sum to zero; not p (1 - p): see `Bernoulli`
+        return between.sum(1).diag() - between
 
     @cached_property
     def _reflection(self) -> tuple[Tensor, Tensor, Tensor]:

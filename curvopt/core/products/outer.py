@@ -154,6 +154,9 @@ class Outer(Jacobian):
         lengths: how many positions each sample has, ``[N]``, if zeros fill up to the longest.
     """
 
+    #: Vectors ``[V, N, O]`` and a function for their second moment, which counts if the left side consists of them.
+    known_moment: tuple[Tensor, Callable[[], Tensor]] | None = None
+
     def __init__(
         self,
         left: Tensor,
@@ -236,8 +239,12 @@ class Outer(Jacobian):
         key: tuple[Approx, int | None] = "expand" if self.S == 1 else approx, limit
         if key in self._moments:
             return self._moments[key].clone()
-        left = self.left.sum(3, keepdim=True) if key[0] == "reduce" else self.left
-        self._moments[key] = second_moment(left.flatten(0, 1), limit)
+        left, known = self.left, self.known_moment
+        if known is not None and key == ("expand", None) and _consists_of(left, known[0]):
+            self._moments[key] = cast(known[1](), left.dtype)
+        else:
+            left = left.sum(3, keepdim=True) if key[0] == "reduce" else left
+            self._moments[key] = second_moment(left.flatten(0, 1), limit)
         return self._moments[key]
 
     def beside(self, right: Tensor, shape: torch.Size) -> Outer:
@@ -582,6 +589,12 @@ def pieces(sides: Tensor, step: int) -> Sequence[Tensor]:
 def over_samples(left: Tensor, right: Tensor) -> Tensor:
     """``sum_{n,s} l r^T`` of ``[..., N, G, S, O]`` and ``[N, G, S, I]``, ``[..., G, O, I]``."""
     return by_feature(left) @ by_feature(right).mT
+
+
+def _consists_of(left: Tensor, vectors: Tensor) -> bool:
+    """Whether a left side of one position, ``[V, N, 1, 1, O]``, is equal to vectors ``[V, N, O]``."""
+    fits = left.dtype == vectors.dtype and left.shape[2:4] == (1, 1)
+    return fits and torch.equal(left[:, :, 0, 0], vectors)
 
 
 def norms2_of(sides: Tensor) -> Tensor:

@@ -139,6 +139,8 @@ def test_root_is_a_root_of_the_hessian(name: str):
             assert_close(dense(whole), H)
             split = root.columns // 2
             assert_close(torch.cat([root.root(0, split), root.root(split, root.columns)]), whole)
+            if z.dim() == 2:
+                assert_close(root.moment, torch.einsum("vnc,vnd->cd", whole, whole))
 
 
 def test_softmax_has_no_more_columns_than_rank():
@@ -167,6 +169,7 @@ def test_root_of_a_softmax_keeps_small_curvatures(sure: float):
     p = z.softmax(1)
     others = p @ (1 - torch.eye(4, dtype=torch.float64))
     assert_close(diagonal, p * others / 3, rtol=1e-5, atol=0)
+    assert_close(curved.moment.diagonal().double(), (p * others / 3).sum(0), rtol=1e-5, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
