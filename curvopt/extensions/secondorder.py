@@ -343,7 +343,7 @@ class EigenDiagonal(Extension):
                 f"{_different_kinds('bases', chunk.parameter)} If its layer has changed (pruned, for example), "
                 "restart its curvature by optimizer.state[p].clear()."
             )
-        return None if bases is None else add(total, jacobian.rotated(bases).squares().reshape(-1))
+        return None if bases is None else add(total, jacobian.squares_in(bases).reshape(-1))
 
     def regularize(self, total: Tensor | None, weight: Tensor, p: Tensor, N: int) -> Tensor | None:
         return None if total is None else total + weight

@@ -113,8 +113,8 @@ def test_diagonals_in_bases(columns, limit, monkeypatch):
     extension = EigenDiagonal({p: eigenbases(p.kflr)[0] for p in [*net.parameters()][:3]}, columns)
     result = check(net, lossfunc, x, y, [extension], raises=True)
     assert [row.parameter for row in result.unchecked] == ["4.bias"]
-    rotated = Outer.rotated
-    monkeypatch.setattr(Outer, "rotated", lambda self, bases: rotated(self, [basis.mT for basis in bases]))
+    squares_in = Outer.squares_in
+    monkeypatch.setattr(Outer, "squares_in", lambda self, bases: squares_in(self, [basis.mT for basis in bases]))
     wrong = check(net, lossfunc, x, y, [extension]).wrong
     assert {row.parameter for row in wrong} >= {"0.weight", "4.weight"}
 

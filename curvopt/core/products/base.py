@@ -114,8 +114,8 @@ class Jacobian(ABC):
         return result
 
     @abstractmethod
-    def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
-        """Products in other coordinates: ``(U1 ⊗ U2)^T j`` for orthogonal bases shaped as the Kronecker factors.
+    def squares_in(self, bases: Sequence[Tensor]) -> Tensor:
+        """`squares` in other coordinates: of ``(U1 ⊗ U2)^T j`` for orthogonal bases shaped as the Kronecker factors.
 
         Args:
             bases: the columns of the first and second factor's bases, or of the only one's; bases of diagonal factors
@@ -215,12 +215,12 @@ class Dense(Jacobian):
     def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
         return None
 
-    def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
+    def squares_in(self, bases: Sequence[Tensor]) -> Tensor:
         (basis,) = bases
         if basis.dim() == 1:
-            return self
+            return self.squares()
         values = in_basis(self._flat()[..., None, None, :], basis).reshape(self.values.shape)
-        return Dense(values).with_weights(self.weights)
+        return Dense(values).with_weights(self.weights).squares()
 
 
 @dataclass(frozen=True)
@@ -285,13 +285,12 @@ def second_moment(rows: Tensor, limit: int | None = None, scale: float = 1.0) ->
 
     If F is more than ``limit``, blocks on its diagonal, ``[G, K, b, b]``, the last padded with zeros.
     """
+    if not torch.is_grad_enabled():
+        return moment_of_parts(in_parts(rows), scale, limit)
     F = rows.shape[-1]
-    limit = limit if limit is not None and F > limit else None
-    if limit is None and not torch.is_grad_enabled():
-        return moment_of_parts(in_parts(rows), scale)
     flat = by_feature(rows)
     flat = flat if scale == 1 else flat * scale**0.5  # before the product: half precision ends at 65504
-    if limit is not None:
+    if limit is not None and F > limit:
         blocks = in_blocks(flat.mT, limit).transpose(1, 2)
         return blocks.mT @ blocks
     return ungrouped(flat @ flat.mT)
@@ -313,17 +312,20 @@ def in_parts(rows: Tensor) -> Sequence[Tensor]:
     return [rows] if _are_sorted(rows) else rows.split(costs.rows_at_once(S, G * F, rows.device.type))
 
 
-def moment_of_parts(parts: Iterable[Tensor], scale: float) -> Tensor:
+def moment_of_parts(parts: Iterable[Tensor], scale: float, limit: int | None = None) -> Tensor:
     """The second moment of parts of the samples."""
-    moments, dtype = None, None
+    moments, dtype, size = None, None, 0
     for part in parts:
         x = by_feature(part)
         if moments is None:
             dtype, (G, F, _) = x.dtype, x.shape
-            moments = widened(x.new_zeros(G, F, F))
-        add_product(moments, x, x.mT, scale)
+            size = F if limit is None or F <= limit else costs.even_share(F, limit)
+            moments = widened(x.new_zeros(G, -(-F // size), size, size))
+        for block, of_block in zip(moments.unbind(1), x.split(size, 1), strict=True):
+            features = of_block.shape[1]
+            add_product(block[:, :features, :features], of_block, of_block.mT, scale)
     assert moments is not None
-    return cast(ungrouped(moments), dtype)
+    return cast(ungrouped(moments[:, 0]) if moments.shape[1] == 1 else moments, dtype)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:

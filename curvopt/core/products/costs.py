@@ -89,6 +89,16 @@ def by_gram(S: int, O: int, I: int) -> bool:
     return S * (O + I) <= O * I
 
 
+def in_basis_later(S: int, F: int) -> bool:
+    """Whether it costs less to change the basis of products of matrices than that of the matrices.
+
+    Args:
+        S: rows of the side whose basis changes.
+        F: rows of the products, which are the features on the other side (of all vectors that share this side).
+    """
+    return F < S
+
+
 def by_rows(F: int, K: int, R: int, row: int, device: str) -> bool:
     """Whether a second moment of patches costs less by products of rows than by one of patches.
 

@@ -87,10 +87,10 @@ class Lookup(Jacobian):
         share = self._scatter(share, 0, inverse, len(rows))
         return self._scatter(share.square(), 0, rows, self.shape[0]) / self.N
 
-    def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
+    def squares_in(self, bases: Sequence[Tensor]) -> Tensor:
         _, of_left = bases  # the other factor is diagonal
         left = in_basis(self.left[:, :, None, None], of_left)[:, :, 0, 0]
-        return Lookup(left, self.rows, self.samples, self.N, self.shape).with_weights(self.weights)
+        return Lookup(left, self.rows, self.samples, self.N, self.shape).with_weights(self.weights).squares()
 
     def _selected(self, samples: list[int]) -> Jacobian:
         picked = [(self.samples == sample).nonzero()[:, 0] for sample in samples]

@@ -279,9 +279,9 @@ class Outer(Jacobian):
         right = self._right
         if torch.is_grad_enabled():
             return second_moment(self.right, limit, 1 / max(self.right.shape[0] * self.right.shape[2], 1))
-        limited = limit is not None and self.I > limit
         if isinstance(right, Patches):
-            if not limited and (moments := right.moment_by_rows()) is not None:
+            whole = limit is None or self.I <= limit
+            if whole and (moments := right.moment_by_rows()) is not None:
                 return ungrouped(moments)
             right = right if right.rows == 1 else right.whole
         if isinstance(right, Patches):
@@ -289,16 +289,28 @@ class Outer(Jacobian):
             R, parts = len(right) * self.S, right.split(step)
         else:  # of KFRA, more positions than on the left
             R, parts = right.shape[0] * right.shape[2], in_parts(right)
-        scale = 1 / max(R, 1)
-        if not limited:
-            return moment_of_parts(parts, scale)
-        moment = reduce(add, (widened(second_moment(part, limit, scale)) for part in parts))
-        return cast(moment, self.left.dtype)
+        return moment_of_parts(parts, 1 / max(R, 1), limit)
 
-    def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
+    def squares_in(self, bases: Sequence[Tensor]) -> Tensor:
         of_left, of_right = reversed(bases) if self.transposed else bases
-        left, right = in_basis(self.left, of_left), in_basis(self.right, of_right)
-        return Outer(left, right, self.shape, self.transposed).with_weights(self.weights)
+        multiplied = not (torch.is_grad_enabled() or self.pays_by_pairs(self.V))
+        left_later = multiplied and costs.in_basis_later(self.S, self.I)
+        right_later = multiplied and costs.in_basis_later(self.S, self.V * self.O)
+        left = self.left if left_later else in_basis(self.left, of_left)
+        right = self._right if right_later else in_basis(self.right, of_right)
+        products = Outer(left, right, self.shape, self.transposed).with_weights(self.weights)
+        if not (left_later or right_later):
+            return products.squares()
+
+        def in_bases(values: Tensor) -> Tensor:
+            matrices = values.reshape(-1, self.G, *self._sides(self.O, self.I))
+            matrices = matrices.mT if self.transposed else matrices  # [n, G, O, I]
+            matrices = in_basis(matrices, of_right) if right_later else matrices
+            matrices = in_basis(matrices.mT, of_left).mT if left_later else matrices
+            return matrices.mT if self.transposed else matrices
+
+        (squares,) = products._sums_by_sample(change=in_bases)
+        return cast(squares, torch.promote_types(self.left.dtype, of_left.dtype))
 
     def _selected(self, samples: list[int]) -> Jacobian:
         right = self._right
@@ -415,13 +427,20 @@ class Outer(Jacobian):
             return result
         return add(total, self._sums_by_sample()[0].contiguous())
 
-    def _sums_by_sample(self, of_products: bool = False) -> list[Tensor]:
+    def _sums_by_sample(
+        self, of_products: bool = False, change: Callable[[Tensor], Tensor] | None = None
+    ) -> list[Tensor]:
         """Squares, weighted and summed over vectors and samples; first the sums of the products, if they are wanted.
 
         Each is ``[*p]``, of at least float32 (see `widened`), in any order in memory.
+
+        Args:
+            of_products: whether the sums of the products are wanted.
+            change: of products, before they are squared.
         """
         sums: list[Tensor] = []
         for v, samples, products in self._by_sample():
+            products = products if change is None else change(products)
             sums = sums or [widened(torch.zeros_like(products[0])) for _ in range(1 + of_products)]
             if of_products:
                 sums[0].add_(products[0] if len(products) == 1 else summed(products))

@@ -116,8 +116,8 @@ class InParts(Jacobian):
     def input_factor(self, approx: Approx = "expand", limit: int | None = None) -> None:
         return None
 
-    def rotated(self, bases: Sequence[Tensor]) -> Jacobian:
-        return self if bases[0].dim() == 1 else self.settled().rotated(bases)
+    def squares_in(self, bases: Sequence[Tensor]) -> Tensor:
+        return self.squares() if bases[0].dim() == 1 else self.settled().squares_in(bases)
 
     def settled(self) -> Jacobian:
         return Dense(self.dense()).with_weights(self.weights)

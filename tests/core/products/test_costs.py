@@ -29,6 +29,7 @@ from curvopt.core.products.sums import PulledBack, Scaled, Slopes, Tied, combine
 from curvopt.core.record import KEY
 from curvopt.extending import rule_for
 from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact, KFACEmpirical, SqrtGGNExact
+from curvopt.kroneckers import kfacs_to_mat
 
 
 class Calls(TorchDispatchMode):
@@ -143,6 +144,33 @@ def test_algorithms_agree(sizes: tuple, choice: str, monkeypatch: pytest.MonkeyP
                 assert_same(jacobian.moments(), multiplied(jacobian).moments())
         assert_same(found, expected)
         assert grad or all(value.is_contiguous() for value in found)
+
+
+@pytest.mark.parametrize("later", [(), (False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(
+    "sizes", [(1, 9, 3, 5), (2, 4, 3, 5), (1, 1, 3, 5), (2, 4, 3, 5, 2), (1, 9, 3, 5, 2, True)], ids=str
+)
+def test_squares_in_other_bases(sizes: tuple, blocks: bool, later: tuple, monkeypatch: pytest.MonkeyPatch):
+    """Sides change their basis, or products do, whatever costs less."""
+    jacobian = outer(*sizes, weighted=blocks)
+    G = jacobian.G
+    if later:
+        answers = iter(later)
+        monkeypatch.setattr(costs, "in_basis_later", lambda *sizes: next(answers))
+    if jacobian.S > 1:
+        monkeypatch.setattr(costs, "by_pairs", lambda *sizes: False)
+    of_left, first, second = (torch.linalg.qr(torch.randn(G, size, size).double())[0] for size in (3, 3, 2))
+    whole = torch.stack([torch.block_diag(*each) for each in zip(first, second, strict=True)])
+    padded = torch.stack([torch.block_diag(each, torch.ones(1, 1).double()) for each in second])
+    of_right = torch.stack([first, padded], 1) if blocks else whole
+    given, bases = [of_left, of_right], [of_left, whole]
+    given, bases = (each[::-1] if jacobian.transposed else each for each in (given, bases))
+    given = given if G > 1 else [each[0] if each.dim() == 3 else each for each in given]
+    J = multiplied(jacobian).dense().flatten(2) @ kfacs_to_mat(bases)
+    expected = Dense(J.unflatten(2, jacobian.shape)).with_weights(jacobian.weights).squares()
+    with torch.no_grad():
+        assert_close(jacobian.squares_in(given), expected)
 
 
 @pytest.mark.parametrize(
