@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cases
 import pytest
 import torch
+import torch.nn.functional as F
 from checks import generator
-from optimizer_cases import assert_close, assert_equal, cnn, digits
+from optimizer_cases import assert_close, assert_equal, cnn, covered, descend, digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,7 +44,7 @@ def by_hand(model: nn.Module, optimizer: KFACSGD, parts: int, clip: float, steps
         for _ in range(parts):
             x, y = next(data)
             with optimizer.curvature():
-                (nn.functional.cross_entropy(model(x), y) / parts).backward()
+                (F.cross_entropy(model(x), y) / parts).backward()
         nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         schedule.step()
@@ -85,7 +87,7 @@ def lightning_fit(
 
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
             x, y = batch
-            loss = nn.functional.cross_entropy(self.net(x), y)
+            loss = F.cross_entropy(self.net(x), y)
             self.losses.append(loss.item())
             return loss
 
@@ -172,7 +174,7 @@ def accelerated(accelerator: Any, steps: int, clip: float, resume: Path | None =
         if optimizer._run.step == steps:
             break
         with accelerator.accumulate(model):
-            loss = nn.functional.cross_entropy(model(x), y)
+            loss = F.cross_entropy(model(x), y)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), clip)
@@ -324,7 +326,7 @@ def test_transformers_train_as_by_hand(transformers: Any, tmp_path: Path):
         optimizer.zero_grad()
         for batch in (first, second):
             logits = other(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].flatten(0, 1)
-            loss = nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum") / labels
+            loss = F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum") / labels
             with optimizer.curvature():
                 loss.backward()
         nn.utils.clip_grad_norm_(other.parameters(), 0.5)
@@ -354,7 +356,7 @@ def test_layers_of_transformers_have_the_numbers_of_autograd(transformers: Any):
         warnings.simplefilter("error", CurvoptWarning)
         lossfunc(model(ids).logits[:, -1], ids[:, 0]).backward()
     for n in range(3):
-        loss = nn.functional.cross_entropy(model(ids[n : n + 1]).logits[:, -1], ids[n : n + 1, 0])
+        loss = F.cross_entropy(model(ids[n : n + 1]).logits[:, -1], ids[n : n + 1, 0])
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         assert_close([p.grad_batch[n] for p in model.parameters()], list(gradients))
     layer = model.transformer.h[0].attn.c_attn
@@ -365,26 +367,16 @@ def test_layers_of_transformers_have_the_numbers_of_autograd(transformers: Any):
 def test_a_classifier_of_texts_trains_on_small_batches(transformers: Any, make: Callable):
     """With defaults and dropout, on 16 texts a step: at first, all gradients but the last bias' are nearly zero."""
     torch.manual_seed(0)
-    model = transformers.BertForSequenceClassification(
-        transformers.BertConfig(
-            vocab_size=50,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=64,
-            num_labels=5,
-            max_position_embeddings=32,
-        )
-    )
-    optimizer, losses = make(model.parameters()), []
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**(ENCODER | sizes), num_labels=5))
+    optimizer = make(model.parameters())
     optimizer.attach(model)
-    for _ in range(100):
+
+    def loss() -> Tensor:
         words = (torch.randint(50, (16, 1)) + 3 * torch.arange(17)) % 50
-        optimizer.zero_grad()
-        loss = model(input_ids=words, labels=words[:, 0] % 5).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        return model(input_ids=words, labels=words[:, 0] % 5).loss
+
+    losses = descend(optimizer, loss, 100)
     assert sum(losses[-10:]) / 10 < 0.5, losses
 
 
@@ -406,18 +398,17 @@ def test_other_models_of_transformers(transformers: Any, name: str):
         sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
         config = transformers.T5Config(vocab_size=LETTERS, **sizes, decoder_start_token_id=0, dropout_rate=0.0)
         model, batch = transformers.T5ForConditionalGeneration(config), words
-    optimizer, losses = KFACSGD(model.named_parameters(), lr=0.1), []
-    optimizer.attach(model)
+    optimizer = KFACSGD(model.named_parameters(), lr=0.1)
+    optimizer.attach(model.train())
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(**batch).loss
+
     with warnings.catch_warnings():
         # relative positions are shared by all samples, and are no sum
         warnings.simplefilter("ignore" if name == "t5" else "error", CurvoptWarning)
-        for _ in range(16):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model.train()(**batch).loss
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        losses = descend(optimizer, loss, 16)
     assert_trained(losses, optimizer, 0.8)
 
 
@@ -434,17 +425,20 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        x = nn.functional.gelu(x) * torch.sigmoid(x) + x.softmax(-1)
-        x = nn.functional.layer_norm(x, (8,))
-        return self.last(nn.functional.silu(x + self.middle(torch.sin(x) * x)))
+        x = F.gelu(x) * torch.sigmoid(x) + x.softmax(-1)
+        x = F.layer_norm(x, (8,))
+        return self.last(F.silu(x + self.middle(torch.sin(x) * x)))
 
 
 X, Y = torch.randn(10, 6, dtype=torch.float64), torch.randint(4, (10,))
 
 
-def net() -> nn.Module:
+def seeded(make: Callable[[], nn.Module]) -> Any:
     torch.manual_seed(0)
-    return Net().double()
+    return make().double()
+
+
+net = partial(seeded, Net)
 
 
 def fields(
@@ -493,19 +487,56 @@ compiling = pytest.mark.usefixtures("_fresh_compiler")
 cpp = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="inductor needs a C++ compiler")
 
 
+class Attending(nn.Module):
+    def __init__(self, batch_first: bool = True) -> None:
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(6, 2, batch_first=batch_first), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        axis = 1 if self.attention.batch_first else 0
+        tokens = torch.stack([x, x.sin(), x.cos()], axis)
+        return self.last(self.attention(tokens, tokens, tokens, need_weights=False)[0].mean(axis))
+
+
+def tied() -> nn.Module:
+    """A parameter that is used outside of its module."""
+    forward = lambda net, x: 2 * F.linear(torch.tanh(net.head(net.inner(x))), net.head.weight)  # noqa: E731
+    return cases.Net(forward, inner=Net(), head=nn.Linear(4, 4, bias=False))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+
+
+COMPILED: list[Any] = [
+    *((Net, form, "aot_eager", ()) for form in (extended_after, in_place, a_layer, a_block_in_place)),
+    *((Net, form, "eager", ()) for form in (extended_after, a_block_in_place)),
+    pytest.param(Net, extended_before, "inductor", (), marks=cpp),
+    (normed, extended_before, "aot_eager", (KFAC,)),
+    (lambda: normed().eval(), extended_before, "aot_eager", ()),
+    (Attending, extended_before, "aot_eager", (BatchGrad, DiagGGNExact)),
+    (tied, extended_before, "aot_eager", (BatchGrad,)),
+]
+
+
 @compiling
-@pytest.mark.parametrize(
-    ("form", "backend"),
-    [(form, "aot_eager") for form in (extended_after, in_place, a_layer, a_block_in_place)]
-    + [(form, "eager") for form in (extended_after, a_block_in_place)]
-    + [pytest.param(extended_before, "inductor", marks=cpp)],
-)
-def test_compiled_models_have_the_fields_of_the_model(form: Callable, backend: str):
-    plain, model = extend(net()), net()
-    lossfunc = extend(nn.CrossEntropyLoss())
-    call = form(model, backend)
-    for rows in (10, 10, 7):  # compiling, compiled, and compiling for any number of rows
-        assert_close(fields(model, call, lossfunc, rows=rows), fields(plain, plain, lossfunc, rows=rows))
+@pytest.mark.parametrize(("make", "form", "backend", "kinds"), COMPILED)
+def test_compiled_models_have_the_fields_of_the_model(make: Callable, form: Callable, backend: str, kinds: tuple):
+    plain, model = (seeded(make) for _ in range(2))
+    lossfunc, call = extend(nn.CrossEntropyLoss()), form(model, backend)
+    extend(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if make is normed else "ignore", CurvoptWarning)
+        for rows in (10, 10, 7):  # compiling, compiled, and compiling for any number of rows
+            found, expected = (
+                fields(net, run, lossfunc, *(with_generator(kind) for kind in kinds), rows=rows)
+                for net, run in ((model, call), (plain, plain))
+            )
+            assert_close(found, expected)
+
+
+def with_generator(kind: type) -> Any:
+    return kind(generator=generator(0)) if kind is KFAC else kind()
 
 
 @compiling
@@ -514,34 +545,11 @@ def test_a_compiled_model_trains_alike():
         model = net()
         call, optimizer = wrap(model), EKFACSGD(model.parameters(), curvature_every=2)
         optimizer.attach(model)
-        for _ in range(6):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(call(X), Y).backward()
-            optimizer.step()
+        descend(optimizer, lambda: F.cross_entropy(call(X), Y), 6)
         assert set(optimizer.coverage().values()) == {"kronecker", "dense"}
         return weights(model)
 
     assert_close(train(lambda model: torch.compile(model, backend="aot_eager")), train(lambda model: model))
-
-
-@compiling
-def test_compiled_batch_norm_mixes_samples():
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return extend(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double())
-
-    model, lossfunc = make(), extend(nn.CrossEntropyLoss())
-    compiled = torch.compile(model, backend="aot_eager")
-    found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CurvoptWarning)
-        for net_, call in ((model, compiled), (make(), None)):
-            found.append(fields(net_, call or net_, lossfunc, KFAC(generator=generator(0))))
-    assert_close(*found)
-    with pytest.raises(CurvoptError, match=r"grad_batch needs independent samples of 0 \(Linear\)"):
-        fields(model, compiled, lossfunc, BatchGrad())
-    model.eval()
-    assert_close(fields(model, compiled, lossfunc), fields(model, model, lossfunc))
 
 
 @compiling
@@ -558,7 +566,7 @@ def test_a_step_that_was_compiled_with_another_optimizer_before():
 
         def step(x: Tensor, y: Tensor) -> None:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(forward(x), y).backward()
+            F.cross_entropy(forward(x), y).backward()
             optimizer.step()
 
         run = torch.compile(step, backend="aot_eager") if compiled else step
@@ -601,29 +609,6 @@ def test_a_whole_compiled_step(attached: bool):
 
 
 @compiling
-def test_compiled_attention_is_called_again():
-    class Attending(nn.Module):
-        def __init__(self, batch_first: bool) -> None:
-            super().__init__()
-            self.attention, self.last = nn.MultiheadAttention(6, 2, batch_first=batch_first), nn.Linear(6, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            axis = 1 if self.attention.batch_first else 0
-            tokens = torch.stack([x, x.sin(), x.cos()], axis)
-            return self.last(self.attention(tokens, tokens, tokens, need_weights=False)[0].mean(axis))
-
-    model, lossfunc = extend(Attending(True).double()), extend(nn.CrossEntropyLoss())
-    compiled = torch.compile(model, backend="aot_eager")
-    quantities = BatchGrad(), DiagGGNExact()
-    assert_close(fields(model, compiled, lossfunc, *quantities), fields(model, model, lossfunc, *quantities))
-    fields(model, compiled, lossfunc, KFLR())
-    assert [factor.shape for factor in model.attention.in_proj_weight.kflr] == [(108, 108)]  # not read off the graph
-    tokens_first = extend(Attending(False).double())
-    with pytest.raises(CurvoptError, match=r"samples along axis 0"):
-        fields(tokens_first, torch.compile(tokens_first, backend="aot_eager"), lossfunc)
-
-
-@compiling
 @pytest.mark.parametrize("donated", [True, False])
 def test_a_loss_that_is_compiled_by_itself(donated: bool):
     model = extend(net())
@@ -640,27 +625,21 @@ def test_a_loss_that_is_compiled_by_itself(donated: bool):
 
 
 @compiling
-def test_what_is_hidden_in_compiled_code_is_computed_or_refused():
-    """A parameter that is used outside of its module, a second derivative, modules compiled before extend()."""
-    model = extend(net())
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.head = Net(), nn.Linear(4, 4, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * nn.functional.linear(torch.tanh(self.head(self.net(x))), self.head.weight)
-
-    tied, lossfunc = extend(Tied().double()), extend(nn.CrossEntropyLoss())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CurvoptWarning)
-        compiled = fields(tied, torch.compile(tied, backend="aot_eager"), lossfunc, BatchGrad())
-    assert_close(compiled, fields(tied, tied, lossfunc, BatchGrad()))
-    with pytest.raises(CurvoptError, match="no second derivative"):
-        fields(model, torch.compile(model, backend="aot_eager"), lossfunc, DiagHessian())
-
-    late = net().first
+def test_what_compiled_code_hides_is_computed_or_refused():
+    """Samples that a batch norm mixes, samples elsewhere, second derivatives, attention, modules before extend()."""
+    lossfunc = extend(nn.CrossEntropyLoss())
+    for make, extension, message in (
+        (normed, BatchGrad(), r"grad_batch needs independent samples of 0 \(Linear\)"),
+        (lambda: Attending(False), BatchGrad(), "samples along axis 0"),
+        (Net, DiagHessian(), "no second derivative"),
+    ):
+        model = seeded(make)
+        with pytest.raises(CurvoptError, match=message):
+            fields(model, extended_before(model, "aot_eager"), lossfunc, extension)
+    model = seeded(Attending)
+    fields(model, extended_before(model, "aot_eager"), lossfunc, KFLR())
+    assert [factor.shape for factor in model.attention.in_proj_weight.kflr] == [(108, 108)]  # not read off the graph
+    late = seeded(Net).first
     compiled = torch.compile(late, backend="aot_eager")
     compiled(X).sum().backward()
     extend(late)
@@ -714,9 +693,6 @@ def test_transformers_compiled_without_their_loss(transformers: Any):
     for model in models:
         optimizer = KFACSGD(model.named_parameters(), fisher="empirical")
         optimizer.attach(model)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-        assert "none" not in optimizer.coverage().values()
+        descend(optimizer, lambda: model(input_ids=ids, labels=ids).loss, 3)  # noqa: B023
+        assert covered(optimizer)
     assert_close(weights(models[0]), weights(models[1]), rtol=1e-3, atol=1e-4)
