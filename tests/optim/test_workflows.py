@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import functools
+import gc
 import warnings
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import Net
 from checks import generator
+from optimizer_cases import covered, descend, silent
 from torch import Tensor, distributions, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,10 +26,41 @@ from curvopt.optim.curvature import Listening
 from curvopt.optim.diagonal_newton import CurvatureDiagonal
 from curvopt.optim.state import curvature_of
 
-by_adamw = functools.cache(lambda name: train(name, adamw))
+every_kind = pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+quiet = pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+_generator = generator(0)
+x, y = torch.randn(32, 8, generator=_generator).double(), torch.arange(32) % 3
+t = torch.randn(32, 3, generator=_generator).double()
 
 
-@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def attached(kind: Callable, net: Callable[[], nn.Module] | None = None, **options: object) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = (net or small)()
+    optimizer = kind(model.parameters(), **({} if net else {"curvature_every": 1}), **options)
+    optimizer.attach(model)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: Any, loss: Callable[[Tensor], Tensor], steps: int = 1) -> list[float]:
+    return descend(optimizer, lambda: loss(model(x)), steps)
+
+
+def classes(z: Tensor) -> Tensor:
+    return F.cross_entropy(z, y)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+by_adamw = cache(lambda name: train(name, adamw))
+
+
+@quiet
 @pytest.mark.parametrize("kind", ["KFACSGD", "KFACAdamW"])
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_the_loss_falls_at_least_as_with_adamw(name: str, kind: str) -> None:
@@ -40,37 +74,33 @@ def without_samples(model: nn.Module) -> Tensor:
     return F.cross_entropy(model[2](checkpoint(model[1], model[0](x), use_reentrant=True)), y)
 
 
-@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+@every_kind
 def test_a_loss_of_a_mean_over_the_batch_takes_the_batch_as_one_sample(kind: Callable) -> None:
     model, optimizer = attached(kind)
     with pytest.warns(CurvoptWarning, match="takes a batch as one sample.*couples samples"):
         step(model, optimizer, lambda z: z.mean(0).square().sum())
-    assert "none" not in optimizer.coverage().values() and "empirical" not in optimizer.metrics()
+    assert covered(optimizer) and "empirical" not in optimizer.metrics()
 
 
-@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+@every_kind
 def test_rows_that_a_model_is_called_with_one_by_one_are_one_sample(kind: Callable) -> None:
     model, optimizer = attached(kind)
+    rows = lambda: torch.stack([F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) for n in range(32)])  # noqa: E731
     with pytest.warns(CurvoptWarning, match="takes a batch as one sample.*called 32 times with one row each"):
-        for _ in range(3):
-            optimizer.zero_grad()
-            torch.stack([F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) for n in range(32)]).mean().backward()
-            optimizer.step()
-    assert "none" not in optimizer.coverage().values()
+        descend(optimizer, lambda: rows().mean(), 3)
+    assert covered(optimizer)
 
 
-@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+@every_kind
 def test_a_call_without_a_batch_axis_is_one_sample(kind: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of a later call are samples again."""
     monkeypatch.setattr(CurvatureDiagonal, "draws_of_one_sample", 1)  # as many as for a row
 
     def trained(*rows: int | slice) -> list[Tensor]:
         model, optimizer = attached(kind)
-        for own in (*rows, slice(None)):
-            optimizer.zero_grad()
-            F.mse_loss(model(x[own])[..., :1], x[own][..., :1]).backward()
-            optimizer.step()
-        assert "none" not in optimizer.coverage().values()
+        for of in (*rows, slice(None)):
+            descend(optimizer, lambda: F.mse_loss(model(x[of])[..., :1], x[of][..., :1]))  # noqa: B023
+        assert covered(optimizer)
         return list(model.parameters())
 
     with pytest.warns(CurvoptWarning, match="takes a batch as one sample.*without a batch axis"):
@@ -78,25 +108,25 @@ def test_a_call_without_a_batch_axis_is_one_sample(kind: Callable, monkeypatch: 
     torch.testing.assert_close(found, trained(*[slice(n, n + 1) for n in range(6)]))
 
 
-@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+@every_kind
 def test_without_samples_gradients_are_taken_as_they_are_until_a_backward_has_some(kind: Callable) -> None:
     model, optimizer = attached(kind)
     with pytest.warns(CurvoptWarning, match="takes plain gradients until a backward has curvature.*use_reentrant"):
         for n in range(4):
             if n == 2:  # a resumed run goes on alike
                 state = optimizer.state_dict()
+                del optimizer
+                gc.collect()  # else it may go inside of a backward that it takes part in
                 optimizer = kind(model.parameters(), curvature_every=1)
                 optimizer.attach(model)
                 optimizer.load_state_dict(state)
-            optimizer.zero_grad()
-            without_samples(model).backward()
-            before = [p.detach().clone() for p in model.parameters()]
-            optimizer.step()
+            before = weights(model)
+            descend(optimizer, lambda: without_samples(model))
             for p, old in zip(model.parameters(), before, strict=True):
                 assert p.grad is not None and p.grad.flatten().dot((p - old).flatten()) < 0
     assert {*optimizer.coverage().values()} == {"none"}
-    step(model, optimizer, lambda z: F.cross_entropy(z, y))
-    assert "none" not in optimizer.coverage().values()
+    step(model, optimizer, classes)
+    assert covered(optimizer)
 
 
 class Reversible(torch.autograd.Function):
@@ -116,14 +146,11 @@ class Reversible(torch.autograd.Function):
 
 
 @pytest.mark.filterwarnings("ignore:.*as one sample")
-@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+@every_kind
 def test_layers_in_a_backward_of_their_own_have_the_right_gradients(kind: Callable) -> None:
-    class RevNet(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return self[2](Reversible.apply(self[0](x), self[1]))
-
     torch.manual_seed(0)
-    model = RevNet(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)).double()
+    layers = {"first": nn.Linear(8, 16), "middle": nn.Linear(16, 16), "last": nn.Linear(16, 3)}
+    model = Net(lambda net, x: net.last(Reversible.apply(net.first(x), net.middle)), **layers).double()
     F.cross_entropy(model(x), y).backward()
     expected = [p.grad for p in model.parameters()]
     optimizer = kind(model.parameters())
@@ -138,20 +165,16 @@ def test_layers_in_a_backward_of_their_own_have_the_right_gradients(kind: Callab
         F.cross_entropy(model(x), y).backward()
 
 
-@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+@every_kind
 def test_a_function_with_a_backward_of_its_own_keeps_nothing_of_the_vectors_of_the_engine(kind: Callable) -> None:
     """It reads ``.grad`` of tensors that it keeps, to which a backward adds."""
 
-    class WithRaw(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last, self.raw = nn.Linear(8, 16), nn.Linear(16, 3), torch.ones(16, requires_grad=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(Reversible.apply(self.first(x), lambda h: (self.raw * h).tanh()))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.last(Reversible.apply(net.first(x), lambda h: (net.raw * h).tanh()))
 
     torch.manual_seed(0)
-    model = WithRaw().double()
+    raw = torch.ones(16, requires_grad=True)
+    model: Any = Net(forward, first=nn.Linear(8, 16), last=nn.Linear(16, 3), raw=raw).double()
     F.cross_entropy(model(x), y).backward()
     expected, raw = [p.grad for p in model.parameters()], model.raw.grad
     assert raw is not None
@@ -164,59 +187,49 @@ def test_a_function_with_a_backward_of_its_own_keeps_nothing_of_the_vectors_of_t
         torch.testing.assert_close(p.grad, grad)
     torch.testing.assert_close(model.raw.grad, 2 * raw)  # of two backwards
     optimizer.step()
-    assert "none" not in optimizer.coverage().values()
+    assert covered(optimizer)
 
 
-@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+@every_kind
 def test_parameters_may_have_several_dtypes(kind: Callable) -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3).double()
+    def mixed() -> nn.Module:
+        forward = lambda net, x: net.last(net.first(x.float()).tanh().double())  # noqa: E731
+        return Net(forward, first=nn.Linear(8, 16), last=nn.Linear(16, 3).double())
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.first(x.float()).tanh().double())
-
-    torch.manual_seed(0)
-    model = Mixed()
-    optimizer = kind(model.parameters())
-    optimizer.attach(model)
-    before = F.cross_entropy(model(x), y).item()
-    for _ in range(10):
-        step(model, optimizer, lambda z: F.cross_entropy(z, y))
-    assert F.cross_entropy(model(x), y).item() < before
+    losses = step(*attached(kind, mixed), classes, 11)
+    assert losses[-1] < losses[0]
 
 
-@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+@quiet
 def test_one_number_without_a_batch_axis_is_one_sample() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = KFACSGD(model.parameters())
-    optimizer.attach(model)
-    F.mse_loss(model(torch.tensor([0.3])), torch.tensor([0.5])).backward()
-    optimizer.step()
-    assert "none" not in optimizer.coverage().values()
+    model, optimizer = attached(KFACSGD, lambda: nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1)))
+    loss = lambda: F.mse_loss(model(torch.tensor([0.3])), torch.tensor([0.5]))  # noqa: E731
+    descend(optimizer, loss)
+    assert covered(optimizer)
     extend(model)
     with backpack(KFAC()), pytest.raises(CurvoptError, match="no batch axis.*unsqueeze"):
-        F.mse_loss(model(torch.tensor([0.3])), torch.tensor([0.5])).backward()
+        loss().backward()
 
 
-@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+@quiet
 @pytest.mark.parametrize("kind", [KFACSGD, DiagonalNewton])
 def test_a_penalty_on_slopes_of_convolutions_has_a_backward_of_its_own(kind: Callable) -> None:
-    torch.manual_seed(0)
-    critic = nn.Sequential(nn.Conv2d(1, 4, 3), nn.LeakyReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 1))
-    optimizer = kind(critic.parameters())
-    optimizer.attach(critic)
+    layers = [
+        partial(nn.Conv2d, 1, 4, 3),
+        nn.LeakyReLU,
+        partial(nn.Conv2d, 4, 4, 3),
+        nn.Flatten,
+        partial(nn.Linear, 64, 1),
+    ]
+    critic, optimizer = attached(kind, lambda: nn.Sequential(*(layer() for layer in layers)))
     images = torch.rand(8, 1, 8, 8).requires_grad_()
-    penalties = []
-    for _ in range(10):
+
+    def penalty() -> Tensor:
         (slopes,) = torch.autograd.grad(critic(images).sum(), images, create_graph=True)
-        penalties.append(slopes.square().sum((1, 2, 3)).mean())
-        optimizer.zero_grad()
-        penalties[-1].backward()
-        optimizer.step()
-    assert penalties[-1] < penalties[0]
+        return slopes.square().sum((1, 2, 3)).mean()
+
+    losses = descend(optimizer, penalty, 10)
+    assert losses[-1] < losses[0]
     assert "kronecker" in str(optimizer.coverage()) or kind is DiagonalNewton
 
 
@@ -245,7 +258,7 @@ def test_a_loss_without_a_second_derivative_has_the_gradients_of_the_samples(com
         torch.testing.assert_close(optimizer.state[p]["curvature"].factors[0].view_as(p), expected)
 
 
-@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+@quiet
 @pytest.mark.parametrize("kind", [KFACSGD, KFACAdamW, KFACPreconditioner])
 def test_slopes_have_a_block_where_several_vectors_are_drawn(kind: Callable) -> None:
     """In place of the factors that a single vector has, also beside those of the empirical quantity."""
@@ -253,46 +266,44 @@ def test_slopes_have_a_block_where_several_vectors_are_drawn(kind: Callable) -> 
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = kind(model, mc_samples=2)
     points, losses = torch.randn(12, 3, requires_grad=True), []
-    for _ in range(8):
+
+    def loss() -> Tensor:
         energies = model(points)
         (forces,) = torch.autograd.grad(energies.sum(), points, create_graph=True)
-        losses.append((energies - 1).square().mean() + (forces - 0.5).square().mean())
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
+        return (energies - 1).square().mean() + (forces - 0.5).square().mean()
+
+    for _ in range(8):
+        losses += descend(optimizer, loss)
         if kind is KFACPreconditioner:
             for p in model.parameters():
                 p.data -= 0.01 * p.grad
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
-@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+@quiet
+@every_kind
 def test_gradients_that_no_backward_brought_are_taken_as_they_are(kind: Callable) -> None:
     """As where they are set by hand, as in Reptile, or combined, as in PCGrad; curvature begins with a backward."""
     model, optimizer = attached(kind)
     params = list(model.parameters())
-    before = F.cross_entropy(model(x), y).item()
+    before = classes(model(x)).item()
     with pytest.warns(CurvoptWarning, match=r"takes plain gradients.*autograd\.grad") as said:
         for _ in range(20):
-            for p, gradient in zip(params, torch.autograd.grad(F.cross_entropy(model(x), y), params), strict=True):
+            for p, gradient in zip(params, torch.autograd.grad(classes(model(x)), params), strict=True):
                 p.grad = gradient
             optimizer.step()
     assert len(said) == 1
-    assert F.cross_entropy(model(x), y).item() < before
+    assert classes(model(x)).item() < before
     assert set(optimizer.coverage().values()) == {"none"}
-    for _ in range(10):
-        step(model, optimizer, lambda z: F.cross_entropy(z, y))
-    assert "none" not in optimizer.coverage().values()
+    step(model, optimizer, classes, 10)
+    assert covered(optimizer)
     with pytest.warns(CurvoptWarning, match=r"overdue.*autograd\.grad"):
         for _ in range(60):
             optimizer.step()
 
 
 def test_where_no_backward_has_curvature_it_is_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
-    optimizer = KFACAdamW(model.parameters())
-    optimizer.attach(model)
+    model, optimizer = attached(KFACAdamW, small)
     tried, climb = set[int](), Listening.refused
 
     def refused(listener: Listening, error: CurvoptError, request: Request) -> Request | None:
@@ -300,33 +311,25 @@ def test_where_no_backward_has_curvature_it_is_tried_less_and_less_often(monkeyp
         return climb(listener, error, request)
 
     monkeypatch.setattr(Listening, "refused", refused)
-    for _ in range(60):
-        optimizer.zero_grad()
-        without_samples(model).backward()
-        optimizer.step()
+    descend(optimizer, lambda: without_samples(model), 60)
     assert tried == {0, 1, 2, 4, 8, *range(15, 60, 7)}
-    for _ in range(20):
-        step(model, optimizer, lambda z: F.cross_entropy(z, y))
-    assert "none" not in optimizer.coverage().values()
+    step(model, optimizer, classes, 20)
+    assert covered(optimizer)
 
 
-@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
-def test_backwards_with_and_without_samples_in_turn_have_curvature() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
-    for offset in (0, 1):
-        optimizer = KFACSGD(model.parameters())
-        optimizer.attach(model)
-        for n in range(40):
-            optimizer.zero_grad()
-            (F.cross_entropy(model(x), y) if (n + offset) % 2 else without_samples(model)).backward()
-            optimizer.step()
-        assert "none" not in optimizer.coverage().values()
-        assert all(last > 10 for last in optimizer.state_dict()["param_groups"][0]["run"]["refreshed"])
-        resumed = KFACSGD(model.parameters())
-        resumed.load_state_dict(optimizer.state_dict())
-        with pytest.warns(CurvoptWarning, match="overdue"):
-            for _ in range(60):
-                resumed.step()
+@quiet
+@pytest.mark.parametrize("offset", [0, 1])
+def test_backwards_with_and_without_samples_in_turn_have_curvature(offset: int) -> None:
+    model, optimizer = attached(KFACSGD, small)
+    for n in range(40):
+        descend(optimizer, lambda: classes(model(x)) if (n + offset) % 2 else without_samples(model))  # noqa: B023
+    assert covered(optimizer)
+    assert all(last > 10 for last in optimizer.state_dict()["param_groups"][0]["run"]["refreshed"])
+    resumed = KFACSGD(model.parameters())
+    resumed.load_state_dict(optimizer.state_dict())
+    with pytest.warns(CurvoptWarning, match="overdue"):
+        for _ in range(60):
+            resumed.step()
 
 
 def test_a_resumed_run_without_curvature_does_not_go_on_silently() -> None:
@@ -340,19 +343,16 @@ def test_a_resumed_run_without_curvature_does_not_go_on_silently() -> None:
         resumed.step()
 
 
-@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+@quiet
 def test_a_backward_without_samples_leaves_those_of_later_ones_in_a_context_alone() -> None:
     model, optimizer = attached(KFACSGD)
     with optimizer.curvature():
         without_samples(model).backward()
-        F.cross_entropy(model(x), y).backward()
+        classes(model(x)).backward()
     optimizer.step()
-    assert "none" not in optimizer.coverage().values()
+    assert covered(optimizer)
 
 
-_generator = generator(0)
-x, y = torch.randn(32, 8, generator=_generator).double(), torch.arange(32) % 3
-t = torch.randn(32, 3, generator=_generator).double()
 #: Losses that have no GGN, and those that have one though no rule knows them.
 WITHOUT: dict[str, Callable[[Tensor], Tensor]] = {
     "negative weights": lambda z: (F.cross_entropy(z, y, reduction="none") * t[:, 0]).mean(),
@@ -367,29 +367,14 @@ WITH: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def attached(kind: Callable, **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
-    optimizer = kind(model.parameters(), curvature_every=1, **options)
-    optimizer.attach(model)
-    return model, optimizer
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Tensor], Tensor]) -> None:
-    optimizer.zero_grad()
-    loss(model(x)).backward()
-    optimizer.step()
-
-
 @pytest.mark.parametrize("kind", [KFACSGD, KFACAdamW])
 def test_a_loss_by_hand_takes_the_steps_of_pytorchs(kind: Callable) -> None:
     """It has as many variables, too, by which KFACSGD chooses between sampled and empirical factors."""
     finals = []
     for loss in (F.mse_loss, lambda z, t: (z - t).square().mean()):
         model, optimizer = attached(kind, fisher=None if kind is KFACSGD else "empirical")
-        for _ in range(5):
-            step(model, optimizer, functools.partial(loss, t))
-        finals.append([p.detach() for p in model.parameters()])
+        step(model, optimizer, partial(loss, t), 5)
+        finals.append(weights(model))
     torch.testing.assert_close(*finals)
 
 
@@ -400,20 +385,17 @@ def test_targets_of_any_size_have_equal_steps(kind: Callable, lossfunc: Callable
     finals = []
     for scale in (1.0, 100.0):
         model, optimizer = attached(kind)
-        for _ in range(8):
-            step(model, optimizer, lambda z, scale=scale: lossfunc(scale * z, scale * t))
-        finals.append([p.detach() for p in model.parameters()])
+        step(model, optimizer, lambda z, scale=scale: lossfunc(scale * z, scale * t), 8)
+        finals.append(weights(model))
     torch.testing.assert_close(*finals)
 
 
 @pytest.mark.parametrize("kind", [KFACSGD, KFACAdamW, DiagonalNewton])
 def test_a_loss_that_couples_whole_images_takes_the_empirical_quantity(kind: Callable) -> None:
     """Its Hessian would take a product for each pixel."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 3, padding=1))
+    convolutions = lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 3, padding=1))  # noqa: E731
+    model, optimizer = attached(kind, convolutions)
     images = F.interpolate(torch.randn(6, 1, 4, 4), size=(12, 12))
-    optimizer, losses = kind(model.parameters()), []
-    optimizer.attach(model)
 
     def smooth() -> Tensor:
         z = model(images)
@@ -423,11 +405,7 @@ def test_a_loss_that_couples_whole_images_takes_the_empirical_quantity(kind: Cal
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", CurvoptWarning)
-        for _ in range(30):
-            optimizer.zero_grad()
-            losses.append(smooth())
-            losses[-1].backward()
-            optimizer.step()
+        losses = descend(optimizer, smooth, 30)
     # KFACSGD would have taken it in any case, as a prediction has several variables
     assert ["couples 144 entries" in str(each.message) for each in said] == [True] * (kind is not KFACSGD)
     assert losses[-1] < 0.7 * losses[0]
@@ -435,25 +413,24 @@ def test_a_loss_that_couples_whole_images_takes_the_empirical_quantity(kind: Cal
         smooth().backward()
 
 
-@pytest.mark.parametrize("kind", [functools.partial(KFACSGD, fisher="exact"), KFACAdamW, DiagonalNewton])
+@pytest.mark.parametrize("kind", [partial(KFACSGD, fisher="exact"), KFACAdamW, DiagonalNewton])
 @pytest.mark.parametrize("name", [*WITHOUT, *WITH])
 def test_losses_without_a_ggn_are_said_once_and_are_empirical_for_their_batches(name: str, kind: Callable) -> None:
     model, optimizer = attached(kind)
-    step(model, optimizer, lambda z: F.cross_entropy(z, y))
+    step(model, optimizer, classes)
     assert "empirical" not in optimizer.metrics()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for _ in range(3):
-            step(model, optimizer, (WITHOUT | WITH)[name])
+        step(model, optimizer, (WITHOUT | WITH)[name], 3)
     assert sum("takes the empirical quantity" in str(each.message) for each in said) == (name in WITHOUT)
     kinds = optimizer.coverage().values()
     assert all(("empirical" in each) == (name in WITHOUT) for each in kinds)
     assert ("empirical" in optimizer.metrics()) == (name in WITHOUT)
-    step(model, optimizer, lambda z: F.cross_entropy(z, y))
+    step(model, optimizer, classes)
     assert "empirical" not in optimizer.metrics()
 
 
-@pytest.mark.parametrize("kind", [functools.partial(KFACSGD, fisher="exact"), KFACAdamW, DiagonalNewton])
+@pytest.mark.parametrize("kind", [partial(KFACSGD, fisher="exact"), KFACAdamW, DiagonalNewton])
 def test_losses_that_are_linear_in_a_batch_have_curvature_in_others(kind: Callable) -> None:
     model, optimizer = attached(kind)
     with warnings.catch_warnings(record=True) as said:
@@ -467,18 +444,17 @@ def test_losses_that_are_linear_in_a_batch_have_curvature_in_others(kind: Callab
     ]
 
 
-@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+@every_kind
 @pytest.mark.filterwarnings("ignore:.*empirical quantity for such batches")
 def test_a_last_batch_of_one_prediction_changes_no_other(kind: Callable) -> None:
     model, optimizer = attached(kind)
     for n in (8, 8, 1, 8, 1, 8):
-        optimizer.zero_grad()
-        F.mse_loss(model(x[:n])[:, 0].squeeze(), t[:n, 0].squeeze()).backward()
-        optimizer.step()
+        descend(optimizer, lambda: F.mse_loss(model(x[:n])[:, 0].squeeze(), t[:n, 0].squeeze()))  # noqa: B023
         assert bool(optimizer._run.empirical) == (n == 1)
 
 
-@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, functools.partial(DiagonalNewton, rms_clip=None)])
+@quiet
+@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, partial(DiagonalNewton, rms_clip=None)])
 @pytest.mark.parametrize("scale", [1.0, 7.0])
 def test_empirical_curvature_and_steps_are_those_of_a_mean_loss(kind: Callable, scale: float) -> None:
     """Whatever scales the loss, and also where it is a sum, which may be said."""
@@ -488,26 +464,20 @@ def test_empirical_curvature_and_steps_are_those_of_a_mean_loss(kind: Callable, 
 
     runs: list[list[Tensor]] = []
     total = lambda z: scale * weighed(z).sum()  # noqa: E731
-    losses = (lambda z: weighed(z).mean(), lambda z: scale * weighed(z).mean(), total, total)
-    for change in losses:
+    for change in (lambda z: weighed(z).mean(), lambda z: scale * weighed(z).mean(), total, total):
         model, optimizer = attached(kind)
         if len(runs) == 2:
             optimizer.attach(model, loss_reduction="sum")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CurvoptWarning)
-            for _ in range(3):
-                step(model, optimizer, change)
-        runs.append([p.detach() for p in model.parameters()])
-    torch.testing.assert_close(runs[1], runs[0])
-    torch.testing.assert_close(runs[2], runs[0])
-    torch.testing.assert_close(runs[3], runs[0])
+        step(model, optimizer, change, 3)
+        runs.append(weights(model))
+    for run in runs[1:]:
+        torch.testing.assert_close(run, runs[0])
 
 
 def test_the_empirical_factors_are_those_of_the_samples_gradients() -> None:
     model, optimizer = attached(KFACSGD)
     step(model, optimizer, WITHOUT["negative weights"])
-    torch.manual_seed(0)
-    other = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    other, _ = attached(KFACSGD)
     z = other(x)
     (slope,) = torch.autograd.grad(WITHOUT["negative weights"](z) * 32, z)
     hidden = other[1](other[0](x))
@@ -525,9 +495,7 @@ def test_heads_that_take_turns_are_refreshed_by_their_own_steps(kind: Callable) 
     optimizer.attach(model)
     last, seen = [0] * 4, [0.0] * 4
     for i in range(100):
-        optimizer.zero_grad()
-        F.cross_entropy(heads[i % 4](trunk(x.float())), y).backward()
-        optimizer.step()
+        descend(optimizer, lambda: F.cross_entropy(heads[i % 4](trunk(x.float())), y))  # noqa: B023
         for head, at in zip(heads, range(4), strict=True):
             factors = curvature_of(optimizer.state[head.weight]).factors  # pyright: ignore[reportArgumentType]
             if factors and float(factors[0].norm()) != seen[at]:
@@ -537,13 +505,12 @@ def test_heads_that_take_turns_are_refreshed_by_their_own_steps(kind: Callable) 
 
 def test_a_refresh_that_is_overdue_warns_once() -> None:
     model, optimizer = attached(KFACSGD)
-    step(model, optimizer, lambda z: F.cross_entropy(z, y))
+    step(model, optimizer, classes)
     new = KFACSGD(model.parameters(), curvature_every=5)
     new.load_state_dict(optimizer.state_dict())  # attach() forgotten
     del optimizer
     with pytest.warns(CurvoptWarning, match=r"overdue.*attach") as said:
-        for _ in range(30):
-            step(model, new, lambda z: F.cross_entropy(z, y))
+        step(model, new, classes, 30)
     assert len(said) == 1
 
 
@@ -619,7 +586,7 @@ def test_squares_by_hand_of_terms_of_different_sizes(extension: type[DiagHessian
 
     of_name = {}
     for name in parameters:
-        own = functools.partial(lambda name, p: outputs({**parameters, name: p}), name)
+        own = partial(lambda name, p: outputs({**parameters, name: p}), name)
         if extension is DiagHessian:
             hessian = torch.func.hessian(lambda p, own=own: own(p).square().sum())(parameters[name])
             of_name[name] = hessian.reshape(parameters[name].numel(), -1).diag()
@@ -642,16 +609,15 @@ def test_a_pinn_trains(separate: bool) -> None:
         optimizer = make(problem.model)
         for _ in range(60):
             optimizer.zero_grad()
-            losses = problem.losses()
-            for loss in losses if separate else (losses[0] + losses[1],):
-                loss.backward()
+            for loss in problem.losses() if separate else (sum(problem.losses()),):
+                loss.backward()  # pyright: ignore[reportAttributeAccessIssue]
             optimizer.step()
         ends.append(float(sum(problem.losses())))
     assert ends[1] < ends[0]
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, KFACAdamW, DiagonalNewton])
+@every_kind
 def test_outputs_in_which_the_loss_is_linear_have_the_curvature_of_their_gradients(
     kind: Callable, by_hand: bool
 ) -> None:
@@ -664,8 +630,7 @@ def test_outputs_in_which_the_loss_is_linear_have_the_curvature_of_their_gradien
     optimizer.attach(model)
     z, b = model(x)
     loss = 5 * ((b - t[:, :2]).abs().mean() if by_hand else F.l1_loss(b, t[:, :2]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CurvoptWarning)
+    with silent():
         (F.cross_entropy(z, y) + loss).backward()
         optimizer.step()
     squares = torch.full((2,), (5 / 2) ** 2, dtype=torch.float64)  # of 5 / 2 sign(b - t)
@@ -704,7 +669,7 @@ def test_what_a_mask_freezes_stays(kind: Callable, by_hook: bool) -> None:
     assert torch.equal(moved, mask.bool())
 
 
-@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
+@quiet
 @pytest.mark.parametrize("start", ["CLIP, which returns the matrix of pairs", "SimCLR with its loss inside", "Diff"])
 def test_a_preconditioner_draws_several_vectors_of_a_batch_that_is_one_sample(start: str) -> None:
     """A single one leaves directions without curvature, in which steps have no bound."""
