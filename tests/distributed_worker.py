@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from cases import Net
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -373,25 +374,19 @@ def gradients_that_are_reset_drop_their_curvature() -> None:
         assert_close(run, one.train(batch, range(step, step + 1)))
 
 
-class Heads(nn.Module):
+def heads() -> Any:
     """Two heads, of which a batch takes one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(36, 8)
-        self.heads = nn.ModuleList([nn.Linear(8, 5), nn.Linear(8, 5)])
-        self.double()
-
-    def forward(self, x: Tensor, head: int) -> Tensor:
-        return self.heads[head](torch.tanh(self.body(x.flatten(1))))
+    torch.manual_seed(0)
+    forward = lambda net, x, head: net.heads[head](torch.tanh(net.body(x.flatten(1))))  # noqa: E731
+    parts = {"body": nn.Linear(36, 8), "heads": nn.ModuleList([nn.Linear(8, 5), nn.Linear(8, 5)])}
+    return Net(forward, **parts).double()
 
 
 @check("copies")
 def parameters_that_some_ranks_do_not_use() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for name in ("KFACSGD", "EKFACSGD", "DiagonalNewton"):
-        run, one = Run("copies", EXACT[name], Heads, find_unused_parameters=True), alone(EXACT[name], Heads)
+        run, one = Run("copies", EXACT[name], heads, find_unused_parameters=True), alone(EXACT[name], heads)
 
         def loss(run: Run, of: int, x: Tensor, y: Tensor) -> Tensor:
             return run.lossfunc(run.model(x, of % 2), y)
@@ -407,7 +402,7 @@ def parameters_that_some_ranks_do_not_use() -> None:
 def a_head_that_one_rank_reaches_later_leaves_the_weight_of_the_loss() -> None:
     """It is due at once, where nothing of the other ranks is."""
     for kind in (KFACSGD, EKFACSGD, DiagonalNewton):
-        run = Run("copies", kind, Heads, find_unused_parameters=True)
+        run = Run("copies", kind, heads, find_unused_parameters=True)
         for step in range(7):
             head = int(step > 5 and dist.get_rank() == 0)
             run.train(own, range(step, step + 1), lambda x, y: run.lossfunc(run.model(x, head), y))  # noqa: B023
@@ -419,7 +414,7 @@ def a_head_that_one_rank_reaches_later_leaves_the_weight_of_the_loss() -> None:
 @check("shards")
 def heads_take_turns() -> None:
     for name in ("KFACSGD", "EKFACSGD"):
-        runs = Run("shards", EXACT[name], Heads), alone(EXACT[name], Heads)
+        runs = Run("shards", EXACT[name], heads), alone(EXACT[name], heads)
         for step, head in enumerate([0, 0, 0, 0, 1, 0, 1, 1, 0, 0, 1]):
             clocks = []
             for run, data in zip(runs, (own, batch), strict=True):
@@ -431,20 +426,21 @@ def heads_take_turns() -> None:
         assert len(set(clocks[0][0])) > 1
 
 
-class Reentrant(nn.Sequential):
+def reentrant() -> nn.Module:
     """Has a layer that may be called inside of a backward, where no samples are known."""
 
-    def forward(self, x: Tensor, reentrant: bool) -> Tensor:
-        h = self[0](x)
-        return self[2](checkpoint(self[1], h, use_reentrant=True) if reentrant else self[1](h))
+    def forward(net: Any, x: Tensor, inside: bool) -> Tensor:
+        h = net.first(x)
+        return net.last(checkpoint(net.middle, h, use_reentrant=True) if inside else net.middle(h))
+
+    return Net(forward, first=nn.Linear(36, 7), middle=nn.Tanh(), last=nn.Linear(7, 5)).double()
 
 
 @check("copies")
 def samples_that_are_not_known_on_all_or_some_ranks() -> None:
     first = dist.get_rank() == 0
-    for reentrant, one, covered in ((True, False, False), (first, False, True), (False, first, True)):
-        make = lambda: Reentrant(nn.Linear(36, 7), nn.Tanh(), nn.Linear(7, 5)).double()  # noqa: E731
-        run = Run("copies", SAMPLED["KFACAdamW"], make)
+    for inside, one, covered in ((True, False, False), (first, False, True), (False, first, True)):
+        run = Run("copies", SAMPLED["KFACAdamW"], reentrant)
         run.optimizer.attach(run.model)
         for step in range(6):
             x, y = own(step)
@@ -452,7 +448,7 @@ def samples_that_are_not_known_on_all_or_some_ranks() -> None:
             run.optimizer.zero_grad()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                run.lossfunc(run.model(x[0] if one else x, reentrant), y[0] if one else y).backward()
+                run.lossfunc(run.model(x[0] if one else x, inside), y[0] if one else y).backward()
             run.optimizer.step()
         assert_alike(run)
         assert ("none" not in run.optimizer.coverage().values()) == covered, run.optimizer.coverage()
@@ -504,23 +500,20 @@ def replicas_of_shards() -> None:
         assert_same_steps(run, alone(EXACT["EKFACSGD"]), 6)
 
 
-class Blocks(nn.Module):
+def blocks() -> Any:
     """Residual blocks whose activations are computed again in the backward, and a frozen layer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.frozen = nn.Linear(36, 7), nn.Linear(7, 7)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2)])
-        self.norm, self.last = nn.LayerNorm(7), nn.Linear(7, 5, bias=False)
-        self.frozen.requires_grad_(False)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.frozen(torch.tanh(self.first(x.flatten(1))))
-        for block in self.blocks:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.frozen(torch.tanh(net.first(x.flatten(1))))
+        for block in net.blocks:
             x = x + checkpoint(block, x, use_reentrant=False)
-        return self.last(self.norm(x))
+        return net.last(net.norm(x))
+
+    torch.manual_seed(0)
+    first, frozen = nn.Linear(36, 7), nn.Linear(7, 7).requires_grad_(False)
+    inner = nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2)])
+    ends = {"norm": nn.LayerNorm(7), "last": nn.Linear(7, 5, bias=False)}
+    return Net(forward, first=first, frozen=frozen, blocks=inner, **ends).double()
 
 
 @check("shards")
@@ -529,33 +522,29 @@ def blocks_with_checkpoints_and_frozen_layers() -> None:
         return KFACSGD([p for p in p if p.requires_grad], lr=0.1, fisher="exact", curvature_every=3, weight_decay=0.1)
 
     def by_blocks() -> nn.Module:
-        net = Blocks()
+        net = blocks()
         for block in net.blocks:
             fully_shard(block)
         return net
 
-    for net in (Blocks, by_blocks):
-        assert_same_steps(Run("shards", make, net), alone(make, Blocks), 4)
+    for net in (blocks, by_blocks):
+        assert_same_steps(Run("shards", make, net), alone(make, blocks), 4)
 
 
-class Tied(nn.Module):
+def tied() -> Any:
     """Two layers with one weight, and a model that does not use all of its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.last, self.unused = (nn.Linear(36, n) for n in (36, 36, 5, 4))
-        self.second.weight = self.first.weight
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1))))))
+    torch.manual_seed(0)
+    forward = lambda net, x: net.last(torch.tanh(net.second(torch.tanh(net.first(x.flatten(1))))))  # noqa: E731
+    sizes = {"first": 36, "second": 36, "last": 5, "unused": 4}
+    net: Any = Net(forward, **{name: nn.Linear(36, n) for name, n in sizes.items()})
+    net.second.weight = net.first.weight
+    return net.double()
 
 
 @check("shards")
 def tied_weights_and_unused_layers() -> None:
     for name in ("KFACSGD", "EKFACSGD"):
-        assert_same_steps(Run("shards", EXACT[name], Tied), alone(EXACT[name], Tied), 4)
+        assert_same_steps(Run("shards", EXACT[name], tied), alone(EXACT[name], tied), 4)
 
 
 @check("shards")
@@ -582,7 +571,7 @@ def mixed_precision() -> None:
     assert_close(run, alone(EXACT["EKFACSGD"]).train(batch, range(5)), 1e-4)
     assert all(p.dtype == torch.float64 for p in run.model.parameters())
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    net = Blocks().float()
+    net = blocks().float()
     for block in net.blocks:
         fully_shard(block, mp_policy=policy)
     run = Run("shards", lambda p: KFACSGD([q for q in p if q.requires_grad], lr=0.1), lambda: net, mp_policy=policy)
@@ -597,37 +586,30 @@ def mixed_precision() -> None:
 
 @check("shards")
 def groups_are_added() -> None:
-    runs = []
-    for net, data, group in ((network(), batch, None), (shard(network(), by_layers=True), own, "world")):
-        params, lossfunc = list(net.parameters()), nn.CrossEntropyLoss()
-        optimizer = EXACT["EKFACSGD"](params[4:])
-        optimizer.process_group = group
-        optimizer.attach(net, lossfunc)
-        for step in range(6):
-            if step == 3:
-                optimizer.add_param_group({"params": params[:4], "lr": 0.05})
-            net.zero_grad()
-            lossfunc(net(data(step)[0]), data(step)[1]).backward()
-            optimizer.step()
-        runs.append((net, optimizer))
-    (whole, one), (shards, several) = runs
-    assert_close(shards, whole)
-    assert several.coverage() == one.coverage()
+    make = EXACT["EKFACSGD"]
+    some = lambda p: make(list(p)[4:])  # noqa: E731
+    runs = alone(some), Run("shards", some, by_layers=True)
+    for run, data in zip(runs, (batch, own), strict=True):
+        run.train(data, range(3))
+        run.optimizer.add_param_group({"params": list(run.model.parameters())[:4], "lr": 0.05})
+        run.train(data, range(3, 6))
+    assert_close(*runs)
+    assert runs[0].optimizer.coverage() == runs[1].optimizer.coverage()
 
 
 @check("shards")
 def two_optimizers_of_one_model() -> None:
     models = [network(), shard(network(), by_layers=True)]
     for model, data, group in zip(models, (batch, own), (None, "world"), strict=True):
-        params, lossfunc = list(model.parameters()), nn.CrossEntropyLoss()
+        params = list(model.parameters())
         pair = [EXACT["KFACSGD"](params[:4]), KFACAdamW(params[4:], lr=0.01, fisher="exact")]
         for each in pair:
             each.process_group = group
-            each.attach(model, lossfunc)
+            each.attach(model)
         for step in range(5):
             x, y = data(step)
             model.zero_grad()
-            lossfunc(model(x), y).backward()
+            cross_entropy(model(x), y).backward()
             for each in pair:
                 each.step()
     assert_close(*models)
@@ -658,20 +640,22 @@ class SyncBatchNorm(torch.autograd.Function):
         return above.movedim(-1, 1), own[0], own[1]
 
 
-class Normed(nn.Module):
+def normed(synced: bool) -> nn.Module:
     """A network of functions with a batch norm."""
 
-    def __init__(self, synced: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.out = nn.Parameter(torch.randn(4, 1, 3, 3)), nn.Parameter(torch.randn(4, 5))
-        self.weight, self.bias, self.synced = nn.Parameter(torch.rand(4)), nn.Parameter(torch.randn(4)), synced
-        self.double()
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x, scale = nn.functional.conv2d(x, net.conv), (net.weight, net.bias)
+        h = SyncBatchNorm.apply(x, *scale) if synced else nn.functional.batch_norm(x, None, None, *scale, True)
+        return torch.tanh(h).mean((2, 3)) @ net.out
 
-    def forward(self, x: Tensor) -> Tensor:
-        x, scale = nn.functional.conv2d(x, self.conv), (self.weight, self.bias)
-        h = SyncBatchNorm.apply(x, *scale) if self.synced else nn.functional.batch_norm(x, None, None, *scale, True)
-        return torch.tanh(h).mean((2, 3)) @ self.out
+    torch.manual_seed(0)
+    tensors = {
+        "conv": torch.randn(4, 1, 3, 3),
+        "out": torch.randn(4, 5),
+        "weight": torch.rand(4),
+        "bias": torch.randn(4),
+    }
+    return Net(forward, **{name: nn.Parameter(tensor) for name, tensor in tensors.items()}).double()
 
 
 @check("copies")
@@ -679,27 +663,18 @@ class Normed(nn.Module):
 def synchronised_batch_norm() -> None:
     for kind in (KFACSGD, EKFACSGD):
         make = partial(kind, fisher="empirical")
-        run, one = Run("copies", make, lambda: Normed(True)), alone(make, lambda: Normed(False))
+        run, one = Run("copies", make, lambda: normed(True)), alone(make, lambda: normed(False))
         assert_same_steps(run, one, 4, lambda step: part(batch(step), uneven()), run.share)
         assert_alike(run)
 
 
-class WithLoss(nn.Module):
-    """Returns its loss, as models of transformers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.net(x), y)
-
-
 @check("copies")
 def loss_inside_of_the_model() -> None:
+    """As models of transformers have it."""
+    with_loss = lambda: Net(lambda net, x, y: cross_entropy(net.inner(x), y), inner=network())  # noqa: E731
     for name in ("KFACSGD", "DiagonalNewton hessian"):
         for options in ({"find_unused_parameters": True}, {"static_graph": True}):
-            run = Run("copies", EXACT[name], WithLoss, **options)
+            run = Run("copies", EXACT[name], with_loss, **options)
             assert_same_steps(run, alone(EXACT[name]), 4, loss=run.model)
 
 
