@@ -17,7 +17,7 @@ from optimizer_cases import OPTIMIZERS, Run, assert_close, assert_equal, cnn, ex
 from torch import Tensor, nn
 
 from curvopt.errors import CurvoptError
-from curvopt.optim import EKFACSGD, KFACSGD, HessianFree, KFACPreconditioner
+from curvopt.optim import KFACSGD, HessianFree, KFACPreconditioner
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -215,17 +215,6 @@ def test_an_overflow_changes_nothing(make: Callable, known: bool, attach: bool):
     moved = (flat(clean.weights()) - flat(weights)).norm()
     if not isinstance(clean.optimizer, torch.optim.AdamW):  # see above
         assert (flat(run.weights()) - flat(clean.weights())).norm() < 0.02 * moved
-
-
-@pytest.mark.parametrize("make", [KFACSGD, EKFACSGD])
-def test_a_model_in_bfloat16(make: Callable):
-    run = Run(make, cnn, dtype=torch.bfloat16, lr=0.2)
-    start = run.full_loss()
-    run.train(25)
-    assert run.full_loss() < start / 2
-    assert {factor.dtype for state in run.optimizer.state.values() for factor in state["curvature"].factors} == {
-        torch.float32
-    }
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))])

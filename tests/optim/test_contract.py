@@ -597,6 +597,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     assert second.optimizer.metrics() == known  # those that are measured with inversions, too
     assert_equal(straight.weights(), second.train(range(steps, 2 * steps)).weights())
     torch.testing.assert_close(numbers(straight.optimizer), numbers(second.optimizer), rtol=0, atol=0)
+    if dtype == torch.bfloat16:
+        assert {factor.dtype for factors in second.factors() for factor in factors} == {torch.float32}
 
 
 @every_optimizer

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.workflows import OPTIMIZERS, WORKFLOWS, adamw, train
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.core.backward.backward_pass import Request
-from curvopt.extensions import KFAC, DiagGGNExact, DiagHessian, KFACEmpirical
+from curvopt.extensions import KFAC, DiagGGNExact
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
 from curvopt.optim.curvature import Listening
 from curvopt.optim.diagonal_newton import CurvatureDiagonal
@@ -211,28 +211,6 @@ def test_one_number_without_a_batch_axis_is_one_sample() -> None:
         loss().backward()
 
 
-@quiet
-@pytest.mark.parametrize("kind", [KFACSGD, DiagonalNewton])
-def test_a_penalty_on_slopes_of_convolutions_has_a_backward_of_its_own(kind: Callable) -> None:
-    layers = [
-        partial(nn.Conv2d, 1, 4, 3),
-        nn.LeakyReLU,
-        partial(nn.Conv2d, 4, 4, 3),
-        nn.Flatten,
-        partial(nn.Linear, 64, 1),
-    ]
-    critic, optimizer = attached(kind, lambda: nn.Sequential(*(layer() for layer in layers)))
-    images = torch.rand(8, 1, 8, 8).requires_grad_()
-
-    def penalty() -> Tensor:
-        (slopes,) = torch.autograd.grad(critic(images).sum(), images, create_graph=True)
-        return slopes.square().sum((1, 2, 3)).mean()
-
-    losses = descend(optimizer, penalty, 10)
-    assert losses[-1] < losses[0]
-    assert "kronecker" in str(optimizer.coverage()) or kind is DiagonalNewton
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_loss_without_a_second_derivative_has_the_gradients_of_the_samples(compiled: bool) -> None:
     """Not those of the batch as one sample."""
@@ -256,28 +234,6 @@ def test_a_loss_without_a_second_derivative_has_the_gradients_of_the_samples(com
         expected = torch.stack(gradients).square().mean(0)
         expected = torch.maximum(expected, expected.mean())  # of one batch, small entries say little
         torch.testing.assert_close(optimizer.state[p]["curvature"].factors[0].view_as(p), expected)
-
-
-@quiet
-@pytest.mark.parametrize("kind", [KFACSGD, KFACAdamW, KFACPreconditioner])
-def test_slopes_have_a_block_where_several_vectors_are_drawn(kind: Callable) -> None:
-    """In place of the factors that a single vector has, also beside those of the empirical quantity."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = kind(model, mc_samples=2)
-    points, losses = torch.randn(12, 3, requires_grad=True), []
-
-    def loss() -> Tensor:
-        energies = model(points)
-        (forces,) = torch.autograd.grad(energies.sum(), points, create_graph=True)
-        return (energies - 1).square().mean() + (forces - 0.5).square().mean()
-
-    for _ in range(8):
-        losses += descend(optimizer, loss)
-        if kind is KFACPreconditioner:
-            for p in model.parameters():
-                p.data -= 0.01 * p.grad
-    assert losses[-1] < losses[0]
 
 
 @quiet
@@ -554,66 +510,6 @@ def test_the_diagonal_of_a_pinn_is_that_of_both_terms(separate: bool) -> None:
             loss.backward()
         found = [f + getattr(p, "diag_ggn_exact", 0) for f, p in zip(found, parameters, strict=True)]
     torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("extension", [KFAC, KFACEmpirical])
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_weights_of_a_pinn_have_two_kronecker_factors(by_hand: bool, extension: type[KFAC]) -> None:
-    problem = Poisson()
-    extend(problem.model)
-    residual, boundary = problem.losses()
-    if by_hand:
-        boundary = 10 * problem.model(problem.edge).square().mean()
-    with backpack(extension()):
-        (residual + boundary).backward()
-    for p in problem.model.parameters():
-        assert [len(factor) for factor in getattr(p, extension.field)] == list(p.shape)
-
-
-@pytest.mark.parametrize("extension", [DiagHessian, DiagGGNExact])
-def test_squares_by_hand_of_terms_of_different_sizes(extension: type[DiagHessian]) -> None:
-    """A residual ``r = u' - sin`` of nine points and a boundary term of two, against derivatives of the whole loss."""
-    model, x = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double(), torch.linspace(0, 1, 9).double()
-    edge = torch.tensor([[0.0], [1.0]]).double()
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-
-    def outputs(parameters: dict[str, Tensor]) -> Tensor:
-        def u(x: Tensor) -> Tensor:
-            return torch.func.functional_call(model, parameters, (x.view(1, 1),))[0, 0]
-
-        r = torch.func.vmap(torch.func.grad(u))(x) - x.sin()
-        return torch.cat([r / 3, torch.func.functional_call(model, parameters, (edge,))[:, 0]])
-
-    of_name = {}
-    for name in parameters:
-        own = partial(lambda name, p: outputs({**parameters, name: p}), name)
-        if extension is DiagHessian:
-            hessian = torch.func.hessian(lambda p, own=own: own(p).square().sum())(parameters[name])
-            of_name[name] = hessian.reshape(parameters[name].numel(), -1).diag()
-        else:
-            of_name[name] = 2 * torch.func.jacrev(own)(parameters[name]).flatten(1).square().sum(0)
-    extend(model)
-    inside = x.view(-1, 1).requires_grad_()
-    (slope,) = torch.autograd.grad(model(inside).sum(), inside, create_graph=True)
-    with backpack(extension()):
-        ((slope - inside.sin()).square().mean() + model(edge).square().sum()).backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(getattr(p, extension.field).flatten(), of_name[name])
-
-
-@pytest.mark.parametrize("separate", [False, True])
-def test_a_pinn_trains(separate: bool) -> None:
-    ends = []
-    for make in (adamw, OPTIMIZERS["KFACAdamW"]):
-        problem = Poisson()
-        optimizer = make(problem.model)
-        for _ in range(60):
-            optimizer.zero_grad()
-            for loss in problem.losses() if separate else (sum(problem.losses()),):
-                loss.backward()  # pyright: ignore[reportAttributeAccessIssue]
-            optimizer.step()
-        ends.append(float(sum(problem.losses())))
-    assert ends[1] < ends[0]
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
