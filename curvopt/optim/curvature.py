@@ -56,6 +56,8 @@ class Quantity(ABC):
     #: How many times more vectors are drawn of a batch that is one sample: several where steps divide by the curvature
     #: without a bound, or by squares of the vectors themselves.
     draws_of_one_sample = 1
+    #: How many times as many steps as before a refresh come after it, until its interval is reached.
+    growth = 4
 
     @abstractmethod
     def extensions(self, curvature: "Curvature") -> list[Any]:
@@ -358,9 +360,9 @@ class Curvature:
     def restart(self, refreshed: Set[Tensor], moved: Set[Tensor], every: int) -> None:
         """Make parameters that were refreshed due again after an interval, and those that move, too."""
         params = self.params()
-        clocks = list(self._clocks(params, "due", "refreshed"))
+        clocks, growth = list(self._clocks(params, "due", "refreshed")), self.quantity.growth
         self.run.due = [
-            steps + annealed_interval(steps, every) if param in refreshed or param in moved else due
+            steps + annealed_interval(steps, every, growth) if param in refreshed or param in moved else due
             for param, steps, due, _ in clocks
         ]
         self.run.refreshed = [steps if param in refreshed else last for param, steps, _, last in clocks]
@@ -492,6 +494,6 @@ class Curvature:
                     self.quantity.average(p, curvature_of(states[p]), accepted[p], decay)
 
 
-def annealed_interval(step: int, every: int) -> int:
-    """Steps until the next refresh: as many as were taken so far, at least 1 and at most ``every``."""
-    return max(1, min(every, step))
+def annealed_interval(step: int, every: int, growth: int) -> int:
+    """Steps until the next refresh: ``growth`` times as many as were taken so far, at least 1 and at most ``every``."""
+    return max(1, min(every, growth * step))

@@ -416,9 +416,10 @@ class _NoStep(torch.optim.Optimizer):
 
 
 class KroneckerWithoutBound(Kronecker):
-    """Kronecker factors for steps of any length."""
+    """Kronecker factors for steps of any length, which diverge where curvature is old or of few draws."""
 
     draws_of_one_sample = 8
+    growth = 1
 
 
 class KFACPreconditioner(CurvatureOptimizer, _NoStep):

@@ -564,7 +564,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         due = ranks.any(new) or (run.stale and run.step >= run.next_inverse)
         if due:
             self._renew(ranks)
-            run.next_inverse = run.step + annealed_interval(run.step, self.inverse_every)
+            run.next_inverse = run.step + annealed_interval(run.step, self.inverse_every, self._quantity.growth)
             run.stale = False
         return due
 
