@@ -107,5 +107,3 @@ METHODS: dict[str, Method] = {
     "DiagonalNewton": Method(plain(DiagonalNewton), (0.02, 0.06, 0.2)),
     "HessianFree": Method(plain(HessianFree, cg_iterations=30), (), large=8),
 }
-#: Those that the figure shows.
-DRAWN = {"AdamW": "0.2", "Muon": "tab:brown", "SOAP": "tab:blue", "KFACSGD": "tab:orange", "KFACAdamW": "tab:red"}

@@ -1,15 +1,36 @@
-"""Tables and the figure of `benchmarks.optimizers`, by the rows of its runs."""
+"""Tables and the figure of `benchmarks.optimizers`, by the rows of its runs, which lie in ``benchmarks/results``.
+
+``python -m benchmarks.optimizer_reports`` writes them and the table of the docs anew, and trains nothing.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.optimizer_methods import DRAWN
+from benchmarks.timing import RESULTS
 
 Result = dict[str, Any]
+PAGE = Path("docs") / "choosing_an_optimizer.md"
+FIGURE = PAGE.parent / "_static" / "optimizers.png"
+#: Optimizers of the overviews, which have three seeds.
+SHOWN = ("AdamW", "Muon", "SOAP", "KFACSGD", "KFACAdamW")
+#: Rows of the figure: an optimizer, whether its rate is tuned, and a colour.
+ROWS = (
+    ("schedule-free AdamW", True, "0.5"),
+    ("Muon", True, "tab:brown"),
+    ("SOAP", True, "tab:blue"),
+    ("KFACSGD", False, "tab:orange"),
+    ("KFACAdamW", False, "tab:red"),
+    ("KFACSGD", True, "tab:orange"),
+    ("KFACAdamW", True, "tab:red"),
+)
+#: Ratios are drawn between these.
+LEAST, MOST = 1e-2, 10.0
 
 
 def end(rows: list[Result]) -> float:
@@ -64,7 +85,7 @@ def summary(result: Result) -> dict[str, Result]:
             "loss": mean(losses) if whole else None,
             "spread": statistics.stdev(losses) if whole and len(losses) > 1 else None,
             "at equal cost": mean([at_cost(run, result["budget"]) for run in runs]) if whole else None,
-            "untuned": end(found["defaults"]),
+            "untuned": mean([end(run) for run in found["defaults"]]),
             "arrival": mean([arrival(run, result["target"]) for run in runs]) if whole else None,
             "held out": mean([row["test_loss"] for row in last]) if whole else None,
             "accuracy": mean([row.get("accuracy") for row in last]) if whole else None,
@@ -106,51 +127,123 @@ def markdown(result: Result) -> str:
 
 def overview(results: list[Result], tuned: bool) -> str:
     """Losses at the cost of a whole run of tuned AdamW, with tuned rates or with defaults."""
-    names = [name for name in DRAWN if all(name in result["methods"] for result in results)]
+    names = [name for name in SHOWN if all(name in result["methods"] for result in results)]
     lines = [" | ".join(["| task", *names]) + " |", "|---" * (len(names) + 1) + "|"]
     for result in results:
-        rows, budget = summary(result), result["budget"]
-        defaults = {name: at_cost(found["defaults"], budget) for name, found in result["methods"].items()}
-        losses = [rows[name]["at equal cost"] if tuned else defaults[name] for name in names]
+        losses = [training(result, name, tuned) for name in names]
         lines.append(" | ".join([f"| {result['task']}", *(_show(loss, ".3g") for loss in losses)]) + " |")
     return "\n".join(lines)
 
 
+def verdict(results: list[Result]) -> str:
+    """The table of the docs: rivals tuned, curvopt's with their defaults; held-out losses of three."""
+    first = [("AdamW", True), ("Muon", True), ("SOAP", True), ("KFACSGD", False), ("KFACAdamW", False)]
+    second = [column for column in first if column[0] not in ("Muon", "SOAP")]
+    names = [name if tuned else f"`{name}`" for name, tuned in (*first, *second)]
+    names[len(first) :] = [f"{name}, held out" for name in names[len(first) :]]
+    lines = [" | ".join(["| task", *names]) + " |", "|---" * (len(names) + 1) + "|"]
+    for result in results:
+        cells = [f"| {result['task']}"]
+        for value, columns in ((training, first), (held_out, second)):
+            found = [value(result, name, tuned) for name, tuned in columns]
+            best = min((loss for loss in found if loss is not None), default=None)
+            shown = [_show(loss, ".3g") for loss in found]
+            cells += [f"**{text}**" if loss == best else text for loss, text in zip(found, shown, strict=True)]
+        lines.append(" | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def training(result: Result, name: str, tuned: bool) -> float | None:
+    """Training loss at the cost of tuned AdamW."""
+    if tuned:
+        return summary(result)[name]["at equal cost"]
+    return mean([at_cost(run, result["budget"]) for run in result["methods"][name]["defaults"]])
+
+
+def held_out(result: Result, name: str, tuned: bool) -> float | None:
+    """Held-out loss at the end, after as many steps as AdamW's."""
+    if tuned:
+        return summary(result)[name]["held out"]
+    return mean([run[-1].get("test_loss") for run in result["methods"][name]["defaults"]])
+
+
 def draw(results: list[Result], path: Path) -> None:
-    """Training loss over cost, a panel for each task, four in a row: a task in its short and its long run, twice."""
+    """A dot a task: loss over that of tuned AdamW, for each optimizer; hollow ones are of long tasks."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.lines import Line2D
 
-    columns = min(len(results), 4)
-    lines = -(-len(results) // columns)
-    size = (2.0 * columns, 0.8 + 1.75 * lines)  # the width of a page
-    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
-    for axis in axes.flat[len(results) :]:
-        axis.axis("off")
-    for axis, result in zip(axes.flat, results, strict=False):
-        for name, colour in DRAWN.items():
-            runs = result["methods"].get(name, {"runs": []})["runs"][:1]
-            for run in (run for run in runs if math.isfinite(end(run))):
-                points = [(c, row["loss"]) for c, row in zip(costs(run), run, strict=True) if c <= 2 * result["budget"]]
-                axis.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=name)
-        axis.axhline(result["target"], color="0.8", linewidth=0.8, zorder=0)
-        losses = [line.get_ydata() for line in axis.lines[:-1]]
-        axis.set_yscale("log" if max(map(max, losses)) > 8 * min(map(min, losses)) else "linear")
-        axis.set_xlim(0, 2 * result["budget"])
-        axis.set_title(result["task"], fontsize=10)
-        axis.tick_params(which="both", labelsize=8)
-        axis.xaxis.set_major_locator(plt.MaxNLocator(3))
-        axis.yaxis.set_minor_formatter("")
-        axis.yaxis.set_major_formatter("{x:.3g}")
-        axis.spines[["top", "right"]].set_visible(False)
-    handles = {line.get_label(): line for axis in axes.flat for line in axis.lines if line.get_label() in DRAWN}
-    figure.legend(
-        handles=[handles[name] for name in DRAWN if name in handles], loc="outside upper center", ncols=5, frameon=False
-    )
-    figure.supxlabel("cost, in plain gradients (grey line: where tuned AdamW ends)", fontsize=10)
-    figure.supylabel("training loss", fontsize=10)
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True, layout="constrained")
+    for axis, value, title in zip(
+        axes, (training, held_out), ("training loss at AdamW's cost", "held-out loss at the end"), strict=True
+    ):
+        for place, (name, tuned, colour) in enumerate(ROWS):
+            axis.axhline(place, color="0.92", zorder=0)
+            for result in results:
+                loss, base = (
+                    value(result, n, t) if n in result["methods"] else None for n, t in ((name, tuned), ("AdamW", True))
+                )
+                if loss is None or base is None or not math.isfinite(loss):
+                    continue
+                ratio = loss / base
+                marker = "<" if ratio < LEAST else ">" if ratio > MOST else "o"
+                face = "none" if result["task"].endswith("-long") else colour
+                axis.plot(min(max(ratio, LEAST), MOST), place, marker, color=colour, markerfacecolor=face, markersize=6)
+        axis.axvline(1, color="0.4", linewidth=0.8)
+        axis.set(xscale="log", xlim=(0.85 * LEAST, 1.18 * MOST))
+        axis.set_title(title, fontsize=10)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.tick_params(axis="y", length=0)
+    axes[0].set_yticks(range(len(ROWS)), [f"{name}, {'tuned' if tuned else 'defaults'}" for name, tuned, _ in ROWS])
+    axes[0].invert_yaxis()
+    figure.supxlabel("over the loss of tuned AdamW: left of the line is better", fontsize=10)
+    handles = [
+        Line2D([], [], color="0.3", marker="o", linestyle="", markerfacecolor=face, label=label)
+        for face, label in (("0.3", "short task"), ("none", "long task, with a cosine"))
+    ]
+    handles.append(Line2D([], [], color="0.3", marker="<", linestyle="", label="beyond the axis"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def report(results: list[Result], tables: Path, figure: Path) -> str:
+    """Writes all tables and the figure, and returns the tables."""
+    text = "\n\n".join(
+        [
+            *(
+                f"At the cost of tuned AdamW, {'tuned' if tuned else 'with defaults'}:\n\n{overview(results, tuned)}"
+                for tuned in (True, False)
+            ),
+            *map(markdown, results),
+        ]
+    )
+    tables.parent.mkdir(parents=True, exist_ok=True)
+    tables.write_text(text + "\n")
+    draw(results, figure)
+    return text
+
+
+def load(folder: Path, tasks: Sequence[str]) -> list[Result]:
+    """Results of the tasks that a folder has."""
+    files = [folder / f"optimizers-{task}.json" for task in tasks]
+    return [json.loads(file.read_text()) for file in files if file.exists()]
+
+
+def main() -> None:
+    """The command line."""
+    from benchmarks.optimizer_tasks import SHORT  # imports PyTorch
+    from benchmarks.workflows import replaced
+
+    results = load(RESULTS, [name for short in SHORT for name in (short, f"{short}-long")])
+    report(results, RESULTS / "optimizers.md", FIGURE)
+    PAGE.write_text(replaced(PAGE.read_text(), "table", verdict(results)))
+    print(f"written: {PAGE}, {FIGURE}, {RESULTS / 'optimizers.md'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.optimizer_methods import METHODS, Method
-from benchmarks.optimizer_reports import costs, draw, end, markdown, overview
+from benchmarks.optimizer_reports import FIGURE, costs, end, report
 from benchmarks.optimizer_tasks import SHORT, TASKS, Task
 from benchmarks.timing import RESULTS, kept, save
 from curvopt import extend
@@ -182,7 +182,9 @@ class Settings:
     cache: Path = Path("runs/benchmark-optimizers")
     """Finished runs; remove it to measure again."""
     out: Path = RESULTS
-    """Folder for the results and the figure."""
+    """Folder for the results."""
+    figure: Path = FIGURE
+    """Where to draw a dot for each task and optimizer."""
     quick: bool = False
     """Three steps of short tasks with small batches of little data, untuned, to see whether everything works: ten
     minutes. Results go to the cache."""
@@ -229,7 +231,6 @@ class Bench:
     def results(self) -> Result:
         """Everything of one task."""
         names = ["AdamW", *(name for name in self.settings.method if name != "AdamW")]
-        untuned = {name: self.run(name, {}, 0) for name in names}
         best: dict[str, dict[str, float]] = {}
         for name in names:
             tried = [{"lr": rate} for rate in METHODS[name].rates] or [{}]
@@ -237,10 +238,12 @@ class Bench:
             best[name] = tried[min(scores, key=scores.__getitem__, default=len(tried) // 2)]
         seeds = {name: min(self.settings.seeds, METHODS[name].seeds) for name in names}
         reported: dict[str, list[list[Result]]] = {name: [] for name in names}
+        untuned: dict[str, list[list[Result]]] = {name: [] for name in names}
         for seed in range(1, self.settings.seeds + 1):  # optimizers in turns, under the same conditions
             for name in names:
                 if seed <= seeds[name]:
                     reported[name].append(self.run(name, best[name], seed))
+                    untuned[name].append(self.run(name, {}, seed))
         return {
             "task": self.name,
             "target": statistics.fmean(map(end, reported["AdamW"])),
@@ -266,12 +269,9 @@ def main(arguments: list[str] | None = None) -> None:
         for name in chosen:
             results.append(Bench(settings, name, bar).results())
             save(settings.out / f"optimizers-{name}.json", results[-1])
-    for result in results:
-        print(f"\n{markdown(result)}")
-    for tuned in (True, False):
-        print(f"\nat the cost of tuned AdamW, {'tuned' if tuned else 'with defaults'}\n\n{overview(results, tuned)}")
-    draw(results, settings.out / "optimizers.png")
-    print(f"\nresults: {settings.out}/optimizers-*.json, {settings.out / 'optimizers.png'}")
+    figure = settings.out / "optimizers.png" if settings.quick else settings.figure
+    print(f"\n{report(results, settings.out / 'optimizers.md', figure)}")
+    print(f"\nresults: {settings.out}/optimizers-*.json, {settings.out / 'optimizers.md'}, {figure}")
 
 
 if __name__ == "__main__":
