@@ -37,6 +37,8 @@ class Jacobian(ABC):
     shape: torch.Size
     V: int
     N: int
+    #: A tensor of the type and on the device of the products.
+    like: Tensor
     #: Whether the parameter has two Kronecker factors.
     factored = True
     #: Whether axis 0 of the parameter belongs to `input_factor` (``[I, O]``: transposed convolutions, embeddings).
@@ -53,25 +55,20 @@ class Jacobian(ABC):
         """Products summed over the samples, ``[V, *p]``."""
 
     @abstractmethod
-    def squares(self) -> Tensor:
-        """Squared entries, weighted by `weights`, summed over vectors and samples, ``[*p]``."""
+    def squares(self, per_sample: bool = False) -> Tensor:
+        """Squared entries, weighted by `weights`, summed over vectors and samples, ``[*p]``.
+
+        Args:
+            per_sample: sum over the vectors only, ``[N, *p]``.
+        """
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """`sum_batch` and `squares` of the only vector, ``[*p]`` each, in any order in memory."""
         return self.sum_batch()[0], self.squares()
 
-    @abstractmethod
-    def squares_batch(self) -> Tensor:
-        """Squared entries, weighted by `weights`, summed over the vectors only, ``[N, *p]``."""
-
     def add_squares(self, total: Tensor | None, per_sample: bool) -> Tensor:
         """``total`` plus the squares, ``[*p]`` or, sample by sample, ``[N, *p]``, in at least float32."""
-        return add(total, widened(self.squares_batch() if per_sample else self.squares()))
-
-    @property
-    @abstractmethod
-    def like(self) -> Tensor:
-        """A tensor of the type and on the device of the products."""
+        return add(total, widened(self.squares(per_sample)))
 
     @abstractmethod
     def norms2(self) -> Tensor:
@@ -178,13 +175,9 @@ class Dense(Jacobian):
 
     def __init__(self, values: Tensor):
         """Keep the values."""
-        self.values = values
+        self.values = self.like = values
         self.V, self.N = values.shape[:2]
         self.shape = values.shape[2:]
-
-    @property
-    def like(self) -> Tensor:
-        return self.values
 
     def dense(self) -> Tensor:
         return self.values
@@ -192,11 +185,9 @@ class Dense(Jacobian):
     def sum_batch(self) -> Tensor:
         return self.values.sum(1)
 
-    def squares(self) -> Tensor:
-        return self.squares_batch().sum(0)
-
-    def squares_batch(self) -> Tensor:
-        return weighted(self.values.square(), self.weights)
+    def squares(self, per_sample: bool = False) -> Tensor:
+        squares = weighted(self.values.square(), self.weights)
+        return squares if per_sample else squares.sum(0)
 
     def owned(self, alike: Jacobian | None = None) -> Jacobian:
         return Dense(self.values).with_weights(self.weights)

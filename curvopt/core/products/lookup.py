@@ -40,11 +40,7 @@ class Lookup(Jacobian):
     ):
         """Keep the rows that were picked, the samples that picked them, and the vectors."""
         self.left, self.rows, self.samples, self.shape = left, rows, samples, shape
-        self.V, self.N = left.shape[0], N
-
-    @property
-    def like(self) -> Tensor:
-        return self.left
+        self.V, self.N, self.like = left.shape[0], N, left
 
     def dense(self) -> Tensor:
         return self._scatter(self.left, 1, self.samples * self.shape[0] + self.rows, self.N * self.shape[0]).reshape(
@@ -58,15 +54,13 @@ class Lookup(Jacobian):
     def sum_batch(self) -> Tensor:
         return self._scatter(self.left, 1, self.rows, self.shape[0])
 
-    def squares(self) -> Tensor:
+    def squares(self, per_sample: bool = False) -> Tensor:
         left, rows, samples = self._merged()
-        return self._scatter(self._weighted_squares(left, samples), 0, rows, self.shape[0])
-
-    def squares_batch(self) -> Tensor:
-        left, rows, samples = self._merged()
-        picked = samples * self.shape[0] + rows
-        squares = self._scatter(self._weighted_squares(left, samples), 0, picked, self.N * self.shape[0])
-        return squares.reshape(self.N, *self.shape)
+        squares = weighted(left.square(), None if self.weights is None else self.weights[:, samples])
+        if not per_sample:
+            return self._scatter(squares, 0, rows, self.shape[0])
+        of_samples = self._scatter(squares, 0, samples * self.shape[0] + rows, self.N * self.shape[0])
+        return of_samples.reshape(self.N, *self.shape)
 
     def norms2(self) -> Tensor:
         left, _, samples = self._merged()
@@ -108,9 +102,6 @@ class Lookup(Jacobian):
 
     def owned(self, alike: Jacobian | None = None) -> Jacobian:
         return Lookup(self.left, self.rows.clone(), self.samples, self.N, self.shape).with_weights(self.weights)
-
-    def _weighted_squares(self, left: Tensor, samples: Tensor) -> Tensor:
-        return weighted(left.square(), None if self.weights is None else self.weights[:, samples])
 
     def _unique(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         keys, inverse = torch.unique(self.samples * self.shape[0] + self.rows, return_inverse=True)

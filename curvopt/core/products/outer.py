@@ -166,7 +166,7 @@ class Outer(Jacobian):
         lengths: Tensor | None = None,
     ):
         """Keep both sides."""
-        self.left, self._right, self.shape, self.transposed = left, right, shape, transposed
+        self.left, self.like, self._right, self.shape, self.transposed = left, left, right, shape, transposed
         self.lengths = lengths
         self.V, self.N, self.G, self.S, self.O = left.shape
         self.I = prod(shape) // (self.G * self.O)
@@ -177,10 +177,6 @@ class Outer(Jacobian):
     def right(self) -> Tensor:
         """The layer's input, ``[N, G, S, I]``."""
         return self._right.whole if isinstance(self._right, Patches) else self._right
-
-    @property
-    def like(self) -> Tensor:
-        return self.left
 
     def dense(self) -> Tensor:
         if torch.is_grad_enabled() or not isinstance(self._right, Patches):
@@ -208,17 +204,14 @@ class Outer(Jacobian):
     def sum_batch(self) -> Tensor:
         return self._shaped(over_samples(self.left, self.right))
 
-    def squares(self) -> Tensor:
-        return Squares().add(self).total()
+    def squares(self, per_sample: bool = False) -> Tensor:
+        return Squares(per_sample).add(self).total()
 
     def moments(self) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled() or self.pays_by_pairs(1):
             return super().moments()
         total, squares = self._sums_by_sample(of_products=True)
         return cast(total, self.left.dtype), cast(squares, self.left.dtype)
-
-    def squares_batch(self) -> Tensor:
-        return Squares(per_sample=True).add(self).total()
 
     def norms2(self) -> Tensor:
         """Squared norms ``[V, N]`` without forming the products where that is cheaper (Gram trick, Goodfellow 2015)."""
@@ -509,15 +502,11 @@ class Bias(Dense):
         super().__init__(values)
         self.weight = weight
 
-    def squares(self) -> Tensor:
-        return self._squares().sum(0)
-
-    def squares_batch(self) -> Tensor:
-        return self._squares().clone()  # the weight may ask for them, too
-
-    def _squares(self) -> Tensor:
-        same = self.weight.weights is self.weights
-        return self.weight.output_squares.flatten(1) if same else super().squares_batch()
+    def squares(self, per_sample: bool = False) -> Tensor:
+        if self.weight.weights is not self.weights:
+            return super().squares(per_sample)
+        squares = self.weight.output_squares.flatten(1)
+        return squares.clone() if per_sample else squares.sum(0)  # the weight may ask for them, too
 
     def norms2(self) -> Tensor:
         return self.weight.output_norms2.clone()

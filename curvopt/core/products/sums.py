@@ -17,15 +17,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core.products import base, costs
-from curvopt.core.products.base import Approx, Dense, Jacobian, in_blocks, weighted, widened
+from curvopt.core.products.base import Approx, Dense, Jacobian, add, cast, in_blocks, weighted, widened
 from curvopt.core.products.lookup import Lookup
-from curvopt.core.products.outer import Outer, Squares, concatenated
+from curvopt.core.products.outer import Outer, concatenated
 
 
 def combine(parts: Sequence[Jacobian]) -> Jacobian:
@@ -96,14 +97,9 @@ class InParts(Jacobian):
     def dense(self) -> Tensor:
         return torch.cat([part.values for part in self.in_parts()], 1)
 
-    def squares(self) -> Tensor:
-        total = Squares()
-        for part in self.in_parts():
-            total.add(part)
-        return total.total()
-
-    def squares_batch(self) -> Tensor:
-        return torch.cat([part.squares_batch() for part in self.in_parts()])
+    def squares(self, per_sample: bool = False) -> Tensor:
+        squares = (part.squares(per_sample) for part in self.in_parts())
+        return torch.cat([*squares]) if per_sample else cast(reduce(add, map(widened, squares)), self.like.dtype)
 
     def norms2(self) -> Tensor:
         return torch.cat([part.norms2() for part in self.in_parts()], 1)
@@ -136,11 +132,7 @@ class Summed(InParts):
     def __init__(self, parts: Sequence[Jacobian]):
         """Keep the products of single calls."""
         self.parts = parts
-        self.V, self.N, self.shape = parts[0].V, parts[0].N, parts[0].shape
-
-    @property
-    def like(self) -> Tensor:
-        return self.parts[0].like
+        self.V, self.N, self.shape, self.like = parts[0].V, parts[0].N, parts[0].shape, parts[0].like
 
     def values_of(self, samples: Sequence[int]) -> Tensor:
         return _added([part.select(samples).dense() for part in self.parts])
@@ -183,7 +175,9 @@ class Tied(Summed):
         super().__init__([outer, lookup])
         self.outer, self.lookup = outer, lookup
 
-    def squares(self) -> Tensor:
+    def squares(self, per_sample: bool = False) -> Tensor:
+        if per_sample:
+            return super().squares(per_sample)
         total = self.outer.left.new_zeros(self.shape)
         # as many samples at a time as have temporaries of about the size of the weight
         step = max(1, 2 * self.outer.I // (self.outer.S * (self.outer.S + 1)))
@@ -227,15 +221,11 @@ class PulledBack(InParts):
     def __init__(self, inner: Jacobian, pull: Callable[[Tensor], Tensor], p: Tensor, source: GradientEdge):
         """Keep them."""
         self.inner, self.pull, self.p = inner if isinstance(inner, Outer) else Dense(inner.dense()), pull, p
-        self.V, self.N, self.shape, self.source = inner.V, inner.N, p.shape, source
+        self.V, self.N, self.shape, self.like, self.source = inner.V, inner.N, p.shape, inner.like, source
 
     def of(self, inner: Jacobian) -> PulledBack:
         """Other products, pulled back by the same map."""
         return PulledBack(inner, self.pull, self.p, self.source)
-
-    @property
-    def like(self) -> Tensor:
-        return self.inner.like
 
     def sum_batch(self) -> Tensor:
         return self.pull(self.inner.sum_batch())
@@ -272,13 +262,9 @@ class Scaled(PulledBack):
     def of(self, inner: Jacobian) -> PulledBack:
         return Scaled(inner, self.factor, self.source) if isinstance(inner, Outer) else super().of(inner)
 
-    def squares(self) -> Tensor:
+    def squares(self, per_sample: bool = False) -> Tensor:
         self.outer.weights = self.weights
-        return self.outer.squares() * self.factor.square()
-
-    def squares_batch(self) -> Tensor:
-        self.outer.weights = self.weights
-        return self.outer.squares_batch() * self.factor.square()
+        return self.outer.squares(per_sample) * self.factor.square()
 
     def norms2(self) -> Tensor:
         left, right = self.outer.left, self.outer.right

@@ -131,7 +131,7 @@ def check_reductions(jacobian: Jacobian) -> None:
     assert (jacobian.V, jacobian.N, jacobian.shape) == (V, n, J.shape[2:])
     assert_close(jacobian.sum_batch(), J.sum(1))
     assert_close(jacobian.squares(), J.square().sum((0, 1)))
-    assert_close(jacobian.squares_batch(), J.square().sum(0))
+    assert_close(jacobian.squares(per_sample=True), J.square().sum(0))
     assert_close(jacobian.norms2(), J.reshape(V, n, -1).square().sum(2))
 
 

@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -73,7 +74,10 @@ def multiplied(jacobian: Outer) -> Dense:
     return result
 
 
-REDUCTIONS = ["dense", "sum_batch", "squares", "squares_batch", "norms2"]
+REDUCTIONS = [
+    *map(methodcaller, ["dense", "sum_batch", "squares", "norms2"]),
+    methodcaller("squares", per_sample=True),
+]
 # decisions of the cost model, each forced both ways
 CHOICES = {
     "chosen": {},
@@ -106,8 +110,8 @@ def test_products_of_computed_weights_are_those_of_the_parameter(kind: type, S: 
         expected = Dense(A.T @ inner.dense())
     if weighted:
         jacobian.weights = expected.weights = torch.randn(3, 5, dtype=torch.float64)
-    for reduction in [*REDUCTIONS, "output_factor"]:
-        assert_close(getattr(jacobian, reduction)(), getattr(expected, reduction)())
+    for reduction in [*REDUCTIONS, methodcaller("output_factor")]:
+        assert_close(reduction(jacobian), reduction(expected))
     directions = torch.randn(2, *jacobian.shape, dtype=torch.float64)
     assert_close(jacobian.matmul(directions), expected.matmul(directions))
     assert_close(jacobian.select([4, 0]).dense(), expected.select([4, 0]).dense())
@@ -137,9 +141,9 @@ def test_algorithms_agree(sizes: tuple, choice: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(costs, "by_pairs", lambda *sizes: True)
     for weighted, grad in itertools.product([False, True], repeat=2):
         jacobian = outer(*sizes, weighted=weighted)
-        expected = [getattr(multiplied(jacobian), name)() for name in REDUCTIONS]
+        expected = [reduction(multiplied(jacobian)) for reduction in REDUCTIONS]
         with torch.set_grad_enabled(grad):
-            found = [getattr(jacobian, name)() for name in REDUCTIONS]
+            found = [reduction(jacobian) for reduction in REDUCTIONS]
             if jacobian.V == 1:
                 assert_same(jacobian.moments(), multiplied(jacobian).moments())
         assert_same(found, expected)
@@ -220,8 +224,8 @@ def products_are_those_of_views(
         of_one = rule_for(conv).jac_t(use, [vectors[:1]], ["weight"], 3)["weight"]
         assert_same(of_one.moments(), Dense(J[:1]).moments())
         assert ("whole" not in vars(use.cache["right"])) == (views and rows == 1)
-        for name in REDUCTIONS:
-            assert_same(getattr(jacobian, name)(), getattr(expected, name)())
+        for reduction in REDUCTIONS:
+            assert_same(reduction(jacobian), reduction(expected))
         monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: 2)
         jacobian = jacobian.with_own_patches()
         assert_same(jacobian.dense(), J)
@@ -321,8 +325,8 @@ def test_products_of_sides_of_any_layout(transposed: bool):
         for right in (values[0, ..., 2:], features[0, ..., 2:], values[0, :1, ..., 2:].expand(5, -1, -1, -1)):
             jacobian = Outer(left, right, shape, transposed)
             with torch.no_grad():
-                for name in REDUCTIONS:
-                    assert_same(getattr(jacobian, name)(), getattr(multiplied(jacobian), name)())
+                for reduction in REDUCTIONS:
+                    assert_same(reduction(jacobian), reduction(multiplied(jacobian)))
 
 
 @pytest.mark.parametrize("step", [1, 3, 99])
@@ -489,7 +493,7 @@ def test_an_embedding_that_is_also_the_output_layer(picked: list[int], weighted:
         lambda j: j.dense(),
         lambda j: j.sum_batch(),
         lambda j: j.squares(),
-        lambda j: j.squares_batch(),
+        lambda j: j.squares(per_sample=True),
         lambda j: j.norms2(),
         lambda j: j.output_factor(),
         lambda j: j.project(directions),
