@@ -354,12 +354,6 @@ def _sum_with_product(saved: Saved, position: int) -> Broadcast:
     return Broadcast(saved.value, _itself, (saved.tensor2 if position == 1 else saved.tensor1,))
 
 
-def _interpolation(saved: Saved, position: int) -> Broadcast:
-    if position == 2:
-        return Broadcast(1.0, torch.sub, (saved.end, saved.self))
-    return Broadcast(1.0, partial(torch.rsub, other=1) if position == 0 else _itself, (saved.weight,))
-
-
 def _summand_of_product(saved: Saved, position: int) -> Broadcast | None:
     return Broadcast(saved.beta) if position == 0 else None
 
@@ -444,12 +438,7 @@ _REPETITIONS: dict[str, Callable[[Saved, int], Broadcast | None]] = {
     "WhereBackward0": lambda saved, position: Broadcast(
         1.0, _itself, (~saved.condition if position else saved.condition,)
     ),
-    "PreluKernelBackward0": lambda saved, position: (
-        Broadcast(1.0, partial(torch.clamp, max=0), (saved.self,)) if position == 1 else None
-    ),
     "AddcmulBackward0": _sum_with_product,
-    "LerpBackward0": lambda saved, position: Broadcast(saved.weight if position else 1 - saved.weight),
-    "LerpBackward1": _interpolation,
     "AddmmBackward0": _summand_of_product,
     "BaddbmmBackward0": _summand_of_product,
     "ConvolutionBackward0": _bias,

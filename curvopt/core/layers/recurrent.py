@@ -100,7 +100,7 @@ def _masks(call: ModuleCall) -> list[Tensor]:
 
 @register(nn.RNN, nn.LSTM, nn.GRU)
 class Recurrent(Rule):
-    """Any number of layers and directions, projections and packed sequences included."""
+    """Any number of layers and directions, packed sequences included; projections are read off the graph."""
 
     reads_graph = True
 
@@ -110,7 +110,7 @@ class Recurrent(Rule):
     def fits(self, module: nn.RNNBase) -> bool:
         # on other devices the graph does not show the masks between layers: operations are read off the graph there
         shown = module.dropout < 1 and all(p.is_cpu and p.requires_grad for p in module.parameters())
-        return not _drops(module, module.training) or shown
+        return not module.proj_size and (shown or not _drops(module, module.training))
 
     def least_dims(self, module: nn.RNNBase) -> int:
         return 3
@@ -187,8 +187,8 @@ class Recurrent(Rule):
         if hx is not None:
             return (hx,) if isinstance(hx, Tensor) else hx
         layers = len(module._all_weights)  # times directions
-        h = x.new_zeros(layers, x.shape[0], module.proj_size or module.hidden_size)
-        return (h, x.new_zeros(layers, x.shape[0], module.hidden_size)) if module.mode == "LSTM" else (h,)
+        zeros = x.new_zeros(layers, x.shape[0], module.hidden_size)
+        return (zeros, zeros) if module.mode == "LSTM" else (zeros,)
 
     @staticmethod
     def _direction(
@@ -196,19 +196,16 @@ class Recurrent(Rule):
     ) -> tuple[Tensor, State]:
         """Outputs ``[N, T, H]`` and final state of one direction of one layer, whose parameters have names alike."""
         W, W_ih = module.get_parameter("weight_hh" + names), module.get_parameter("weight_ih" + names)
-        b, b_ih, projection = (getattr(module, name + names, None) for name in ("bias_hh", "bias_ih", "weight_hr"))
+        b, b_ih = (getattr(module, name + names, None) for name in ("bias_hh", "bias_ih"))
         # the cells but GRU's add both products, so that equal vectors arrive at them: gates are one product
         together = module.mode != "GRU"
         of_input = F.linear(x.to(W.dtype), W_ih, b_ih if b is None or not together else b_ih + b)
         of_input.requires_grad_()  # W_ih may be frozen
         sites.append(Site(x, of_input, "weight_ih" + names, "bias_ih" + names))
         # zeros added to the products of all steps: their gradient is that of the products, in one tensor
-        N, T = x.shape[:2]
         probe = of_input if together else torch.zeros_like(of_input).detach().requires_grad_()
-        probe_hr = None if projection is None else probe.new_zeros(N, T, projection.shape[0]).requires_grad_()
-        inputs, probes = of_input.unbind(1), probe.unbind(1)
-        probes_hr = () if probe_hr is None else probe_hr.unbind(1)
-        before, hidden, outputs = [state[0]] * T, [state[0]] * T, [state[0]] * T
+        inputs, probes, T = of_input.unbind(1), probe.unbind(1), x.shape[1]
+        before, outputs = [state[0]] * T, [state[0]] * T
         state = tuple(part.to(W.dtype) for part in state)
         for t in reversed(range(T)) if names.endswith("reverse") else range(T):
             before[t] = state[0]
@@ -216,14 +213,9 @@ class Recurrent(Rule):
                 new = step(module.mode, torch.addmm(inputs[t], state[0], W.mT), state)
             else:
                 new = gru_step(inputs[t], F.linear(state[0], W, b) + probes[t], state)
-            if projection is not None:
-                hidden[t] = new[0]
-                new = (F.linear(new[0], projection) + probes_hr[t], *new[1:])
             if active is not None:  # sequences that have ended keep their state
                 new = tuple(torch.where(active[:, t], n, old) for n, old in zip(new, state, strict=True))
             state, outputs[t] = new, new[0]
         mask = 1.0 if active is None else active.to(x.dtype)
         sites.append(Site(torch.stack(before, 1) * mask, probe, "weight_hh" + names, "bias_hh" + names))
-        if probe_hr is not None:
-            sites.append(Site(torch.stack(hidden, 1) * mask, probe_hr, "weight_hr" + names))
         return torch.stack(outputs, 1) * mask, state

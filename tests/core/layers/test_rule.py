@@ -351,13 +351,13 @@ def test_train_mode_batchnorm_takes_statistics_as_constants():
 KINDS = [nn.RNN, nn.LSTM, nn.GRU]
 
 
-def state(kind: type[nn.Module], layers: int, hidden: int, cell: int) -> Any:
-    h = normal(layers, N, hidden)
-    return (h, normal(layers, N, cell)) if kind is nn.LSTM else h
+def state(kind: type[nn.Module], layers: int) -> Any:
+    h = normal(layers, N, 2)
+    return (h, normal(layers, N, 2)) if kind is nn.LSTM else h
 
 
 # options that only one kind has
-ONLY = {"proj_size": (nn.LSTM,), "nonlinearity": (nn.RNN, nn.RNNCell)}
+ONLY = {"nonlinearity": (nn.RNN, nn.RNNCell)}
 
 
 def kinds_and_options(kinds: list[type[nn.Module]], options: list[dict[str, Any]]) -> list[Any]:
@@ -378,7 +378,6 @@ def kinds_and_options(kinds: list[type[nn.Module]], options: list[dict[str, Any]
             {"bias": False},
             {"num_layers": 2, "bidirectional": True, "batch_first": True},
             {"num_layers": 2, "bidirectional": True, "hidden": True},
-            {"proj_size": 1, "num_layers": 2, "bidirectional": True, "hidden": True},
             {"nonlinearity": "relu", "hidden": True},
             {"num_layers": 2, "dropout": 0.5, "eval": True},
             {"num_layers": 3, "dropout": 0.5, "batch_first": True, "bidirectional": True},
@@ -399,7 +398,7 @@ def test_recurrent(kind, options):
         if packed:
             lengths = [4, 3, 1] if packed == "sorted" else [2, 4, 2]
             x = pack_padded_sequence(x, torch.tensor(lengths, device="cpu"), first, enforce_sorted=packed == "sorted")
-        return (x, state(kind, layers, options.get("proj_size", 2), 2)) if hidden else (x,)
+        return (x, state(kind, layers)) if hidden else (x,)
 
     make = lambda: kind(2, 2, **options).train(not evaluate)  # noqa: E731
     states = (1,) * (2 if kind is nn.LSTM else 1)
