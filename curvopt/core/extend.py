@@ -27,14 +27,11 @@ from curvopt.core.record import (
     _record,
     _records,
     _tensors,
-    begin_call,
     describe,
-    end_call,
-    is_skipped,
     note_parameters,
     outside_of_graphs,
     owned_parameters,
-    running_call,
+    running,
 )
 
 
@@ -45,7 +42,7 @@ class Recorder:
         path: of the module in the model.
         model: the model.
         owns: whether the module has parameters itself, not only in layers inside of it.
-        begins: whether `begin` runs before the forward; a layer deep in a model needs none, as it calls no other.
+        begins: whether `begin` runs before the forward; a layer inside of a model needs none, as it calls no other.
     """
 
     def __init__(self, path: str, model: Model, owns: bool, begins: bool):
@@ -61,41 +58,43 @@ class Recorder:
 
     def begin(self, module: nn.Module, args: tuple) -> None:
         """Before the forward: a call of the module runs."""
-        if not (is_skipped() or _records()):
-            return
         if torch.compiler.is_dynamo_compiling():
-            outside_of_graphs(self.begin, module, args)
-        else:
-            begin_call(self.model, "." not in self.path)
+            if _records():
+                outside_of_graphs(self.begin, module, args)
+        elif running.is_skipped or _records():
+            running.begin(self.model, "." not in self.path)
 
     def __call__(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None, traced: bool = False
     ) -> Any:
         """Put a `ModuleCall` on the node of each output, and a `ModelCall` if the call is the outermost one."""
-        if is_skipped():
+        compiles = torch.compiler.is_dynamo_compiling()
+        if not compiles and running.is_skipped:
             if self.begins:
-                end_call()
+                running.end()
             return None
         if not _records():
             return None
         if output is None and not isinstance(kwargs, dict):  # registered anew without them, by quantization say
             kwargs, output = {}, kwargs
-        if torch.compiler.is_dynamo_compiling():
+        if compiles:
             return outside_of_graphs(self, module, args, kwargs, output, True)
-        running = running_call()
-        outermost = end_call() if self.begins else running is None
-        if not (self.owns or outermost) or (running is None and not self.model.decide_to_record()):
+        model_call = running.call
+        outermost = running.end() if self.begins else model_call is None
+        if not (self.owns or outermost):
             return None
+        if model_call is None:
+            if not self.model.decide_to_record():
+                return None
+            model_call = ModelCall(self.model)
         outputs = _tensors(output)
-        nodes = [out.grad_fn for out in outputs]
-        model_call = ModelCall(self.model) if running is None else running
         if outermost:
             # parameters of the model that it is called with are no samples
-            given = [x for x in _tensors((args, kwargs)) if x not in _extended]
+            given = [x for x in _tensors((args, kwargs)) if type(x) is Tensor or x not in _extended]
             model_call.end(self.path, describe(self.path, module), args, kwargs, given)
-        if not any(nodes):
+        if all([out.grad_fn is None for out in outputs]):
             return None
-        rule = self._rule_for(module)
+        rule, call = self._rule_for(module) if self.owns else None, None
         if rule is not None:
             call = ModuleCall(self.path, model_call, module, rule, args, kwargs, outputs, traced)
             if len(outputs) > 1:
@@ -103,23 +102,17 @@ class Recorder:
                 # (no views: changed in place, they would take the record out of the graph)
                 output = tree_map_only(Tensor, lambda out: out.clone() if out.grad_fn is not None else out, output)
                 outputs = _tensors(output)
-                nodes = [out.grad_fn for out in outputs]
-            for index, (out, node) in enumerate(zip(outputs, nodes, strict=True)):
-                # record the node now: an in-place activation will replace out.grad_fn
-                if node is not None:
-                    _record(node, call, index, out.output_nr)
-        if outermost:
-            for out, node in zip(outputs, nodes, strict=True):
-                if node is not None:
-                    _record(node, model_call, 0, out.output_nr)
-        return output if rule is not None and len(outputs) > 1 else None
+        for index, out in enumerate(outputs):
+            if call is not None:
+                _record(out, call, index)
+            if outermost:
+                _record(out, model_call)
+        return output if call is not None and len(outputs) > 1 else None
 
     def _rule_for(self, module: nn.Module) -> Rule | None:
         """The rule of the module; without one its parameters are found in the graph, by their names."""
-        if not (module._parameters or owned_parameters(module)):
-            return None
         # hooks that come first may have changed the output
-        is_first = isinstance(next(iter(module._forward_hooks.values())), Recorder) and not _global_forward_hooks
+        is_first = next(iter(module._forward_hooks.values())) is self and not _global_forward_hooks
         rule = rule_for(module) if is_first else None
         if rule is None:
             note_parameters(module, self.path, self.model, again=False)  # of a copy, or added since
@@ -198,7 +191,7 @@ def extend(
         if recorder is not None:
             recorder.model, recorder.owns = larger, owns
             continue
-        begins = "." not in path or any(True for _ in child.children())
+        begins = not path or any(True for _ in child.children())
         recorder, is_new = Recorder(path, larger, owns, begins), True
         if begins:
             child.register_forward_pre_hook(recorder.begin, prepend=True)
@@ -241,6 +234,6 @@ def prediction(z: Tensor) -> Tensor:
     """
     if torch.compiler.is_dynamo_compiling():
         return outside_of_graphs(prediction, z)
-    if _records() and z.grad_fn is not None:
-        _record(z.grad_fn, Prediction(), 0, z.output_nr)
+    if _records():
+        _record(z, Prediction())
     return z

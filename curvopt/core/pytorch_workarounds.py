@@ -29,8 +29,9 @@ def running_backward() -> int:
 
 
 def saves_tensors_as_they_are() -> bool:
-    """Whether no hook packs the tensors that autograd saves."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is None  # type: ignore[attr-defined]
+    """Whether no hook packs the tensors that autograd saves, and no autocast converts them."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    return hooks is None and not torch._C._is_any_autocast_enabled()
 
 
 def is_written_down() -> bool:

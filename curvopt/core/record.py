@@ -8,7 +8,7 @@
 The record is in ``grad_fn.metadata``, so it lives and dies with the graph: nothing is kept on modules or in globals.
 It must not hold the node or its output (an uncollectable cycle through C++). From top to bottom::
 
-    disable                        whether forward passes are recorded
+    Running, disable               the call that runs now, and whether it is recorded
     observe, all_observers         attached optimizers
     Model, ModelCall               an extended model, and its outermost calls, which say how many samples there are
     note_parameters, extended_...  names, modules and models of parameters
@@ -49,14 +49,47 @@ from curvopt.core.vjp import listeners
 from curvopt.errors import CurvoptError, CurvoptWarning
 
 
-class _Recording(threading.local):
-    """Whether one thread records."""
+class Running(threading.local):
+    """The outermost call of an extended module that runs now in a thread.
 
-    def __init__(self) -> None:
-        self.active = True
+    Attributes:
+        call: its record, if it is recorded.
+        is_skipped: whether it is not, as no optimizer is due.
+        frame: the frame in which it runs.
+        depth: number of the modules around the present place that may call other ones.
+        is_enabled: whether calls are recorded at all, see `disable`.
+    """
+
+    call: ModelCall | None = None
+    is_skipped = False
+    frame: FrameType | None = None
+    depth = 0
+    is_enabled = True
+
+    def begin(self, model: Model, top: bool) -> None:
+        """The call of a module begins; ``top`` for the model itself or one of its children."""
+        if top and self.depth and not self._goes_on():
+            self.depth = 0  # a call that was interrupted
+        if not self.depth:
+            self.frame, self.is_skipped = sys._getframe(2), not model.decide_to_record()
+            self.call = None if self.is_skipped else ModelCall(model)
+        self.depth += 1
+
+    def _goes_on(self) -> bool:
+        at: FrameType | None = sys._getframe(2)
+        while at is not None and at is not self.frame:
+            at = at.f_back
+        return at is not None
+
+    def end(self) -> bool:
+        """The call of a module ends, also with an exception; whether it was a model call."""
+        self.depth = max(self.depth - 1, 0)
+        if not self.depth:
+            self.call, self.is_skipped, self.frame = None, False, None
+        return not self.depth
 
 
-_recording = _Recording()
+running = Running()
 
 
 @contextmanager
@@ -66,11 +99,11 @@ def disable(active: bool = True) -> Iterator[None]:
     Args:
         active: ``False`` makes this a no-op.
     """
-    before, _recording.active = _recording.active, _recording.active and not active
+    before, running.is_enabled = running.is_enabled, running.is_enabled and not active
     try:
         yield
     finally:
-        _recording.active = before
+        running.is_enabled = before
 
 
 def outside_of_graphs(call: Callable[..., Any], *args: Any) -> Any:
@@ -89,7 +122,7 @@ def _untraced(call: Callable[..., Any], *args: Any) -> Any:
 
 def _records() -> bool:
     """Whether forward passes are recorded now: not where they are written down, to be run without modules."""
-    return _recording.active and torch.is_grad_enabled() and not is_written_down()
+    return running.is_enabled and torch.is_grad_enabled() and not is_written_down()
 
 
 class Observer(Protocol):
@@ -103,24 +136,20 @@ class Observer(Protocol):
         ...
 
 
-_lock = (
-    threading.RLock()
-)  # one thread may extend or attach while another one looks all parameters or optimizers through
-_observers: weakref.WeakKeyDictionary[Observer, None] = weakref.WeakKeyDictionary()  # in the order of attach()
+_observers: list[weakref.ref[Observer]] = []
 
 
 def observe(observer: Observer) -> bool:
     """Ask an optimizer from now on; whether it was not asked before."""
-    with _lock:
-        is_new = observer not in _observers
-        _observers[observer] = None
-        return is_new
+    is_new = observer not in all_observers()
+    if is_new:
+        _observers.append(weakref.ref(observer, _observers.remove))
+    return is_new
 
 
 def all_observers() -> list[Observer]:
-    """The attached optimizers."""
-    with _lock:
-        return list(_observers)
+    """The attached optimizers, in the order of attach()."""
+    return [observer for reference in _observers.copy() if (observer := reference()) is not None]
 
 
 class Model:
@@ -209,54 +238,6 @@ class ModelCall:
         return tuple(lengths if self.listed is None else [self.listed, *lengths])
 
 
-class _Running(threading.local):
-    """The outermost call of an extended module that runs now in a thread, its frame, and the depth of calls in it."""
-
-    def __init__(self) -> None:
-        self.call: ModelCall | None = None
-        self.frame: FrameType | None = None
-        self.depth = 0
-        self.is_recorded = True
-
-
-_running = _Running()
-
-
-def begin_call(model: Model, top: bool) -> None:
-    """The call of an extended module begins; ``top`` for the model itself or one of its children."""
-    if top and _running.depth and not _is_running(_running.frame):
-        _running.depth = 0  # a call that was interrupted
-    if not _running.depth:
-        _running.call, _running.frame = ModelCall(model), sys._getframe(2)
-        _running.is_recorded = model.decide_to_record()
-    _running.depth += 1
-
-
-def _is_running(frame: FrameType | None) -> bool:
-    at: FrameType | None = sys._getframe(2)
-    while at is not None and at is not frame:
-        at = at.f_back
-    return at is not None
-
-
-def end_call() -> bool:
-    """The call of an extended module ends, also with an exception; whether it was a model call."""
-    _running.depth = max(_running.depth - 1, 0)
-    if not _running.depth:
-        _running.call = _running.frame = None
-    return not _running.depth
-
-
-def running_call() -> ModelCall | None:
-    """The model call that runs now."""
-    return _running.call
-
-
-def is_skipped() -> bool:
-    """Whether a model call runs that is not recorded."""
-    return not (torch.compiler.is_dynamo_compiling() or _running.is_recorded) and _running.call is not None
-
-
 def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that the forward of a module uses: of the module, and of containers that have no forward.
 
@@ -271,6 +252,7 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return owned
 
 
+_lock = threading.RLock()  # one thread may extend while another one looks all parameters through
 # names of the parameters of extended modules, and the modules, to notice calls that nothing recorded
 _extended = WeakIdKeyDictionary()
 _UNKNOWN: tuple[str | None, Callable[[], nn.Module | None], Model | None] = None, lambda: None, None
@@ -416,33 +398,32 @@ class ModuleCall:
             outputs: of the call.
             traced: whether the call was in code that was compiled.
         """
-        inputs = _tensors((args, kwargs)) if kwargs or len(args) != 1 else _tensors(args[0])
-        self.path, self.model_call, self.module, self.kwargs = path, model_call, module, kwargs
-        self.boundary = frozenset([leaf.grad_fn for leaf in inputs if leaf.grad_fn is not None])
-        leaves = [leaf for leaf in inputs if leaf.grad_fn is None and leaf.requires_grad]
+        is_single = len(args) == 1 and not kwargs
+        inputs = _tensors(args[0] if is_single else (args, kwargs))
+        self.path, self.model_call, self.module, self.rule = path, model_call, module, rule
+        nodes = [x.grad_fn for x in inputs]
+        self.boundary = frozenset(nodes) - {None}
+        leaves = [x for x in inputs if x.grad_fn is None and x.requires_grad] if None in nodes else ()
         #: Parameters of the module among the inputs: the graph does not show which of their uses are inputs.
         self.given = tuple([p for p in module.parameters() if any([p is leaf for leaf in leaves])]) if leaves else ()
         self.seen = tuple(module._parameters.values())  # torch.func.functional_call exchanges them
         self.shapes = tuple([out.shape for out in outputs])
         self.cache: dict[str, Any] = {}  # what several columns and quantities share; emptied after each backward
-        self.rule = rule
         self.settings, self.training = _settings(module, rule), module.training
         #: How the steps came before the samples, where these were put first (see `samples_first`).
         self.steps: Steps | None = None
+        #: Versions of the tensors among the arguments; ``None`` if the call itself has changed them.
+        self.versions: list[int] | None = [version(x) for x in inputs]
         # an in-place forward: the input is gone, and holding the output would be a cycle (of several, copies are handed
         # out, and an input may be among them)
-        changed = bool(self.boundary) and len(outputs) == 1 and any([outputs[0] is leaf for leaf in inputs])
-        frozen = not any([p is not None and p.requires_grad for p in self.seen])
-        if changed:
-            self._args, self.kwargs = (), {}
-        elif frozen:
-            self._args, self.kwargs = tree_map_only(Tensor, _without_entries, (args, kwargs))
-        elif not traced and len(args) == 1 and not kwargs and self._is_kept(args[0]):
-            self._args = (TensorWeakRef(args[0]),)
-        else:
-            self._args = args
-        #: Versions of the tensors among the arguments; ``None`` if the call itself has changed them.
-        self.versions: list[int] | None = None if changed else [version(x) for x in self.tensors]
+        if self.boundary and len(outputs) == 1 and any(map(is_, inputs, itertools.repeat(outputs[0]))):
+            args, kwargs, self.versions = (), {}, None
+        elif not any([p is not None and p.requires_grad for p in self.seen]):
+            args, kwargs = tree_map_only(Tensor, _without_entries, (args, kwargs))
+            self.versions = [version(x) for x in _tensors((args, kwargs))]
+        elif is_single and not traced and self._is_kept(args[0]):
+            args = (TensorWeakRef(args[0]),)
+        self._args, self.kwargs = args, kwargs
 
     def _is_kept(self, x: Any) -> bool:
         """Whether autograd keeps the only input of the module as it is until the backward has passed."""
@@ -456,8 +437,6 @@ class ModuleCall:
             and x.grad_fn is not None
             # autograd may keep another view of its base
             and (not x._is_view() or (x.dim() == 2 and isinstance(self.module, nn.Linear)))
-            and x.device.type != "meta"  # of which torch.is_autocast_enabled knows nothing
-            and not torch.is_autocast_enabled(x.device.type)
             and saves_tensors_as_they_are()
         )
 
@@ -641,11 +620,13 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _record(node: Node, record: ModuleCall | ModelCall | TermCall | Prediction, index: int, output_nr: int) -> None:
-    node.metadata.setdefault(KEY, []).append((record, index, output_nr))  # type: ignore[attr-defined]
+def _record(out: Tensor, record: ModuleCall | ModelCall | TermCall | Prediction, index: int = 0) -> None:
+    node: Any = out.grad_fn
+    if node is not None:
+        node.metadata.setdefault(KEY, []).append((record, index, out.output_nr))
 
 
 def record_term(out: Tensor, parameters: Sequence[nn.Parameter], weight: float) -> None:
     """Note on the node of ``out`` that it is ``weight / 2`` times the squared norm of the parameters."""
-    if _records() and out.grad_fn is not None:
-        _record(out.grad_fn, TermCall(parameters, weight), 0, out.output_nr)
+    if _records():
+        _record(out, TermCall(parameters, weight))
