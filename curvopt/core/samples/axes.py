@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from math import gcd, prod
+from math import prod
 from typing import NamedTuple
 
-import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
@@ -38,6 +37,7 @@ from curvopt.core.samples.layout import (
     completed,
     labels_along,
     merged,
+    rows_together,
 )
 from curvopt.core.samples.probe import probe_operands
 from curvopt.core.samples.rules import RULES, view
@@ -185,29 +185,10 @@ def matched(axes: BatchAxes, known: Mapping[Edge, Layout]) -> dict[int, int] | N
         by_rows, by_samples = axes.layouts[other], known[other]
         if not isinstance(by_rows, Layout):
             return None
-        pairs = _pairs(by_rows, by_samples)
-        if pairs is None:
-            return None
-        for row, sample in pairs:
+        for row, sample in rows_together(by_rows, by_samples)[1]:
             if row != UNUSED and samples.setdefault(row, sample) != sample:
                 return None
     return samples if met else None
-
-
-def _pairs(one: Layout, other: Layout) -> Iterable[tuple[int, int]] | None:
-    """For all entries of a tensor the row by one layout and by another one, each pair once."""
-    rows = range(one.rows) if one.labels is None else one.labels
-    samples = range(other.rows) if other.labels is None else other.labels
-    if (one.before, one.rows, one.after) == (other.before, other.rows, other.after):
-        return zip(rows, samples, strict=True)
-    size = one.before * one.rows * one.after
-    step = gcd(one.after, other.after)
-    if size // step > 1 << 20:
-        return None
-    entries = torch.arange(0, size, step)
-    by_row = torch.tensor(rows)[entries // one.after % one.rows]
-    by_sample = torch.tensor(samples)[entries // other.after % other.rows]
-    return [tuple(pair) for pair in torch.stack([by_row, by_sample], 1).unique(dim=0).tolist()]  # type: ignore[misc]
 
 
 Heads = dict[Edge, Layout]

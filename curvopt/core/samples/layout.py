@@ -13,7 +13,7 @@ Axis(index=0, before=3, after=1)
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import prod
+from math import gcd, lcm, prod
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -96,30 +96,27 @@ def labels_along(layout: Layout, axis: Axis) -> tuple[int, ...]:
     return tuple([label for _ in range(axis.before) for label in rows for _ in range(axis.after)])
 
 
-def labelled(shape: Sequence[int], axis: int, labels: Sequence[int], N: int, mixed: bool) -> Layout:
-    """The layout of a tensor whose entries along an axis belong to these samples; regular if all are in order."""
-    before, length, after = prod(shape[:axis]), len(labels), prod(shape[axis + 1 :])
-    labels = tuple(labels)
-    if length and length % N == 0:
-        share = length // N
-        if labels == tuple([j // share for j in range(length)]):
-            return Layout(before, N, after * share, mixed=mixed)
-        if labels == tuple([j % N for j in range(length)]):
-            return Layout(before * share, N, after, mixed=mixed)
-    return Layout(before, length, after, labels, mixed)
+def labelled(
+    shape: Sequence[int], axis: int, labels: Sequence[int], N: int, mixed: bool, complete: bool = False
+) -> Layout:
+    """The layout of a tensor whose entries along an axis belong to these samples; regular if all are in order.
+
+    With ``complete``, unused ones are given to samples, so that it is regular where that is possible.
+    """
+    before, labels, after = prod(shape[:axis]), tuple(labels), prod(shape[axis + 1 :])
+    share, rest = divmod(len(labels), N)
+    for by_share in (True, False) if share and not rest else ():
+        ordered = tuple([j // share if by_share else j % N for j in range(len(labels))])
+        if labels == ordered or (complete and all(a in (UNUSED, b) for a, b in zip(labels, ordered, strict=True))):
+            return Layout(before if by_share else before * share, N, after * share if by_share else after, mixed=mixed)
+    return Layout(before, len(labels), after, tuple([max(a, 0) for a in labels]) if complete else labels, mixed)
 
 
 def completed(layout: Layout, N: int) -> Layout:
-    """A layout in which unused rows are given to samples, so that it is regular where that is possible."""
-    labels = layout.labels
-    if labels is None or UNUSED not in labels:
+    """A layout in which unused rows are given to samples."""
+    if layout.labels is None or UNUSED not in layout.labels:
         return layout
-    length = len(labels)
-    patterns = [[j // (length // N) for j in range(length)], [j % N for j in range(length)]] if length % N == 0 else []
-    for pattern in patterns:
-        if all(label in (UNUSED, sample) for label, sample in zip(labels, pattern, strict=True)):
-            return labelled((layout.before, length, layout.after), 1, pattern, N, layout.mixed)
-    return layout._replace(labels=tuple([max(label, 0) for label in labels]))
+    return labelled((layout.before, layout.rows, layout.after), 1, layout.labels, N, layout.mixed, complete=True)
 
 
 def merged(one: AnyLayout, other: AnyLayout, N: int) -> AnyLayout:
@@ -135,27 +132,27 @@ def merged(one: AnyLayout, other: AnyLayout, N: int) -> AnyLayout:
         return one._replace(mixed=mixed)
     if one.labels is None and other.labels is None:
         return UNKNOWN
-    coarse, fine = (one, other) if other.rows * other.before >= one.rows * one.before else (other, one)
-    labels = _labels_like(coarse, fine)
-    if labels is None:
+    step, pairs = rows_together(one, other)
+    if any(UNUSED not in pair and pair[0] != pair[1] for pair in pairs):
         return UNKNOWN
-    rows = []
-    for a, b in zip(labels, range(fine.rows) if fine.labels is None else fine.labels, strict=True):
-        if UNUSED not in (a, b) and a != b:
-            return UNKNOWN
-        rows.append(max(a, b))
+    before, rows = one.before * one.rows * one.after // max(len(pairs) * step, 1), [max(pair) for pair in pairs]
     if UNUSED in rows:
-        return fine._replace(labels=tuple(rows), mixed=mixed)
-    return labelled((fine.before, fine.rows, fine.after), 1, rows, N, mixed)
+        return Layout(before, len(rows), step, tuple(rows), mixed)
+    return labelled((before, len(rows), step), 1, rows, N, mixed)
 
 
-def _labels_like(coarse: Layout, fine: Layout) -> tuple[int, ...] | None:
-    """The samples of a layout for each row of another one, if these rows are of one sample each."""
-    if coarse.after % fine.after or (fine.rows * fine.after) % (coarse.rows * coarse.after):
-        return None
-    rows = range(coarse.rows) if coarse.labels is None else coarse.labels
-    share = coarse.after // fine.after
-    return tuple([rows[j // share % coarse.rows] for j in range(fine.rows)])
+def rows_together(one: Layout, other: Layout) -> tuple[int, list[tuple[int, int]]]:
+    """The samples of entries of a tensor by two layouts, and how many entries next to each other have each pair.
+
+    Behind the last pair comes the first again.
+    """
+    step = gcd(one.after, other.after) or 1
+    length = lcm(one.rows * one.after, other.rows * other.after) // step
+    rows = [range(layout.rows) if layout.labels is None else layout.labels for layout in (one, other)]
+    return step, [
+        (rows[0][j * step // one.after % one.rows], rows[1][j * step // other.after % other.rows])
+        for j in range(length)
+    ]
 
 
 def as_mixed(layout: AnyLayout) -> AnyLayout:
