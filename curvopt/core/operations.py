@@ -45,7 +45,6 @@ elementwise    | -           | LogSigmoidBackward SigmoidBackward SoftplusBackwa
 elementwise    | -           | TanhBackward ThresholdBackward
 
 view           | linear      | ReshapeAlias Squeeze UnsafeView Unsqueeze View
-as_strided     | linear      | AsStrided
 t              | linear      | T
 transpose      | linear      | Transpose
 permute        | linear      | Permute
@@ -67,7 +66,6 @@ batch_norm     | multilinear | CudnnBatchNorm MiopenBatchNorm NativeBatchNorm
 sync_batch_norm | -          | SyncBatchNorm
 along          | linear      | Cummax Cummin Cumsum Flip Roll Sort Topk
 along          | -           | Cumprod Glu LogSoftmax Logcumsumexp SafeSoftmax Softmax
-last_two       | linear      | Tril Triu
 reduce         | linear      | Amax Amin Kthvalue Max Mean Median Min Mode Nansum Sum
 reduce         | -           | LinalgVectorNorm Logsumexp Norm Prod Std Var
 select         | linear      | Select Unbind
@@ -78,10 +76,8 @@ stack          | linear      | Stack
 repeat         | linear      | Repeat
 pad            | linear      | ConstantPadNd ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D
 pad            | linear      | ReplicationPad2D ReplicationPad3D
-unfold         | linear      | Unfold
 index          | linear      | Index
 index_select   | linear      | IndexSelect
-index_put      | linear      | IndexPut
 index_add      | linear      | IndexAdd IndexCopy
 gather         | linear      | Gather
 embedding      | linear      | Embedding
@@ -92,9 +88,9 @@ attention      | -           | ScaledDotProductFusedAttentionOverrideable
 recurrent      | -           | CudnnRnn MiopenRnn MkldnnRnnLayer
 cell           | -           | ThnnFusedGruCell ThnnFusedLstmCell
 
--              | linear      | BlockDiag DiagEmbed Diagonal FFTC2C FFTC2R FFTR2C IndexFill MaskedScatter MaskedSelect
--              | linear      | NllLoss NllLoss2D Rot90 Scatter ScatterAdd SelectScatter SliceScatter Take Trace
--              | linear      | ViewAsComplex ViewAsReal
+-              | linear      | AsStrided BlockDiag DiagEmbed Diagonal FFTC2C FFTC2R FFTR2C IndexFill IndexPut
+-              | linear      | MaskedScatter MaskedSelect NllLoss NllLoss2D Rot90 Scatter ScatterAdd SelectScatter
+-              | linear      | SliceScatter Take Trace Tril Triu Unfold ViewAsComplex ViewAsReal
 -              | multilinear | Addbmm Addr Dot Trilinear
 """
 

@@ -12,11 +12,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 
 import torch
-from torch import Tensor
 
 from curvopt.core.nodes import operation, outputs_of, saved, signed
 from curvopt.core.samples.layout import UNKNOWN, AnyLayout, Layout, OperationCall
@@ -24,38 +23,25 @@ from curvopt.core.samples.probe import probe_operands
 
 
 def index(call: OperationCall) -> list[AnyLayout]:
-    """Rows that are picked by one tensor of integers, or several."""
-    (shape,), picked = call.operands, _picked(call.saved("indices"))
-    if shape is None or picked is None:
+    """Rows that are picked by a mask, or by one tensor of integers or several, that make one axis of the output."""
+    (shape,), given = call.operands, [(i, x) for i, x in enumerate(call.saved("indices")) if x is not None]
+    if shape is None or not given or [i for i, _ in given] != list(range(given[0][0], given[0][0] + len(given))):
         return call.unknown
-    first, count, ways = picked
+    first, mask = given[0]
+    if mask.dtype == torch.bool and len(given) == 1:
+        count, ways = mask.dim(), [(first, mask.dim(), mask.flatten().nonzero()[:, 0])]
+    elif all(x.dim() == 1 and x.dtype != torch.bool and len(x) == len(mask) for _, x in given):
+        count, ways = len(given), [(i, 1, x) for i, x in given]
+    else:
+        return call.unknown
     if call.axis.index != first:  # an axis that is not indexed
-        index = call.axis.index if call.axis.index < first else call.axis.index - 1 + count
-        return [call.at(shape, index)]
+        return [call.at(shape, call.axis.index if call.axis.index < first else call.axis.index - 1 + count)]
     for axis, merged_axes, places in ways:
         seen = [*shape[:axis], prod(shape[axis : axis + merged_axes]), *shape[axis + merged_axes :]]
-        found = call.placed(torch.Size(seen), axis, call.labels, places)
+        found = call.placed(torch.Size(seen), axis, call.labels, places.tolist())
         if found is not UNKNOWN:
             return [found]
     return call.unknown
-
-
-def _picked(indices: Sequence[Tensor | None]) -> tuple[int, int, list[tuple[int, int, list[int]]]] | None:
-    """How rows are picked by indices, where these make one axis of the output; ``None`` otherwise.
-
-    Returns:
-        The first axis that is indexed, how many are, and the ways to see it: an axis of the operand, how many axes
-        from there on count as one, and the places along it.
-    """
-    given = [(i, x) for i, x in enumerate(indices) if x is not None]
-    if not given or [i for i, _ in given] != list(range(given[0][0], given[0][0] + len(given))):
-        return None
-    (first, x), *further = given
-    if x.dtype == torch.bool:
-        return None if further else (first, x.dim(), [(first, x.dim(), x.flatten().nonzero()[:, 0].tolist())])
-    if any(each.dim() != 1 or each.dtype == torch.bool or len(each) != len(x) for _, each in given):
-        return None
-    return first, len(given), [(i, 1, each.tolist()) for i, each in given]
 
 
 def index_select(call: OperationCall) -> list[AnyLayout]:
@@ -65,24 +51,6 @@ def index_select(call: OperationCall) -> list[AnyLayout]:
     if shape is None or index != call.dim(len(shape)):
         return [call.at(shape, index)]
     return [call.placed(shape, index, call.labels, call.saved("index").flatten().tolist())]
-
-
-def index_put(call: OperationCall) -> list[AnyLayout]:
-    """Rows that are written, and rows that are kept."""
-    (written, values), picked = call.operands, _picked(call.saved("indices"))
-    if picked is None or picked[0] != 0:
-        return call.unknown
-    _, count, ((_, merged_axes, places), *further) = picked
-    if further or call.axis.index >= max(count, merged_axes):
-        return call.unknown
-    found: list[AnyLayout] = [call.at(written, call.axis.index), None]
-    if values is not None:
-        if len(values) != len(call.shape) - merged_axes + 1 or values[0] != len(places):
-            return call.unknown  # repeated for the rows
-        labels, share = call.labels, prod(call.shape[call.axis.index + 1 : merged_axes])
-        picks = [labels[place // share % len(labels)] for place in places]
-        found[1] = call.labelled(values, 0, picks)
-    return found
 
 
 def index_add(call: OperationCall) -> list[AnyLayout]:
@@ -118,18 +86,6 @@ def _elementwise(call: OperationCall) -> list[AnyLayout]:
 def view(call: OperationCall) -> list[AnyLayout]:
     """Views keep the flat index."""
     return [call.layout] * len(call.node.next_functions)
-
-
-def _as_strided(call: OperationCall) -> list[AnyLayout]:
-    (shape,), size, strides = call.operands, call.saved("size"), call.saved("stride")
-    if shape is None or sorted(size) != sorted(shape):
-        return call.unknown
-    operand_strides = torch.empty(shape, device="meta").stride()
-    found = [i for i, stride in enumerate(operand_strides) if stride == strides[call.axis.index] and shape[i] > 1]
-    # an axis of the memory that the operand fills in order
-    if len(found) != 1 or shape[found[0]] != size[call.axis.index]:
-        return call.unknown
-    return [call.at(shape, found[0])]
 
 
 def _t(call: OperationCall) -> list[AnyLayout]:
@@ -219,10 +175,6 @@ def _along(call: OperationCall) -> list[AnyLayout]:
     return call.unknown
 
 
-def _last_two(call: OperationCall) -> list[AnyLayout]:
-    return [call.at(call.operands[0], call.axis.index)] if call.axis.index < len(call.shape) - 2 else call.unknown
-
-
 def _reduce(call: OperationCall) -> list[AnyLayout]:
     (shape,) = call.operands
     dims = saved(call.node, "dim")
@@ -295,12 +247,6 @@ def _pad(call: OperationCall) -> list[AnyLayout]:
     return call.unknown if padded else [call.at(call.operands[0], call.axis.index)]
 
 
-def _unfold(call: OperationCall) -> list[AnyLayout]:
-    (shape,) = call.operands
-    dim = call.dim(len(shape or ()), "dimension")
-    return call.unknown if call.axis.index in (dim, len(shape or ())) else [call.at(shape, call.axis.index)]
-
-
 def _attention(call: OperationCall) -> list[AnyLayout]:
     if call.axis.index > 1:
         return call.unknown
@@ -332,9 +278,9 @@ def _cell(call: OperationCall) -> list[AnyLayout]:
 RULES: dict[str, Callable[[OperationCall], list[AnyLayout]]] = {
     rule.__name__.removeprefix("_"): rule
     for rule in (
-        *(_elementwise, view, _as_strided, _t, _transpose, _permute, _matmul, _bmm, _linear, _rows, _images),
-        *(_layer_norm, _batch_norm, _sync_batch_norm, _along, _last_two, _reduce, _select),
-        *(_slice, _split, _cat, _stack, _repeat, _pad, _unfold, index, index_select, index_put, index_add),
+        *(_elementwise, view, _t, _transpose, _permute, _matmul, _bmm, _linear, _rows, _images),
+        *(_layer_norm, _batch_norm, _sync_batch_norm, _along, _reduce, _select),
+        *(_slice, _split, _cat, _stack, _repeat, _pad, index, index_select, index_add),
         *(gather, embedding, _attention, _recurrent, _cell),
     )
 }
