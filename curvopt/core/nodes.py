@@ -163,8 +163,16 @@ class Saved:
 Edge = tuple[Node, int]  # an output of a node
 
 
-def consumers_first(roots: Iterable[Node], last: Collection[Node] = ()) -> list[Node]:
-    """These nodes and all behind them, each after the nodes that use its outputs; none behind ``last``."""
+def consumers_first(
+    roots: Iterable[Node],
+    last: Collection[Node] = (),
+    ends: Collection[Edge] = (),
+    through: Collection[Node] | None = None,
+) -> list[Node]:
+    """These nodes and all behind them, each after the nodes that use its outputs.
+
+    None behind the nodes ``last``, or reached by an edge of ``ends`` only, or, if these are given, not of ``through``.
+    """
     order: list[Node] = []
     seen: set[Node | None] = {None}
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
@@ -172,10 +180,10 @@ def consumers_first(roots: Iterable[Node], last: Collection[Node] = ()) -> list[
         node, done = stack.pop()
         if done:
             order.append(node)
-        elif node not in seen:
+        elif node not in seen and (through is None or node in through):
             seen.add(node)
             stack.append((node, True))
-            for below, _ in () if node in last else node.next_functions:
-                if below not in seen:
-                    stack.append((below, False))  # type: ignore[arg-type]
+            for edge in () if node in last else node.next_functions:
+                if edge[0] not in seen and edge not in ends:
+                    stack.append((edge[0], False))  # type: ignore[arg-type]
     return order[::-1]

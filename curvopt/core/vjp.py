@@ -9,7 +9,7 @@ checkpoint recomputes its block), and, while a backward runs, hooks at functions
 >>> found.tolist()
 [[2.0, 0.0], [0.0, 4.0]]
 >>> z = 1 * x
->>> vjp = NodeVjp.between([get_gradient_edge(z.square().sum())], [get_gradient_edge(z)])
+>>> vjp = NodeVjp([get_gradient_edge(z.square().sum())], [get_gradient_edge(z)])
 >>> [vector.tolist() for vector in vjp([torch.tensor(1.0)])]
 [[2.0, 4.0]]
 """
@@ -28,7 +28,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from curvopt.core.nodes import Edge, leads_further_to, metadata, name_of, outputs_of, shape_of
+from curvopt.core.nodes import consumers_first, leads_further_to, metadata, name_of, outputs_of, shape_of
 from curvopt.core.pytorch_workarounds import running_backward, wrong_together
 
 
@@ -227,42 +227,23 @@ class NodeVjp:
         inputs: where they are pulled back to. A path ends at the first of them.
 
     Attributes:
-        nodes: all nodes on paths from the outputs that do not pass an input.
+        nodes: all nodes on paths from the outputs that do not pass an input, each after the nodes it uses.
         order: nodes that lead to an input, in the order in which vectors pass them.
     """
 
-    def __init__(self, outputs: Sequence[Edge], inputs: dict[Edge, int]):
-        """Begin without nodes."""
-        self.outputs, self.inputs = outputs, inputs
-        self.nodes, self.order, self._leading = list[Node](), list[Node](), set[Node]()
-
-    @classmethod
-    def between(
-        cls,
-        outputs: Sequence[GradientEdge],
-        inputs: Sequence[GradientEdge],
-        through: Collection[Node] | None = None,
-    ) -> NodeVjp:
-        """Read the graph between two sets of edges; with ``through`` only paths of these nodes."""
-        vjp = cls(
-            [(edge.node, edge.output_nr) for edge in outputs],
-            {(edge.node, edge.output_nr): i for i, edge in enumerate(inputs)},
-        )
-        seen = set[Node]()
-        stack = [(node, False) for node, nr in vjp.outputs if (node, nr) not in vjp.inputs]
-        while stack:
-            node, done = stack.pop()
-            if done:
-                vjp.nodes.append(node)
-                if any(edge in vjp.inputs or edge[0] in vjp._leading for edge in node.next_functions):
-                    vjp._leading.add(node)
-                    vjp.order.append(node)
-            elif node not in seen and (through is None or node in through):
-                seen.add(node)
-                stack.append((node, True))
-                stack += [(e[0], False) for e in node.next_functions if e[0] is not None and e not in vjp.inputs]
-        vjp.order.reverse()
-        return vjp
+    def __init__(
+        self, outputs: Sequence[GradientEdge], inputs: Sequence[GradientEdge], through: Collection[Node] | None = None
+    ):
+        """Read the graph between the edges; with ``through`` only paths of these nodes."""
+        self.outputs = [(edge.node, edge.output_nr) for edge in outputs]
+        self.inputs = {(edge.node, edge.output_nr): i for i, edge in enumerate(inputs)}
+        roots = [node for node, nr in self.outputs if (node, nr) not in self.inputs]
+        self.nodes = consumers_first(roots, ends=self.inputs, through=through)[::-1]
+        self._leading: set[Node] = set()
+        for node in self.nodes:
+            if any(edge in self.inputs or edge[0] in self._leading for edge in node.next_functions):
+                self._leading.add(node)
+        self.order = [node for node in reversed(self.nodes) if node in self._leading]
 
     @property
     def eps(self) -> float:
@@ -379,7 +360,7 @@ def pull_through(node: Node, output_nr: int, position: int, vectors: Tensor) -> 
 
 def pull_to_leaf(source: GradientEdge, leaf: Tensor, vectors: Tensor) -> Tensor | None:
     """Pull vectors ``[v, *source]`` back to a leaf, ``[v, *leaf]``, past its hooks; ``None`` if nothing arrives."""
-    vjp = NodeVjp.between([source], [get_gradient_edge(leaf)])
+    vjp = NodeVjp([source], [get_gradient_edge(leaf)])
     found = _stacked([vjp([vector])[0] for vector in vectors])
     return None if found is None else found.to(leaf.dtype)
 

@@ -1,6 +1,6 @@
 """Quantities of the Hessian and products with curvature matrices equal their dense references.
 
-Tests of `extensions/hessian.py`, `core/backward/second_order.py`, `core/backward/residuals.py`, `core/nonlinear.py`.
+Tests of `extensions/hessian.py`, `core/backward/second_order.py`, `core/backward/residuals.py`, `core/operations.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations
 from curvopt import backpack, extend
 from curvopt.core import operations
 from curvopt.core.nodes import walk
-from curvopt.core.nonlinear import nonlinear_operations
+from curvopt.core.operations import nonlinear_operations
 from curvopt.core.record import records_of
 from curvopt.errors import CurvoptError
 from curvopt.extensions import (

@@ -266,7 +266,7 @@ class BackwardPass:
             return self
         with self._computing():
             if terms:
-                arrived = NodeVjp.between(self.roots, list(terms.values()))(list(self.how.roots.values()))
+                arrived = NodeVjp(self.roots, list(terms.values()))(list(self.how.roots.values()))
                 for term, grad in zip(terms, arrived, strict=True):
                     if grad is not None:
                         for p in term.parameters:

@@ -25,7 +25,7 @@ from curvopt.core.backward.checks import check_second_derivatives
 from curvopt.core.linear_algebra import allclose, eigh
 from curvopt.core.losses.roots import Columns, Modify
 from curvopt.core.nodes import is_complex, precisions, shape_of
-from curvopt.core.nonlinear import Residual, nonlinear_operations
+from curvopt.core.operations import Residual, nonlinear_operations
 from curvopt.core.products.base import Chunk, Dense
 from curvopt.core.samples.layout import Layout
 from curvopt.core.vjp import cut, pull

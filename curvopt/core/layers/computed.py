@@ -28,8 +28,7 @@ from torch.autograd.graph import GradientEdge, Node
 from curvopt.core.layers.operations import Broadcast, ParameterCall, broadcast_of, broadcasts, lookup_of, viewed
 from curvopt.core.layers.rule import Jacobians, Rule, tensors
 from curvopt.core.nodes import Saved, consumers_first, leaf_of, metadata, name_of, operation, shape_of, walk
-from curvopt.core.nonlinear import nonlinear_operations
-from curvopt.core.operations import BY_ENTRY
+from curvopt.core.operations import BY_ENTRY, nonlinear_operations
 from curvopt.core.products.base import Dense, Jacobian
 from curvopt.core.products.outer import Outer
 from curvopt.core.products.sums import PulledBack, Scaled

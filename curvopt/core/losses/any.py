@@ -286,7 +286,7 @@ class GenericLoss:
     def _vjp(self) -> NodeVjp:
         # less the known terms: what arrives at them is taken off there
         roots = [*self.roots, *(GradientEdge(loss.node, 0) for loss in self.known)]
-        return NodeVjp.between(roots, self.edges)
+        return NodeVjp(roots, self.edges)
 
     @cached_property
     def _vectors(self) -> list[Tensor]:
@@ -447,7 +447,7 @@ class GenericLoss:
             slope = run(self._vjp, self._vectors)[: len(self.heads)]
         curved = {i: s for i, s in enumerate(slope) if s is not None and s.grad_fn is not None}
         edges = [GradientEdge(s.grad_fn, s.output_nr) for s in curved.values()]  # type: ignore[arg-type]
-        twice = NodeVjp.between(edges, [head.edge for head in self.heads])
+        twice = NodeVjp(edges, [head.edge for head in self.heads])
         if any(name_of(node) == "torch::autograd::Error" for node in twice.nodes):
             raise self._not_twice("a function in it is marked with once_differentiable")
         inside = {*self._vjp.order, *(head.edge.node for head in self.heads)}

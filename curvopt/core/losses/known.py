@@ -260,7 +260,7 @@ class Terms:
     def receive(self, grads: Sequence[Tensor]) -> None:
         """Set what arrives at the known terms from the gradients of the roots; drop terms at which nothing arrives."""
         edges = [GradientEdge(loss.node, 0) for loss in self.known]
-        arrived = NodeVjp.between([GradientEdge(*root) for root in self.roots], edges, self.linear)(grads)
+        arrived = NodeVjp([GradientEdge(*root) for root in self.roots], edges, self.linear)(grads)
         for loss, grad in zip(self.known, arrived, strict=True):
             if grad is not None:
                 loss.grad = grad
