@@ -17,7 +17,7 @@ checkpoint recomputes its block), and, while a backward runs, hooks at functions
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -67,28 +67,7 @@ def carried() -> Iterator[None]:
 
 
 class OwnBackward:
-    """Marks the backward passes that the engine itself runs: it is last among `listeners`, so no context takes part.
-
-    A function that is written in Python may start a further one, which adds the engine's vectors to ``.grad``.
-
-    Attributes:
-        grads: ``.grad`` before, and a copy of it, by leaf.
-    """
-
-    def __init__(self) -> None:
-        self.grads: dict[Tensor, tuple[Tensor, Tensor] | None] = {}
-
-    def keep(self, leaves: Iterable[Tensor]) -> None:
-        """Keep the ``.grad`` of leaves to which a backward is about to add."""
-        for leaf in leaves:
-            if leaf not in self.grads:
-                self.grads[leaf] = None if leaf.grad is None else (leaf.grad, leaf.grad.detach().clone())
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Set ``.grad`` of these leaves to what it was."""
-        for leaf, kept in self.grads.items():
-            leaf.grad = None if kept is None else kept[0].copy_(kept[1])
+    """Marks the backward passes that the engine itself runs: it is last among `listeners`, so no context takes part."""
 
 
 def is_own_backward() -> bool:
@@ -98,17 +77,16 @@ def is_own_backward() -> bool:
 
 
 @contextmanager
-def own_backward() -> Iterator[OwnBackward]:
-    """No listener takes part in backward passes inside."""
+def own_backward() -> Iterator[None]:
+    """No listener takes part in backward passes inside; a function that starts a further one is refused."""
     engine = OwnBackward()
     listening = _of_thread.all
     listening.append(engine)
     try:
         with carried():
-            yield engine
+            yield
     finally:
         listening.remove(engine)
-        engine.restore()
 
 
 def listen(edge: GradientEdge, arrived: Callable[[Tensor], None]) -> RemovableHandle:
@@ -138,7 +116,7 @@ def pull(
     Builds a graph exactly if gradients are enabled, and leaves the network's graph alive.
     """
     create_graph, V = torch.is_grad_enabled(), vectors[0].shape[0]
-    with own_backward() as engine:
+    with own_backward():
         # anomaly detection looks at numbers, as vmap cannot, and prints what follows
         if V > 1 and not torch.is_anomaly_enabled() and not wrong_together(outputs):
             try:
@@ -154,14 +132,11 @@ def pull(
                     )
                 )
             except RuntimeError:
-                engine.restore()  # an operation that vmap cannot enter (a custom autograd.Function): one by one
+                pass  # an operation that vmap cannot enter (a custom autograd.Function): one by one
         # the engine itself: the first `torch.autograd.grad` with a vector imports modules for a second
         run = partial(_engine.run_backward, tuple(outputs), keep_graph=True, create_graph=create_graph)
         run = partial(run, inputs=tuple(inputs), allow_unreachable=True, accumulate_grad=False)
-        columns = []
-        for v in range(V):
-            columns.append(run(tuple([vector[v] for vector in vectors])))
-            engine.restore()
+        columns = [run(tuple([vector[v] for vector in vectors])) for v in range(V)]
     if V == 1:
         return [None if found is None else found.unsqueeze(0) for found in columns[0]]
     return [None if column[0] is None else torch.stack(column) for column in zip(*columns, strict=True)]  # type: ignore[arg-type]

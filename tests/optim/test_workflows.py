@@ -147,47 +147,28 @@ class Reversible(torch.autograd.Function):
 
 @pytest.mark.filterwarnings("ignore:.*as one sample")
 @every_kind
-def test_layers_in_a_backward_of_their_own_have_the_right_gradients(kind: Callable) -> None:
+@pytest.mark.parametrize("layer", [True, False])
+def test_a_function_with_a_backward_of_its_own_has_the_right_gradients(kind: Callable, layer: bool) -> None:
+    """It adds to the ``.grad`` of a layer, or of a tensor that it keeps."""
     torch.manual_seed(0)
-    layers = {"first": nn.Linear(8, 16), "middle": nn.Linear(16, 16), "last": nn.Linear(16, 3)}
-    model = Net(lambda net, x: net.last(Reversible.apply(net.first(x), net.middle)), **layers).double()
+    raw, layers = torch.ones(16, requires_grad=True), {"first": nn.Linear(8, 16), "last": nn.Linear(16, 3)}
+    middle: Any = nn.Linear(16, 16) if layer else lambda h: (raw * h).tanh()
+    layers |= {"middle": middle} if layer else {}
+    model = Net(lambda net, x: net.last(Reversible.apply(net.first(x), middle)), **layers).double()
+    kept = [*model.parameters()] if layer else [*model.parameters(), raw]
     F.cross_entropy(model(x), y).backward()
-    expected = [p.grad for p in model.parameters()]
+    expected = [p.grad for p in kept]
     optimizer = kind(model.parameters())
     optimizer.attach(model)
     optimizer.zero_grad()
+    raw.grad = None
     with pytest.warns(CurvoptWarning, match="takes plain gradients.*inside of another one"):
         F.cross_entropy(model(x), y).backward()
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(kept, expected, strict=True))
     optimizer.step()
     extend(model)
     with backpack(KFAC()), pytest.raises(CurvoptError, match="^kfac: .*inside of another one"):
         F.cross_entropy(model(x), y).backward()
-
-
-@every_kind
-def test_a_function_with_a_backward_of_its_own_keeps_nothing_of_the_vectors_of_the_engine(kind: Callable) -> None:
-    """It reads ``.grad`` of tensors that it keeps, to which a backward adds."""
-
-    def forward(net: Any, x: Tensor) -> Tensor:
-        return net.last(Reversible.apply(net.first(x), lambda h: (net.raw * h).tanh()))
-
-    torch.manual_seed(0)
-    raw = torch.ones(16, requires_grad=True)
-    model: Any = Net(forward, first=nn.Linear(8, 16), last=nn.Linear(16, 3), raw=raw).double()
-    F.cross_entropy(model(x), y).backward()
-    expected, raw = [p.grad for p in model.parameters()], model.raw.grad
-    assert raw is not None
-    raw = raw.clone()
-    optimizer = kind(model.parameters(), curvature_every=1)
-    optimizer.attach(model)
-    optimizer.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    for p, grad in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.grad, grad)
-    torch.testing.assert_close(model.raw.grad, 2 * raw)  # of two backwards
-    optimizer.step()
-    assert covered(optimizer)
 
 
 @every_kind

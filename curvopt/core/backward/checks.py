@@ -237,23 +237,23 @@ def _refuse_wrong(located: LocatedGraph, wrong: Wrong, edges: Sequence[GradientE
 
 
 def check_inner_backward(roots: list[Node], extensions: Sequence[Extension]) -> None:
-    """Refuse layers in a backward that was started inside of another one; optimizers go on without their curvature.
+    """Refuse a backward that was started inside of another one; optimizers go on without their curvature.
 
-    Vectors that the engine itself pulls back must not be added to gradients.
+    Vectors that the engine itself pulls back must not be added to gradients. One that a hook starts may have layers
+    that are not extended.
 
     Args:
         roots: of the inner backward.
         extensions: of the user.
 
     Raises:
-        CurvoptError: if there are such layers.
+        CurvoptError: if the engine runs the other one, or there are extended layers.
     """
-    of_engine = is_own_backward() and any(isinstance(leaf, nn.Parameter) for leaf in leaves_behind(roots))
-    if of_engine or (extensions and any(records_behind(roots, ModuleCall))):
+    if is_own_backward() or (extensions and any(records_behind(roots, ModuleCall))):
         error = CurvoptError(
-            "an extended module was used in a backward that was started inside of another one, by a hook, or by a "
-            "function that computes layers again; use torch.utils.checkpoint with use_reentrant=False, and "
-            "`with backpack():` in a hook."
+            "a backward was started inside of another one, by a function that computes layers again, or by a hook that "
+            "uses an extended module; use torch.utils.checkpoint with use_reentrant=False, and `with backpack():` in a "
+            "hook."
         )
         raise naming_fields(extensions, error) if extensions else error
 

@@ -140,8 +140,6 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
             asked = [context for context in listeners() if isinstance(context, Context)][-1:] if of_engine else contexts
             wanted = [e for context in asked if context.listener is None for e in context.extensions]
             check_inner_backward(roots, wanted)
-            if of_engine:
-                listeners()[-1].keep(leaves_behind(roots))
         return call()
     if not roots or (inputs and not any(_is_parameter(x) for x in inputs)):  # of slopes, say, that the loss is made of
         return call()
