@@ -148,28 +148,30 @@ class Net(nn.Module):
         return self.function(self, *inputs)
 
 
-class FunctionalBetween(nn.Module):
+class Of(nn.Module):
+    """A function of a module and its inputs; the parts of the module are modules or values of parameters."""
+
+    def __init__(self, function: Callable, **parts: nn.Module | Tensor):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part if isinstance(part, nn.Module) else nn.Parameter(part))
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
+
+
+def functional_between() -> nn.Module:
     """Nonlinear functions that are not modules."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(5, 6), nn.Linear(6, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.third(torch.tanh(self.second(F.gelu(self.first(x)))))
+    forward = lambda m, x: m.third(torch.tanh(m.second(F.gelu(m.first(x)))))  # noqa: E731
+    return Of(forward, first=nn.Linear(5, 6), second=nn.Linear(6, 4), third=nn.Linear(4, 3))
 
 
-class Residual(nn.Module):
+def residual() -> nn.Module:
     """Linear layers around ``x + f(x)``, where ``+`` is a function."""
-
-    def __init__(self):
-        super().__init__()
-        self.into, self.out = nn.Linear(4, 5), nn.Linear(5, 3)
-        self.branch = nn.Sequential(nn.Linear(5, 6), nn.Sigmoid(), nn.Linear(6, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.into(x)
-        return self.out(F.relu(x + self.branch(x)))
+    plus = lambda m, x: F.relu(x + m.branch(x))  # noqa: E731
+    layers = {"into": nn.Linear(4, 5), "out": nn.Linear(5, 3), "branch": mlp(5, 6, 5, activation=nn.Sigmoid)}
+    return Of(lambda m, x: m.out(plus(m, m.into(x))), **layers)
 
 
 class ResidualConvolution(nn.Module):
@@ -189,49 +191,32 @@ class ResidualConvolution(nn.Module):
         return self.head(branch.mean((2, 3)))
 
 
-class Heads(nn.Module):
+def heads() -> nn.Module:
     """One trunk, two heads that are concatenated: the trunk's output has two consumers."""
 
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.left, self.right = nn.Linear(4, 5), nn.Linear(5, 2), nn.Linear(5, 1, bias=False)
+    def forward(m: Of, x: Tensor) -> Tensor:
+        h = torch.tanh(m.trunk(x))
+        return torch.cat([m.left(h), m.right(h)], dim=1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.trunk(x))
-        return torch.cat([self.left(h), self.right(h)], dim=1)
+    return Of(forward, trunk=nn.Linear(4, 5), left=nn.Linear(5, 2), right=nn.Linear(5, 1, bias=False))
 
 
-class UsedTwice(nn.Module):
+def used_twice() -> nn.Module:
     """One Linear applied twice in a row."""
-
-    def __init__(self):
-        super().__init__()
-        self.again, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.again(torch.tanh(self.again(x)))))
+    forward = lambda m, x: m.out(torch.tanh(m.again(torch.tanh(m.again(x)))))  # noqa: E731
+    return Of(forward, again=nn.Linear(4, 4), out=nn.Linear(4, 3))
 
 
-class UsedOnTokensAndPool(nn.Module):
+def used_on_tokens_and_pool() -> nn.Module:
     """One Linear applied to ``[N, T, F]`` and to the mean over tokens ``[N, F]``."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.shared(torch.tanh(self.shared(x)).mean(1)))
+    forward = lambda m, x: m.out(m.shared(torch.tanh(m.shared(x)).mean(1)))  # noqa: E731
+    return Of(forward, shared=nn.Linear(4, 4), out=nn.Linear(4, 2))
 
 
-class ConvolutionUsedTwice(nn.Module):
+def convolution_used_twice() -> nn.Module:
     """One convolution applied at two resolutions."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared, self.out = nn.Conv2d(2, 2, 3, padding=1), nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.shared(F.avg_pool2d(torch.tanh(self.shared(x)), 2)).mean((2, 3)))
+    forward = lambda m, x: m.out(m.shared(F.avg_pool2d(torch.tanh(m.shared(x)), 2)).mean((2, 3)))  # noqa: E731
+    return Of(forward, shared=nn.Conv2d(2, 2, 3, padding=1), out=nn.Linear(2, 3))
 
 
 class Mixer(nn.Module):
@@ -310,27 +295,20 @@ class Positions(nn.Module):
         return self.out(self.shifted(self.first(x), self.shift))
 
 
-class Attention(nn.Module):
+def attention() -> nn.Module:
     """Tokens attend to each other; the output has a row per token, ``[N, T, F] -> [N T, C]``."""
 
-    def __init__(self):
-        super().__init__()
-        self.queries_keys_values, self.out = nn.Linear(4, 9), nn.Linear(3, 3)
+    def forward(m: Of, x: Tensor) -> Tensor:
+        q, k, v = m.queries_keys_values(x).chunk(3, dim=-1)
+        return m.out(torch.softmax(q @ k.mT, dim=-1) @ v).flatten(0, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.queries_keys_values(x).chunk(3, dim=-1)
-        return self.out(torch.softmax(q @ k.mT, dim=-1) @ v).flatten(0, 1)
+    return Of(forward, queries_keys_values=nn.Linear(4, 9), out=nn.Linear(3, 3))
 
 
-class Bilinearly(nn.Module):
+def bilinear() -> nn.Module:
     """A module with two inputs that both come from modules."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right, self.join = nn.Linear(4, 3), nn.Linear(4, 2), nn.Bilinear(3, 2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.join(torch.tanh(self.left(x)), input2=torch.tanh(self.right(x)))
+    forward = lambda m, x: m.join(torch.tanh(m.left(x)), input2=torch.tanh(m.right(x)))  # noqa: E731
+    return Of(forward, left=nn.Linear(4, 3), right=nn.Linear(4, 2), join=nn.Bilinear(3, 2, 3))
 
 
 class Renamed(nn.Linear):
@@ -344,16 +322,10 @@ class Standardized(nn.Linear):
         return F.linear(input, self.weight / self.weight.norm(dim=1, keepdim=True), self.bias)
 
 
-class Checkpointed(nn.Module):
+def checkpointed() -> nn.Module:
     """Layers whose activations are recomputed during the backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
-        self.out = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(checkpoint(self.inner, x, use_reentrant=False))
+    forward = lambda m, x: m.out(checkpoint(m.inner, x, use_reentrant=False))  # noqa: E731
+    return Of(forward, inner=mlp(4, 5, 4), out=nn.Linear(4, 3))
 
 
 class Take(nn.Module):
@@ -415,18 +387,86 @@ class TimeFirst(nn.Module):
         return self.module(x.transpose(0, 1))[0].transpose(0, 1).mean(1)
 
 
-class SelfAttention(nn.Module):
-    """Every token attends to all, with weights or without, and maybe to keys and values of other sizes."""
+def attending(keys: str = "self", **options: Any) -> nn.Module:
+    """Attention with 2 heads, inputs ``[N, T, 4]``; keys and values are the queries, one other tensor, or two.
 
-    def __init__(self, need_weights: bool = False, **options):
-        super().__init__()
-        self.attention, self.need_weights = nn.MultiheadAttention(4, 2, batch_first=True, **options), need_weights
-        self.kdim, self.vdim = self.attention.kdim, self.attention.vdim
+    Options are those of the module and of its call. The outputs are ``[N, *]``.
+    """
+    of_call = ("need_weights", "average_attn_weights", "attn_mask", "is_causal", "key_padding_mask")
+    call = {name: options.pop(name) for name in of_call if name in options}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(m: Of, x: Tensor) -> Tensor:
+        first = m.attention.batch_first
+        x = x if first else x.transpose(0, 1)
+        other = x.flip(1 if first else 0).tanh()
+        k, v = other[..., : m.attention.kdim], x.sin()[..., -m.attention.vdim :]
+        inputs = {"self": (x, x, x), "key=value": (x, other, other), "all": (x, k, v)}[keys]
         with sdpa_kernel(SDPBackend.MATH):  # the fast ones have no second derivative
-            z, _ = self.attention(x, x[..., : self.kdim], x[..., -self.vdim :], need_weights=self.need_weights)
-        return z
+            out, weights = m.attention(*inputs, **call)
+        out = out if first else out.transpose(0, 1)
+        return torch.cat([part.flatten(1) for part in (out, weights) if part is not None], 1)
+
+    return Of(forward, attention=nn.MultiheadAttention(4, 2, **options))
+
+
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(4, dtype=torch.float64)
+PADDING = torch.tensor([[False] * 4, [False, False, True, True], [False, True, False, False]])
+
+
+class Doubled(nn.Linear):
+    """A subclass of a known layer that computes something else with its forward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class DoubledRecurrence(nn.GRU):
+    """The same of a recurrent module."""
+
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
+        return 2 * super().forward(input, hx)[0]
+
+
+def cell(make: type[nn.Module], given: bool, **options: Any) -> Callable[[], nn.Module]:
+    """All of the new state of a cell, whose state may be given."""
+
+    def forward(m: Of, x: Tensor) -> Tensor:
+        state = (x[:, :2].sin(), x[:, 1:].cos()) if make is nn.LSTMCell else x[:, :2].sin()
+        new = m.cell(x, state if given else None)
+        return torch.cat(new, 1) if isinstance(new, tuple) else new
+
+    return lambda: Of(forward, cell=make(3, 2, **options))
+
+
+def containers() -> nn.Module:
+    """Parameters in containers that have no forward of their own."""
+
+    def forward(m: Of, x: Tensor) -> Tensor:
+        for matrix in m.matrices:
+            x = torch.tanh(x @ matrix + m.vectors["shift"])
+        return x
+
+    matrices = nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(2)])
+    return Of(forward, matrices=matrices, vectors=nn.ParameterDict({"shift": nn.Parameter(torch.randn(4))}))
+
+
+def bag(lengths: tuple[int, ...] | None = None, weighted: bool = False, **options: Any) -> Callable[[], nn.Module]:
+    """Bags of words ``[N, T]``, or of as many words as there are, by offsets, maybe with weights of words."""
+
+    def forward(m: Of, x: Tensor) -> Tensor:
+        if lengths is None:
+            return m.bag(x)
+        words = torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])
+        offsets = torch.tensor([0, *lengths]).cumsum(0)[: None if options.get("include_last_offset") else -1]
+        weights = torch.linspace(-1, 1, len(words), dtype=torch.float64) if weighted else None
+        return m.bag(words, offsets, per_sample_weights=weights)
+
+    return lambda: Of(forward, bag=nn.EmbeddingBag(5, 2, **options))
+
+
+def words(*shape: int) -> Callable[[], Tensor]:
+    """Numbers of words."""
+    return lambda: torch.randint(5, shape)
 
 
 class Math(nn.Sequential):
@@ -450,28 +490,35 @@ class Dropped(nn.Module):
         return x * self.mask
 
 
-class EinsumBetween(nn.Module):
+def einsum_between() -> nn.Module:
     """Layers joined by an einsum of two of them and a constant."""
+    constant = torch.randn(3, 2, dtype=torch.float64)
 
-    def __init__(self):
-        super().__init__()
-        self.left, self.right, self.out = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(2, 2)
-        self.register_buffer("constant", torch.randn(3, 2))
+    def forward(m: Of, x: Tensor) -> Tensor:
+        return m.out(torch.einsum("ntf,ntg,fg->ng", m.left(x), torch.tanh(m.right(x)), constant))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.einsum("ntf,ntg,fg->ng", self.left(x), torch.tanh(self.right(x)), self.constant))
+    return Of(forward, left=nn.Linear(3, 3), right=nn.Linear(3, 2), out=nn.Linear(2, 2))
 
 
-class SharedInput(nn.Module):
+def shared_input() -> nn.Module:
     """A module with two inputs that are the same tensor."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.join = nn.Linear(3, 3), nn.Bilinear(3, 3, 2)
+    def forward(m: Of, x: Tensor) -> Tensor:
+        h = m.first(x)
+        return m.join(h, h)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        return self.join(h, h)
+    return Of(forward, first=nn.Linear(3, 3), join=nn.Bilinear(3, 3, 2))
+
+
+def of_complex_numbers(known: bool) -> nn.Module:
+    """Real parameters that meet the samples in complex numbers, one of them in no known way perhaps."""
+
+    def forward(m: Of, x: Tensor) -> Tensor:
+        z = torch.fft.fft(x * m.scale) @ torch.view_as_complex(m.weight)
+        return (z if known else torch.complex(z.real, torch.logaddexp(x, m.centre))).abs()
+
+    shapes = {"weight": (3, 3, 2), "scale": (3,), **({} if known else {"centre": (3,)})}
+    return Of(forward, **{name: torch.randn(shape) for name, shape in shapes.items()})
 
 
 def scaled_dot_product(h: Tensor, causal: bool) -> Tensor:
@@ -633,13 +680,13 @@ CASES = [
         normal(3, 1, 2, 3),
     ),
     # graphs that are no chain of modules
-    Case("residual", Residual, normal(4, 4)),
+    Case("residual", residual, normal(4, 4)),
     Case("residual-conv", ResidualConvolution, normal(3, 2, 4, 4)),
-    Case("heads", Heads, normal(4, 4)),
-    Case("functional-between", FunctionalBetween, normal(4, 5)),
-    Case("used-twice", UsedTwice, normal(4, 4)),
-    Case("used-on-tokens-and-pool", UsedOnTokensAndPool, normal(3, 3, 4), mse(), values),
-    Case("conv-used-twice", ConvolutionUsedTwice, normal(3, 2, 4, 4)),
+    Case("heads", heads, normal(4, 4)),
+    Case("functional-between", functional_between, normal(4, 5)),
+    Case("used-twice", used_twice, normal(4, 4)),
+    Case("used-on-tokens-and-pool", used_on_tokens_and_pool, normal(3, 3, 4), mse(), values),
+    Case("conv-used-twice", convolution_used_twice, normal(3, 2, 4, 4)),
     Case("inplace-relu", lambda: mlp(4, 6, 5, 3, activation=inplace_relu), normal(5, 4)),
     Case(
         "inplace-relu-conv",
@@ -650,14 +697,14 @@ CASES = [
         mse(),
         values,
     ),
-    Case("attention-row-per-token", Attention, normal(3, 2, 4)),
-    Case("checkpointed", Checkpointed, normal(4, 4)),
+    Case("attention-row-per-token", attention, normal(3, 2, 4)),
+    Case("checkpointed", checkpointed, normal(4, 4)),
     # modules without a rule, and unusual calls
     Case("mixer", lambda: nn.Sequential(nn.Linear(4, 3), Mixer(2, 3), nn.Flatten()), normal(4, 2, 4), mse(), values),
     Case("own-parameters-and-children", OwnParametersAndChildren, normal(4, 3, 4)),
     Case("keyword-arguments", KeywordArguments, normal(4, 4)),
     Case("argument-without-batch", lambda: Positions(2), normal(4, 2, 4), mse(), values),
-    Case("bilinear", Bilinearly, normal(4, 4)),
+    Case("bilinear", bilinear, normal(4, 4)),
     Case("subclass", lambda: nn.Sequential(Renamed(4, 5), nn.Tanh(), Standardized(5, 3)), normal(4, 4), mse(), values),
     Case("prelu", lambda: nn.Sequential(nn.Linear(4, 5), nn.PReLU(5), nn.Linear(5, 3)), normal(4, 4), mse(), values),
     Case("frozen", lambda: frozen(mlp(4, 5, 5, 3), "0.weight", "2.bias"), normal(4, 4)),
@@ -717,6 +764,9 @@ CASES = [
     loss_case("bce-pos-weight", bce(pos_weight=row(0.5, 2.0, 1.3)), bits),
     loss_case("bce-weights-soft", bce(weight=row(0.5, 2.0, 1.3), pos_weight=row(3.0, 1.0, 0.2)), fractions),
     loss_case("bce-extra-dims", bce(), bits, dims=(2,)),
+    loss_case("bce-weight-extra-dims", bce(weight=row(0.5, 2.0, 1.3)[:, None], pos_weight=row(2.0)), bits, dims=(2,)),
+    loss_case("bce-weights-of-samples", bce(weight=row(0.0, 0.3, 0.6, 1.0)[:, None], pos_weight=row(2.0)), bits),
+    loss_case("bce-weight-scalar", bce(weight=torch.tensor(0.3), pos_weight=row(0.5, 2.0, 1.3)), fractions),
 ]
 
 # what stands between layers, each as a function of ``[N, *shape]``
@@ -793,22 +843,83 @@ BETWEEN: dict[str, tuple[Callable[[Tensor], Tensor] | nn.Module, tuple[int, ...]
 
 # layers, alone in the middle of a net, with the input that the net takes
 MIDDLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "bilinear-shared": (SharedInput, normal(3, 3)),
+    "bilinear-shared": (shared_input, normal(3, 3)),
     "convtranspose1d": (lambda: nn.ConvTranspose1d(2, 2, 3, 2, 1, output_padding=1), normal(2, 2, 3)),
     "convtranspose2d": (lambda: nn.ConvTranspose2d(2, 2, 2, dilation=2, groups=2), normal(2, 2, 2, 2)),
     "convtranspose3d": (lambda: nn.ConvTranspose3d(1, 2, 2, (1, 2, 1), bias=False), normal(2, 1, 1, 2, 2)),
     "embedding": (lambda: nn.Embedding(5, 3), lambda: torch.randint(5, (3, 3))),
+    "linear-keyword": (lambda: Of(lambda m, x: m.layer(input=x), layer=nn.Linear(3, 4)), normal(3, 3)),
+    "bilinear-positions": (
+        lambda: Of(lambda m, x: m.join(x, x[..., :2].tanh()), join=nn.Bilinear(3, 2, 2, bias=False)),
+        normal(2, 2, 3),
+    ),
+    "bilinear-keywords": (
+        lambda: Of(lambda m, x: m.join(input2=x[:, :2].tanh(), input1=x), join=nn.Bilinear(3, 2, 4)),
+        normal(3, 3),
+    ),
+    "convtranspose-one-number": (
+        lambda: nn.ConvTranspose2d(2, 3, 3, stride=(2,), padding=(1,), dilation=(2,)),
+        normal(2, 2, 2, 2),
+    ),
+    "convtranspose-assigned": (
+        lambda: changed(nn.ConvTranspose2d(2, 3, 3, padding=1), stride=2, dilation=2),
+        normal(2, 2, 2, 2),
+    ),
+    "convtranspose-output-size": (
+        lambda: Of(lambda m, x: m.layer(x, [7, 7]), layer=nn.ConvTranspose2d(1, 2, 3, stride=3)),
+        normal(2, 1, 2, 2),
+    ),
+    "convtranspose-other-kernel": (
+        lambda: changed(nn.ConvTranspose2d(2, 3, (3, 1)), weight=nn.Parameter(torch.randn(2, 3, 1, 3))),
+        normal(2, 2, 2, 2),
+    ),
+    "conv-subclass": (lambda: type("Same", (nn.Conv2d,), {})(2, 3, 2), normal(2, 2, 3, 3)),
+    "embedding-one-word": (lambda: nn.Embedding(5, 2), words(3)),
+    "embedding-max-norm": (lambda: nn.Embedding(5, 2, max_norm=0.5), words(3, 2, 3)),
+    "bag": (bag(mode="sum"), words(3, 4)),
+    "bag-mean-padding": (bag(mode="mean", padding_idx=1), words(3, 6)),
+    "bag-offsets": (bag((4, 0, 3), mode="mean"), words(3, 4)),
+    "bag-last-offset": (bag((4, 0, 3), mode="sum", include_last_offset=True), words(3, 4)),
+    "bag-weights": (bag((4, 0, 3), True, mode="sum"), words(3, 4)),
     "embedding-padding": (lambda: nn.Embedding(4, 2, padding_idx=0), lambda: torch.randint(4, (3, 4))),
     "batchnorm-eval": (lambda: with_statistics(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))), normal(3, 3)),
+    "batchnorm-length": (lambda: with_statistics(nn.BatchNorm1d(2)), normal(3, 2, 4)),
+    "batchnorm-one-channel": (lambda: with_statistics(nn.BatchNorm3d(1)), normal(3, 1, 2, 2, 2)),
+    "groupnorm-flat": (lambda: nn.GroupNorm(2, 4), normal(3, 4)),
+    "instancenorm-train": (lambda: nn.InstanceNorm2d(2, affine=True, track_running_stats=True), normal(3, 2, 4, 3)),
+    "instancenorm-eval": (
+        lambda: with_statistics(nn.InstanceNorm3d(2, affine=True, track_running_stats=True)),
+        normal(3, 2, 2, 2, 3),
+    ),
+    "layernorm-no-bias": (lambda: nn.LayerNorm(4, bias=False), normal(2, 2, 2, 4)),
+    "rmsnorm-eps": (lambda: nn.RMSNorm((2, 4), eps=0.1), normal(3, 2, 4)),
+    "prelu-channels": (lambda: nn.PReLU(4), normal(3, 4, 2, 2)),
+    "prelu-features": (lambda: nn.PReLU(4), normal(3, 4)),
     "groupnorm": (lambda: with_statistics(nn.Sequential(nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4))), normal(3, 2, 3)),
     "instancenorm": (lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.InstanceNorm1d(3, affine=True)), normal(3, 2, 4)),
     "instancenorm-plain": (lambda: nn.Sequential(nn.Conv1d(1, 2, 2), nn.InstanceNorm1d(2)), normal(3, 1, 4)),
     "rmsnorm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4)), normal(3, 2, 3)),
     "layernorm-two-axes": (lambda: nn.Sequential(nn.Linear(3, 2), nn.LayerNorm((2, 2))), normal(3, 2, 3)),
     "prelu-one": (lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU()), normal(4, 3)),
-    "attention": (SelfAttention, normal(2, 2, 4)),
-    "attention-weights": (lambda: SelfAttention(need_weights=True, bias=False), normal(2, 2, 4)),
-    "attention-other-keys": (lambda: SelfAttention(kdim=3, vdim=2, add_bias_kv=True), normal(2, 2, 4)),
+    **{
+        f"attention-{name}": (lambda keys=keys, options=options: attending(keys, **options), normal(3, 4, 4))
+        for name, keys, options in (
+            ("plain", "self", {}),
+            ("batch-first-no-bias", "self", {"batch_first": True, "bias": False}),
+            ("no-weights", "self", {"batch_first": True, "need_weights": False}),
+            ("weights-per-head", "self", {"batch_first": True, "average_attn_weights": False}),
+            ("key-is-value", "key=value", {}),
+            ("all-different", "all", {"batch_first": True}),
+            ("other-keys", "all", {"kdim": 3, "vdim": 2}),
+            ("other-keys-no-bias", "all", {"kdim": 3, "vdim": 2, "bias": False}),
+            ("bias-kv", "key=value", {"add_bias_kv": True, "batch_first": True}),
+            ("zero", "self", {"add_zero_attn": True, "add_bias_kv": True}),
+            ("causal", "self", {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False}),
+            ("causal-boolean", "self", {"attn_mask": CAUSAL == -torch.inf}),
+            ("mask-per-head", "self", {"attn_mask": torch.linspace(0, 1, 96).double().sin().view(6, 4, 4)}),
+            ("padding", "self", {"batch_first": True, "key_padding_mask": PADDING}),
+        )
+    },
     "encoder": (lambda: Math(nn.TransformerEncoderLayer(4, 2, 3, 0.0, batch_first=True)), normal(2, 2, 4)),
     "encoder-eval": (
         lambda: Math(nn.TransformerEncoderLayer(4, 2, 3, batch_first=True, norm_first=True, activation="gelu")).eval(),
@@ -826,12 +937,37 @@ MIDDLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "rnn-packed": (lambda: OfPacked(nn.RNN(2, 2, 2), ordered=False), normal(3, 3, 2)),
     "gru": (lambda: TimeFirst(nn.GRU(2, 2, 2)), normal(2, 3, 2)),
     "gru-two-ways-state": (lambda: WithState(nn.GRU(2, 2, bidirectional=True, batch_first=True)), normal(2, 2, 2)),
+    "rnn-packed-in-order": (lambda: OfPacked(nn.RNN(2, 2, batch_first=True)), normal(3, 3, 2)),
+    "gru-no-bias": (lambda: TimeFirst(nn.GRU(2, 2, bias=False)), normal(2, 3, 2)),
+    "lstm-projected-two-ways": (lambda: TimeFirst(nn.LSTM(2, 3, 2, proj_size=1, bidirectional=True)), normal(2, 2, 2)),
+    "lstm-cell-state": (lambda: Take(nn.LSTM(2, 2, batch_first=True), 1, 1, 0), normal(2, 2, 2)),
+    "rnn-cell": (cell(nn.RNNCell, False), normal(3, 3)),
+    "rnn-cell-relu": (cell(nn.RNNCell, True, nonlinearity="relu"), normal(3, 3)),
+    "lstm-cell": (cell(nn.LSTMCell, False, bias=False), normal(3, 3)),
+    "lstm-cell-of-state": (cell(nn.LSTMCell, True), normal(3, 3)),
+    "gru-cell": (cell(nn.GRUCell, False), normal(3, 3)),
+    "gru-cell-of-state": (cell(nn.GRUCell, True, bias=False), normal(3, 3)),
+    "doubled": (lambda: Doubled(4, 3), normal(3, 2, 4)),
+    "doubled-recurrence": (lambda: DoubledRecurrence(2, 2, batch_first=True), normal(2, 3, 2)),
+    "containers": (containers, normal(3, 4)),
+    "spectral-norm": (lambda: parametrizations.spectral_norm(nn.Linear(4, 3)).eval(), normal(3, 4)),
+    "weight-norm-norm": (lambda: parametrizations.weight_norm(nn.LayerNorm(4)), normal(3, 2, 4)),
+    "weight-norm-old": (lambda: nn.utils.weight_norm(nn.Linear(4, 3).double()), normal(3, 4)),
+    **{
+        f"bias-of-{name}": (
+            lambda shape=shape: changed(nn.Linear(4, 3), bias=nn.Parameter(torch.ones(shape))),
+            normal(3, 2, 4),
+        )
+        for name, shape in {"no-axis": (), "one-axis": (1,), "two-axes": (1, 3)}.items()
+    },
     "weight-norm": (lambda: parametrizations.weight_norm(nn.Linear(3, 4)), normal(3, 3)),
     "weight-norm-conv": (lambda: parametrizations.weight_norm(nn.Conv1d(2, 3, 2)), normal(3, 2, 3)),
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(3, 3)), normal(3, 3)),
     "subclass": (lambda: nn.Sequential(Renamed(3, 4), nn.Tanh(), Standardized(4, 3)), normal(3, 3)),
     "custom": (lambda: Mixer(2, 3), normal(3, 2, 3)),
-    "einsum-between": (EinsumBetween, normal(3, 2, 3)),
+    "einsum-between": (einsum_between, normal(3, 2, 3)),
+    "complex": (lambda: of_complex_numbers(True), normal(3, 3)),
+    "complex-unknown": (lambda: of_complex_numbers(False), normal(3, 3)),
     "padding-module": (lambda: nn.Sequential(nn.CircularPad2d(1), nn.Conv2d(1, 2, 2)), normal(2, 1, 2, 2)),
 }
 

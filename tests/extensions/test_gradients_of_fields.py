@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Lambda, Mixer, Residual, UsedOnTokensAndPool, UsedTwice, channels_first, mlp
+from cases import Lambda, Mixer, channels_first, mlp, residual, used_on_tokens_and_pool, used_twice
 from torch import Tensor, einsum, nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 from torch.nn.utils.parametrizations import weight_norm
@@ -123,9 +123,9 @@ FIRST_ORDER: dict[type[Extension], Callable[[Tensor], Tensor]] = {
 }
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: mlp(4, 5, 3), (4, 4)),
-    "residual": (Residual, (4, 4)),
-    "a layer used twice": (UsedTwice, (4, 4)),
-    "a layer used on tokens and their mean": (UsedOnTokensAndPool, (4, 2, 4)),
+    "residual": (residual, (4, 4)),
+    "a layer used twice": (used_twice, (4, 4)),
+    "a layer used on tokens and their mean": (used_on_tokens_and_pool, (4, 2, 4)),
     "tokens, Gram matrices": (
         lambda: nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 3), nn.Flatten()),
         (3, 2, 9),

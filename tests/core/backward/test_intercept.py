@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from cases import Lambda, Mixer, UsedTwice
+from cases import Lambda, Mixer, used_twice
 from checks import FIRST_ORDER
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 from curvopt import L2Regularizer, backpack, extend
+from curvopt.core.vjp import listeners, own_backward
 from curvopt.extensions import (
     GGNMP,
     KFAC,
@@ -70,7 +71,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "partly frozen": (partly_frozen, (3, 2, 9, 8)),
     "encoder": (encoder, (3, 5, 4)),
     "recurrent": (recurrent, (3, 5, 4)),
-    "used twice": (UsedTwice, (3, 4)),
+    "used twice": (used_twice, (3, 4)),
     "operations": (lambda: nn.Sequential(Mixer(5, 4), Lambda(lambda x: x.mean(1)), nn.Linear(4, 3)), (3, 5, 4)),
 }
 QUANTITIES: dict[str, list[type[Extension]]] = {
@@ -350,7 +351,7 @@ def test_hooks_of_users_run_as_often_as_in_a_plain_backward(quantities: type[Ext
             Lambda(lambda x, hooked=hooked: hooked("sorted", x.sort(2).values.flatten(1))),
             nn.Linear(12, 4, bias=False),
             Lambda(Doubled.apply),
-            UsedTwice(),
+            used_twice(),
         )
         extend(model)
         for i, p in enumerate(model.parameters()):
@@ -367,3 +368,13 @@ def test_hooks_of_users_run_as_often_as_in_a_plain_backward(quantities: type[Ext
         counts.append(ran)
     plain, ours = counts
     assert ours == plain and len(plain) > 20
+
+
+def test_contexts_of_two_threads_leave_nothing_behind():
+    """They belong to the process, so those of threads may end in another order than they have begun."""
+    pulling, context = own_backward(), backpack(KFAC())
+    pulling.__enter__()
+    context.__enter__()
+    pulling.__exit__(None, None, None)
+    context.__exit__(None, None, None)
+    assert listeners() == []
