@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from checks import columns_per_sweep
 from torch import Tensor, nn
+from torch.testing import assert_close
 
+from curvopt import backpack, extend
 from curvopt.core import pytorch_workarounds
+from curvopt.extensions import DiagGGNExact
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -85,6 +89,22 @@ def test_several_vectors_through_a_batch_norm_of_one_image_are_wrong():
     together = torch.autograd.grad(out, x, vectors, retain_graph=True, is_grads_batched=True)[0]
     assert not torch.allclose(single, together)
     assert pytorch_workarounds.wrong_together([out])
+
+
+def test_several_columns_of_one_image_pass_a_batch_norm_before_a_channels_last_convolution():
+    """PyTorch's batching rule mistakes their strides."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        inner = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        model = nn.Sequential(nn.Conv2d(2, 2, 1, groups=2), nn.BatchNorm2d(2), inner, nn.Flatten(), nn.Linear(24, 3))
+        model, lossfunc = extend(model.eval().double()), extend(nn.CrossEntropyLoss())
+        x, y = torch.randn(1, 2, 5, 4).double(), torch.randint(3, (1,))
+        found = []
+        for columns in (1, None):
+            with columns_per_sweep(columns), backpack(DiagGGNExact()):
+                lossfunc(model(x), y).backward()
+            found.append([p.diag_ggn_exact for p in model.parameters()])
+        assert_close(*found)
 
 
 def test_compiled_code_is_not_guarded_against_hooks():
