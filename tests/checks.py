@@ -16,6 +16,8 @@ from cases import CASES, Case, Problem
 from reference import Reference
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from curvopt import backpack, extend, set_columns_per_sweep
 from curvopt.extensions import (
@@ -84,6 +86,25 @@ def columns_per_sweep(columns: int | None) -> Iterator[None]:
         yield
     finally:
         set_columns_per_sweep(None)
+
+
+class Calls(TorchDispatchMode):
+    """The operations inside, and how many entries each gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        result = func(*args, **(kwargs or {}))
+        self.entries.append(
+            (str(func).split(".")[1], sum(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)))
+        )
+        return result
+
+    def largest(self) -> int:
+        """The most entries that an operation gave."""
+        return max(entries for _, entries in self.entries)
 
 
 def assert_same(found: Tensor | list[Tensor], expected: Tensor | list[Tensor]) -> None:

@@ -8,50 +8,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from checks import columns_per_sweep
-from torch import Tensor, nn
+from checks import Calls, columns_per_sweep
+from torch import nn
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import curvopt.extensions
 from curvopt import CurvoptError, backpack, extend
-from curvopt.core.products.base import Dense, Jacobian
-from curvopt.core.products.lookup import Lookup
 from curvopt.core.products.outer import Outer
 from curvopt.extensions import GGNMP, HMP, PCHMP, BatchGrad, EigenDiagonal
 from curvopt.testing import Reference, check
-
-
-def outer(features_first: bool, G: int = 1, transposed: bool = False) -> Outer:
-    """Random products of 3 vectors, 5 samples and 4 positions; convolutions have the features first in memory."""
-    left = torch.randn(3, 5, G, 2, 4).double().mT if features_first else torch.randn(3, 5, G, 4, 2).double()
-    shape = torch.Size((G * 6, 2) if transposed else (G * 2, 6))
-    return Outer(left, torch.randn(5, G, 4, 6).double(), shape, transposed)
-
-
-JACOBIANS = {
-    "features first": lambda: outer(True),
-    "positions first": lambda: outer(False),
-    "groups": lambda: outer(True, G=2),
-    "transposed": lambda: outer(False, transposed=True),
-    "transposed groups": lambda: outer(True, G=3, transposed=True),
-    "lookup": lambda: Lookup(
-        torch.randn(3, 7, 2).double(), torch.tensor([0, 3, 3, 1, 0, 0, 2]), torch.arange(7) % 5, 5, torch.Size((4, 2))
-    ),
-}
-
-
-@pytest.mark.parametrize("K", [1, 4])
-@pytest.mark.parametrize("name", JACOBIANS)
-def test_factored_products_are_those_of_dense_ones(name: str, K: int):
-    jacobian: Jacobian = JACOBIANS[name]()
-    expected = Dense(jacobian.dense())
-    jacobian.weights = expected.weights = torch.randn(3, 5).double()
-    directions, coefficients = torch.randn(K, *jacobian.shape).double(), torch.randn(K, 3, 5).double()
-    assert_close(jacobian.project(directions), expected.project(directions))
-    assert_close(jacobian.expand(coefficients), expected.expand(coefficients))
-    assert_close(jacobian.matmul(directions), expected.matmul(directions))
 
 
 def network() -> nn.Sequential:
@@ -89,25 +54,14 @@ def test_a_single_vector_needs_no_leading_axis(extension: type):
             product(v[None])
 
 
-class Entries(TorchDispatchMode):
-    """The largest number of entries that an operation gives."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        result = func(*args, **(kwargs or {}))
-        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))])
-        return result
-
-
 def test_products_of_embeddings_hold_no_array_of_their_size_for_each_sample():
     model = extend(nn.Sequential(nn.Embedding(500, 4), nn.Flatten(), nn.Linear(12, 3)))
     with backpack(GGNMP()):
         extend(nn.CrossEntropyLoss())(model(torch.randint(500, (8, 3))), torch.randint(3, (8,))).backward()
     v = torch.randn(2, 500, 4)
-    with Entries() as entries:
+    with Calls() as calls:
         model[0].weight.ggnmp(v)
-    assert entries.largest <= v.numel()
+    assert calls.largest() <= v.numel()
 
 
 def seconds(call: Callable[[], object]) -> float:

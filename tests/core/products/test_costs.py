@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
-from collections.abc import Callable
 from contextlib import nullcontext
 from operator import methodcaller
 from typing import Any
@@ -13,38 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import assert_same
+from checks import Calls, assert_same
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from curvopt import backpack, extend, set_columns_per_sweep
-from curvopt.core.backward.backward_pass import BackwardPass
 from curvopt.core.products import costs, sums
 from curvopt.core.products.base import Dense, Jacobian
 from curvopt.core.products.lookup import Lookup
 from curvopt.core.products.outer import Outer, Patches, Squares
-from curvopt.core.products.sums import PulledBack, Scaled, Slopes, Tied, combine
+from curvopt.core.products.sums import Slopes, Tied, combine
 from curvopt.core.record import KEY
 from curvopt.extending import rule_for
 from curvopt.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact, KFACEmpirical, SqrtGGNExact
 from curvopt.kroneckers import kfacs_to_mat
-
-
-class Calls(TorchDispatchMode):
-    """The operations, and how many entries each gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        result = func(*args, **(kwargs or {}))
-        entries = sum(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))
-        self.entries.append((str(func).split(".")[1], entries))
-        return result
 
 
 def outer(
@@ -93,31 +73,6 @@ CHOICES = {
     },
     "pairs of some": {"by_pairs": lambda *sizes: True, "samples_at_once": lambda *_: 2},
 }
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("S", [1, 2])
-@pytest.mark.parametrize("kind", [PulledBack, Scaled])
-def test_products_of_computed_weights_are_those_of_the_parameter(kind: type, S: int, weighted: bool):
-    inner = outer(3, S, 4, 2)
-    if kind is Scaled:
-        slopes = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-        jacobian: Jacobian = Scaled(inner, slopes.detach(), get_gradient_edge(slopes))
-        expected = Dense(inner.dense() * slopes.detach())
-    else:
-        A, p = torch.randn(4, 6, dtype=torch.float64), nn.Parameter(torch.randn(6, 2, dtype=torch.float64))
-        jacobian = PulledBack(inner, lambda vectors: A.T @ vectors, p, get_gradient_edge(p))
-        expected = Dense(A.T @ inner.dense())
-    if weighted:
-        jacobian.weights = expected.weights = torch.randn(3, 5, dtype=torch.float64)
-    for reduction in [*REDUCTIONS, methodcaller("output_factor")]:
-        assert_close(reduction(jacobian), reduction(expected))
-    directions = torch.randn(2, *jacobian.shape, dtype=torch.float64)
-    assert_close(jacobian.matmul(directions), expected.matmul(directions))
-    assert_close(jacobian.select([4, 0]).dense(), expected.select([4, 0]).dense())
-    twice = combine([jacobian, jacobian])
-    assert isinstance(twice, kind)
-    assert_close(twice.norms2(), 4 * expected.norms2())
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -285,31 +240,6 @@ def test_small_squares_in_half_precision_add_up(monkeypatch: pytest.MonkeyPatch)
     assert_close(squares.total(), torch.full((3, 3), 2.0**-16, dtype=torch.float16))
 
 
-def test_exact_diagonals_of_columns_one_by_one(monkeypatch: pytest.MonkeyPatch):
-    """Of several layers, of groups, of one used twice, in front of a sum."""
-
-    class Residual(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + super().forward(x)
-
-    x, y = torch.randn(3, 4, 6, 6).double(), torch.tensor([0, 3, 4])
-    shared = nn.Conv2d(4, 4, 3, padding=1)
-    residual = Residual(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 1))
-    layers = [shared, nn.ReLU(), shared, residual, nn.ConvTranspose2d(4, 6, 2), nn.Tanh(), nn.Conv2d(6, 4, 2, groups=2)]
-    model = extend(nn.Sequential(*layers, nn.Flatten(), nn.Linear(144, 5)).double())
-    lossfunc = extend(nn.CrossEntropyLoss())
-
-    def diagonals() -> list[Tensor]:
-        with backpack(DiagGGNExact(), BatchDiagGGNExact()):
-            lossfunc(model(x), y).backward()
-        return [field for p in model.parameters() for field in (p.diag_ggn_exact, p.diag_ggn_exact_batch)]
-
-    expected = diagonals()
-    monkeypatch.setattr(costs, "by_pairs", lambda *sizes: False)
-    monkeypatch.setattr(costs, "columns_at_once", lambda *sizes: 1)
-    assert_same(diagonals(), expected)
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_of_sides_of_any_layout(transposed: bool):
     """Gradients of sums are expanded, those of slices lie apart."""
@@ -449,31 +379,6 @@ def test_groups_share_the_calls_for_second_moments(conv: type[nn.Module]) -> Non
         return len(found.entries)
 
     assert calls(8) == calls(2) <= calls(1) + 20
-
-
-def forget_last(self: BackwardPass, sweep: Callable, *args: object, **options: object) -> None:
-    """A sweep that does not know that it is the last, which would have it clear the caches."""
-    sweep(self, *args[:4])
-
-
-@pytest.mark.parametrize(("extensions", "kept"), [((KFLR(),), False), ((KFLR(), DiagGGNExact()), True)])
-def test_patches_are_kept_for_those_who_look_again(
-    extensions: tuple, kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = extend(nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)))
-    lossfunc, caches, release = extend(nn.CrossEntropyLoss()), [], BackwardPass.release
-
-    def spy(self: BackwardPass) -> None:
-        caches.extend(set(vars(call.call.cache["right"])) for call in self.calls if "right" in call.call.cache)
-        release(self)
-
-    monkeypatch.setattr(BackwardPass, "release", spy)
-    monkeypatch.setattr(BackwardPass, "chunk_size", 1)
-    monkeypatch.setattr(BackwardPass, "sweep", functools.partialmethod(forget_last, BackwardPass.sweep))
-    with backpack(*extensions):
-        lossfunc(model(torch.randn(4, 2, 4, 4)), torch.zeros(4, dtype=torch.long)).backward()
-    found = [{"windows", "whole"} & cache for cache in caches if "kept" in cache]
-    assert found == [{"whole"} if kept else set()]
 
 
 @pytest.mark.parametrize("weighted", [False, True])
