@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import Of
+from checks import FIRST_ORDER, gradients_of_each
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
-import curvopt
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.extensions import (
     GGNMP,
@@ -22,14 +23,16 @@ from curvopt.extensions import (
     BatchDiagGGNExact,
     BatchDiagHessian,
     BatchGrad,
-    BatchL2Grad,
     DiagGGNExact,
     DiagHessian,
+    Extension,
     KFACEmpirical,
     SqrtGGNExact,
-    SumGradSquared,
-    Variance,
 )
+
+GGN: list[type[Extension]] = [DiagGGNExact, BatchDiagGGNExact, SqrtGGNExact, GGNMP, KFLR]
+HESSIAN: list[type[Extension]] = [DiagHessian, BatchDiagHessian]
+Y = torch.tensor([0, 2, 1, 1])
 
 
 @pytest.fixture(autouse=True)
@@ -39,20 +42,30 @@ def _double() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-class Program(NamedTuple):
-    """A model, the loss of a batch, and of each of its samples the part of the loss.
+@dataclass
+class Program:
+    """A model and the loss of some of its samples.
 
     Attributes:
         model: the extended model, or a module of several ones.
-        total: the loss of the batch.
-        parts: for each sample its part, of calls of the model on one sample.
-        known: whether second-order quantities are defined for the loss.
+        loss: the loss of the samples of a slice.
+        N: how many samples there are.
+        mean: whether the loss of several samples is their mean, else it is the sum.
+        second: the quantities of second order that are compared, too.
     """
 
     model: nn.Module
-    total: Callable[[], Tensor]
-    parts: list[Callable[[], Tensor]]
-    known: bool = True
+    loss: Callable[[slice], Tensor]
+    N: int
+    mean: bool = False
+    second: Sequence[type[Extension]] = (*GGN, *HESSIAN)
+
+    def total(self) -> Tensor:
+        return self.loss(slice(None))
+
+    def parts(self) -> list[Tensor]:
+        """The part of the loss of each sample, from calls of the model on one sample."""
+        return [self.loss(slice(n, n + 1)) / (self.N if self.mean else 1) for n in range(self.N)]
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {}
@@ -73,26 +86,30 @@ def mlp(inputs: int = 4, outputs: int = 3) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, 5), nn.Tanh(), nn.Linear(5, outputs))
 
 
-def each(N: int, part: Callable[[int], Tensor]) -> list[Callable[[], Tensor]]:
-    return [lambda n=n: part(n) for n in range(N)]
+def squares(z: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(z, y, reduction="sum")
 
 
-def one(x: Tensor, n: int) -> Tensor:
-    return x[n : n + 1]
+def classes(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y, reduction="sum")
 
 
-@program(cross_entropy=(F.cross_entropy, True), squares=(F.mse_loss, True), by_hand=(None, False))
-def loop_over_images(loss: Callable | None, known: bool) -> Program:
+def logcosh(z: Tensor, _: object = None) -> Tensor:
+    return z.cosh().log().sum()
+
+
+# ------------------------------------------------------------------------------------------------ rows and their losses
+
+
+def cubes(z: Tensor, y: Tensor) -> Tensor:
+    return (z - y).abs().pow(3).mean()
+
+
+@program(cross_entropy=(F.cross_entropy,), squares=(F.mse_loss,), by_hand=(cubes, ()))
+def loop_over_images(loss: Callable, second: Sequence = (*GGN, *HESSIAN)) -> Program:
     m, x = extend(mlp()), torch.randn(2, 5, 4)
     y = torch.randint(3, (2, 5)) if loss is F.cross_entropy else torch.randn(2, 5, 3)
-
-    def of_image(z: Tensor, n: int) -> Tensor:
-        return (z.abs() ** 3).mean() if loss is None else loss(z, y[n])
-
-    def total() -> Tensor:
-        return sum(of_image(z, n) for n, z in enumerate(m(x))) / 2
-
-    return Program(m, total, each(2, lambda n: of_image(m(one(x, n))[0], n) / 2), known)
+    return Program(m, lambda rows: sum(map(loss, m(x[rows]), y[rows])), 2, second=second)
 
 
 @program(unequal=([0, 1, 5, 8],), none_of_one=([0, 1, 8],))
@@ -100,11 +117,7 @@ def masked_tokens(where: list[int]) -> Program:
     layers = (nn.Embedding(7, 6), nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True), nn.Linear(6, 7))
     m, ids = extend(nn.Sequential(*layers)), torch.randint(7, (3, 4))
     mask = torch.zeros(12, dtype=torch.bool).index_fill(0, torch.tensor(where), True).view(3, 4)
-
-    def part(n: int) -> Tensor:
-        return F.cross_entropy(m(one(ids, n))[one(mask, n)], one(ids, n)[one(mask, n)], reduction="sum") / len(where)
-
-    return Program(m, lambda: F.cross_entropy(m(ids)[mask], ids[mask]), each(3, part))
+    return Program(m, lambda rows: classes(m(ids[rows])[mask[rows]], ids[rows][mask[rows]]) / len(where), 3)
 
 
 @program(flattened=(True, False), classes_second=(False, False), ignored=(True, True))
@@ -112,237 +125,85 @@ def language_model(flattened: bool, ignored: bool) -> Program:
     m, ids, y = extend(nn.Sequential(nn.Embedding(7, 4), mlp(4, 7))), torch.randint(7, (3, 4)), torch.randint(7, (3, 4))
     if ignored:
         y[0, 1:], y[2, 0] = -100, -100
-    count = int((y >= 0).sum())
 
-    def loss(z: Tensor, y: Tensor) -> Tensor:
-        z, y = (z.flatten(0, 1), y.flatten()) if flattened else (z.mT, y)
-        return F.cross_entropy(z, y, reduction="sum") / count
+    def loss(rows: slice) -> Tensor:
+        z = m(ids[rows])
+        return classes(z.flatten(0, 1), y[rows].flatten()) if flattened else classes(z.mT, y[rows])
 
-    return Program(m, lambda: loss(m(ids), y), each(3, lambda n: loss(m(one(ids, n)), one(y, n))))
-
-
-class Losses(nn.Module):
-    """Returns its loss, and maybe logits whose tokens are rows."""
-
-    def __init__(self, flat: bool):
-        super().__init__()
-        self.body, self.flat = nn.Sequential(nn.Embedding(7, 4), mlp(4, 7)), flat
-
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        z = self.body(ids).flatten(0, 1)
-        return z if labels is None else F.cross_entropy(z, labels.flatten(), reduction="sum")
+    return Program(m, loss, 3)
 
 
 @program(loss=(True,), rows=(False,))
 def model_that_returns(loss: bool) -> Program:
-    m, ids = extend(Losses(True)), torch.randint(7, (3, 4))
+    def forward(m: Of, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        z = m.body(ids).flatten(0, 1)
+        return z if labels is None else classes(z, labels.flatten())
 
-    def of(ids: Tensor) -> Tensor:
-        return m(ids, labels=ids) if loss else F.cross_entropy(m(ids), ids.flatten(), reduction="sum")
+    m, ids = extend(Of(forward, body=nn.Sequential(nn.Embedding(7, 4), mlp(4, 7)))), torch.randint(7, (3, 4))
+    of_rows = lambda x: m(x, labels=x) if loss else classes(m(x), x.flatten())  # noqa: E731
+    return Program(m, lambda rows: of_rows(ids[rows]), 3)
 
-    return Program(m, lambda: of(ids), each(3, lambda n: of(one(ids, n))))
 
-
-@program(known=(F.mse_loss, True), unknown=(F.smooth_l1_loss, False))
-def parameter_list(loss: Callable, known: bool) -> Program:
+@program(known=(F.mse_loss,), unknown=(F.smooth_l1_loss, ()))
+def parameter_list(loss: Callable, second: Sequence = (*GGN, *HESSIAN)) -> Program:
     W, x, y = extend(nn.ParameterList([torch.randn(3, 4), torch.randn(3)])), torch.randn(6, 4), torch.randn(6, 3)
-    total = lambda x, y: loss(F.linear(x, *W), y, reduction="sum")  # noqa: E731
-    return Program(W, lambda: total(x, y), each(6, lambda n: total(one(x, n), one(y, n))), known)
-
-
-class Graphs(nn.Module):
-    """The rows of graphs (or of documents) are pooled, so that a sample is a row of the output."""
-
-    def __init__(self, sparse: bool = False) -> None:
-        super().__init__()
-        self.first, self.last, self.sparse = nn.Linear(4, 5), nn.Linear(5, 4), sparse
-
-    def forward(self, x: Tensor, graph: Tensor) -> Tensor:
-        h = self.first(x).tanh()
-        if self.sparse:
-            return self.last(torch.sparse.mm(F.one_hot(graph).T.to(h).to_sparse(), h))
-        return self.last(h.new_zeros(int(graph.max()) + 1, 5).index_add(0, graph, h))
-
-
-class LastOfTime(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.last = nn.GRU(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.rnn(x)[0][-1])
+    return Program(W, lambda rows: loss(F.linear(x[rows], *W), y[rows], reduction="sum"), 6, second=second)
 
 
 @program(added=(False,), sparse=(True,))
 def pooled_rows(sparse: bool) -> Program:
-    m, x, graph = extend(Graphs(sparse)), torch.randn(7, 4), torch.tensor([0, 2, 1, 0, 1, 2, 2])
-    y = torch.randn(3, 4)
+    """The rows of graphs (or of documents) are pooled, so that a sample is a row of the output."""
 
-    def of(n: int) -> Tensor:
-        return F.mse_loss(m(x[graph == n], torch.zeros(int((graph == n).sum()), dtype=torch.long)), one(y, n), reduction="sum")  # fmt: skip # noqa: E501
+    def forward(m: Of, x: Tensor, graph: Tensor) -> Tensor:
+        h = m.first(x).tanh()
+        if sparse:
+            return m.last(torch.sparse.mm(F.one_hot(graph).T.to(h).to_sparse(), h))
+        return m.last(h.new_zeros(int(graph.max()) + 1, 5).index_add(0, graph, h))
 
-    return Program(m, lambda: F.mse_loss(m(x, graph), y, reduction="sum"), each(3, of))
+    m, graph = extend(Of(forward, first=nn.Linear(4, 5), last=nn.Linear(5, 4))), [0, 2, 1, 0, 1, 2, 2]
+    x, y = torch.randn(7, 4), torch.randn(3, 4)
 
+    def loss(rows: slice) -> Tensor:
+        of = torch.tensor(graph) if rows.start is None else torch.zeros(graph.count(rows.start), dtype=torch.long)
+        inside = torch.tensor([rows.start in (None, g) for g in graph])
+        return squares(m(x[inside], of), y[rows])
 
-@program()
-def last_of_a_sequence_with_the_time_first() -> Program:
-    m, x, y = extend(LastOfTime()), torch.randn(7, 3, 4), torch.randn(3, 3)
-    return Program(m, lambda: F.mse_loss(m(x), y, reduction="sum"), each(3, lambda n: F.mse_loss(m(x[:, n : n + 1]), one(y, n), reduction="sum")))  # fmt: skip # noqa: E501
-
-
-class Detector(nn.Module):
-    """Classes of images, and boxes of those regions that hold something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.classes, self.boxes = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(4, 3), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.body(x).tanh().flatten(2).mT
-        return self.classes(h.mean(1)), self.boxes(h[mask])
+    return Program(m, loss, 3)
 
 
 @program(inside=(True,), parts=(False,))
 def detector(inside: bool) -> Program:
-    m, x, y = extend(Detector()), torch.randn(3, 2, 2, 2), torch.randint(3, (3,))
-    mask, boxes = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 1], [1, 1, 1, 0]]).bool(), torch.randn(3, 4, 2)
+    """Classes of images, and boxes of those regions that hold something."""
+    parts = {"body": nn.Conv2d(2, 4, 3, padding=1), "classes": nn.Linear(4, 3), "boxes": nn.Linear(4, 2)}
+    x, y, boxes = torch.randn(3, 2, 2, 2), torch.randint(3, (3,)), torch.randn(3, 4, 2)
+    mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 1], [1, 1, 1, 0]]).bool()
+
+    def forward(m: Of, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        h = parts["body"](x).tanh().flatten(2).mT
+        return parts["classes"](h.mean(1)), parts["boxes"](h[mask])
+
+    m = Of(forward, **parts)
+    extend(m if inside else nn.ModuleDict(parts))  # rows of which no layer with N rows says whose they are
 
     def loss(rows: slice) -> Tensor:
-        if inside:
-            h = m.body(x[rows]).tanh().flatten(2).mT
-            z, b = m.classes(h.mean(1)), m.boxes(h[mask[rows]])
-        else:
-            z, b = m(x[rows], mask[rows])
-        own = F.cross_entropy(z, y[rows], reduction="sum")
-        return own + F.mse_loss(b, boxes[rows][mask[rows]], reduction="sum")
+        z, b = m(x[rows], mask[rows])
+        return classes(z, y[rows]) + squares(b, boxes[rows][mask[rows]])
 
-    if not inside:  # rows of which no layer with N rows says whose they are
-        m = extend(nn.ModuleDict({"body": m.body, "classes": m.classes, "boxes": m.boxes}))
-        inside, m.body, m.classes, m.boxes = True, m["body"], m["classes"], m["boxes"]
-    return Program(m, lambda: loss(slice(None)), each(3, lambda n: loss(slice(n, n + 1))))
+    return Program(m, loss, 3)
 
 
 @program()
 def adaptive_softmax() -> Program:
-    m, x, y = extend(nn.ModuleList([mlp(4, 6), nn.AdaptiveLogSoftmaxWithLoss(6, 9, [2, 5], div_value=1.5)])), torch.randn(5, 4), torch.tensor([0, 3, 8, 1, 6])  # fmt: skip # noqa: E501
-    total = lambda x, y: m[1](m[0](x), y).output.neg().sum()  # noqa: E731
-    return Program(m, lambda: total(x, y), each(5, lambda n: total(one(x, n), one(y, n))), known=False)
+    m = extend(nn.ModuleList([mlp(4, 6), nn.AdaptiveLogSoftmaxWithLoss(6, 9, [2, 5], div_value=1.5)]))
+    x, y = torch.randn(5, 4), torch.tensor([0, 3, 8, 1, 6])
+    return Program(m, lambda rows: m[1](m[0](x[rows]), y[rows]).output.neg().sum(), 5, second=())
 
 
-@program(gru=(True,), own=(False,))
-def cell_in_a_loop(gru: bool) -> Program:
-    cell = nn.GRUCell(3, 4) if gru else mlp(7, 4)
-    m = extend(nn.ModuleDict({"cell": cell, "head": nn.Linear(4, 3)}))
-    x, y = torch.randn(4, 6, 3), torch.randint(3, (4, 6))
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        h, total = x.new_zeros(len(x), 4), torch.zeros(())
-        for t in range(6):
-            h = m["cell"](x[:, t], h) if gru else m["cell"](torch.cat([x[:, t], h], 1))
-            total = total + F.cross_entropy(m["head"](h), y[:, t], reduction="sum")
-        return total
-
-    return Program(m, lambda: loss(x, y), each(4, lambda n: loss(one(x, n), one(y, n))))
-
-
-class TimeFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.net, self.last = nn.Linear(3, 4), nn.GRU(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.net(self.first(x).tanh())[0])
-
-
-@program(known=(True,), unknown=(False,))
-def batch_axis_of_one(known: bool) -> Program:
-    m, x, y = extend(TimeFirst(), batch_axis=1), torch.randn(5, 4, 3), torch.randint(3, (5, 4))
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        z = m(x)
-        return F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="sum") if known else z.cosh().log().sum()
-
-    return Program(m, lambda: loss(x, y), each(4, lambda n: loss(x[:, n : n + 1], y[:, n : n + 1])), known)
-
-
-@program(known=(True,), unknown=(False,))
-def flattened_with_batch_axis_of_one(known: bool) -> Program:
-    """The rows of the output are those of all samples at a time, then of all at the next one."""
-    m, x, y = extend(nn.Sequential(TimeFirst(), nn.Flatten(0, 1)), batch_axis=1), torch.randn(5, 4, 3), torch.ones(20)
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        z = m(x)
-        return F.cross_entropy(z, y.long(), reduction="sum") if known else z.cosh().log().sum()
-
-    return Program(m, lambda: loss(x, y), each(4, lambda n: loss(x[:, n : n + 1], y[:5])), known)
-
-
-class Ensemble(nn.Module):
-    """Several nets as one, whose weights are stacked."""
-
-    def __init__(self, nets: int) -> None:
-        super().__init__()
-        self.first, self.last = nn.Parameter(torch.randn(nets, 3, 5)), nn.Parameter(torch.randn(nets, 5, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(torch.bmm(x.expand(len(self.first), *x.shape), self.first).tanh(), self.last)
-
-
-@program(fewer=(3,), more=(8,))
-def ensemble(nets: int) -> Program:
-    """Outputs ``[E, N, 2]``."""
-    m, x, y = extend(Ensemble(nets)), torch.randn(4, 3), torch.randn(4, 2)
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(m(x).flatten(0, 1), y.repeat(nets, 1), reduction="sum")
-
-    return Program(m, lambda: loss(x, y), each(4, lambda n: loss(one(x, n), one(y, n))))
-
-
-class Transposed(nn.Module):
-    def __init__(self, *axes: int) -> None:
-        super().__init__()
-        self.axes = axes
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(*self.axes)
-
-
-@program(rows=(False,), flat=(True,))
-def second_axis_of_as_many_as_samples(flat: bool) -> Program:
-    """Scores of 4 candidates for each of 4 samples, scaled by a parameter of the sample's user."""
-    m, scale = mlp(3, 1), nn.Embedding(2, 1)
-    x, user, y = torch.randn(4, 4, 3), torch.tensor([0, 1, 1, 0]), torch.randint(4, (4,))
-
-    class Scores(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.scale = m, nn.Parameter(scale.weight.detach()[:, 0])
-
-        def forward(self, x: Tensor, user: Tensor) -> Tensor:
-            z = self.net(x)
-            scale = self.scale[user][:, None]
-            return (z * scale[:, None]).expand(-1, -1, 4).flatten(0, 1) if flat else z.squeeze(-1) * scale
-
-    model = extend(Scores())
-
-    def loss(x: Tensor, user: Tensor, y: Tensor) -> Tensor:
-        z = model(x, user)
-        return z.square().sum() + z.sum() if flat else F.cross_entropy(z, y, reduction="sum")
-
-    parts = each(4, lambda n: loss(one(x, n), one(user, n), one(y, n)))
-    return Program(model, lambda: loss(x, user, y), parts)
-
-
-@program(shorter=(3,), longer=(8,))
-def output_with_the_time_first(T: int) -> Program:
-    m = extend(nn.Sequential(nn.Conv1d(3, 5, 1), nn.Tanh(), Transposed(1, 2), nn.Linear(5, 3), Transposed(0, 1)))
-    x, y = torch.randn(4, 3, T), torch.randint(3, (T, 4))
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(m(x).flatten(0, 1), y.flatten(), reduction="sum")
-
-    return Program(m, lambda: loss(x, y), each(4, lambda n: loss(one(x, n), y[:, n : n + 1])))
+@program()
+def list_of_images() -> Program:
+    m = extend(Of(lambda m, images: m.body(torch.stack([image.mean(0) for image in images])), body=mlp()))
+    images, y = [torch.randn(k, 4) for k in (2, 5, 3)], torch.randint(3, (3,))
+    return Program(m, lambda rows: classes(m(images[rows]), y[rows]), 3)
 
 
 @program()
@@ -350,29 +211,213 @@ def wasserstein_with_penalty() -> Program:
     """One call on real and generated samples; the slopes are of another one on points between them."""
     m, x = extend(nn.Sequential(nn.Linear(4, 5), nn.LeakyReLU(), nn.Linear(5, 1))), torch.randn(3, 3, 4)
 
-    def loss(x: Tensor) -> Tensor:
-        real, fake, between = x.unbind(1)
+    def loss(rows: slice) -> Tensor:
+        real, fake, between = x[rows].unbind(1)
         between = between.clone().requires_grad_()
         (slopes,) = torch.autograd.grad(m(between).sum(), between, create_graph=True)
         return (m(fake) - m(real)).sum() + 10 * (slopes.norm(dim=1) - 1).square().sum()
 
-    return Program(m, lambda: loss(x), each(3, lambda n: loss(one(x, n))), known=False)
+    return Program(m, loss, 3, second=())
 
 
-class OfList(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = mlp()
-
-    def forward(self, images: list[Tensor]) -> Tensor:
-        return self.body(torch.stack([image.mean(0) for image in images]))
+# ---------------------------------------------------------------------------------------------------- losses in a model
 
 
 @program()
-def list_of_images() -> Program:
-    m, images, y = extend(OfList()), [torch.randn(k, 4) for k in (2, 5, 3)], torch.randint(3, (3,))
-    total = lambda images, y: F.cross_entropy(m(images), y, reduction="sum")  # noqa: E731
-    return Program(m, lambda: total(images, y), each(3, lambda n: total([images[n]], one(y, n))))
+def losses_of_steps() -> Program:
+    """As many steps as samples; the losses of the steps are stacked."""
+
+    def forward(m: Of, x: Tensor, y: Tensor) -> Tensor:
+        return torch.stack([F.mse_loss(z, t) for z, t in zip(m.net(x)[0].unbind(1), y.unbind(1), strict=True)]).mean()
+
+    m, x, y = extend(Of(forward, net=nn.GRU(5, 3, batch_first=True))), torch.randn(4, 4, 5), torch.randn(4, 4, 3)
+    return Program(m, lambda rows: m(x[rows], y[rows]), 4, mean=True, second=HESSIAN)
+
+
+@program(**{
+    f"{more} {'beside others' if others else 'alone'}": (more, others)
+    for more in ("probs", "hidden", "logits")
+    for others in (False, True)
+})  # fmt: skip
+def loss_beside(more: str, others: bool) -> Program:
+    """The model returns its loss beside outputs, as models of transformers do, of which one enters another term."""
+
+    def forward(m: Of, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = m.body(x).tanh()
+        z = m.last(h)
+        outputs = {"loss": F.cross_entropy(z, y), "hidden": h, "logits": z, "probs": z.softmax(1)}
+        return {name: value for name, value in outputs.items() if others or name in ("loss", more)}
+
+    m, x = extend(Of(forward, body=nn.Linear(5, 4), last=nn.Linear(4, 3))), torch.randn(4, 5)
+
+    def loss(rows: slice) -> Tensor:
+        outputs = m(x[rows], Y[rows])
+        return outputs["loss"] + outputs[more].pow(4).sum(1).mean()
+
+    return Program(m, loss, 4, mean=True, second=HESSIAN)
+
+
+@program(outside=(False,), inside=(True,))
+def mean_over_the_experts(inside: bool) -> Program:
+    """There are as many experts as samples; the term that balances them is a mean over the batch."""
+
+    def forward(m: Of, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | Tensor:
+        p = m.route(x).softmax(1)
+        z = sum(p[:, i : i + 1] * expert(x) for i, expert in enumerate(m.experts))
+        term = (p.mean(0) * torch.arange(4.0)).sum()
+        return F.cross_entropy(z, y) + term if inside else (z, term)
+
+    experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(4))
+    m, x = extend(Of(forward, route=nn.Linear(5, 4), experts=experts)), torch.randn(4, 5)
+
+    def loss(rows: slice) -> Tensor:
+        found = m(x[rows], Y[rows])
+        return found if inside else F.cross_entropy(found[0], Y[rows]) + found[1]
+
+    return Program(m, loss, 4, mean=True, second=())
+
+
+@program()
+def parameter_of_the_shape_of_one_sample() -> Program:
+    def forward(m: Of, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(m.last(x * m.gate.sigmoid()), y)
+
+    m, x = extend(Of(forward, gate=torch.randn(1, 5), last=nn.Linear(5, 3))), torch.randn(1, 5)
+    return Program(m, lambda rows: m(x[rows], torch.tensor([2])), 1)
+
+
+# --------------------------------------------------------------------------------------- samples on another axis, steps
+
+
+@program()
+def last_of_a_sequence_with_the_time_first() -> Program:
+    m = extend(Of(lambda m, x: m.last(m.rnn(x)[0][-1]), rnn=nn.GRU(4, 5), last=nn.Linear(5, 3)))
+    x, y = torch.randn(7, 3, 4), torch.randn(3, 3)
+    return Program(m, lambda rows: squares(m(x[:, rows]), y[rows]), 3)
+
+
+@program(gru=(True, ()), own=(False,))
+def cell_in_a_loop(gru: bool, second: Sequence = (*GGN, *HESSIAN)) -> Program:
+    cell = nn.GRUCell(3, 4) if gru else mlp(7, 4)
+    m = extend(nn.ModuleDict({"cell": cell, "head": nn.Linear(4, 3)}))
+    x, y = torch.randn(4, 6, 3), torch.randint(3, (4, 6))
+
+    def loss(rows: slice) -> Tensor:
+        h, total = x.new_zeros(len(x[rows]), 4), torch.zeros(())
+        for step, label in zip(x[rows].unbind(1), y[rows].unbind(1), strict=True):
+            h = m["cell"](step, h) if gru else m["cell"](torch.cat([step, h], 1))
+            total = total + classes(m["head"](h), label)
+        return total
+
+    return Program(m, loss, 4, second=second)
+
+
+@program(known=(False, classes), unknown=(False, logcosh, ()), flat=(True, classes), flat_unknown=(True, logcosh, ()))
+def batch_axis_of_one(flat: bool, loss: Callable, second: Sequence = (*GGN, *HESSIAN)) -> Program:
+    """Rows of a flat output are those of all samples at a time, then of all at the next one."""
+    net = nn.Sequential(time_first(), nn.Flatten(0, 1)) if flat else time_first()
+    m, x, y = extend(net, batch_axis=1), torch.randn(5, 4, 3), torch.randint(3, (5, 4))
+    return Program(m, lambda rows: loss(m(x[:, rows]).view(-1, 3), y[:, rows].flatten()), 4, second=second)
+
+
+def time_first() -> Of:
+    layers = {"first": nn.Linear(3, 4), "net": nn.GRU(4, 4), "last": nn.Linear(4, 3)}
+    return Of(lambda m, x: m.last(m.net(m.first(x).tanh())[0]), **layers)
+
+
+@program(fewer=(3,), more=(8,))
+def ensemble(nets: int) -> Program:
+    """Several nets as one, whose weights are stacked: outputs ``[E, N, 2]``."""
+
+    def forward(m: Of, x: Tensor) -> Tensor:
+        return torch.bmm(torch.bmm(x.expand(nets, *x.shape), m.first).tanh(), m.last)
+
+    m = extend(Of(forward, first=torch.randn(nets, 3, 5), last=torch.randn(nets, 5, 2)))
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    return Program(m, lambda rows: squares(m(x[rows]).flatten(0, 1), y[rows].repeat(nets, 1)), 4)
+
+
+@program(rows=(False,), flat=(True,))
+def second_axis_of_as_many_as_samples(flat: bool) -> Program:
+    """Scores of 4 candidates for each of 4 samples, scaled by a parameter of the sample's user."""
+
+    def forward(m: Of, x: Tensor, user: Tensor) -> Tensor:
+        z, scale = m.net(x), m.scale[user][:, None]
+        return (z * scale[:, None]).expand(-1, -1, 4).flatten(0, 1) if flat else z.squeeze(-1) * scale
+
+    m = extend(Of(forward, net=mlp(3, 1), scale=torch.randn(2)))
+    x, user, y = torch.randn(4, 4, 3), torch.tensor([0, 1, 1, 0]), torch.randint(4, (4,))
+
+    def loss(rows: slice) -> Tensor:
+        z = m(x[rows], user[rows])
+        return z.square().sum() + z.sum() if flat else classes(z, y[rows])
+
+    return Program(m, loss, 4)
+
+
+@program(shorter=(3,), longer=(8,))
+def output_with_the_time_first(T: int) -> Program:
+    swapped = lambda *axes: Of(lambda _, x: x.transpose(*axes))  # noqa: E731
+    m = extend(nn.Sequential(nn.Conv1d(3, 5, 1), nn.Tanh(), swapped(1, 2), nn.Linear(5, 3), swapped(0, 1)))
+    x, y = torch.randn(4, 3, T), torch.randint(3, (T, 4))
+    return Program(m, lambda rows: classes(m(x[rows]).flatten(0, 1), y[:, rows].flatten()), 4)
+
+
+@program(**{f"{T} steps{', in rows' if in_rows else ''}": (T, in_rows) for T in (3, 4) for in_rows in (False, True)})
+def functions_of_sequences_of_which_time_comes_first(T: int, in_rows: bool) -> Program:
+    """Products, biases, scales, positions, slopes and computed weights on ``[T, N, F]``, or on its rows."""
+
+    def forward(m: Of, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        shape = x.shape
+        h = x.reshape(-1, 4) if in_rows else x
+        h = torch.tanh(h @ m.weight + m.bias) * m.scale
+        h = (h.view(shape) + m.positions).view(h.shape)
+        h = m.slope(m.normed(h)) * m.one
+        h = h + torch.tanh(h @ (m.other * torch.ones(4, 4).triu()))
+        return m.last(h.view(shape).sin().mean(0))
+
+    shapes = {"weight": (4, 4), "other": (4, 4), "bias": (4,), "scale": (4,), "one": (1,), "positions": (T, 1, 4)}
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    parameters = {name: torch.randn(shape) for name, shape in shapes.items()}
+    m = extend(Of(forward, **parameters, normed=normed, slope=nn.PReLU(), last=nn.Linear(4, 3)))
+    x, y = torch.randn(4, T, 4), torch.randint(3, (4,))
+    return Program(m, lambda rows: classes(m(x[rows]), y[rows]), 4, second=[DiagGGNExact])
+
+
+@program(**{f"{steps} along axis {axis}": (steps, axis, skip) for steps, skip in ((4, 0), (8, 1)) for axis in (0, 1)})
+def trajectory(steps: int, axis: int, skipped: int) -> Program:
+    """The states of a system over time, stacked along an axis, as solvers of differential equations return them."""
+
+    def forward(m: Of, x: Tensor) -> Tensor:
+        states = []
+        for _ in range(steps + skipped):
+            x = x + 0.3 * m.slope(x)
+            states.append(x)
+        return torch.stack(states, axis).narrow(axis, skipped, steps)
+
+    m, x = extend(Of(forward, slope=mlp(2, 2))), torch.randn(4, 2)
+    return Program(m, lambda rows: (m(x[rows]) - 1).square().mean(), 4, mean=True, second=[DiagGGNExact])
+
+
+@program(**{
+    f"{kind.__name__} {lengths}": (kind, lengths)
+    for kind in (nn.LSTM, nn.RNN)
+    for lengths in ([5, 2, 3, 2], [2, 4, 2, 4])
+})  # fmt: skip
+def packed_sentences(kind: type[nn.RNNBase], lengths: list[int]) -> Program:
+    """Classes of sentences of several lengths: layers on their packed steps before and after a recurrent one."""
+
+    def forward(m: Of, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False)
+        steps, _ = m.net(packed._replace(data=m.norm(torch.tanh(m.inner(m.embed(packed.data))))))
+        steps = steps._replace(data=torch.tanh(m.outer(steps.data)))
+        return m.last(nn.utils.rnn.pad_packed_sequence(steps)[0].sum(0) / lengths[:, None])
+
+    layers = {"embed": nn.Embedding(7, 4, padding_idx=2), "norm": nn.LayerNorm(4), "inner": nn.Linear(4, 4)}
+    m = extend(Of(forward, **layers, net=kind(4, 4), outer=nn.Linear(4, 4), last=nn.Linear(4, 3)), batch_axis=1)
+    x, y, of = torch.randint(7, (5, 4)), torch.randint(3, (4,)), torch.tensor(lengths)
+    return Program(m, lambda rows: classes(m(x[:, rows], of[rows]), y[rows]), 4, second=[DiagGGNExact])
 
 
 REORDERED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -380,47 +425,31 @@ REORDERED: dict[str, Callable[[Tensor], Tensor]] = {
     "sorted": lambda z: z[z[:, 0].argsort()],
     "repeated": lambda z: z.repeat_interleave(2, 0),
     "unbound": lambda z: torch.stack(z.unbind(0)[::-1], 1).T,
-    "transposed": lambda z: z.T.reshape(3, 2, 2).permute(1, 2, 0).flatten(0, 1),
+    "transposed": lambda z: z.T.reshape(3, len(z) // 2, 2).permute(1, 2, 0).flatten(0, 1) if len(z) > 1 else z,
 }
 
 
 @program(**{name: (reorder,) for name, reorder in REORDERED.items()})
 def reordered_before_the_loss(reorder: Callable[[Tensor], Tensor]) -> Program:
     m, x, t = extend(mlp()), torch.randn(4, 4), torch.randn(3)
-    return Program(m, lambda: F.mse_loss(reorder(m(x)), t.expand(reorder(m(x)).shape), reduction="sum"), each(4, lambda n: _mse(reorder, m, x, n, t)))  # fmt: skip # noqa: E501
+    slow = reorder is REORDERED["twice"]  # a loss of any kind: of its Hessian in the output of the model
 
+    def loss(rows: slice) -> Tensor:
+        z = reorder(m(x[rows]))
+        return squares(z, t.expand(z.shape))
 
-def _mse(reorder: Callable[[Tensor], Tensor], m: nn.Module, x: Tensor, n: int, t: Tensor) -> Tensor:
-    """Only the rows of sample n."""
-    z = m(one(x, n))
-    rows = torch.cat([z, z.sin()]) if reorder is REORDERED["twice"] else z
-    rows = z.repeat_interleave(2, 0) if reorder is REORDERED["repeated"] else rows
-    return F.mse_loss(rows, t.expand(rows.shape), reduction="sum")
-
-
-def gradients(p: Program) -> dict[nn.Parameter, Tensor]:
-    """The gradients of all parts, ``[N, *p]``, by autograd alone."""
-    params = list(p.model.parameters())
-    found = [torch.autograd.grad(part(), params, allow_unused=True) for part in p.parts]
-    found = [[torch.zeros_like(q) if g is None else g for q, g in zip(params, row, strict=True)] for row in found]
-    return {q: torch.stack(rows) for q, *rows in zip(params, *found, strict=True)}
+    return Program(m, loss, 4, second=() if slow else (*GGN, *HESSIAN))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_sample_is_a_row_of_the_models_input(name: str):
-    compare_first_order(PROGRAMS[name]())
     p = PROGRAMS[name]()
-    if p.known and "unknown" not in name and name not in SLOW:
-        with sdpa_kernel(SDPBackend.MATH):  # the other has no second derivative
-            compare_second_order(p)
-
-
-def compare_first_order(p: Program) -> None:
-    expected = gradients(p)
-    with warnings.catch_warnings(), backpack(BatchGrad(), BatchL2Grad(), SumGradSquared(), Variance()):
+    params = list(p.model.parameters())
+    expected = gradients_of_each(p.parts(), params)
+    with warnings.catch_warnings(), backpack(*(extension() for extension in FIRST_ORDER)):
         warnings.simplefilter("error", CurvoptWarning)
         p.total().backward()
-    for i, (q, g) in enumerate(expected.items()):
+    for i, (q, g) in enumerate(zip(params, expected, strict=True)):
         if q.grad is None:
             assert not hasattr(q, "grad_batch") and not g.any()
             continue
@@ -428,84 +457,69 @@ def compare_first_order(p: Program) -> None:
         assert_close(q.batch_l2, g.flatten(1).square().sum(1))
         assert_close(q.sum_grad_squared, g.square().sum(0))
         assert_close(q.variance, g.var(0, correction=0))
+    with sdpa_kernel(SDPBackend.MATH):  # the other has no second derivative
+        compare_second_order(p, params)
 
 
-#: first order says the same of these, in less time
-SLOW = {
-    "cell_in_a_loop gru",
-    "masked_tokens unequal",
-    "reordered_before_the_loss twice",  # a loss of any kind: of its Hessian in the output of the model
-}
-
-
-def compare_second_order(p: Program) -> None:
-    params = list(p.model.parameters())
-    hessians = [_hessian_diagonals(part(), params) for part in p.parts]
-    extensions = [DiagGGNExact(), BatchDiagGGNExact(), DiagHessian(), BatchDiagHessian(), SqrtGGNExact(), GGNMP()]
+def compare_second_order(p: Program, params: list[nn.Parameter]) -> None:
+    hessians = [_hessian_diagonals(part, params) for part in p.parts()] if DiagHessian in p.second else []
     alone = []
-    for part in p.parts:
-        with backpack(DiagGGNExact(), KFLR(approx="reduce")):
-            part().backward()
-        fields = [
-            (q.diag_ggn_exact, q.kflr) if hasattr(q, "diag_ggn_exact") else (torch.zeros_like(q), None) for q in params
-        ]
-        alone.append(fields)
-    with backpack(*extensions, KFLR(approx="reduce")):
-        p.total().backward()
+    for part in p.parts() if DiagGGNExact in p.second else ():
+        with backpack(DiagGGNExact()):
+            part.backward()
+        alone.append([getattr(q, "diag_ggn_exact", torch.zeros_like(q)) for q in params])
+    if p.second:
+        with backpack(*(KFLR(approx="reduce") if extension is KFLR else extension() for extension in p.second)):
+            p.total().backward()
     for i, q in enumerate(params):
-        ggn = torch.stack([fields[i][0] for fields in alone])
-        hessian = torch.stack([diagonals[i] for diagonals in hessians])
-        assert_close(q.diag_ggn_exact_batch, ggn)
-        assert_close(q.diag_ggn_exact, ggn.sum(0))
-        assert_close(q.diag_h_batch, hessian)
-        assert_close(q.diag_h, hessian.sum(0))
-        assert_close(q.sqrt_ggn_exact.square().sum(0), ggn)
-        assert_close(torch.stack([q.ggnmp(torch.eye(q.numel())[k].view(1, *q.shape)).flatten()[k] for k in (0, -1)]), ggn.sum(0).flatten()[[0, -1]])  # fmt: skip # noqa: E501
+        if hessians:
+            hessian = torch.stack([diagonals[i] for diagonals in hessians])
+            assert_close(q.diag_h_batch, hessian)
+            assert_close(q.diag_h, hessian.sum(0))
+        if alone:
+            ggn = torch.stack([fields[i] for fields in alone])
+            assert_close(q.diag_ggn_exact, ggn.sum(0))
+        if GGNMP in p.second:
+            assert_close(q.diag_ggn_exact_batch, ggn)
+            assert_close(q.sqrt_ggn_exact.square().sum(0), ggn)
+            of_ends = [q.ggnmp(torch.eye(q.numel())[k].view(1, *q.shape)).flatten()[k] for k in (0, -1)]
+            assert_close(torch.stack(of_ends), ggn.sum(0).flatten()[[0, -1]])
 
 
 def _hessian_diagonals(loss: Tensor, params: list[nn.Parameter]) -> list[Tensor]:
-    grads = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
     found = []
-    for q, g in zip(params, grads, strict=True):
-        if g is None or not g.requires_grad:
-            found.append(torch.zeros_like(q))
-            continue
-        rows = [torch.autograd.grad(e, q, retain_graph=True, allow_unused=True)[0] for e in g.flatten()]
-        found.append(torch.stack([torch.zeros(()) if row is None else row.flatten()[k] for k, row in enumerate(rows)]).view_as(q))  # fmt: skip # noqa: E501
+    for q, g in zip(params, torch.autograd.grad(loss, params, create_graph=True, materialize_grads=True), strict=True):
+        rows = [
+            torch.autograd.grad(e, q, retain_graph=True, materialize_grads=True)[0] if e.requires_grad else 0 * g
+            for e in g.flatten()
+        ]
+        found.append(torch.stack([row.flatten()[k] for k, row in enumerate(rows)]).detach().view_as(q))
     return found
 
 
-# batches of different lengths: as if their rows were appended
+# --------------------------------------------------------- batches of different lengths: as if their rows were appended
 
 
 @pytest.mark.parametrize("sizes", [(6, 4), (3, 6), (1, 5), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("loss", [F.mse_loss, F.cross_entropy], ids=["values", "classes"])
 def test_unequal_batches_are_appended(sizes: tuple[int, ...], loss: Callable):
-    m, batches = extend(mlp()), [torch.randn(size, 4) for size in sizes]
-    targets = [torch.randn(k, 3) if loss is F.mse_loss else torch.randint(3, (k,)) for k in sizes]
-    quantities = [DiagGGNExact(), DiagHessian(), KFLR(), GGNMP()]
-    params, found = list(m.parameters()), []
+    m = extend(mlp())
+    params = list(m.parameters())
+    batches = [(torch.randn(k, 4), torch.randn(k, 3) if loss is F.mse_loss else torch.randint(3, (k,))) for k in sizes]
 
-    def fields() -> list[list[Tensor]]:
-        v = [torch.ones(1, *p.shape) for p in params]
-        return [[p.diag_ggn_exact, p.diag_h, *p.kflr, p.ggnmp(x)[0]] for p, x in zip(params, v, strict=True)]
+    def fields(*batches: tuple[Tensor, Tensor]) -> list[list[Tensor]]:
+        with backpack(DiagGGNExact(), DiagHessian(), GGNMP(), KFLR()):
+            sum(loss(m(x), y) for x, y in batches).backward()
+        return [[p.diag_ggn_exact, p.diag_h, p.ggnmp(torch.ones_like(p)), *p.kflr] for p in params]
 
-    for x, y in zip(batches, targets, strict=True):
-        with backpack(*quantities):
-            loss(m(x), y).backward()
-        found.append(fields())
-    with backpack(*quantities):
-        sum(loss(m(x), y) for x, y in zip(batches, targets, strict=True)).backward()
-    shares = torch.tensor(sizes) / sum(sizes)
-    for i, together in enumerate(fields()):
-        for k, field in enumerate(together):
-            alone = torch.stack([each[i][k] for each in found])
-            is_input_factor = k == 3 and len(together) == 5
-            weights = shares if is_input_factor else torch.ones(len(sizes))
-            assert_close(field, torch.einsum("b,b...->...", weights, alone))
+    alone, shares = [fields(batch) for batch in batches], torch.tensor(sizes) / sum(sizes)
+    for together, *each in zip(fields(*batches), *alone, strict=True):
+        for k, (field, *parts) in enumerate(zip(together, *each, strict=True)):
+            weights = shares if k == 4 else torch.ones(len(sizes))  # the factor of inputs is a mean
+            assert_close(field, torch.einsum("b,b...->...", weights, torch.stack(parts)))
 
 
-@pytest.mark.parametrize("extension", [BatchGrad, BatchL2Grad, SumGradSquared, Variance, BatchDiagGGNExact])
+@pytest.mark.parametrize("extension", [*FIRST_ORDER, BatchDiagGGNExact])
 def test_unequal_batches_keep_no_samples_apart(extension: type):
     m = extend(mlp())
     with pytest.raises(CurvoptError, match=f"{extension.field} keeps samples apart.*different lengths"):
@@ -513,7 +527,12 @@ def test_unequal_batches_keep_no_samples_apart(extension: type):
             sum(F.mse_loss(m(torch.randn(k, 4)), torch.zeros(k, 3)) for k in (6, 4)).backward()
 
 
-# named errors
+# --------------------------------------------------------------------------------------------------------- named errors
+
+
+def pooled(of: Callable[[Tensor], Tensor], features: int = 3) -> Callable[[], Tensor]:
+    """Several rows for each sample, in an order that no layer tells."""
+    return lambda: extend(Of(lambda m, x: of(m.body(x)), body=nn.Linear(4, features)))(torch.randn(6, 4)).square().sum()
 
 
 def rows_in_a_loop() -> Tensor:
@@ -521,122 +540,82 @@ def rows_in_a_loop() -> Tensor:
     return F.mse_loss(torch.cat([m(torch.randn(1, 4)) for _ in range(3)]), torch.zeros(3, 3))
 
 
-class TimeFirstMean(TimeFirst):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).mean(0)
+def stacked_rows() -> Tensor:
+    def forward(m: Of, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(m.body(x))
+        return m.image(h), m.region(torch.stack([scale * row for row in h for scale in (1, 2)]))
+
+    model = extend(Of(forward, body=nn.Linear(4, 6), image=nn.Linear(6, 3), region=nn.Linear(6, 3)))
+    return sum(out.sum() for out in model(torch.randn(3, 4)))
 
 
-def time_first_without_batch_axis() -> Tensor:
-    return F.cross_entropy(extend(TimeFirstMean())(torch.randn(4, 5, 3)), torch.zeros(5).long())
-
-
-class Pooled(nn.Module):
-    """Several rows for each sample, in an order that no layer tells."""
-
-    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.body, self.of = nn.Linear(4, 3), of
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.of(self.body(x))
-
-
-def mean_over_the_batch() -> Tensor:
-    return F.mse_loss(extend(Pooled(lambda h: h.mean(0)))(torch.randn(6, 4)), torch.zeros(3))
-
-
-def more_rows() -> Tensor:
-    return F.mse_loss(extend(Pooled(lambda h: torch.cat([h, h[:2]])))(torch.randn(6, 4)), torch.zeros(8, 3))
-
-
-def empty_batch() -> Tensor:
-    return extend(mlp())(torch.randn(0, 4)).sum()
-
-
-def pooled_to_as_many_features_as_rows() -> Tensor:
-    """Of ``[3, 4]``, the second axis has features, though there are 4 rows."""
-    return extend(nn.Sequential(nn.Linear(3, 4), Statistics()))(torch.randn(4, 3)).square().sum()
-
-
-class Statistics(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([x.mean(0), x.std(0), x.amax(0)])
-
-
-ERRORS: dict[Callable[[], Tensor], str] = {
-    pooled_to_as_many_features_as_rows: r"4 samples along axis 0.*\[3, 4\]",
-    rows_in_a_loop: "called 3 times with one row each.*stack the rows",
-    time_first_without_batch_axis: r"4 samples along axis 0.*\[5, 3\].*batch_axis=1",
-    mean_over_the_batch: r"6 samples.*\[3\]",
-    more_rows: r"6 samples along axis 0.*\[8, 3\]",
-    empty_batch: "batch is empty",
+ERRORS: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "statistics of as many features as rows": (
+        pooled(lambda h: torch.stack([h.mean(0), h.std(0), h.amax(0)]), features=6),
+        r"6 samples along axis 0.*\[3, 6\]",
+    ),
+    "mean over the batch": (pooled(lambda h: h.mean(0)), r"6 samples.*\[3\]"),
+    "more rows": (pooled(lambda h: torch.cat([h, h[:2]])), r"6 samples along axis 0.*\[8, 3\]"),
+    "rows of another head that were stacked": (stacked_rows, r"called with 3 samples.*shape \[6, 3\]"),
+    "rows in a loop": (rows_in_a_loop, "called 3 times with one row each.*stack the rows"),
+    "time first": (
+        lambda: extend(Of(lambda m, x: m.net(x).mean(0), net=time_first()))(torch.randn(4, 5, 3)).square().sum(),
+        r"4 samples along axis 0.*\[5, 3\].*batch_axis=1",
+    ),
+    "empty batch": (lambda: extend(mlp())(torch.randn(0, 4)).sum(), "batch is empty"),
 }
 
 
-@pytest.mark.parametrize("make", ERRORS, ids=lambda make: make.__name__)
-def test_ambiguities_are_named(make: Callable[[], Tensor]):
+@pytest.mark.parametrize("name", ERRORS)
+def test_ambiguities_are_named(name: str):
+    make, message = ERRORS[name]
     loss = make()
-    with pytest.raises(CurvoptError, match=f"(?s){ERRORS[make]}") as error, backpack(BatchGrad()):
+    with pytest.raises(CurvoptError, match=f"(?s){message}") as error, backpack(BatchGrad()):
         loss.backward()
     assert str(error.value).count(". ") <= 2
 
 
-# programs of several models and contexts
+# ----------------------------------------------------------------------------------------- several models and contexts
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+def are_individual_gradients(z: Tensor, y: Tensor, p: Tensor) -> None:
+    (expected,) = gradients_of_each(F.cross_entropy(z, y, reduction="none") / len(y), [p])
+    assert_close(p.grad_batch, expected)
 
-    def forward(self, x: Tensor, route: Tensor) -> Tensor:
+
+def test_fields_of_an_earlier_batch_are_removed():
+    def forward(m: Of, x: Tensor, route: Tensor) -> Tensor:
         out = x.new_zeros(len(x), 3)
-        for k, expert in enumerate(self.experts):
+        for k, expert in enumerate(m.experts):
             if (route == k).any():
                 out[route == k] = expert(x[route == k])
         return out
 
-
-def test_fields_of_an_earlier_batch_are_removed():
-    m, x, y = extend(Experts()), torch.randn(4, 4), torch.randint(3, (4,))
-    for route in ([0, 1, 0, 1], [0, 0, 0, 0]):
+    m = extend(Of(forward, experts=nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])))
+    x, y = torch.randn(4, 4), torch.randint(3, (4,))
+    for route in map(torch.tensor, ([0, 1, 0, 1], [0, 0, 0, 0])):
         with backpack(BatchGrad(), DiagGGNExact(), KFAC(), KFACEmpirical()):
-            F.cross_entropy(m(x, torch.tensor(route)), y).backward()
-        fields = [f for p in m.experts[1].parameters() for f in ("grad_batch", "diag_ggn_exact", "kfac", "kfac_empirical") if hasattr(p, f)]  # fmt: skip # noqa: E501
-        assert bool(fields) == (1 in route)
-        weight = m.experts[0].weight
-        assert_close(weight.grad_batch, _individual_gradients(m(x, torch.tensor(route)), y, weight))
+            F.cross_entropy(m(x, route), y).backward()
+        fields = ("grad_batch", "diag_ggn_exact", "kfac", "kfac_empirical")
+        assert any(hasattr(p, f) for p in m.experts[1].parameters() for f in fields) == bool((route == 1).any())
+        are_individual_gradients(m(x, route), y, m.experts[0].weight)
 
 
 @pytest.mark.parametrize("detached", [False, True])
 def test_fields_of_heads_that_share_a_forward_stay(detached: bool):
-    parts = body, *heads = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)
-    extend(nn.ModuleList(parts))
+    body, *heads = extend(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)]))
     x, y = torch.randn(5, 4), torch.randint(3, (5,))
 
-    def outputs() -> list[Tensor]:
+    def backward(*used: nn.Module) -> list[bool]:
         features = body(x).detach() if detached else body(x)
-        return [head(features) for head in heads]
-
-    def backward(output: Tensor) -> None:
-        with backpack(BatchGrad(), DiagGGNExact()):
-            F.cross_entropy(output, y).backward(retain_graph=True)
-
-    def with_fields() -> list[bool]:
+        for output in [head(features) for head in used]:
+            with backpack(BatchGrad(), DiagGGNExact()):
+                F.cross_entropy(output, y).backward(retain_graph=True)
         return [hasattr(head.weight, "grad_batch") and hasattr(head.bias, "diag_ggn_exact") for head in heads]
 
-    for output in outputs():
-        backward(output)
-    assert with_fields() == [True, True]
-    weight = heads[0].weight
-    assert_close(weight.grad_batch, _individual_gradients(heads[0](body(x)), y, weight))
-    backward(outputs()[1])
-    assert with_fields() == [False, True]
-
-
-def _individual_gradients(z: Tensor, y: Tensor, p: Tensor) -> Tensor:
-    losses = F.cross_entropy(z, y, reduction="none") / len(y)
-    return torch.stack([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in losses])
+    assert backward(*heads) == [True, True]
+    are_individual_gradients(heads[0](body(x)), y, heads[0].weight)
+    assert backward(heads[1]) == [False, True]
 
 
 def test_a_pass_through_a_part_of_a_model_removes_the_fields_of_all_of_it():
@@ -647,111 +626,53 @@ def test_a_pass_through_a_part_of_a_model_removes_the_fields_of_all_of_it():
     assert [hasattr(layer.weight, "grad_batch") for layer in model] == [False, True]
 
 
-@pytest.mark.parametrize(
-    "mix", [nn.BatchNorm1d(3, dtype=torch.float64), lambda h: h - h.mean(0)], ids=["batch norm", "mean"]
-)
-def test_what_mixes_samples_between_two_models(mix: Callable[[Tensor], Tensor]):
+def mixed(mix: Callable[[Tensor], Tensor]) -> tuple[nn.ModuleList, Callable[[], Tensor]]:
+    """Two models, and a loss of the second one of what is done with the output of the first."""
+    models, x = extend(nn.ModuleList([nn.Linear(2, 3), nn.Linear(3, 3)])), torch.randn(4, 2)
+    return models, lambda: F.cross_entropy(models[1](mix(models[0](x)).tanh()), Y)
+
+
+def test_samples_that_meet_between_two_models():
     """The first model's samples are seen through the second one."""
-    first, last = extend(nn.Linear(2, 3)), extend(nn.Linear(3, 3))
-    x, y = torch.randn(4, 2), torch.tensor([0, 2, 1, 1])
-
-    def loss() -> Tensor:
-        return F.cross_entropy(last(mix(first(x)).tanh()), y)
-
-    (gradient,) = torch.autograd.grad(loss(), first.bias, create_graph=True)
-    rows = [torch.autograd.grad(g, first.bias, retain_graph=True)[0] for g in gradient]
-    if isinstance(mix, nn.Module):
-        with pytest.raises(CurvoptError, match="train-mode batch norm"), backpack(DiagHessian()):
-            loss().backward()
-        return
+    models, loss = mixed(lambda h: h - h.mean(0))
+    p = models[0].bias
     with backpack(DiagHessian()):
         loss().backward()
-    assert_close(first.bias.diag_h, torch.stack(rows).diagonal())
+    assert_close(p.diag_h, _hessian_diagonals(loss(), [p])[0])
 
 
-def test_two_models_of_which_the_loss_sees_both_outputs():
-    first, last = extend(nn.Linear(2, 3)), extend(nn.Linear(3, 3))
-    x, y = torch.randn(4, 2), torch.tensor([0, 2, 1, 1])
+def test_batch_norm_between_two_outputs():
+    """Of two models, or of one."""
+    _, between = mixed(nn.BatchNorm1d(3))
+    layers = {"first": nn.Linear(2, 3), "norm": nn.BatchNorm1d(3), "last": nn.Linear(3, 3)}
+    neck = extend(Of(lambda m, x: (m.last(m.norm(m.first(x))), m.first(x)), **layers))
+
+    def inside() -> Tensor:
+        logits, features = neck(torch.randn(4, 2))
+        return F.cross_entropy(logits, Y) + features.square().mean()
+
+    for loss in (between, inside):
+        with pytest.raises(CurvoptError, match="train-mode batch norm"), backpack(DiagHessian()):
+            loss().backward()
+
+
+@pytest.mark.parametrize("models", [1, 2])
+def test_a_term_of_features_changes_nothing_behind_them(models: int):
+    """Of a model in front, or those that the model kept."""
+    kept, layers, x = [], nn.ModuleList([nn.Linear(2, 3), nn.Linear(3, 3)]), torch.randn(4, 2)
+
+    def forward(x: Tensor) -> Tensor:
+        kept[:] = [layers[0](x)]
+        return layers[1](kept[0])
+
+    whole = Of(lambda m, x: forward(x), layers=layers)
+    for model in layers if models == 2 else [whole]:
+        extend(model)
     diagonals = []
     for factor in (0.0, 1.0):
         with backpack(DiagGGNExact()):
-            features = first(x)
-            (F.cross_entropy(last(features), y) + factor * features.square().mean()).backward()
-        diagonals.append(last.weight.diag_ggn_exact)
+            losses = F.cross_entropy(forward(x) if models == 2 else whole(x), Y, reduction="none")
+            (losses + factor * kept[0].square().mean(1)).mean().backward()
+        diagonals.append(layers[1].weight.diag_ggn_exact)
     assert diagonals[0].all()
     assert_close(diagonals[1], diagonals[0])
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_gauss_newton_in_what_is_marked_as_a_prediction(inside: bool):
-    """The Hessian of the loss in slopes and outputs is indefinite, that in the residual is not."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
-
-        def residual(self, x: Tensor) -> Tensor:
-            u = self.net(x)
-            (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-            return (slope * u).squeeze(1)
-
-        def forward(self, x: Tensor, mark: Callable[[Tensor], Tensor]) -> Tensor:
-            return logcosh(mark(self.residual(x)))
-
-    def logcosh(r: Tensor) -> Tensor:
-        return r.cosh().log().mean()
-
-    model = Model().double()
-    extend(model if inside else model.net)
-    x, weight = torch.randn(4, 1, dtype=torch.float64, requires_grad=True), model.net[0].weight
-
-    def loss(mark: Callable[[Tensor], Tensor]) -> Tensor:
-        return model(x, mark) if inside else logcosh(mark(model.residual(x)))
-
-    rows = model.residual(x)
-    squares = [torch.autograd.grad(r, weight, retain_graph=True)[0] ** 2 for r in rows]
-    expected = sum(s / r.detach().cosh() ** 2 for s, r in zip(squares, rows, strict=True)) / 4
-    with pytest.raises(CurvoptError, match="indefinite"), backpack(DiagGGNExact()):
-        loss(lambda r: r).backward()
-    with backpack(DiagGGNExact()):
-        loss(curvopt.prediction).backward()
-    assert_close(weight.diag_ggn_exact, expected)
-
-
-def test_gauss_newton_of_losses_with_a_term_that_is_kept_by_the_model():
-    class Kept(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(2, 3), nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            features = self.first(x)
-            self.kept = features.square().mean(1)
-            return self.last(features)
-
-    model, x, y = extend(Kept()), torch.randn(4, 2), torch.tensor([0, 2, 1, 1])
-    diagonals = []
-    for term in (False, True):
-        with backpack(DiagGGNExact()):
-            losses = F.cross_entropy(model(x), y, reduction="none")
-            (losses + model.kept if term else losses).mean().backward()
-        diagonals.append(model.last.weight.diag_ggn_exact)
-    assert diagonals[0].all()
-    assert_close(diagonals[1], diagonals[0])
-
-
-def test_batch_norm_between_two_outputs_of_a_model():
-    class Neck(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.norm, self.last = nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            features = self.first(x)
-            return self.last(self.norm(features)), features
-
-    model = extend(Neck())
-    with pytest.raises(CurvoptError, match="train-mode batch norm"), backpack(DiagHessian()):
-        logits, features = model(torch.randn(4, 2))
-        (F.cross_entropy(logits, torch.tensor([0, 2, 1, 1])) + features.square().mean()).backward()
