@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Problem
+from cases import Lambda, Of, Problem
 from checks import check, check_all, generator
 from reference import Reference
 from torch import Tensor, nn
@@ -24,11 +21,12 @@ from curvopt.extensions import (
     KFAC,
     KFLR,
     BatchGrad,
-    BatchL2Grad,
     DiagGGNExact,
     DiagGGNMC,
     DiagHessian,
+    Extension,
     KFACEmpirical,
+    Variance,
 )
 
 W = torch.tensor([0.5, 2.0, 1.3], dtype=torch.float64)
@@ -46,34 +44,29 @@ def mlp() -> nn.Sequential:
 
 def tokens() -> nn.Module:
     """Output ``[4, 3, 2]``: classes on the second axis, of two positions."""
-    return nn.Sequential(Positions(), *mlp(), Transpose())
+    positions, last = Lambda(lambda x: torch.stack([x, x.flip(1)], 1)), Lambda(lambda z: z.transpose(1, 2))
+    return nn.Sequential(positions, *mlp(), last)
 
 
-class Positions(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([x, x.flip(1)], 1)
-
-
-class Transpose(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(1, 2)
-
-
-def fields(make: Callable[[], nn.Module], loss: Loss, extensions: list[type] | None = None) -> dict[str, Tensor]:
-    """Every field of every parameter; sampled ones with a fixed generator."""
-    model = extend(make())
-    value = loss(model(X))
-    exact = [cls() for cls in extensions or [DiagGGNExact, KFLR, DiagHessian]]
-    sampled = [] if extensions else [cls(3, generator=generator(0)) for cls in (DiagGGNMC, KFAC)]
-    with backpack(*exact, *sampled):
-        value.backward()
+def fields_of(model: nn.Module, run: Callable[[], Tensor], *extensions: Extension) -> dict[str, Tensor | None]:
+    """Every field of every parameter after a backward."""
+    with backpack(*extensions):
+        run().backward()
     found = {}
     for name, p in model.named_parameters():
-        for extension in [*exact, *sampled]:
-            value = getattr(p, extension.field)
-            factors = value if isinstance(value, list) else [value]
-            found |= {f"{name} {extension.field} {i}": factor for i, factor in enumerate(factors)}
+        for field in (extension.field for extension in extensions):
+            value = getattr(p, field, None)
+            for i, part in enumerate(value if isinstance(value, list) else [value]):
+                found[f"{name} {field} {i}"] = part.detach().clone() if part is not None else None
     return found
+
+
+def fields(make: Callable[[], nn.Module], loss: Loss, extensions: list[type] | None = None) -> dict[str, Tensor | None]:
+    """Exact and sampled fields, these with a fixed generator, or those of some extensions."""
+    model = extend(make())
+    sampled = [] if extensions else [cls(3, generator=generator(0)) for cls in (DiagGGNMC, KFAC)]
+    exact = [cls() for cls in extensions or [DiagGGNExact, KFLR, DiagHessian]]
+    return fields_of(model, lambda: loss(model(X)), *exact, *sampled)
 
 
 def entropy(z: Tensor) -> Tensor:
@@ -147,32 +140,6 @@ def test_fields_equal_the_dense_reference(name: str):
     check(problem, ref, KFLR)
 
 
-def test_repeated_and_nested_contexts_count_once():
-    model = extend(mlp())
-    loss = F.cross_entropy(model(X), Y)
-    expected = fields(mlp, lambda z: F.cross_entropy(z, Y), [DiagGGNExact])
-    with backpack(KFLR()), backpack(DiagGGNExact()):
-        for _ in range(2):
-            loss.backward(retain_graph=True)
-    with backpack(DiagGGNExact()):
-        loss.backward(retain_graph=True)
-    for name, p in model.named_parameters():
-        assert_close(p.diag_ggn_exact, expected[f"{name} diag_ggn_exact 0"])
-        assert not hasattr(p, "kflr")
-    loss.backward()  # no hook is left behind
-
-
-def test_nothing_keeps_the_graph_alive():
-    model = extend(mlp())
-    z = model(X)
-    with backpack(KFAC()):
-        F.cross_entropy(z, Y).backward()
-    alive = weakref.ref(z)
-    del z
-    gc.collect()
-    assert alive() is None
-
-
 # ----------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -240,19 +207,10 @@ WEIGHINGS: dict[str, Callable[[Tensor, list[Tensor]], Tensor]] = {
 }
 
 
-class Weights(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.Parameter(torch.tensor([0.4, 1.3], dtype=torch.float64))
-
-    def forward(self) -> Tensor:
-        return self.weights * 1.5
-
-
 @pytest.mark.parametrize("kept", ["outside", "in an extended module", "by an extended module"])
 @pytest.mark.parametrize("weigh", WEIGHINGS.values(), ids=WEIGHINGS)
 def test_learned_weights_of_losses_are_constants_for_the_network(weigh: Callable, kept: str):
-    owner = Weights()
+    owner = Of(lambda m: m.weights * 1.5, weights=torch.tensor([0.4, 1.3]).double())
     weights: Callable[[], Tensor] = owner if kept.startswith("by") else lambda: owner.weights
 
     def loss(detach: bool) -> Loss:
@@ -287,77 +245,6 @@ def test_weights_of_losses_have_no_quantities_but_those_of_predictions_have():
     assert_close(model.weight.diag_ggn_exact, H)
 
 
-#: What a model does with a parameter of its own before its loss.
-HEADS: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
-    "scale": ((), lambda z, p: z * p.exp()),
-    "matrix": ((3, 3), lambda z, p: z @ p),
-    "known as nothing": ((3,), lambda z, p: torch.logaddexp(z, p.sort().values.cumsum(0))),
-}
-
-
-class WithHead(nn.Module):
-    """Its loss may be computed in its forward, from what a parameter of its own makes of the output of others."""
-
-    def __init__(self, head: str, loss: Callable[[nn.Module, Tensor], Tensor] | None, batch_norm: bool = False):
-        super().__init__()
-        shape, self.apply_head = HEADS[head]
-        self.body, self.loss = mlp(), loss
-        if batch_norm:
-            self.body.insert(1, nn.BatchNorm1d(5).double())
-        self.own = nn.Parameter(torch.randn(shape, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        z = self.apply_head(self.body(x), self.own)
-        return z if self.loss is None else self.loss(self, z)
-
-
-INSIDE: dict[str, Callable[[Any, Tensor], Any]] = {
-    "function": lambda model, z: F.cross_entropy(z, Y),
-    "with the output": lambda model, z: (z, F.cross_entropy(z, Y)),
-}
-
-
-@pytest.mark.filterwarnings("ignore::curvopt.CurvoptWarning")
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
-def test_models_with_parameters_of_their_own_may_compute_their_loss(head: str, inside: Callable):
-    first_order: list[type] = [BatchGrad, BatchL2Grad]
-    for extensions in (None, first_order):
-        expected = fields(lambda: WithHead(head, None), lambda z: F.cross_entropy(z, Y), extensions)
-        found = fields(lambda: WithHead(head, inside), lambda out: out[1] if type(out) is tuple else out, extensions)
-        assert_close(found, expected)
-
-
-@pytest.mark.parametrize("head", ["scale", "matrix"])
-def test_models_with_batch_norm_may_compute_their_loss(head: str):
-    for extensions in ([DiagGGNMC], [KFACEmpirical]):
-        torch.manual_seed(1)
-        expected = fields(lambda: WithHead(head, None, True), lambda z: F.cross_entropy(z, Y), extensions)
-        torch.manual_seed(1)
-        found = fields(lambda: WithHead(head, INSIDE["function"], True), lambda out: out, extensions)
-        assert_close(found, expected)
-
-
-def test_models_may_learn_the_weights_of_their_losses():
-    class Weighed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.own = mlp(), nn.Parameter(torch.tensor(0.4, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (-self.own).exp() * F.cross_entropy(self.body(x), Y) + self.own
-
-    model = extend(Weighed())
-    with pytest.warns(CurvoptWarning, match="own: .* weight of losses"), backpack(DiagGGNExact(), KFLR()):
-        model(X).backward()
-    expected = fields(mlp, lambda z: torch.tensor(-0.4).exp() * F.cross_entropy(z, Y), [DiagGGNExact, KFLR])
-    for name, p in model.body.named_parameters():
-        for field, factors in (("diag_ggn_exact", [p.diag_ggn_exact]), ("kflr", p.kflr)):
-            for i, factor in enumerate(factors):
-                assert_close(factor, expected[f"{name} {field} {i}"], atol=1e-7, rtol=1e-6)
-    assert not hasattr(model.own, "kflr")
-
-
 @pytest.mark.parametrize("hook", [nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook])
 def test_backward_hooks_of_the_loss(hook: Callable):
     """They stand between the loss and what is differentiated, or between the network and its loss."""
@@ -366,3 +253,114 @@ def test_backward_hooks_of_the_loss(hook: Callable):
     hook(lossfunc, lambda *_: None)
     found = fields(mlp, lambda z: lossfunc(z, Y))
     assert_close(found, expected)
+
+
+# ------------------------------------------------------------------------------------------- losses of several models
+
+
+def test_losses_of_two_models_one_behind_the_other() -> None:
+    first, second = extend(mlp()), extend(nn.Linear(3, 2).double())
+
+    def loss() -> Tensor:
+        logs = first(X).log_softmax(1)
+        return F.nll_loss(logs, Y) + F.mse_loss(second(logs), torch.ones(4, 2).double())
+
+    model = nn.ModuleList([first, second])
+    found = fields_of(model, loss, DiagGGNExact(), DiagHessian())
+    for name, p in model.named_parameters():
+        (slope,) = torch.autograd.grad(loss(), p, create_graph=True)
+        diagonal = [torch.autograd.grad(s, p, retain_graph=True)[0].flatten()[i] for i, s in enumerate(slope.flatten())]
+        assert_close(found[f"{name} diag_h 0"].flatten(), torch.stack(diagonal))
+
+
+def test_a_loss_with_a_parameter_is_a_model_that_returns_its_loss() -> None:
+    model = mlp()
+    logcosh = Of(lambda m, z, y: (m.scale * z - F.one_hot(y, 3)).cosh().log().mean(), scale=torch.ones(()).double())
+    ref = Reference(copy.deepcopy(model), X, lambda z: logcosh(z, Y))
+    problem = Problem(extend(model), X, Y, extend(logcosh))
+    with backpack(DiagGGNExact(), DiagHessian()):
+        problem.loss().backward()
+    check(problem, ref, DiagGGNExact)
+    check(problem, ref, DiagHessian)
+
+
+# ------------------------------------------------------------------------------------------------ penalties on weights
+
+PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "importance": lambda p: (torch.full_like(p, 2.0) * (p - 0.1) ** 2).sum(),
+    "groups": lambda p: p.norm(dim=-1).sum(),
+    "orthogonality": lambda p: (p @ p.T - torch.eye(4, dtype=p.dtype)).square().sum() if p.dim() == 2 else p.sum(),
+}
+
+
+def returns(penalty: Callable[[Tensor], Tensor] | None) -> nn.Module:
+    def forward(m: Of, x: Tensor) -> Tensor:
+        loss = F.mse_loss(m.net(x), torch.zeros(len(x), 4, dtype=x.dtype))
+        return loss if penalty is None else loss + sum(penalty(p) for p in m.parameters())
+
+    return extend(Of(forward, net=nn.Linear(5, 4)).double())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_rows_of_weights_in_a_penalty_are_no_samples(penalty: str, inside: bool) -> None:
+    """Though there are as many of them as samples."""
+    x, kinds = torch.randn(4, 5).double(), (BatchGrad(), DiagGGNExact(), KFACEmpirical())
+    plain, model = (returns(PENALTIES[penalty] if within else None) for within in (False, inside))
+    model.load_state_dict(plain.state_dict())
+
+    def loss() -> Tensor:
+        return model(x) if inside else model(x) + sum(map(PENALTIES[penalty], model.parameters()))
+
+    assert_close(fields_of(model, loss, *kinds), fields_of(plain, lambda: plain(x), *kinds))
+
+
+# --------------------------------------------------------------------------------------------------- matrices of pairs
+
+
+def contrastive(z: Tensor, transposed: Tensor) -> Tensor:
+    y = torch.arange(len(z))
+    return (F.cross_entropy(z, y) + F.cross_entropy(transposed, y)) / 2
+
+
+@pytest.mark.parametrize("width", [3, 4])
+def test_a_matrix_of_all_pairs_and_its_transpose(width: int) -> None:
+    """Two encoders as in CLIP: a sample is a row of the embeddings, if a model returns these or its loss."""
+    layers = {"a": nn.Linear(5, width).double(), "b": nn.Linear(6, width).double()}
+    u, v = torch.randn(4, 5).double(), torch.randn(4, 6).double()
+
+    def model(of: Callable[[Tensor, Tensor], object]) -> nn.Module:
+        return extend(Of(lambda m, u, v: of(m.a(u), m.b(v)), **copy.deepcopy(layers)))
+
+    def both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        z = a @ b.T
+        return z, z.T
+
+    embeddings, returns = model(lambda a, b: (a, b)), model(lambda a, b: contrastive(*both(a, b)))
+    with backpack(KFACEmpirical()), pytest.raises(CurvoptError, match="a matrix of all pairs"):
+        contrastive(*model(both)(u, v)).backward()
+
+    def outside() -> Tensor:
+        a, b = embeddings(u, v)
+        return contrastive(a @ b.T, b @ a.T)
+
+    kinds = BatchGrad(), Variance(), KFACEmpirical()
+    found = fields_of(returns, lambda: returns(u, v), *kinds)
+    for name, value in fields_of(embeddings, outside, *kinds).items():
+        assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
+    for extension in (DiagGGNExact, DiagHessian):
+        with backpack(extension()), pytest.raises(CurvoptError, match="couples samples"):
+            returns(u, v).backward()
+
+
+# -------------------------------------------------------------------------------------------------- complex parameters
+
+
+def test_complex_parameters_of_functions_have_no_fields() -> None:
+    spectral = Of(lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * m.weight, n=5), weight=torch.randn(3).cdouble())
+    model = extend(nn.Sequential(nn.Linear(5, 5).double(), spectral))
+    x = torch.randn(4, 5).double()
+    with backpack(BatchGrad()), pytest.warns(CurvoptWarning, match="weight' is complex, so it has no fields"):
+        model(x).square().mean().backward()
+    assert not hasattr(model[1].weight, "grad_batch") and model[1].weight.grad is not None
+    assert_close(model[0].weight.grad_batch.sum(0), model[0].weight.grad)
