@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import Of
 from checks import gradients_of_each
 from reference import Reference
 from torch import Tensor, nn
+from torch.distributions import Normal
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize
 
@@ -42,50 +44,28 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.function(self, x)))
 
 
-class View(nn.Module):
-    """A custom module that returns a view."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.weight).view(-1, 2, 2)
-
-
-class Both(nn.Module):
-    """A custom module that returns two tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 4))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = x @ self.weight
-        return h, h.sum(1)
-
-
 def in_place_on_one_of_two(net: Net, x: Tensor) -> Tensor:
-    h, s = net.first(x)
+    h, total = net.first(x)
     h *= 2
-    return h + s.unsqueeze(1)
+    return h + total.unsqueeze(1)
 
 
-def scaled_by_one_row(net: Net, x: Tensor) -> Tensor:
-    return net.first(x) * net.first(torch.ones(1, 3).double())
-
-
-def penalised_weight(net: Net, x: Tensor) -> Tensor:
-    return net.first(x) + torch.addmm(torch.zeros(4).double(), x, net.first.weight.t(), alpha=0.5)
+def custom(function: Callable[[Tensor], Any]) -> nn.Module:
+    """A module that no rule knows."""
+    return Of(lambda m, x: function(x @ m.weight), weight=torch.randn(3, 4))
 
 
 PROGRAMS: dict[str, Callable[[], Net]] = {
     "functional layer that is never called": lambda: Net(lambda m, x: F.linear(x, m.first.weight, m.first.bias)),
     "forward called by name": lambda: Net(lambda m, x: m.first.forward(x)),
-    "view changed in place": lambda: Net(lambda m, x: m.first(x).mul_(2).flatten(1), View()),
-    "one of two outputs changed in place": lambda: Net(in_place_on_one_of_two, Both()),
-    "one row for all": lambda: Net(scaled_by_one_row),
-    "scaled product with a weight": lambda: Net(penalised_weight),
+    "view changed in place": lambda: Net(
+        lambda m, x: m.first(x).mul_(2).flatten(1), custom(lambda h: h.view(-1, 2, 2))
+    ),
+    "one of two outputs changed in place": lambda: Net(in_place_on_one_of_two, custom(lambda h: (h, h.sum(1)))),
+    "one row for all": lambda: Net(lambda m, x: m.first(x) * m.first(torch.ones(1, 3).double())),
+    "scaled product with a weight": lambda: Net(
+        lambda m, x: m.first(x) + torch.addmm(torch.zeros(4).double(), x, m.first.weight.t(), alpha=0.5)
+    ),
     "weight normalised outside": lambda: Net(lambda m, x: m.first(x) + x @ F.normalize(m.first.weight, dim=1).T),
 }
 
@@ -174,21 +154,10 @@ class BatchNormBackwards(Times):
     """The same, named like a layer that mixes samples."""
 
 
-class Scale(nn.Module):
-    """A weight that enters by a function of a user."""
-
-    def __init__(self, function: type[Times]):
-        super().__init__()
-        self.weight, self.function = nn.Parameter(torch.randn(4)), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function.apply(x, self.weight)
-
-
 @pytest.mark.parametrize("function", [Times, BatchNormBackwards])
 def test_functions_with_attributes_of_any_name(function: type[Times]):
     net, (x, y) = Net(lambda m, x: m.scale(m.first(x))), data()
-    net.scale = Scale(function).double()
+    net.scale = Of(lambda m, h: function.apply(h, m.weight), weight=torch.randn(4)).double()
     expected, lossfunc = individual_gradients(net, x, y), extend(nn.CrossEntropyLoss())
     model = extend(net)
     with backpack(BatchGrad(), DiagGGNExact()):
@@ -293,20 +262,6 @@ def test_a_regularizer_under_a_root_is_refused(extension):
         (F.cross_entropy(model(x), y) + regularizer().sqrt()).backward()
 
 
-def test_gradient_of_some_inputs_sets_no_partial_sums():
-    net = Net(lambda m, x: m.square(m.first(x)) + m.square(torch.cos(m.first(x))))
-    net.square = nn.Linear(4, 4).double()
-    model, (x, y) = extend(net), data()
-    loss = extend(nn.CrossEntropyLoss())(model(x), y)
-    expected = individual_gradients(model, x, y)
-    with backpack(BatchGrad()):
-        torch.autograd.grad(loss, [model.last.weight])
-    for name, i in (("first", 0), ("square", 4)):
-        p = getattr(model, name).weight
-        if hasattr(p, "grad_batch"):
-            torch.testing.assert_close(p.grad_batch, expected[i])
-
-
 @pytest.mark.parametrize("inner", [nn.Linear(3, 4), nn.Embedding(5, 4)])
 def test_a_layer_whose_samples_are_scattered_has_its_whole_block_for_a_factor(inner: nn.Module):
     model = extend(Net(lambda net, q: net.first(q.flip(0)).mean(1).flip(0), inner))
@@ -330,15 +285,10 @@ def test_averages_over_samples_that_meet_are_refused(mix: Callable[[Tensor], Ten
         F.cross_entropy(model(x), y).backward()
 
 
-class Scaled(nn.Module):
-    """A product, and maybe what no rule knows, with a scale."""
-
-    def __init__(self, known: bool):
-        super().__init__()
-        self.weight, self.scale, self.known = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3)), known
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.weight.T if self.known else torch.cdist(x, self.weight)) * self.scale
+def scaled(known: bool) -> nn.Module:
+    """A product, or what no rule knows, with a scale."""
+    product = (lambda x, w: x @ w.T) if known else torch.cdist
+    return Of(lambda m, x: product(x, m.weight) * m.scale, weight=torch.randn(3, 3), scale=torch.randn(3))
 
 
 OWN: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -353,7 +303,7 @@ OWN: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*sample by sample")
-@pytest.mark.parametrize("inner", [partial(nn.Linear, 3, 3), partial(Scaled, True), partial(Scaled, False)])
+@pytest.mark.parametrize("inner", [partial(nn.Linear, 3, 3), partial(scaled, True), partial(scaled, False)])
 @pytest.mark.parametrize("what", OWN)
 def test_modules_called_with_their_own(what: str, inner: Callable[[], nn.Module]):
     """Parameters: by which way these enter is not told by where the call begins, and none counts twice."""
@@ -362,21 +312,14 @@ def test_modules_called_with_their_own(what: str, inner: Callable[[], nn.Module]
     same_or_refused(net, *data())
 
 
-class Tied(nn.Module):
-    """Uses one parameter by three names, in ways that are not known."""
-
-    def __init__(self):
-        super().__init__()
-        self.one = self.other = nn.Parameter(torch.randn(3, 3))
-        self.several = nn.ParameterList([self.one])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cdist(x, self.one) + torch.cdist(x.sin(), self.other) * torch.cdist(x.cos(), self.several[0])
-
-
 def test_one_parameter_by_several_names():
-    net = Net(lambda net, x: net.first(net.inner(x)))
-    net.inner = Tied().double()
+    """In ways that are not known."""
+    net, p = Net(lambda net, x: net.first(net.inner(x))), nn.Parameter(torch.randn(3, 3).double())
+    net.inner = Of(
+        lambda m, x: torch.cdist(x, m.one) + torch.cdist(x.sin(), m.two) * torch.cdist(x.cos(), m.several[0])
+    )
+    net.inner.one = net.inner.two = p
+    net.inner.several = nn.ParameterList([p])
     same_or_refused(net, *data())
 
 
@@ -394,7 +337,7 @@ def frozen_after_the_call(net: Net, x: Tensor) -> Tensor:
     return h
 
 
-@pytest.mark.parametrize("inner", [partial(nn.Linear, 3, 3), partial(nn.LayerNorm, 3), partial(Scaled, False)])
+@pytest.mark.parametrize("inner", [partial(nn.Linear, 3, 3), partial(nn.LayerNorm, 3), partial(scaled, False)])
 @pytest.mark.parametrize("function", [frozen_in_one_call, frozen_after_the_call])
 def test_parameters_that_are_frozen_while_they_are_called_or_later(function: Callable, inner: Callable[[], nn.Module]):
     net, (x, y) = Net(function), data()
@@ -432,16 +375,10 @@ def of_mode(model: nn.Module, x: Tensor, y: Tensor, mode: Callable[[], contextli
     torch.testing.assert_close(*found)
 
 
-class LastStep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.steps = nn.LSTM(1, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.steps(x.unsqueeze(2))[0][:, -1]
+last_step = Of(lambda m, x: m.steps(x.unsqueeze(2))[0][:, -1], steps=nn.LSTM(1, 4, batch_first=True))
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(3, 4), LastStep()])
+@pytest.mark.parametrize("layer", [nn.Linear(3, 4), last_step], ids=["linear", "recurrent"])
 def test_anomaly_detection(layer: nn.Module):
     """It looks at numbers, which nothing that is pulled back for several columns at once has."""
     with warnings.catch_warnings(record=True) as caught:
@@ -461,20 +398,18 @@ def test_linear_layers_of_sparse_inputs(sparse: Callable[[Tensor], Tensor], bias
     same_or_refused(model, sparse(x.relu()), y)
 
 
-class Functional(nn.Module):
+def functional() -> nn.Module:
     """Calls none of its modules."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 3)]).double()
+    def forward(m: Of, x: Tensor) -> Tensor:
+        first, last = m.layers
+        return F.linear(torch.tanh(F.linear(x, first.weight, first.bias)), last.weight, last.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        first, last = self.layers
-        return F.linear(torch.tanh(F.linear(x, first.weight, first.bias)), last.weight, last.bias)  # pyright: ignore
+    return Of(forward, layers=nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 3)])).double()
 
 
 def test_a_model_that_calls_none_of_its_modules():
-    model, (x, y) = Functional(), data()
+    model, (x, y) = functional(), data()
     ref = Reference(model, x, lambda z: F.cross_entropy(z, y))
     extend(model)
     seen: list[nn.Module] = []
@@ -490,7 +425,7 @@ def test_a_model_that_calls_none_of_its_modules():
 
 def test_an_exported_model():
     """Its modules are there for their parameters."""
-    model, (x, y) = Functional(), data()
+    model, (x, y) = functional(), data()
     expected = individual_gradients(model, x, y)
     exported = extend(torch.export.export(model, (x,)).module())
     with backpack(BatchGrad()):
@@ -500,24 +435,23 @@ def test_an_exported_model():
 
 @pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact, DiagHessian, KFLR])
 def test_samples_that_meet_between_two_outputs_in_the_loss(extension: Callable):
-    class Centred(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.trunk, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+    def forward(m: Of, x: Tensor) -> tuple[Tensor, Tensor]:
+        u = m.trunk(x)
+        return m.head((u - u.mean(0)).tanh()), u
 
-        def forward(self, x):
-            u = self.trunk(x)
-            return self.head((u - u.mean(0)).tanh()), u
-
-    x, y = torch.randn(3, 4), torch.tensor([0, 2, 1])
-    model = extend(Centred())
-    logits, u = model(x)
-    with pytest.raises(CurvoptError, match=r"an output of shape \[3, 4\] is in the loss and its samples meet"):
+    def backward(extension: Callable) -> None:
+        logits, u = model(x)
         with backpack(extension()):
             (F.cross_entropy(logits, y) + F.mse_loss(u, x)).backward()
-    logits, u = model(x)
-    with backpack(KFAC()):
-        (F.cross_entropy(logits, y) + F.mse_loss(u, x)).backward()
+
+    x, y, model = (
+        torch.randn(3, 4),
+        torch.tensor([0, 2, 1]),
+        extend(Of(forward, trunk=nn.Linear(4, 4), head=nn.Linear(4, 3))),
+    )
+    with pytest.raises(CurvoptError, match=r"an output of shape \[3, 4\] is in the loss and its samples meet"):
+        backward(extension)
+    backward(KFAC)
     assert [len(p.kfac) for p in model.parameters()] == [2, 1, 2, 1]
 
 
@@ -541,15 +475,9 @@ def test_other_tensors_than_the_parameters_are_refused():
 
 @pytest.mark.parametrize("learned", [True, False])
 def test_the_prediction_of_a_likelihood_with_a_learned_deviation_is_asked_for(learned: bool):
-    class Policy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean, self.log_std = nn.Linear(4, 2), nn.Parameter(torch.zeros(2), requires_grad=learned)
-
-        def forward(self, x: Tensor) -> torch.distributions.Normal:
-            return torch.distributions.Normal(self.mean(x), self.log_std.exp())
-
-    model, x, action = extend(Policy().double()), torch.randn(6, 4).double(), torch.randn(6, 2).double()
+    policy = Of(lambda m, x: Normal(m.mean(x), m.log_std.exp()), mean=nn.Linear(4, 2), log_std=torch.zeros(2))
+    policy.log_std.requires_grad_(learned)
+    model, x, action = extend(policy.double()), torch.randn(6, 4).double(), torch.randn(6, 2).double()
     with contextlib.ExitStack() as stack:
         if learned:
             stack.enter_context(pytest.raises(CurvoptError, match=r"learned deviation.*curvopt\.prediction"))
