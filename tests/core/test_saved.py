@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Mixer
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -146,37 +145,6 @@ def test_an_idle_extended_model_takes_no_more_memory(name: str):
     extend(model)
     most = 1.03 if name == "frozen" else 1.01  # where nothing trains, the graph keeps less
     assert peak(lambda: steps(model, shape)) < most * plain
-
-
-class Stack(nn.Module):
-    """Blocks of modules with and without a rule, checkpointed or not."""
-
-    def __init__(self, checkpointed: bool):
-        super().__init__()
-        self.first, self.out, self.checkpointed = nn.Linear(D, D), nn.Linear(D, 3), checkpointed
-        kinds = lambda: (Mixer(T, D), nn.Linear(D, D), nn.Tanh(), nn.LayerNorm(D))  # noqa: E731
-        self.blocks = nn.ModuleList(nn.Sequential(*kinds()) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
-        return self.out(x.mean(1))
-
-
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_fields_of_modules_in_checkpoints_in_several_steps(create_graph: bool):
-    models = []
-    for checkpointed in (False, True):
-        torch.manual_seed(0)
-        models.append(extend(Stack(checkpointed)).double())
-    for step in range(3):
-        torch.manual_seed(step)
-        x, y = torch.randn(N, T, D).double(), torch.randint(3, (N,))
-        for model in models:
-            with backpack(BatchGrad(), KFLR(), DiagGGNExact()):
-                F.cross_entropy(model(x), y).backward(create_graph=create_graph)
-        assert_equal_fields(*models)
 
 
 def test_an_input_that_changes_in_a_checkpoint_is_refused():

@@ -146,13 +146,6 @@ def test_number_of_columns_swept_together_changes_nothing(case: Case, columns: i
     check_products(problem, reference(case), HMP)
 
 
-def test_large_parameters_without_kronecker_structure_get_the_diagonal():
-    case = Case("wide", lambda: nn.Sequential(nn.LayerNorm(3000), nn.Linear(3000, 2)), normal(2, 3000), mse(), values)
-    problem, ref = backward(extended(case), KFLR), reference(case)
-    for name in ["0.weight", "0.bias"]:
-        compare(problem.model.get_parameter(name).kflr, [ref.diag_ggn_exact(name)], name)
-
-
 def test_roots_have_the_columns_of_the_losses_that_reach_them() -> None:
     """Not those of other losses, whose entries nobody would fill."""
     model, x = extend(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 5)]).double()), torch.randn(4, 2).double()
@@ -183,33 +176,6 @@ def test_subsamples_are_those_of_the_whole_batch(case: Case):
         for name, found in fields(subsampling).items():
             gradients, exact, mc = whole[name]
             compare(found, [gradients[of], exact[:, of], mc[:, of]], name)
-
-
-@by_name(*VARIED, "residual", "functional-between", "layernorm")
-def test_sum_of_losses_has_the_sum_of_their_curvatures(case: Case):
-    problem, pristine, other = extended(case), case.problem(), extend(nn.MSELoss(reduction="sum"))
-
-    def loss(z: Tensor) -> Tensor:
-        return 0.3 * problem.loss_of_output(z) + other(z, torch.ones_like(z))
-
-    ref, fields = Reference(pristine.model, pristine.x, loss), [*EXACT, DiagHessian, BatchDiagHessian]
-    backward(problem, *fields, HMP, loss=lambda: loss(problem.model(problem.x)))
-    check(problem, ref, *fields)
-    check_products(problem, ref, HMP)
-
-
-def test_losses_on_different_heads_add_up():
-    """The curvature of two losses that see different parts of the network is that of their sum."""
-    problem, pristine = extended(BY_NAME["heads"]), BY_NAME["heads"].problem()
-    classify, regress = extend(nn.CrossEntropyLoss()), extend(nn.MSELoss())
-    model, y, ones = problem.model, problem.y.clamp(max=1), torch.ones(4, 1).double()
-
-    def loss() -> Tensor:
-        h = torch.tanh(model.trunk(problem.x))
-        return classify(model.left(h), y) + regress(model.right(h), ones)
-
-    joint = lambda z: F.cross_entropy(z[:, :2], y) + F.mse_loss(z[:, 2:], ones)  # noqa: E731
-    check(backward(problem, *EXACT, loss=loss), Reference(pristine.model, pristine.x, joint), *EXACT)
 
 
 @pytest.mark.parametrize(
@@ -316,12 +282,6 @@ def test_averaged_factors_of_layers_that_are_extended_one_by_one():
             compare(q.kfra, p.kfra, f"layer {i}")
     with pytest.raises(CurvoptError, match="kfra is not defined for several models"), backpack(KFRA()):
         sum(F.cross_entropy(model(x[:n]), y[:n]) for model, n in ((whole, 6), (parts[0], 3))).backward()
-
-
-def test_averaged_factors_behind_circular_padding_are_refused():
-    model = extend(nn.Sequential(nn.Conv1d(2, 2, 3), nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular")))
-    with pytest.raises(CurvoptError, match="kfra is defined for sequential networks"), backpack(KFRA()):
-        F.mse_loss(model(torch.randn(3, 2, 6)), torch.randn(3, 2, 4)).backward()
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -442,12 +402,6 @@ def test_extending_twice_changes_nothing():
     problem = extended(case)
     assert extend(problem.model) is problem.model and extend(problem.lossfunc) is problem.lossfunc
     check(backward(problem, SumGradSquared, DiagGGNExact), reference(case), SumGradSquared, DiagGGNExact)
-
-
-def test_fields_are_overwritten_by_every_backward():
-    problem = extended(BY_NAME["mlp"])
-    for _ in range(2):
-        check(backward(problem, SumGradSquared, KFLR), reference(BY_NAME["mlp"]), SumGradSquared, KFLR)
 
 
 def test_inner_context_decides_and_outer_one_returns():
@@ -716,15 +670,6 @@ def test_a_context_survives_an_exception_that_is_caught_inside_it(differentiate:
         context.extension_hook = None
         differentiate(problem.loss())
     check(problem, reference(BY_NAME["mlp"]), BatchGrad, DiagGGNExact)
-
-
-def test_exception_in_a_forward_leaves_no_state():
-    problem = extended(BY_NAME["mlp"])
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        backward(problem, BatchGrad, loss=lambda: problem.model(problem.x[:, :2]))
-    problem.loss().backward()
-    assert not has_fields(problem, BatchGrad)
-    check(backward(problem, BatchGrad), reference(BY_NAME["mlp"]), BatchGrad)
 
 
 def test_variance_does_not_read_gradients_that_are_something_else():
