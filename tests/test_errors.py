@@ -70,21 +70,6 @@ def test_batch_norm_in_the_loss_mixes_the_samples_of_all_layers(extension, loss)
         loss(F.instance_norm(z.unsqueeze(1)).squeeze(1), Y).backward()
 
 
-def test_an_own_loss_with_a_number_for_each_sample_is_read_off_the_graph():
-    class OnePerSample(nn.Module):
-        def forward(self, z, t):
-            return ((z - t) ** 2).sum(1)
-
-    model, loss = extend(nn.Linear(4, 3)).double(), extend(OnePerSample(), loss=True)
-    x, t = X.double(), torch.zeros(5, 3, dtype=torch.float64)
-    with backpack(DiagGGNExact()):
-        loss(model(x), t).mean().backward()
-    found = model.weight.diag_ggn_exact.clone()
-    with backpack(DiagGGNExact()):
-        (F.mse_loss(model(x), t) * 3).backward()
-    torch.testing.assert_close(found, model.weight.diag_ggn_exact)
-
-
 @pytest.mark.parametrize("vocabulary", [10, 200])
 def test_many_columns_are_announced(vocabulary):
     model = extend(nn.Sequential(nn.Embedding(vocabulary, 2), nn.Linear(2, vocabulary)))

@@ -254,6 +254,7 @@ def test_a_step_leaves_the_callers_things_alone(make: Callable) -> None:
     assert all(p.grad is grad for p, grad in zip(run.model.parameters(), grads, strict=True))
     assert_equal(grads, values)
     assert calls == ["pre", "post"]
+    run.train(range(1, 3))
     assert torch.equal(torch.get_rng_state(), drawn)
 
 

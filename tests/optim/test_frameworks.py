@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import generator
-from optimizer_cases import assert_close, assert_equal, cnn, covered, descend, digits
+from optimizer_cases import assert_close, assert_equal, cnn, descend, digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -683,16 +683,3 @@ def test_extended_models_are_quantized():
     plain.load_state_dict(model.state_dict())
     quantized, expected = (torch.ao.quantization.quantize_dynamic(each, {nn.Linear}) for each in (model, plain))
     torch.testing.assert_close(quantized(X.float()), expected(X.float()))
-
-
-@compiling
-def test_transformers_compiled_without_their_loss(transformers: Any):
-    models = [gpt2(transformers, 0.0, layers=1) for _ in range(2)]
-    models[1].transformer.compile(backend="eager")  # pyright: ignore[reportCallIssue]
-    ids = torch.stack([sample["input_ids"] for sample in sentences()[:8]])
-    for model in models:
-        optimizer = KFACSGD(model.named_parameters(), fisher="empirical")
-        optimizer.attach(model)
-        descend(optimizer, lambda: model(input_ids=ids, labels=ids).loss, 3)  # noqa: B023
-        assert covered(optimizer)
-    assert_close(weights(models[0]), weights(models[1]), rtol=1e-3, atol=1e-4)

@@ -124,22 +124,22 @@ def test_groups_have_their_own_options_alone(kind: type) -> None:
 
 
 ALL, WITH_CURVATURE, LIKE_SGD = (*KINDS,), (*KINDS[:-1],), (KFACSGD, EKFACSGD, DiagonalNewton)
-#: Who refuses which option, with which error; the message names the option, and matches what stands behind.
+#: Who refuses which option, with which error, and what the message says behind the name of the optimizer.
 REFUSED: list[tuple[tuple[type, ...], str, Any, type[Exception], str]] = [
     (WITH_CURVATURE, "fused", True, TypeError, "no fused step"),
     (WITH_CURVATURE, "adaptive_damping", True, TypeError, "lost on five of six tasks"),
     (WITH_CURVATURE, "capturable", True, TypeError, "CUDA graph"),
     (WITH_CURVATURE, "dampng", 1.0, TypeError, "has no option dampng"),
     (WITH_CURVATURE, "batch_axis", 1, TypeError, r"write \w+\(model, batch_axis="),
-    *(((DiagonalNewton, HessianFree), "damping", value, TypeError, "must be a .*number") for value in ("0.1", None)),
-    ((KFACSGD,), "damping", "0.1", TypeError, "must be a .*number"),
-    ((EKFACSGD,), "relative_damping", None, TypeError, "must be a .*number"),
-    (WITH_CURVATURE, "curvature_every", 2.5, TypeError, "must be a .*number"),
-    ((KFACSGD,), "rms_clip", "0.1", TypeError, "must be a .*number"),
-    ((KFACAdamW,), "ema", None, TypeError, "must be a .*number"),
-    ((KFACAdamW,), "wide", 2.5, TypeError, "must be a .*number"),
-    ((EKFACSGD,), "inverse_every", True, TypeError, "must be a .*number"),
-    ((HessianFree,), "cg_iterations", 2.5, TypeError, "must be a .*number"),
+    *(((DiagonalNewton, HessianFree), "damping", value, TypeError, "number") for value in ("0.1", None)),
+    ((KFACSGD,), "damping", "0.1", TypeError, "number"),
+    ((EKFACSGD,), "relative_damping", None, TypeError, "number"),
+    (WITH_CURVATURE, "curvature_every", 2.5, TypeError, "number"),
+    ((KFACSGD,), "rms_clip", "0.1", TypeError, "number"),
+    ((KFACAdamW,), "ema", None, TypeError, "number"),
+    ((KFACAdamW,), "wide", 2.5, TypeError, "number"),
+    ((EKFACSGD,), "inverse_every", True, TypeError, "number"),
+    ((HessianFree,), "cg_iterations", 2.5, TypeError, "number"),
     (WITH_CURVATURE, "ema", 1.0, ValueError, ""),
     (WITH_CURVATURE, "curvature_every", 0, ValueError, ""),
     (ALL, "lr", -1.0, ValueError, ""),
@@ -165,9 +165,11 @@ REFUSED: list[tuple[tuple[type, ...], str, Any, type[Exception], str]] = [
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
 def test_options_that_are_refused(kind: type, name: str, value: Any, error: type[Exception], why: str) -> None:
-    with pytest.raises(error, match=why or rf"{name}|[Ll]earning rate") as raised:
+    match = rf"{kind.__name__} .*{why}" if why else rf"{name}|[Ll]earning rate"
+    if why == "number":
+        match = rf"{name}.* must be a .*number, got {value!r}"
+    with pytest.raises(error, match=match):
         build(kind, **{name: value})
-    assert "number" not in why or (name in str(raised.value) and f"got {value!r}" in str(raised.value))
 
 
 @pytest.mark.parametrize("kind", [KFACSGD, EKFACSGD, DiagonalNewton])
