@@ -90,10 +90,11 @@ def describe_problems() -> str:
 # On the other problems, sgd, adamw, kfac-sgd and kfac-adamw were tuned coarsely, with one seed, the loss after 60 to
 # 250 steps, and learning rates a factor of three apart, as many as it took for the best to have one below and above:
 # mnist-mlp and mnist-2c2d on the images of mnist5k, cifar10-3c3d and cifar10-vit on 8,000 images (cifar10-vit in 60
-# steps of 32); mnist-autoencoder has the rates of mnist5k-autoencoder. ResNet-18 and All-CNN-C have values to start from,
-# which nobody has tuned. A step of 32 images takes half a second to a second and a half on one core, and All-CNN-C stays
-# at the loss of a guess for 200 steps (adamw with 0.001, on images of CIFAR-10; kfac-sgd with 0.1 ends in dead units
-# there after 60), so that sixteen runs of 400 steps, the fewest that can tell its rates apart, take an hour and a half.
+# steps of 32); mnist-autoencoder has the rates of mnist5k-autoencoder. ResNet-18 and All-CNN-C have values to start
+# from, which nobody has tuned. A step of 32 images takes half a second to a second and a half on one core, and All-
+# CNN-C stays at the loss of a guess for 200 steps (adamw with 0.001, on images of CIFAR-10; kfac-sgd with 0.1 ends in
+# dead units there after 60), so that sixteen runs of 400 steps, the fewest that can tell its rates apart, take an
+# hour.
 PROBLEMS: dict[str, Problem] = {
     "digits-mlp": Problem(
         title="Small MLP on scikit-learn's 1,797 digits",
