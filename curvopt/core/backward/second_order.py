@@ -323,14 +323,14 @@ class SecondOrder:
             else:
                 vectors = self._vectors(parts, kind)
                 total = len(vectors[0]) if vectors else 0
-                groups = [list(range(len(edges)))]
+                together = [list(range(len(edges)))]
                 if isinstance(kind, Empirical) and self._draws_signs(kind) and all(map(_has_one_row, vectors)):
-                    groups = [[i] for i in groups[0]]  # calls with one row each: each has another sample
-                for group in groups:
+                    together = [[i] for i in together[0]]  # calls with one row each: each has another sample
+                for indices in together:
                     for start in range(0, total, run.chunk_size):
-                        chunk = [vectors[i][start : start + run.chunk_size] for i in group]
-                        is_last = last and group is groups[-1] and start + run.chunk_size >= total
-                        run.sweep(Columns([edges[i] for i in group], chunk), extensions, (), total, is_last)
+                        chunk = [vectors[i][start : start + run.chunk_size] for i in indices]
+                        is_last = last and indices is together[-1] and start + run.chunk_size >= total
+                        run.sweep(Columns([edges[i] for i in indices], chunk), extensions, (), total, is_last)
         if hessians:
             residuals = Residuals(run, edges, [slope for part in parts for slope in part.slopes])
             for hessian in hessians:
@@ -392,7 +392,7 @@ class SecondOrder:
         # a prediction that weighs nothing has no gradient, either
         factor = 1 / weights.clamp(min=torch.finfo(weights.dtype).tiny).sqrt()
         gradients = [(slope * factor.to(slope.device)).unsqueeze(0) for slope in part.slopes]
-        if not self._draws_signs(kind):
+        if kind.generator is None or not self._draws_signs(kind):
             return gradients
         for i, g in enumerate(gradients):
             if g.shape[1] not in signs or g.shape[1] == 1:

@@ -123,7 +123,7 @@ def dense(f, outputs, heads):
 def together(columns, heads):
     """Columns of all heads ``[v, N, D]``."""
     found = []
-    for edges, vectors, weights in columns:
+    for edges, vectors, weights, *_ in columns:
         parts = dict(zip(edges, vectors, strict=True))
         all_of = [by_sample(parts.get(h.edge, h.new().expand(len(vectors[0]), *h.shape)), h) for h in heads]
         found.append((torch.cat(all_of, 2), torch.ones(len(vectors[0]), N) if weights is None else weights))
