@@ -73,9 +73,9 @@ class backpack(Context):  # noqa: N801 - the name users of BackPACK know
         extension_hook: called as ``extension_hook(module)`` as soon as all fields of a module's parameters are
             complete; it may use and delete them, so that not all layers' quantities are in memory at once. Called once
             in a backward for each module whose parameters have fields, not for losses, containers and layers
-            without parameters. Inside, ``module.input0`` (``input1``, ...) and ``module.output`` are what a layer that
-            has a rule was called with and gave, detached unless the backward creates a graph. Gradients are disabled,
-            as in all hooks of a backward; another backward goes inside of ``torch.enable_grad()``.
+            without parameters. Inside, ``module.input0`` (``input1``, ...) are what a layer that has a rule was called
+            with, detached unless the backward creates a graph. Gradients are disabled, as in all hooks of a backward;
+            another backward goes inside of ``torch.enable_grad()``.
         debug: print which field is set on which parameter.
         retain_graph: accepted for programs written for BackPACK and needed for nothing: quantities that outlive the
             backward (matrix products) hold what they need.
