@@ -118,15 +118,13 @@ class SecondOrder:
             CurvoptError: where the quantities cannot be had.
         """
         self.terms.receive(list(self.run.how.roots.values()))
-        self.negative: NotConvex | None = None
         try:
             known = self._known()
             self._weigh(known)
-            self._refuse_linear(known)
-            self._pull_back([*known, *([] if self.remainder is None else [self.remainder])])
+            parts: list[Part] = [*known, *([] if self.remainder is None else [self.remainder])]
+            self._check_curvature(parts)
+            self._pull_back(parts)
         except CurvoptError as error:
-            if isinstance(error, NotConvex) and self.negative is not None:
-                error = self.negative
             if isinstance(error, NotCurved) and self.is_for_optimizer:
                 raise error from None  # it takes another quantity: its users know no fields
             raise naming_fields(self.extensions, error) from error
@@ -142,28 +140,25 @@ class SecondOrder:
     # Parts
 
     def _known(self) -> list[FactoredLoss]:
-        """The known terms with their Hessians. The remainder takes terms without a root, and makes up for it.
+        """The known terms with their Hessians. Of a Hessian, the remainder takes those with negative weights.
 
-        So does a remainder that is not convex with the terms at its predictions: a cross-entropy less an entropy has
-        the Gauss-Newton matrix that it has as one function of the logits.
+        A remainder that is not convex takes the terms at its predictions: a cross-entropy less an entropy has the
+        Gauss-Newton matrix that it has as one function of the logits.
         """
         by_entries = any(isinstance(e.columns, Exact) and e.columns.by_entries for e in self.extensions)
-        known = list[FactoredLoss]()
+        known, negative = list[FactoredLoss](), list[KnownLoss]()
         for loss in self.terms.known:
             try:
                 known.append(FactoredLoss(loss, by_entries))
-            except NotConvex as error:
-                self.negative = self.negative or error
+            except NotConvex:
+                if self._of_ggn():
+                    raise
+                negative.append(loss)
+        self._join(negative)
         for each in known:
             if not self._is_uncounted(each.loss):
                 self.run.weight = self.run.weight + each.weights.detach().sum()
                 self.run.variables = max(self.run.variables, each.variables)
-        if self.negative is not None:
-            factored = {each.loss for each in known}
-            try:
-                self._join([loss for loss in self.terms.known if loss not in factored])
-            except CurvoptError:
-                raise self.negative from None
         if self.remainder is not None and self._of_ggn() and not self.remainder.is_definite:
             heads = {(head.edge.node, head.edge.output_nr) for head in self.remainder.heads}
             self._join([x.loss for x in known if (x.loss.edge.node, x.loss.edge.output_nr) in heads])
@@ -171,8 +166,7 @@ class SecondOrder:
 
     def _of_ggn(self) -> list[Extension]:
         """The extensions that need a convex loss."""
-        curved = [e for e in self.extensions if isinstance(e.columns, (Exact, MonteCarlo))]
-        return [e for e in curved if not isinstance(e.columns, Hessian)]
+        return [e for e in self.extensions if not isinstance(e.columns, (Hessian, Empirical))]
 
     def _join(self, losses: Collection[KnownLoss]) -> None:
         """Make known terms a part of the remainder."""
@@ -187,7 +181,7 @@ class SecondOrder:
             CurvoptError: where second-order quantities of it cannot be had.
         """
         what = (
-            f"{fields_of(self.extensions)}: a part of the loss is of no known kind "
+            f"{fields_of(self.extensions)}: a part of the loss is of no known kind, or has negative weights "
             f"({', '.join(self.terms.nonlinear_names) or 'linear'})"
         )
         locations = self.located.distinct_locations
@@ -199,8 +193,8 @@ class SecondOrder:
         for cause, applies in causes.items():
             if applies:
                 raise CurvoptError(
-                    f"{what}, where {cause} cannot be had; use a known loss such as nn.CrossEntropyLoss, or an "
-                    "empirical quantity."
+                    f"{what}, and its Hessian cannot be had for {cause}; use a known loss such as "
+                    "nn.CrossEntropyLoss, or an empirical quantity."
                 )
         (location,) = locations
         edges = self._predictions(self.terms.nonlinear)
@@ -264,36 +258,39 @@ class SecondOrder:
             return False
         return not any(leaf_of(node) in counted for node in walk([loss.edge.node]))
 
-    def _refuse_linear(self, known: Sequence[FactoredLoss]) -> None:
+    def _check_curvature(self, parts: Sequence[Part]) -> None:
         """Refuse a loss that is linear in the network's output where an optimizer wants its curvature, else warn."""
-        ggn = self._of_ggn()
-        if self.is_for_optimizer:
-            ggn = [e for e in self.extensions if isinstance(e.columns, (Exact, MonteCarlo))]
-        if not ggn:
+        curved = [e for e in self.extensions if not isinstance(e.columns, Empirical)]
+        wanted = curved if self.is_for_optimizer else self._of_ggn()
+        if not wanted:
             return
-        scaled = {node for node, _ in self.terms.ends if operation(node) in ("DIV", "MUL")}
+        self._refuse_scaled()
+        name = "the loss"
+        if self.remainder is not None:
+            name, self.run.variables = self.remainder.name, max(self.run.variables, self.remainder.variables)
+        if not (parts or self.terms.ends) or not all([part.is_linear for part in parts]):
+            return
+        if self.is_for_optimizer:
+            raise NotCurved(f"{name}: it is linear in the network's output, so it has no curvature; use KFACEmpirical.")
+        warnings.warn(
+            f"{fields_of(wanted)}: {name} is linear in the network's output, so the GGN is zero. Where a model "
+            "contains its loss, or a loss has parameters, let the model return predictions.",
+            CurvoptWarning,
+            stacklevel=2,
+        )
+
+    def _refuse_scaled(self) -> None:
+        """Refuse a loss that is linear in what is scaled by a parameter past the outputs of models."""
         graph = self.located.graph
         outputs = {node for node, _ in graph.predictions.union(edge for _, edge in graph.model_calls)}
+        scaled = {node for node, _ in self.terms.ends if operation(node) in ("DIV", "MUL")} - outputs
         for node in walk([node for node, _ in self.run.how.roots], last=outputs) if scaled else ():
-            if node in scaled and node not in outputs:
+            if node in scaled:
                 raise NotCurved(
                     f"The loss is linear in what {name_of(node)} scales by a parameter, such as the error of a "
                     "likelihood with a learned deviation, so it does not tell its prediction; mark that by "
                     "curvopt.prediction, or use KFACEmpirical."
                 )
-        if self.remainder is not None:
-            self.run.variables = max(self.run.variables, self.remainder.variables)
-        if known or not (self.terms.ends if self.remainder is None else self.remainder.is_linear):
-            return
-        name = "the loss" if self.remainder is None else self.remainder.name
-        if self.is_for_optimizer:
-            raise NotCurved(f"{name}: it is linear in the network's output, so it has no curvature; use KFACEmpirical.")
-        warnings.warn(
-            f"{fields_of(ggn)}: {name} is linear in the network's output, so the GGN is zero. Where a model "
-            "contains its loss, or a loss has parameters, let the model return predictions.",
-            CurvoptWarning,
-            stacklevel=2,
-        )
 
     # Pull back
 
@@ -321,16 +318,13 @@ class SecondOrder:
                     for chunk in kfra_jacobians(part.loss.edge, part.curvature, run.calls, N):
                         run.update(chunk, extensions)
             else:
-                vectors = self._vectors(parts, kind)
-                total = len(vectors[0]) if vectors else 0
-                together = [list(range(len(edges)))]
-                if isinstance(kind, Empirical) and self._draws_signs(kind) and all(map(_has_one_row, vectors)):
-                    together = [[i] for i in together[0]]  # calls with one row each: each has another sample
-                for indices in together:
+                drawn = self._drawn(parts, kind)
+                for columns in drawn:
+                    total = len(columns.vectors[0])
                     for start in range(0, total, run.chunk_size):
-                        chunk = [vectors[i][start : start + run.chunk_size] for i in indices]
-                        is_last = last and indices is together[-1] and start + run.chunk_size >= total
-                        run.sweep(Columns([edges[i] for i in indices], chunk), extensions, (), total, is_last)
+                        chunk = [v[start : start + run.chunk_size] for v in columns.vectors]
+                        is_last = last and columns is drawn[-1] and start + run.chunk_size >= total
+                        run.sweep(Columns(columns.edges, chunk), extensions, (), total, is_last)
         if hessians:
             residuals = Residuals(run, edges, [slope for part in parts for slope in part.slopes])
             for hessian in hessians:
@@ -358,8 +352,8 @@ class SecondOrder:
                 left -= len(columns.vectors[0])
                 run.sweep(columns, extensions, skip, total, last and len(locations) == 1 and left == 0)
 
-    def _vectors(self, parts: Sequence[Part], kind: MonteCarlo | Empirical) -> list[Tensor]:
-        """The columns ``[V, *z]`` at each edge of each part."""
+    def _drawn(self, parts: Sequence[Part], kind: MonteCarlo | Empirical) -> list[Columns]:
+        """Columns that are drawn, or gradients: of all parts together, or of one call after the other."""
         vectors, signs = list[Tensor](), dict[int, Tensor]()
         for part in parts:
             if isinstance(kind, Empirical):
@@ -372,7 +366,11 @@ class SecondOrder:
                     pairs = zip(found, self._gradients(part, kind, signs), strict=True)
                     found = [torch.where((s == 0).all(0), g.to(s) / kind.samples**0.5, s) for s, g in pairs]
             vectors += found
-        return vectors
+        edges = [edge for part in parts for edge in part.edges]
+        has_rows = isinstance(kind, MonteCarlo) or any([v.shape[1:2].numel() > 1 for v in vectors])
+        if self._draws_signs(kind) and not has_rows:  # calls with one row each: each has another sample
+            return [Columns([edge], [v]) for edge, v in zip(edges, vectors, strict=True)]
+        return [Columns(edges, vectors)] if edges else []
 
     def _draws_signs(self, kind: MonteCarlo | Empirical) -> bool:
         """Whether gradients have random signs by rows, as these are no samples."""
@@ -416,10 +414,6 @@ def _head(edge: Edge, location: Samples, what: str) -> Head:
         f"{what}, and an output of the model of shape {list(shape)} has the rows of a sample apart from one another "
         "along its axis; return them together, or use a known loss such as nn.CrossEntropyLoss."
     )
-
-
-def _has_one_row(vectors: Tensor) -> bool:
-    return vectors.shape[1:2].numel() == 1
 
 
 def _scaled(column: Tensor, typical: Tensor) -> Tensor:

@@ -111,10 +111,13 @@ class FactoredLoss:
         weights: the factor of the loss of each prediction, see `LossCurvature`.
         variables: the number of variables of a prediction.
         may_be_flat: whether the scalar may be linear in entries of the input.
+        is_linear: whether it has no curvature there at all.
 
     Raises:
         NotConvex: if the loss weighs entries negatively.
     """
+
+    is_linear = False
 
     def __init__(self, loss: KnownLoss, by_entries: bool):
         curvature = loss.curvature()
