@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from curvopt.core.products.base import Chunk, Dense
@@ -85,7 +84,5 @@ class Variance(_OfGradients):
 
     def update(self, total: None, chunk: Chunk) -> Tensor:
         (gradient, squares), N = chunk.jacobian.moments(), chunk.jacobian.N
-        if torch.is_grad_enabled():
-            return (squares / N - (gradient / N).square()).clamp(min=0)
         # the difference of nearly equal gradients may round to a negative number
-        return squares.div_(N).addcmul_(gradient, gradient, value=-1 / N**2).clamp_(min=0).contiguous()
+        return (squares / N - (gradient / N).square()).clamp(min=0).contiguous()

@@ -149,17 +149,13 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
                     "smaller."
                 )
     averaged = [e for e in extensions if isinstance(e.columns, Averaged)]
-    if averaged and len(located.distinct_locations) > 1:
-        raise CurvoptError(
-            f"{fields_of(averaged)} is not defined for several models that are called with different numbers of "
-            "samples; use KFAC or KFLR."
-        )
-    elsewhere = [call for call in located.calls if call.samples != "first"]
+    locations = located.distinct_locations
+    elsewhere = [call for call in located.calls if call.samples != "first" or call.location is not locations[0]]
     if averaged and elsewhere:
         where = ", ".join(dict.fromkeys(call.call.describe() for call in elsewhere))
         raise CurvoptError(
-            f"{where}: an operation mixes the samples, or changes their order, on the way to the loss; "
-            f"{fields_of(averaged)} is not defined there, use KFAC or KFLR."
+            f"{where}: an operation mixes the samples, or changes their order, on the way to the loss, or it has "
+            f"another number of them than other models; {fields_of(averaged)} is not defined there, use KFAC or KFLR."
         )
 
 

@@ -98,10 +98,11 @@ class backpack(Context):  # noqa: N801 - the name users of BackPACK know
                 raise TypeError(
                     f"backpack: got the class {extension.__name__}; pass an instance: {extension.__name__}()."
                 )
-            if isinstance(extension, (list, tuple)):
-                raise TypeError("backpack: got a list of extensions; pass them without a list: backpack(*extensions).")
             if not isinstance(extension, Extension):
-                raise TypeError(f"backpack: expected extensions such as curvopt.extensions.KFAC(), got {extension!r}.")
+                raise TypeError(
+                    "backpack: expected extensions such as curvopt.extensions.KFAC(), and no list of them, got "
+                    f"{extension!r}."
+                )
         fields = [extension.field for extension in extensions]
         for field in fields:
             if fields.count(field) > 1:
