@@ -136,42 +136,33 @@ class Lambda(nn.Module):
 
 
 class Net(nn.Module):
-    """Modules, parameters and constants by their names, and a function of them and of the inputs."""
+    """Modules, parameters and constants by their names, and a function of them and of the inputs.
+
+    A tensor that requires no gradient is the value of a parameter.
+    """
 
     def __init__(self, function: Callable[..., Any], **parts: Any):
         super().__init__()
         self.function = function
         for name, part in parts.items():
-            setattr(self, name, part)
+            is_value = isinstance(part, Tensor) and not isinstance(part, nn.Parameter) and not part.requires_grad
+            setattr(self, name, nn.Parameter(part) if is_value else part)
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.function(self, *inputs)
-
-
-class Of(nn.Module):
-    """A function of a module and its inputs; the parts of the module are modules or values of parameters."""
-
-    def __init__(self, function: Callable, **parts: nn.Module | Tensor):
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part if isinstance(part, nn.Module) else nn.Parameter(part))
-        self.function = function
-
-    def forward(self, *args, **kwargs):
-        return self.function(self, *args, **kwargs)
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.function(self, *inputs, **options)
 
 
 def functional_between() -> nn.Module:
     """Nonlinear functions that are not modules."""
     forward = lambda m, x: m.third(torch.tanh(m.second(F.gelu(m.first(x)))))  # noqa: E731
-    return Of(forward, first=nn.Linear(5, 6), second=nn.Linear(6, 4), third=nn.Linear(4, 3))
+    return Net(forward, first=nn.Linear(5, 6), second=nn.Linear(6, 4), third=nn.Linear(4, 3))
 
 
 def residual() -> nn.Module:
     """Linear layers around ``x + f(x)``, where ``+`` is a function."""
     plus = lambda m, x: F.relu(x + m.branch(x))  # noqa: E731
     layers = {"into": nn.Linear(4, 5), "out": nn.Linear(5, 3), "branch": mlp(5, 6, 5, activation=nn.Sigmoid)}
-    return Of(lambda m, x: m.out(plus(m, m.into(x))), **layers)
+    return Net(lambda m, x: m.out(plus(m, m.into(x))), **layers)
 
 
 class ResidualConvolution(nn.Module):
@@ -194,29 +185,29 @@ class ResidualConvolution(nn.Module):
 def heads() -> nn.Module:
     """One trunk, two heads that are concatenated: the trunk's output has two consumers."""
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         h = torch.tanh(m.trunk(x))
         return torch.cat([m.left(h), m.right(h)], dim=1)
 
-    return Of(forward, trunk=nn.Linear(4, 5), left=nn.Linear(5, 2), right=nn.Linear(5, 1, bias=False))
+    return Net(forward, trunk=nn.Linear(4, 5), left=nn.Linear(5, 2), right=nn.Linear(5, 1, bias=False))
 
 
 def used_twice() -> nn.Module:
     """One Linear applied twice in a row."""
     forward = lambda m, x: m.out(torch.tanh(m.again(torch.tanh(m.again(x)))))  # noqa: E731
-    return Of(forward, again=nn.Linear(4, 4), out=nn.Linear(4, 3))
+    return Net(forward, again=nn.Linear(4, 4), out=nn.Linear(4, 3))
 
 
 def used_on_tokens_and_pool() -> nn.Module:
     """One Linear applied to ``[N, T, F]`` and to the mean over tokens ``[N, F]``."""
     forward = lambda m, x: m.out(m.shared(torch.tanh(m.shared(x)).mean(1)))  # noqa: E731
-    return Of(forward, shared=nn.Linear(4, 4), out=nn.Linear(4, 2))
+    return Net(forward, shared=nn.Linear(4, 4), out=nn.Linear(4, 2))
 
 
 def convolution_used_twice() -> nn.Module:
     """One convolution applied at two resolutions."""
     forward = lambda m, x: m.out(m.shared(F.avg_pool2d(torch.tanh(m.shared(x)), 2)).mean((2, 3)))  # noqa: E731
-    return Of(forward, shared=nn.Conv2d(2, 2, 3, padding=1), out=nn.Linear(2, 3))
+    return Net(forward, shared=nn.Conv2d(2, 2, 3, padding=1), out=nn.Linear(2, 3))
 
 
 class Mixer(nn.Module):
@@ -298,17 +289,17 @@ class Positions(nn.Module):
 def attention() -> nn.Module:
     """Tokens attend to each other; the output has a row per token, ``[N, T, F] -> [N T, C]``."""
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         q, k, v = m.queries_keys_values(x).chunk(3, dim=-1)
         return m.out(torch.softmax(q @ k.mT, dim=-1) @ v).flatten(0, 1)
 
-    return Of(forward, queries_keys_values=nn.Linear(4, 9), out=nn.Linear(3, 3))
+    return Net(forward, queries_keys_values=nn.Linear(4, 9), out=nn.Linear(3, 3))
 
 
 def bilinear() -> nn.Module:
     """A module with two inputs that both come from modules."""
     forward = lambda m, x: m.join(torch.tanh(m.left(x)), input2=torch.tanh(m.right(x)))  # noqa: E731
-    return Of(forward, left=nn.Linear(4, 3), right=nn.Linear(4, 2), join=nn.Bilinear(3, 2, 3))
+    return Net(forward, left=nn.Linear(4, 3), right=nn.Linear(4, 2), join=nn.Bilinear(3, 2, 3))
 
 
 class Renamed(nn.Linear):
@@ -325,7 +316,7 @@ class Standardized(nn.Linear):
 def checkpointed() -> nn.Module:
     """Layers whose activations are recomputed during the backward pass."""
     forward = lambda m, x: m.out(checkpoint(m.inner, x, use_reentrant=False))  # noqa: E731
-    return Of(forward, inner=mlp(4, 5, 4), out=nn.Linear(4, 3))
+    return Net(forward, inner=mlp(4, 5, 4), out=nn.Linear(4, 3))
 
 
 class Take(nn.Module):
@@ -395,7 +386,7 @@ def attending(keys: str = "self", **options: Any) -> nn.Module:
     of_call = ("need_weights", "average_attn_weights", "attn_mask", "is_causal", "key_padding_mask")
     call = {name: options.pop(name) for name in of_call if name in options}
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         first = m.attention.batch_first
         x = x if first else x.transpose(0, 1)
         other = x.flip(1 if first else 0).tanh()
@@ -406,7 +397,7 @@ def attending(keys: str = "self", **options: Any) -> nn.Module:
         out = out if first else out.transpose(0, 1)
         return torch.cat([part.flatten(1) for part in (out, weights) if part is not None], 1)
 
-    return Of(forward, attention=nn.MultiheadAttention(4, 2, **options))
+    return Net(forward, attention=nn.MultiheadAttention(4, 2, **options))
 
 
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(4, dtype=torch.float64)
@@ -430,30 +421,30 @@ class DoubledRecurrence(nn.GRU):
 def cell(make: type[nn.Module], given: bool, **options: Any) -> Callable[[], nn.Module]:
     """All of the new state of a cell, whose state may be given."""
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         state = (x[:, :2].sin(), x[:, 1:].cos()) if make is nn.LSTMCell else x[:, :2].sin()
         new = m.cell(x, state if given else None)
         return torch.cat(new, 1) if isinstance(new, tuple) else new
 
-    return lambda: Of(forward, cell=make(3, 2, **options))
+    return lambda: Net(forward, cell=make(3, 2, **options))
 
 
 def containers() -> nn.Module:
     """Parameters in containers that have no forward of their own."""
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         for matrix in m.matrices:
             x = torch.tanh(x @ matrix + m.vectors["shift"])
         return x
 
     matrices = nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(2)])
-    return Of(forward, matrices=matrices, vectors=nn.ParameterDict({"shift": nn.Parameter(torch.randn(4))}))
+    return Net(forward, matrices=matrices, vectors=nn.ParameterDict({"shift": nn.Parameter(torch.randn(4))}))
 
 
 def bag(lengths: tuple[int, ...] | None = None, weighted: bool = False, **options: Any) -> Callable[[], nn.Module]:
     """Bags of words ``[N, T]``, or of as many words as there are, by offsets, maybe with weights of words."""
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         if lengths is None:
             return m.bag(x)
         words = torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])
@@ -461,7 +452,7 @@ def bag(lengths: tuple[int, ...] | None = None, weighted: bool = False, **option
         weights = torch.linspace(-1, 1, len(words), dtype=torch.float64) if weighted else None
         return m.bag(words, offsets, per_sample_weights=weights)
 
-    return lambda: Of(forward, bag=nn.EmbeddingBag(5, 2, **options))
+    return lambda: Net(forward, bag=nn.EmbeddingBag(5, 2, **options))
 
 
 def words(*shape: int) -> Callable[[], Tensor]:
@@ -494,31 +485,31 @@ def einsum_between() -> nn.Module:
     """Layers joined by an einsum of two of them and a constant."""
     constant = torch.randn(3, 2, dtype=torch.float64)
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         return m.out(torch.einsum("ntf,ntg,fg->ng", m.left(x), torch.tanh(m.right(x)), constant))
 
-    return Of(forward, left=nn.Linear(3, 3), right=nn.Linear(3, 2), out=nn.Linear(2, 2))
+    return Net(forward, left=nn.Linear(3, 3), right=nn.Linear(3, 2), out=nn.Linear(2, 2))
 
 
 def shared_input() -> nn.Module:
     """A module with two inputs that are the same tensor."""
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         h = m.first(x)
         return m.join(h, h)
 
-    return Of(forward, first=nn.Linear(3, 3), join=nn.Bilinear(3, 3, 2))
+    return Net(forward, first=nn.Linear(3, 3), join=nn.Bilinear(3, 3, 2))
 
 
 def of_complex_numbers(known: bool) -> nn.Module:
     """Real parameters that meet the samples in complex numbers, one of them in no known way perhaps."""
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         z = torch.fft.fft(x * m.scale) @ torch.view_as_complex(m.weight)
         return (z if known else torch.complex(z.real, torch.logaddexp(x, m.centre))).abs()
 
     shapes = {"weight": (3, 3, 2), "scale": (3,), **({} if known else {"centre": (3,)})}
-    return Of(forward, **{name: torch.randn(shape) for name, shape in shapes.items()})
+    return Net(forward, **{name: torch.randn(shape) for name, shape in shapes.items()})
 
 
 def scaled_dot_product(h: Tensor, causal: bool) -> Tensor:
@@ -848,13 +839,13 @@ MIDDLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "convtranspose2d": (lambda: nn.ConvTranspose2d(2, 2, 2, dilation=2, groups=2), normal(2, 2, 2, 2)),
     "convtranspose3d": (lambda: nn.ConvTranspose3d(1, 2, 2, (1, 2, 1), bias=False), normal(2, 1, 1, 2, 2)),
     "embedding": (lambda: nn.Embedding(5, 3), lambda: torch.randint(5, (3, 3))),
-    "linear-keyword": (lambda: Of(lambda m, x: m.layer(input=x), layer=nn.Linear(3, 4)), normal(3, 3)),
+    "linear-keyword": (lambda: Net(lambda m, x: m.layer(input=x), layer=nn.Linear(3, 4)), normal(3, 3)),
     "bilinear-positions": (
-        lambda: Of(lambda m, x: m.join(x, x[..., :2].tanh()), join=nn.Bilinear(3, 2, 2, bias=False)),
+        lambda: Net(lambda m, x: m.join(x, x[..., :2].tanh()), join=nn.Bilinear(3, 2, 2, bias=False)),
         normal(2, 2, 3),
     ),
     "bilinear-keywords": (
-        lambda: Of(lambda m, x: m.join(input2=x[:, :2].tanh(), input1=x), join=nn.Bilinear(3, 2, 4)),
+        lambda: Net(lambda m, x: m.join(input2=x[:, :2].tanh(), input1=x), join=nn.Bilinear(3, 2, 4)),
         normal(3, 3),
     ),
     "convtranspose-one-number": (
@@ -866,7 +857,7 @@ MIDDLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         normal(2, 2, 2, 2),
     ),
     "convtranspose-output-size": (
-        lambda: Of(lambda m, x: m.layer(x, [7, 7]), layer=nn.ConvTranspose2d(1, 2, 3, stride=3)),
+        lambda: Net(lambda m, x: m.layer(x, [7, 7]), layer=nn.ConvTranspose2d(1, 2, 3, stride=3)),
         normal(2, 1, 2, 2),
     ),
     "convtranspose-other-kernel": (

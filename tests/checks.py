@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import CASES, Case, Problem
 from reference import Reference
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -118,6 +118,18 @@ def gradients_of_each(losses: Iterable[Tensor], parameters: Iterable[Tensor]) ->
     of = list(parameters)
     each = [torch.autograd.grad(loss, of, retain_graph=True, materialize_grads=True) for loss in losses]
     return [torch.stack(gradients) for gradients in zip(*each, strict=True)]
+
+
+def hessian_diagonals(loss: Tensor, params: list[nn.Parameter]) -> list[Tensor]:
+    """Of each parameter, row by row, by autograd alone."""
+    found = []
+    for q, g in zip(params, torch.autograd.grad(loss, params, create_graph=True, materialize_grads=True), strict=True):
+        rows = [
+            torch.autograd.grad(e, q, retain_graph=True, materialize_grads=True)[0] if e.requires_grad else 0 * g
+            for e in g.flatten()
+        ]
+        found.append(torch.stack([row.flatten()[k] for k, row in enumerate(rows)]).detach().view_as(q))
+    return found
 
 
 def check(problem: Problem, ref: Reference, *extensions: type[Extension]) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from cases import (
     Case,
-    Of,
+    Net,
     OfPacked,
     Problem,
     Take,
@@ -150,7 +150,7 @@ class Decoder(nn.Module):
 
 def one_matrix() -> nn.Module:
     """A recurrent layer with one matrix for the input and the state."""
-    net = Of(lambda m, x: m.head(m.steps(x)[0][:, -1]), steps=nn.RNN(4, 4, batch_first=True), head=nn.Linear(4, 3))
+    net = Net(lambda m, x: m.head(m.steps(x)[0][:, -1]), steps=nn.RNN(4, 4, batch_first=True), head=nn.Linear(4, 3))
     net.steps.weight_hh_l0 = net.steps.weight_ih_l0
     return net
 
@@ -159,11 +159,11 @@ def mixed_and_tied() -> nn.Module:
     """Words in and out by one matrix, with a product in between and behind that mixes the samples."""
     mix = torch.randn(9, 9, dtype=torch.float64) / 3
 
-    def forward(m: Of, tokens: Tensor) -> Tensor:
+    def forward(m: Net, tokens: Tensor) -> Tensor:
         z = m.head((mix @ m.words(tokens).flatten(0, 1)).tanh())
         return (mix @ z).unflatten(0, (3, 3)).sum(1)
 
-    net = Of(forward, words=nn.Embedding(5, 4), head=nn.Linear(4, 5, bias=False))
+    net = Net(forward, words=nn.Embedding(5, 4), head=nn.Linear(4, 5, bias=False))
     net.head.weight = net.words.weight
     return net
 
@@ -303,11 +303,11 @@ def test_parameters_without_entries_get_no_fields():
     """An adapter of rank zero, as where its rank is an option."""
 
     def adapted(*adapter: nn.Module) -> nn.Module:
-        def forward(m: Of, x: Tensor) -> Tensor:
+        def forward(m: Net, x: Tensor) -> Tensor:
             h = torch.tanh(m.first(x))
             return m.last(h + m.adapter(h) if adapter else h)
 
-        return Of(forward, first=first, last=last, adapter=nn.Sequential(*adapter)).double()
+        return Net(forward, first=first, last=last, adapter=nn.Sequential(*adapter)).double()
 
     first, last = nn.Linear(3, 4), nn.Linear(4, 2)
     x, y = torch.randn(5, 3).double(), torch.randint(2, (5,))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Of
+from cases import Net
 from checks import gradients_of_each
 from reference import Reference
 from torch import Tensor, nn
@@ -31,17 +31,10 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(N, 3).double(), torch.tensor([0, 1, 2, 1])
 
 
-class Net(nn.Module):
+def around(function: Callable[[Net, Tensor], Tensor], inner: nn.Module | None = None) -> Net:
     """Two linear layers around a function of the first layer, the input and a weight of its own."""
-
-    def __init__(self, function: Callable[[Net, Tensor], Tensor], inner: nn.Module | None = None):
-        super().__init__()
-        self.first, self.last = inner or nn.Linear(3, 4), nn.Linear(4, 3)
-        self.function = function
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.function(self, x)))
+    forward = lambda m, x: m.last(torch.tanh(function(m, x)))  # noqa: E731
+    return Net(forward, first=inner or nn.Linear(3, 4), last=nn.Linear(4, 3)).double()
 
 
 def in_place_on_one_of_two(net: Net, x: Tensor) -> Tensor:
@@ -52,21 +45,21 @@ def in_place_on_one_of_two(net: Net, x: Tensor) -> Tensor:
 
 def custom(function: Callable[[Tensor], Any]) -> nn.Module:
     """A module that no rule knows."""
-    return Of(lambda m, x: function(x @ m.weight), weight=torch.randn(3, 4))
+    return Net(lambda m, x: function(x @ m.weight), weight=torch.randn(3, 4))
 
 
 PROGRAMS: dict[str, Callable[[], Net]] = {
-    "functional layer that is never called": lambda: Net(lambda m, x: F.linear(x, m.first.weight, m.first.bias)),
-    "forward called by name": lambda: Net(lambda m, x: m.first.forward(x)),
-    "view changed in place": lambda: Net(
+    "functional layer that is never called": lambda: around(lambda m, x: F.linear(x, m.first.weight, m.first.bias)),
+    "forward called by name": lambda: around(lambda m, x: m.first.forward(x)),
+    "view changed in place": lambda: around(
         lambda m, x: m.first(x).mul_(2).flatten(1), custom(lambda h: h.view(-1, 2, 2))
     ),
-    "one of two outputs changed in place": lambda: Net(in_place_on_one_of_two, custom(lambda h: (h, h.sum(1)))),
-    "one row for all": lambda: Net(lambda m, x: m.first(x) * m.first(torch.ones(1, 3).double())),
-    "scaled product with a weight": lambda: Net(
+    "one of two outputs changed in place": lambda: around(in_place_on_one_of_two, custom(lambda h: (h, h.sum(1)))),
+    "one row for all": lambda: around(lambda m, x: m.first(x) * m.first(torch.ones(1, 3).double())),
+    "scaled product with a weight": lambda: around(
         lambda m, x: m.first(x) + torch.addmm(torch.zeros(4).double(), x, m.first.weight.t(), alpha=0.5)
     ),
-    "weight normalised outside": lambda: Net(lambda m, x: m.first(x) + x @ F.normalize(m.first.weight, dim=1).T),
+    "weight normalised outside": lambda: around(lambda m, x: m.first(x) + x @ F.normalize(m.first.weight, dim=1).T),
 }
 
 
@@ -94,7 +87,7 @@ def test_individual_gradients(program: str):
 
 
 def test_forward_of_the_instance():
-    model = extend(Net(lambda m, x: m.first(x)))
+    model = extend(around(lambda m, x: m.first(x)))
     plain = model.first.forward
     model.first.forward = lambda x: 2 * plain(x)
     same_or_refused(model, *data())
@@ -156,8 +149,8 @@ class BatchNormBackwards(Times):
 
 @pytest.mark.parametrize("function", [Times, BatchNormBackwards])
 def test_functions_with_attributes_of_any_name(function: type[Times]):
-    net, (x, y) = Net(lambda m, x: m.scale(m.first(x))), data()
-    net.scale = Of(lambda m, h: function.apply(h, m.weight), weight=torch.randn(4)).double()
+    net, (x, y) = around(lambda m, x: m.scale(m.first(x))), data()
+    net.scale = Net(lambda m, h: function.apply(h, m.weight), weight=torch.randn(4)).double()
     expected, lossfunc = individual_gradients(net, x, y), extend(nn.CrossEntropyLoss())
     model = extend(net)
     with backpack(BatchGrad(), DiagGGNExact()):
@@ -174,7 +167,7 @@ def test_batch_norm_over_processes_mixes_samples():
     class SyncBatchNorm(Times):
         """What PyTorch calls the one that is written in Python."""
 
-    net, (x, y) = Net(lambda m, x: SyncBatchNorm.apply(m.first(x), torch.ones(4).double())), data()
+    net, (x, y) = around(lambda m, x: SyncBatchNorm.apply(m.first(x), torch.ones(4).double())), data()
     with pytest.raises(CurvoptError, match="train-mode batch norm"), backpack(BatchGrad()):
         extend(nn.CrossEntropyLoss())(extend(net)(x), y).backward()
 
@@ -205,7 +198,7 @@ def test_forward_of_the_class_replaced(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("kind", ["weight_norm", "orthogonal", "spectral_norm"])
 def test_backward_where_parametrizations_are_cached(kind: str):
-    net, (x, y) = Net(lambda m, x: m.first(x)), data()
+    net, (x, y) = around(lambda m, x: m.first(x)), data()
     getattr(parametrizations, kind)(net.first)
     net.eval()
     with parametrize.cached():
@@ -225,17 +218,17 @@ def widened(h: Tensor) -> Tensor:
 
 
 MODES: dict[str, tuple[bool, Callable[[], Net]]] = {
-    "batch norm": (False, lambda: Net(lambda m, x: widened(m.first(x)), nn.BatchNorm1d(3))),
+    "batch norm": (False, lambda: around(lambda m, x: widened(m.first(x)), nn.BatchNorm1d(3))),
     "instance norm": (
         True,
-        lambda: Net(
+        lambda: around(
             lambda m, x: widened(m.first(x.unsqueeze(1)).squeeze(1)),
             nn.InstanceNorm1d(1, affine=True, track_running_stats=True),
         ),
     ),
     "dropout of an LSTM": (
         True,
-        lambda: Net(lambda m, x: m.first(x.unsqueeze(2))[0][:, -1], nn.LSTM(1, 4, 2, batch_first=True, dropout=0.5)),
+        lambda: around(lambda m, x: m.first(x.unsqueeze(2))[0][:, -1], nn.LSTM(1, 4, 2, batch_first=True, dropout=0.5)),
     ),
 }
 
@@ -256,7 +249,7 @@ def test_the_mode_is_that_of_the_forward_pass(name: str):
 
 @pytest.mark.parametrize("extension", [DiagHessian, DiagGGNExact, KFAC])
 def test_a_regularizer_under_a_root_is_refused(extension):
-    model, (x, y) = extend(Net(lambda m, x: m.first(x))), data()
+    model, (x, y) = extend(around(lambda m, x: m.first(x))), data()
     regularizer = L2Regularizer(model.parameters(), 0.1)
     with pytest.raises(CurvoptError, match="add the regularizer to the loss as it is"), backpack(extension()):
         (F.cross_entropy(model(x), y) + regularizer().sqrt()).backward()
@@ -264,7 +257,7 @@ def test_a_regularizer_under_a_root_is_refused(extension):
 
 @pytest.mark.parametrize("inner", [nn.Linear(3, 4), nn.Embedding(5, 4)])
 def test_a_layer_whose_samples_are_scattered_has_its_whole_block_for_a_factor(inner: nn.Module):
-    model = extend(Net(lambda net, q: net.first(q.flip(0)).mean(1).flip(0), inner))
+    model = extend(around(lambda net, q: net.first(q.flip(0)).mean(1).flip(0), inner))
     q = torch.randn(N, 5, 3).double() if isinstance(inner, nn.Linear) else torch.randint(5, (N, 6))
     for approx in ("reduce", "expand", "backpack"):
         with backpack(KFLR(approx=approx), DiagGGNExact()):
@@ -280,7 +273,7 @@ def test_a_layer_whose_samples_are_scattered_has_its_whole_block_for_a_factor(in
     "mix", [lambda h: torch.ones(N, N).double() @ h, lambda h: h.cumsum(0), lambda h: h.softmax(0)]
 )
 def test_averages_over_samples_that_meet_are_refused(mix: Callable[[Tensor], Tensor]):
-    model, (x, y) = extend(Net(lambda net, x: mix(net.first(x)))), data()
+    model, (x, y) = extend(around(lambda net, x: mix(net.first(x)))), data()
     with pytest.raises(CurvoptError, match="first .*kfra is .*defined.*use KF"), backpack(KFRA()):
         F.cross_entropy(model(x), y).backward()
 
@@ -288,7 +281,7 @@ def test_averages_over_samples_that_meet_are_refused(mix: Callable[[Tensor], Ten
 def scaled(known: bool) -> nn.Module:
     """A product, or what no rule knows, with a scale."""
     product = (lambda x, w: x @ w.T) if known else torch.cdist
-    return Of(lambda m, x: product(x, m.weight) * m.scale, weight=torch.randn(3, 3), scale=torch.randn(3))
+    return Net(lambda m, x: product(x, m.weight) * m.scale, weight=torch.randn(3, 3), scale=torch.randn(3))
 
 
 OWN: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -307,15 +300,15 @@ OWN: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("what", OWN)
 def test_modules_called_with_their_own(what: str, inner: Callable[[], nn.Module]):
     """Parameters: by which way these enter is not told by where the call begins, and none counts twice."""
-    net = Net(lambda net, x: net.first(OWN[what](net, x)))
+    net = around(lambda net, x: net.first(OWN[what](net, x)))
     net.inner = inner().double()
     same_or_refused(net, *data())
 
 
 def test_one_parameter_by_several_names():
     """In ways that are not known."""
-    net, p = Net(lambda net, x: net.first(net.inner(x))), nn.Parameter(torch.randn(3, 3).double())
-    net.inner = Of(
+    net, p = around(lambda net, x: net.first(net.inner(x))), nn.Parameter(torch.randn(3, 3).double())
+    net.inner = Net(
         lambda m, x: torch.cdist(x, m.one) + torch.cdist(x.sin(), m.two) * torch.cdist(x.cos(), m.several[0])
     )
     net.inner.one = net.inner.two = p
@@ -340,7 +333,7 @@ def frozen_after_the_call(net: Net, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("inner", [partial(nn.Linear, 3, 3), partial(nn.LayerNorm, 3), partial(scaled, False)])
 @pytest.mark.parametrize("function", [frozen_in_one_call, frozen_after_the_call])
 def test_parameters_that_are_frozen_while_they_are_called_or_later(function: Callable, inner: Callable[[], nn.Module]):
-    net, (x, y) = Net(function), data()
+    net, (x, y) = around(function), data()
     net.inner = inner().double()
     extend(net)
     loss = F.cross_entropy(net(x), y)
@@ -375,7 +368,7 @@ def of_mode(model: nn.Module, x: Tensor, y: Tensor, mode: Callable[[], contextli
     torch.testing.assert_close(*found)
 
 
-last_step = Of(lambda m, x: m.steps(x.unsqueeze(2))[0][:, -1], steps=nn.LSTM(1, 4, batch_first=True))
+last_step = Net(lambda m, x: m.steps(x.unsqueeze(2))[0][:, -1], steps=nn.LSTM(1, 4, batch_first=True))
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(3, 4), last_step], ids=["linear", "recurrent"])
@@ -401,11 +394,11 @@ def test_linear_layers_of_sparse_inputs(sparse: Callable[[Tensor], Tensor], bias
 def functional() -> nn.Module:
     """Calls none of its modules."""
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         first, last = m.layers
         return F.linear(torch.tanh(F.linear(x, first.weight, first.bias)), last.weight, last.bias)
 
-    return Of(forward, layers=nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 3)])).double()
+    return Net(forward, layers=nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 3)])).double()
 
 
 def test_a_model_that_calls_none_of_its_modules():
@@ -435,7 +428,7 @@ def test_an_exported_model():
 
 @pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact, DiagHessian, KFLR])
 def test_samples_that_meet_between_two_outputs_in_the_loss(extension: Callable):
-    def forward(m: Of, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(m: Net, x: Tensor) -> tuple[Tensor, Tensor]:
         u = m.trunk(x)
         return m.head((u - u.mean(0)).tanh()), u
 
@@ -447,7 +440,7 @@ def test_samples_that_meet_between_two_outputs_in_the_loss(extension: Callable):
     x, y, model = (
         torch.randn(3, 4),
         torch.tensor([0, 2, 1]),
-        extend(Of(forward, trunk=nn.Linear(4, 4), head=nn.Linear(4, 3))),
+        extend(Net(forward, trunk=nn.Linear(4, 4), head=nn.Linear(4, 3))),
     )
     with pytest.raises(CurvoptError, match=r"an output of shape \[3, 4\] is in the loss and its samples meet"):
         backward(extension)
@@ -475,7 +468,7 @@ def test_other_tensors_than_the_parameters_are_refused():
 
 @pytest.mark.parametrize("learned", [True, False])
 def test_the_prediction_of_a_likelihood_with_a_learned_deviation_is_asked_for(learned: bool):
-    policy = Of(lambda m, x: Normal(m.mean(x), m.log_std.exp()), mean=nn.Linear(4, 2), log_std=torch.zeros(2))
+    policy = Net(lambda m, x: Normal(m.mean(x), m.log_std.exp()), mean=nn.Linear(4, 2), log_std=torch.zeros(2))
     policy.log_std.requires_grad_(learned)
     model, x, action = extend(policy.double()), torch.randn(6, 4).double(), torch.randn(6, 2).double()
     with contextlib.ExitStack() as stack:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import LAYERS, NO_PCHMP, Case, Of, mlp, mse, normal, values
+from cases import LAYERS, NO_PCHMP, Case, Net, mlp, mse, normal, values
 from checks import BY_NAME, backward, by_case, check, check_all, check_products, compare, extended
 from reference import reference
 from torch import Tensor, nn
@@ -111,12 +111,12 @@ Operation = Callable[[Tensor, Tensor], Tensor]
 def of_one_trunk(operation: Operation) -> nn.Module:
     """Two branches of one trunk, the second of which gives the weight of an operation on the first."""
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         h = torch.tanh(m.trunk(x))
         return m.out(operation(m.first(h), m.second(h)))
 
     sizes = {"trunk": (3, 4), "first": (4, 4), "second": (4, 4), "out": (4, 2)}
-    return Of(forward, **{name: nn.Linear(*size) for name, size in sizes.items()})
+    return Net(forward, **{name: nn.Linear(*size) for name, size in sizes.items()})
 
 
 def fixed_batch_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -161,12 +161,12 @@ def times(x: Tensor, y: Tensor) -> Tensor:
 def shared_attention() -> nn.Module:
     """Two layers of one attention, which does not depend on the bias of its keys."""
 
-    def forward(m: Of, h: Tensor) -> Tensor:
+    def forward(m: Net, h: Tensor) -> Tensor:
         for _ in range(2):
             h = h + (m.q(h) @ m.k(h).mT).softmax(-1) @ h
         return m.out(h.mean(1))
 
-    return Of(forward, q=nn.Linear(3, 3), k=nn.Linear(3, 3), out=nn.Linear(3, 3))
+    return Net(forward, q=nn.Linear(3, 3), k=nn.Linear(3, 3), out=nn.Linear(3, 3))
 
 
 @pytest.mark.parametrize("make", [lambda: of_one_trunk(alone(times)), shared_attention])
@@ -177,14 +177,14 @@ def test_rounding_errors_are_no_wrong_second_derivative(make: Callable[[], nn.Mo
 
 
 def test_rounding_errors_of_autocast_are_no_wrong_second_derivative():
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         weight = m.a @ m.b
         return F.linear(torch.tanh(F.linear(x, weight)), weight)
 
     for seed in range(10):
         torch.manual_seed(seed)
         model, x, found = (
-            extend(Of(forward, a=0.6 * torch.randn(6, 2), b=0.6 * torch.randn(2, 6))),
+            extend(Net(forward, a=0.6 * torch.randn(6, 2), b=0.6 * torch.randn(2, 6))),
             torch.randn(4, 6),
             [],
         )

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case, Of, cross_entropy, labels, normal
+from cases import Case, Net, cross_entropy, labels, normal
 from checks import check_all, columns_per_sweep, extended, gradients_of_each
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
@@ -317,10 +317,10 @@ def test_uses_of_a_parameter_are_summed_in_the_same_order_every_time():
     assert all(torch.equal(other, found[0]) for other in found)
 
 
-def by_functions(layer: nn.Module, call: Callable[[Tensor, Tensor, Tensor], Tensor], transposed: bool = False) -> Of:
+def by_functions(layer: nn.Module, call: Callable[[Tensor, Tensor, Tensor], Tensor], transposed: bool = False) -> Net:
     """What a layer of PyTorch does."""
     weight = layer.weight.detach().mT if transposed else layer.weight.detach()
-    return Of(lambda m, x: call(x, m.W, m.b), W=weight.clone(), b=layer.bias.detach().clone())
+    return Net(lambda m, x: call(x, m.W, m.b), W=weight.clone(), b=layer.bias.detach().clone())
 
 
 def of_two_axes(x: Tensor, W: Tensor, b: Tensor) -> Tensor:
@@ -604,16 +604,16 @@ def test_factors_have_the_same_form_for_batches_of_any_size(name: str):
         assert all(p.isfinite().all() for p in model.parameters())
 
 
-def with_distances() -> Of:
+def with_distances() -> Net:
     """Meets the table of a module that is called without samples, as Swin has a bias for every distance."""
     steps = torch.arange(TOKENS)
-    table = Of(lambda m: m.table[steps.unsqueeze(1) - steps + TOKENS - 1], table=torch.randn(2 * TOKENS - 1))
+    table = Net(lambda m: m.table[steps.unsqueeze(1) - steps + TOKENS - 1], table=torch.randn(2 * TOKENS - 1))
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         h = m.first(x)
         return m.head(torch.logaddexp(h @ h.mT, m.distances()).softmax(-1) @ h).flatten(1)
 
-    return Of(forward, distances=table, first=nn.Linear(4, 4), head=nn.Linear(4, 2))
+    return Net(forward, distances=table, first=nn.Linear(4, 4), head=nn.Linear(4, 2))
 
 
 @pytest.mark.filterwarnings("ignore:.*sample by sample")
@@ -628,16 +628,16 @@ def test_hooks_of_parameters_in_unknown_operations_see_the_gradient_alone():
     torch.testing.assert_close(seen, [sum(alone)])
 
 
-def hypernetwork(twice: bool) -> Of:
+def hypernetwork(twice: bool) -> Net:
     """A weight, or two, that modules compute from a parameter."""
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         weight = m.weights(torch.tanh(m.hidden(m.z))).view(3, 4)
         h = torch.tanh(F.linear(torch.tanh(m.first(x)), weight))
         return m.head(torch.tanh(F.linear(h @ weight, weight)) if twice else h)
 
     layers = {"hidden": nn.Linear(2, 3), "weights": nn.Linear(3, 12), "first": nn.Linear(4, 4), "head": nn.Linear(3, 2)}
-    return Of(forward, z=torch.randn(1, 2), **layers)
+    return Net(forward, z=torch.randn(1, 2), **layers)
 
 
 @pytest.mark.filterwarnings("ignore:.*sample by sample")
@@ -649,10 +649,10 @@ def test_weights_that_modules_compute_from_parameters(twice: bool, samples: int,
         check_all(extended(Case("", partial(hypernetwork, twice), normal(samples, 4), cross_entropy(), labels)))
 
 
-def of_prototypes() -> Of:
+def of_prototypes() -> Net:
     """Distances from prototypes: an operation without a rule, behind a layer with one."""
     forward = lambda m, x: m.last(torch.cdist(torch.tanh(m.first(x)), m.prototypes))  # noqa: E731
-    return Of(forward, first=nn.Linear(4, 4), prototypes=torch.randn(5, 4), last=nn.Linear(5, 3))
+    return Net(forward, first=nn.Linear(4, 4), prototypes=torch.randn(5, 4), last=nn.Linear(5, 3))
 
 
 @pytest.mark.filterwarnings("ignore:.*sample by sample")

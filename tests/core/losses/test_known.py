@@ -9,8 +9,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Lambda, Of, Problem
-from checks import check, check_all, generator
+from cases import Lambda, Net, Problem
+from checks import check, check_all, generator, hessian_diagonals
 from reference import Reference
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -210,7 +210,7 @@ WEIGHINGS: dict[str, Callable[[Tensor, list[Tensor]], Tensor]] = {
 @pytest.mark.parametrize("kept", ["outside", "in an extended module", "by an extended module"])
 @pytest.mark.parametrize("weigh", WEIGHINGS.values(), ids=WEIGHINGS)
 def test_learned_weights_of_losses_are_constants_for_the_network(weigh: Callable, kept: str):
-    owner = Of(lambda m: m.weights * 1.5, weights=torch.tensor([0.4, 1.3]).double())
+    owner = Net(lambda m: m.weights * 1.5, weights=torch.tensor([0.4, 1.3]).double())
     weights: Callable[[], Tensor] = owner if kept.startswith("by") else lambda: owner.weights
 
     def loss(detach: bool) -> Loss:
@@ -267,15 +267,14 @@ def test_losses_of_two_models_one_behind_the_other() -> None:
 
     model = nn.ModuleList([first, second])
     found = fields_of(model, loss, DiagGGNExact(), DiagHessian())
-    for name, p in model.named_parameters():
-        (slope,) = torch.autograd.grad(loss(), p, create_graph=True)
-        diagonal = [torch.autograd.grad(s, p, retain_graph=True)[0].flatten()[i] for i, s in enumerate(slope.flatten())]
-        assert_close(found[f"{name} diag_h 0"].flatten(), torch.stack(diagonal))
+    names, params = zip(*model.named_parameters(), strict=True)
+    for name, diagonal in zip(names, hessian_diagonals(loss(), params), strict=True):
+        assert_close(found[f"{name} diag_h 0"], diagonal)
 
 
 def test_a_loss_with_a_parameter_is_a_model_that_returns_its_loss() -> None:
     model = mlp()
-    logcosh = Of(lambda m, z, y: (m.scale * z - F.one_hot(y, 3)).cosh().log().mean(), scale=torch.ones(()).double())
+    logcosh = Net(lambda m, z, y: (m.scale * z - F.one_hot(y, 3)).cosh().log().mean(), scale=torch.ones(()).double())
     ref = Reference(copy.deepcopy(model), X, lambda z: logcosh(z, Y))
     problem = Problem(extend(model), X, Y, extend(logcosh))
     with backpack(DiagGGNExact(), DiagHessian()):
@@ -294,11 +293,11 @@ PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def returns(penalty: Callable[[Tensor], Tensor] | None) -> nn.Module:
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         loss = F.mse_loss(m.net(x), torch.zeros(len(x), 4, dtype=x.dtype))
         return loss if penalty is None else loss + sum(penalty(p) for p in m.parameters())
 
-    return extend(Of(forward, net=nn.Linear(5, 4)).double())
+    return extend(Net(forward, net=nn.Linear(5, 4)).double())
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -330,7 +329,7 @@ def test_a_matrix_of_all_pairs_and_its_transpose(width: int) -> None:
     u, v = torch.randn(4, 5).double(), torch.randn(4, 6).double()
 
     def model(of: Callable[[Tensor, Tensor], object]) -> nn.Module:
-        return extend(Of(lambda m, u, v: of(m.a(u), m.b(v)), **copy.deepcopy(layers)))
+        return extend(Net(lambda m, u, v: of(m.a(u), m.b(v)), **copy.deepcopy(layers)))
 
     def both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         z = a @ b.T
@@ -357,7 +356,7 @@ def test_a_matrix_of_all_pairs_and_its_transpose(width: int) -> None:
 
 
 def test_complex_parameters_of_functions_have_no_fields() -> None:
-    spectral = Of(lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * m.weight, n=5), weight=torch.randn(3).cdouble())
+    spectral = Net(lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * m.weight, n=5), weight=torch.randn(3).cdouble())
     model = extend(nn.Sequential(nn.Linear(5, 5).double(), spectral))
     x = torch.randn(4, 5).double()
     with backpack(BatchGrad()), pytest.warns(CurvoptWarning, match="weight' is complex, so it has no fields"):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case, Of, Problem, cross_entropy, labels, normal
+from cases import Case, Net, Problem, cross_entropy, labels, normal
 from checks import FIRST_ORDER, check_all, extended
 from reference import Reference
 from torch import Tensor, nn
@@ -164,7 +164,7 @@ def test_right_or_refused(name: str, sizes: tuple[int, int]):
                 assert same(found, expected), f"{parameter}.{field}"
 
 
-def packed(m: Of, x: list[Tensor]) -> Tensor:
+def packed(m: Net, x: list[Tensor]) -> Tensor:
     """Layers on the packed steps of sequences, before a recurrent one."""
     with torch.device("cpu"):  # PyTorch makes the lengths on the default device, and wants them here
         steps = nn.utils.rnn.pack_sequence(x)
@@ -174,17 +174,17 @@ def packed(m: Of, x: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("lengths", [(2, 2), (3, 1), (3, 2)])
 def test_packed_steps_are_no_shares_of_samples(lengths: tuple[int, int]):
     """Before a loss that is not known."""
-    model = extend(Of(packed, inner=nn.Linear(4, 4), last=nn.GRU(4, 4)))
+    model = extend(Net(packed, inner=nn.Linear(4, 4), last=nn.GRU(4, 4)))
     with pytest.raises(CurvoptError, match="called with 2 samples"), backpack(BatchGrad()):
         model([torch.randn(length, 4) for length in lengths]).pow(4).sum().backward()
 
 
-def one_by_one(of_one: Callable[[Of, Tensor], Tensor], **layers: nn.Module) -> Of:
+def one_by_one(of_one: Callable[[Net, Tensor], Tensor], **layers: nn.Module) -> Net:
     """Calls modules on each sample by itself."""
-    return Of(lambda m, x: torch.stack([of_one(m, row) for row in x]), **layers)
+    return Net(lambda m, x: torch.stack([of_one(m, row) for row in x]), **layers)
 
 
-def steps(m: Of, x: Tensor) -> Tensor:
+def steps(m: Net, x: Tensor) -> Tensor:
     """Through a sequence by a cell that sees no batch, from what a layer makes of a constant."""
     h = m.words(torch.tensor(1)).tanh()
     for step in x.split(2):
@@ -245,10 +245,10 @@ def test_long_sequences_in_steps_take_time_in_proportion():
     assert numbers[2] < 6 * numbers[1]
 
 
-def behind_steps(layer: nn.Module, last: nn.Module, layout: str) -> Of:
+def behind_steps(layer: nn.Module, last: nn.Module, layout: str) -> Net:
     """A layer that has the samples first, or behind the steps along an axis of their own, or in rows."""
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         if layout == "batch first":
             h = m.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]).transpose(0, 1)
         elif layout == "axis":
@@ -257,12 +257,12 @@ def behind_steps(layer: nn.Module, last: nn.Module, layout: str) -> Of:
             h = m.layer(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (x.shape[1], x.shape[0]))
         return m.last(torch.tanh(h).flatten(3).mean(3) if h.dim() > 3 else torch.tanh(h)).mean(0)
 
-    return Of(forward, layer=layer, last=last).double()
+    return Net(forward, layer=layer, last=last).double()
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, ...]]] = {
     "linear": (lambda: nn.Linear(5, 4), (5,), ("axis", "rows")),
-    "function": (lambda: Of(lambda m, x: F.linear(x, m.w), w=torch.randn(4, 5)), (5,), ("axis", "rows")),
+    "function": (lambda: Net(lambda m, x: F.linear(x, m.w), w=torch.randn(4, 5)), (5,), ("axis", "rows")),
     "layer norm": (lambda: nn.LayerNorm(4), (4,), ("axis", "rows")),
     "embedding": (lambda: nn.Embedding(5, 4), (), ("axis", "rows")),
     "convolution": (lambda: nn.Conv2d(2, 4, 2), (2, 3, 3), ("rows",)),
@@ -295,11 +295,11 @@ def test_steps_before_samples_cost_nothing(layer: str, layout: str, N: int):
 def test_samples_that_one_of_two_paths_mixes_are_mixed() -> None:
     """A batch norm, with a connection around it."""
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         h = m.first(x)
         return m.last(h + m.norm(h))
 
-    model = extend(Of(forward, first=nn.Linear(3, 4), norm=nn.BatchNorm1d(4), last=nn.Linear(4, 2)))
+    model = extend(Net(forward, first=nn.Linear(3, 4), norm=nn.BatchNorm1d(4), last=nn.Linear(4, 2)))
     loss = F.cross_entropy(model(torch.randn(6, 3)), torch.arange(6) % 2)
     with pytest.raises(CurvoptError, match="train-mode batch norm mixes them"), backpack(BatchGrad()):
         loss.backward()

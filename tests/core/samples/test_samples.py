@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Of
-from checks import FIRST_ORDER, gradients_of_each
+from cases import Net
+from checks import FIRST_ORDER, gradients_of_each, hessian_diagonals
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
@@ -135,11 +135,11 @@ def language_model(flattened: bool, ignored: bool) -> Program:
 
 @program(loss=(True,), rows=(False,))
 def model_that_returns(loss: bool) -> Program:
-    def forward(m: Of, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(m: Net, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         z = m.body(ids).flatten(0, 1)
         return z if labels is None else classes(z, labels.flatten())
 
-    m, ids = extend(Of(forward, body=nn.Sequential(nn.Embedding(7, 4), mlp(4, 7)))), torch.randint(7, (3, 4))
+    m, ids = extend(Net(forward, body=nn.Sequential(nn.Embedding(7, 4), mlp(4, 7)))), torch.randint(7, (3, 4))
     of_rows = lambda x: m(x, labels=x) if loss else classes(m(x), x.flatten())  # noqa: E731
     return Program(m, lambda rows: of_rows(ids[rows]), 3)
 
@@ -154,13 +154,13 @@ def parameter_list(loss: Callable, second: Sequence = (*GGN, *HESSIAN)) -> Progr
 def pooled_rows(sparse: bool) -> Program:
     """The rows of graphs (or of documents) are pooled, so that a sample is a row of the output."""
 
-    def forward(m: Of, x: Tensor, graph: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor, graph: Tensor) -> Tensor:
         h = m.first(x).tanh()
         if sparse:
             return m.last(torch.sparse.mm(F.one_hot(graph).T.to(h).to_sparse(), h))
         return m.last(h.new_zeros(int(graph.max()) + 1, 5).index_add(0, graph, h))
 
-    m, graph = extend(Of(forward, first=nn.Linear(4, 5), last=nn.Linear(5, 4))), [0, 2, 1, 0, 1, 2, 2]
+    m, graph = extend(Net(forward, first=nn.Linear(4, 5), last=nn.Linear(5, 4))), [0, 2, 1, 0, 1, 2, 2]
     x, y = torch.randn(7, 4), torch.randn(3, 4)
 
     def loss(rows: slice) -> Tensor:
@@ -178,11 +178,11 @@ def detector(inside: bool) -> Program:
     x, y, boxes = torch.randn(3, 2, 2, 2), torch.randint(3, (3,)), torch.randn(3, 4, 2)
     mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 1], [1, 1, 1, 0]]).bool()
 
-    def forward(m: Of, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(m: Net, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         h = parts["body"](x).tanh().flatten(2).mT
         return parts["classes"](h.mean(1)), parts["boxes"](h[mask])
 
-    m = Of(forward, **parts)
+    m = Net(forward, **parts)
     extend(m if inside else nn.ModuleDict(parts))  # rows of which no layer with N rows says whose they are
 
     def loss(rows: slice) -> Tensor:
@@ -201,7 +201,7 @@ def adaptive_softmax() -> Program:
 
 @program()
 def list_of_images() -> Program:
-    m = extend(Of(lambda m, images: m.body(torch.stack([image.mean(0) for image in images])), body=mlp()))
+    m = extend(Net(lambda m, images: m.body(torch.stack([image.mean(0) for image in images])), body=mlp()))
     images, y = [torch.randn(k, 4) for k in (2, 5, 3)], torch.randint(3, (3,))
     return Program(m, lambda rows: classes(m(images[rows]), y[rows]), 3)
 
@@ -227,10 +227,10 @@ def wasserstein_with_penalty() -> Program:
 def losses_of_steps() -> Program:
     """As many steps as samples; the losses of the steps are stacked."""
 
-    def forward(m: Of, x: Tensor, y: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor, y: Tensor) -> Tensor:
         return torch.stack([F.mse_loss(z, t) for z, t in zip(m.net(x)[0].unbind(1), y.unbind(1), strict=True)]).mean()
 
-    m, x, y = extend(Of(forward, net=nn.GRU(5, 3, batch_first=True))), torch.randn(4, 4, 5), torch.randn(4, 4, 3)
+    m, x, y = extend(Net(forward, net=nn.GRU(5, 3, batch_first=True))), torch.randn(4, 4, 5), torch.randn(4, 4, 3)
     return Program(m, lambda rows: m(x[rows], y[rows]), 4, mean=True, second=HESSIAN)
 
 
@@ -242,13 +242,13 @@ def losses_of_steps() -> Program:
 def loss_beside(more: str, others: bool) -> Program:
     """The model returns its loss beside outputs, as models of transformers do, of which one enters another term."""
 
-    def forward(m: Of, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    def forward(m: Net, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         h = m.body(x).tanh()
         z = m.last(h)
         outputs = {"loss": F.cross_entropy(z, y), "hidden": h, "logits": z, "probs": z.softmax(1)}
         return {name: value for name, value in outputs.items() if others or name in ("loss", more)}
 
-    m, x = extend(Of(forward, body=nn.Linear(5, 4), last=nn.Linear(4, 3))), torch.randn(4, 5)
+    m, x = extend(Net(forward, body=nn.Linear(5, 4), last=nn.Linear(4, 3))), torch.randn(4, 5)
 
     def loss(rows: slice) -> Tensor:
         outputs = m(x[rows], Y[rows])
@@ -261,14 +261,14 @@ def loss_beside(more: str, others: bool) -> Program:
 def mean_over_the_experts(inside: bool) -> Program:
     """There are as many experts as samples; the term that balances them is a mean over the batch."""
 
-    def forward(m: Of, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | Tensor:
+    def forward(m: Net, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | Tensor:
         p = m.route(x).softmax(1)
         z = sum(p[:, i : i + 1] * expert(x) for i, expert in enumerate(m.experts))
         term = (p.mean(0) * torch.arange(4.0)).sum()
         return F.cross_entropy(z, y) + term if inside else (z, term)
 
     experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(4))
-    m, x = extend(Of(forward, route=nn.Linear(5, 4), experts=experts)), torch.randn(4, 5)
+    m, x = extend(Net(forward, route=nn.Linear(5, 4), experts=experts)), torch.randn(4, 5)
 
     def loss(rows: slice) -> Tensor:
         found = m(x[rows], Y[rows])
@@ -279,10 +279,10 @@ def mean_over_the_experts(inside: bool) -> Program:
 
 @program()
 def parameter_of_the_shape_of_one_sample() -> Program:
-    def forward(m: Of, x: Tensor, y: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(m.last(x * m.gate.sigmoid()), y)
 
-    m, x = extend(Of(forward, gate=torch.randn(1, 5), last=nn.Linear(5, 3))), torch.randn(1, 5)
+    m, x = extend(Net(forward, gate=torch.randn(1, 5), last=nn.Linear(5, 3))), torch.randn(1, 5)
     return Program(m, lambda rows: m(x[rows], torch.tensor([2])), 1)
 
 
@@ -291,7 +291,7 @@ def parameter_of_the_shape_of_one_sample() -> Program:
 
 @program()
 def last_of_a_sequence_with_the_time_first() -> Program:
-    m = extend(Of(lambda m, x: m.last(m.rnn(x)[0][-1]), rnn=nn.GRU(4, 5), last=nn.Linear(5, 3)))
+    m = extend(Net(lambda m, x: m.last(m.rnn(x)[0][-1]), rnn=nn.GRU(4, 5), last=nn.Linear(5, 3)))
     x, y = torch.randn(7, 3, 4), torch.randn(3, 3)
     return Program(m, lambda rows: squares(m(x[:, rows]), y[rows]), 3)
 
@@ -320,19 +320,19 @@ def batch_axis_of_one(flat: bool, loss: Callable, second: Sequence = (*GGN, *HES
     return Program(m, lambda rows: loss(m(x[:, rows]).view(-1, 3), y[:, rows].flatten()), 4, second=second)
 
 
-def time_first() -> Of:
+def time_first() -> Net:
     layers = {"first": nn.Linear(3, 4), "net": nn.GRU(4, 4), "last": nn.Linear(4, 3)}
-    return Of(lambda m, x: m.last(m.net(m.first(x).tanh())[0]), **layers)
+    return Net(lambda m, x: m.last(m.net(m.first(x).tanh())[0]), **layers)
 
 
 @program(fewer=(3,), more=(8,))
 def ensemble(nets: int) -> Program:
     """Several nets as one, whose weights are stacked: outputs ``[E, N, 2]``."""
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         return torch.bmm(torch.bmm(x.expand(nets, *x.shape), m.first).tanh(), m.last)
 
-    m = extend(Of(forward, first=torch.randn(nets, 3, 5), last=torch.randn(nets, 5, 2)))
+    m = extend(Net(forward, first=torch.randn(nets, 3, 5), last=torch.randn(nets, 5, 2)))
     x, y = torch.randn(4, 3), torch.randn(4, 2)
     return Program(m, lambda rows: squares(m(x[rows]).flatten(0, 1), y[rows].repeat(nets, 1)), 4)
 
@@ -341,11 +341,11 @@ def ensemble(nets: int) -> Program:
 def second_axis_of_as_many_as_samples(flat: bool) -> Program:
     """Scores of 4 candidates for each of 4 samples, scaled by a parameter of the sample's user."""
 
-    def forward(m: Of, x: Tensor, user: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor, user: Tensor) -> Tensor:
         z, scale = m.net(x), m.scale[user][:, None]
         return (z * scale[:, None]).expand(-1, -1, 4).flatten(0, 1) if flat else z.squeeze(-1) * scale
 
-    m = extend(Of(forward, net=mlp(3, 1), scale=torch.randn(2)))
+    m = extend(Net(forward, net=mlp(3, 1), scale=torch.randn(2)))
     x, user, y = torch.randn(4, 4, 3), torch.tensor([0, 1, 1, 0]), torch.randint(4, (4,))
 
     def loss(rows: slice) -> Tensor:
@@ -357,7 +357,7 @@ def second_axis_of_as_many_as_samples(flat: bool) -> Program:
 
 @program(shorter=(3,), longer=(8,))
 def output_with_the_time_first(T: int) -> Program:
-    swapped = lambda *axes: Of(lambda _, x: x.transpose(*axes))  # noqa: E731
+    swapped = lambda *axes: Net(lambda _, x: x.transpose(*axes))  # noqa: E731
     m = extend(nn.Sequential(nn.Conv1d(3, 5, 1), nn.Tanh(), swapped(1, 2), nn.Linear(5, 3), swapped(0, 1)))
     x, y = torch.randn(4, 3, T), torch.randint(3, (T, 4))
     return Program(m, lambda rows: classes(m(x[rows]).flatten(0, 1), y[:, rows].flatten()), 4)
@@ -367,7 +367,7 @@ def output_with_the_time_first(T: int) -> Program:
 def functions_of_sequences_of_which_time_comes_first(T: int, in_rows: bool) -> Program:
     """Products, biases, scales, positions, slopes and computed weights on ``[T, N, F]``, or on its rows."""
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         x = x.transpose(0, 1)
         shape = x.shape
         h = x.reshape(-1, 4) if in_rows else x
@@ -380,7 +380,7 @@ def functions_of_sequences_of_which_time_comes_first(T: int, in_rows: bool) -> P
     shapes = {"weight": (4, 4), "other": (4, 4), "bias": (4,), "scale": (4,), "one": (1,), "positions": (T, 1, 4)}
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     parameters = {name: torch.randn(shape) for name, shape in shapes.items()}
-    m = extend(Of(forward, **parameters, normed=normed, slope=nn.PReLU(), last=nn.Linear(4, 3)))
+    m = extend(Net(forward, **parameters, normed=normed, slope=nn.PReLU(), last=nn.Linear(4, 3)))
     x, y = torch.randn(4, T, 4), torch.randint(3, (4,))
     return Program(m, lambda rows: classes(m(x[rows]), y[rows]), 4, second=[DiagGGNExact])
 
@@ -389,14 +389,14 @@ def functions_of_sequences_of_which_time_comes_first(T: int, in_rows: bool) -> P
 def trajectory(steps: int, axis: int, skipped: int) -> Program:
     """The states of a system over time, stacked along an axis, as solvers of differential equations return them."""
 
-    def forward(m: Of, x: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor) -> Tensor:
         states = []
         for _ in range(steps + skipped):
             x = x + 0.3 * m.slope(x)
             states.append(x)
         return torch.stack(states, axis).narrow(axis, skipped, steps)
 
-    m, x = extend(Of(forward, slope=mlp(2, 2))), torch.randn(4, 2)
+    m, x = extend(Net(forward, slope=mlp(2, 2))), torch.randn(4, 2)
     return Program(m, lambda rows: (m(x[rows]) - 1).square().mean(), 4, mean=True, second=[DiagGGNExact])
 
 
@@ -408,14 +408,14 @@ def trajectory(steps: int, axis: int, skipped: int) -> Program:
 def packed_sentences(kind: type[nn.RNNBase], lengths: list[int]) -> Program:
     """Classes of sentences of several lengths: layers on their packed steps before and after a recurrent one."""
 
-    def forward(m: Of, x: Tensor, lengths: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor, lengths: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False)
         steps, _ = m.net(packed._replace(data=m.norm(torch.tanh(m.inner(m.embed(packed.data))))))
         steps = steps._replace(data=torch.tanh(m.outer(steps.data)))
         return m.last(nn.utils.rnn.pad_packed_sequence(steps)[0].sum(0) / lengths[:, None])
 
     layers = {"embed": nn.Embedding(7, 4, padding_idx=2), "norm": nn.LayerNorm(4), "inner": nn.Linear(4, 4)}
-    m = extend(Of(forward, **layers, net=kind(4, 4), outer=nn.Linear(4, 4), last=nn.Linear(4, 3)), batch_axis=1)
+    m = extend(Net(forward, **layers, net=kind(4, 4), outer=nn.Linear(4, 4), last=nn.Linear(4, 3)), batch_axis=1)
     x, y, of = torch.randint(7, (5, 4)), torch.randint(3, (4,)), torch.tensor(lengths)
     return Program(m, lambda rows: classes(m(x[:, rows], of[rows]), y[rows]), 4, second=[DiagGGNExact])
 
@@ -462,7 +462,7 @@ def test_a_sample_is_a_row_of_the_models_input(name: str):
 
 
 def compare_second_order(p: Program, params: list[nn.Parameter]) -> None:
-    hessians = [_hessian_diagonals(part, params) for part in p.parts()] if DiagHessian in p.second else []
+    hessians = [hessian_diagonals(part, params) for part in p.parts()] if DiagHessian in p.second else []
     alone = []
     for part in p.parts() if DiagGGNExact in p.second else ():
         with backpack(DiagGGNExact()):
@@ -484,17 +484,6 @@ def compare_second_order(p: Program, params: list[nn.Parameter]) -> None:
             assert_close(q.sqrt_ggn_exact.square().sum(0), ggn)
             of_ends = [q.ggnmp(torch.eye(q.numel())[k].view(1, *q.shape)).flatten()[k] for k in (0, -1)]
             assert_close(torch.stack(of_ends), ggn.sum(0).flatten()[[0, -1]])
-
-
-def _hessian_diagonals(loss: Tensor, params: list[nn.Parameter]) -> list[Tensor]:
-    found = []
-    for q, g in zip(params, torch.autograd.grad(loss, params, create_graph=True, materialize_grads=True), strict=True):
-        rows = [
-            torch.autograd.grad(e, q, retain_graph=True, materialize_grads=True)[0] if e.requires_grad else 0 * g
-            for e in g.flatten()
-        ]
-        found.append(torch.stack([row.flatten()[k] for k, row in enumerate(rows)]).detach().view_as(q))
-    return found
 
 
 # --------------------------------------------------------- batches of different lengths: as if their rows were appended
@@ -532,7 +521,9 @@ def test_unequal_batches_keep_no_samples_apart(extension: type):
 
 def pooled(of: Callable[[Tensor], Tensor], features: int = 3) -> Callable[[], Tensor]:
     """Several rows for each sample, in an order that no layer tells."""
-    return lambda: extend(Of(lambda m, x: of(m.body(x)), body=nn.Linear(4, features)))(torch.randn(6, 4)).square().sum()
+    return lambda: (
+        extend(Net(lambda m, x: of(m.body(x)), body=nn.Linear(4, features)))(torch.randn(6, 4)).square().sum()
+    )
 
 
 def rows_in_a_loop() -> Tensor:
@@ -541,11 +532,11 @@ def rows_in_a_loop() -> Tensor:
 
 
 def stacked_rows() -> Tensor:
-    def forward(m: Of, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(m: Net, x: Tensor) -> tuple[Tensor, Tensor]:
         h = torch.tanh(m.body(x))
         return m.image(h), m.region(torch.stack([scale * row for row in h for scale in (1, 2)]))
 
-    model = extend(Of(forward, body=nn.Linear(4, 6), image=nn.Linear(6, 3), region=nn.Linear(6, 3)))
+    model = extend(Net(forward, body=nn.Linear(4, 6), image=nn.Linear(6, 3), region=nn.Linear(6, 3)))
     return sum(out.sum() for out in model(torch.randn(3, 4)))
 
 
@@ -559,7 +550,7 @@ ERRORS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "rows of another head that were stacked": (stacked_rows, r"called with 3 samples.*shape \[6, 3\]"),
     "rows in a loop": (rows_in_a_loop, "called 3 times with one row each.*stack the rows"),
     "time first": (
-        lambda: extend(Of(lambda m, x: m.net(x).mean(0), net=time_first()))(torch.randn(4, 5, 3)).square().sum(),
+        lambda: extend(Net(lambda m, x: m.net(x).mean(0), net=time_first()))(torch.randn(4, 5, 3)).square().sum(),
         r"4 samples along axis 0.*\[5, 3\].*batch_axis=1",
     ),
     "empty batch": (lambda: extend(mlp())(torch.randn(0, 4)).sum(), "batch is empty"),
@@ -584,14 +575,14 @@ def are_individual_gradients(z: Tensor, y: Tensor, p: Tensor) -> None:
 
 
 def test_fields_of_an_earlier_batch_are_removed():
-    def forward(m: Of, x: Tensor, route: Tensor) -> Tensor:
+    def forward(m: Net, x: Tensor, route: Tensor) -> Tensor:
         out = x.new_zeros(len(x), 3)
         for k, expert in enumerate(m.experts):
             if (route == k).any():
                 out[route == k] = expert(x[route == k])
         return out
 
-    m = extend(Of(forward, experts=nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])))
+    m = extend(Net(forward, experts=nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])))
     x, y = torch.randn(4, 4), torch.randint(3, (4,))
     for route in map(torch.tensor, ([0, 1, 0, 1], [0, 0, 0, 0])):
         with backpack(BatchGrad(), DiagGGNExact(), KFAC(), KFACEmpirical()):
@@ -638,14 +629,14 @@ def test_samples_that_meet_between_two_models():
     p = models[0].bias
     with backpack(DiagHessian()):
         loss().backward()
-    assert_close(p.diag_h, _hessian_diagonals(loss(), [p])[0])
+    assert_close(p.diag_h, hessian_diagonals(loss(), [p])[0])
 
 
 def test_batch_norm_between_two_outputs():
     """Of two models, or of one."""
     _, between = mixed(nn.BatchNorm1d(3))
     layers = {"first": nn.Linear(2, 3), "norm": nn.BatchNorm1d(3), "last": nn.Linear(3, 3)}
-    neck = extend(Of(lambda m, x: (m.last(m.norm(m.first(x))), m.first(x)), **layers))
+    neck = extend(Net(lambda m, x: (m.last(m.norm(m.first(x))), m.first(x)), **layers))
 
     def inside() -> Tensor:
         logits, features = neck(torch.randn(4, 2))
@@ -665,7 +656,7 @@ def test_a_term_of_features_changes_nothing_behind_them(models: int):
         kept[:] = [layers[0](x)]
         return layers[1](kept[0])
 
-    whole = Of(lambda m, x: forward(x), layers=layers)
+    whole = Net(lambda m, x: forward(x), layers=layers)
     for model in layers if models == 2 else [whole]:
         extend(model)
     diagonals = []
