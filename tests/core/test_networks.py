@@ -29,6 +29,7 @@ from checks import (
     compare,
     extend_problem,
     extended,
+    gradients_of_each,
 )
 from reference import Reference, reference
 from torch import Tensor, nn
@@ -59,50 +60,31 @@ def double(*shape: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- resnet
 
 
-def resnet_problem() -> Problem:
-    """Torchvision's, with the statistics and scales of a trained one rather than zeros and ones; in eval mode."""
-    models = pytest.importorskip("torchvision.models")
-    model = with_statistics(models.resnet18(num_classes=2).double())
-    return Problem(model, double(2, 3, 32, 32), torch.randint(2, (2,)))
-
-
 # first and last layer, a strided convolution, a shortcut's, scales within and after a block
-CHOSEN = [
-    "conv1.weight",
-    "bn1.weight",
-    "layer1.0.bn2.bias",
-    "layer2.0.conv1.weight",
-    "layer2.0.downsample.0.weight",
-    "layer4.1.bn2.weight",
-    "fc.weight",
-    "fc.bias",
-]
+CHOSEN = (
+    "conv1.weight bn1.weight layer1.0.bn2.bias layer2.0.conv1.weight layer2.0.downsample.0.weight layer4.1.bn2.weight "
+    "fc.weight fc.bias"
+).split()
 
 
 def test_resnet18_in_eval_mode():
-    """Sample by sample, with a backward for each output."""
-    problem = resnet_problem()
-    parameters = [problem.model.get_parameter(name) for name in CHOSEN]
-    expected: dict[str, list] = {"grad_batch": [], "batch_l2": [], "diag_ggn_exact": []}
-    for x, y in zip(problem.x, problem.y, strict=True):
-        z = problem.model(x[None])
-        gradients = torch.autograd.grad(problem.lossfunc(z, y[None]) / 2, parameters, retain_graph=True)
-        expected["grad_batch"].append(gradients)
-        expected["batch_l2"].append([g.square().sum() for g in gradients])
-        J = [torch.autograd.grad(z[0, c], parameters, retain_graph=True) for c in range(2)]
-        p = torch.softmax(z[0], 0).detach()
-        # the Hessian of cross-entropy with two classes is p_0 p_1 [[1, -1], [-1, 1]]
-        expected["diag_ggn_exact"].append([p.prod() * (a - b).square() / 2 for a, b in zip(*J, strict=True)])
+    """Torchvision's, with the statistics and scales of a trained one, against a backward for each sample."""
+    models = pytest.importorskip("torchvision.models")
+    model = with_statistics(models.resnet18(num_classes=2).double())
+    problem = Problem(model, double(2, 3, 32, 32), torch.randint(2, (2,)))
+    parameters, z = [model.get_parameter(name) for name in CHOSEN], model(problem.x)
+    gradients = gradients_of_each(F.cross_entropy(z, problem.y, reduction="none") / 2, parameters)
+    # the Hessian of cross-entropy with two classes is p_0 p_1 [[1, -1], [-1, 1]]
+    slopes, curvature = gradients_of_each(z[:, 0] - z[:, 1], parameters), z.softmax(1).detach().prod(1) / 2
     backward(extend_problem(problem), BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian)
-    for i, p in enumerate(parameters):
-        for field, samples in expected.items():
-            value = torch.stack([sample[i] for sample in samples])
-            value = value.sum(0) if field == "diag_ggn_exact" else value
-            compare(getattr(p, field), value, f"{CHOSEN[i]}.{field}")
-            assert value.any()
+    for name, p, g, J in zip(CHOSEN, parameters, gradients, slopes, strict=True):
+        assert g.any() and J.any()
+        compare(p.grad_batch, g, f"{name}.grad_batch")
+        compare(p.batch_l2, g.flatten(1).square().sum(1), f"{name}.batch_l2")
+        compare(p.diag_ggn_exact, torch.einsum("n,n...->...", curvature, J.square()), f"{name}.diag_ggn_exact")
         # convolutions, eval-mode batch norm, ReLU, addition and max-pooling are piecewise linear
-        compare(p.diag_h, p.diag_ggn_exact, f"{CHOSEN[i]}.diag_h")
-    for p in problem.model.parameters():
+        compare(p.diag_h, p.diag_ggn_exact, f"{name}.diag_h")
+    for p in model.parameters():
         assert_close(p.grad_batch.sum(0), p.grad)
         assert_close(p.diag_h, p.diag_ggn_exact)
 
