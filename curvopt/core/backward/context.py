@@ -100,7 +100,7 @@ class backpack(Context):  # noqa: N801 - the name users of BackPACK know
                 )
             if not isinstance(extension, Extension):
                 raise TypeError(
-                    "backpack: expected extensions such as curvopt.extensions.KFAC(), and no list of them, got "
+                    "backpack: expected extensions such as curvopt.extensions.KFAC(), without a list around them, got "
                     f"{extension!r}."
                 )
         fields = [extension.field for extension in extensions]

@@ -368,13 +368,14 @@ class SecondOrder:
             vectors += found
         edges = [edge for part in parts for edge in part.edges]
         has_rows = isinstance(kind, MonteCarlo) or any([v.shape[1:2].numel() > 1 for v in vectors])
-        if self._draws_signs(kind) and not has_rows:  # calls with one row each: each has another sample
+        if self._generator_of_signs(kind) is not None and not has_rows:
+            # calls with one row each: each has another sample
             return [Columns([edge], [v]) for edge, v in zip(edges, vectors, strict=True)]
         return [Columns(edges, vectors)] if edges else []
 
-    def _draws_signs(self, kind: MonteCarlo | Empirical) -> bool:
-        """Whether gradients have random signs by rows, as these are no samples."""
-        return kind.generator is not None and any(x.is_one_sample for x in self.located.distinct_locations)
+    def _generator_of_signs(self, kind: MonteCarlo | Empirical) -> torch.Generator | None:
+        """The generator of random signs of the rows' gradients, where rows are no samples."""
+        return kind.generator if any(x.is_one_sample for x in self.located.distinct_locations) else None
 
     def _gradients(self, part: Part, kind: MonteCarlo | Empirical, signs: dict[int, Tensor]) -> list[Tensor]:
         """Gradients of single predictions, ``[1, rows, ...]``, with random signs where rows are no samples.
@@ -390,11 +391,12 @@ class SecondOrder:
         # a prediction that weighs nothing has no gradient, either
         factor = 1 / weights.clamp(min=torch.finfo(weights.dtype).tiny).sqrt()
         gradients = [(slope * factor.to(slope.device)).unsqueeze(0) for slope in part.slopes]
-        if kind.generator is None or not self._draws_signs(kind):
+        generator = self._generator_of_signs(kind)
+        if generator is None:
             return gradients
         for i, g in enumerate(gradients):
             if g.shape[1] not in signs or g.shape[1] == 1:
-                bits = torch.randint(2, g.shape[1:2], generator=kind.generator, device=kind.generator.device)
+                bits = torch.randint(2, g.shape[1:2], generator=generator, device=generator.device)
                 signs[g.shape[1]] = 2 * bits - 1
             gradients[i] = g * signs[g.shape[1]].to(g).view(1, -1, *[1] * (g.dim() - 2))
         return gradients
