@@ -17,7 +17,7 @@ from torch.nn.modules.module import _global_forward_hooks
 from torch.utils._pytree import tree_map_only
 
 from curvopt.core.layers.rule import Rule, rule_for
-from curvopt.core.pytorch_workarounds import forget_compiled_code
+from curvopt.core.pytorch_workarounds import forget_compiled_code, outside_of_graphs
 from curvopt.core.record import (
     Model,
     ModelCall,
@@ -29,7 +29,6 @@ from curvopt.core.record import (
     _tensors,
     describe,
     note_parameters,
-    outside_of_graphs,
     owned_parameters,
     running,
 )

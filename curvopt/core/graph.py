@@ -79,10 +79,6 @@ class CallInGraph:
     ):
         self.call, self.rule, self.parameters, self.edges = call, rule, parameters, edges
 
-    def axis(self, index: int) -> int | Tensor | None:
-        """The axis of an output that counts the samples, as the rule expects it."""
-        return -1 if self.single else self.rule.output_axis(self.call, index)
-
     @cached_property
     def single(self) -> bool:
         """Whether it is a call on a single sample without a batch axis."""

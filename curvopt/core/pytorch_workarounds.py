@@ -45,17 +45,20 @@ def is_batched(x: Tensor) -> bool:
     return torch._C._functorch.is_legacy_batchedtensor(x)  # type: ignore[attr-defined]
 
 
-def break_graph(call: Callable[..., Any], message: str) -> Callable[..., Any]:
-    """Interrupt what ``torch.compile`` traces, and have ``call`` run as it is."""
-    torch._dynamo.graph_break(msg=message)
-    return torch._dynamo.disable(call)
+def outside_of_graphs(call: Callable[..., Any], *args: Any) -> Any:
+    """Call something that ``torch.compile`` is tracing, without having it traced."""
+    torch._dynamo.graph_break(
+        msg="curvopt reads the autograd graph, which no compiled graph contains: use torch.compile without "
+        "fullgraph=True, or run a forward that needs no quantities inside of curvopt.disable()."
+    )
+    return torch._dynamo.disable(_untraced)(call, *args)
 
 
-def keep_compiled_backwards() -> None:
-    """Code that is compiled from now on has a backward that may run several times."""
+def _untraced(call: Callable[..., Any], *args: Any) -> Any:
     from torch._functorch import config
 
-    config.donated_buffer = False
+    config.donated_buffer = False  # compiled backwards run for several columns
+    return call(*args)
 
 
 def forget_compiled_code() -> None:

@@ -39,12 +39,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-from curvopt.core.pytorch_workarounds import (
-    break_graph,
-    is_written_down,
-    keep_compiled_backwards,
-    saves_tensors_as_they_are,
-)
+from curvopt.core.pytorch_workarounds import is_written_down, saves_tensors_as_they_are
 from curvopt.core.vjp import listeners
 from curvopt.errors import CurvoptError, CurvoptWarning
 
@@ -104,20 +99,6 @@ def disable(active: bool = True) -> Iterator[None]:
         yield
     finally:
         running.is_enabled = before
-
-
-def outside_of_graphs(call: Callable[..., Any], *args: Any) -> Any:
-    """Call something that ``torch.compile`` is tracing, without having it traced."""
-    return break_graph(
-        _untraced,
-        "curvopt reads the autograd graph, which no compiled graph contains: use torch.compile without "
-        "fullgraph=True, or run a forward that needs no quantities inside of curvopt.disable().",
-    )(call, *args)
-
-
-def _untraced(call: Callable[..., Any], *args: Any) -> Any:
-    keep_compiled_backwards()  # which run for several columns
-    return call(*args)
 
 
 def _records() -> bool:
@@ -201,19 +182,16 @@ class ModelCall:
         model: the model to which the module belongs.
         number: distinguishes the calls.
         name: of the module, for messages.
-        listed: length of a list of tensors (images, say) that is the first input, or ``None``.
-        shapes: of the tensors among the inputs, once the call has ended.
+        samples: lengths that may be the number of samples, once the call has ended, the likeliest first: of a list of
+            tensors (images, say) that is the first input, and of the batch axis. None of a call without tensors.
         forward: the forward pass of the model to which the call belongs, see `Model.forward`.
     """
 
-    __slots__ = ("forward", "listed", "model", "name", "number", "shapes")
     _numbers = itertools.count()
 
     def __init__(self, model: Model):
         self.model, self.number, self.name = model, next(self._numbers), model.name
-        self.listed: int | None = None
-        self.shapes: tuple[torch.Size, ...] = ()
-        self.forward = model.forward
+        self.forward, self.samples = model.forward, list[int]()
 
     def end(self, path: str, name: str, args: tuple, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
         """Note the path of the module, and the arguments, among which are tensors."""
@@ -223,19 +201,10 @@ class ModelCall:
         model.called.add(at)
         self.forward = model.forward
         first = args[0] if args else next(iter(kwargs.values()), None)
-        is_list = isinstance(first, list) and bool(first) and all(isinstance(x, Tensor) for x in first)
-        self.name, self.listed = name, len(first) if is_list else None  # type: ignore[arg-type]
-        self.shapes = tuple([x.shape for x in tensors])
-
-    @property
-    def samples(self) -> tuple[int, ...]:
-        """Lengths that may be the number of samples, the likeliest first: of the list, and of the batch axis.
-
-        None of a call without tensors.
-        """
-        axis = self.model.batch_axis or 0
-        lengths = [shape[axis] for shape in self.shapes if len(shape) > axis][:1]
-        return tuple(lengths if self.listed is None else [self.listed, *lengths])
+        self.name, axis = name, model.batch_axis or 0
+        self.samples = [x.shape[axis] for x in tensors if x.dim() > axis][:1]
+        if isinstance(first, list) and first and all(isinstance(x, Tensor) for x in first):
+            self.samples.insert(0, len(first))
 
 
 def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -365,6 +334,7 @@ class ModuleCall:
         "kwargs",
         "model_call",
         "module",
+        "owner",
         "path",
         "rule",
         "seen",
@@ -400,7 +370,8 @@ class ModuleCall:
         """
         is_single = len(args) == 1 and not kwargs
         inputs = _tensors(args[0] if is_single else (args, kwargs))
-        self.path, self.model_call, self.module, self.rule = path, model_call, module, rule
+        self.path, self.model_call, self.rule = path, model_call, rule
+        self.module = self.owner = module  # of an operation the owner is the module in which it was
         nodes = [x.grad_fn for x in inputs]
         self.boundary = frozenset(nodes) - {None}
         leaves = [x for x in inputs if x.grad_fn is None and x.requires_grad] if None in nodes else ()
@@ -463,10 +434,6 @@ class ModuleCall:
         """Whether the arguments are still there."""
         return not any(isinstance(x, TensorWeakRef) and x() is None for x in self._args)
 
-    @args.setter
-    def args(self, args: tuple) -> None:
-        self._args = args
-
     @property
     def input(self) -> Tensor:
         """The first input of the call, given by position or by name."""
@@ -477,11 +444,6 @@ class ModuleCall:
         """All tensors among the arguments."""
         args = self.args
         return _tensors((args, self.kwargs) if self.kwargs or len(args) != 1 else args[0])
-
-    @property
-    def owner(self) -> nn.Module:
-        """The module that was called, or in which an operation was."""
-        return self.module
 
     def describe(self) -> str:
         """Path and type of the module, for messages."""
@@ -499,9 +461,9 @@ class ModuleCall:
         """A copy with other tensors among its arguments."""
         call, args = copy.copy(self), self.args
         if len(args) == 1 and not self.kwargs and isinstance(args[0], Tensor):  # a general tree takes long
-            call.args = (changed(args[0]),)
+            call._args = (changed(args[0]),)
         else:
-            call.args, call.kwargs = tree_map_only(Tensor, changed, (args, self.kwargs))
+            call._args, call.kwargs = tree_map_only(Tensor, changed, (args, self.kwargs))
         return call
 
     def samples_first(self, N: int, steps: Steps) -> ModuleCall:
@@ -570,20 +532,13 @@ def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
 class Prediction:
     """What a user says is a prediction, see `curvopt.prediction`."""
 
-    __slots__ = ("__weakref__", "boundary")
-
-    def __init__(self) -> None:
-        self.boundary = frozenset[Node]()
-
 
 class TermCall:
     """A term of the loss that sees parameters only: ``weight / 2`` times the sum of their squares."""
 
-    __slots__ = ("__weakref__", "boundary", "parameters", "weight")
-
     def __init__(self, parameters: Sequence[nn.Parameter], weight: float):
         """Record the parameters and the weight."""
-        self.parameters, self.weight, self.boundary = parameters, weight, frozenset()
+        self.parameters, self.weight = parameters, weight
 
 
 def _settings(module: nn.Module, rule: Any) -> list[Any]:

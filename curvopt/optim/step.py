@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from curvopt.core.backward.intercept import attach
 from curvopt.core.products.base import widened
-from curvopt.core.record import outside_of_graphs
+from curvopt.core.pytorch_workarounds import outside_of_graphs
 from curvopt.distributed import fsdp_states, is_sharded, own_part, ranks_of, whole_of
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.optim.accumulation import Collected, are_zero

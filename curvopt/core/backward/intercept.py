@@ -25,8 +25,8 @@ from curvopt.core.backward.backward_pass import Backward
 from curvopt.core.backward.checks import check_inner_backward
 from curvopt.core.graph import leaves_behind
 from curvopt.core.nodes import leaf_of
-from curvopt.core.pytorch_workarounds import is_batched, running_backward
-from curvopt.core.record import Observer, all_observers, observe, outside_of_graphs
+from curvopt.core.pytorch_workarounds import is_batched, outside_of_graphs, running_backward
+from curvopt.core.record import Observer, all_observers, observe
 from curvopt.core.vjp import carried, is_own_backward, listeners
 from curvopt.extensions.base import Extension
 

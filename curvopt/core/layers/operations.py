@@ -54,22 +54,11 @@ class ParameterCall(ModuleCall):
         owner: nn.Module,
     ):
         """Record the saved tensors."""
-        self.path, self.model_call, self.module, self.args, self.kwargs, self._owner = (
-            path,
-            None,
-            module,
-            args,
-            {},
-            owner,
-        )
+        self.path, self.model_call, self.module, self.owner = path, None, module, owner
+        self._args, self.kwargs = args, {}
         self.versions, self.boundary, self.steps = [x._version for x in args], frozenset(), None
         self.training = module.training
         self.shapes, self.cache, self.settings, self.seen = (shape,), {}, None, tuple(module._parameters.values())
-
-    @property
-    def owner(self) -> nn.Module:
-        """The module in which the operation was called."""
-        return self._owner
 
 
 def view_of(operand: GradientEdge) -> tuple[GradientEdge, Tensor]:

@@ -62,10 +62,6 @@ class BatchAxes(NamedTuple):
             if not isinstance(merged(found, self.layouts[head], self.N), Layout):
                 yield head, isinstance(found, Layout)
 
-    def of(self, node: Node, output_nr: int = 0) -> AnyLayout:
-        """The layout of an output; ``None`` for one that does not lead to the heads."""
-        return self.layouts.get((node, output_nr))
-
 
 def propagate_batch_axis(
     heads: Mapping[Edge, Layout],

@@ -37,7 +37,6 @@ from curvopt.core.graph import BackwardGraph
 from curvopt.core.nodes import Edge, leads_further_to, leaf_of, name_of, outputs_of, shape_of, walk
 from curvopt.core.record import Model, ModelCall, extended_model, extended_owner
 from curvopt.core.samples.axes import (
-    BatchAxes,
     Heads,
     Samples,
     layouts_of_parameters,
@@ -80,7 +79,9 @@ def locate(graph: BackwardGraph, as_one_sample: bool = False) -> dict[Model | No
             heads = {edge: layout for edge, layout in heads.items() if edge[0] in met}
         parameters = graph.free_of_data if N == 1 else None
         axes = propagate_batch_axis(heads, N, order=graph.nodes, parameters=parameters)
-        _check_computed([edge for model in heads_of for edge in computed.get(model, ())], axes)
+        for edge in [edge for model in heads_of for edge in computed.get(model, ())]:
+            if edge not in axes.layouts:  # operations with parameters compute it: no head, and not behind one
+                raise _no_rows(edge, N)
         samples.update(dict.fromkeys(heads_of, Samples(N, heads, axes, appended, one)))
     return samples
 
@@ -123,13 +124,6 @@ def _computed_with_parameters(graph: BackwardGraph) -> dict[Model | None, list[E
                 seen.add(operand)  # type: ignore[arg-type]
                 stack.append(operand)  # type: ignore[arg-type]
     return found
-
-
-def _check_computed(computed: Sequence[Edge], axes: BatchAxes) -> None:
-    """Refuse tensors that operations with parameters compute, if these are no heads and not behind heads."""
-    for edge in computed:
-        if edge not in axes.layouts:
-            raise _no_rows(edge, axes.N)
 
 
 class EmptyBatch(CurvoptError):
@@ -309,7 +303,8 @@ class _Batch:
             return layouts_of_parameters(axes) == {None}
         for call in self.graph.module_calls.values():
             for index, (node, nr, *_) in call.edges.items():
-                found, expected, shape = axes.of(node, nr), call.axis(index), shape_of(node, nr)
+                found, shape = axes.layouts.get((node, nr)), shape_of(node, nr)
+                expected = None if call.single else call.rule.output_axis(call.call, index)
                 if isinstance(found, Layout) and isinstance(expected, int):
                     # with samples along axis 1 any layer says so, unless its output is [N, N, ...]
                     at = self.axis if self.axis and shape[0] != n else expected

@@ -325,7 +325,7 @@ def test_layouts_of_random_graphs_hold_whatever_the_values_are(seed: int):
         assert out.grad_fn is not None
         axes = propagate_batch_axis({(out.grad_fn, 0): Layout(1, 4, 15)}, 4)
         order = [(node, nr) for node in consumers_first([out.grad_fn]) for nr in range(len(node._input_metadata))]
-        found.append([axes.of(*place) for place in order])
+        found.append([axes.layouts.get(place) for place in order])
     assert found[0] == found[1] == found[2], names
     for (node, nr), layout in zip(order, found[2], strict=True):
         if isinstance(layout, Layout) and node.next_functions:
