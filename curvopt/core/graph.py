@@ -144,10 +144,11 @@ class CallInGraph:
         dtype = next(iter(self.parameters.values())).dtype
         if not self.rule.sample_by_sample:
             grads = [None if grad is None else cast(grad, dtype) for grad in grads]
-        call, rows = self.call.in_precision(dtype), 1 if isinstance(samples, dict) else N
-        if call.cache.get("N") != rows:  # contexts of one backward may take rows and the batch for samples
-            call.cache.clear()
-            call.cache["N"] = rows
+        cache, rows = self.call.cache, 1 if isinstance(samples, dict) else N
+        if cache.get("N") != rows:  # contexts of one backward may take rows and the batch for samples
+            cache.clear()
+            cache["N"] = rows
+        call = self.call.in_precision(dtype)
         if self.rule.reads_graph:
             call.cache["nodes"] = self.nodes  # emptied after the backward, so no cycle stays
         if samples == "first":
