@@ -1,6 +1,6 @@
 """Curvature between backward and step: of one backward, summed over several, averaged over steps."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,28 +25,32 @@ def number(value: float) -> Tensor:
 LARGEST_JUMP = 10.0
 
 
-def ema_update(average: list[Tensor], weight: float, new: Sequence[Tensor], decay: float) -> float:
-    """Mean of values that count less with age, in place.
+#: A tensor that is averaged, its next value, and the part of the mean that this becomes.
+Move = tuple[Tensor, Tensor, float]
 
-    A value whose trace is more than `LARGEST_JUMP` times that of the average is scaled down to that, so that one bad
-    batch spoils it no more than gradients that are clipped.
 
-    Args:
-        average: the tensors that are averaged. A value of age a (in steps) has the weight ``ema^a`` in their mean, as
-            in Adam's moments with bias correction (Kingma & Ba 2015, section 3), however many steps are between values.
-        weight: the sum of the weights, 0 before the first update.
-        new: the values, one for each.
-        decay: of the steps since the last update together.
+def update_averages(moves: Sequence[Move]) -> None:
+    """Means of values that count less with age, in place, all at once.
 
-    Returns:
-        The new sum of the weights.
+    A value of age a (in steps) has the weight ``ema^a`` in its mean, as in Adam's moments with bias correction (Kingma
+    & Ba 2015, section 3), however many steps are between values: the part of a new one is one over the sum of the
+    weights. A value whose trace is more than `LARGEST_JUMP` times that of the average is scaled down to that, so that
+    one bad batch spoils it no more than gradients that are clipped.
     """
-    weight = decay * weight + 1
-    for old, value in zip(average, new, strict=True):
-        most, trace = LARGEST_JUMP * _trace(old), _trace(value)
-        factor = torch.where((most > 0) & (trace > most) & (decay > 0), most / trace, 1.0)
-        old.lerp_(value * factor, 1 / weight)
-    return weight
+    if not moves:
+        return
+    traces = [_trace(tensor) for pair in moves for tensor in pair[:2]]
+    average, value = torch.stack([trace.to(traces[0]) for trace in traces]).view(-1, 2).unbind(1)
+    most = LARGEST_JUMP * average
+    factors = torch.where((most > 0) & (value > most), most / value, 1.0)
+    reads = factors.is_cpu  # of another device, a step that reads them would wait
+    by_part: dict[float, list[tuple[Tensor, Tensor]]] = {}
+    for (old, new, part), factor in zip(moves, factors.tolist() if reads else factors.unbind(), strict=True):
+        if part < 1 and not (reads and factor == 1):
+            new = new * (factor if reads else factor.to(new))
+        by_part.setdefault(part, []).append((old, new))
+    for part, pairs in by_part.items():
+        torch._foreach_lerp_([old for old, _ in pairs], [new for _, new in pairs], part)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _trace(factor: Tensor) -> Tensor:
@@ -79,13 +83,16 @@ class Sums:
         self.sums = [a + b for a, b in zip(self.sums, later.sums, strict=True)]
         self.weight = self.weight + later.weight
 
-    def mean(self, weight: Tensor) -> list[Tensor]:
-        """The curvature of a loss of weight 1, if these are those of losses of weight ``weight`` in all."""
-        tiny = torch.finfo(self.weight.dtype).tiny
-        return [
-            value / (self.weight.clamp(min=tiny) if i == self.of_input else weight).to(value)
-            for i, value in enumerate(self.sums)
-        ]
+
+def means_of(curvature: Mapping[Tensor, Sums], weight: Tensor) -> dict[Tensor, list[Tensor]]:
+    """The curvature of a loss of weight 1, if these are the sums over losses of weight ``weight`` in all."""
+    values, weights = [], []
+    for each in curvature.values():
+        of_input = each.weight.clamp(min=torch.finfo(each.weight.dtype).tiny)
+        values += each.sums
+        weights += [(of_input if i == each.of_input else weight).to(value) for i, value in enumerate(each.sums)]
+    means = iter(torch._foreach_div(values, weights) if values else [])  # pyright: ignore[reportPrivateImportUsage]
+    return {param: [next(means) for _ in each.sums] for param, each in curvature.items()}
 
 
 _ZERO = torch.zeros((), device="cpu")  # never changed in place

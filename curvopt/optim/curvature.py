@@ -26,12 +26,13 @@ from curvopt.distributed import is_sharded, refuse_sharded
 from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import (
     Collected,
+    Move,
     Sums,
     are_alike,
     are_zero,
-    ema_update,
     nothing_received,
     number,
+    update_averages,
     versions,
 )
 from curvopt.optim.empirical import are_of_gradients
@@ -94,13 +95,13 @@ class Quantity(ABC):
         """Choose between factors of several kinds, where there are."""
         return accepted
 
-    def average(self, param: Tensor, kept: ParameterCurvature, new: list[Tensor], decay: float) -> None:
-        """Move a parameter's new factors into their average."""
-        if kept.factors is None:
+    def average(self, param: Tensor, kept: ParameterCurvature, new: list[Tensor], decay: float) -> list[Move]:
+        """Begin the averages of a parameter's new factors; what moves the averages that there are."""
+        if kept.factors is None or kept.ema_weight is None:
             kept.factors, kept.ema_weight = [factor.clone() for factor in new], number(1.0)
-        else:
-            assert kept.ema_weight is not None
-            kept.ema_weight = number(ema_update(kept.factors, float(kept.ema_weight), new, decay))
+            return []
+        kept.ema_weight = number(weight := decay * float(kept.ema_weight) + 1)
+        return [(old, value, 1 / weight) for old, value in zip(kept.factors, new, strict=True)]
 
     def cost(self, param: Tensor, inverse_every: int) -> int:
         """Of the step of a parameter, for the choice of its owner."""
@@ -487,11 +488,13 @@ class Curvature:
                 "kinds, or its layer has changed (pruned, say). Its average begins anew with each change; of several "
                 "backwards of a step the first counts.",
             )
+        moves: list[Move] = []
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if p in accepted:
                     decay = group["ema"] ** collected.ages[p]
-                    self.quantity.average(p, curvature_of(states[p]), accepted[p], decay)
+                    moves += self.quantity.average(p, curvature_of(states[p]), accepted[p], decay)
+        update_averages(moves)
 
 
 def annealed_interval(step: int, every: int, growth: int) -> int:

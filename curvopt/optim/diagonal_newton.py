@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from curvopt.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
-from curvopt.optim.accumulation import pop_field
+from curvopt.optim.accumulation import Move, pop_field
 from curvopt.optim.curvature import Curvature, Quantity, Taken
 from curvopt.optim.empirical import GradientDiagonal, RowDiagonal
 from curvopt.optim.options import Attached
@@ -52,13 +52,13 @@ class CurvatureDiagonal(Quantity):
         diagonal = pop_field(param, "gradient_diagonal" if run.empirical else self.kind)
         return None if diagonal is None else ([diagonal.reshape(-1)], None)
 
-    def average(self, param: Tensor, kept: ParameterCurvature, new: list[Tensor], decay: float) -> None:
+    def average(self, param: Tensor, kept: ParameterCurvature, new: list[Tensor], decay: float) -> list[Move]:
         """After the sum over backwards, whose parts of the batch may have other signs."""
         (diagonal,) = new
         diagonal = diagonal.abs() if self.modify == "abs" else diagonal.clamp(min=0)
         if kept.factors is None:  # of one batch: small entries say little
             diagonal = torch.maximum(diagonal, diagonal.mean())
-        super().average(param, kept, [diagonal], decay)
+        return super().average(param, kept, [diagonal], decay)
 
 
 class DiagonalNewton(CurvatureOptimizer, torch.optim.SGD):

@@ -16,7 +16,7 @@ from curvopt.core.products.base import Approx
 from curvopt.errors import CurvoptError
 from curvopt.extensions import KFAC, KFLR, KFACEmpirical
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
-from curvopt.optim.accumulation import Collected, ema_update, number, pop_field
+from curvopt.optim.accumulation import Collected, Move, number, pop_field
 from curvopt.optim.curvature import Curvature, Quantity, Taken
 from curvopt.optim.empirical import GradientFactors, GradientScales, Scales
 from curvopt.optim.options import Attached
@@ -24,7 +24,7 @@ from curvopt.optim.solve import Eigenbasis, Inverse, Solver, States, basis_chang
 from curvopt.optim.stacks import Stack
 from curvopt.optim.state import ParameterCurvature, Run, curvature_of
 from curvopt.optim.step import CurvatureOptimizer, Overflow
-from curvopt.optim.step_size import dampings_of
+from curvopt.optim.step_size import dampings_of, sums_of
 
 Fisher = Literal["mc", "exact", "empirical"]
 _FIELDS = {"mc": "kfac", "exact": "kflr", "empirical": "kfac_empirical"}
@@ -286,13 +286,15 @@ class KroneckerAndScales(Kronecker):
             taken[0].append(scales)
         return taken
 
-    def average(self, param: Tensor, kept: ParameterCurvature, new: list[Tensor], decay: float) -> None:
+    def average(self, param: Tensor, kept: ParameterCurvature, new: list[Tensor], decay: float) -> list[Move]:
         """Scales of bases that were forgotten are of no use."""
         has_scales = len(new) > 1 and new[-1].shape == (param.numel(),)
         factors = len(kept.factors or (new[:-1] if has_scales else new))
+        moves: list[Move] = []
         if len(new) > factors and kept.scales is not None and kept.scales_weight is not None:
-            kept.scales_weight = number(ema_update([kept.scales], float(kept.scales_weight), new[factors:], decay))
-        super().average(param, kept, new[:factors], decay)
+            kept.scales_weight = number(weight := decay * float(kept.scales_weight) + 1)
+            moves = [(kept.scales, new[factors], 1 / weight)]
+        return moves + super().average(param, kept, new[:factors], decay)
 
 
 class ScaledEigenbasis(Eigenbasis):
@@ -320,17 +322,15 @@ class ScaledEigenbasis(Eigenbasis):
         kept = {p: curvature_of(states[p]) for p in stack.params}
         of = {p: mean.expand(p.numel()) if not k.bases or k.scales is None else k.scales for p, k in kept.items()}
         if group["relative_damping" if group["damping"] is None else "damping"] > 0:
-            scales = stack.join(of)
-            pieces = scales.split(numels := [p.numel() for p in stack.params])
-            sums = torch._foreach_norm(pieces, 1)  # pyright: ignore[reportPrivateImportUsage]
-            means = torch._foreach_div(sums, [float(max(numel, 1)) for numel in numels])  # pyright: ignore[reportPrivateImportUsage]
+            scales = stack.join("scales", of)
+            pieces = scales.split(stack.numels)
+            means = torch._foreach_div(sums_of(pieces), [float(max(n, 1)) for n in stack.numels])  # pyright: ignore[reportPrivateImportUsage]
             torch._foreach_add_(pieces, dampings_of(group, means, mean))  # pyright: ignore[reportPrivateImportUsage]
             scales.clamp_(min=info.tiny)
         else:  # directions without curvature are left out
-            scales = stack.join(
-                {p: each.masked_fill(each <= info.eps * each.max(), torch.inf) for p, each in of.items()}
-            )
-        return stack.product(stack.product(grad, transposed=True) / scales)
+            of = {p: each.masked_fill(each <= info.eps * each.max(), torch.inf) for p, each in of.items()}
+            scales = stack.join("scales", of)
+        return stack.product("update", stack.product("rotated", grad, transposed=True).div_(scales))
 
 
 class EKFACSGD(KroneckerSGD):

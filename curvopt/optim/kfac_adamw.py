@@ -1,11 +1,12 @@
 """AdamW in the eigenbasis of Kronecker-factored curvature."""
 
+from functools import partial
 from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from curvopt.core.products.base import Approx, widened
+from curvopt.core.products.base import Approx
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
 from curvopt.optim.accumulation import LARGEST_JUMP
 from curvopt.optim.curvature import Taken
@@ -16,7 +17,7 @@ from curvopt.optim.solve import Eigenbasis, basis_changes, squared, transposed
 from curvopt.optim.stacks import Stack, by_parameter
 from curvopt.optim.state import Run, curvature_of
 from curvopt.optim.step import CurvatureOptimizer, Joined
-from curvopt.optim.step_size import WIDE, cosine, moments
+from curvopt.optim.step_size import WIDE, cosine, moments, sums_of
 
 
 class KroneckerOfMatrices(Kronecker):
@@ -183,7 +184,7 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
 
     def _precondition(self, ranks: Alone, grads: dict[Tensor, Tensor], joined: Joined) -> dict[Tensor, Tensor]:
         """The gradients in the eigenbasis."""
-        self._rotated = [(stack, stack.product(flat, transposed=True)) for _, stack, flat in joined]
+        self._rotated = [(stack, stack.product("rotated", flat, transposed=True)) for _, stack, flat, _ in joined]
         for i, (stack, flat) in zip((i for i, *_ in joined), self._rotated, strict=True):
             self._bound(stack, flat, self.param_groups[i]["betas"][1])
         self._maximized = [bool(self.param_groups[i]["maximize"]) for i, *_ in joined]
@@ -198,46 +199,40 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
         if not all("exp_avg_sq" in state for state in states):
             return
         ages = [1 - decay ** float(state["step"]) for state in states]
-        sums = torch._foreach_norm([state["exp_avg_sq"] for state in states], 1)  # pyright: ignore[reportPrivateImportUsage]
-        means = torch._foreach_div(sums, ages)  # pyright: ignore[reportPrivateImportUsage]
-        pieces = grad.split([param.numel() for param in stack.params])
-        norms = torch.stack(torch._foreach_norm(pieces))  # pyright: ignore[reportPrivateImportUsage]
-        usual = torch.stack(means).to(norms).sqrt()
-        factors = torch.where(usual > 0, LARGEST_JUMP * usual / norms, 1.0).clamp(max=1.0)
-        torch._foreach_mul_(pieces, factors.unbind())  # pyright: ignore[reportPrivateImportUsage]
+        means = torch._foreach_div(sums_of([state["exp_avg_sq"] for state in states]), ages)  # pyright: ignore[reportPrivateImportUsage]
+        norms = stack.norms(grad)
+        most = LARGEST_JUMP * torch.stack(means).to(norms).sqrt()
+        factors = torch.where(most > 0, most / norms, 1.0)
+        if not grad.is_cpu or bool(factors.min() < 1):  # a step that reads one would wait for another device
+            stack.scale(grad, factors.clamp(max=1.0))
 
     def _move(self, ranks: Alone, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
         """The step of AdamW from zero in the eigenbasis, taken from where the parameters are."""
         params, sums = list(grads), torch.zeros(3, device=self._device())
         if params:
             stacks = [stack for stack, _ in self._rotated]
-            after = [stack.join() for stack in stacks]
+            after = [stack.join("after") for stack in stacks]
             try:
                 torch._foreach_zero_(params)  # pyright: ignore[reportPrivateImportUsage]
                 super()._move(ranks, grads, update)
-                steps = [widened(stack.join()) for stack in stacks]
+                steps = [(stack.join("grad"), grad) for stack, grad in self._rotated]
                 if self._quantity.options["cautious"]:
-                    for step, (_, grad), maximized in zip(steps, self._rotated, self._maximized, strict=True):
-                        product = step * grad
+                    for stack, (step, grad), maximized in zip(stacks, steps, self._maximized, strict=True):
+                        product = torch.mul(step, grad, out=stack.memory("scratch"))
                         step *= product.ge_(0) if maximized else product.le_(0)
-                for stack, step in zip(stacks, steps, strict=True):
+                for stack, (step, _) in zip(stacks, steps, strict=True):
                     for piece, more in stack.wide(step, self._quantity.options["wide"]):
                         piece *= more**-0.5
-                moved = [stack.product(step) for stack, step in zip(stacks, steps, strict=True)]
-                for stack, flat, change in zip(stacks, after, moved, strict=True):
+                sums = moments(steps)
+                for stack, (step, _), flat in zip(stacks, steps, after, strict=True):
+                    change = stack.product("rotated", step)
                     self._hold_masked(stack, change, grads)
-                    flat += change.to(flat.dtype)
+                    flat += change
             finally:
                 for stack, flat in zip(stacks, after, strict=True):
                     torch._foreach_copy_(stack.params, stack.split(flat))  # pyright: ignore[reportPrivateImportUsage]
-            sums = moments([(step, grad) for step, (_, grad) in zip(steps, self._rotated, strict=True)])
             self._rotated = []
-        ug, uu, gg = ranks.over_owners(sums)
-        self._run.metrics |= {
-            "step_norm": uu.sqrt(),
-            "grad_norm": gg.sqrt() / self._run.step_weight.to(gg),
-            "cosine": cosine(-ug, uu, gg),
-        }
+        self._measured = partial(_measured, ranks.over_owners(sums), self._run.step_weight)
 
     def _hold_masked(self, stack: Stack, step: Tensor, grads: dict[Tensor, Tensor]) -> None:
         """Leave entries where they are for which hooks of their parameter left no gradient so far."""
@@ -248,3 +243,9 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
                 state, moves = self.state[param], grads[param] != 0
                 state["moves"] = torch.logical_or(state["moves"], moves) if "moves" in state else moves
                 piece *= state["moves"]
+
+
+def _measured(sums: Tensor, weight: Tensor) -> dict[str, Any]:
+    """The metrics of a step, by its `moments`."""
+    ug, uu, gg = sums
+    return {"step_norm": uu.sqrt(), "grad_norm": gg.sqrt() / weight.to(gg), "cosine": cosine(-ug, uu, gg)}

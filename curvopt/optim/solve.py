@@ -1,6 +1,7 @@
 """Solving with averaged curvature: by inverses of the factors, or in their eigenbasis."""
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ class Solver(ABC):
         self, stack: Stack, grad: Tensor, group: Mapping[str, Any], states: States, mean_curvature: Tensor
     ) -> Tensor:
         """Preconditioned gradients ``[P]`` of the parameters of a stack, which are in one param group."""
-        return stack.product(grad)
+        return stack.product("update", grad)
 
     def forget(self, state: dict[str, Any], shape: torch.Size) -> None:
         """Drop the curvature of a parameter of some shape."""
@@ -83,9 +84,7 @@ class Inverse(Solver):
 
         def invert(chosen: list[int]) -> list[list[Tensor]]:
             nonlocal failures
-            inverted, failures = damped_inverses(
-                *([column[i] for i in chosen] for column in (factors, shifts, stale, labels))
-            )
+            inverted, failures = damped_inverses(*_chosen(chosen, factors, shifts, stale, labels))
             return [inverted]
 
         (inverses,) = ranks.share(factors, invert, [lambda factor: factor.shape], symmetric=True)
@@ -144,16 +143,14 @@ class Eigenbasis(Solver):
                 factors.append(factor)
                 former.append(kept.bases[i] if kept.bases else None)
                 labels.append(f"{name} factor {i}")
-        (off_diagonals,) = ranks.share(
-            factors, lambda mine: [[off_diagonal(factors[i], former[i]) for i in mine]], [lambda _: ()]
-        )
+        (found,) = ranks.share(factors, lambda mine: [off_diagonals(*_chosen(mine, factors, former))], [lambda _: ()])
         # one transfer for all
-        on_device = [part.to(factors[0].device, torch.float32) for part in off_diagonals]
+        on_device = [part.to(factors[0].device, torch.float32) for part in found]
         parts = torch.stack(on_device).tolist() if on_device else []
         chosen = [i for i, part in enumerate(parts) if part > MAX_OFF_DIAGONAL]
         bases, values = ranks.share(
             [factors[i] for i in chosen],
-            lambda mine: _bases(*([each[chosen[i]] for i in mine] for each in (factors, former, labels))),
+            lambda mine: _bases(*_chosen([chosen[i] for i in mine], factors, former, labels)),
             [lambda factor: factor.shape, lambda factor: factor.shape[:-1]],
         )
         new = dict(zip(chosen, zip(bases, values, strict=True), strict=True))
@@ -182,37 +179,57 @@ class Eigenbasis(Solver):
         """
 
 
+def _chosen(indices: Sequence[int], *columns: Sequence[Any]) -> list[list[Any]]:
+    return [[column[i] for i in indices] for column in columns]
+
+
+def _alike(factors: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of factors of one shape, dtype and device, together."""
+    found: dict[Any, list[int]] = defaultdict(list)
+    for i, factor in enumerate(factors):
+        found[factor.shape, factor.dtype, factor.device].append(i)
+    return list(found.values())
+
+
 def _bases(factors: list[Tensor], former: list[Tensor | None], labels: list[str]) -> tuple[list[Tensor], list[Tensor]]:
     """New bases of factors, and the diagonals of these in them."""
     known = [basis for basis in former if basis is not None]
-    if len(known) < len(factors) or all(factor.device.type == "cpu" for factor in factors):
-        bases, _ = eigenbases([without_ties(factor) for factor in factors], labels)
-        return bases, [diagonal_in(factor, basis) for factor, basis in zip(factors, bases, strict=True)]
-    return renewed_bases(factors, known)
+    if len(known) == len(factors) and not all(factor.is_cpu for factor in factors):
+        return renewed_bases(factors, known)
+    separated, diagonals = list(factors), list(factors)
+    for chosen in _alike(factors):
+        for i, matrix in zip(chosen, without_ties(torch.stack([factors[i] for i in chosen])), strict=True):
+            separated[i] = matrix
+    bases, _ = eigenbases(separated, labels)
+    for chosen in _alike(factors):
+        stacked = diagonals_in(*map(torch.stack, _chosen(chosen, factors, bases)))
+        for i, diagonal in zip(chosen, stacked, strict=True):
+            diagonals[i] = diagonal.clone()  # a view would be saved with all of them
+    return bases, diagonals
 
 
 #: Of the mean of a factor's diagonal: what is added to tell eigenvectors of (nearly) equal eigenvalues apart.
 TIE = 1e-3
 
 
-def without_ties(factor: Tensor) -> Tensor:
-    """A matrix, or many, with a small fixed diagonal added.
+def without_ties(factors: Tensor) -> Tensor:
+    """Factors of one shape, ``[n, *shape]``, with a small fixed diagonal added to matrices.
 
     A batch of N samples leaves all but N directions of a factor without curvature. Any basis of these diagonalises it,
     so rounding errors would choose one; but Adam, and damped scales, take another step in each.
     """
-    if factor.ndim < 2:
-        return factor
-    diagonal = factor.diagonal(dim1=-2, dim2=-1)
-    tie = TIE * diagonal.mean(-1, keepdim=True) * torch.linspace(0, 1, factor.shape[-1]).to(factor)
-    if factor.ndim > 3:  # rows beyond the matrix, in its last block, stay zero
-        tie = tie.masked_fill((factor == 0).all(-1), 0.0)
-    return factor + torch.diag_embed(tie)
+    if factors.ndim < 3:
+        return factors
+    diagonal = factors.diagonal(dim1=-2, dim2=-1)
+    tie = TIE * diagonal.mean(-1, keepdim=True) * torch.linspace(0, 1, factors.shape[-1]).to(factors)
+    if factors.ndim > 4:  # rows beyond the matrix, in its last block, stay zero
+        tie = tie.masked_fill((factors == 0).all(-1), 0.0)
+    return factors + torch.diag_embed(tie)
 
 
-def diagonal_in(factor: Tensor, basis: Tensor) -> Tensor:
-    """The diagonal of a factor in a basis, not negative."""
-    return (factor if factor.ndim < 2 else (basis * (factor @ basis)).sum(-2)).clamp(min=0)
+def diagonals_in(factors: Tensor, bases: Tensor) -> Tensor:
+    """The diagonals of factors of one shape in bases, not negative."""
+    return (factors if factors.ndim < 3 else (bases * (factors @ bases)).sum(-2)).clamp(min=0)
 
 
 def transposed(bases: list[Tensor]) -> list[Tensor]:
@@ -230,14 +247,20 @@ def squared(matrices: list[Tensor]) -> list[Tensor]:
     return [matrix.square() for matrix in matrices]
 
 
-def off_diagonal(factor: Tensor, basis: Tensor | None) -> Tensor:
-    """``‖offdiag(UᵀFU)‖ / ‖F‖``: how far a factor is from diagonal in a basis, ``[]``; 1 if there is none."""
-    if basis is None:
-        return torch.ones((), device=factor.device)
-    if factor.ndim < 2:
-        return torch.zeros((), device=factor.device)
-    rotated = basis.mT @ factor @ basis
-    rotated /= rotated.abs().amax().clamp(min=torch.finfo(rotated.dtype).tiny)  # its squares may leave its range
-    diagonal = rotated.diagonal(dim1=-2, dim2=-1).square().sum()
-    total = rotated.square().sum()
-    return ((total - diagonal) / total.clamp(min=torch.finfo(total.dtype).tiny)).clamp(min=0).sqrt().float()
+def off_diagonals(factors: Sequence[Tensor], bases: Sequence[Tensor | None]) -> list[Tensor]:
+    """``‖offdiag(UᵀFU)‖ / ‖F‖``: how far factors are from diagonal in bases, ``[]``; 1 where there is none."""
+    found = [torch.full((), float(basis is None), device=f.device) for f, basis in zip(factors, bases, strict=True)]
+    known = [i for i, basis in enumerate(bases) if basis is not None and basis.ndim > 1]
+    for members in _alike([factors[i] for i in known]):
+        chosen = [known[i] for i in members]
+        matrices, vectors = map(torch.stack, _chosen(chosen, factors, bases))
+        rotated = vectors.mT @ matrices @ vectors
+        tiny = torch.finfo(rotated.dtype).tiny
+        # squares may leave the range of the dtype
+        rotated /= rotated.flatten(1).abs().amax(1).clamp(min=tiny).view(-1, *[1] * (rotated.ndim - 1))
+        squares = rotated.square_()
+        diagonal, total = squares.diagonal(dim1=-2, dim2=-1).flatten(1).sum(1), squares.flatten(1).sum(1)
+        parts = ((total - diagonal) / total.clamp(min=tiny)).clamp(min=0).sqrt().float()
+        for i, part in zip(chosen, parts.unbind(), strict=True):
+            found[i] = part
+    return found

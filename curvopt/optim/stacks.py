@@ -3,20 +3,23 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from math import prod
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _unflatten_dense_tensors
 
 from curvopt.core.products.base import cast
 from curvopt.kroneckers import kfac_mat_prod, sizes_of
 from curvopt.optim.state import ParameterCurvature, curvature_of
 from curvopt.optim.step_size import WIDE, excess, rms_clip_factor
 
-Product = Callable[[Tensor], Tensor]
+#: Of a vector, into another one, by memory of its size.
+Product = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -48,15 +51,49 @@ class Stack:
     params: list[Tensor]
     parts: list[Part]
 
-    @property
+    @cached_property
+    def numels(self) -> list[int]:
+        """Number of entries of each parameter."""
+        return [param.numel() for param in self.params]
+
+    @cached_property
     def inputs(self) -> list[int]:
         """Number of inputs of each parameter."""
         return [number for part in self.parts for number in part.inputs]
 
+    @cached_property
+    def _alike(self) -> list[tuple[int, int]]:
+        """Runs of parameters of one size: of each, how many there are, and how many entries each has."""
+        return [(len(list(same)), numel) for numel, same in groupby(self.numels)]
+
+    @cached_property
+    def _roots(self) -> Tensor:
+        """By which norms of parameters with many inputs count more, ``[params]``."""
+        dtype = torch.promote_types(self.params[0].dtype, torch.float32)
+        runs = [(len(list(same)), excess(inputs) ** 0.5) for inputs, same in groupby(self.inputs)]
+        like = {"dtype": dtype, "device": self.params[0].device}
+        return torch.cat([torch.full((number,), root, **like) for number, root in runs])  # a list would wait for a GPU
+
+    def rows(self, flat: Tensor) -> list[Tensor]:
+        """The values of parameters of one size as rows of a matrix, in the order of the parameters; views."""
+        pieces = flat.split([number * numel for number, numel in self._alike])
+        return [piece.view(shape) for piece, shape in zip(pieces, self._alike, strict=True)]
+
+    def norms(self, flat: Tensor) -> Tensor:
+        """The norms of the parameters' values, ``[params]``."""
+        return torch.cat([torch.linalg.vector_norm(rows, dim=1) for rows in self.rows(flat)])
+
+    def scale(self, flat: Tensor, factors: Tensor) -> None:
+        """Multiply the values of each parameter by a factor, ``[params]``, in place."""
+        for rows, column in zip(self.rows(flat), factors.split([n for n, _ in self._alike]), strict=True):
+            rows.mul_(column.unsqueeze(1))
+
     def wide(self, flat: Tensor, wide: int | None = WIDE) -> list[tuple[Tensor, float]]:
         """The pieces of a vector that belong to weights with more than so many inputs, and their `excess`."""
-        pieces = flat.split([param.numel() for param in self.params])
-        return [(piece, more) for piece, n in zip(pieces, self.inputs, strict=True) if (more := excess(n, wide)) > 1]
+        if wide is None or all(number <= wide for number in self.inputs):
+            return []
+        pieces = zip(flat.split(self.numels), self.inputs, strict=True)
+        return [(piece, more) for piece, n in pieces if (more := excess(n, wide)) > 1]
 
     def clip(self, flat: Tensor, moves: Tensor, bound: Tensor | None) -> Tensor:
         """Bound the root mean square of each parameter's values, in place.
@@ -69,27 +106,41 @@ class Stack:
         Returns:
             Sums of squares before, after, and after by how they count, and the number of entries that do, ``[4]``.
         """
-        pieces = flat.split(numels := [param.numel() for param in self.params])
-        norms = torch._foreach_norm(pieces + moves.split(numels))  # pyright: ignore[reportPrivateImportUsage]
-        roots = [excess(number) ** 0.5 for number in self.inputs]  # numbers, as a tensor of them would wait for a GPU
-        norms += torch._foreach_mul(norms[: len(roots)], roots)  # pyright: ignore[reportPrivateImportUsage]
-        before, counts, wide = torch.stack(norms).square().chunk(3)
-        after = before
+        before, counts = self.norms(flat), self.norms(moves)
+        wide, after = before * self._roots, before
         if bound is not None:
-            factors = rms_clip_factor(wide / counts.clamp(min=1) / bound.to(wide).square(), 1.0)
-            after, wide = before * factors.square(), wide * factors.square()
-            torch._foreach_mul_(pieces, factors.unbind())  # pyright: ignore[reportPrivateImportUsage]
-        return torch.stack([before, after, wide, counts]).sum(1)
+            factors = rms_clip_factor(wide / counts.clamp(min=1), bound)
+            after, wide = before * factors, wide * factors
+            self.scale(flat, factors)
+        return torch.stack([before, after, wide, counts]).square().sum(1)
 
-    def product(self, flat: Tensor, transposed: bool = False) -> Tensor:
-        """Multiply all entries by the factor lists, or by their transposes; a copy."""
-        pieces = flat.split([part.numel for part in self.parts])
-        return torch.cat([part.products[transposed](piece) for part, piece in zip(self.parts, pieces, strict=True)])
+    def memory(self, name: str) -> Tensor:
+        """A vector ``[P]`` of at least float32, whose values last until the same name is asked for again.
 
-    def join(self, values: Mapping[Tensor, Tensor] | None = None) -> Tensor:
-        """Values of the parameters, by default their own, in one vector; a copy."""
-        flat = _flatten_dense_tensors(self.params if values is None else [values[param] for param in self.params])
-        return flat if len(self.params) > 1 else flat.clone()
+        On a CPU it is kept, as fresh memory costs more than a step does with it.
+        """
+        first = self.params[0]
+        if not first.is_cpu or name not in self._kept:
+            dtype = torch.promote_types(first.dtype, torch.float32)
+            self._kept[name] = torch.empty(sum(self.numels), dtype=dtype, device=first.device)
+        return self._kept[name] if first.is_cpu else self._kept.pop(name)
+
+    @cached_property
+    def _kept(self) -> dict[str, Tensor]:
+        return {}
+
+    def product(self, name: str, flat: Tensor, transposed: bool = False) -> Tensor:
+        """Multiply all entries by the factor lists, or by their transposes, into `memory` of some name."""
+        sizes, result = [part.numel for part in self.parts], self.memory(name)
+        vectors = [each.split(sizes) for each in (flat, result, self.memory("scratch"))]
+        for part, *pieces in zip(self.parts, *vectors, strict=True):
+            part.products[transposed](*pieces)
+        return result
+
+    def join(self, name: str, values: Mapping[Tensor, Tensor] | None = None) -> Tensor:
+        """Values of the parameters, by default their own, in `memory` of some name."""
+        tensors = self.params if values is None else [values[param] for param in self.params]
+        return torch.cat([tensor.reshape(-1) for tensor in tensors], out=self.memory(name))
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """The values of the parameters in a vector, in their shapes."""
@@ -117,26 +168,31 @@ class Stacks:
         self.name = name
         self._lists: list[list[Tensor] | None] = []
         self._parts: list[list[Part]] = []
+        self._params: list[Tensor] = []
+        self._stacks: list[Stack] = []
 
     def of(self, params: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> list[Stack]:
         """The stacks of parameters by their state."""
         kept = [curvature_of(states[param]) for param in params]
         lists = [getattr(each, self.name) for each in kept]
-        if len(lists) != len(self._lists) or not all(map(is_, lists, self._lists)):
+        if not _are_same(lists, self._lists):
             kinds: dict[Any, list[Part]] = defaultdict(list)
             for chosen in _of_one_form(params, lists):
                 first = params[chosen[0]]
                 kinds[first.device, first.dtype].append(self._part(chosen, params, kept))
-            self._parts = [*kinds.values()]
+            self._parts, self._params = [*kinds.values()], []
             self._lists = [getattr(each, self.name) for each in kept]
-        return [Stack([params[i] for part in parts for i in part.chosen], parts) for parts in self._parts]
+        if not _are_same(params, self._params):
+            self._params = [*params]
+            self._stacks = [Stack([params[i] for part in parts for i in part.chosen], parts) for parts in self._parts]
+        return self._stacks
 
     def _part(self, chosen: list[int], params: Sequence[Tensor], kept: Sequence[ParameterCurvature]) -> Part:
         lists: list[list[Tensor]] = [list(getattr(kept[i], self.name) or []) for i in chosen]
         first, numel = lists[0], sum(params[i].numel() for i in chosen)
         inputs = [_inputs(params[i].shape, factors) for i, factors in zip(chosen, lists, strict=True)]
         if not first or not numel:
-            return Part(chosen, numel, inputs, (lambda flat: flat, lambda flat: flat))
+            return Part(chosen, numel, inputs, (_copy, _copy))
         factors, sizes = first, sizes_of(first, params[chosen[0]].shape)
         if first[0].ndim == 0:  # multiples of the identity
             diagonals = [numbers[0].expand(params[i].numel()) for i, numbers in zip(chosen, lists, strict=True)]
@@ -152,7 +208,47 @@ class Stacks:
                 setattr(kept[i], self.name, views)
             sizes = sizes if factors[0].ndim > 1 else [numel]
         transposed = [factor if factor.ndim < 2 else factor.mT for factor in factors]
-        return Part(chosen, numel, inputs, (kfac_mat_prod(factors, sizes), kfac_mat_prod(transposed, sizes)))
+        return Part(chosen, numel, inputs, (_product(factors, sizes), _product(transposed, sizes)))
+
+
+def _copy(flat: Tensor, result: Tensor, scratch: Tensor) -> None:
+    result.copy_(flat)
+
+
+def _product(factors: Sequence[Tensor], sizes: Sequence[int]) -> Product:
+    """`kfac_mat_prod` of a vector; of matrices and whole blocks by one batched product for each."""
+    groups = max((len(factor) for factor in factors if factor.ndim > 2), default=1)
+    matrices = [
+        each.reshape(-1, *each.shape[-2:]) for each in (factors[0], *(f.mT for f in factors[1:])) if each.ndim > 1
+    ]
+    whole = len(matrices) == len(factors) and all(d % f.shape[-1] == 0 for f, d in zip(factors, sizes, strict=True))
+    blocks = sizes[1] // factors[1].shape[-1] if whole and len(factors) == 2 else 1
+    one_by_one = groups > 1 and blocks > 1  # of a group after the other, which a CPU does as fast
+    if not whole or len(factors) > 2 or (groups > 1 and factors[0].ndim == 2) or (one_by_one and not factors[0].is_cpu):
+        of_any = kfac_mat_prod(factors, sizes)
+        return lambda flat, result, scratch: result.copy_(of_any(flat))
+    first, *last = matrices
+
+    def product(flat: Tensor, result: Tensor, scratch: Tensor) -> None:
+        rows = flat.view(len(first), first.shape[-1], -1)
+        left = torch.bmm(first, rows, out=(scratch if last else result).view_as(rows))
+        for right in last:
+            size = right.shape[-1]
+            if blocks == 1:
+                shape = len(right), -1, size
+                torch.bmm(left.view(shape), right, out=result.view(shape))
+            else:
+                pieces = (each.view(groups, -1, blocks, size).transpose(1, 2) for each in (left, result))
+                for piece, out, each in zip(
+                    *pieces, right.view(-1, blocks, size, size).expand(groups, -1, -1, -1), strict=True
+                ):
+                    torch.bmm(piece, each, out=out)
+
+    return product
+
+
+def _are_same(items: Sequence[Any], known: Sequence[Any]) -> bool:
+    return len(items) == len(known) and all(map(is_, items, known))
 
 
 def _inputs(shape: torch.Size, factors: Sequence[Tensor]) -> int:

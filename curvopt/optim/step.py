@@ -4,8 +4,8 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import reduce
-from math import inf
+from functools import partial, reduce
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from curvopt.core.backward.intercept import attach
-from curvopt.core.products.base import widened
 from curvopt.core.pytorch_workarounds import outside_of_graphs
 from curvopt.distributed import fsdp_states, is_sharded, own_part, ranks_of, whole_of
 from curvopt.errors import CurvoptError, CurvoptWarning
-from curvopt.optim.accumulation import Collected, are_zero
+from curvopt.optim.accumulation import Collected, are_zero, means_of
 from curvopt.optim.closures import without_autocast
 from curvopt.optim.curvature import Curvature, Quantity, annealed_interval
 from curvopt.optim.options import (
@@ -56,8 +55,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Indices of param groups, stacks of their parameters, and gradients of these ``[P]``.
-Joined = list[tuple[int, Stack, Tensor]]
+#: Indices of param groups, stacks of their parameters, gradients of these ``[P]``, and the squares of their norms.
+Joined = list[tuple[int, Stack, Tensor, Tensor]]
 
 #: Steps between attempts where no backward has curvature, at most; a prime, so that each of a few kinds is met.
 RETRY_EVERY = 7
@@ -148,6 +147,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._stacks: dict[int, Stacks] = {}
         self._said: set[str] = set()
         self._runs_closure = False
+        self._measured: Callable[[], dict[str, Any]] = dict  # of the last step, once somebody asks
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, before or during training; damping and ``ema`` may be set per group.
@@ -419,7 +419,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 curvature_of(self.state[param])
             return None
         check_dense(type(self).__name__, grads, self._names)
-        joined = self._joined(grads) if have_curvature(self.state) else []
+        # new curvature changes the stacks
+        joined = self._joined(grads) if have_curvature(self.state) and not collected.curvature else []
         try:
             accepted = self._accepted(ranks, grads, collected, joined)
         except NoCurvature:
@@ -451,7 +452,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         all_move, found = len(grads) == len(self._params()), []
         for i, group in enumerate(self.param_groups):
             params = group["params"] if all_move else [param for param in group["params"] if param in grads]
-            found += [(i, stack, widened(stack.join(grads))) for stack in self._stacks_of(params, i)]
+            for stack in self._stacks_of(params, i):
+                flat = stack.join("grad", grads)
+                found.append((i, stack, flat, flat.dot(flat)))
         return found
 
     def _stacks_of(self, params: Sequence[Tensor], group: int = 0) -> list[Stack]:
@@ -489,14 +492,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._check_precision(grads.keys())
         who, params = type(self).__name__, list(grads)
         # not finite if the loss weighs nothing
-        new = {param: curvature.mean(collected.weight) for param, curvature in collected.curvature.items()}
+        new = means_of(collected.curvature, collected.weight)
         owners = [param for param, tensors in new.items() for _ in tensors]
         tensors = [*grads.values(), *(tensor for tensors in new.values() for tensor in tensors)]
         weight = collected.step_weight
         if new:  # else its weight is no number of the device
             weight = weight.to(tensors[0].device)
             tensors.append(torch.where(weight > 0, weight, torch.nan))
-        known_finite = not new and are_finite([flat for _, _, flat in joined])
+        known_finite = not new and bool(joined) and all(isfinite(square.item()) for *_, square in joined)
         finite = [True] * len(tensors) if known_finite else all_finite(tensors)
 
         bad = [self._names()[param] for param, ok in zip(params, finite, strict=False) if not ok]
@@ -586,30 +589,20 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         known = ranks.have_curvature(self.state)
         # without any curvature, one factor is for all, below
         bound = self.rms_clip * run.step_weight if self.rms_clip is not None and known else None
-        for i, stack, grad in joined:
+        for i, stack, grad, gg in joined:
             group = self.param_groups[i]
-            update, rate = self._solver.solve(stack, grad, group, self.state, run.mean_curvature), group["lr"] ** 2
-            update *= (moves := grad.sign().abs_())  # 0 where masks hold a gradient at zero, else 1
+            update = self._solver.solve(stack, grad, group, self.state, run.mean_curvature)
+            # 0 where masks hold a gradient at zero, else 1
+            update *= (moves := torch.sign(grad, out=stack.memory("scratch")).abs_())
             solved.append((stack, update))
-            raw, uu, weighted, count = stack.clip(update, moves, bound).unbind()
-            sums.append(torch.stack([update.dot(grad), uu, grad.dot(grad), uu * rate, weighted, raw, count]))
-        # the sums are divided by the weight of the loss, not the gradients; so are the updates, below
-        total, count = ranks.over_owners(reduce(torch.add, [each.to(sums[0]) for each in sums])).split([6, 1])
-        weight = run.step_weight.to(total)
-        # twice, because the square of the weight may leave the range of float32
-        ug, uu, gg, length, weighted, raw = (total / weight / weight).unbind()
-        # rows of an embedding that no token asked for have no part in the mean
-        square = weighted / count[0].clamp(min=1)
-        # plain gradients have no natural length: they take that of the bound
-        clip = rms_clip_factor(square, None if known else self.rms_clip, inf)
-        run.metrics |= {
-            "rms": clip * square.sqrt(),
-            "clip_factor": clip * (uu / raw.clamp(min=torch.finfo(raw.dtype).tiny)).sqrt(),
-            "step_norm": clip * length.sqrt(),
-            "grad_norm": gg.sqrt(),
-            "cosine": cosine(ug, uu, gg),
-            "damping": damping_of(self.param_groups[0], run.mean_curvature),
-        }
+            squares = stack.clip(update, moves, bound)
+            sums.append(torch.cat([torch.stack([update.dot(grad), gg, squares[1] * group["lr"] ** 2]), squares]))
+        # of the loss, not divided by its weight; so are the updates, below
+        total = ranks.over_owners(reduce(torch.add, [each.to(sums[0]) for each in sums]))
+        weight, clip = run.step_weight.to(total), 1.0
+        if not known:  # plain gradients have no natural length: they take that of the bound
+            clip = rms_clip_factor((total[5] / total[6].clamp(min=1)).sqrt() / weight, self.rms_clip, inf)
+        self._measured = partial(_measured, total, weight, clip, self.param_groups[0], run.mean_curvature)
         scale = clip / weight
         for device, updates in by_device([update for _, update in solved]).items():
             torch._foreach_mul_(updates, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
@@ -676,6 +669,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         are those of the whole step. ``skipped``: steps that ``on_nonfinite="skip"`` left out. ``empirical``: 1 where
         the loss had no curvature of the kind asked for.
         """
+        self._run.metrics |= self._measured()
         return self._run.metrics | ({"empirical": 1.0} if self._is_replaced else {})
 
     @property
@@ -689,12 +683,13 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         return shown(type(self).__name__, of_run, self.param_groups)
 
     def _export(self) -> dict[str, Any]:
+        self._run.metrics |= self._measured()
         return self._run.export(type(self).__name__) | self._ranks().export()
 
     def _import(self, exported: dict[str, Any]) -> None:
         self._ranks().load(type(self).__name__, exported, self.state)
         self._run.load(exported)
-        self._curvature.ranks_agree = False
+        self._curvature.ranks_agree, self._measured = False, dict
 
     def state_dict(self) -> dict[str, Any]:
         """State of the torch optimizer plus all that a run needs to continue bit for bit."""
@@ -733,6 +728,23 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 attach(self)
 
 
+def _measured(
+    sums: Tensor, weight: Tensor, clip: float | Tensor, group: Mapping[str, Any], mean_curvature: Tensor
+) -> dict[str, Any]:
+    """The metrics of a step, by its sums ``[7]``."""
+    # divided twice, because the square of the weight may leave the range of float32
+    ug, gg, length, raw, uu, weighted = (sums[:6] / weight / weight).unbind()
+    # rows of an embedding that no token asked for have no part in the mean
+    return {
+        "rms": clip * (weighted / sums[6].clamp(min=1)).sqrt(),
+        "clip_factor": clip * (uu / raw.clamp(min=torch.finfo(raw.dtype).tiny)).sqrt(),
+        "step_norm": clip * length.sqrt(),
+        "grad_norm": gg.sqrt(),
+        "cosine": cosine(ug, uu, gg),
+        "damping": damping_of(group, mean_curvature),
+    }
+
+
 @contextmanager
 def _fused(
     groups: Sequence[dict[str, Any]], update: Mapping[Tensor, Tensor], states: Sequence[Mapping[str, Any]]
@@ -768,11 +780,6 @@ def check_dense(who: str, grads: Mapping[Tensor, Tensor], named: Callable[[], Ma
                 f"{named()[param]}: {who} needs a dense gradient, got one with layout {grad.layout}; build the "
                 "embedding with sparse=False."
             )
-
-
-def are_finite(vectors: Sequence[Tensor]) -> bool:
-    """Whether all entries are finite, by one sum for each vector; false if that cannot be said."""
-    return bool(vectors) and all(bool(vector.dot(vector).isfinite()) for vector in vectors)
 
 
 def all_finite(tensors: list[Tensor]) -> list[bool]:

@@ -46,12 +46,12 @@ def excess(inputs: int, wide: int | None = WIDE) -> float:
     return 1.0 if wide is None else max(1.0, inputs / wide)
 
 
-def rms_clip_factor(square: Tensor, rms_clip: float | None, limit: float = 1.0) -> Tensor:
+def rms_clip_factor(rms: Tensor, rms_clip: float | Tensor | None, limit: float = 1.0) -> Tensor:
     """``min(limit, c / r)`` bounds the root mean square r of an update by c (Shazeer & Stern 2018, section 6)."""
     if rms_clip is None:
-        return torch.ones_like(square)
-    square = square.nan_to_num(nan=inf, posinf=inf)  # beyond the range of its dtype: no step rather than nan
-    return (rms_clip / square.clamp(min=torch.finfo(square.dtype).tiny).sqrt()).clamp(max=limit)
+        return torch.ones_like(rms)
+    rms = rms.nan_to_num(nan=inf, posinf=inf)  # beyond the range of its dtype: no step rather than nan
+    return (rms_clip / rms.clamp(min=torch.finfo(rms.dtype).tiny)).clamp(max=limit)
 
 
 def moments(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -62,6 +62,13 @@ def moments(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         joined += own if device.type == "cpu" else [(torch.cat([u for u, _ in own]), torch.cat([g for _, g in own]))]
     dots = [dot for u, g in joined for dot in (u.dot(g), u.dot(u), g.dot(g))]
     return torch.stack([dot.to(dots[0]) for dot in dots]).view(-1, 3).sum(0)
+
+
+def sums_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The sums of the entries of tensors, none of which is negative."""
+    if all(tensor.is_cpu for tensor in tensors):
+        return [tensor.sum() for tensor in tensors]
+    return list(torch._foreach_norm(list(tensors), 1))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def cosine(ug: Tensor, uu: Tensor, gg: Tensor) -> Tensor:

@@ -129,9 +129,9 @@ def test_averages_forget_by_the_steps_of_each_parameter(name: str, monkeypatch: 
     """One that rests forgets nothing, and a resumed run forgets alike."""
     decays: dict[str, list[float]] = {}
 
-    def average(quantity: Any, param: Tensor, kept: Any, new: Any, decay: float) -> None:
+    def average(quantity: Any, param: Tensor, kept: Any, new: Any, decay: float) -> Any:
         decays.setdefault(str(param.shape), []).append(decay)
-        plain(quantity, param, kept, new, decay)
+        return plain(quantity, param, kept, new, decay)
 
     plain = Quantity.average
     monkeypatch.setattr(Quantity, "average", average)
@@ -175,8 +175,8 @@ def test_rms_clip_counts_weights_by_their_inputs_and_schedules_act_on_clipped_st
 
 
 def test_rms_clip_never_lengthens_and_accepts_no_step() -> None:
-    for square in (0.0, 1e-12, 1.0, 1e12, float("inf"), float("nan")):
-        assert 0 <= rms_clip_factor(torch.tensor(square), 1e-3) <= 1
+    for rms in (0.0, 1e-12, 1.0, 1e12, float("inf"), float("nan")):
+        assert 0 <= rms_clip_factor(torch.tensor(rms), 1e-3) <= 1
     assert rms_clip_factor(torch.tensor(5.0), None) == 1
 
 
@@ -199,7 +199,7 @@ def test_step_is_the_sgd_step_on_the_preconditioned_gradient(make: Callable, nes
             product, moves = product * (p.grad != 0), (p.grad != 0).sum()
             weight = run.optimizer._run.step_weight
             rms = (product.square().sum() * excess(p[0].numel() if p.ndim > 1 else 1) / moves).sqrt() / weight
-            q.grad = product / weight * rms_clip_factor(rms.square(), run.optimizer.rms_clip)
+            q.grad = product / weight * rms_clip_factor(rms, run.optimizer.rms_clip)
         sgd.step()
         assert_close(run.weights(), [q.detach() for q in twin])
 
