@@ -232,7 +232,7 @@ def _config(kind: type[torch.optim.Optimizer], name: str) -> type[OptimizerConfi
 
 def _optimizers(module: ModuleType) -> dict[str, type[OptimizerConfig]]:
     found = {}
-    for kind in vars(module).values():
+    for kind in (getattr(module, name) for name in dict.fromkeys([*vars(module), *module.__all__])):  # some come late
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind not in _EXCLUDED:
             name = kind.__name__
             if module is curvopt.optim:  # KFACAdamW: kfac-adamw

@@ -1,7 +1,7 @@
 """The options of optimizers, and the names of their parameters: checks, and reports."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict
 
@@ -52,13 +52,17 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     for name in ("curvature_every", "inverse_every"):
         check_count(f"{name} counts steps and", options[name])
-    rms_clip = options.get("rms_clip")
-    if rms_clip is not None:
-        check_number("rms_clip", rms_clip)
-        if not rms_clip > 0:
-            raise ValueError(f"rms_clip must be positive or None, got {rms_clip}")
+    _check_rms_clip(options.get("rms_clip"))
     if options.get("on_nonfinite", "raise") not in ("raise", "skip"):
         raise ValueError(f'on_nonfinite must be "raise" or "skip", got {options["on_nonfinite"]!r}')
+
+
+def _check_rms_clip(rms_clip: Any) -> None:
+    if rms_clip is None:
+        return
+    if isinstance(rms_clip, (Real, Tensor)) and not float(rms_clip) > 0:
+        raise ValueError(f"rms_clip must be positive or None, got {rms_clip}")
+    check_number("rms_clip", rms_clip)
 
 
 def check_group_options(group: Mapping[str, Any], of_run: Collection[str]) -> None:
@@ -108,6 +112,10 @@ _MISSING = {
         "has no adaptive_damping any more, which lost on five of six tasks; leave it out, or change "
         'param_groups[0]["relative_damping"] by a schedule'
     ),
+    "preconditioner_samples": (
+        "has no preconditioner_samples any more, as no task of its tables used them; leave them out, or raise "
+        "cg_iterations where curvature differs much"
+    ),
     "fused": "has no fused step of its own; leave fused out, on a CPU it is used where that is faster",
     "capturable": "cannot be captured in a CUDA graph, as it reads the graph of each backward; leave capturable out",
     "differentiable": "cannot be differentiated through; leave differentiable out",
@@ -125,16 +133,25 @@ def check_attached(who: str, params: Any, options: Mapping[str, Any]) -> None:
     Raises:
         TypeError: if there is one.
     """
+    check_known(who, options, Attached.__annotations__)
     for name in options:
-        if name in _MISSING:
-            raise TypeError(f"{who} {_MISSING[name]}.")
-        if name not in Attached.__annotations__:
-            raise TypeError(f"{who} has no option {name}; help({who}) lists those that it has.")
         if not isinstance(params, nn.Module):
             raise TypeError(
                 f"{who} got {name} with parameters; write {who}(model, {name}=...), or optimizer.attach(model, "
                 f"{name}=...)."
             )
+
+
+def check_known(who: str, options: Iterable[str], known: Container[str] = ()) -> None:
+    """Refuse keyword arguments that an optimizer does not have.
+
+    Raises:
+        TypeError: if there is one.
+    """
+    for name in options:
+        if name not in known:
+            missing = _MISSING.get(name, f"has no option {name}; help({who}) lists the options that it has")
+            raise TypeError(f"{who} {missing}.")
 
 
 def parameters_of(params: Any, lossfunc: nn.Module | None = None) -> Any:
@@ -188,24 +205,22 @@ def check_mixed(who: str, names: Mapping[Tensor, str]) -> None:
 
 
 def check_schedules(who: str, rms_clip: float | None, groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse options that were set out of their range after the constructor; comparisons with nan are false.
+    """Refuse options that were set out of their range after the constructor.
 
     Raises:
         CurvoptError: if there is one.
     """
-    options = [("rms_clip", rms_clip, rms_clip is None or rms_clip > 0, "positive or None")]
-    for i, group in enumerate(groups):
-        dampings = {name: group[name] for name in DAMPINGS if group.get(name) is not None}
-        options += [
-            *((f"{name} of param group {i}", value, value >= 0, "at least 0") for name, value in dampings.items()),
-            (f"ema of param group {i}", group["ema"], 0 <= group["ema"] < 1, "in [0, 1)"),
-        ]
-    for name, value, valid, range_ in options:
-        if not valid:
-            raise CurvoptError(
-                f"{who}.step(): {name} is {value}, but must be {range_}; look for the code that changes it "
-                "(a schedule?). Parameters and state are unchanged."
-            )
+    where = ""
+    try:
+        _check_rms_clip(rms_clip)
+        for i, group in enumerate(groups):
+            where = f" in param group {i}"
+            check_group_options(group, ())
+    except (TypeError, ValueError) as error:
+        raise CurvoptError(
+            f"{who}.step(): {error}{where}; look for the code that changes it (a schedule?). Parameters and state are "
+            "unchanged."
+        ) from error
 
 
 def parameter_names(groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, str]:

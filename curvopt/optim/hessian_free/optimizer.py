@@ -20,10 +20,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from curvopt.core.products.base import widened
 from curvopt.distributed import ranks_of
 from curvopt.errors import CurvoptError
-from curvopt.hessianfree.cg import Product, Solution, cg, dot
+from curvopt.hessianfree.cg import Solution, cg, dot
 from curvopt.optim.closures import Closure, without_autocast
 from curvopt.optim.hessian_free.quadratic_model import Objective, QuadraticModel, Vector
-from curvopt.optim.options import check_count, check_new_group, check_number, parameter_names, parameters_of, shown
+from curvopt.optim.options import (
+    check_count,
+    check_known,
+    check_new_group,
+    check_number,
+    parameter_names,
+    parameters_of,
+    shown,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,7 +39,7 @@ if TYPE_CHECKING:
 
 #: Options of a param group, and of the whole optimizer.
 _OF_GROUP = ("lr", "damping", "weight_decay")
-_OF_RUN = ("maximize", "cg_iterations", "cg_progress", "cg_decay", "preconditioner_samples")
+_OF_RUN = ("maximize", "cg_iterations", "cg_progress", "cg_decay")
 
 
 class HessianFree(torch.optim.Optimizer):
@@ -94,8 +102,6 @@ class HessianFree(torch.optim.Optimizer):
         cg_iterations: largest number of iterations of CG.
         cg_progress: CG stops once its last k steps improved the model by less than ``k * cg_progress`` relatively.
         cg_decay: factor of the previous solution where CG starts, 0 to start at zero.
-        preconditioner_samples: precondition CG by ``(diag B + λ)^-¾``, with the diagonal estimated from this number of
-            random backwards; 0 for none. Ten save products where curvature differs much, as in deep autoencoders.
 
     Raises:
         ValueError: an option is out of its range.
@@ -115,14 +121,14 @@ class HessianFree(torch.optim.Optimizer):
         cg_iterations: int = 250,
         cg_progress: float = 0.0005,
         cg_decay: float = 0.95,
-        preconditioner_samples: int = 0,
+        **options: Any,
     ) -> None:
+        check_known("HessianFree", options)
         check_count("cg_iterations", cg_iterations)
         check_number("cg_progress", cg_progress)
         check_number("cg_decay", cg_decay)
-        check_count("preconditioner_samples", preconditioner_samples, 0)
         self.maximize, self.cg_iterations, self.cg_progress = maximize, cg_iterations, cg_progress
-        self.cg_decay, self.preconditioner_samples = cg_decay, preconditioner_samples
+        self.cg_decay = cg_decay
         self._metrics: dict[str, float | str] = {}
         super().__init__(parameters_of(params), {"lr": lr, "damping": damping, "weight_decay": weight_decay})
         self.defaults |= {name: getattr(self, name) for name in _OF_RUN}
@@ -203,9 +209,7 @@ class HessianFree(torch.optim.Optimizer):
                 raise CurvoptError(
                     "closure: its loss is not convex; HessianFree needs one that is minimised, or maximize=True."
                 )
-            found, iterates = solve(
-                model, dampings, x0, self.cg_iterations, self.cg_progress, self.preconditioner_samples
-            )
+            found, iterates = solve(model, dampings, x0, self.cg_iterations, self.cg_progress)
 
             def scaled(x: Vector, rate: float = 1.0) -> Vector:
                 return [rate * lr * t for t, lr in zip(x, lrs, strict=True)]
@@ -298,7 +302,7 @@ class HessianFree(torch.optim.Optimizer):
 
 
 def solve(
-    model: QuadraticModel, damping: Sequence[float], x0: Vector | None, maxiter: int, progress: float, samples: int
+    model: QuadraticModel, damping: Sequence[float], x0: Vector | None, maxiter: int, progress: float
 ) -> tuple[Solution, list[Vector]]:
     """CG on ``(B + λ) x = -g``.
 
@@ -309,13 +313,6 @@ def solve(
 
     def product(v: Vector) -> Vector:
         return [Bv + value * t for Bv, value, t in zip(model.product(v), damping, v, strict=True)]
-
-    preconditioner: Product | None = None
-    if samples:
-        diagonal = model.sampled_diagonal(samples)
-        tiny = torch.finfo(diagonal[0].dtype).tiny
-        inverse = [(t + value).clamp(min=tiny) ** -0.75 for t, value in zip(diagonal, damping, strict=True)]
-        preconditioner = lambda r: [m * t for m, t in zip(inverse, r, strict=True)]  # noqa: E731
 
     iterates: list[Vector] = []
     due = 1.0
@@ -328,7 +325,7 @@ def solve(
                 due *= 1.3
 
     right = [-g for g in model.gradient]
-    found = cg(product, right, x0, maxiter, 1e-10, preconditioner=preconditioner, progress=progress, callback=keep)
+    found = cg(product, right, x0, maxiter, 1e-10, progress=progress, callback=keep)
     if not iterates or iterates[-1] is not found.x:
         iterates.append(found.x)
     return found, iterates

@@ -208,38 +208,6 @@ class QuadraticModel:
                 "PyTorch cannot differentiate (.data, .detach(), numpy, in-place changes)."
             )
 
-    def sampled_diagonal(self, samples: int) -> Vector:
-        """Unbiased estimate of B's diagonal: mean squares of Jᵀs with random s, E[s sᵀ] = H (Chapelle & Erhan 2011).
-
-        Random numbers are equal at each step. Of a Hessian, mean products of random signs with what it makes of them
-        (Hutchinson 1989), as far as they are positive.
-        """
-        if self.is_hessian:
-            return self._sampled_hessian_diagonal(samples)
-        generators = {z.device: torch.Generator(z.device).manual_seed(0) for z in self._inputs}
-        squares = [torch.zeros_like(p) for p in self.parameters]
-        for _ in range(samples):
-            columns = [
-                curvature.sample(1, generators[z.device])[0].to(z.dtype)
-                for curvature, z in zip(self._curvatures, self._inputs, strict=True)
-            ]
-            for square, column in zip(squares, self._pulled_back(columns), strict=True):
-                square.addcmul_(column, column, value=1 / samples)
-        return [square + shift for square, shift in zip(mean_of(self._ranks, squares), self.shifts, strict=True)]
-
-    def _sampled_hessian_diagonal(self, samples: int) -> Vector:
-        generators = {p.device: torch.Generator(p.device).manual_seed(0) for p in self.parameters}
-        total = [torch.zeros_like(p) for p in self.parameters]
-        for _ in range(samples):
-            signs = [
-                torch.randint(2, p.shape, generator=generators[p.device], device=p.device).to(p.dtype) * 2 - 1
-                for p in self.parameters
-            ]
-            for part, sign, Hs in zip(total, signs, self._hessian_times(signs), strict=True):
-                part.addcmul_(sign, Hs, value=1 / samples)
-        mean = mean_of(self._ranks, total)
-        return [part.clamp(min=0) + shift for part, shift in zip(mean, self.shifts, strict=True)]
-
     def _pulled_back(self, vectors: Vector) -> Sequence[Tensor]:
         with own_backward():
             return torch.autograd.grad(self._edges, self.parameters, vectors, retain_graph=True, materialize_grads=True)
