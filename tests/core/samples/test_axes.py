@@ -201,7 +201,7 @@ SINGLE = {
         last=nn.Linear(5, 3, bias=False),
     ),
     "convolutions": lambda: one_by_one(
-        lambda m, x: m.last(m.up(m.norm(m.first(x[None, None]))).flatten()),
+        lambda m, x: m.last(m.up(m.norm(m.first(x[None]))).flatten()),
         first=nn.Conv1d(1, 2, 3, padding=1),
         norm=nn.InstanceNorm1d(2, affine=True),
         up=nn.ConvTranspose1d(2, 2, 2, stride=2),
