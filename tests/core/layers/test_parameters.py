@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from curvopt import CurvoptError, L2Regularizer, backpack, extend
+from curvopt.core.backward.backward_pass import read_and_locate
 from curvopt.core.layers import computed
 from curvopt.core.products import base as jacobians
 from curvopt.core.products import costs
@@ -360,6 +361,14 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], tuple[in
         (2, 3, 2),
     ),
 }
+
+
+@pytest.mark.parametrize("name", ["linear", "linear on tokens", "convolution", "transposed convolution"])
+def test_biases_go_with_their_weights(name: str):
+    make, call, shape = LAYERS[name]
+    model = extend(by_functions(make(), call))
+    located = read_and_locate([model(torch.randn(2, *shape)).square().sum().grad_fn])
+    assert [list(found.parameters.values()) for found in located.calls] == [[model.W, model.b]]
 
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
