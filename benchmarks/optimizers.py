@@ -9,6 +9,7 @@ else the machine was doing. Finished runs are kept by their settings, so a call 
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import statistics
@@ -26,9 +27,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.optimizer_methods import METHODS, Method
-from benchmarks.optimizer_reports import FIGURE, costs, end, report
+from benchmarks.optimizer_reports import FIGURE, costs, end, load, report
 from benchmarks.optimizer_tasks import SHORT, TASKS, Task
-from benchmarks.timing import RESULTS, kept, save
+from benchmarks.timing import RESULTS, kept, machine, save
 from curvopt import extend
 from curvopt.optim import HessianFree
 from experiments.data import DEFAULT_ROOT, Data, Split
@@ -185,6 +186,8 @@ class Settings:
     """Folder for the results."""
     figure: Path = FIGURE
     """Where to draw a dot for each task and optimizer."""
+    defaults: bool = False
+    """Run defaults alone; what the results of the tasks have of tuned runs and of other methods stays."""
     quick: bool = False
     """Three steps of short tasks with small batches of little data, untuned, to see whether everything works: ten
     minutes. Results go to the cache."""
@@ -236,14 +239,7 @@ class Bench:
             tried = [{"lr": rate} for rate in METHODS[name].rates] or [{}]
             scores = {} if self.settings.quick else {i: end(self.run(name, tried[i], 0)) for i in range(len(tried))}
             best[name] = tried[min(scores, key=scores.__getitem__, default=len(tried) // 2)]
-        seeds = {name: min(self.settings.seeds, METHODS[name].seeds) for name in names}
-        reported: dict[str, list[list[Result]]] = {name: [] for name in names}
-        untuned: dict[str, list[list[Result]]] = {name: [] for name in names}
-        for seed in range(1, self.settings.seeds + 1):  # optimizers in turns, under the same conditions
-            for name in names:
-                if seed <= seeds[name]:
-                    reported[name].append(self.run(name, best[name], seed))
-                    untuned[name].append(self.run(name, {}, seed))
+        reported, untuned = self.reported(best), self.reported(dict.fromkeys(names, {}))
         return {
             "task": self.name,
             "target": statistics.fmean(map(end, reported["AdamW"])),
@@ -252,6 +248,22 @@ class Bench:
                 name: {"options": best[name], "runs": reported[name], "defaults": untuned[name]} for name in names
             },
         }
+
+    def reported(self, options: Mapping[str, Settings_]) -> dict[str, list[list[Result]]]:
+        """Runs with seeds that no rate was chosen with; optimizers in turns, under the same conditions."""
+        runs: dict[str, list[list[Result]]] = {name: [] for name in options}
+        for seed in range(1, self.settings.seeds + 1):
+            for name in options:
+                if seed <= METHODS[name].seeds:
+                    runs[name].append(self.run(name, options[name], seed))
+        return runs
+
+    def with_defaults(self, result: Result) -> Result:
+        """Results whose defaults are measured again, and when."""
+        stamp = {key: machine()[key] for key in ("date", "commit")}
+        for name, runs in self.reported(dict.fromkeys(self.settings.method, {})).items():
+            result["methods"][name] |= {"defaults": runs, "defaults_measured": stamp}
+        return result
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -264,13 +276,12 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = [name for name in settings.task if not TASKS[name].npz or settings.npz is not None]
     for name in set(settings.task) - set(chosen):
         print(f"{name} is left out: it needs --npz")
-    results = []
     with tqdm(unit=" runs") as bar:
         for name in chosen:
-            results.append(Bench(settings, name, bar).results())
-            save(settings.out / f"optimizers-{name}.json", results[-1])
+            bench, path = Bench(settings, name, bar), settings.out / f"optimizers-{name}.json"
+            save(path, bench.with_defaults(json.loads(path.read_text())) if settings.defaults else bench.results())
     figure = settings.out / "optimizers.png" if settings.quick else settings.figure
-    print(f"\n{report(results, settings.out / 'optimizers.md', figure)}")
+    print(f"\n{report(load(settings.out, list(TASKS)), settings.out / 'optimizers.md', figure)}")
     print(f"\nresults: {settings.out}/optimizers-*.json, {settings.out / 'optimizers.md'}, {figure}")
 
 

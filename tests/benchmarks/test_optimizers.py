@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +114,16 @@ def test_results_are_kept_shown_and_not_computed_again(tmp_path: Path, monkeypat
     assert bench.Bench(settings, "mlp", tqdm(disable=True)).results() == result
     with pytest.raises(AssertionError, match="trained again"):
         bench.Bench(replace(settings, seeds=2), "mlp", tqdm(disable=True)).results()
+
+
+def test_defaults_are_measured_again_beside_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench.TASKS, "mlp", TINY)
+    settings = bench.Settings(method=("KFACSGD",), seeds=1, cache=tmp_path)
+    before = bench.Bench(settings, "mlp", tqdm(disable=True)).results()
+    twice = bench.Bench(replace(settings, seeds=2), "mlp", tqdm(disable=True)).with_defaults(copy.deepcopy(before))
+    assert [twice["methods"]["KFACSGD"].pop(name) for name in ("defaults", "defaults_measured")][0][1:]
+    assert twice["methods"]["KFACSGD"].items() <= before["methods"]["KFACSGD"].items()
+    assert twice["methods"]["AdamW"] == before["methods"]["AdamW"]
 
 
 def test_quick_writes_to_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
