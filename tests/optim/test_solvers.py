@@ -233,7 +233,7 @@ def test_renewed_bases_of_blocks_keep_to_the_factor(d: int) -> None:
 
 
 def test_preconditioner_in_front_of_sgd_is_kfac_sgd() -> None:
-    options = {"damping": 0.1, "fisher": "exact", "rms_clip": 1e-3}
+    options = {"damping": 0.1, "fisher": "exact", "rms_clip": 1e-3, "curvature_every": 1, "inverse_every": 1}
     run = Run(KFACSGD, cnn, lr=0.03, momentum=0.9, **options, **DOUBLE).train(6)
     other = Run(lambda params, **o: torch.optim.SGD(params, lr=0.03, momentum=0.9), cnn, **DOUBLE)
     preconditioner = KFACPreconditioner(other.model, **options)
