@@ -618,8 +618,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             for group, decay in zip(self.param_groups, decays, strict=True):
                 if decay is not None:
                     group["weight_decay"] = 0
-            for param, value in update.items():
-                param.grad = value
+            for param, value in update.items():  # in memory of the stack
+                param.grad = value if self._restores_gradients else value.clone()
             states = [self.state[param] for param in update]
             with without_curvature(states), _fused(self.param_groups, update, states):
                 step(self)
