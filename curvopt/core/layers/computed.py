@@ -127,11 +127,12 @@ class ComputedWeightRule(Rule):
     def jac_t(self, call: ModuleCall, grads: list[Tensor | None], names: list[str], N: int) -> Jacobians:
         jacobian, source = self.rule.jac_t(call, grads, ["weight"], N)["weight"], self.source
         if self.way and isinstance(jacobian, Outer):
-            if "sides" not in call.cache:
+            kept = f"sides of {N}"
+            if kept not in call.cache:
                 sides = Sides(jacobian)
-                call.cache["sides"] = sides if sides.go(self.way) else None
-            if call.cache["sides"] is not None:
-                jacobian, source = call.cache["sides"](jacobian), None
+                call.cache[kept] = sides if sides.go(self.way) else None
+            if call.cache[kept] is not None:
+                jacobian, source = call.cache[kept](jacobian), None
         if self.start is not None and isinstance(jacobian, Outer):
             around = self.start, len(self.p) - self.start - jacobian.O
             jacobian = jacobian.with_sides(F.pad(jacobian.left, around), None, self.p.shape, False)

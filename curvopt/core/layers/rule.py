@@ -213,12 +213,13 @@ class AffineRule(Rule):
         left = by_sample(self.fold(call.module, grad, *inputs), N)
         jacobians: dict[str, Any] = {}
         if "weight" in names:
-            if "right" not in call.cache:
+            kept = f"right of {N}"  # another pass of this backward may take the batch as one sample
+            if kept not in call.cache:
                 # autocast: the input may be in another precision
                 right = self.unfold(call.module, *[cast(x, left.dtype) for x in inputs])
-                call.cache["right"] = right.by_sample(N) if isinstance(right, Patches) else by_sample(right, N)
+                call.cache[kept] = right.by_sample(N) if isinstance(right, Patches) else by_sample(right, N)
             shape = call.module._parameters["weight"].shape  # type: ignore[union-attr]
-            jacobians["weight"] = Outer(left, call.cache["right"], shape, self.transposed)
+            jacobians["weight"] = Outer(left, call.cache[kept], shape, self.transposed)
         if "bias" in names:
             values, shared = self.bias(grad, left), left.shape[2:4] == (1, 1) and not self.transposed
             jacobians["bias"] = Bias(values, jacobians["weight"]) if shared and jacobians else Dense(values)

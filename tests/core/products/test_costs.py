@@ -178,7 +178,7 @@ def products_are_those_of_views(
             assert_same(getattr(jacobian, name)(), getattr(expected, name)())
         of_one = rule_for(conv).jac_t(use, [vectors[:1]], ["weight"], 3)["weight"]
         assert_same(of_one.moments(), Dense(J[:1]).moments())
-        assert ("whole" not in vars(use.cache["right"])) == (views and rows == 1)
+        assert ("whole" not in vars(use.cache["right of 3"])) == (views and rows == 1)
         for reduction in REDUCTIONS:
             assert_same(reduction(jacobian), reduction(expected))
         monkeypatch.setattr(costs, "rows_at_once", lambda *sizes: 2)
