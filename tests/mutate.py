@@ -5,18 +5,22 @@ python tests/mutate.py --seed 7 --count 30      the 30 that this seed draws
 python tests/mutate.py --under core/samples     of one folder, or file
 python tests/mutate.py --with tests/core        by tests of some folders or files alone
 
-Which test runs which line is measured first, by one run of each file of tests under coverage, and kept in ``.mutate``
-until the file of tests, or a file of the package that it runs, changes. A survivor is printed with the number of tests
-that run its line. It does the same as the original, or a test is missing.
+Which test runs which line, and how long it takes, is measured first, by one run of each file of tests under coverage,
+and kept in ``.mutate`` until the file of tests, or a file of the package that it runs, changes. Of the tests that run
+the line of a mutation the quickest come first, one of each function. A survivor is printed with their number: it does
+the same as the original, or a test is missing. Slow tests are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import hashlib
+import importlib
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -25,15 +29,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "curvopt"
 KEPT = ROOT / ".mutate"
-SECONDS = 300  # after which no more tests of a mutation begin
+SECONDS = 120  # after which no more tests of a mutation begin
 TOO_LONG = f"{SECONDS} seconds, in which a few tests did not end"
 FIRST = 12  # tests that are tried first; then twice as many each time
 
@@ -51,6 +56,7 @@ class Mutation:
     """A piece of a file, by its first and last character, and what replaces it."""
 
     file: str  # below the package
+    first: int  # line of its statement
     line: int
     start: int
     end: int
@@ -82,9 +88,10 @@ def mutations(file: str) -> list[Mutation]:
         return at(place.lineno, place.col_offset), at(place.end_lineno, place.end_col_offset)
 
     found: list[Mutation] = []
+    statement = 1
 
     def add(node: ast.AST, start: int, end: int, new: str) -> None:
-        found.append(Mutation(file, text.count("\n", 0, start) + 1, start, end, new))
+        found.append(Mutation(file, statement, text.count("\n", 0, start) + 1, start, end, new))
 
     def between(left: ast.AST, right: ast.AST, operator: ast.AST) -> None:
         if type(operator) not in OPERATORS:
@@ -96,6 +103,8 @@ def mutations(file: str) -> list[Mutation]:
             add(left, start + match.start(), start + match.end(), new)
 
     def visit(node: ast.AST) -> None:
+        nonlocal statement
+        statement = node.lineno if isinstance(node, ast.stmt) else statement
         match node:
             case ast.BinOp():
                 between(node.left, node.right, node.op)
@@ -155,6 +164,7 @@ def pytest_configure(config: Any) -> None:
     measured = coverage.Coverage(data_file=os.environ["MUTATE_KEEP"], source_pkgs=["curvopt"], messages=False)
     measured.set_option("run:disable_warnings", ["module-not-measured"])  # what conftest.py imports is
     measured.start()
+    times: dict[str, float] = {}
 
     class Contexts:
         @pytest.hookimpl(wrapper=True)
@@ -164,9 +174,13 @@ def pytest_configure(config: Any) -> None:
             measured.switch_context("")
             return result
 
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            times[report.nodeid] = times.get(report.nodeid, 0.0) + report.duration
+
         def pytest_unconfigure(self) -> None:
             measured.stop()
             measured.save()
+            Path(os.environ["MUTATE_KEEP"]).with_suffix(".times").write_text(json.dumps(times))
 
     config.pluginmanager.register(Contexts())
 
@@ -185,8 +199,8 @@ def digest(files: list[Path]) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists())).hexdigest()
 
 
-def lines_of_tests(tests: Path) -> dict[tuple[str, int], set[str]]:
-    """The tests of a file that run each line, measured anew if need be."""
+def lines_of_tests(tests: Path, times: dict[str, float]) -> dict[tuple[str, int], set[str]]:
+    """The tests of a file that run each line, measured anew if need be; adds how long each takes to ``times``."""
     import coverage
 
     name = tests.relative_to(ROOT).as_posix().replace("/", "+")
@@ -201,10 +215,13 @@ def lines_of_tests(tests: Path) -> dict[tuple[str, int], set[str]]:
         data_file.unlink(missing_ok=True)
         print(f"measuring {tests.relative_to(ROOT)}", flush=True)
         variables = environment(ROOT, ROOT / "tests", MUTATE_KEEP=str(data_file))
-        subprocess.run([*PYTEST, "-p", "mutate", str(tests)], cwd=ROOT, env=variables, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [*PYTEST, "-p", "mutate", "-m", "not slow", str(tests)], cwd=ROOT, env=variables, stdout=subprocess.DEVNULL
+        )
     found: dict[tuple[str, int], set[str]] = {}
     if not data_file.exists():
         return found
+    times |= json.loads(data_file.with_suffix(".times").read_text())
     data = coverage.CoverageData(str(data_file))
     data.read()
     files = [file for file in data.measured_files() if "/curvopt/" in file]
@@ -227,20 +244,48 @@ def below(file: str) -> str:
 
 
 def failing(tests: list[str], folder: Path) -> str | None:
-    """The first test that fails with the package of a folder."""
-    names = folder / "tests.txt"
+    """The first test that fails with the package of a folder, in a fork of this process, which has PyTorch already."""
+    names, said = folder / "tests.txt", folder / "said.txt"
     names.write_text("\n".join(tests))
-    command = [*PYTEST, "-x", f"@{names}"]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment(folder, ROOT), capture_output=True, text=True, timeout=SECONDS
-        )
-    except subprocess.TimeoutExpired:
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(names, said, folder))
+    process.start()
+    process.join(SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
         return TOO_LONG
-    if not done.returncode:
+    if not process.exitcode:
         return None
-    found = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", said.read_text(), re.MULTILINE)
     return found[1] if found else "pytest could not begin"
+
+
+def import_what_the_package_imports() -> None:
+    """Once, for all processes that run tests; the package itself is imported by each of these."""
+    code = "import sys, pytest, curvopt.optim, curvopt.testing, curvopt.hessianfree; print(*sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(ROOT), capture_output=True, text=True
+    )
+    for name in found.stdout.split():
+        if name.partition(".")[0] not in ("curvopt", "__main__"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+
+
+def run_tests(names: Path, said: Path, folder: Path) -> None:
+    """Ends this process with what pytest says of tests with the package of a folder."""
+    import pytest
+
+    os.environ.update(environment(folder, ROOT))
+    sys.dont_write_bytecode = True
+    sys.path[:0] = [str(folder), str(ROOT)]
+    os.chdir(ROOT)
+    with said.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        status = pytest.main([*PYTEST[4:], "-x", f"@{names}"])
+    sys.stdout.flush()
+    os._exit(int(status))
 
 
 class Copy:
@@ -276,10 +321,10 @@ class Copy:
         return min(start, len(tests))
 
 
-def varied(tests: list[str], chance: random.Random) -> list[str]:
-    """In an order in which cases of one function stand far from each other."""
+def ordered(tests: Iterable[str], times: dict[str, float]) -> list[str]:
+    """The quickest case of each function, the quickest of these first; then the next case of each, and so on."""
     functions: dict[str, list[str]] = {}
-    for test in chance.sample(tests, len(tests)):
+    for test in sorted(tests, key=lambda test: (times.get(test, inf), test)):
         functions.setdefault(test.partition("[")[0], []).append(test)
     return [test for row in itertools.zip_longest(*functions.values()) for test in row if test is not None]
 
@@ -293,9 +338,10 @@ def main() -> None:
     parser.add_argument("--with", dest="tests", nargs="+", default=["tests"], help="folders or files of tests (tests)")
     options = parser.parse_args()
     by_line: dict[tuple[str, int], set[str]] = {}
+    times: dict[str, float] = {}
     for where in (ROOT / tests for tests in options.tests):
         for file in [where] if where.is_file() else sorted(where.rglob("test_*.py")):
-            for line, tests in lines_of_tests(file).items():
+            for line, tests in lines_of_tests(file, times).items():
                 by_line.setdefault(line, set()).update(tests)
     collect = [*PYTEST, "--collect-only", *options.tests]
     there = subprocess.run(collect, cwd=ROOT, env=environment(ROOT), capture_output=True, text=True)
@@ -310,12 +356,18 @@ def main() -> None:
     chance.shuffle(sites)
     drawn = list(itertools.islice(filter(compiles, sites), options.count))
     survivors = 0
+    import_what_the_package_imports()
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
         for number, mutation in enumerate(drawn, 1):
-            # what an import runs is run for all tests of the file
-            tests = sorted(by_line.get((mutation.file, mutation.line)) or by_file.get(mutation.file) or ())
-            found = copy.noticed_by(mutation, varied(tests, chance))
+            at = [(mutation.file, line) for line in range(mutation.first, mutation.line + 1)]
+            running = set().union(*(by_line.get(line, ()) for line in at))
+            if not running and any(
+                line in by_line for line in at
+            ):  # what an import runs is run for all tests of a file
+                running = by_file[mutation.file]
+            tests = ordered(running, times)
+            found = copy.noticed_by(mutation, tests)
             survivors += isinstance(found, int)
             lives = f"SURVIVES {found} of {len(tests)} tests" if isinstance(found, int) else "dead"
             print(f"{number:3} {lives}  {mutation}", flush=True)
