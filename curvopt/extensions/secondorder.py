@@ -87,16 +87,35 @@ class BatchDiagGGNMC(_Sampled, BatchDiagonal):
     needs_independent_samples = True  # no single sample's share where samples mix
 
 
+@dataclasses.dataclass
+class _Chunks:
+    """Columns; the last tensor has memory for ``missing`` more."""
+
+    values: list[Tensor] = dataclasses.field(default_factory=list)
+    missing: int = 0
+
+
 class _Root(Extension):
     """Root of the GGN: transposed Jacobian products of all columns, kept in the order of the columns."""
 
-    def update(self, total: list[Tensor] | None, chunk: Chunk) -> list[Tensor]:
-        values = chunk.jacobian.select(self.subsampling).dense()
-        # a dense Jacobian may be a view of the output's gradient, which other layers may share
-        return [*(total or []), values.clone() if isinstance(chunk.jacobian, Dense) else values]
+    def update(self, total: _Chunks | None, chunk: Chunk) -> _Chunks:
+        values, total = chunk.jacobian.select(self.subsampling).dense(), total or _Chunks()
+        columns = chunk.num_columns or len(values)
+        if len(values) == columns or torch.is_grad_enabled():
+            # a dense Jacobian may be a view of the output's gradient, which other layers may share
+            total.values.append(values.clone() if isinstance(chunk.jacobian, Dense) else values)
+            return total
+        if not total.missing:
+            total.values.append(values.new_empty(columns, *values.shape[1:]))
+            total.missing = columns
+        total.values[-1][-total.missing :][: len(values)] = values
+        total.missing -= len(values)
+        return total
 
-    def finish(self, total: list[Tensor]) -> Tensor:
-        return total[0] if len(total) == 1 else torch.cat(total)
+    def finish(self, total: _Chunks) -> Tensor:
+        if total.missing:  # of losses that do not reach the parameter
+            total.values[-1] = total.values[-1][: -total.missing].clone()
+        return total.values[0] if len(total.values) == 1 else torch.cat(total.values)
 
 
 class SqrtGGNExact(_Root):

@@ -237,7 +237,6 @@ def test_preconditioner_in_front_of_sgd_is_kfac_sgd() -> None:
     run = Run(KFACSGD, cnn, lr=0.03, momentum=0.9, **options, **DOUBLE).train(6)
     other = Run(lambda params, **o: torch.optim.SGD(params, lr=0.03, momentum=0.9), cnn, **DOUBLE)
     preconditioner = KFACPreconditioner(other.model, **options)
-    kept: list[tuple[Tensor, Tensor]] = []  # gradients of earlier steps are the user's
     for step in range(6):
         preconditioner.zero_grad()
         with preconditioner.curvature():
@@ -245,9 +244,19 @@ def test_preconditioner_in_front_of_sgd_is_kfac_sgd() -> None:
         before = other.weights()
         preconditioner.step()
         assert_close(before, other.weights(), rtol=0, atol=0)
-        kept += [(p.grad, p.grad.clone()) for p in other.model.parameters()]
         other.optimizer.step()
     assert_close(run.weights(), other.weights())
+
+
+def test_gradients_of_a_preconditioner_outlive_its_next_step() -> None:
+    run = Run(lambda params: torch.optim.SGD(params, lr=0.1), mlp)
+    preconditioner, kept = KFACPreconditioner(run.model), list[tuple[Tensor, Tensor]]()
+    for step in range(8):  # 5 to 7 without a refresh
+        run.backward(step)
+        preconditioner.step()
+        kept += [(p.grad, p.grad.clone()) for p in run.model.parameters()]
+        run.optimizer.step()
+        run.optimizer.zero_grad()
     assert all(torch.equal(grad, copied) for grad, copied in kept)
 
 
