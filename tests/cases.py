@@ -931,7 +931,7 @@ MIDDLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "rnn-packed-in-order": (lambda: OfPacked(nn.RNN(2, 2, batch_first=True)), normal(3, 3, 2)),
     "gru-no-bias": (lambda: TimeFirst(nn.GRU(2, 2, bias=False)), normal(2, 3, 2)),
     "lstm-projected-two-ways": (lambda: TimeFirst(nn.LSTM(2, 3, 2, proj_size=1, bidirectional=True)), normal(2, 2, 2)),
-    "lstm-cell-state": (lambda: Take(nn.LSTM(2, 2, batch_first=True), 1, 1, 0), normal(2, 2, 2)),
+    "lstm-cell-state": (lambda: Take(nn.LSTM(2, 2, batch_first=True), 1, 1, 0), normal(3, 2, 2)),
     "rnn-cell": (cell(nn.RNNCell, False), normal(3, 3)),
     "rnn-cell-relu": (cell(nn.RNNCell, True, nonlinearity="relu"), normal(3, 3)),
     "lstm-cell": (cell(nn.LSTMCell, False, bias=False), normal(3, 3)),

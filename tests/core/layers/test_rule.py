@@ -148,6 +148,19 @@ def test_layers_of_which_some_are_frozen(trained: str, dropout: float):
     assert_close([p.diag_h for p in params], hessian_diagonals(out.square().sum(), params))
 
 
+def test_the_rule_of_recurrent_modules_has_the_axes_of_their_outputs_and_all_their_weights():
+    module = extend(nn.LSTM(2, 3, 2, bias=False, bidirectional=True, batch_first=True).double())
+    out, states = module(normal(N, 4, 2))
+    use, rule, vectors = out.grad_fn.metadata[KEY][0][0], rule_for(module), normal(2, *out.shape)
+    assert [rule.output_axis(use, i) for i in range(3)] == [0, 1, 1]
+    use.cache["nodes"] = [z.grad_fn for z in (out, *states)]
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    jacobians = rule.jac_t(use, [vectors, None, None], list(names), N)
+    expected = [gradients_of_each((out * v).flatten(1).sum(1), parameters) for v in vectors]
+    for name, *rows in zip(names, *expected, strict=True):
+        assert_close(jacobians[name].dense(), torch.stack(rows))
+
+
 # ------------------------------------------------------------------------------------------------------- which rule
 
 WITHOUT_A_RULE = (
