@@ -81,7 +81,7 @@ def locate(graph: BackwardGraph, as_one_sample: bool = False) -> dict[Model | No
         axes = propagate_batch_axis(heads, N, order=graph.nodes, parameters=parameters)
         for edge in [edge for model in heads_of for edge in computed.get(model, ())]:
             if edge not in axes.layouts:  # operations with parameters compute it: no head, and not behind one
-                raise _no_rows(edge, N)
+                raise _no_rows(edge, N, edge in graph.predictions)
         samples.update(dict.fromkeys(heads_of, Samples(N, heads, axes, appended, one)))
     return samples
 
@@ -99,6 +99,7 @@ def _computed_with_parameters(graph: BackwardGraph) -> dict[Model | None, list[E
         return found  # nearly always: only data and outputs of models
     layers = {(edge.node, edge.output_nr) for layer in graph.module_calls.values() for edge in layer.edges.values()}
     marked = {node for node, _ in graph.predictions}
+    models_of = {node: call.model for call, (node, _) in graph.model_calls if node in ends}
     stack: list[Edge] = [(node, 0) for node in graph.roots]
     seen = set(stack)
     while stack:
@@ -115,8 +116,7 @@ def _computed_with_parameters(graph: BackwardGraph) -> dict[Model | None, list[E
             elif node not in parameters and not (marked and leads_further_to(node, marked)):
                 computing = [below for below, _ in node.next_functions if below is not None and below in parameters]
         if computing:
-            leaves = [leaf for leaf in map(leaf_of, walk(computing)) if leaf is not None]
-            models = map(extended_model, leaves)
+            models = (models_of.get(node) or _model_of(node) for node in walk(computing, last=ends))
             found.setdefault(next((model for model in models if model is not None), None), []).append(edge)
             continue
         for operand in node.next_functions:
@@ -124,6 +124,12 @@ def _computed_with_parameters(graph: BackwardGraph) -> dict[Model | None, list[E
                 seen.add(operand)  # type: ignore[arg-type]
                 stack.append(operand)  # type: ignore[arg-type]
     return found
+
+
+def _model_of(node: Node) -> Model | None:
+    """The model of a parameter's leaf."""
+    leaf = leaf_of(node)
+    return None if leaf is None else extended_model(leaf)
 
 
 class EmptyBatch(CurvoptError):
@@ -162,7 +168,8 @@ class _Batch:
         # modules that are called with parameters only give no predictions
         self.outputs = [] if computed and not has_samples else [output for output in outputs if shape_of(*output[1])]
         ends = {edge[0] for _, edge in self.outputs}
-        met = set(walk(graph.roots, last=ends | {node for node, _ in graph.predictions})) if ends else set()
+        marked = {edge[0] for edge in computed if edge in graph.predictions}  # marks of other models are passed
+        met = set(walk(graph.roots, last=ends | marked)) if ends else set()
         self.heads = [(call, edge) for call, edge in self.outputs if edge[0] in met]
 
     @property
@@ -251,7 +258,7 @@ class _Batch:
             if edge not in located and layout is not None:
                 heads[edge] = layout
         if not heads and self.computed:
-            raise _no_rows(self.computed[0], N)
+            raise _no_rows(self.computed[0], N, self.computed[0] in self.graph.predictions)
         if not heads:
             raise CurvoptError(
                 f"{self.calls[0].name if self.calls else 'The model'} was called with {N} samples, but no tensor with "
@@ -338,12 +345,14 @@ def _later_calls(outputs: Sequence[tuple[ModelCall, Edge]], graph: BackwardGraph
 _EMPTY = "{}: the batch is empty; skip it, or call backward inside of an empty `with backpack():` for it."
 
 
-def _no_rows(edge: Edge, N: int) -> CurvoptError:
+def _no_rows(edge: Edge, N: int, is_marked: bool) -> CurvoptError:
+    what, way = "is computed with parameters of the model, and is in the loss past its outputs", "leave it out"
+    if is_marked:
+        what, way = "is marked by curvopt.prediction", "mark what has such rows"
     return CurvoptError(
-        f"A tensor of shape {list(shape_of(*edge))} ({name_of(edge[0])}) is computed with parameters of the model, and "
-        f"is in the loss past its outputs, but has no row for each of the {N} samples (forces on atoms beside energies "
-        "of molecules?); leave it out, or say that the batch is one sample by extend(model, batch_axis=None). "
-        "curvopt.explain(loss) shows what was found."
+        f"A tensor of shape {list(shape_of(*edge))} ({name_of(edge[0])}) {what}, but has no row for each of the {N} "
+        f"samples (forces on atoms beside energies of molecules?); {way}, or say that the batch is one sample by "
+        "extend(model, batch_axis=None). curvopt.explain(loss) shows what was found."
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
-from curvopt import CurvoptError, CurvoptWarning, backpack, extend
+from curvopt import CurvoptError, CurvoptWarning, backpack, extend, prediction
 from curvopt.extensions import (
     GGNMP,
     KFAC,
@@ -667,3 +667,30 @@ def test_a_term_of_features_changes_nothing_behind_them(models: int):
         diagonals.append(layers[1].weight.diag_ggn_exact)
     assert diagonals[0].all()
     assert_close(diagonals[1], diagonals[0])
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda mark, first, last, x: mark(first(x) + last(x)),
+        lambda mark, first, last, x: mark(last(mark(first(x)).tanh())),
+        lambda mark, first, last, x: last(mark(first(x))),
+        lambda mark, first, last, x: mark(last(torch.cat([mark(first(x)), x]))),
+    ],
+    ids=["a sum", "behind a mark", "behind an output", "with other rows"],
+)
+def test_marks_of_what_two_models_compute_change_nothing(program: Callable[..., Tensor]):
+    """Where what is marked is what the loss is split at in any case."""
+    models, x = [extend(nn.Linear(3, 3)), extend(nn.Linear(3, 3))], torch.randn(4, 3)
+    fields = []
+    for mark in (lambda z: z, prediction):
+        with backpack(BatchGrad(), DiagGGNExact()):
+            program(mark, *models, x).square().mean().backward()
+        fields.append([(m.weight.grad_batch, m.weight.diag_ggn_exact) for m in models])
+    assert_close(fields[1], fields[0])
+
+
+def test_a_mark_without_rows_is_named():
+    model = extend(nn.Linear(3, 3))
+    with pytest.raises(CurvoptError, match=r"\[1, 3\].* is marked by curvopt.prediction"), backpack(BatchGrad()):
+        prediction(model(torch.randn(4, 3)).mean(0, keepdim=True)).square().sum().backward()
