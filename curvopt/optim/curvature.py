@@ -160,17 +160,17 @@ class Listening:
         """
         curvature, run, say = self.curvature, self.curvature.run, self.curvature.optimizer._say
         self.refusal = self.refusal or error
-        # not where the loss itself has no curvature, or takes one number
-        of_rows = not (isinstance(error, NotCurved) or request.as_one_sample)
-        if of_rows and not curvature.has_no_rows() and may_be_one_sample(request.extensions):
+        # rows may be samples after an error about the loss, but after no other one
+        as_one_sample = request.as_one_sample or not isinstance(error, NotCurved)
+        was_by_rows = as_one_sample and not request.as_one_sample
+        if was_by_rows and not curvature.has_no_rows() and may_be_one_sample(request.extensions):
             extensions = curvature.quantity.of_one_sample(request.extensions)
             return replace(request, extensions=extensions, as_one_sample=True)
-        if not self.extensions or of_rows:
+        if was_by_rows or not self.extensions:
             run.empirical = 1
-            one_sample = of_rows or not isinstance(self.refusal, NotCurved)
-            one_sample_each = one_sample or curvature.has_no_rows()
-            self.extensions = tuple(curvature.quantity.empirical(curvature, one_sample_each))
-            return replace(request, extensions=self.extensions, as_one_sample=one_sample)
+            extensions = curvature.quantity.empirical(curvature, as_one_sample or curvature.has_no_rows())
+            self.extensions = tuple(extensions)
+            return replace(request, extensions=self.extensions, as_one_sample=as_one_sample)
         error, run.empirical = self.refusal, self.before
         why = _in_words_of_attach(error)
         if self.ranks.have_curvature(curvature.optimizer.state) or curvature.has_begun:
