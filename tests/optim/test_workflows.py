@@ -115,8 +115,6 @@ def test_without_samples_gradients_are_taken_as_they_are_until_a_backward_has_so
         for n in range(5):
             if n == 2:  # a resumed run goes on alike
                 state = optimizer.state_dict()
-                del optimizer
-                gc.collect()  # else it may go inside of a backward that it takes part in
                 optimizer = kind(model.parameters(), curvature_every=1)
                 optimizer.attach(model)
                 optimizer.load_state_dict(state)
@@ -127,6 +125,20 @@ def test_without_samples_gradients_are_taken_as_they_are_until_a_backward_has_so
     assert {*optimizer.coverage().values()} == {"none"}
     step(model, optimizer, classes)
     assert covered(optimizer)
+
+
+@quiet
+def test_an_optimizer_that_was_replaced_may_go_in_the_middle_of_a_backward() -> None:
+    model, optimizer = attached(KFACSGD, small)
+    gc.disable()
+    try:
+        optimizer.itself, optimizer = optimizer, None  # only the collector finds it
+        z = model(x)
+        z.register_hook(lambda grad: (gc.collect(), grad)[1])
+        classes(z).backward()
+    finally:
+        gc.enable()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 class Reversible(torch.autograd.Function):

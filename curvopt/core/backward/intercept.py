@@ -13,7 +13,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -185,5 +185,6 @@ def _observing(stack: ExitStack, parameters: Callable[[], set[Any]]) -> list[Any
     for observer in all_observers():
         context = observer._context_of_backward(parameters)
         if context is not None:
+            stack.enter_context(nullcontext(observer))  # one that nobody holds any more lives through the backward
             stack.enter_context(context)
     return listeners()[outside:]

@@ -286,7 +286,8 @@ class Outer(Jacobian):
 
     def squares_in(self, bases: Sequence[Tensor]) -> Tensor:
         of_left, of_right = reversed(bases) if self.transposed else bases
-        multiplied = not (torch.is_grad_enabled() or self.pays_by_pairs(self.V))
+        in_one_dtype = of_left.dtype == of_right.dtype == self.left.dtype  # else the bases' one is for both sides
+        multiplied = in_one_dtype and not (torch.is_grad_enabled() or self.pays_by_pairs(self.V))
         left_later = multiplied and costs.in_basis_later(self.S, self.I)
         right_later = multiplied and costs.in_basis_later(self.S, self.V * self.O)
         left = self.left if left_later else in_basis(self.left, of_left)
