@@ -154,8 +154,8 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
     if averaged and elsewhere:
         where = ", ".join(dict.fromkeys(call.call.describe() for call in elsewhere))
         raise CurvoptError(
-            f"{where}: an operation mixes the samples, or changes their order, on the way to the loss, or it has "
-            f"another number of them than other models; {fields_of(averaged)} is not defined there, use KFAC or KFLR."
+            f"{where}: an operation mixes the samples, or changes their order or number, on the way to the loss; "
+            f"{fields_of(averaged)} is not defined there, use KFAC or KFLR."
         )
 
 
