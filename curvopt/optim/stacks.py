@@ -260,7 +260,7 @@ def _inputs(shape: torch.Size, factors: Sequence[Tensor]) -> int:
 
 
 def _of_one_form(params: Sequence[Tensor], lists: Sequence[list[Tensor] | None]) -> list[list[int]]:
-    """Indices of the parameters whose factor lists can be stacked, together."""
+    """Indices of the parameters whose factor lists can be stacked, together; those of one size one after the other."""
     found: dict[Any, list[int]] = defaultdict(list)
     for i, (param, factors) in enumerate(zip(params, lists, strict=True)):
         dims = [factor.ndim for factor in factors or []]
@@ -269,4 +269,4 @@ def _of_one_form(params: Sequence[Tensor], lists: Sequence[list[Tensor] | None])
             # a diagonal beside a matrix has no groups
             key = (*key, i if min(dims) < 2 else (param.shape, [factor.shape for factor in factors or []]))
         found[str(key)].append(i)
-    return list(found.values())
+    return [sorted(chosen, key=lambda i: params[i].numel()) for chosen in found.values()]

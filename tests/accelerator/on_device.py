@@ -132,7 +132,7 @@ def test_steps_wait_once(make: Callable[[], nn.Module], make_optimizer: type, de
 
 @pytest.mark.parametrize("make_optimizer", [KFACSGD, EKFACSGD, DiagonalNewton, KFACAdamW])
 def test_launches_of_a_step(make_optimizer: type, device: str, waits: Callable):
-    """They grow with the layers, not with the blocks that factors are cut down to."""
+    """They grow neither with the layers of one shape nor with the blocks that factors are cut down to."""
 
     def ordinary(layers: int, size: int) -> int:
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, size), *(nn.Linear(size, size) for _ in range(layers)))
@@ -150,7 +150,8 @@ def test_launches_of_a_step(make_optimizer: type, device: str, waits: Callable):
         return min(found)
 
     few, many = ordinary(2, 16), ordinary(7, 16)
-    assert (many - few) / 5 <= {KFACSGD: 4, DiagonalNewton: 6, KFACAdamW: 10, EKFACSGD: 14}[make_optimizer]
+    # a norm of second moments, torch._foreach_norm, is two launches for each layer where a device has no kernel for all
+    assert (many - few) / 5 in (0, 2 if make_optimizer in (KFACAdamW, EKFACSGD) else 0)
     assert ordinary(2, 45) == few
 
 
