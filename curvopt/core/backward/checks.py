@@ -154,7 +154,7 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
     if averaged and elsewhere:
         where = ", ".join(dict.fromkeys(call.call.describe() for call in elsewhere))
         raise CurvoptError(
-            f"{where}: an operation mixes the samples, or changes their order or number, on the way to the loss; "
+            f"{where}: samples mix on the way to the loss, or have another order or another number there; "
             f"{fields_of(averaged)} is not defined there, use KFAC or KFLR."
         )
 
