@@ -89,10 +89,11 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
     (2018) describe both. As in SOAP, vectors (biases, scales of norms) keep their own coordinates; so do parameters
     that the curvature does not cover.
 
-    Coordinates whose step would go uphill, against the gradient of the batch, stay where they are for this step, as in
-    Liang et al. (2024, "Cautious optimizers"), but without their larger rate for the others. Say ``cautious=False`` for
-    batches of one to four samples whose gradients are skewed (rare classes, heavy tails): there, many small gradients
-    would hold up the momentum of few large ones, and the training would end in another place than the minimum.
+    Coordinates whose step would go uphill, against a gradient of the batch that is more than rounding, stay where they
+    are for this step, as in Liang et al. (2024, "Cautious optimizers"), but without their larger rate for the others.
+    Say ``cautious=False`` for batches of one to four samples whose gradients are skewed (rare classes, heavy tails):
+    there, many small gradients would hold up the momentum of few large ones, and the training would end in another
+    place than the minimum.
 
     Weights with n > ``wide`` inputs (entries of ``param[0]``; of a stack of matrices, as ``torch.bmm`` takes it, the
     larger side of one) take ``lr * sqrt(wide / n)``: more inputs add up in an output, and usual initializations make
@@ -218,7 +219,7 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
                 steps = [(stack.join("grad"), grad) for stack, grad in self._rotated]
                 if self._quantity.options["cautious"]:
                     for stack, (step, grad), maximized in zip(stacks, steps, self._maximized, strict=True):
-                        product = torch.mul(step, grad, out=stack.memory("scratch"))
+                        product = stack.without_rounding("scratch", grad).mul_(step)
                         step *= product.ge_(0) if maximized else product.le_(0)
                 for stack, (step, _) in zip(stacks, steps, strict=True):
                     for piece, more in stack.wide(step, self._quantity.options["wide"]):

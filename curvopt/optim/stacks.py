@@ -88,6 +88,17 @@ class Stack:
         for rows, column in zip(self.rows(flat), factors.split([n for n, _ in self._alike]), strict=True):
             rows.mul_(column.unsqueeze(1))
 
+    def without_rounding(self, name: str, flat: Tensor) -> Tensor:
+        """The values, but zero where they are so small beside their parameter's norm that rounding chose their sign.
+
+        So directions that a batch does not know, whose gradients are zero but for rounding, are alike on all ranks.
+        """
+        kept = torch.abs(flat, out=self.memory(name))
+        limits = 10 * torch.finfo(flat.dtype).eps * self.norms(flat)
+        for rows, limit in zip(self.rows(kept), limits.split([n for n, _ in self._alike]), strict=True):
+            rows.gt_(limit.unsqueeze(1))
+        return kept.mul_(flat)
+
     def wide(self, flat: Tensor, wide: int | None = WIDE) -> list[tuple[Tensor, float]]:
         """The pieces of a vector that belong to weights with more than so many inputs, and their `excess`."""
         if wide is None or all(number <= wide for number in self.inputs):
