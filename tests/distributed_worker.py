@@ -734,6 +734,8 @@ def losses_that_are_linear_in_a_batch(kind: str) -> None:
         warnings.filterwarnings("ignore", ".*takes the empirical quantity for such batches")
         for name in ("KFACSGD", "DiagonalNewton" if kind == "copies" else "EKFACSGD"):
             run, one = Run(kind, EXACT[name]), alone(EXACT[name])
+            for each in (run, one):
+                each.optimizer.curvature_every = each.optimizer.inverse_every = 1
             for step in range(7):
                 losses = [linear if step == 1 else cross_entropy, *[cross_entropy] * (dist.get_world_size() - 1)]
                 run.lossfunc = losses[dist.get_rank()]

@@ -149,8 +149,8 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
                     "smaller."
                 )
     averaged = [e for e in extensions if isinstance(e.columns, Averaged)]
-    locations = located.distinct_locations
-    elsewhere = [call for call in located.calls if call.samples != "first" or call.location is not locations[0]]
+    others = located.distinct_locations[1:]
+    elsewhere = [call for call in located.calls if call.samples != "first" or call.location in others]
     if averaged and elsewhere:
         where = ", ".join(dict.fromkeys(call.call.describe() for call in elsewhere))
         raise CurvoptError(
