@@ -314,9 +314,22 @@ def moment_of_parts(parts: Iterable[Tensor], scale: float, limit: int | None = N
             moments = widened(x.new_zeros(G, -(-F // size), size, size))
         for block, of_block in zip(moments.unbind(1), x.split(size, 1), strict=True):
             features = of_block.shape[1]
-            add_product(block[:, :features, :features], of_block, of_block.mT, scale)
+            add_square(block[:, :features, :features], of_block, scale)
     assert moments is not None
     return cast(ungrouped(moments[:, 0]) if moments.shape[1] == 1 else moments, dtype)
+
+
+def add_square(total: Tensor, x: Tensor, scale: float) -> None:
+    """``total += scale x @ xᵀ`` of ``[G, F, R]``; above the diagonal alone where copies of that cost less."""
+    F, R = x.shape[1:]
+    size = costs.SYMMETRIC_BLOCK if costs.by_blocks(F, R, x.device.type) else F
+    for start in range(0, F, max(size, 1)):
+        here, after = slice(start, start + size), slice(start + size, F)
+        add_product(total[:, here, here], x[:, here], x[:, here].mT, scale)
+        if start + size < F:
+            above = torch.baddbmm(x.new_zeros(1), x[:, here], x[:, after].mT, beta=0, alpha=scale)
+            total[:, here, after] += above
+            total[:, after, here] += above.mT
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:

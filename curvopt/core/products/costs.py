@@ -89,6 +89,15 @@ def by_gram(S: int, O: int, I: int) -> bool:
     return S * (O + I) <= O * I
 
 
+#: Rows of a block of a symmetric product.
+SYMMETRIC_BLOCK = 192
+
+
+def by_blocks(F: int, R: int, device: str) -> bool:
+    """Whether a symmetric product of ``[F, R]`` is computed by blocks on and above the diagonal, and copied below."""
+    return device == "cpu" and F * F * (R - 4 * ENTRY) >= 1 << 24  # blocks leave most of an accelerator idle
+
+
 def in_basis_later(S: int, F: int) -> bool:
     """Whether it costs less to change the basis of products of matrices than that of the matrices.
 

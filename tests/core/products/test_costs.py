@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 from curvopt import backpack, extend, set_columns_per_sweep
 from curvopt.core.products import costs, sums
-from curvopt.core.products.base import Dense, Jacobian
+from curvopt.core.products.base import Dense, Jacobian, second_moment
 from curvopt.core.products.lookup import Lookup
 from curvopt.core.products.outer import Outer, Patches, Squares
 from curvopt.core.products.sums import Slopes, Tied, combine
@@ -103,6 +103,19 @@ def test_algorithms_agree(sizes: tuple, choice: str, monkeypatch: pytest.MonkeyP
                 assert_same(jacobian.moments(), multiplied(jacobian).moments())
         assert_same(found, expected)
         assert grad or all(value.is_contiguous() for value in found)
+
+
+@pytest.mark.parametrize("shape", [(7, 1, 3, 5), (7, 2, 1, 4), (3, 1, 1, 2)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_symmetric_products_by_blocks(shape: tuple, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(costs, "by_blocks", lambda *sizes: True)
+    monkeypatch.setattr(costs, "SYMMETRIC_BLOCK", 2)
+    rows = torch.randn(shape).to(dtype)
+    expected = torch.einsum("ngsi,ngsj->gij", rows.double(), rows.double()) / 3
+    with torch.no_grad():
+        moment = second_moment(rows, scale=1 / 3).double().reshape(expected.shape)
+    rtol, atol = (1e-7, 0.0) if dtype == torch.float64 else (0.02, 0.05)
+    assert_close(moment, expected, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("later", [(), (False, False), (False, True), (True, False), (True, True)])
