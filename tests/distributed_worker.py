@@ -807,7 +807,6 @@ def communication_dtypes(kind: str) -> None:
             assert distance(of_plain, found) / moved < most, (name, most)
     if kind == "copies":
         run = Run(kind, EXACT["KFACSGD"])
-        run.optimizer.curvature_every = run.optimizer.inverse_every = 1
         run.optimizer.communication_dtype = torch.bfloat16
         assert_alike(run.train(own, range(5)))
         run.optimizer.communication_dtype = torch.float32 if dist.get_rank() else None

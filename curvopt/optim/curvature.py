@@ -57,7 +57,7 @@ class Quantity(ABC):
     #: How many times more vectors are drawn of a batch that is one sample: several where steps divide by the curvature
     #: without a bound, or by squares of the vectors themselves.
     draws_of_one_sample = 1
-    #: How many times as many steps as before a refresh come after it, until its interval is reached.
+    #: The refresh at step n is followed by one ``growth * n`` steps later, until intervals are as long as was asked.
     growth = 4
 
     @abstractmethod

@@ -78,9 +78,8 @@ def curvature_of(state: dict[str, Any]) -> ParameterCurvature:
 
 def have_curvature(states: Mapping[Tensor, dict[str, Any]]) -> bool:
     """Whether any parameter has curvature."""
-    return any(
-        CURVATURE in state and state[CURVATURE].factors is not None for state in tuple(states.values())
-    )  # threads
+    known = tuple(states.values())  # as another thread may add to them
+    return any(CURVATURE in state and state[CURVATURE].factors is not None for state in known)
 
 
 def unsolved(params: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> list[Tensor]:

@@ -328,7 +328,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             return loss
         grads = {p: p.grad for p in self._params() if p.grad is not None}
         ranks = self._ranks()
-        if ranks.meet and (curvature.is_due(grads.keys()) or not curvature.ranks_agree):
+        renews = run.stale and run.step >= run.next_inverse  # for which ranks share the work
+        if ranks.meet and (renews or curvature.is_due(grads.keys()) or not curvature.ranks_agree):
             collected = ranks.exchange(who, self.param_groups, collected, run)
             curvature.ranks_agree = True
         if not grads:

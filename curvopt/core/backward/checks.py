@@ -149,8 +149,10 @@ def _check_samples(extensions: Sequence[Extension], located: LocatedGraph) -> No
                     "smaller."
                 )
     averaged = [e for e in extensions if isinstance(e.columns, Averaged)]
-    others = located.distinct_locations[1:]
-    elsewhere = [call for call in located.calls if call.samples != "first" or call.location in others]
+    further = located.distinct_locations[1:]  # of models with other numbers of samples than the first
+    elsewhere = [
+        call for call in located.calls if call.samples != "first" or any(call.location is each for each in further)
+    ]
     if averaged and elsewhere:
         where = ", ".join(dict.fromkeys(call.call.describe() for call in elsewhere))
         raise CurvoptError(

@@ -181,7 +181,10 @@ def matched(axes: BatchAxes, known: Mapping[Edge, Layout]) -> dict[int, int] | N
         by_rows, by_samples = axes.layouts[other], known[other]
         if not isinstance(by_rows, Layout):
             return None
-        for row, sample in rows_together(by_rows, by_samples)[1]:
+        _, pairs = rows_together(by_rows, by_samples)
+        if pairs is None:
+            return None
+        for row, sample in pairs:
             if row != UNUSED and samples.setdefault(row, sample) != sample:
                 return None
     return samples if met else None

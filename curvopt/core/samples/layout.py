@@ -104,7 +104,7 @@ def labelled(
     With ``complete``, unused ones are given to samples, so that it is regular where that is possible.
     """
     before, labels, after = prod(shape[:axis]), tuple(labels), prod(shape[axis + 1 :])
-    share, rest = divmod(len(labels), N)
+    share, rest = divmod(len(labels), max(N, 1))
     for by_share in (True, False) if share and not rest else ():
         ordered = tuple([j // share if by_share else j % N for j in range(len(labels))])
         if labels == ordered or (complete and all(a in (UNUSED, b) for a, b in zip(labels, ordered, strict=True))):
@@ -133,7 +133,7 @@ def merged(one: AnyLayout, other: AnyLayout, N: int) -> AnyLayout:
     if one.labels is None and other.labels is None:
         return UNKNOWN
     step, pairs = rows_together(one, other)
-    if any(UNUSED not in pair and pair[0] != pair[1] for pair in pairs):
+    if pairs is None or any(UNUSED not in pair and pair[0] != pair[1] for pair in pairs):
         return UNKNOWN
     before, rows = one.before * one.rows * one.after // max(len(pairs) * step, 1), [max(pair) for pair in pairs]
     if UNUSED in rows:
@@ -141,13 +141,19 @@ def merged(one: AnyLayout, other: AnyLayout, N: int) -> AnyLayout:
     return labelled((before, len(rows), step), 1, rows, N, mixed)
 
 
-def rows_together(one: Layout, other: Layout) -> tuple[int, list[tuple[int, int]]]:
-    """The samples of entries of a tensor by two layouts, and how many entries next to each other have each pair.
+#: Pairs that `rows_together` lists at most; more take seconds.
+MOST_PAIRS = 1 << 20
 
-    Behind the last pair comes the first again.
+
+def rows_together(one: Layout, other: Layout) -> tuple[int, list[tuple[int, int]] | None]:
+    """How many entries of a tensor next to each other have one pair of samples by two layouts, and these pairs.
+
+    Behind the last pair comes the first again. ``None`` in place of more than `MOST_PAIRS`.
     """
     step = gcd(one.after, other.after) or 1
     length = lcm(one.rows * one.after, other.rows * other.after) // step
+    if length > MOST_PAIRS:
+        return step, None
     rows = [range(layout.rows) if layout.labels is None else layout.labels for layout in (one, other)]
     return step, [
         (rows[0][j * step // one.after % one.rows], rows[1][j * step // other.after % other.rows])

@@ -18,6 +18,7 @@ from curvopt.core.samples.layout import (
     labelled,
     labels_along,
     merged,
+    rows_together,
 )
 
 SHAPES = [(2, 3, 4), (4, 3, 2), (6, 4), (4, 6), (24,), (3, 2, 2, 2), (2, 12), (1, 24), (2, 1, 3, 4)]
@@ -40,6 +41,13 @@ def drawn(chance: random.Random, N: int) -> Layout:
     before = chance.choice([before for before in (1, 2, 3, 4) if 24 // rows % before == 0])
     kept = None if rows == N else tuple(chance.choice([UNUSED, *range(N)]) for _ in range(rows))
     return Layout(before, rows, 24 // rows // before, kept, chance.random() < 0.3)
+
+
+def test_uses_of_a_large_tensor_that_differ_in_each_entry_are_not_listed():
+    """A million pairs of them would take seconds."""
+    pictures, turned = Layout(1, 64, 3 * 224**2, tuple(range(64))[::-1]), Layout(3 * 224**2, 64, 1)
+    assert rows_together(pictures, turned)[1] is None
+    assert merged(pictures, turned, 64) == UNKNOWN
 
 
 @pytest.mark.parametrize("N", [2, 3, 4])
