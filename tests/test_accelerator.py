@@ -18,7 +18,7 @@ FILES = (
     "extensions/test_hessian.py optim/test_contract.py optim/test_hessian_free.py"
 )
 #: What the emulated device has not, ...
-ABSENT = "sparse or large_vocabulary or flash_attention or packed or two_processes or autocast"
+ABSENT = "sparse or large_vocabulary or flash_attention or packed or two_processes or autocast or complex_parameters"
 #: ... tests that are long or whose subject is another one (statistics, memory, ways to call), ...
 LEFT_OUT = (
     "every_quantity or sampled or retained or grows or survives or in_half_precision or averaged_factors_of or "

@@ -601,9 +601,11 @@ def over_samples(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _consists_of(left: Tensor, vectors: Tensor) -> bool:
-    """Whether a left side of one position, ``[V, N, 1, 1, O]``, is equal to vectors ``[V, N, O]``."""
-    fits = left.dtype == vectors.dtype and left.shape[2:4] == (1, 1)
-    return fits and torch.equal(left[:, :, 0, 0], vectors)
+    """Whether a left side of one position, ``[V, N, 1, 1, O]``, is vectors ``[V, N, O]``, in the same memory."""
+    if left.dtype != vectors.dtype or left.device != vectors.device or left.shape[2:4] != (1, 1):
+        return False
+    rows = left[:, :, 0, 0]
+    return (rows.shape, rows.stride(), rows.data_ptr()) == (vectors.shape, vectors.stride(), vectors.data_ptr())
 
 
 def norms2_of(sides: Tensor) -> Tensor:
