@@ -49,6 +49,17 @@ def samples_at_once(entries: int, N: int, device: str) -> int:
     return samples if samples >= 8 or device != "cpu" else 1
 
 
+def one_by_one(rows: int, patches: int, device: str) -> bool:
+    """Whether to multiply patches sample by sample, which are read where the input is then, not put together.
+
+    Args:
+        rows: how many of their entries are in a product.
+        patches: entries of one sample's.
+        device: type of the device.
+    """
+    return device == "cpu" and rows >= 24 and patches >= 1 << 16  # else calls and narrow products cost more
+
+
 def samples_in_cache(entries: int, device: str) -> int:
     """How many samples to work on together if one has so many entries: for few calls, but in a core's cache."""
     return max(1, _limit(CHUNK_ENTRIES, device) // max(entries, 1))

@@ -460,7 +460,7 @@ class Outer(Jacobian):
         device = self.left.device.type
         step = costs.samples_at_once(self.G * self.O * self.I, self.N, device)
         bands = self._right.bands if isinstance(self._right, Patches) and right_first else None
-        if bands is not None and step == 1:
+        if bands is not None and (step == 1 or costs.one_by_one(self.I // bands.shape[2], self.I * self.S, device)):
             K, C, R = bands.shape[2:5]
             buffer, rights = self.left.new_empty(self.G, K, C * R, self.O), bands.flatten(3, 4).flatten(0, 1).unbind()
             products = buffer.view(1, self.G, K, C, R, self.O).permute(0, 1, 5, 3, 2, 4)

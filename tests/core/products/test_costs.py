@@ -205,6 +205,17 @@ def products_are_those_of_views(
         assert "whole" not in vars(jacobian._right)
 
 
+@pytest.mark.parametrize("channels", [16, 64])
+def test_small_products_of_convolutions_do_not_put_all_patches_together(channels: int):
+    conv = extend(nn.Conv2d(channels, channels, 3))
+    z = conv(torch.randn(4, channels, 25, 25))
+    use = z.grad_fn.metadata[KEY][0][0]
+    with torch.no_grad():
+        squares = rule_for(conv).jac_t(use, [torch.randn(1, *z.shape)], ["weight"], 4)["weight"].squares()
+    assert 4 * squares.numel() < costs.CACHED_ENTRIES
+    assert "whole" not in vars(use.cache["right of 4"])
+
+
 @pytest.mark.parametrize("by_rows", [True, False])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
