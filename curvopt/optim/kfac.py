@@ -459,7 +459,8 @@ class KFACPreconditioner(CurvatureOptimizer, _NoStep):
         damping: ``λ``, in units of the curvature of the mean-reduced loss; read when the inverses are renewed.
         ema: decay of the averages per step, whatever the interval between refreshes.
         rms_clip: bound on the root mean square of each parameter's preconditioned gradient, see `KFACSGD`; ``None`` for
-            none, as optimizers want whose step does not depend on the gradient's length (Adam, Muon).
+            none, as optimizers want whose step does not depend on the gradient's length (Adam, Muon). Say 0.015 where
+            a bad batch may come, which would spoil the moments of the other optimizer for long.
         curvature_every: steps between refreshes of the factors, reached gradually from 1.
         inverse_every: steps between refreshes of the inverses, reached gradually from 1.
         fisher: ``"mc"`` samples the Fisher matrix, ``"exact"`` sweeps one vector per output (KFLR), ``"empirical"``

@@ -68,6 +68,23 @@ def test_defaults_beat_sgd_of_any_learning_rate(make: Callable, model: Callable)
     assert sum(losses) / 2 < sgd_loss(model), (losses, sgd_loss(model))
 
 
+@every_optimizer
+def test_one_batch_out_of_all_proportion_does_not_spoil_the_training(make: Callable) -> None:
+    """Neither moments, whose mean squares would be 1e8 times as large, nor the curvature, where that is due."""
+
+    def loss_after(bad: int) -> float:
+        run = Run(make, cnn, seed=1)
+
+        def loss(step: int) -> Tensor:
+            x, y = run.data(step)
+            return run.lossfunc(run.model(1e4 * x if step == bad else x), y)
+
+        return run.train(100, loss).full_loss()
+
+    usual, due = loss_after(-1), 25
+    assert max(loss_after(20), loss_after(due)) < 1.5 * usual
+
+
 # ------------------------------------------------------------------------------------------------------ the mathematics
 
 PLAIN: dict[str, Any] = {"lr": 1.0, "momentum": 0.0, "damping": 0.3, "rms_clip": None, **DOUBLE}
