@@ -11,6 +11,7 @@ defaults. Finished runs are kept by their settings, so a call goes on where anot
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import statistics
 import sysconfig
@@ -26,7 +27,6 @@ import tyro
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from benchmarks.optimizer_reports import costs
 from benchmarks.timing import RESULTS, kept, machine, save
 from curvopt.optim import EKFACSGD, KFACSGD, KFACAdamW
 
@@ -334,6 +334,11 @@ def compared(settings: Settings) -> Result:
                 runs.append(rows_of(settings, name, lr, seed, text, bar))
                 found[name]["lr"] = lr
     return {"size": settings.size, "bytes": len(text.train), "methods": found, "machine": machine()}
+
+
+def costs(rows: list[Result]) -> list[float]:
+    """Cost at each evaluation, in plain gradients."""
+    return list(itertools.accumulate(row["seconds"] / row["unit"] for row in rows))
 
 
 def _end(rows: list[Result]) -> float:

@@ -1,39 +1,67 @@
-"""The tasks of `benchmarks.optimizers`: each short, and five times as long with a rate that falls as a cosine."""
+"""The tasks of `benchmarks.optimizers`: networks, data, batches, and how long each is trained."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import pi, prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments import models, problems
-from experiments.data import Data, Split, load, load_npz
+from benchmarks.language_model import GPT, Size, Text
+from experiments import models
+from experiments.data import DEFAULT_ROOT, Data, Split, load, load_npz, reconstruction, standardized
 from experiments.problems import PROBLEMS
+
+Batch = tuple[Tensor, Tensor]
+#: Samples of which losses are reported, at most.
+EVALUATED = 1000
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained, and on what.
+
+    Args:
+        model: makes the network.
+        loss: of the network and a batch, a mean over its samples.
+        batches: of a seed and a size, without end.
+        train: batches of equal size of which the training loss is reported.
+        held_out: batches of which the held-out loss is reported.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Batch], Tensor]
+    batches: Callable[[int, int], Iterator[Batch]]
+    train: list[Batch]
+    held_out: list[Batch]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A problem of ``experiments``, at the size of this benchmark."""
+    """A problem, and how it is trained.
 
-    problem: problems.Problem
+    Args:
+        title: in words.
+        make: makes the problem, of a file with images for tasks that need one.
+        steps: how many.
+        batch: samples in a batch.
+        images: whether the task needs a file with images.
+        attached: what curvopt's optimizers are told beside the model.
+    """
+
+    title: str
+    make: Callable[[Path | None], Problem]
     steps: int
-    every: int  # steps between evaluations
-    batch: int
-    evaluated: int | None = None  # samples of the training set, all by default
-    npz: bool = False  # whether the data are the user's
-    cosine: bool = False
-
-    def data(self, npz: Path | None, root: Path) -> Data:
-        """The data set, which may be in a file of the user's."""
-        if self.npz:
-            assert npz is not None
-            return self.problem.prepare(load_npz(npz))
-        made = {"friedman": friedman, "unit-square": unit_square}.get(self.problem.data)
-        return self.problem.prepare(load(self.problem.data, root) if made is None else made())
+    batch: int = 64
+    images: bool = False
+    attached: Mapping[str, Any] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------------------------------------------------- networks
@@ -63,6 +91,20 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits of the next characters."""
         return self.head(self.lstm(self.embedding(x))[0]).mT
+
+
+class GraphConvolutions(nn.Module):
+    """Two layers, each a linear map of the nodes' features and a mean over neighbours (Kipf & Welling 2017)."""
+
+    def __init__(self, neighbours: Tensor, *sizes: int) -> None:
+        super().__init__()
+        self.register_buffer("neighbours", neighbours, persistent=False)
+        self.first, self.last = (nn.Linear(i, o) for i, o in itertools.pairwise(sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features ``[nodes, F]`` to logits."""
+        hidden = torch.sparse.mm(self.neighbours, self.first(x)).relu()
+        return torch.sparse.mm(self.neighbours, self.last(hidden))
 
 
 class Poisson(nn.Module):
@@ -106,7 +148,86 @@ def finetuned(shape: tuple[int, ...], classes: int) -> nn.Module:
     return nn.Sequential(trunk, *models.mlp(32 * 3 * 3, 64, classes))
 
 
-# ----------------------------------------------------------------------------------------------------------------- data
+# ------------------------------------------------------------------------------------------------------------- problems
+
+
+def supervised(
+    data: Data, model: Callable[[tuple[int, ...], int], nn.Module], loss: Callable[[Tensor, Tensor], Tensor]
+) -> Problem:
+    """Inputs and targets."""
+
+    def batches(seed: int, size: int) -> Iterator[Batch]:
+        generator, train = torch.Generator().manual_seed(seed), data.train
+        while True:
+            order = torch.randperm(len(train.x), generator=generator)
+            for chosen in order.split(min(size, len(order)))[: max(1, len(order) // size)]:
+                yield train.x[chosen], train.y[chosen]
+
+    train, held_out = (
+        list(zip(split.x[:EVALUATED].split(250), split.y[:EVALUATED].split(250), strict=True))
+        for split in (data.train, data.test)
+    )
+    return Problem(
+        lambda: model(tuple(data.train.x.shape[1:]), data.classes),
+        lambda network, batch: loss(network(batch[0]), batch[1]),
+        batches,
+        train,
+        held_out,
+    )
+
+
+def mnist(model: Callable[[tuple[int, ...], int], nn.Module]) -> Problem:
+    """4,000 images of MNIST, and 1,000 held out."""
+    return supervised(standardized(load("mnist5k", DEFAULT_ROOT)), model, F.cross_entropy)
+
+
+def autoencoder() -> Problem:
+    """The same images, 784-1000-500-250-30 and back."""
+    given = PROBLEMS["mnist5k-autoencoder"]
+    return supervised(reconstruction(load("mnist5k", DEFAULT_ROOT)), given.model, given.loss())
+
+
+def characters() -> Problem:
+    """Python's help texts."""
+    return supervised(load("python-help", DEFAULT_ROOT), lambda _, classes: Recurrent(classes), F.cross_entropy)
+
+
+def language_model() -> Problem:
+    """The network and the text of `benchmarks.language_model`, smaller; nats a byte."""
+    text = Text.load()
+    size = Size(dim=64, depth=3, heads=2, length=64, batch=16, steps=0, every=0, validated=256)
+
+    def batches(seed: int, batch: int) -> Iterator[Batch]:
+        return text.batches(replace(size, batch=batch), seed, "cpu")
+
+    return Problem(
+        partial(GPT, size),
+        lambda network, batch: network(*batch) / batch[0].numel(),
+        batches,
+        Text(train=text.held_out, held_out=text.train).validation(size, "cpu"),
+        text.validation(size, "cpu"),
+    )
+
+
+def graph() -> Problem:
+    """Digits by an eighth of their pixels and by eight digits that look alike; every other digit is held out."""
+    from sklearn.datasets import load_digits
+    from sklearn.neighbors import kneighbors_graph
+
+    images, labels = load_digits(return_X_y=True)
+    near = torch.tensor(kneighbors_graph(images, 8).toarray(), dtype=torch.float32)
+    near = (near + near.T + torch.eye(len(near))).clamp(max=1)
+    scale = near.sum(1).rsqrt()
+    seen = torch.rand(images.shape, generator=torch.Generator().manual_seed(0)) < 1 / 8
+    x, y = torch.tensor(images, dtype=torch.float32) / 16 * seen, torch.tensor(labels)
+    train, held_out = (y.where(torch.arange(len(y)) % 2 == half, -100) for half in (0, 1))
+    return Problem(
+        lambda: GraphConvolutions((scale[:, None] * near * scale).to_sparse(), 64, 64, 10),
+        lambda network, batch: F.cross_entropy(network(batch[0]), batch[1]),
+        lambda *_: itertools.repeat((x, train)),
+        [(x, train)],
+        [(x, held_out)],
+    )
 
 
 def friedman() -> Data:
@@ -127,38 +248,29 @@ def unit_square() -> Data:
 # ------------------------------------------------------------------------------------------------------------ the tasks
 
 
-def _mean_squares(data: str, **options: object) -> problems.Problem:
-    common = {"epochs": 1, "batch_size": 64, "target": 0.0, "loss": nn.MSELoss, "prepare": lambda data: data}
-    return problems.Problem(data=data, **{**common, **options})  # pyright: ignore[reportArgumentType]
+def _of_images(model: Callable[[tuple[int, ...], int], nn.Module], file: Path | None) -> Problem:
+    assert file is not None
+    return supervised(standardized(load_npz(file)), model, F.cross_entropy)
 
 
-_mlp, _gpt, _3c3d = PROBLEMS["mnist5k-mlp"], PROBLEMS["help-gpt"], replace(PROBLEMS["cifar10-3c3d"], augment=False)
-SHORT: dict[str, Task] = {
-    "autoencoder": Task(PROBLEMS["mnist5k-autoencoder"], steps=300, every=20, batch=256),
-    "3c3d": Task(_3c3d, 80, every=10, batch=128, evaluated=1000, npz=True),
-    "transformer": Task(
-        replace(_gpt, model=lambda shape, classes: models.gpt(classes, *shape, dim=64, depth=2)),
-        steps=240,
-        every=20,
-        batch=16,
-        evaluated=400,
-    ),
-    "mlp": Task(_mlp, steps=160, every=10, batch=128),
-    "batchnorm-cnn": Task(replace(_mlp, model=batchnorm_cnn), steps=60, every=6, batch=128, evaluated=1000),
-    "vit": Task(replace(_3c3d, model=vit), steps=240, every=20, batch=64, evaluated=1000, npz=True),
-    "lstm": Task(
-        replace(_gpt, model=lambda _, classes: Recurrent(classes)), steps=300, every=20, batch=16, evaluated=400
-    ),
-    "pinn": Task(_mean_squares("unit-square", model=lambda *_: Poisson()), steps=400, every=40, batch=64),
+#: From cheap to dear.
+TASKS: dict[str, Task] = {
+    "graph": Task("Graph convolutions, all nodes in a batch", lambda _: graph(), 200, attached={"batch_axis": None}),
+    "finetuning": Task("New head on a frozen trunk, MNIST", lambda _: mnist(finetuned), 300),
+    "mlp": Task("MLP, MNIST, a millisecond a step", lambda _: mnist(PROBLEMS["mnist5k-mlp"].model), 800, 128),
     "regression": Task(
-        _mean_squares("friedman", model=lambda shape, _: models.mlp(prod(shape), 64, 64, 64, 1)),
-        steps=600,
-        every=60,
-        batch=64,
+        "Regression of ten inputs",
+        lambda _: supervised(friedman(), lambda shape, _: models.mlp(prod(shape), 64, 64, 64, 1), F.mse_loss),
+        2000,
     ),
-    "finetuning": Task(replace(_mlp, model=finetuned), steps=100, every=10, batch=64, evaluated=1000),
-}
-TASKS = SHORT | {
-    f"{name}-long": replace(task, steps=5 * task.steps, every=5 * task.every, cosine=True)
-    for name, task in SHORT.items()
+    "pinn": Task(
+        "Poisson's equation, by derivatives of a network",
+        lambda _: supervised(unit_square(), lambda *_: Poisson(), F.mse_loss),
+        1500,
+    ),
+    "batchnorm": Task("CNN with batch norm, MNIST", lambda _: mnist(batchnorm_cnn), 300, 128),
+    "lstm": Task("LSTM on characters", lambda _: characters(), 1500, 16),
+    "gpt": Task("Language model on bytes of source code", lambda _: language_model(), 800, 16),
+    "vit": Task("Vision transformer, 8,000 CIFAR-10 images", partial(_of_images, vit), 1000, images=True),
+    "autoencoder": Task("Deep autoencoder, MNIST", lambda _: autoencoder(), 300, 256),
 }

@@ -1,78 +1,178 @@
-"""How low optimizers get the training loss, at equal steps and at equal cost, tuned alike and with their defaults.
+"""How low optimizers get the loss, in training and held out, at AdamW's cost and at the end: ten tasks, one commit.
 
-Every optimizer is tried with three learning rates and one seed; the rate that ends lowest is reported, with other
-seeds, and so are its defaults. HessianFree has no rate, and needs minutes for a step. The cost of a run is its CPU time
-in units of the plain gradient, in one thread, which is timed again and again in between: so it is corrected for what
-else the machine was doing. Finished runs are kept by their settings, so a call goes on where another one has ended.
+Each optimizer is tried with four learning rates and one seed; tables show the rate that ends lowest and the default, of
+three other seeds. Rates fall as a cosine to zero at the last step (but for the schedule-free AdamW), so a dearer
+optimizer is read at AdamW's cost before its rate is small. HessianFree has no rate; it takes an eighth of the steps, of
+batches eight times as large, on two tasks. The cost of a run is its CPU time in units of the plain gradient, in one
+thread, which is timed again and again in between: so it is corrected for what else the machine was doing. Finished runs
+are kept by commit and settings, so a call goes on where another one has ended, and never mixes commits.
 """
 
 from __future__ import annotations
 
 import copy
-import json
+import functools
+import inspect
 import math
+import multiprocessing
 import os
 import statistics
+import subprocess
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import tyro
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from benchmarks.optimizer_methods import METHODS, Method
-from benchmarks.optimizer_reports import FIGURE, costs, end, load, report
-from benchmarks.optimizer_tasks import SHORT, TASKS, Task
+from benchmarks.optimizer_reports import Row, end, load, summary, write
+from benchmarks.optimizer_tasks import TASKS, Batch, Problem
 from benchmarks.timing import RESULTS, kept, machine, save
-from curvopt import extend
-from curvopt.optim import HessianFree
-from experiments.data import DEFAULT_ROOT, Data, Split
-from experiments.training import evaluate
+from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, HessianFree, KFACAdamW, KFACPreconditioner
+from curvopt.optim.step import CurvatureOptimizer
 
-Settings_ = Mapping[str, float]
-Result = dict[str, Any]
+try:
+    import pytorch_optimizer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("SOAP and Shampoo come with pytorch_optimizer: pip install '.[bench]'.") from error
+
+#: The seed that rates are chosen with, and those that are reported; no default was chosen with any of them.
+CHOOSING, REPORTED = 10, (11, 12, 13)
+EVALUATIONS = 12
+#: What results depend on; the last commit that changed any of it is theirs.
+CODE = [f"benchmarks/{name}.py" for name in ("optimizers", "optimizer_tasks", "language_model")]
+CODE += ["experiments/models.py", "experiments/data.py", "experiments/problems.py", "curvopt"]
+
+# ------------------------------------------------------------------------------------------------------- the optimizers
+
+Optimizers = list[torch.optim.Optimizer]
+Options = Mapping[str, Any]
+
+
+def one(
+    kind: type[torch.optim.Optimizer], model: nn.Module, lr: float | None, attached: Options, **options: Any
+) -> Optimizers:
+    """One optimizer of all parameters; curvopt's are given the model."""
+    if lr is not None:
+        options["lr"] = lr
+    if issubclass(kind, CurvatureOptimizer | HessianFree):
+        return [kind(model, **attached, **options)]  # pyright: ignore[reportArgumentType]
+    return [kind([p for p in model.parameters() if p.requires_grad], **options)]
+
+
+def adamw(model: nn.Module, lr: float, attached: Options) -> Optimizers:
+    """Without decay of weights, as all."""
+    return one(torch.optim.AdamW, model, lr, attached, weight_decay=0.0)
+
+
+def muon(model: nn.Module, lr: float, attached: Options) -> Optimizers:
+    """For matrices but embeddings and the last layer; AdamW for all else, whose rates mean the same."""
+    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim == 2 and p not in embeddings][:-1]
+    rest = [p for p in trained if all(p is not matrix for matrix in matrices)]
+    return [
+        torch.optim.Muon(matrices, lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr, weight_decay=0.0),
+    ]
+
+
+def preconditioned(model: nn.Module, lr: float, attached: Options) -> Optimizers:
+    """KFAC in front of AdamW."""
+    return [KFACPreconditioner(model, **attached), *adamw(model, lr, attached)]
+
+
+@dataclass(frozen=True)
+class Method:
+    """An optimizer.
+
+    Args:
+        make: makes it (or those that step one after the other) for a model and a learning rate.
+        rates: learning rates to choose from, with the default.
+        default: the learning rate that a user has first.
+        tasks: where it runs.
+        large: how many times larger its batches are, and fewer its steps.
+    """
+
+    make: Callable[..., Optimizers]
+    rates: tuple[float, ...] = ()
+    default: float | None = None
+    tasks: tuple[str, ...] = tuple(TASKS)
+    large: int = 1
+
+
+def _method(kind: Any, *rates: float, tasks: tuple[str, ...] = tuple(TASKS), **options: Any) -> Method:
+    default = inspect.signature(kind.__init__).parameters["lr"].default
+    return Method(functools.partial(one, kind, **options), rates, default, tasks)
+
+
+_few = ("pinn", "lstm", "vit")
+METHODS: dict[str, Method] = {
+    "AdamW": Method(adamw, (0.001, 0.003, 0.01, 0.03), 0.001),
+    "schedule-free AdamW": _method(pytorch_optimizer.ScheduleFreeAdamW, 0.0025, 0.008, 0.025, 0.08),
+    "Muon": Method(muon, (0.001, 0.003, 0.01, 0.03), 0.001),
+    "SOAP": _method(pytorch_optimizer.SOAP, 0.001, 0.003, 0.01, 0.03, weight_decay=0.0),
+    "KFACSGD": _method(KFACSGD, 0.03, 0.1, 0.3, 1.0),
+    "KFACAdamW": _method(KFACAdamW, 0.005, 0.015, 0.03, 0.06),
+    "HessianFree": Method(functools.partial(one, HessianFree, cg_iterations=30), tasks=("pinn", "regression"), large=8),
+    "EKFACSGD": _method(EKFACSGD, 0.03, 0.1, 0.3, 1.0, tasks=_few),
+    "DiagonalNewton": _method(DiagonalNewton, 0.02, 0.04, 0.1, 0.3, tasks=_few),
+    "KFAC + AdamW": Method(preconditioned, (0.001, 0.003, 0.01, 0.03), 0.001, _few),
+    "SGD": _method(torch.optim.SGD, 0.001, 0.01, 0.1, 1.0, tasks=_few, momentum=0.9),
+    # with the step lengths of RMSProp (grafting, Anil et al. 2020)
+    "Shampoo": _method(
+        pytorch_optimizer.ScalableShampoo,
+        *(0.001, 0.003, 0.01, 0.03),
+        tasks=_few,
+        graft_type=pytorch_optimizer.optimizer.shampoo.LayerWiseGrafting.RMSPROP,
+        betas=(0.9, 0.99),
+        moving_average_for_momentum=True,
+        start_preconditioning_step=10,
+        preconditioning_compute_steps=10,
+    ),
+}
 
 # -------------------------------------------------------------------------------------------------------------- one run
+
+
+@functools.cache
+def problem_of(task: str, images: Path | None) -> Problem:
+    """The problem of a task, made once a process."""
+    return TASKS[task].make(images)
 
 
 class Run:
     """A training that can be measured."""
 
-    def __init__(self, task: Task, method: Method, options: Settings_, seed: int, data: Any) -> None:
-        torch.manual_seed(seed)
-        self.task, self.seed, self.data = task, seed, data
-        self.batch, self.steps, self.every = task.batch * method.large, task.steps, task.every
-        if method.large > 1:
-            self.batch = min(self.batch, len(data.train.x))
-            self.steps, self.every = -(-task.steps // method.large), -(-task.every // method.large)
-        self.model = task.problem.model(tuple(data.train.x.shape[1:]), data.classes)
-        self.lossfunc = task.problem.loss()
-        self.plain = copy.deepcopy((self.model, self.lossfunc))
-        self.optimizers = method.make(extend(self.model), **options)
-        extend(self.lossfunc)
-        scheduled = [o for o in self.optimizers if task.cosine and method.scheduled and "lr" in o.param_groups[0]]
-        self.schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, self.steps) for o in scheduled]
+    def __init__(self, job: Job) -> None:
+        task, method = TASKS[job.task], METHODS[job.method]
+        self.problem, self.steps = problem_of(job.task, job.images), max(1, job.steps // method.large)
+        torch.manual_seed(job.seed)
+        self.model = self.problem.model()
+        self.plain = copy.deepcopy(self.model)
+        self.batches = self.problem.batches(job.seed, task.batch * method.large)
+        self.small = next(self.problem.batches(job.seed, task.batch))
+        self.optimizers = method.make(self.model, job.lr, task.attached)
+        fixed = (KFACPreconditioner, HessianFree)
+        self.schedules = [
+            torch.optim.lr_scheduler.CosineAnnealingLR(o, self.steps)
+            for o in self.optimizers
+            if not (isinstance(o, fixed) or hasattr(o, "eval"))
+        ]
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Shuffled batches without end; the same for all optimizers."""
-        generator, train = torch.Generator().manual_seed(self.seed), self.data.train
-        while True:
-            order = torch.randperm(len(train.x), generator=generator)
-            for chosen in order.split(self.batch)[: len(order) // self.batch]:
-                yield train.x[chosen], train.y[chosen]
-
-    def step(self, x: Tensor, y: Tensor) -> None:
+    def step(self, batch: Batch) -> None:
         """As a user would write it."""
 
         def closure() -> Tensor:
-            first.zero_grad()
-            loss = self.lossfunc(self.model(x), y)
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            loss = self.problem.loss(self.model, batch)
             loss.backward()
             return loss
 
@@ -80,66 +180,70 @@ class Run:
         if isinstance(first, HessianFree):
             first.step(closure)
             return
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        loss = self.lossfunc(self.model(x), y)
-        with ExitStack() as stack:
-            if hasattr(first, "curvature"):
-                stack.enter_context(first.curvature())
-            loss.backward()
+        closure()
         for each in (*self.optimizers, *self.schedules):
             each.step()
 
-    def evaluate(self, split: Split) -> tuple[float, float]:
-        """Loss and accuracy, where optimizers that average weights have put the averages."""
+    def losses(self) -> tuple[float, float]:
+        """In training and held out, where optimizers that average weights have put the averages."""
         averaging: list[Any] = [o for o in self.optimizers if hasattr(o, "eval")]
-        for optimizer in averaging:
-            optimizer.eval()
-        found = evaluate(self.model, self.lossfunc, split)
-        for optimizer in averaging:
-            optimizer.train()
-        return found
+        for each in (self.model, *averaging):
+            each.eval()
+        with torch.no_grad():
+            found = [
+                [self.problem.loss(self.model, batch).item() for batch in batches]
+                for batches in (self.problem.train, self.problem.held_out)
+            ]
+        for each in (self.model, *averaging):
+            each.train()
+        train, held_out = map(statistics.fmean, found)
+        return train, held_out
 
-    def gradient_seconds(self, x: Tensor, y: Tensor) -> float:
+    def gradient_seconds(self) -> float:
         """CPU time of one plain gradient of a batch of the task, with a model that is not trained."""
-        model, lossfunc = self.plain
-        x, y = x[: self.task.batch], y[: self.task.batch]
         times = []
         for _ in range(3):
             start = time.process_time()
-            model.zero_grad()
-            lossfunc(model(x), y).backward()
+            self.plain.zero_grad()
+            self.problem.loss(self.plain, self.small).backward()
             times.append(time.process_time() - start)
         return statistics.median(times)
 
-    def measure(self) -> list[Result]:
-        """Trains; losses over the training set, held-out accuracy and CPU time every few steps, until it diverges."""
-        batches, rows = self.batches(), []
-        train = Split(self.data.train.x[: self.task.evaluated], self.data.train.y[: self.task.evaluated])
-        spent, first = 0.0, self.evaluate(train)[0]
-        unit = self.gradient_seconds(*next(self.batches()))
+    def measure(self) -> list[Row]:
+        """Trains; losses and CPU time every few steps, until it diverges."""
+        rows: list[Row] = []
+        spent, first, unit = 0.0, self.losses()[0], self.gradient_seconds()
         for step in range(1, self.steps + 1):
-            x, y = next(batches)
-            start = time.process_time()
+            batch, start = next(self.batches), time.process_time()
             try:
-                self.step(x, y)
+                self.step(batch)
             except RuntimeError as error:  # a gradient that is not finite
                 tqdm.write(f"stopped at step {step}: {error}")
                 break
             spent += time.process_time() - start
-            if step % self.every and step < self.steps:
+            if step % max(1, self.steps // EVALUATIONS) and step < self.steps:
                 continue
-            before, unit = unit, self.gradient_seconds(x, y)
-            loss, _ = self.evaluate(train)
-            rows.append({"step": step, "loss": loss, "seconds": spent, "unit": (before + unit) / 2})
+            before, unit = unit, self.gradient_seconds()
+            train, held_out = self.losses()
+            cost = (rows[-1]["cost"] if rows else 0.0) + 2 * spent / (before + unit)
+            rows.append({"step": step, "cost": cost, "train": train, "held_out": held_out})
             spent = 0.0
-            if not loss < 3 * first:
+            if not train < 3 * first:
                 break
         else:
-            rows[-1]["test_loss"], accuracy = self.evaluate(self.data.test)
-            rows[-1]["accuracy"] = None if math.isnan(accuracy) else accuracy
-            rows[-1]["state"] = sum(entries(o.state) for o in self.optimizers) / entries(list(self.model.parameters()))
+            state = sum(entries(o.state) for o in self.optimizers) / entries(list(self.model.parameters()))
+            rows[-1] |= {"state": state, "unit": unit}
         return rows
+
+    def seconds(self) -> float:
+        """CPU time that `measure` takes, by its first steps, which are dearer than later ones."""
+        start, few = time.process_time(), min(20, self.steps)
+        for _ in range(few):
+            self.step(next(self.batches))
+        middle = time.process_time()
+        self.losses()
+        self.gradient_seconds()
+        return (middle - start) * self.steps / few + (time.process_time() - middle) * EVALUATIONS
 
 
 def entries(value: Any) -> int:
@@ -151,6 +255,24 @@ def entries(value: Any) -> int:
     if isinstance(value, list):
         return sum(map(entries, value))
     return entries(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, type) else 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, and the folder of runs of its commit."""
+
+    task: str
+    method: str
+    lr: float | None
+    seed: int
+    steps: int
+    folder: Path
+    images: Path | None
+
+    def rows(self) -> list[Row]:
+        """The rows of the run, which is made unless the folder has it."""
+        key = {name: getattr(self, name) for name in ("task", "method", "lr", "seed", "steps")}
+        return kept(self.folder, f"{self.task}-{self.method.replace(' ', '')}", key, lambda: Run(self).measure())
 
 
 # ------------------------------------------------------------------------------------------------------------- all runs
@@ -167,122 +289,157 @@ class Settings:
     """What is compared, and how."""
 
     task: tuple[TaskName, ...] = tuple(TASKS)
-    """autoencoder (MNIST, 784-1000-500-250-30-..., batch 256), 3c3d (CIFAR-10, batch 128), transformer (characters, two
-    layers, batch 16), mlp (MNIST, 784-128-64-10), batchnorm-cnn (MNIST, three convolutions), vit (CIFAR-10, three
-    layers), lstm (characters), pinn (Poisson's equation), regression (ten inputs), finetuning (a head on a frozen
-    trunk); each with -long for five times the steps and a cosine. 3c3d and vit need --npz."""
+    """Tasks, from cheap to dear; vit needs --images."""
     method: tuple[MethodName, ...] = tuple(METHODS)
-    """Optimizers; AdamW is always among them."""
-    seeds: int = 3
-    """Runs that are reported, at most: of the optimizers that matter most three, of the others one."""
-    npz: Path | None = field(default_factory=lambda: Path(p) if (p := os.environ.get("CURVOPT_CIFAR_NPZ")) else None)
-    """Arrays x_train, y_train, x_test, y_test of CIFAR-10; without it the variable CURVOPT_CIFAR_NPZ says where, and
-    tasks that need them are left out if it does not."""
-    data_root: Path = DEFAULT_ROOT
-    """Where data sets are looked for and cached."""
+    """Optimizers; AdamW is always among them, and some run on three tasks alone."""
+    plan: bool = False
+    """Say how long the runs take that are missing, by 20 steps of each optimizer on each task, and end."""
+    workers: int = field(default_factory=lambda: os.cpu_count() or 1)
+    """Processes, of one thread each."""
+    images: Path | None = field(default_factory=lambda: Path(p) if (p := os.environ.get("CURVOPT_CIFAR_NPZ")) else None)
+    """File with arrays x_train, y_train, x_test, y_test of CIFAR-10; by default the variable CURVOPT_CIFAR_NPZ."""
     cache: Path = Path("runs/benchmark-optimizers")
-    """Finished runs; remove it to measure again."""
+    """Finished runs, in a folder for each commit."""
     out: Path = RESULTS
-    """Folder for the results."""
-    figure: Path = FIGURE
-    """Where to draw a dot for each task and optimizer."""
-    defaults: bool = False
-    """Run defaults alone; what the results of the tasks have of tuned runs and of other methods stays."""
-    quick: bool = False
-    """Three steps of short tasks with small batches of little data, untuned, to see whether everything works: ten
-    minutes. Results go to the cache."""
+    """Folder for optimizers.json and optimizers.md."""
+    page: Path = Path("docs") / "choosing_an_optimizer.md"
+    """Page whose table and figure are replaced once all tasks are there."""
+    steps: int | None = None
+    """Steps of each run, to see whether everything works: results go to the cache."""
+
+
+def commit_of_code() -> str:
+    """The last commit that changed what results depend on.
+
+    Raises:
+        SystemExit: files differ from it.
+    """
+
+    def git(*command: str) -> str:
+        root = Path(__file__).parents[1]
+        return subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    if changed := git("status", "--porcelain", "--", *CODE):
+        raise SystemExit(f"Results are of one commit, but these files are of none:\n{changed}\nCommit them first.")
+    return git("log", "-1", "--format=%h", "--", *CODE)
 
 
 class Bench:
-    """The runs of one task."""
+    """The runs of a commit."""
 
-    def __init__(self, settings: Settings, name: str, bar: Any) -> None:
-        self.settings, self.name, self.bar = settings, name, bar
-        self.task = TASKS[name]
-        if settings.quick:
-            self.task = replace(self.task, steps=3, every=2, batch=16)
+    def __init__(self, settings: Settings, commit: str, run_all: Callable[..., Iterable[Any]] = map) -> None:
+        self.settings, self.commit, self.run_all = settings, commit, run_all
+        self.bar: Any = tqdm(total=sum(map(self.number, settings.task)), unit=" runs", disable=settings.plan)
 
-    @cached_property
-    def data(self) -> Any:
-        data = self.task.data(self.settings.npz, self.settings.data_root)
-        if self.settings.quick:
-            sets = (Split(split.x[:256], split.y[:256]) for split in (data.train, data.test))
-            data = Data(*sets, data.classes)
-        return data
-
-    def run(self, method: str, options: Settings_, seed: int) -> list[Result]:
-        """Rows of a run, which is made unless there is one."""
-        key = {
-            "task": self.name,
-            "method": method,
-            "options": dict(options),
-            "seed": seed,
-            "steps": self.task.steps,
-            "every": self.task.every,
-            "defaults": METHODS[method].signature,
+    def methods(self, task: str) -> dict[str, Method]:
+        """The optimizers that run on a task."""
+        return {
+            name: method
+            for name, method in METHODS.items()
+            if task in method.tasks and (name == "AdamW" or name in self.settings.method)
         }
 
-        def measure() -> list[Result]:
-            shown = ", ".join(f"{name} {value:.3g}" for name, value in options.items())
-            self.bar.set_postfix_str(f"{self.name}: {method} {shown}, seed {seed}")
-            return Run(self.task, METHODS[method], options, seed, self.data).measure()
+    def number(self, task: str) -> int:
+        """How many runs a task has, at most."""
+        return sum(len(m.rates) + (2 if m.rates else 1) * len(REPORTED) for m in self.methods(task).values())
 
-        rows = kept(self.settings.cache, f"{self.name}-{method.replace(' ', '')}", key, measure)
-        self.bar.update()
-        return rows
+    def job(self, task: str, method: str, lr: float | None, seed: int) -> Job:
+        """A run of the task with its usual steps, or those that are asked for."""
+        steps = self.settings.steps or TASKS[task].steps
+        folder = self.settings.cache / self.commit
+        return Job(task, method, lr, seed, steps, folder, self.settings.images)
 
-    def results(self) -> Result:
+    def rows(self, jobs: list[Job]) -> Iterator[list[Row]]:
+        """Of runs, in their order."""
+        for job, rows in zip(jobs, self.run_all(Job.rows, jobs), strict=True):
+            self.bar.set_postfix_str(f"{job.task}: {job.method}, seed {job.seed}")
+            self.bar.update()
+            yield rows
+
+    def results(self, task: str) -> dict[str, Any]:
         """Everything of one task."""
-        names = ["AdamW", *(name for name in self.settings.method if name != "AdamW")]
-        best: dict[str, dict[str, float]] = {}
-        for name in names:
-            tried = [{"lr": rate} for rate in METHODS[name].rates] or [{}]
-            scores = {} if self.settings.quick else {i: end(self.run(name, tried[i], 0)) for i in range(len(tried))}
-            best[name] = tried[min(scores, key=scores.__getitem__, default=len(tried) // 2)]
-        reported, untuned = self.reported(best), self.reported(dict.fromkeys(names, {}))
+        methods = self.methods(task)
+        tried = [self.job(task, name, lr, CHOOSING) for name, m in methods.items() for lr in m.rates]
+        scores: dict[str, dict[float | None, float]] = {name: {} for name in methods}
+        for job, rows in zip(tried, self.rows(tried), strict=True):
+            scores[job.method][job.lr] = end(rows)
+        best = {name: min(found, key=found.__getitem__, default=None) for name, found in scores.items()}
+        # in turns, under the same conditions; the best rate may be the default
+        chosen = [
+            self.job(task, name, lr, seed)
+            for seed in REPORTED
+            for name, m in methods.items()
+            for lr in dict.fromkeys([best[name], m.default])
+        ]
+        self.bar.total -= self.number(task) - len(tried) - len(chosen)
+        runs: dict[tuple[str, float | None], list[list[Row]]] = {}
+        for job, rows in zip(chosen, self.rows(chosen), strict=True):
+            runs.setdefault((job.method, job.lr), []).append(rows)
+        budget = statistics.fmean(rows[-1]["cost"] for rows in runs["AdamW", best["AdamW"]])
         return {
-            "task": self.name,
-            "target": statistics.fmean(map(end, reported["AdamW"])),
-            "budget": statistics.fmean(costs(rows)[-1] for rows in reported["AdamW"]),
+            "title": TASKS[task].title,
+            "cost": budget,
+            "steps": tried[0].steps,
             "methods": {
-                name: {"options": best[name], "runs": reported[name], "defaults": untuned[name]} for name in names
+                name: {
+                    "lr": best[name],
+                    "default": m.default,
+                    "tried": [[lr, score if math.isfinite(score) else None] for lr, score in scores[name].items()],
+                    "tuned": summary(runs[name, best[name]], budget),
+                    "defaults": summary(runs[name, m.default], budget),
+                }
+                for name, m in methods.items()
             },
         }
 
-    def reported(self, options: Mapping[str, Settings_]) -> dict[str, list[list[Result]]]:
-        """Runs with seeds that no rate was chosen with; optimizers in turns, under the same conditions."""
-        runs: dict[str, list[list[Result]]] = {name: [] for name in options}
-        for seed in range(1, self.settings.seeds + 1):
-            for name in options:
-                if seed <= METHODS[name].seeds:
-                    runs[name].append(self.run(name, options[name], seed))
-        return runs
+    def plan(self) -> str:
+        """A table of seconds of CPU time."""
+        lines, total = ["| task | runs | there | seconds to go |", "|---|---|---|---|"], 0.0
+        for task in tqdm(self.settings.task, unit=" tasks"):
+            seconds = 0.0
+            there = len(list((self.settings.cache / self.commit).glob(f"{task}-*.json")))
+            for name, m in self.methods(task).items():
+                runs = len(m.rates) + (2 if m.rates else 1) * len(REPORTED)
+                seconds += runs * Run(self.job(task, name, m.default, CHOOSING)).seconds()
+            left = seconds * max(0, 1 - there / self.number(task))
+            total += left
+            lines.append(f"| {task} | {self.number(task)} | {there} | {left:.0f} |")
+        hours = total / 3600
+        return "\n".join(
+            [*lines, f"\n{hours:.1f} hours of one core, {hours / self.settings.workers:.1f} of all workers."]
+        )
 
-    def with_defaults(self, result: Result) -> Result:
-        """Results whose defaults are measured again, and when."""
-        stamp = {key: machine()[key] for key in ("date", "commit")}
-        for name, runs in self.reported(dict.fromkeys(self.settings.method, {})).items():
-            result["methods"][name] |= {"defaults": runs, "defaults_measured": stamp}
-        return result
+
+def _alone() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     settings = tyro.cli(Settings, prog="python -m benchmarks.optimizers", description=__doc__, args=arguments)
-    if settings.quick:
-        short = tuple(name for name in settings.task if name in SHORT or settings.task != tuple(TASKS))
-        settings = replace(settings, task=short, seeds=1, out=settings.cache)
-    torch.set_num_threads(1)
-    chosen = [name for name in settings.task if not TASKS[name].npz or settings.npz is not None]
+    commit = commit_of_code() if settings.steps is None else f"{settings.steps} steps"
+    if settings.steps is not None:
+        settings = replace(settings, out=settings.cache / commit, page=settings.cache / commit / "page.md")
+    chosen = tuple(name for name in settings.task if not TASKS[name].images or settings.images is not None)
     for name in set(settings.task) - set(chosen):
-        print(f"{name} is left out: it needs --npz")
-    with tqdm(unit=" runs") as bar:
+        print(f"{name} is left out: it needs --images")
+    settings = replace(settings, task=chosen)
+    _alone()
+    if settings.plan:
+        print(Bench(settings, commit).plan())
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(settings.workers, context, _alone) as pool:
+        bench = Bench(settings, commit, map if settings.workers == 1 else pool.map)
         for name in chosen:
-            bench, path = Bench(settings, name, bar), settings.out / f"optimizers-{name}.json"
-            save(path, bench.with_defaults(json.loads(path.read_text())) if settings.defaults else bench.results())
-    figure = settings.out / "optimizers.png" if settings.quick else settings.figure
-    print(f"\n{report(load(settings.out, list(TASKS)), settings.out / 'optimizers.md', figure)}")
-    print(f"\nresults: {settings.out}/optimizers-*.json, {settings.out / 'optimizers.md'}, {figure}")
+            path, found = settings.out / "optimizers.json", bench.results(name)
+            before = load(path)
+            tasks = before["tasks"] if before.get("commit") == commit else {}
+            order = [task for task in TASKS if task in tasks or task == name]
+            together = {task: found if task == name else tasks[task] for task in order}
+            save(path, {"commit": commit, "machine": machine(), "tasks": together})
+    print(f"\n{write(path, settings.page, len(TASKS))}")
 
 
 if __name__ == "__main__":

@@ -1,136 +1,157 @@
-"""The benchmark of optimizers: its search, its clock, its cache, and that every optimizer of it trains."""
+"""The benchmark of optimizers: its search, its clock, its cache, and that every task and optimizer of it trains."""
 
 from __future__ import annotations
 
-import copy
+import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tqdm import tqdm
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 from benchmarks import optimizer_reports as reports
 from benchmarks import optimizers as bench
-from experiments.data import DEFAULT_ROOT, Data, Split, load
-from experiments.problems import PROBLEMS
+from benchmarks.optimizer_tasks import TASKS, Problem, Task, supervised
+from experiments import models
+from experiments.data import Data, load, standardized
 
-TINY = bench.Task(PROBLEMS["digits-mlp"], steps=8, every=3, batch=32)
-
-
-def rows(losses: list[float], every: int = 10) -> list[dict[str, Any]]:
-    """A run with an evaluation every so many steps, each of a second."""
-    return [
-        {"step": every * (i + 1), "loss": loss, "seconds": 1.0 * every, "unit": 0.5} for i, loss in enumerate(losses)
-    ]
+WITHOUT_FILES = [name for name, task in TASKS.items() if not task.images]
 
 
-@pytest.fixture(scope="module")
-def data() -> Any:
-    return TINY.problem.prepare(load("digits", DEFAULT_ROOT))
+def digits() -> Problem:
+    return supervised(standardized(load("digits")), lambda *_: models.mlp(64, 32, 10), cross_entropy)
 
 
-def test_costs_are_in_gradients_of_the_moment() -> None:
-    run = rows([4.0, 3.0])
-    run[1] |= {"seconds": 20.0, "unit": 1.0}  # the machine was busy: all took twice as long
-    assert reports.costs(run) == [20.0, 40.0]
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In place of the task "mlp" a small one, on which all optimizers run."""
+    monkeypatch.setitem(bench.TASKS, "mlp", Task("Small", lambda _: digits(), steps=24, batch=32))
+    for name, method in bench.METHODS.items():
+        monkeypatch.setitem(bench.METHODS, name, replace(method, tasks=("mlp",), large=1))
+    bench.problem_of.cache_clear()
+    yield
+    bench.problem_of.cache_clear()
 
 
-def test_arrival_is_interpolated_between_evaluations() -> None:
-    run = rows([4.0, 3.0, 1.0])
-    assert reports.arrival(run, 2.0) == pytest.approx(50)
-    assert reports.arrival(run, 4.0) == 20  # at the first evaluation: nothing to interpolate
-    assert reports.arrival(run, 0.5) is None
+def job(folder: Path, task: str, method: str, lr: float | None = None, seed: int = 0, steps: int = 24) -> bench.Job:
+    return bench.Job(task, method, lr or bench.METHODS[method].default, seed, steps, folder, None)
+
+
+def rows(losses: list[float]) -> list[dict[str, Any]]:
+    """A run with evaluations twenty gradients apart."""
+    return [{"step": 10 * i, "cost": 20.0 * i, "train": loss, "held_out": loss} for i, loss in enumerate(losses, 1)]
 
 
 def test_losses_at_a_cost_are_interpolated_between_evaluations() -> None:
     run = rows([4.0, 3.0, 1.0])
-    assert reports.at_cost(run, 50) == pytest.approx(2.0)
-    assert reports.at_cost(run, 10) == 4.0 and reports.at_cost(run, 1000) == 1.0
+    assert reports.at_cost(run, "train", 50) == pytest.approx(2.0)
+    assert reports.at_cost(run, "train", 10) == 4.0 and reports.at_cost(run, "train", 1000) == 1.0
 
 
-@pytest.mark.parametrize("name", ["lstm", "pinn", "regression", "finetuning"])
-def test_every_task_is_trained(name: str) -> None:
-    """Those whose data are not the user's, and that other tests do not train."""
-    task = replace(bench.TASKS[name], steps=12, every=6, batch=16, evaluated=64)
-    data = task.data(None, DEFAULT_ROOT)
-    data = Data(*(Split(split.x[:64], split.y[:64]) for split in (data.train, data.test)), data.classes)
-    run = bench.Run(task, bench.METHODS["KFACAdamW"], {}, 0, data)
-    before, _ = run.evaluate(data.train)
-    frozen = [p.clone() for p in run.model.parameters() if not p.requires_grad]
-    assert reports.end(run.measure()) < before
+@pytest.mark.parametrize("name", WITHOUT_FILES)
+def test_every_task_is_trained_and_its_costs_are_in_gradients(name: str, tmp_path: Path) -> None:
+    run = bench.Run(job(tmp_path, name, "KFACAdamW", steps=6))
+    before, frozen = run.losses(), [p.clone() for p in run.model.parameters() if not p.requires_grad]
+    measured = run.measure()
+    assert measured[-1]["train"] < before[0] and measured[-1]["held_out"] < before[1]
+    costs = [row["cost"] for row in measured]
+    assert costs == sorted(costs) and costs[-1] > 6  # each step needs a gradient
     assert bool(frozen) == (name == "finetuning")
     assert all(torch.equal(p, q) for p, q in zip(frozen, run.model.parameters(), strict=False))
 
 
 @pytest.mark.parametrize("name", bench.METHODS)
-def test_every_optimizer_trains(name: str, data: Any) -> None:
+def test_every_optimizer_trains(name: str, tiny: None, tmp_path: Path) -> None:
     method = bench.METHODS[name]
-    task = replace(TINY, steps=TINY.steps * method.large, every=TINY.every * method.large)
-    run = bench.Run(task, method, {}, seed=0, data=data)
-    before = run.evaluate(data.train)[0]
+    assert method.default is None if not method.rates else method.default in method.rates and len(method.rates) == 4
+    run = bench.Run(job(tmp_path, "mlp", name))
+    before = run.losses()[0]
     measured = run.measure()
-    assert [row["step"] for row in measured] == [3, 6, 8]
-    assert reports.end(measured) < before or name == "Shampoo"  # which wants another rate here
-    assert measured[-1]["state"] >= 0
-    assert all(row["seconds"] > 0 and row["unit"] > 0 for row in measured)
-    assert 0 <= measured[-1]["accuracy"] <= 1
+    assert [row["step"] for row in measured] == list(range(2, 26, 2))
+    assert reports.end(measured) < before
+    if name not in ("HessianFree", "schedule-free AdamW"):  # the last is the one that moves weights
+        assert run.optimizers[-1].param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
     # what the gradient is timed with stays as it was
     torch.manual_seed(0)
-    fresh = task.problem.model(tuple(data.train.x.shape[1:]), data.classes)
-    assert all(torch.equal(p, q) for p, q in zip(fresh.parameters(), run.plain[0].parameters(), strict=True))
+    fresh = models.mlp(64, 32, 10)
+    assert all(torch.equal(p, q) for p, q in zip(fresh.parameters(), run.plain.parameters(), strict=True))
 
 
-def test_all_optimizers_see_the_same_batches(data: Any) -> None:
-    runs = [bench.Run(TINY, bench.METHODS[name], {}, 3, data) for name in ("SGD", "KFACSGD")]
-    (x, _), (y, _) = (next(run.batches()) for run in runs)
+def test_all_optimizers_begin_alike_and_see_the_same_batches(tiny: None, tmp_path: Path) -> None:
+    runs = [bench.Run(job(tmp_path, "mlp", name, seed=3)) for name in ("SGD", "KFACSGD")]
+    (x, _), (y, _) = (next(run.batches) for run in runs)
     assert torch.equal(x, y)
     weights = [torch.cat([p.flatten() for p in run.model.parameters()]) for run in runs]
     assert torch.equal(*weights)
 
 
-def test_a_run_that_diverges_has_no_end(data: Any) -> None:
-    run = bench.Run(TINY, bench.METHODS["SGD"], {"lr": 1e4}, 0, data)
-    assert reports.end(run.measure()) == math.inf
+def test_muon_takes_the_matrices_between_embeddings_and_the_last_layer() -> None:
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5))
+    muon, adamw = (optimizer.param_groups[0]["params"] for optimizer in bench.muon(model, 0.1, {}))
+    assert [p.shape for p in muon] == [(4, 3)]
+    assert {p.shape for p in adamw} == {(7, 3), (4,), (5, 4), (5,)}
 
 
-def test_results_are_kept_shown_and_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bench.TASKS, "mlp", TINY)
-    settings = bench.Settings(method=("SGD", "KFACSGD"), seeds=1, cache=tmp_path)
-    result = bench.Bench(settings, "mlp", tqdm(disable=True)).results()
-    assert list(result["methods"]) == ["AdamW", "SGD", "KFACSGD"]
-    table = reports.markdown(result)
-    assert all(f"| {name} |" in table for name in result["methods"])
-    assert all("| mlp | " in reports.overview([result], tuned) for tuned in (True, False))
-    reports.draw([result], tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 0
+def test_held_out_samples_are_not_trained_on() -> None:
+    x, y = torch.arange(100.0)[:, None], torch.zeros(100).long()
+    splits = [type(load("digits").train)(x[half], y[half]) for half in (slice(60), slice(60, 100))]
+    problem = supervised(Data(*splits, classes=1), lambda *_: nn.Linear(1, 1), cross_entropy)
+    batches = problem.batches(0, 16)
+    epoch = torch.cat([next(batches)[0] for _ in range(3)])
+    assert len(epoch.unique()) == 48 and epoch.max() < 60
+    assert torch.cat([batch[0] for batch in problem.held_out]).min() == 60
+    ((nodes, seen),), ((others, hidden),) = (getattr(TASKS["graph"].make(None), name) for name in ("train", "held_out"))
+    assert torch.equal(nodes, others) and bool(((seen < 0) ^ (hidden < 0)).all())
+
+
+def test_a_run_that_diverges_has_no_end(tiny: None, tmp_path: Path) -> None:
+    assert reports.end(bench.Run(job(tmp_path, "mlp", "SGD", 1e4)).measure()) == math.inf
+
+
+def test_the_command_resumes_and_does_not_mix_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: None, capsys: pytest.CaptureFixture
+) -> None:
+    commit, page = ["first"], tmp_path / "page.md"
+    monkeypatch.setattr(bench, "commit_of_code", lambda: commit[0])
+    monkeypatch.setattr(bench, "REPORTED", (1, 2))
+    page.write_text("Before\n<!-- table -->\nold\n<!-- end of table -->\nAfter\n")
+    out = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path), "--page", str(page)]
+    threads = torch.get_num_threads()
+
+    def run(task: str, *methods: str) -> dict[str, Any]:
+        bench.main(["--task", task, "--method", *methods, "--workers", "1", *out])
+        torch.set_num_threads(threads)
+        return json.loads((tmp_path / "optimizers.json").read_text())
+
+    result = run("mlp", "KFACSGD", "HessianFree")
+    methods = result["tasks"]["mlp"]["methods"]
+    assert list(methods) == ["AdamW", "KFACSGD", "HessianFree"] and result["commit"] == "first"
+    assert methods["AdamW"]["lr"] == min(methods["AdamW"]["tried"], key=lambda pair: pair[1])[0]
+    assert all(len(methods[name][how]["train"]) == 2 for name in methods for how in ("tuned", "defaults"))
+    assert "| KFACSGD | " in (tmp_path / "optimizers.md").read_text()
+    assert "old" in page.read_text()  # as not all tasks are there
 
     def refuse(*_: Any) -> None:
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(bench, "Run", refuse)
-    assert bench.Bench(settings, "mlp", tqdm(disable=True)).results() == result
-    with pytest.raises(AssertionError, match="trained again"):
-        bench.Bench(replace(settings, seeds=2), "mlp", tqdm(disable=True)).results()
-
-
-def test_defaults_are_measured_again_beside_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bench.TASKS, "mlp", TINY)
-    settings = bench.Settings(method=("KFACSGD",), seeds=1, cache=tmp_path)
-    before = bench.Bench(settings, "mlp", tqdm(disable=True)).results()
-    twice = bench.Bench(replace(settings, seeds=2), "mlp", tqdm(disable=True)).with_defaults(copy.deepcopy(before))
-    assert [twice["methods"]["KFACSGD"].pop(name) for name in ("defaults", "defaults_measured")][0][1:]
-    assert twice["methods"]["KFACSGD"].items() <= before["methods"]["KFACSGD"].items()
-    assert twice["methods"]["AdamW"] == before["methods"]["AdamW"]
-
-
-def test_quick_writes_to_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    bench.main(["--quick", "--task", "mlp", "--method", "KFACSGD"])
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "Run", refuse)
+        assert run("mlp", "KFACSGD", "HessianFree")["tasks"] == result["tasks"]
+        with pytest.raises(AssertionError, match="trained again"):
+            run("mlp", "SOAP")
+    for task in list(bench.TASKS):
+        if task != "mlp":
+            monkeypatch.delitem(bench.TASKS, task)
+    commit[0] = "second"
+    (tmp_path / "optimizers.json").write_text(json.dumps({"commit": "first", "tasks": {"gone": {}}}))
+    assert list(run("mlp", "KFACSGD")["tasks"]) == ["mlp"]
+    assert "| Small | " in page.read_text() and "After" in page.read_text()
+    assert (tmp_path / "_static" / "optimizers.png").stat().st_size > 0
+    bench.main(["--task", "mlp", "--method", "KFACSGD", "--plan", *out])
     torch.set_num_threads(threads)
-    results = tmp_path / "runs" / "benchmark-optimizers"
-    assert (results / "optimizers-mlp.json").exists() and (results / "optimizers.png").exists()
-    assert not (tmp_path / "benchmarks").exists()
+    assert f"| mlp | {2 * (4 + 2 * 2)} | " in capsys.readouterr().out
