@@ -5,10 +5,11 @@ python tests/mutate.py --seed 7 --count 30      the 30 that this seed draws
 python tests/mutate.py --under core/samples     of one folder, or file
 python tests/mutate.py --with tests/core        by tests of some folders or files alone
 
-Which test runs which line, and how long it takes, is measured first, by one run of each file of tests under coverage,
-and kept in ``.mutate`` until the file of tests, or a file of the package that it runs, changes. Of the tests that run
-the line of a mutation the quickest come first, one of each function. A survivor is printed with their number: it does
-the same as the original, or a test is missing. Slow tests are left out.
+Which test reaches which mutation, and how long it takes, is found first, by a run of some cases of each test with the
+package in which each statement that will be mutated says that it is reached. Of the tests that reach a mutation the
+quickest come first, one of each function, of few files. What they do not notice is tried with all cases. A survivor
+does the same as the original, or a test is missing. Slow tests are left out. The same command goes on where it was
+stopped: what it found is kept in ``.mutate`` until a file of the package or of the tests changes.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "curvopt"
-KEPT = ROOT / ".mutate"
-SECONDS = 120  # after which no more tests of a mutation begin
+SECONDS = 60  # after which no more tests of a mutation begin
 TOO_LONG = f"{SECONDS} seconds, in which a few tests did not end"
-FIRST = 12  # tests that are tried first; then twice as many each time
+CASES = 4, 1 << 20  # of a function, by which it is found what it reaches; then, for what is not noticed yet, all
+FIRST, FILES = 12, 3  # tests that are tried first, and of how many files; then twice as many tests each time
 
 OPERATORS = {
     **{ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.Pow: ("**", "*")},
@@ -153,36 +154,77 @@ def compiles(mutation: Mutation) -> bool:
     return True
 
 
-# -------------------------------------------------------------------------------------- which test runs which line
+# --------------------------------------------------------------------------------------- which test reaches which one
+
+REACHED = "__import__('builtins').__dict__.get('reached', set()).add({})"  # in processes that tests begin, of no avail
+
+
+def with_probes(file: str, drawn: dict[int, Mutation]) -> str:
+    """A file of the package in which the statement of each mutation adds the number of this to a set of reached ones.
+
+    What an import runs, as a constant of a module, is reached by whatever calls a function of the file.
+    """
+    tree = ast.parse((PACKAGE / file).read_text())
+    functions: list[list[ast.stmt]] = []
+
+    def probe(number: int) -> ast.stmt:
+        return ast.parse(REACHED.format(number)).body[0]
+
+    def visit(node: ast.AST, called: bool) -> None:
+        called = called or isinstance(node, ast.FunctionDef)
+        for _, body in ast.iter_fields(node):
+            if isinstance(body, list) and body and isinstance(body[0], ast.stmt):
+                if isinstance(node, ast.FunctionDef):
+                    functions.append(body)
+                for statement in list(body):
+                    at = [number for number, each in drawn.items() if each.first == statement.lineno]
+                    found[called] += at
+                    body[body.index(statement) : body.index(statement)] = map(probe, at if called else ())
+            for child in body if isinstance(body, list) else [body]:
+                if isinstance(child, ast.AST):
+                    visit(child, called)
+
+    found: dict[bool, list[int]] = {True: [], False: []}
+    visit(tree, called=False)
+    for body in functions:
+        body[0:0] = map(probe, found[False])
+    return ast.unparse(ast.fix_missing_locations(tree))
 
 
 def pytest_configure(config: Any) -> None:
-    """This file is a plugin, too, where ``MUTATE_KEEP`` says into which file the lines of each test go."""
-    import coverage
+    """This file is a plugin, too, where ``MUTATE_KEEP`` says into which file goes what each test reaches."""
+    import builtins
+
     import pytest
 
-    measured = coverage.Coverage(data_file=os.environ["MUTATE_KEEP"], source_pkgs=["curvopt"], messages=False)
-    measured.set_option("run:disable_warnings", ["module-not-measured"])  # what conftest.py imports is
-    measured.start()
-    times: dict[str, float] = {}
+    found: dict[str, tuple[float, list[int]]] = {}
+    cases: dict[str, list[Any]] = {}
+    most, reached = int(os.environ["MUTATE_CASES"]), set[int]()
+    vars(builtins)["reached"] = reached
 
-    class Contexts:
+    class Reaching:
+        @pytest.hookimpl(trylast=True)
+        def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+            for item in items:
+                cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+            items[:] = [item for each in cases.values() for item in each[:: -(-len(each) // most)]]
+
         @pytest.hookimpl(wrapper=True)
         def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
-            measured.switch_context(item.nodeid)
+            reached.clear()
+            begin = time.monotonic()
             result = yield
-            measured.switch_context("")
+            found[item.nodeid] = time.monotonic() - begin, sorted(reached)
             return result
 
-        def pytest_runtest_logreport(self, report: Any) -> None:
-            times[report.nodeid] = times.get(report.nodeid, 0.0) + report.duration
-
         def pytest_unconfigure(self) -> None:
-            measured.stop()
-            measured.save()
-            Path(os.environ["MUTATE_KEEP"]).with_suffix(".times").write_text(json.dumps(times))
+            for each in cases.values():  # what was not run reaches what other cases of the function do
+                ran = [found[item.nodeid] for item in each if item.nodeid in found]
+                for item in each if ran else ():
+                    found.setdefault(item.nodeid, (max(ran)[0], sorted({n for _, numbers in ran for n in numbers})))
+            Path(os.environ["MUTATE_KEEP"]).write_text(json.dumps(found))
 
-    config.pluginmanager.register(Contexts())
+    config.pluginmanager.register(Reaching())
 
 
 def environment(*path: Path, **variables: str) -> dict[str, str]:
@@ -194,50 +236,30 @@ def environment(*path: Path, **variables: str) -> dict[str, str]:
 PYTEST = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
-def digest(files: list[Path]) -> str:
-    """Of their contents."""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists())).hexdigest()
-
-
-def lines_of_tests(tests: Path, times: dict[str, float]) -> dict[tuple[str, int], set[str]]:
-    """The tests of a file that run each line, measured anew if need be; adds how long each takes to ``times``."""
-    import coverage
-
-    name = tests.relative_to(ROOT).as_posix().replace("/", "+")
-    data_file, key_file = KEPT / f"{name}.coverage", KEPT / f"{name}.json"
-    if key_file.exists():
-        kept = json.loads(key_file.read_text())
-        fresh = kept["key"] == digest([tests, *(PACKAGE / file for file in kept["files"])])
-    else:
-        fresh = False
-    if not fresh:
-        KEPT.mkdir(exist_ok=True)
-        data_file.unlink(missing_ok=True)
-        print(f"measuring {tests.relative_to(ROOT)}", flush=True)
-        variables = environment(ROOT, ROOT / "tests", MUTATE_KEEP=str(data_file))
-        subprocess.run(
-            [*PYTEST, "-p", "mutate", "-m", "not slow", str(tests)], cwd=ROOT, env=variables, stdout=subprocess.DEVNULL
-        )
-    found: dict[tuple[str, int], set[str]] = {}
-    if not data_file.exists():
-        return found
-    times |= json.loads(data_file.with_suffix(".times").read_text())
-    data = coverage.CoverageData(str(data_file))
-    data.read()
-    files = [file for file in data.measured_files() if "/curvopt/" in file]
-    for file in files:
-        for line, contexts in data.contexts_by_lineno(file).items():
-            found.setdefault((below(file), line), set()).update(filter(None, contexts))
-    if not fresh:
-        known = [below(file) for file in files]
-        key = digest([tests, *(PACKAGE / file for file in known)])
-        key_file.write_text(json.dumps({"key": key, "files": known}))
-    return found
-
-
-def below(file: str) -> str:
-    """The part of a path that stands behind the package's."""
-    return file.rpartition("/curvopt/")[2]
+def reaching(drawn: dict[int, Mutation], files: list[Path], kept: Path, cases: int) -> dict[int, list[str]]:
+    """The tests that reach each mutation in their order, found by so many cases of each function."""
+    tests: dict[int, set[str]] = {number: set() for number in drawn}
+    times: dict[str, float] = {}
+    kept.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Copy(Path(folder))
+        for file in {mutation.file for mutation in drawn.values()}:
+            there = {number: mutation for number, mutation in drawn.items() if mutation.file == file}
+            (copy.folder / "curvopt" / file).write_text(with_probes(file, there))
+        for file in files:
+            name = file.relative_to(ROOT).as_posix()
+            keep = kept / f"{name.replace('/', '+')}.json"
+            if not keep.exists():
+                print(f"running {name}", flush=True)
+                settings = {"MUTATE_KEEP": str(keep), "MUTATE_CASES": str(cases)}
+                variables = environment(copy.folder, ROOT / "tests", ROOT, **settings)
+                command = [*PYTEST, "-p", "mutate", "-m", "not slow", name]
+                subprocess.run(command, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL)
+            for test, (seconds, numbers) in json.loads(keep.read_text()).items() if keep.exists() else ():
+                times[test] = seconds
+                for number in numbers:
+                    tests[number].add(test)
+    return {number: ordered(found, times) for number, found in tests.items()}
 
 
 # ------------------------------------------------------------------------------------------------------- mutations
@@ -322,11 +344,17 @@ class Copy:
 
 
 def ordered(tests: Iterable[str], times: dict[str, float]) -> list[str]:
-    """The quickest case of each function, the quickest of these first; then the next case of each, and so on."""
+    """The quickest case of each function, the quickest of these first; then the next case of each, and so on.
+
+    Those that are tried first are of a few files, as it takes a second or two to collect a file.
+    """
     functions: dict[str, list[str]] = {}
     for test in sorted(tests, key=lambda test: (times.get(test, inf), test)):
         functions.setdefault(test.partition("[")[0], []).append(test)
-    return [test for row in itertools.zip_longest(*functions.values()) for test in row if test is not None]
+    rows = [test for row in itertools.zip_longest(*functions.values()) for test in row if test is not None]
+    files = list(dict.fromkeys(test.partition("::")[0] for test in rows))[:FILES]
+    first = [test for test in rows if test.partition("::")[0] in files][:FIRST]
+    return [*first, *(test for test in rows if test not in first)]
 
 
 def main() -> None:
@@ -337,43 +365,36 @@ def main() -> None:
     parser.add_argument("--under", default="", help="a folder or file below curvopt/")
     parser.add_argument("--with", dest="tests", nargs="+", default=["tests"], help="folders or files of tests (tests)")
     options = parser.parse_args()
-    by_line: dict[tuple[str, int], set[str]] = {}
-    times: dict[str, float] = {}
-    for where in (ROOT / tests for tests in options.tests):
-        for file in [where] if where.is_file() else sorted(where.rglob("test_*.py")):
-            for line, tests in lines_of_tests(file, times).items():
-                by_line.setdefault(line, set()).update(tests)
-    collect = [*PYTEST, "--collect-only", *options.tests]
-    there = subprocess.run(collect, cwd=ROOT, env=environment(ROOT), capture_output=True, text=True)
-    names = set(there.stdout.splitlines())
-    by_line = {line: tests & names for line, tests in by_line.items()}
-    by_file: dict[str, set[str]] = {}
-    for (file, _), tests in by_line.items():
-        by_file.setdefault(file, set()).update(tests)
-    files = [file.relative_to(PACKAGE).as_posix() for file in sorted(PACKAGE.rglob("*.py"))]
-    chance = random.Random(options.seed)
+    every = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")])
+    files = [file.relative_to(PACKAGE).as_posix() for file in every if PACKAGE in file.parents]
     sites = [mutation for file in files if file.startswith(options.under) for mutation in mutations(file)]
-    chance.shuffle(sites)
+    random.Random(options.seed).shuffle(sites)
     drawn = list(itertools.islice(filter(compiles, sites), options.count))
-    survivors = 0
+    state = hashlib.sha256(b"".join([repr(options).encode(), *(file.read_bytes() for file in every)])).hexdigest()
+    given = [ROOT / tests for tests in options.tests]
+    of_tests = [file for where in given for file in ([where] if where.is_file() else sorted(where.rglob("test_*.py")))]
+    left, tried = dict(enumerate(drawn)), dict[int, list[str]]()
     import_what_the_package_imports()
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(Path(folder))
-        for number, mutation in enumerate(drawn, 1):
-            at = [(mutation.file, line) for line in range(mutation.first, mutation.line + 1)]
-            running = set().union(*(by_line.get(line, ()) for line in at))
-            if not running and any(
-                line in by_line for line in at
-            ):  # what an import runs is run for all tests of a file
-                running = by_file[mutation.file]
-            tests = ordered(running, times)
-            found = copy.noticed_by(mutation, tests)
-            survivors += isinstance(found, int)
-            lives = f"SURVIVES {found} of {len(tests)} tests" if isinstance(found, int) else "dead"
-            print(f"{number:3} {lives}  {mutation}", flush=True)
-            if isinstance(found, str):
-                print(f"    by {found}", flush=True)
-    print(f"{len(drawn) - survivors} of {len(drawn)} were noticed, --seed {options.seed}")
+    for cases in CASES:
+        kept = ROOT / ".mutate" / state[:16] / str(cases)
+        reached = reaching(left, of_tests, kept, cases)
+        found: dict[str, str | int] = json.loads(file.read_text()) if (file := kept / "judged").exists() else {}
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Copy(Path(folder))
+            for number, mutation in list(left.items()):
+                tests = [test for test in reached[number] if test not in tried.get(number, ())]
+                if str(number) not in found:
+                    found[str(number)] = copy.noticed_by(mutation, tests)
+                    file.write_text(json.dumps(found))
+                by = found[str(number)]
+                if isinstance(by, str):
+                    del left[number]
+                    print(f"{number + 1:3} dead  {mutation}\n    by {by}", flush=True)
+                else:
+                    tried[number] = tests[:by]
+                    print(f"{number + 1:3} not noticed by {by} of {len(tests)} tests  {mutation}", flush=True)
+    print(*(f"SURVIVES {mutation}" for mutation in left.values()), sep="\n")
+    print(f"{len(drawn) - len(left)} of {len(drawn)} were noticed, --seed {options.seed}")
 
 
 if __name__ == "__main__":

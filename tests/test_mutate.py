@@ -15,3 +15,5 @@ def test_each_mutation_is_another_program():
         assert changed != original, mutation
     replaced = {tuple(str(mutation).partition(": ")[2].partition("    in  ")[0].split("  ->  ")) for mutation in found}
     assert {("+", "-"), ("and", "or"), ("==", "!="), ("is", "is not")} <= replaced
+    probed = mutate.with_probes(found[0].file, dict(enumerate(found)))
+    assert ast.parse(probed) and all(mutate.REACHED.format(number) in probed for number in range(len(found)))
