@@ -357,14 +357,15 @@ def two_nets(rng: random.Random) -> Plot:
 
 
 def parts(rng: random.Random) -> Plot:
-    """A trunk and its heads are models; a head may see some rows."""
+    """A trunk and its heads are models; a head may see some rows, and a loss what the trunk gives."""
     trunk = Net(rng.choice(["mlp", "deep"]), some_heads(rng, 1, WIDTH))
     heads = [Net("direct", some_heads(rng, 1, 3), WIDTH) for _ in range(2)]
     rows = rng.choice([slice(None), slice(0, 3)])
 
     def run(call: Call, x: Tensor) -> list[Tensor]:
-        h = torch.tanh(call(trunk, x))
-        return [call(heads[0], h), call(heads[1], h[rows])]
+        z = call(trunk, x)
+        h = torch.tanh(z)
+        return [call(heads[0], h), call(heads[1], h[rows]), z]
 
     return [trunk, *heads], (torch.randn(N, INPUTS),), run
 
@@ -375,7 +376,8 @@ def slopes(rng: random.Random) -> Plot:
     def run(call: Call, x: Tensor) -> list[Tensor]:
         at = x.clone().requires_grad_()
         z = call(net, at)
-        return [z, *torch.autograd.grad(z.sum(), at, create_graph=True)]
+        (first,) = torch.autograd.grad(z.sum(), at, create_graph=True)
+        return [z, first, *torch.autograd.grad(first.sum(), at, create_graph=True)]
 
     return [net], (torch.randn(N, INPUTS),), run
 
@@ -512,6 +514,43 @@ def one_loss(name: str, kind: str = "linear", beside: str | None = None, between
     terms += [Term(beside, 1.0, (0,), "identity", tables["identity"][beside])] if beside else []
     return Program("one_loss", [net], (x,), lambda call, x: [call(net, x)], terms)
 
+
+# ---------------------------------------------------------------------------------------------------------------- steps
+
+
+def put_in_place(h: Tensor, _: Tensor) -> Tensor:
+    """Rows are put one by one where none was yet."""
+    rows = torch.zeros_like(h)
+    for to, row in enumerate(h.flip(0)):
+        rows[to - 1] = row
+    return rows
+
+
+#: What is done with ``[4, T, 5]``, of which the first axis may be that of samples, and numbers ``[5, 5]``.
+STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "scale": lambda h, c: h * c[0],
+    "gate": lambda h, c: h + c[0, 0] * h.flip(0),
+    "leak": lambda h, c: h - c[0, 0] * h.mean(0),
+    "branch": lambda h, c: torch.where(c[0] > 0.5, h, h.roll(1, 0)),
+    "interpolation": lambda h, c: torch.lerp(h, h.cos(), c[0]),
+    "matrix of samples": lambda h, c: (c[:4, :4] @ h.flatten(1)).view_as(h),
+    "matrix of steps": lambda h, c: c[: h.shape[1], : h.shape[1]] @ h,
+    "matrix of features": lambda h, c: h @ c,
+    "time first": lambda h, c: (h.transpose(0, 1).flatten(0, 1) * c[0]).unflatten(0, (-1, 4)).transpose(0, 1),
+    "rows": lambda h, c: torch.tanh(h.flatten(0, 1) + c[0]).view_as(h),
+    "attention": lambda h, c: (h @ h.mT + c[: h.shape[1], : h.shape[1]]).softmax(-1) @ h,
+    "attention among samples": lambda h, c: torch.einsum("mn,ntd->mtd", (h[:, 0] @ h[:, 0].T + c[:4, :4]).tanh(), h),
+    "one row": lambda h, c: torch.cat([h[:1] * c[0], h[1:]]),
+    "order": lambda h, c: h[[1, 3, 0, 2]] - c[0],
+    "one after the other": lambda h, c: torch.stack([step * c[0] for step in h.unbind(1)], 1),
+    "two views": lambda h, c: torch.mul(*torch.cat([h, h.cos() * c[0]]).chunk(2)),
+    "views in turn": lambda h, c: torch.stack([h, h.cos()], 1).flatten(0, 1).view(4, 2, *h.shape[1:]).sum(1) * c[0],
+    "put in place": put_in_place,
+    "norm": lambda h, c: F.layer_norm(h, (5,), c[0], c[1]),
+    "kernel along steps": lambda h, c: F.conv1d(h.mT, c[:, :1, None].expand(5, 1, 3), padding=1, groups=5).mT,
+    "kernel along samples": lambda h, c: F.conv1d(h.permute(1, 2, 0), c[:, :, None]).permute(2, 0, 1),
+    "sums so far": lambda h, c: h.cumsum(1) + c[0],
+}  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------------- definitions
 

@@ -1,4 +1,7 @@
-"""What every optimizer promises. A new optimizer is one row in ``OPTIMIZERS`` of `optimizer_cases`."""
+"""What every optimizer promises. A new optimizer is one row in ``OPTIMIZERS`` of `optimizer_cases`.
+
+Tests of `optim/step.py`, `optim/step_size.py`, `optim/state.py`, `optim/curvature.py` and `optim/diagonal_newton.py`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,6 @@ from optimizer_cases import (
     covered,
     digits,
     every_optimizer,
-    exact_optimizer,
     mlp,
     numbers,
     sgd_like,
@@ -344,38 +346,6 @@ def test_a_loop_takes_the_steps_of_the_plain_one_bit_for_bit(make: Callable, loo
 def test_the_first_group_may_be_empty(make: Callable) -> None:
     grouped, plain = Run(lambda params, **options: make([{"params": []}, {"params": params}], **options)), Run(make)
     assert_equal(grouped.train(3).weights(), plain.train(3).weights())
-
-
-def in_halves(run: Run, step: int) -> None:
-    """In a context each, and, in the second step, in one."""
-    x, y = run.data(step)
-    run.optimizer.zero_grad()
-    with run.optimizer.curvature() if step == 1 else contextlib.nullcontext():
-        for part in (slice(None, 32), slice(32, None)):
-            with run.optimizer.curvature() if step != 1 else contextlib.nullcontext():
-                (run.lossfunc(run.model(x[part]), y[part]) / 2).backward()
-    run.optimizer.step()
-
-
-def scaled(run: Run, step: int) -> None:
-    run.optimizer.zero_grad()
-    with run.optimizer.curvature(loss_scale=8.0):
-        (8.0 * run.loss(step)).backward()
-    for p in run.model.parameters():
-        p.grad /= 8.0
-    run.optimizer.step()
-
-
-@pytest.mark.parametrize("loop", [in_halves, scaled])
-@exact_optimizer
-def test_a_loop_takes_the_steps_of_the_plain_one_up_to_rounding(make: Callable, loop: Callable) -> None:
-    plain, run = (Run(make, cnn, **DOUBLE) for _ in range(2))
-    for each in (plain, run):
-        each.optimizer.curvature_every = each.optimizer.inverse_every = 1
-    for step in range(3):
-        loop(run, step)
-        plain.step(step)
-        assert_close(run.weights(), plain.weights())
 
 
 # ----------------------------------------------------------------------------------------------- what damping refers to
@@ -718,10 +688,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing(make: Callable, poison: f
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
-@pytest.mark.parametrize("how", ["before", "by the optimizer", "closure", "context", "twice"])
+@pytest.mark.parametrize("how", ["before", "by the optimizer", "closure", "context", "twice", "attached"])
 def test_curvature_goes_with_gradients_that_are_reset(how: str, set_to_none: bool) -> None:
     """Before its context, inside of it, or in a closure."""
-    clean, aborted = (Run(KFACSGD, cnn, fisher="empirical") for _ in range(2))
+    clean, aborted = (
+        Run(KFACSGD, cnn, fisher="empirical"),
+        Run(KFACSGD, cnn, fisher="empirical", attach=how == "attached"),
+    )
     clean.train(1)
 
     def evaluate() -> Tensor:

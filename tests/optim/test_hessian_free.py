@@ -1,4 +1,7 @@
-"""What `HessianFree` promises: its mathematics against dense references, the closure, the contract of optimizers."""
+"""What `HessianFree` promises: its mathematics against dense references, the closure, the contract of optimizers.
+
+Tests of the folder `optim/hessian_free`, and of `optim/closures.py`.
+"""
 
 from __future__ import annotations
 
@@ -434,7 +437,8 @@ def test_what_the_closure_returns_comes_back_without_its_graph() -> None:
     small = Small()
     before = small.loss()
     loss = small.optimizer.step(small.closure)
-    assert_close(loss, before.detach()) and not loss.requires_grad
+    assert_close(loss, before.detach())
+    assert not loss.requires_grad
     assert small.optimizer.step(lambda: without_result(small)) is None
 
 
@@ -601,14 +605,6 @@ def test_weight_decay_is_the_l2_term() -> None:
         assert_close(weights(decayed.model), weights(written.model), rtol=1e-6, atol=1e-8)
         for name in ("loss_before", "loss_after", "reduction_ratio"):
             assert decayed.optimizer.metrics()[name] == pytest.approx(written.optimizer.metrics()[name], rel=1e-6)
-
-
-def test_maximize() -> None:
-    least, most = Small(dtype=float64), Small(dtype=float64, maximize=True)
-    for _ in range(3):
-        least.train(1)
-        most.optimizer.step(lambda: -most.loss())
-    assert_close(weights(least.model), weights(most.model), rtol=1e-9, atol=1e-12)
 
 
 def test_learning_rate_schedule() -> None:

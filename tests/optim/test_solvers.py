@@ -1,4 +1,7 @@
-"""Solving in eigenbases and with blocks, and the optimizers that do, against dense matrices."""
+"""Solving in eigenbases and with blocks, and the optimizers that do, against dense matrices.
+
+Tests of `optim/solve.py`, `optim/stacks.py`, `optim/kfac.py` and `optim/kfac_adamw.py`.
+"""
 
 from __future__ import annotations
 
@@ -296,22 +299,6 @@ def test_preconditioner_by_a_hook_and_in_front_of_muon() -> None:
     twin.load_state_dict(preconditioner.state_dict())
     for part in ("state", "run"):
         torch.testing.assert_close(numbers(twin)[part], numbers(preconditioner)[part], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("half", [16, 40])
-def test_unequal_accumulated_batches_are_one_batch(half: int) -> None:
-    """With sums, the shares of micro-batches are as large as they are, inputs included."""
-    options: dict[str, Any] = {"fisher": "exact", "reduction": "sum", "curvature_every": 1, **DOUBLE}
-    whole, parts = (Run(KFACSGD, Tokens, **options) for _ in range(2))
-    for step in range(3):
-        whole.train(range(step, step + 1))
-        x, y = parts.data(step)
-        parts.optimizer.zero_grad()
-        for rows in (slice(half), slice(half, None)):
-            with parts.optimizer.curvature():
-                parts.lossfunc(parts.model(x[rows]), y[rows]).backward()
-        parts.optimizer.step()
-    assert_close(whole.weights(), parts.weights())
 
 
 def test_condition_is_that_of_the_damped_factors() -> None:

@@ -1,4 +1,7 @@
-"""Curvature optimizers keep the contract of ``torch.optim``: options, types, messages, ``maximize``."""
+"""Curvature optimizers keep the contract of ``torch.optim``: options, types, messages, ``maximize``.
+
+Tests of `optim/options.py`.
+"""
 
 from __future__ import annotations
 
@@ -225,12 +228,12 @@ def test_a_subclass_goes_on_with_the_state_of_its_base() -> None:
         base[1].load_state_dict(sub[1].state_dict())
 
 
-@with_curvature
+@every_kind
 @pytest.mark.parametrize("loss", [F.cross_entropy, lambda z, y: z.sinh().square().mean()])
 def test_maximising_the_negated_loss_takes_the_same_steps(kind: type, loss: Callable[..., Tensor]) -> None:
     weights = []
     for sign in (1, -1):
-        model, optimizer = build(kind, maximize=sign < 0, curvature_every=2)
+        model, optimizer = build(kind, maximize=sign < 0, **({} if kind is HessianFree else {"curvature_every": 2}))
         for _ in range(7):
             step(model, optimizer, lambda z, y, sign=sign: sign * loss(z, y))
         weights.append([p.detach().clone() for p in model.parameters()])

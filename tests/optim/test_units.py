@@ -1,8 +1,12 @@
-"""The spellings of one loop: whatever factor a loss has, and wherever it is taken out again, steps are equal."""
+"""The spellings of one loop: whatever factor a loss has, and wherever it is taken out again, steps are equal.
+
+Tests of `optim/accumulation.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -82,6 +86,20 @@ def in_two_backwards(loop: Loop, x: Tensor, y: Tensor) -> None:
         (F.cross_entropy(loop.model(x[part]), y[part]) / 2).backward()
 
 
+def in_contexts(loop: Loop, x: Tensor, y: Tensor) -> None:
+    """Two backwards, in a context each or both in one."""
+    one = len(x) > 8
+    with loop.optimizer.curvature() if one else nullcontext():
+        for part in (slice(None, None, 2), slice(1, None, 2)):
+            with nullcontext() if one else loop.optimizer.curvature():
+                (F.cross_entropy(loop.model(x[part]), y[part]) / 2).backward()
+
+
+def in_unequal_parts(loop: Loop, x: Tensor, y: Tensor) -> None:
+    for part in (slice(3), slice(3, None)):
+        F.cross_entropy(loop.model(x[part]), y[part], reduction="sum").backward()
+
+
 def two_losses(loop: Loop, x: Tensor, y: Tensor) -> None:
     for share in (0.25, 0.75):
         (share * F.cross_entropy(loop.model(x), y)).backward()
@@ -111,6 +129,8 @@ SPELLINGS: dict[Callable[[Loop, Tensor, Tensor], None], str | None] = {
     sum_over_n: None,
     sum_then_divided: "gradient_scale",
     in_two_backwards: None,
+    in_contexts: None,
+    in_unequal_parts: None,
     two_losses: None,
     seven_times: None,
     scaled: None,

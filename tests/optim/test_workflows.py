@@ -1,4 +1,7 @@
-"""Every loop that trains with AdamW trains with curvature optimizers, attached and with their defaults."""
+"""Every loop that trains with AdamW trains with curvature optimizers, attached and with their defaults.
+
+Tests of `optim/empirical.py`, too.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.workflows import OPTIMIZERS, WORKFLOWS, adamw, train
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
 from curvopt.core.backward.backward_pass import Request
-from curvopt.extensions import KFAC, DiagGGNExact
+from curvopt.extensions import KFAC
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
 from curvopt.optim.curvature import Listening
 from curvopt.optim.diagonal_newton import CurvatureDiagonal
@@ -461,48 +464,6 @@ def test_a_refresh_that_is_overdue_warns_once() -> None:
     with pytest.warns(CurvoptWarning, match=r"overdue.*attach") as said:
         step(model, new, classes, 30)
     assert len(said) == 1
-
-
-class Poisson:
-    """Residuals of u'' = f in the interior, and values at the boundary, of a network u."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)).double()
-        self.inner, self.edge = torch.linspace(0, 1, 9)[:, None].double(), torch.tensor([[0.0], [1.0]]).double()
-
-    def residuals(self) -> Tensor:
-        at = self.inner.clone().requires_grad_()
-        (du,) = torch.autograd.grad(self.model(at).sum(), at, create_graph=True)
-        (ddu,) = torch.autograd.grad(du.sum(), at, create_graph=True)
-        return ddu + torch.sin(at)
-
-    def losses(self) -> tuple[Tensor, Tensor]:
-        zeros = torch.zeros(9, 1).double(), torch.zeros(2, 1).double()
-        return F.mse_loss(self.residuals(), zeros[0]), 10 * F.mse_loss(self.model(self.edge), zeros[1])
-
-
-def squares(outputs: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    """Sum over the entries of a vector of their squared gradients."""
-    rows = [torch.autograd.grad(out, parameters, retain_graph=True, materialize_grads=True) for out in outputs]
-    return [torch.stack(of_p).square().sum(0) for of_p in zip(*rows, strict=True)]
-
-
-@pytest.mark.parametrize("separate", [False, True])
-def test_the_diagonal_of_a_pinn_is_that_of_both_terms(separate: bool) -> None:
-    problem = Poisson()
-    parameters = list(problem.model.parameters())
-    inside = squares(problem.residuals()[:, 0], parameters)
-    edges = squares(problem.model(problem.edge)[:, 0], parameters)
-    expected = [2 / 9 * a + 10 * b for a, b in zip(inside, edges, strict=True)]
-    extend(problem.model)
-    residual, boundary = problem.losses()
-    found = [torch.zeros_like(p) for p in parameters]
-    for loss in (residual, boundary) if separate else (residual + boundary,):
-        with backpack(DiagGGNExact()):
-            loss.backward()
-        found = [f + getattr(p, "diag_ggn_exact", 0) for f, p in zip(found, parameters, strict=True)]
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

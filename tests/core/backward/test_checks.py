@@ -1,4 +1,7 @@
-"""What cannot be answered rightly is refused, with where, what and the remedy, and without a trace."""
+"""What cannot be answered rightly is refused, with where, what and the remedy, and without a trace.
+
+Tests of `core/backward/backward_pass.py`, too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Problem, mlp
-from checks import generator
+from checks import FIRST_ORDER
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,12 +30,9 @@ from curvopt.extensions import (
     Extension,
     SqrtGGNExact,
     SqrtGGNMC,
-    SumGradSquared,
-    Variance,
 )
 from curvopt.optim import KFACSGD
 
-FIRST_ORDER: list[type[Extension]] = [BatchGrad, BatchL2Grad, SumGradSquared, Variance]
 EXACT: list[type[Extension]] = [DiagGGNExact, KFLR]
 SAMPLED: list[type[Extension]] = [DiagGGNMC, KFAC]
 EVERY = [*FIRST_ORDER, *EXACT, *SAMPLED]
@@ -167,27 +167,6 @@ def test_parameters_without_numbers():
         F.cross_entropy(model(x), y.long()).backward()
 
 
-# ----------------------------------------------------------------------------------------------------- the loss
-
-
-@pytest.mark.parametrize(
-    ("loss", "why"),
-    [
-        (lambda z, y: z.norm(), "couples samples"),
-        (F.multi_margin_loss, "MultiMarginLoss"),
-        (lambda z, y: -3 * F.cross_entropy(z, y), "negative weight -"),
-    ],
-    ids=["coupled", "not differentiable twice", "maximised"],
-)
-def test_second_order_of_a_loss_that_has_none(loss: Callable[[Tensor, Tensor], Tensor], why: str):
-    for extension in [*EXACT, *SAMPLED]:
-        it = problem()
-        value = loss(it.model(it.x), it.y)
-        with refused(it.model, extension.field, why), backpack(extension()):
-            value.backward()
-        works(it)
-
-
 # ---------------------------------------------------------------------------------------------------- the model
 
 
@@ -223,25 +202,6 @@ def test_a_model_that_is_not_extended():
         loss = it.loss()
         with refused(it.model, extension.field, "extend("), backpack(extension()):
             loss.backward()
-
-
-def test_a_regularizer_is_not_contained_and_said_so():
-    for extension in EVERY:
-        it = problem()
-        with backpack(extension(generator=generator(0)) if extension in SAMPLED else extension()):
-            it.loss().backward()
-        expected = [getattr(p, extension.field) for p in it.trainable().values()]
-        loss = it.loss() + 0.1 * it.model[0].weight.square().sum()
-        with pytest.warns(CurvoptWarning, match=r"0\.weight"):
-            with backpack(extension(generator=generator(0)) if extension in SAMPLED else extension()):
-                loss.backward()
-        for p, field in zip(it.trainable().values(), expected, strict=True):
-            torch.testing.assert_close(getattr(p, extension.field), field)
-
-
-def times(x: Tensor, p: Tensor) -> Tensor:
-    """``x * p`` by an operation that no rule knows."""
-    return torch.addcdiv(torch.zeros_like(x), x, p.reciprocal())
 
 
 def test_a_backward_inside_of_a_backward():

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Lambda, Net, Problem
-from checks import check, check_all, generator, hessian_diagonals
+from checks import check, check_all, generator
 from reference import Reference
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -162,9 +162,10 @@ def test_fields_equal_the_dense_reference(name: str):
 )
 def test_losses_without_a_gauss_newton_matrix_are_refused(loss: Loss, why: str):
     model = extend(mlp())
-    with pytest.raises(CurvoptError, match=f"diag_ggn_exact: .*{why}"), backpack(DiagGGNExact()):
-        loss(model(X)).backward()
-    assert not any(hasattr(p, "diag_ggn_exact") for p in model.parameters())
+    for extension in (DiagGGNExact(), KFLR(), DiagGGNMC(), KFAC()):
+        with pytest.raises(CurvoptError, match=f"{extension.field}: .*{why}"), backpack(extension):
+            loss(model(X)).backward()
+        assert not any(hasattr(p, extension.field) or p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize("lossfunc", [F.mse_loss, F.binary_cross_entropy_with_logits])
@@ -256,20 +257,6 @@ def test_backward_hooks_of_the_loss(hook: Callable):
 
 
 # ------------------------------------------------------------------------------------------- losses of several models
-
-
-def test_losses_of_two_models_one_behind_the_other() -> None:
-    first, second = extend(mlp()), extend(nn.Linear(3, 2).double())
-
-    def loss() -> Tensor:
-        logs = first(X).log_softmax(1)
-        return F.nll_loss(logs, Y) + F.mse_loss(second(logs), torch.ones(4, 2).double())
-
-    model = nn.ModuleList([first, second])
-    found = fields_of(model, loss, DiagGGNExact(), DiagHessian())
-    names, params = zip(*model.named_parameters(), strict=True)
-    for name, diagonal in zip(names, hessian_diagonals(loss(), params), strict=True):
-        assert_close(found[f"{name} diag_h 0"], diagonal)
 
 
 def test_a_loss_with_a_parameter_is_a_model_that_returns_its_loss() -> None:

@@ -1,4 +1,7 @@
-"""The table of operations: its rules put the batch axis where random vectors find it."""
+"""The table of operations: its rules put the batch axis where random vectors find it.
+
+Tests of `core/samples/probe.py` and `core/nodes.py`, too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from math import prod
 import pytest
 import torch
 import torch.nn.functional as F
+from core.random_programs import STEPS
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
@@ -285,30 +289,6 @@ def test_all_operations_of_the_table_are_tried():
     in_table = {name for name, known in OPERATIONS.items() if known.batch_axis is not None}
     of_gradients = {name for name in in_table if name.endswith("BACKWARD")}
     assert sorted(in_table - tried - NOT_HERE - of_gradients) == []
-
-
-#: what is done with ``[4, 3, 5]``, of which the first axis may be that of samples, and numbers ``[5, 5]``
-STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "scale": lambda h, c: h * c[0],
-    "gate": lambda h, c: h + c[0, 0] * h.flip(0),
-    "leak": lambda h, c: h - c[0, 0] * h.mean(0),
-    "branch": lambda h, c: torch.where(c[0] > 0.5, h, h.roll(1, 0)),
-    "interpolation": lambda h, c: torch.lerp(h, h.cos(), c[0]),
-    "matrix of samples": lambda h, c: (c[:4, :4] @ h.flatten(1)).view_as(h),
-    "matrix of steps": lambda h, c: c[:3, :3] @ h,
-    "matrix of features": lambda h, c: h @ c,
-    "time first": lambda h, c: (h.transpose(0, 1).flatten(0, 1) * c[0]).unflatten(0, (3, 4)).transpose(0, 1),
-    "rows": lambda h, c: torch.tanh(h.flatten(0, 1) + c[0]).view_as(h),
-    "attention": lambda h, c: (h @ h.mT + c[:3, :3]).softmax(-1) @ h,
-    "attention among samples": lambda h, c: torch.einsum("mn,ntd->mtd", (h[:, 0] @ h[:, 0].T + c[:4, :4]).tanh(), h),
-    "one row": lambda h, c: torch.cat([h[:1] * c[0], h[1:]]),
-    "order": lambda h, c: h[[1, 3, 0, 2]] - c[0],
-    "one after the other": lambda h, c: torch.stack([step * c[0] for step in h.unbind(1)], 1),
-    "norm": lambda h, c: F.layer_norm(h, (5,), c[0], c[1]),
-    "kernel along steps": lambda h, c: F.conv1d(h.mT, c[:, :1, None].expand(5, 1, 3), padding=1, groups=5).mT,
-    "kernel along samples": lambda h, c: F.conv1d(h.permute(1, 2, 0), c[:, :, None]).permute(2, 0, 1),
-    "sums so far": lambda h, c: h.cumsum(1) + c[0],
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -234,29 +234,6 @@ def losses_of_steps() -> Program:
     return Program(m, lambda rows: m(x[rows], y[rows]), 4, mean=True, second=HESSIAN)
 
 
-@program(**{
-    f"{more} {'beside others' if others else 'alone'}": (more, others)
-    for more in ("probs", "hidden", "logits")
-    for others in (False, True)
-})  # fmt: skip
-def loss_beside(more: str, others: bool) -> Program:
-    """The model returns its loss beside outputs, as models of transformers do, of which one enters another term."""
-
-    def forward(m: Net, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        h = m.body(x).tanh()
-        z = m.last(h)
-        outputs = {"loss": F.cross_entropy(z, y), "hidden": h, "logits": z, "probs": z.softmax(1)}
-        return {name: value for name, value in outputs.items() if others or name in ("loss", more)}
-
-    m, x = extend(Net(forward, body=nn.Linear(5, 4), last=nn.Linear(4, 3))), torch.randn(4, 5)
-
-    def loss(rows: slice) -> Tensor:
-        outputs = m(x[rows], Y[rows])
-        return outputs["loss"] + outputs[more].pow(4).sum(1).mean()
-
-    return Program(m, loss, 4, mean=True, second=HESSIAN)
-
-
 @program(outside=(False,), inside=(True,))
 def mean_over_the_experts(inside: bool) -> Program:
     """There are as many experts as samples; the term that balances them is a mean over the batch."""
@@ -645,28 +622,6 @@ def test_batch_norm_between_two_outputs():
     for loss in (between, inside):
         with pytest.raises(CurvoptError, match="train-mode batch norm"), backpack(DiagHessian()):
             loss().backward()
-
-
-@pytest.mark.parametrize("models", [1, 2])
-def test_a_term_of_features_changes_nothing_behind_them(models: int):
-    """Of a model in front, or those that the model kept."""
-    kept, layers, x = [], nn.ModuleList([nn.Linear(2, 3), nn.Linear(3, 3)]), torch.randn(4, 2)
-
-    def forward(x: Tensor) -> Tensor:
-        kept[:] = [layers[0](x)]
-        return layers[1](kept[0])
-
-    whole = Net(lambda m, x: forward(x), layers=layers)
-    for model in layers if models == 2 else [whole]:
-        extend(model)
-    diagonals = []
-    for factor in (0.0, 1.0):
-        with backpack(DiagGGNExact()):
-            losses = F.cross_entropy(forward(x) if models == 2 else whole(x), Y, reduction="none")
-            (losses + factor * kept[0].square().mean(1)).mean().backward()
-        diagonals.append(layers[1].weight.diag_ggn_exact)
-    assert diagonals[0].all()
-    assert_close(diagonals[1], diagonals[0])
 
 
 @pytest.mark.parametrize(
