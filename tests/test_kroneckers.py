@@ -1,4 +1,7 @@
-"""Kronecker factor lists against their dense matrices, in float64."""
+"""Kronecker factor lists against their dense matrices, in float64.
+
+Tests of `core/linear_algebra.py`, too.
+"""
 
 from __future__ import annotations
 

@@ -84,8 +84,16 @@ def test_links_of_the_pages_beside_the_readme():
             assert (ROOT / target).exists(), f"{page}: {target} does not exist"
 
 
-def test_tests_name_files_that_there_are():
-    """Where the path of a test does not say what it tests, its first lines do."""
-    for file in sorted((ROOT / "tests").rglob("test_*.py")):
-        for name in re.findall(r"`([\w/]+\.py)`", ast.get_docstring(ast.parse(file.read_text())) or ""):
-            assert any((ROOT / folder / name).exists() for folder in ("curvopt", "tests")), f"{file.name}: {name}"
+def test_the_tests_of_a_file_are_found_by_its_path():
+    """They stand in its folder under its name, or the first lines of others name it, or its folder."""
+    named: set[str] = set()
+    for test in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = ast.get_docstring(ast.parse(test.read_text())) or ""
+        names = re.findall(r"`([\w/]+\.py)`|folder `([\w/]+)`", text)
+        for name in (file or folder for file, folder in names):
+            assert any((ROOT / parent / name).exists() for parent in ("curvopt", "tests")), f"{test.name}: {name}"
+            named.add(name)
+    for file in sorted((ROOT / "curvopt").rglob("[!_]*.py")):
+        path = file.relative_to(ROOT / "curvopt")
+        by_path = (ROOT / "tests" / path.parent / f"test_{path.name}").exists()
+        assert by_path or {path.as_posix(), path.parent.as_posix()} & named, f"no test names {path}"

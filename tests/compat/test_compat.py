@@ -1,4 +1,7 @@
-"""Small behaviours that programs written for BackPACK rely on."""
+"""Small behaviours that programs written for BackPACK rely on.
+
+Tests of `core/backward/module_io.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Networks as people write them: every quantity is right on them, or refused with a reason."""
+"""Networks as people write them: every quantity is right on them, or refused with a reason.
+
+Tests of `core/randomness.py`, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Programs that go around what was recorded: the numbers are those of autograd, or the backward is refused."""
+"""Programs that go around what was recorded: the numbers are those of autograd, or the backward is refused.
+
+Tests of `core/extend.py`, too.
+"""
 
 from __future__ import annotations
 

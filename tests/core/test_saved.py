@@ -1,4 +1,7 @@
-"""What a graph has is not kept besides; what activation checkpoints let go of is computed again once, and let go of."""
+"""What a graph has is not kept besides; what activation checkpoints let go of is computed again once, and let go of.
+
+Tests of `extending.py`, too.
+"""
 
 from __future__ import annotations
 

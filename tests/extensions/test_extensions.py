@@ -1,6 +1,7 @@
 """Every field of every case equals its dense reference, and the backward around it is none the worse for it.
 
-Tests of `extensions/firstorder.py`, `extensions/secondorder.py`, `core/backward/context.py`, `core/backward/kfra.py`.
+Tests of `extensions/base.py`, `extensions/firstorder.py`, `extensions/secondorder.py`, `core/backward/context.py` and
+`core/backward/kfra.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Matrix-free products against dense matrices from ``torch.func``; conjugate gradients against dense solves."""
+"""Matrix-free products against dense matrices from ``torch.func``; conjugate gradients against dense solves.
+
+Tests of the folder `hessianfree`.
+"""
 
 from __future__ import annotations
 

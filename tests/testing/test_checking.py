@@ -1,4 +1,7 @@
-"""`curvopt.testing.check` agrees with a right engine, notices a wrong one, and says what it does not look at."""
+"""`curvopt.testing.check` agrees with a right engine, notices a wrong one, and says what it does not look at.
+
+Tests of `testing/comparison.py` and `testing/report.py`, too.
+"""
 
 from __future__ import annotations
 

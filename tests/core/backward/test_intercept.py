@@ -1,4 +1,7 @@
-"""A context changes nothing in the user's backward: ``.grad`` keeps its bits, hooks of users run as in a plain one."""
+"""A context changes nothing in the user's backward: ``.grad`` keeps its bits, hooks of users run as in a plain one.
+
+Tests of `core/vjp.py`, too.
+"""
 
 from __future__ import annotations
 

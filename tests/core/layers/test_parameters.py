@@ -1,4 +1,7 @@
-"""Parameters of modules without a rule in operations that are known: read off the graph, right."""
+"""Parameters of modules without a rule in operations that are known: read off the graph, right.
+
+Tests of `core/graph.py`, `core/layers/computed.py` and `core/layers/operations.py`, too.
+"""
 
 from __future__ import annotations
 

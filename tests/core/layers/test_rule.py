@@ -1,4 +1,7 @@
-"""What holds for rules beyond the table of cases: random hyper-parameters, reductions, factors, derivatives, errors."""
+"""What holds for rules beyond the table of cases: random hyper-parameters, reductions, factors, derivatives, errors.
+
+Tests of `core/layers/affine.py`, `core/layers/embedding.py`, `core/layers/norms.py` and `core/layers/recurrent.py`.
+"""
 
 from __future__ import annotations
 

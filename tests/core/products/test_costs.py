@@ -1,4 +1,7 @@
-"""Every algorithm of a reduction gives the same, whichever the sizes would choose."""
+"""Every algorithm of a reduction gives the same, whichever the sizes would choose.
+
+Tests of `core/products/base.py`, `core/products/lookup.py`, `core/products/outer.py` and `core/products/sums.py`.
+"""
 
 from __future__ import annotations
 
