@@ -280,6 +280,7 @@ def state_to_load(optimizer: Any, checkpoint_id: str | PathLike, name: str = "op
         checkpoint_id: folder of the checkpoint.
         name: under which the optimizer's ``state_dict()`` was saved.
     """
+    from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -295,24 +296,9 @@ def state_to_load(optimizer: Any, checkpoint_id: str | PathLike, name: str = "op
             continue
         entry = metadata.state_dict_metadata[key]
         is_tensor = isinstance(entry, TensorStorageMetadata)
-        _put(result, path, torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None)
-    return result
-
-
-def _put(tree: Any, path: Sequence[str | int], value: Any) -> None:
-    """Put a value into nested dictionaries (of names) and lists (of numbers), which are made on the way."""
-    first, rest = path[0], path[1:]
-    key: Any = int(first) if str(first).isdigit() else first  # parameters are numbers of a dictionary
-    if isinstance(tree, list):
-        tree.extend([None] * (key + 1 - len(tree)))
-    elif key not in tree:
-        tree[key] = None
-    if rest and tree[key] is None:
-        tree[key] = [] if isinstance(rest[0], int) else {}
-    if rest:
-        _put(tree[key], rest, value)
-    else:
-        tree[key] = value
+        set_element(result, tuple(path), torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None)
+    # parameters are numbers, unless names were saved
+    return {**result, "state": {int(i) if i.isdigit() else i: each for i, each in result["state"].items()}}
 
 
 def fits(factors: Sequence[Tensor], shape: Sequence[int]) -> bool:
