@@ -131,10 +131,14 @@ class StoryOrder:
 
 
 def reset(gallery_conf: dict[str, Any], name: str) -> None:
-    """Start every example from one seed, in single precision, with pictures of one size."""
+    """Start every example from one seed, in single precision, with pictures of one size.
+
+    Its warnings show no paths of this machine.
+    """
     import matplotlib.pyplot as plt
     import torch
 
+    warnings.formatwarning = lambda message, kind, *_, **__: f"{kind.__name__}: {message}\n"
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
@@ -234,6 +238,11 @@ def run_blocks(app: Sphinx, page: str, source: list[str]) -> None:
     )
 
 
+def link_downloads(app: Sphinx, page: str, source: list[str]) -> None:
+    """Offer Markdown beside the documentation as a download, as other files are."""
+    source[0] = re.sub(r"\]\((\.\./\S+\.md)\)", r"](path:\1)", source[0])
+
+
 def attribute(name: str, look_up: Any = curvopt.__getattr__) -> Any:
     """A name of curvopt; where there is none, the gallery wants an AttributeError."""
     try:
@@ -248,3 +257,4 @@ curvopt.__getattr__ = attribute
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", run_blocks)
+    app.connect("source-read", link_downloads)
